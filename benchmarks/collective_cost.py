@@ -104,7 +104,7 @@ def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
 
     if tap == "python":
         tap_requirements.tap_folders = lambda: ()
-    if tap == "native" and native_tap.load() is None:
+    if tap == "native" and native_tap.load_tap() is None:
         raise RuntimeError("the native tap is missing: torchlens-perf build-tap")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0 if cores == 1 else rank]})
     dist.init_process_group(

@@ -74,18 +74,18 @@ class _Job:
 @contextlib.contextmanager
 def _sidecars(children: list[subprocess.Popen[Any]], *, skipped: int) -> Any:
     """Collect the started processes, and skip the first `skipped` starts of the sidecar."""
-    ensure, popen, calls = sidecar.ensure, subprocess.Popen, iter(range(1 << 30))
+    ensure, popen, calls = sidecar.ensure_running, subprocess.Popen, iter(range(1 << 30))
 
     def start(*arguments: Any, **settings: Any) -> subprocess.Popen[Any]:
         children.append(popen(*arguments, **settings))
         return children[-1]
 
-    sidecar.ensure = lambda run, who: next(calls) >= skipped and ensure(run, who)
+    sidecar.ensure_running = lambda run, who: next(calls) >= skipped and ensure(run, who)
     subprocess.Popen = start  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        sidecar.ensure, subprocess.Popen = ensure, popen  # type: ignore[misc]
+        sidecar.ensure_running, subprocess.Popen = ensure, popen  # type: ignore[misc]
 
 
 def main() -> int:

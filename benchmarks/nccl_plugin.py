@@ -39,7 +39,7 @@ def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
     )
 
     def cost(channels: int, *, on: bool, idle: bool, masked: bool = False) -> float:
-        rig.nccl.plugin.switch(on=on)
+        rig.nccl.plugin.switch_timing(on=on)
         if masked:
             rig.nccl.set_mask(0)
         rig.nccl.use_nothing(int(idle))

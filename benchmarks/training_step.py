@@ -89,7 +89,7 @@ class Arm:
         if self._watch is not None:
             session = self._watch._session
             assert session is not None
-            attach.start(session, [], [NamedModel(self._model)])
+            attach.attach_hooks(session, [], [NamedModel(self._model)])
 
     def sampling_cost(self, step: Callable[[], None]) -> float:
         """Return the relative cost of sampling: the extra time of a sampled step divided by the

@@ -189,7 +189,7 @@ def test_child_forked_while_hooks_are_attached_detaches_them(
     """The child writes nothing into its parent's ring."""
     from torchlens_perf.hooks import attach
 
-    before, pids, start = state_of_torch(), [], attach.start
+    before, pids, start = state_of_torch(), [], attach.attach_hooks
 
     def forking_start(session: Any, *args: Any, **kwargs: Any) -> Any:
         loop = start(session, *args, **kwargs)
@@ -199,7 +199,7 @@ def test_child_forked_while_hooks_are_attached_detaches_them(
         pids.append(child)
         return loop
 
-    monkeypatch.setattr(attach, "start", forking_start)
+    monkeypatch.setattr(attach, "attach_hooks", forking_start)
     with perf.watch(dir=str(tmp_path), **SETTINGS):
         assert wait_for(pids[0]) == 0
 
@@ -219,7 +219,7 @@ def wait_for(child: int) -> int:
 def test_automatic_recordings_wait_for_a_step_may_end_during_a_watch() -> None:
     """Automatic recording patches the same functions as a watch while it waits for a first step."""
     before = state_of_torch()
-    waiting = first_step.FirstStep(lambda optimizer: None)
+    waiting = first_step.FirstStepTrigger(lambda optimizer: None)
     waiting.install()
     with patched(torch.autograd, "_engine_run_backward", lambda *args, **kwargs: None):
         waiting.remove()

@@ -22,7 +22,7 @@ import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
 from tests.view.test_terminal import SHORT_LINES_OK
-from torchlens_perf.hooks.collective import another_has_tapped
+from torchlens_perf.hooks.collective import is_tapped_by_another_tool
 from torchlens_perf.recorder import rank_metadata
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
@@ -221,14 +221,17 @@ def test_watch_in_a_forked_child_records_collectives(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import Work
 
-    before = vars(Work)["wait"], another_has_tapped("c10d::allreduce_")
+    before = vars(Work)["wait"], is_tapped_by_another_tool("c10d::allreduce_")
     told = tmp_path / "told"
     with recorded(tmp_path / "parent", config=perf.Config(_faulthandler=True)) as parent:
         session = running()._session
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                left = vars(Work)["wait"] is not before[0], another_has_tapped("c10d::allreduce_")
+                left = (
+                    vars(Work)["wait"] is not before[0],
+                    is_tapped_by_another_tool("c10d::allreduce_"),
+                )
                 dist.init_process_group(
                     "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
                 )
@@ -246,7 +249,7 @@ def test_watch_in_a_forked_child_records_collectives(tmp_path: Path) -> None:
     assert told.read_text() == repr(((False, before[1]), ["wait"] * 2, 2, []))
     assert with_stack
     assert written == len(parent.records)
-    assert (vars(Work)["wait"], another_has_tapped("c10d::allreduce_")) == before
+    assert (vars(Work)["wait"], is_tapped_by_another_tool("c10d::allreduce_")) == before
 
 
 def test_patches_are_removed_in_a_forked_child_only(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ def arm() -> None:
 
     with guard("offering NCCL the plugin"):
         if environment.get("collectives", Config.collectives):
-            nccl_plugin.offer_early(os.environ, environment.get("nccl", Config.nccl))
+            nccl_plugin.offer_at_import(os.environ, environment.get("nccl", Config.nccl))
 
-    first_step.wait(_start)
+    first_step.call_after_first_step(_start)
 
 
 def disarm() -> None:
@@ -76,7 +76,7 @@ def disarm() -> None:
     global _started
     waiting = sys.modules.get("torchlens_perf.hooks.loop.first_step")
     if waiting is not None:
-        waiting.stop_waiting()
+        waiting.stop_waiting_for_first_step()
     started, _started = _started, None
     if started is not None:
         started.stop()

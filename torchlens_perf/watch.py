@@ -33,7 +33,7 @@ from torchlens_perf.hooks.on_device import choice as on_device
 from torchlens_perf.output import above_standard_streams, logger
 from torchlens_perf.recorder import keep_ring, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
-from torchlens_perf.recorder.recorder import refusal
+from torchlens_perf.recorder.recorder import find_recording_obstacle
 from torchlens_perf.results import last_report
 from torchlens_perf.results.methods import LiveResultMethods
 from torchlens_perf.run import children, dead_runs, directory, make_folders
@@ -109,8 +109,8 @@ def watch(
     argument.
     """
     models, optimizers = (
-        arguments.models(model, sys._getframe(1), watch.__name__),
-        arguments.optimizers(optimizer),
+        arguments.parse_models(model, sys._getframe(1), watch.__name__),
+        arguments.parse_optimizers(optimizer),
     )
     try:
         enabled = configuration.is_on(os.environ) is not False
@@ -123,7 +123,7 @@ def watch(
     config = configuration.from_settings(settings, environment)
     if enabled and models is not None:
         try:
-            arguments.check_patterns(models, config)
+            arguments.check_module_patterns(models, config)
         except ConfigError as error:
             if config.modules != environment.get("modules"):
                 raise
@@ -131,7 +131,7 @@ def watch(
             enabled = False
             from torchlens_perf.hooks.loop import first_step
 
-            first_step.stop_waiting()
+            first_step.stop_waiting_for_first_step()
     return Watch(config, models, optimizers, enabled=enabled)
 
 
@@ -300,7 +300,7 @@ class Watch(LiveResultMethods):
         if models is not None:
             with guard("watching further models"):
                 if running._session is not None and running._loop is not None:
-                    running._loop.models_given(models)
+                    running._loop.use_given_models(models)
         for callback in self._live_views.callbacks if self._live_views is not None else ():
             running.on_verdict(callback)
         self.run_dir = running.run_dir
@@ -340,7 +340,7 @@ class Watch(LiveResultMethods):
         """
         watch = self._joined or self
         if watch._loop is not None:
-            watch._loop.manual_step()
+            watch._loop.on_manual_step()
 
     def tag(self, what: str) -> None:
         """Mark the current step as more than training. It is not compared with other ranks' steps.
@@ -352,7 +352,7 @@ class Watch(LiveResultMethods):
             raise ConfigError(f"what={what!r}: must be {' or '.join(map(repr, TAGS))}")
         session = (self._joined or self)._session
         if session is not None:
-            session.step.tag(TAGS[what])
+            session.step.add_flag(TAGS[what])
 
     def _recording_watch(self) -> Watch:
         return _running if _running is not None and _running.run_dir == self.run_dir else self
@@ -403,17 +403,17 @@ class Watch(LiveResultMethods):
             switches_off(lambda reason: _log_not_recording(reason, self._identity)),
             ExitStack() as cleanup,
         ):
-            refused = refusal()
+            refused = find_recording_obstacle()
             if refused is not None:
                 raise RunStoreError(refused)
             from torchlens_perf.hooks import attach
             from torchlens_perf.hooks.loop import first_step
 
-            first_step.stop_waiting()
-            on_device.check(self._config)
+            first_step.stop_waiting_for_first_step()
+            on_device.check_merging_config(self._config)
             run, session = self._begin(cleanup, first_step=int(in_the_middle))
             _session = session
-            self._loop = attach.start(
+            self._loop = attach.attach_hooks(
                 session,
                 optimizers,
                 models,
@@ -463,7 +463,7 @@ class Watch(LiveResultMethods):
             cleanup.callback(session.close, {})
             session.publish()
             if folders is not None:
-                answer = folders.answer(_FOLDERS_TIMEOUT_S)
+                answer = folders.wait_for_answer(_FOLDERS_TIMEOUT_S)
                 self._disk_answers = bool(answer)
                 # An empty answer means that the disk has not responded yet. The sidecar keeps
                 # trying.
@@ -474,8 +474,8 @@ class Watch(LiveResultMethods):
                 # The sidecar starts before the hooks are attached: attaching imports for seconds,
                 # in which the job may be killed.
                 run.register_ring(identity.node, ring.path)
-                sidecar.ensure(run, identity, config._exchange_token)
-                folders.keep()
+                sidecar.ensure_running(run, identity, config._exchange_token)
+                folders.keep_folders()
                 if not identity.local_rank:
                     with guard("looking for rings of jobs that were killed"):
                         dead_runs.start_draining(but=run.run_id)
@@ -538,7 +538,7 @@ class Watch(LiveResultMethods):
             if self._config.sidecar:
                 # If the sidecar was killed, a new one finishes its work.
                 with guard("starting the sidecar again"):
-                    sidecar.ensure(run, identity, self._config._exchange_token)
+                    sidecar.ensure_running(run, identity, self._config._exchange_token)
             if reports:
                 with guard("the report at the end"):
                     shown = last_report.show_report(
@@ -566,7 +566,7 @@ class Watch(LiveResultMethods):
         """
         ring, identity, problem = session.ring, session.identity, ""
         if not self._config.sidecar:
-            problem = keep_ring.keep(run, identity.host, ring, timeout_s)
+            problem = keep_ring.copy_ring_to_run(run, identity.host, ring, timeout_s)
             ring.release()
         elif not ring.release(timeout_s):
             problem = "the sidecar did not take it over"
@@ -622,7 +622,7 @@ def _decline(
     """
     if isinstance(error, Exception):
         with guard("declining to merge with other ranks"):
-            on_device.decline(config)
+            on_device.decline_configured_merging(config)
 
 
 @functools.cache
@@ -667,7 +667,7 @@ def _forget_in_child() -> None:
         if _running is not None:
             _running._abandon()
         session.abandon()
-        first_step.stop_waiting()
+        first_step.stop_waiting_for_first_step()
         relay.before = relay.after = None
 
 

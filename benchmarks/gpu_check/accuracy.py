@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu_check.checks import Spin, launch, new_ring, occupy, stream
 from benchmarks.gpu_check.lines import Checks
-from torchlens_perf.cuda.driver import Driver
-from torchlens_perf.cuda.reduction import Exact, Sum
+from torchlens_perf.cuda.driver import CudaDriver
+from torchlens_perf.cuda.reduction import ExactColumn, SumColumn
 from torchlens_perf.cuda.stamps import NO_SLOT
 from torchlens_perf.hooks.on_device.clock import EventClock
 from torchlens_perf.hooks.on_device.events import CudaEvents
@@ -56,23 +56,23 @@ def clock(checks: Checks) -> None:
             marked.mark()
         times_ns.append((time.perf_counter_ns() - begin_ns) / _MARKS)
         torch.cuda.synchronize()
-        marked.drain()
-        marked.drain()
+        marked.read_reached_marks()
+        marked.read_reached_marks()
     checks.value("clock", "a mark takes of the host", f"{min(times_ns):.0f} ns")
     _parts_of_a_mark(checks)
 
 
 def _parts_of_a_mark(checks: Checks) -> None:
     """Measure the unavoidable parts of a mark. Marking from C could save at most the rest."""
-    events, driver = CudaEvents(torch.cuda.current_device()), Driver()
-    event, current = events.new(), events.current()
+    events, driver = CudaEvents(torch.cuda.current_device()), CudaDriver()
+    event, current = events.create_event(), events.current_stream()
     # torch creates the event when it is first recorded.
     events.record(event, current)
     handles = event.cuda_event, torch.cuda.current_stream().cuda_stream
     for name, function in (
         ("torch's record", lambda: events.record(event, current)),
-        ("cuEventRecord, called through ctypes", lambda: driver.record(*handles)),
-        ("the current stream, and whether it is captured", events.current),
+        ("cuEventRecord, called through ctypes", lambda: driver.record_event(*handles)),
+        ("the current stream, and whether it is captured", events.current_stream),
     ):
         times_ns = []
         for _ in range(REPEATS):
@@ -120,9 +120,9 @@ def _by_events(work) -> float:
         begin = clock.mark()
         work()
         pairs.append((begin, clock.mark()))
-    clock.drain()
+    clock.read_reached_marks()
     torch.cuda.synchronize()
-    clock.drain()
+    clock.read_reached_marks()
     spans = [clock.span(begin, end) for begin, end in pairs]
     return float(np.median([duration_ns for _, duration_ns in spans]))
 
@@ -130,18 +130,18 @@ def _by_events(work) -> float:
 def _by_stamps(work) -> float:
     """Return the exact median of REPEATS as reduced by the kernel."""
     ring = new_ring(slots=1)
-    slot = ring.slot("planted")
+    slot = ring.assign_slot("planted")
     occupy()
     for _ in range(REPEATS):
-        ring.stamp(NO_SLOT, slot, stream())
+        ring.enqueue_stamp(NO_SLOT, slot, stream())
         work()
-        ring.stamp(slot, NO_SLOT, stream())
-    ring.reduce(stream())
+        ring.enqueue_stamp(slot, NO_SLOT, stream())
+    ring.enqueue_reduction(stream())
     torch.cuda.synchronize()
-    reduced = ring.collect()
+    reduced = ring.collect_result()
     assert reduced is not None
-    assert reduced.sums[0, Sum.COUNT] == REPEATS
-    return float(reduced.exact[0, Exact.MEDIAN])
+    assert reduced.sums[0, SumColumn.COUNT] == REPEATS
+    return float(reduced.exact[0, ExactColumn.MEDIAN])
 
 
 MEASURES = {"events": _by_events, "stamps": _by_stamps}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchlens_perf.cuda import kernels
-from torchlens_perf.cuda.driver import Arguments, Driver
+from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
 from torchlens_perf.cuda.stamps import DeviceRing
 
 # Kernels of the check: work of a known duration that stores its real duration, and an empty kernel.
@@ -49,10 +49,10 @@ def planted(name: str) -> Any:
 
 
 @functools.cache
-def driver() -> Driver:
+def driver() -> CudaDriver:
     """Return the CUDA driver with torch's context on the device."""
     torch.zeros(1, device="cuda")
-    return Driver()
+    return CudaDriver()
 
 
 def stream() -> int:
@@ -62,7 +62,7 @@ def stream() -> int:
 
 def launch(name: str, *values: np.generic) -> None:
     """Launch a kernel of PLANTED with one thread on the current stream, also into a capture."""
-    driver().launch(int(planted(name).kernel.ptr), 1, 1, 0, stream(), Arguments(values))
+    driver().launch(int(planted(name).kernel.ptr), 1, 1, 0, stream(), KernelArguments(values))
 
 
 class Spin:
@@ -90,7 +90,7 @@ def occupy(duration_ns: int = 20_000_000) -> None:
 def new_ring(slots: int = 64, places: int = 1024) -> DeviceRing:
     """Return a device ring whose kernels CuPy has compiled."""
     made = driver()
-    return DeviceRing(made, kernels.load(torch.cuda.current_device()), slots, places)
+    return DeviceRing(made, kernels.load_kernels(torch.cuda.current_device()), slots, places)
 
 
 def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) -> float:

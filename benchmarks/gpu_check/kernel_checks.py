@@ -14,8 +14,8 @@ from benchmarks.gpu_check.checks import driver, graph_us, launch, new_ring, stre
 from benchmarks.gpu_check.lines import Checks
 from tests.support.device import twins
 from torchlens_perf.cuda import kernels, reduction
-from torchlens_perf.cuda.driver import Arguments
-from torchlens_perf.cuda.reduction import SUM_ROW, Exact, Largest, Sum
+from torchlens_perf.cuda.driver import KernelArguments
+from torchlens_perf.cuda.reduction import SUM_ROW, ExactColumn, LargestColumn, SumColumn
 from torchlens_perf.cuda.stamps import NO_SLOT
 
 # Slots, places of a ring, stamps in it.
@@ -47,8 +47,8 @@ def launch_ours(
     values = [
         np.uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments
     ]
-    function = kernels.load(torch.cuda.current_device())[name]
-    driver().launch(function, grid, threads, shared_bytes, stream(), Arguments(values))
+    function = kernels.load_kernels(torch.cuda.current_device())[name]
+    driver().launch(function, grid, threads, shared_bytes, stream(), KernelArguments(values))
 
 
 class Window:
@@ -65,8 +65,8 @@ class Window:
         self.head = (self.tail + np.uint32(stamps)).astype(np.uint32)
         self.inputs = [on_device(each) for each in (self.start_ns, self.duration_ns, self.head)]
         self.tails, self.tails_before = on_device(self.tail), on_device(self.tail)
-        self.bounds = on_device(reduction.mantissa_bounds())
-        widths = (SUM_ROW, len(Largest), len(Exact))
+        self.bounds = on_device(reduction.compute_mantissa_bounds())
+        widths = (SUM_ROW, len(LargestColumn), len(ExactColumn))
         self.rows = [
             torch.full((slots, width), -77, dtype=torch.int64, device="cuda") for width in widths
         ]
@@ -81,7 +81,7 @@ class Window:
         self.tails.copy_(self.tails_before)
         self.reduce()
 
-    def twin(self) -> reduction.Reduced:
+    def twin(self) -> reduction.ReducedWindow:
         """Reduce by NumPy."""
         return twins.reduce_window(self.start_ns, self.duration_ns, self.head, self.tail)
 
@@ -89,14 +89,14 @@ class Window:
 def equality(checks: Checks) -> None:
     """Run every kernel on random inputs of several shapes, and a chain of stamps."""
     ring = new_ring(slots=4)
-    chain = [ring.slot(name) for name in ("a", "b", "c")]
+    chain = [ring.assign_slot(name) for name in ("a", "b", "c")]
     for _ in range(10):
         for close, open_ in zip((NO_SLOT, *chain), (*chain, NO_SLOT), strict=True):
-            ring.stamp(close, open_, stream())
-    ring.reduce(stream())
+            ring.enqueue_stamp(close, open_, stream())
+    ring.enqueue_reduction(stream())
     torch.cuda.synchronize()
-    reduced = ring.collect()
-    counts = None if reduced is None else reduced.sums[:, Sum.COUNT].tolist()
+    reduced = ring.collect_result()
+    counts = None if reduced is None else reduced.sums[:, SumColumn.COUNT].tolist()
     checks.bar(
         "kernels",
         "stamp, a chain of three sections, ten times",
@@ -163,7 +163,7 @@ def _times(ranks: int, slots: int) -> np.ndarray[Any, Any]:
 
 def _scores(times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ranks, slots = times.shape
-    kernels.allow_ranks(torch.cuda.current_device(), ranks)
+    kernels.raise_rank_limit(torch.cuda.current_device(), ranks)
     middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
     worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
     arguments = [times, np.int32(ranks), np.int32(slots), np.float32(MIN_SPREAD), middle, worst]
@@ -211,7 +211,7 @@ def floors(checks: Checks) -> None:
         middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
         worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
         arguments = [times, np.int32(ranks), np.int32(slots), np.float32(MIN_SPREAD), middle, worst]
-        kernels.allow_ranks(torch.cuda.current_device(), ranks)
+        kernels.raise_rank_limit(torch.cuda.current_device(), ranks)
         took_us = graph_us(
             lambda ranks=ranks, slots=slots, arguments=arguments: launch_ours(
                 "rank_scores", slots, 1024, arguments, 4 * ranks

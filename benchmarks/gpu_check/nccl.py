@@ -27,7 +27,7 @@ from benchmarks.gpu_check.nccl_ranks import STEPS
 from benchmarks.gpu_check.one_gpu import one_host, refusal, small_shared_memory, two_hosts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.recorder import nccl_plugin
-from torchlens_perf.recorder.nccl_plugin import Cause
+from torchlens_perf.recorder.nccl_plugin import GiveUpCause
 from torchlens_perf.report.collective_rows import collective_rows
 from torchlens_perf.run.ring import RingReader
 
@@ -48,11 +48,11 @@ def nccl1(checks: Checks) -> None:
 
     The plugin is loaded, and stops timing at the first copy to itself.
     """
-    version = nccl_plugin.version()
-    if nccl_plugin.load() is None or version is None:
+    version = nccl_plugin.read_nccl_version()
+    if nccl_plugin.load_plugin() is None or version is None:
         checks.missing("nccl1", "the plugin", "it was not built, or this torch has no NCCL")
         return
-    every = nccl_plugin.steps_between(version, asked_for=True)
+    every = nccl_plugin.compute_timing_interval(version, asked_for=True)
     checks.value("nccl1", "NCCL; steps between timed ones", f"{version}; {every}")
     told: Told = {}
     for wish in _WISHES:
@@ -72,8 +72,10 @@ def nccl1(checks: Checks) -> None:
     number = found["recorded"]
     checks.bar("nccl1", "collectives recorded", str(number), str(2 * STEPS), number == 2 * STEPS)
     checks.value("nccl1", "of them with a kernel's time", str(found["ended"]))
-    cause = Cause(found["given_up"])
-    checks.bar("nccl1", "timing given up for", cause.name, "SELF_COPY", cause is Cause.SELF_COPY)
+    cause = GiveUpCause(found["given_up"])
+    checks.bar(
+        "nccl1", "timing given up for", cause.name, "SELF_COPY", cause is GiveUpCause.SELF_COPY
+    )
     _costs(checks, "nccl1", "one rank", told)
 
 
@@ -111,9 +113,13 @@ def nccl2(checks: Checks) -> None:
             told[wish] = _told(Path(folder))
             row = _joined(Path(folder))
     _costs(checks, "nccl2", "two hosts", told)
-    cause = Cause(told["on"]["given_up"])
+    cause = GiveUpCause(told["on"]["given_up"])
     checks.bar(
-        "nccl2", "timing given up for", cause.name, "NOT_GIVEN_UP", cause is Cause.NOT_GIVEN_UP
+        "nccl2",
+        "timing given up for",
+        cause.name,
+        "NOT_GIVEN_UP",
+        cause is GiveUpCause.NOT_GIVEN_UP,
     )
     if row is None or not row["joined"]:
         checks.bar("nccl2", what, "no joined all-reduce", "rank 1", False)
@@ -162,7 +168,9 @@ def nccl_room(checks: Checks) -> None:
                 return
             if wish == "on":
                 found = _told(Path(folder)) if not problem else {}
-                value = problem or f"ended; timing given up for {Cause(found['given_up']).name}"
+                value = (
+                    problem or f"ended; timing given up for {GiveUpCause(found['given_up']).name}"
+                )
                 met = not problem and found["destroy_s"] is not None
                 checks.bar("nccl_room", what, value, "the ranks end by themselves", met)
 

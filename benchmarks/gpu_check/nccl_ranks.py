@@ -38,7 +38,7 @@ def _tell(folder: str, shared_before: int, **found: object) -> None:
 
     Destroy the communicators.
     """
-    plugin = nccl_plugin.load()
+    plugin = nccl_plugin.load_plugin()
     counters = {} if plugin is None else plugin.counters()._asdict()
     used = {"threads": len(os.listdir("/proc/self/task")), "cpu_s": time.process_time()}
     used["shared_mib"] = (shared_bytes() - shared_before) / 2**20
@@ -52,7 +52,7 @@ def _tell(folder: str, shared_before: int, **found: object) -> None:
 def _lone(folder: str, wish: str) -> None:
     before = shared_bytes()
     with perf.watch(dir=folder, sidecar=False, report="off", modules="none", nccl=wish) as watch:
-        named = os.environ.get(VARIABLE) == str(nccl_plugin.path())
+        named = os.environ.get(VARIABLE) == str(nccl_plugin.find_path())
         dist.init_process_group("nccl")
         tensor = torch.ones(1 << 18, device="cuda")
         for _ in range(STEPS):

@@ -15,7 +15,7 @@ from torchlens_perf.analysis.statistics.hardware import (
     GpuSample,
     GpuTotals,
 )
-from torchlens_perf.hooks.on_device.choice import gpu_identity
+from torchlens_perf.hooks.on_device.choice import read_gpu_identity
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 
 _PERIOD_S, _IDLE, _LOADED = 0.5, 8, 16  # samples
@@ -23,7 +23,7 @@ _PERIOD_S, _IDLE, _LOADED = 0.5, 8, 16  # samples
 
 def nvml(checks: Checks) -> None:
     """Sample an idle device, then one under a load of matrix products."""
-    uuid = str(gpu_identity(0)["uuid"])
+    uuid = str(read_gpu_identity(0)["uuid"])
     telemetry = GpuTelemetry()
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     torch.cuda.synchronize()

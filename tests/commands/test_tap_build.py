@@ -67,7 +67,7 @@ def made_in(place: Path) -> set[str]:
 
 
 def in_background() -> Path:
-    return tap_build.build_in_background(native_tap.file_name())
+    return tap_build.build_in_background(native_tap.build_file_name())
 
 
 # -- the location of the tap
@@ -77,7 +77,11 @@ def test_built_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> Non
     """In an image, for example, only the complete, executable tap is left next to the package."""
     built = tap_build.build_tap()
 
-    assert built == tap_requirements.SOURCES / native_tap.file_name() == native_tap.loaded_from()
+    assert (
+        built
+        == tap_requirements.SOURCES / native_tap.build_file_name()
+        == native_tap.find_loaded_file()
+    )
     assert stat.S_IMODE(built.stat().st_mode) == 0o755
     assert not list(tap_requirements.SOURCES.glob(".build-*"))
     assert list(cache.iterdir()) == []
@@ -90,13 +94,15 @@ def test_tap_is_built_in_the_cache_if_others_can_write_to_the_package(
     """In an environment shared by a group, each user builds in their own cache."""
     (tap_requirements.SOURCES if "group" in wrong else tap_requirements.SOURCES.parent).chmod(0o775)
 
-    assert tap_build.build_tap() == cache / native_tap.file_name() == native_tap.loaded_from()
+    assert (
+        tap_build.build_tap() == cache / native_tap.build_file_name() == native_tap.find_loaded_file()
+    )
     assert not list(tap_requirements.SOURCES.glob("*.so"))
 
 
 def test_background_build_writes_the_tap_to_the_cache(cache: Path, cxx: Path) -> None:
     """All environments of a user share the tap, and no file is added to those installed by pip."""
-    assert in_background() == cache / native_tap.file_name() == native_tap.loaded_from()
+    assert in_background() == cache / native_tap.build_file_name() == native_tap.find_loaded_file()
     assert made_in(tap_requirements.SOURCES) == set()
 
 
@@ -137,7 +143,7 @@ def test_loadable_tap_is_not_built_again(cache: Path, cxx: Path) -> None:
     """A job on another node may have the tap mapped."""
     built = tap_build.build_tap()
     before = built.stat()
-    native_tap.load.cache_clear()
+    native_tap.load_tap.cache_clear()
 
     assert tap_build.build_tap() == in_background() == built
     assert (built.stat().st_ino, built.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
@@ -156,12 +162,12 @@ def test_damaged_tap_is_replaced_by_a_new_build(
     """The doctor suggests a build if the tap cannot be loaded."""
     damaged = (
         tap_requirements.SOURCES if build is tap_build.build_tap else cache
-    ) / native_tap.file_name()
+    ) / native_tap.build_file_name()
     damaged.write_bytes(content)
     damaged.chmod(0o755)
 
     assert build() == damaged
-    assert native_tap.loaded_from() == damaged
+    assert native_tap.find_loaded_file() == damaged
 
 
 def test_folder_left_by_a_killed_build_is_removed(cache: Path, cxx: Path) -> None:
@@ -171,7 +177,7 @@ def test_folder_left_by_a_killed_build_is_removed(cache: Path, cxx: Path) -> Non
     (cache / "another-torch.so").touch()
     in_background()
 
-    assert made_in(cache) == {native_tap.file_name(), "another-torch.so"}
+    assert made_in(cache) == {native_tap.build_file_name(), "another-torch.so"}
 
 
 # -- requirements of the build
@@ -192,7 +198,9 @@ def test_missing_compiler_is_one_line_with_the_package_to_install(
         build()
 
     assert (
-        str(caught.value) == message == tap_requirements.why_not_buildable(native_tap.file_name())
+        str(caught.value)
+        == message
+        == tap_requirements.why_not_buildable(native_tap.build_file_name())
     )
     assert main(["build-tap"]) == 2
     assert capsys.readouterr().err == f"torchlens-perf: {message}\n"
@@ -216,7 +224,7 @@ def test_unbalanced_quote_in_cxx_is_one_line(cache: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CXX", "g++ 'a")
 
     assert (
-        tap_requirements.why_not_buildable(native_tap.file_name())
+        tap_requirements.why_not_buildable(native_tap.build_file_name())
         == "CXX cannot be read: No closing quotation"
     )
 
@@ -228,7 +236,7 @@ def test_missing_python_headers_are_reported_before_compiling(
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
 
     assert "install them (python3-dev" in (
-        tap_requirements.why_not_buildable(native_tap.file_name()) or ""
+        tap_requirements.why_not_buildable(native_tap.build_file_name()) or ""
     )
     with pytest.raises(BuildError, match="Python's headers are missing in "):
         tap_build.build_tap()
@@ -248,7 +256,7 @@ def test_missing_torch_headers_are_reported_with_the_searched_folder(
 
 
 def test_build_without_the_c_sources_is_refused(cache: Path, cxx: Path) -> None:
-    name = native_tap.file_name()
+    name = native_tap.build_file_name()
     shutil.rmtree(tap_requirements.SOURCES)
 
     assert (
@@ -297,7 +305,7 @@ def test_unusable_folders_are_all_listed_with_their_problems(
         assert f"{tap_requirements.SOURCES} can be written by everybody" in str(caught.value)
         assert said in str(caught.value)
 
-    assert said in str(tap_requirements.why_not_buildable(native_tap.file_name()))
+    assert said in str(tap_requirements.why_not_buildable(native_tap.build_file_name()))
     assert not any(path.is_dir() for path in (tmp_path / "home").glob("*"))
 
 
@@ -329,7 +337,7 @@ def test_unwritable_folders_are_refused(
     monkeypatch.setattr(os, "access", lambda path, mode: path not in refused and access(path, mode))
 
     assert (
-        tap_requirements.why_not_buildable(native_tap.file_name())
+        tap_requirements.why_not_buildable(native_tap.build_file_name())
         == f"no folder for the tap: {cache} cannot be written; {tap_requirements.SOURCES} cannot be"
         " written"
     )
@@ -353,7 +361,7 @@ def test_message_has_the_first_compiler_error_and_no_file_is_left(
     assert not list(tap_requirements.SOURCES.glob("*.so")) + list(
         tap_requirements.SOURCES.glob(".build-*")
     )
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
 
 
 def test_compiler_runs_in_the_c_locale(
@@ -416,7 +424,7 @@ def test_failed_background_build_is_not_repeated_with_the_same_compiler(
 ) -> None:
     """The message has the compiler's error and the remedy. A manual build is repeated."""
     says(f"echo x >> {tmp_path / 'cxx.runs'}; echo 'tap.cpp:7: error: too old' >&2; exit 1")
-    name = native_tap.file_name()
+    name = native_tap.build_file_name()
     for _ in range(3):
         with pytest.raises(BuildError, match=r"^the compiler failed: tap.cpp:7: error: too old$"):
             in_background()
@@ -462,7 +470,7 @@ def test_failed_build_is_repeated_with_another_compiler(
         monkeypatch.setenv("CXX", str(copying(tmp_path / "another", tap)))
 
     assert in_background().is_file()
-    assert made_in(cache) == {native_tap.file_name()}
+    assert made_in(cache) == {native_tap.build_file_name()}
 
 
 @pytest.mark.parametrize(
@@ -490,9 +498,9 @@ def test_build_is_tried_again_after_a_transient_failure(
 def test_unreadable_record_of_a_failed_build_is_ignored(
     content: str, cache: Path, cxx: Path
 ) -> None:
-    (cache / native_tap.file_name().replace(".so", ".failed")).write_text(content)
+    (cache / native_tap.build_file_name().replace(".so", ".failed")).write_text(content)
 
-    assert tap_requirements.why_not_buildable(native_tap.file_name()) is None
+    assert tap_requirements.why_not_buildable(native_tap.build_file_name()) is None
     assert in_background().is_file()
 
 
@@ -502,7 +510,7 @@ def test_no_tap_is_built_if_the_ranks_have_another_torch(cache: Path, cxx: Path)
         BuildError,
         match="the ranks have another torch than their sidecar: run torchlens-perf build-tap",
     ):
-        tap_build.build_in_background(native_tap.file_name().replace("tap-", "tap-9."))
+        tap_build.build_in_background(native_tap.build_file_name().replace("tap-", "tap-9."))
 
     assert runs(cxx) == []
 

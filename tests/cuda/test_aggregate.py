@@ -188,23 +188,23 @@ def test_successive_watches_reuse_memory_and_events_for_merging(
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Done())
     torch_device = FakeTorchDevice(device)
-    ring = torch_device.ring()
+    ring = torch_device.get_or_create_ring()
     made = ("cuStreamCreate", "cuEventCreate", "cuMemAllocHost_v2")
     counts, hosts = [], []
     for watch in range(5):
-        merge = torch_device.merge(ring, None)
+        merge = torch_device.create_merger(ring, None)
         if watch == 2:  # This watch ends before its copy has arrived.
             device.spin(60_000_000_000, torch_device.aside_stream)
-        merge.merge(window=ring.reduce(0))
+        merge.enqueue_merge(window=ring.enqueue_reduction(0))
         if watch != 2:
             device.advance(100_000_000_000)
-            assert merge.collect() == []
-            ring.collect()
+            assert merge.collect_rows() == []
+            ring.collect_result()
         calls = [
             device.calls(name)
             for name in (*made, "cuEventQuery", "cuCtxSynchronize", "cuMemFreeHost")
         ]
-        merge.release()
+        merge.release_host_memory()
         assert calls == [
             device.calls(name)
             for name in (*made, "cuEventQuery", "cuCtxSynchronize", "cuMemFreeHost")
@@ -245,7 +245,7 @@ def test_aggregate_without_a_process_group_raises(
     """The error is raised before anything is created."""
     import torch
 
-    monkeypatch.setattr(device, "has_devices", lambda: True)
+    monkeypatch.setattr(device, "has_cuda_devices", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ConfigError, match="init_process_group"):
         perf.watch(aggregate="device", dir=str(tmp_path / "runs")).__enter__()

@@ -27,10 +27,10 @@ def test_broken_cupy_is_imported_once_and_raises_the_same_error_again(
     messages = set()
     for _ in range(3):
         with pytest.raises(DeviceError, match="CuPy cannot be imported: ") as caught:
-            kernels.load(0)
+            kernels.load_kernels(0)
         messages.add(str(caught.value))
     with pytest.raises(DeviceError, match="CuPy cannot be imported: "):
-        kernels.allow_ranks(0, 8)
+        kernels.raise_rank_limit(0, 8)
     assert len(messages) == 1
     assert (tmp_path / "imports").read_text() == "x"
 
@@ -40,5 +40,5 @@ def test_missing_cupy_is_searched_again_at_each_call(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "has_cupy", lambda: False)
     monkeypatch.setattr(kernels, "_import_error", "")
     with pytest.raises(DeviceError, match="CuPy is missing"):
-        kernels.load(0)
+        kernels.load_kernels(0)
     assert kernels._import_error == ""

@@ -22,7 +22,14 @@ from tests.support.device.shim_kernels import (
     compile_kernels,
 )
 from torchlens_perf.cuda import reduction
-from torchlens_perf.cuda.reduction import BUCKETS, SUM_ROW, Exact, Largest, Reduced, Sum
+from torchlens_perf.cuda.reduction import (
+    BUCKETS,
+    SUM_ROW,
+    ExactColumn,
+    LargestColumn,
+    ReducedWindow,
+    SumColumn,
+)
 from torchlens_perf.run.sketch import PER_OCTAVE, Sketch, bucket_bounds
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
@@ -48,14 +55,14 @@ def reduce_by_kernel(
     duration_ns: Durations,
     head: npt.NDArray[np.uint32],
     tail: npt.NDArray[np.uint32],
-) -> Reduced:
+) -> ReducedWindow:
     """Return the kernel's rows.
 
     The rows contain garbage before, so the kernel must fill them.
     """
     slots, places = duration_ns.shape
-    shapes = ((slots, SUM_ROW), (slots, len(Largest)), (slots, len(Exact)))
-    reduced = Reduced(*(np.full(shape, -77, np.int64) for shape in shapes))
+    shapes = ((slots, SUM_ROW), (slots, len(LargestColumn)), (slots, len(ExactColumn)))
+    reduced = ReducedWindow(*(np.full(shape, -77, np.int64) for shape in shapes))
     kernels.launch(
         "reduce_window",
         slots,
@@ -65,7 +72,7 @@ def reduce_by_kernel(
             duration_ns,
             head,
             tail,
-            reduction.mantissa_bounds(),
+            reduction.compute_mantissa_bounds(),
             *reduced,
             np.uint32(places - 1),
         ],
@@ -76,7 +83,7 @@ def reduce_by_kernel(
 
 def check_reduction(
     kernels: ShimKernels, duration_ns: Durations, head: list[int], tail: list[int]
-) -> Reduced:
+) -> ReducedWindow:
     """Reduce rings by kernel and NumPy twin, require equal results, and return them."""
     start_ns = np.arange(1 << 60, (1 << 60) + duration_ns.size, dtype=np.uint64).reshape(
         duration_ns.shape
@@ -84,7 +91,7 @@ def check_reduction(
     heads, tails = np.array(head, np.uint32), np.array(tail, np.uint32)
     wanted = twins.reduce_window(start_ns, duration_ns, heads, tails)
     found = reduce_by_kernel(kernels, start_ns, duration_ns, heads, tails)
-    for name, kernel, twin in zip(Reduced._fields, found, wanted, strict=True):
+    for name, kernel, twin in zip(ReducedWindow._fields, found, wanted, strict=True):
         np.testing.assert_array_equal(kernel, twin, err_msg=name)
     np.testing.assert_array_equal(tails, heads, err_msg="what was reduced is marked as read")
     return found
@@ -105,15 +112,17 @@ def some_durations(shape: tuple[int, int], seed: int) -> Durations:
 
 def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sketch:
     """Return a row of sums and a row of largest values as a sketch."""
-    if not sums[Sum.COUNT]:
+    if not sums[SumColumn.COUNT]:
         return Sketch()
-    limbs = (int(sums[limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2))
+    limbs = (
+        int(sums[limb]) for limb in (SumColumn.SQUARES_0, SumColumn.SQUARES_1, SumColumn.SQUARES_2)
+    )
     squares = sum(limb << (32 * place) for place, limb in enumerate(limbs))
-    extremes = -int(largest[Largest.MINUS_SMALLEST]), int(largest[Largest.NS])
-    counts = sums[len(Sum) :]
+    extremes = -int(largest[LargestColumn.MINUS_SMALLEST]), int(largest[LargestColumn.NS])
+    counts = sums[len(SumColumn) :]
     first, *_, last = np.flatnonzero(counts).repeat(2).tolist()
     return Sketch.from_numbers(
-        [int(sums[Sum.NS]), squares, *extremes, first, *counts[first : last + 1].tolist()]
+        [int(sums[SumColumn.NS]), squares, *extremes, first, *counts[first : last + 1].tolist()]
     )
 
 
@@ -122,7 +131,7 @@ def test_kernel_constants_equal_those_of_the_numpy_twin() -> None:
     defined = {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+)\n", source)}
     assert (defined["SUBDIVISIONS"], defined["BUCKETS"]) == (PER_OCTAVE, BUCKETS)
     assert defined["FIRST_BOUND"] == bucket_bounds()[0]
-    for prefix, columns in (("SUM", Sum), ("MAX", Largest), ("EXACT", Exact)):
+    for prefix, columns in (("SUM", SumColumn), ("MAX", LargestColumn), ("EXACT", ExactColumn)):
         fields = re.search(rf"enum {{ ((?:{prefix}_\w+, )+){prefix}_FIELDS }};", source)
         assert fields is not None
         names = [
@@ -145,8 +154,10 @@ def test_kernel_reduces_windows_of_any_length_like_the_numpy_twin(
     found = check_reduction(
         kernels, some_durations((len(counts), places), seed=places), heads, tails
     )
-    assert found.sums[:, Sum.COUNT].tolist() == [min(count, places - 1) for count in counts]
-    assert found.sums[:, Sum.LOST].tolist() == [max(0, count - places + 1) for count in counts]
+    assert found.sums[:, SumColumn.COUNT].tolist() == [min(count, places - 1) for count in counts]
+    assert found.sums[:, SumColumn.LOST].tolist() == [
+        max(0, count - places + 1) for count in counts
+    ]
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 512)])
@@ -162,7 +173,7 @@ def test_second_reduction_counts_new_spans_only(kernels: ShimKernels) -> None:
     durations = some_durations((2, 64), seed=4)
     check_reduction(kernels, durations, [40, 7], [0, 0])
     found = check_reduction(kernels, durations, [64, 7], [40, 7])
-    assert found.sums[:, Sum.COUNT].tolist() == [24, 0]
+    assert found.sums[:, SumColumn.COUNT].tolist() == [24, 0]
 
 
 def test_kernel_reduces_equal_and_extreme_durations_like_the_numpy_twin(
@@ -174,8 +185,11 @@ def test_kernel_reduces_equal_and_extreme_durations_like_the_numpy_twin(
     durations[2] = 2**47 + 1
     durations[3, ::2] = 2**55 - 1
     found = check_reduction(kernels, durations, [127] * 4, [0] * 4)
-    assert found.exact[0, Exact.MAD] == 0
-    squares = [int(found.sums[2, limb]) for limb in (Sum.SQUARES_0, Sum.SQUARES_1, Sum.SQUARES_2)]
+    assert found.exact[0, ExactColumn.MAD] == 0
+    squares = [
+        int(found.sums[2, limb])
+        for limb in (SumColumn.SQUARES_0, SumColumn.SQUARES_1, SumColumn.SQUARES_2)
+    ]
     assert sum(limb << 32 * place for place, limb in enumerate(squares)) == 127 * (2**47 + 1) ** 2
 
 
@@ -185,7 +199,7 @@ def test_duration_on_a_bucket_bound_counts_in_the_lower_bucket(kernels: ShimKern
     durations = np.zeros((2, 2048), np.uint64)
     durations[0, :BUCKETS], durations[1, :BUCKETS] = bounds, bounds + np.uint64(1)
     found = check_reduction(kernels, durations, [BUCKETS] * 2, [0] * 2)
-    counts = found.sums[:, len(Sum) :].sum(axis=0)
+    counts = found.sums[:, len(SumColumn) :].sum(axis=0)
     assert counts[0] == 1
     assert counts[1:-1].tolist() == [2] * (BUCKETS - 2)
     # The bound itself, the integer after the previous bound, and the duration beyond all bounds.
@@ -223,8 +237,8 @@ def test_quantiles_of_merged_rows_equal_those_of_the_numpy_twin(kernels: ShimKer
     histograms[6] = 0
     histograms[6, 0] = 1
     histograms[7] = 1
-    sums[:, len(Sum) :] = histograms
-    sums[:, Sum.COUNT] = histograms.sum(axis=1)
+    sums[:, len(SumColumn) :] = histograms
+    sums[:, SumColumn.COUNT] = histograms.sum(axis=1)
     parts = np.array([0, 1, 6554, 32768, 58982, 64881, 65536], np.uint32)
     buckets = np.full((9, len(parts)), -9, np.int32)
     kernels.launch(

@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.support.recording import Recording, recorded
 from torchlens_perf.hooks.on_device import clock
-from torchlens_perf.recorder.device_abilities import ABILITIES, problem
+from torchlens_perf.recorder.device_abilities import ABILITIES, find_ability_problem
 from torchlens_perf.run.ring import Kind
 
 DEVICE = "openreg"
@@ -31,7 +31,7 @@ def waits() -> int:
 
 def abilities() -> dict[str, Any]:
     """Return the findings of doctor, and the order of two streams with an event between them."""
-    problems = {each.name: problem(each, torch.device(DEVICE)) for each in ABILITIES}
+    problems = {each.name: find_ability_problem(each, torch.device(DEVICE)) for each in ABILITIES}
     before = waits()
     torch.accelerator.synchronize()
     counted = waits() - before

@@ -27,7 +27,8 @@ from tests.support.processes import clean_environ
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(
-        device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"
+        device.missing() is not None,
+        reason=f"the device cannot be built: {device.missing()}",
     ),
 ]
 

@@ -293,7 +293,7 @@ def one_rank(folder: Path) -> dict[str, Outcome]:
 def one_rank_in_python(folder: Path) -> dict[str, Outcome]:
     """Run with the Python tap, which is used if the native tap is not built."""
     tap_requirements.tap_folders = lambda: ()
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
     return one_rank(folder)
 
 

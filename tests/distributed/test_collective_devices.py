@@ -17,7 +17,7 @@ from tests.support.gloo import run_ranks
 from tests.support.long import long
 from tests.support.recording import Recording, recorded
 from torchlens_perf.commands import tap_build
-from torchlens_perf.hooks.collective_groups import Groups
+from torchlens_perf.hooks.collective_groups import CollectiveGroups
 from torchlens_perf.recorder import native_tap, torch_groups
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Flag, Kind
@@ -70,13 +70,13 @@ def one_rank(folder: Path) -> dict[str, Any]:
         results[order] = recording
     name = group.group_name
     results["backends"] = [
-        torch_groups.backend_of_group(name, device) for device in ("cpu", DEVICE, "cuda")
+        torch_groups.get_group_backend(name, device) for device in ("cpu", DEVICE, "cuda")
     ]
     results["name"] = group.name()
     with recorded(folder / "described") as recording:
-        groups = Groups(recording.watch._session)
+        groups = CollectiveGroups(recording.watch._session)
         for device in ("cpu", DEVICE, "cuda"):
-            told = groups.describe_native("c10d::allreduce_", name, "Float", -1, device, -1)
+            told = groups.describe_for_native_tap("c10d::allreduce_", name, "Float", -1, device, -1)
             results[f"described {device}"] = told[3:]
     return results
 
@@ -84,7 +84,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
     """Run with the Python tap, which is used if the native tap is not built."""
     tap_requirements.tap_folders = lambda: ()
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
     return one_rank(folder)
 
 

@@ -266,8 +266,8 @@ def exchanging_ranks_in_python(folder: Path) -> dict[str, Both]:
                 setattr(module, name, getattr(python, name))
     hooks_collective.timed_wait = python.timed_wait
     recorder.NATIVE = False
-    native_tap.load.cache_clear()
-    assert native_tap.load() is None
+    native_tap.load_tap.cache_clear()
+    assert native_tap.load_tap() is None
     return exchanging_ranks(folder)
 
 

@@ -26,8 +26,8 @@ from tests.support.long import long
 from tests.support.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf import section, watch
 from torchlens_perf.commands import tap_build
-from torchlens_perf.hooks.collective import another_has_tapped, operators
-from torchlens_perf.hooks.python_tap import payload_bytes
+from torchlens_perf.hooks.collective import is_tapped_by_another_tool, list_collective_operators
+from torchlens_perf.hooks.python_tap import count_payload_bytes
 from torchlens_perf.recorder import native_tap, torch_dispatcher
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import MICRO_STEPS_MASK, Flag, Kind
@@ -65,7 +65,7 @@ def every_scenario_in_python(folder: Path) -> dict[str, Any]:
     built.
     """
     tap_requirements.tap_folders = lambda: ()
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
     return every_scenario(folder)
 
 
@@ -499,7 +499,7 @@ def test_group_created_inside_the_watch_is_recorded(results: dict[str, list[Reco
 def another_tool(folder: Path) -> tuple[Recording, int]:
     calls = []
     library = torch.library.Library("c10d", "IMPL")
-    rest = torch_dispatcher.rest_of_dispatch()
+    rest = torch_dispatcher.get_remaining_keys()
 
     def theirs(keys: Any, *args: Any) -> Any:
         calls.append(1)
@@ -527,23 +527,29 @@ def test_tap_of_another_tool_is_kept_and_reported(results: dict[str, list[Any]])
 @scenario
 def detached(folder: Path) -> dict[str, Any]:
     wait = Work.wait
-    had = [name for name in operators() if another_has_tapped(name)]
+    had = [name for name in list_collective_operators() if is_tapped_by_another_tool(name)]
     with recorded(folder) as recording:
-        inside_watch = [name for name in operators() if not torch_dispatcher.owner_of_tap(name)]
+        inside_watch = [
+            name
+            for name in list_collective_operators()
+            if not torch_dispatcher.find_kernel_owner(name)
+        ]
         assert Work.wait is not wait
         work = dist.all_reduce(torch.ones(4), async_op=True)
     work.wait()
     tensor = torch.full((4,), float(dist.get_rank()))
     dist.all_reduce(tensor)
     with watch(dir=str(folder), sidecar=False, report="off", collectives=False):
-        off = [name for name in operators() if another_has_tapped(name)]
+        off = [name for name in list_collective_operators() if is_tapped_by_another_tool(name)]
         off_wait = Work.wait is wait
     return {
         "taps before": had,
         "not tapped inside": inside_watch,
-        "taps after": [name for name in operators() if another_has_tapped(name)],
+        "taps after": [
+            name for name in list_collective_operators() if is_tapped_by_another_tool(name)
+        ],
         "taps with collectives=False": off,
-        "functional after": another_has_tapped("_c10d_functional::wait_tensor"),
+        "functional after": is_tapped_by_another_tool("_c10d_functional::wait_tensor"),
         "wait is back": Work.wait is wait and off_wait,
         "sum": tensor.tolist(),
         "recording": recording,
@@ -567,6 +573,6 @@ def test_operators_are_tapped_only_inside_the_watch(
 def test_payload_size_includes_tensors_in_nested_lists() -> None:
     """Other first arguments of an operation do not count."""
     tensor = torch.ones(3, dtype=torch.float64)
-    assert payload_bytes([[tensor, tensor], [tensor]]) == 72
-    assert payload_bytes((tensor, None, 3, "text")) == 24
-    assert payload_bytes(None) == 0
+    assert count_payload_bytes([[tensor, tensor], [tensor]]) == 72
+    assert count_payload_bytes((tensor, None, 3, "text")) == 24
+    assert count_payload_bytes(None) == 0

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.support.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.hooks.backward import BackwardHook, tensors
-from torchlens_perf.hooks.loop.trained_models import objects_of_type
+from torchlens_perf.hooks.backward import BackwardHook, iterate_tensors
+from torchlens_perf.hooks.loop.trained_models import find_objects_of_type
 from torchlens_perf.recorder.sampling import SamplingSchedule
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -271,7 +271,7 @@ def test_modules_of_a_gans_generator_have_backward_times(
 def test_one_step_per_period_of_backward_every_is_sampled_and_flagged(
     every: int, sampled: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SamplingSchedule, "sampled", lambda self, cost_ns, step_ns: None)
+    monkeypatch.setattr(SamplingSchedule, "set_period", lambda self, cost_ns, step_ns: None)
     recording = train(Model(), tmp_path, steps=6, backward_every=every)
 
     assert sorted({each.step for each in recording.of(Kind.MODULE_BACKWARD)}) == sampled
@@ -301,7 +301,7 @@ def test_measured_cost_of_sampling_is_small_if_only_the_root_is_timed(
     for modules, seen in costs_ns.items():
         monkeypatch.setattr(
             SamplingSchedule,
-            "sampled",
+            "set_period",
             lambda self, cost_ns, step_ns, seen=seen: seen.append(cost_ns),
         )
         train(Model(), tmp_path, steps=80, backward_every=4, modules=modules)
@@ -322,7 +322,7 @@ def test_module_backward_hooks_are_removed_after_they_fail(
         for _ in range(5):
             model(torch.randn(2, 4)).sum().backward()
             recording.watch.step()
-        assert objects_of_type(BackwardHook)[-1]._passes == []
+        assert find_objects_of_type(BackwardHook)[-1]._passes == []
     swallowed.by_place.clear()
 
     assert recording.names(Kind.MODULE_BACKWARD) == []
@@ -464,6 +464,6 @@ def test_tensors_are_found_in_nested_results_of_modules() -> None:
     a, b, c, d = (torch.full((1,), float(number)) for number in range(4))
     nested = Output((a, [b, {"key": c}]), {"more": Output(d)})
 
-    assert [int(each) for each in tensors(nested)] == [0, 1, 2, 3]
-    assert list(tensors([[[[[a]]]]])) == []
-    assert list(tensors((object(), "text", 3, Output))) == []
+    assert [int(each) for each in iterate_tensors(nested)] == [0, 1, 2, 3]
+    assert list(iterate_tensors([[[[[a]]]]])) == []
+    assert list(iterate_tensors((object(), "text", 3, Output))) == []

@@ -258,7 +258,7 @@ def test_no_tail_hook_stays_on_a_graph_after_its_backward_pass(
 
     def tails() -> int:
         gc.collect()
-        return sum(type(each) is hooks_backward._Tail for each in gc.get_objects())
+        return sum(type(each) is hooks_backward._BackwardTail for each in gc.get_objects())
 
     before = tails()  # A traceback of an earlier test may refer to a tail object.
     with recorded(tmp_path, model := Model()):
@@ -283,7 +283,7 @@ def test_tail_is_not_measured_with_compiled_autograd(
         model(torch.randn(2, 4)).sum().backward()
         torch.ones(1, requires_grad=True).backward()
         with monkeypatch.context() as patched:
-            patched.setattr(torch_private, "compiled_autograd", lambda: True)
+            patched.setattr(torch_private, "is_autograd_compiled", lambda: True)
             model(torch.randn(2, 4)).sum().backward()
             torch.autograd.grad(model(torch.randn(2, 4)).sum(), model.first.weight)
         session.clocks.stalls = None

@@ -342,7 +342,7 @@ def test_error_while_a_capture_file_is_written_is_reported(
     """The error is counted, files written before it are kept, and the next request works."""
     with RequestedCapture(tmp_path) as asked:
         with monkeypatch.context() as broken:
-            broken.setattr(torch_instruments, "pickled_memory", out_of_host_memory)
+            broken.setattr(torch_instruments, "dump_memory_snapshot", out_of_host_memory)
             asked.step(4)
         failed, on = asked.outcome, profiler._is_profiler_enabled
         asked.ask()
@@ -355,7 +355,7 @@ def test_error_while_a_capture_file_is_written_is_reported(
     assert not [note for note in asked.recording.notes if "switched off" in note]
 
 
-@pytest.mark.parametrize("name", ["next_step", "stop"])
+@pytest.mark.parametrize("name", ["begin_next_step", "stop"])
 def test_profiler_is_off_after_an_error_while_the_trace_is_written(
     tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -370,7 +370,7 @@ def test_profiler_is_off_after_an_error_while_the_trace_is_written(
             if name == "stop":
                 breaking.setattr(profiler.record_function, "__exit__", broken)
             else:
-                breaking.setattr(capture_trace.Trace, name, broken)
+                breaking.setattr(capture_trace.ProfilerTrace, name, broken)
             asked.step(2)
         on = profiler._is_profiler_enabled
         asked.ask()
@@ -429,7 +429,9 @@ def test_profiler_of_the_user_starts_even_if_ending_the_capture_fails(
     with RequestedCapture(tmp_path, steps=6) as asked:
         asked.step(3)
         with monkeypatch.context() as breaking:
-            breaking.setattr(capture_trace.Trace, "_end_step", lambda self: out_of_host_memory())
+            breaking.setattr(
+                capture_trace.ProfilerTrace, "_end_step", lambda self: out_of_host_memory()
+            )
             with profile(activities=[ProfilerActivity.CPU]) as users_profile:
                 torch.ones(3).cumsum(0)
         asked.step(2)

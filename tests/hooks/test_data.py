@@ -161,7 +161,7 @@ def test_forked_child_writes_nothing_into_the_parents_ring(tmp_path: Path) -> No
             try:
                 assert session.intern("a name of the child") == 0
                 session.note("a note of the child")
-                recording.watch._loop.optimizer_stepped(optimizer)
+                recording.watch._loop.on_optimizer_step(optimizer)
                 session.step.end_by_user()
                 os._exit(0)
             finally:

@@ -25,7 +25,7 @@ from torchlens_perf import watch
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.hooks import module as hooks_module
-from torchlens_perf.hooks.loop.selection import NamedModel, class_name, select
+from torchlens_perf.hooks.loop.selection import NamedModel, select_modules, unwrapped_class_name
 from torchlens_perf.hooks.loop.trained_models import TrainedModels
 from torchlens_perf.recorder import python, session
 from torchlens_perf.run.ring import Flag, Kind
@@ -323,7 +323,10 @@ def test_watch_may_end_between_a_module_hook_and_its_call(tmp_path: Path) -> Non
 
 
 def names(model: nn.Module, modules: Any, most: int = 128) -> list[str]:
-    return [each.name for each in select(NamedModel(model), Config(modules=modules), most).modules]
+    return [
+        each.name
+        for each in select_modules(NamedModel(model), Config(modules=modules), most).modules
+    ]
 
 
 def test_levels_of_modules_do_not_count_containers() -> None:
@@ -450,7 +453,7 @@ def test_model_class_from_a_package_keeps_its_module_names(
     """A model with layers from torch, such as torch_geometric's GCN, is not a wrapper."""
     model = installed(Wrapper, "GCN", monkeypatch)(**inside())
     first = next(iter(inside()))
-    assert class_name(model) == "GCN"
+    assert unwrapped_class_name(model) == "GCN"
     assert names(model, "all")[0] == "GCN"
     assert all(name.startswith((first, "lins")) for name in names(model, "all")[1:])
 
@@ -463,7 +466,7 @@ def test_wrappers_from_a_package_do_not_count_as_a_level(monkeypatch: pytest.Mon
     wrapper = installed(PassesOn, "PeftModel", monkeypatch)
     for model in (Model(), nn.Sequential(Block(), Block())):
         wrapped = wrapper(base_model=wrapper(model=model))
-        assert class_name(wrapped) == class_name(model)
+        assert unwrapped_class_name(wrapped) == unwrapped_class_name(model)
         for modules in (1, 2, "auto", "all"):
             assert names(wrapped, modules) == names(model, modules)
 
@@ -471,14 +474,14 @@ def test_wrappers_from_a_package_do_not_count_as_a_level(monkeypatch: pytest.Mon
 def test_wrapper_of_a_users_model_is_recognized_by_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert class_name(installed(Wrapper, "Engine", monkeypatch)(net=Model())) == "Model"
-    assert class_name(Wrapper(net=Model())) == "Wrapper"
+    assert unwrapped_class_name(installed(Wrapper, "Engine", monkeypatch)(net=Model())) == "Model"
+    assert unwrapped_class_name(Wrapper(net=Model())) == "Wrapper"
 
 
 @pytest.mark.parametrize("modules", ["auto", "all", 1, ("blocks.0",)])
 def test_modules_with_untimed_submodules_are_listed(modules: Any) -> None:
     """Users are advised to use deeper patterns for these modules."""
-    selection = select(NamedModel(Model()), Config(modules=modules))
+    selection = select_modules(NamedModel(Model()), Config(modules=modules))
     unopened = {"auto": [], "all": [], 1: ["blocks.0", "blocks.1"], ("blocks.0",): ["blocks.0"]}[
         modules
     ]
@@ -490,13 +493,13 @@ def test_modules_with_untimed_submodules_are_listed(modules: Any) -> None:
 def test_no_deeper_pattern_is_suggested_for_a_compiled_module() -> None:
     blocks = Model()
     blocks.blocks[0].compile(backend="eager")
-    within = select(NamedModel(blocks), Config(modules=1))
+    within = select_modules(NamedModel(blocks), Config(modules=1))
     assert (within.unopened, within.all_levels) == (["blocks.1"], False)
 
     for compiled in (torch.compile(Model(), backend="eager"), Model()):
         if isinstance(compiled, Model):
             compiled.compile(backend="eager")
-        whole = select(NamedModel(compiled), Config(modules=1))
+        whole = select_modules(NamedModel(compiled), Config(modules=1))
         assert (whole.unopened, whole.all_levels) == ([], True)
 
 
@@ -511,11 +514,14 @@ def test_module_names_do_not_contain_wrappers_of_the_compiler() -> None:
     model = Model()
     compiled = torch.compile(model)
     assert names(compiled, "all") == names(model, "all")
-    assert select(NamedModel(compiled), Config(modules="none")).modules[0].module is compiled
+    assert (
+        select_modules(NamedModel(compiled), Config(modules="none")).modules[0].module is compiled
+    )
 
     model.blocks[0] = torch.compile(model.blocks[0])
     chosen = {
-        each.name: each.module for each in select(NamedModel(model), Config(modules="all")).modules
+        each.name: each.module
+        for each in select_modules(NamedModel(model), Config(modules="all")).modules
     }
     assert list(chosen) == names(Model(), "all")
     assert chosen["blocks.0"] is model.blocks[0]
@@ -543,7 +549,7 @@ def test_model_that_was_not_passed_is_found_by_its_optimizer(tmp_path: Path) -> 
             bystander(torch.randn(2, 4))
             optimizer.step()
 
-    assert TrainedModels().trained_by(optimizer) == [NamedModel(model)]
+    assert TrainedModels().find_models_of(optimizer) == [NamedModel(model)]
     assert [(each.name, each.step) for each in recording.of(Kind.FORWARD)] == [
         ("forward Sequential", 1)
     ]
@@ -556,7 +562,7 @@ def test_search_for_models_ignores_modules_with_a_failed_constructor(tmp_path: P
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    assert TrainedModels().trained_by(optimizer) == [NamedModel(model)]
+    assert TrainedModels().find_models_of(optimizer) == [NamedModel(model)]
     assert not hasattr(unfinished, "training")
 
 

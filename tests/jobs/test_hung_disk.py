@@ -32,7 +32,7 @@ from tests.support.processes import (
     torchrun,
     wait_for_sidecar,
 )
-from torchlens_perf.recorder.folder_request import MADE, FolderRequest, problem_with
+from torchlens_perf.recorder.folder_request import MADE, FolderRequest, find_folder_problem
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
 
 pytestmark = pytest.mark.slow
@@ -272,17 +272,17 @@ def test_missing_answer_of_the_child_is_reported_after_the_timeout(
 ) -> None:
     folder, _ = hanging
 
-    assert problem_with(folder, 0.5) == "its disk did not answer within 0.5 s"
+    assert find_folder_problem(folder, 0.5) == "its disk did not answer within 0.5 s"
 
 
 def test_folders_of_a_late_answer_are_removed(hanging: tuple[Path, Path]) -> None:
     """When the disk answers after the timeout, the child removes the folders that it creates."""
     folder, flag = hanging
     request, again = FolderRequest([folder / "a" / "b"]), FolderRequest([folder / "a" / "c"])
-    assert request.answer(0.5) == ""
+    assert request.wait_for_answer(0.5) == ""
     request.close()
     flag.unlink()
-    assert again.answer(60) == MADE
+    assert again.wait_for_answer(60) == MADE
     again.close()
 
     assert eventually(lambda: not folder.parent.exists())
@@ -294,9 +294,9 @@ def test_nested_folders_of_closed_requests_are_removed(tmp_path: Path) -> None:
     """
     folder = tmp_path / "runs"
     first, second = FolderRequest([folder]), FolderRequest([folder / "one"])
-    assert first.answer(60) == second.answer(60) == MADE
+    assert first.wait_for_answer(60) == second.wait_for_answer(60) == MADE
     third = FolderRequest([folder / "one" / "deep"])
-    assert third.answer(60) == MADE
+    assert third.wait_for_answer(60) == MADE
     for request in (first, second, third):
         request.close()
 
@@ -308,9 +308,9 @@ def test_kept_folders_and_folders_with_other_files_stay(hanging: tuple[Path, Pat
     folder, flag = hanging
     flag.unlink()
     kept, undone = FolderRequest([folder / "a"]), FolderRequest([folder / "b", folder / "c" / "d"])
-    assert kept.answer(60) == MADE
-    kept.keep()
-    assert undone.answer(60) == MADE
+    assert kept.wait_for_answer(60) == MADE
+    kept.keep_folders()
+    assert undone.wait_for_answer(60) == MADE
     (folder / "c" / "theirs").write_text("")
     undone.close()
 
@@ -324,7 +324,7 @@ def test_killed_parent_leaves_no_folder(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from torchlens_perf.recorder.folder_request"
         " import FolderRequest\nrequest = FolderRequest([Path(sys.argv[1])]);"
-        " print(request.answer(60), flush=True); time.sleep(600)\n"
+        " print(request.wait_for_answer(60), flush=True); time.sleep(600)\n"
     )
     folder = tmp_path / "runs" / "one"
     parent = subprocess.Popen(

@@ -160,7 +160,11 @@ def compiling(
     """
     program = [str(made.by_wheel.folder / "bin" / "torchlens-perf"), "build-tap"]
     home = tmp_path_factory.mktemp("home")
-    there = [path for path, refused in native_tap.find(native_tap.file_name()) if refused is None]
+    there = [
+        path
+        for path, refused in native_tap.find_files(native_tap.build_file_name())
+        if refused is None
+    ]
     copies = (
         {"CXX": str(compiler(home / "cxx", f'c++ -E $all && cp {there[0]} "$out"'))}
         if there

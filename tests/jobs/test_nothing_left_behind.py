@@ -29,7 +29,7 @@ import torchlens_perf as perf
 from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.errors import swallowed
-from torchlens_perf.hooks.collective import another_has_tapped, operators
+from torchlens_perf.hooks.collective import is_tapped_by_another_tool, list_collective_operators
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 
 TYPE_VECTORCALL_OFFSET = 7 * ctypes.sizeof(ctypes.c_void_p)
@@ -59,7 +59,11 @@ def state() -> dict[str, Any]:
             if name.startswith("_global_") and name.endswith("hooks")
         ],
         # Our kernel stays registered and passes calls on. native/tap.cpp explains the reason.
-        "taps": [name for name in [*operators(), WAIT_TENSOR] if another_has_tapped(name)],
+        "taps": [
+            name
+            for name in [*list_collective_operators(), WAIT_TENSOR]
+            if is_tapped_by_another_tool(name)
+        ],
         "dynamo": repr(torch._dynamo.config.get_config_copy()),
         "threads": threading.enumerate(),
         "files": open_files(),

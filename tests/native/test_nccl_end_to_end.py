@@ -26,7 +26,7 @@ from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.commands import tap_build
 from torchlens_perf.hooks.on_device import sections
 from torchlens_perf.hooks.on_device.nccl import NcclHook
-from torchlens_perf.hooks.on_device.stalls import Stalls
+from torchlens_perf.hooks.on_device.stalls import StallMarker
 from torchlens_perf.recorder import nccl_plugin
 from torchlens_perf.report.collective_rows import collective_rows
 from torchlens_perf.run import tap_requirements
@@ -95,7 +95,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     own = folder / f"nccl-{rank}"
     own.mkdir()
     nccl = FakeNccl(folder / "libnccl.so", own, 6)
-    nccl_plugin.path, nccl_plugin.load = lambda: nccl.file, lambda: nccl.plugin  # type: ignore[assignment]
+    nccl_plugin.find_path, nccl_plugin.load_plugin = lambda: nccl.file, lambda: nccl.plugin  # type: ignore[assignment]
     group = dist.new_group(list(range(RANKS)), backend=f"cpu:gloo,{DEVICE}:fake")
     under_way: list[int] = []
 
@@ -131,10 +131,10 @@ def one_rank(folder: Path) -> dict[str, Any]:
         session = by_events.watch._session
         session.hooks._contexts.enter_context(NcclHook("auto", nccl=(2, 26, 2)).attach(session))
         clock: Any = PlantedClock()
-        stalls = Stalls(session, clock, lambda *span: None)
-        session.clocks.use(clock, stalls)
-        sections.time_collectives(stalls.begin_collective)
-        session.hooks._contexts.callback(sections.time_collectives, None)
+        stalls = StallMarker(session, clock, lambda *span: None)
+        session.clocks.use_clock(clock, stalls)
+        sections.set_collective_timer(stalls.begin_collective)
+        session.hooks._contexts.callback(sections.set_collective_timer, None)
         dist.all_reduce(OnDevice(), group=group)
         dist.all_reduce(OnDevice(), group=group, async_op=True)
         dist.all_reduce(torch.ones(2), group=group)

@@ -17,8 +17,8 @@ from tests.support.collective_rig import on_thread, sequence
 from tests.support.device.fake_nccl import INTERFACES, ON, SEEN, FakeNccl, NcclRig, compile_nccl
 from tests.support.recorders import IDS, IMPLEMENTATIONS
 from torchlens_perf.recorder import nccl_plugin
-from torchlens_perf.recorder.nccl_plugin import Cause
-from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.nccl_plugin import GiveUpCause
+from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
 
 pytestmark = pytest.mark.skipif(
@@ -85,7 +85,7 @@ def test_record_of_a_short_kernel_is_written_after_the_call_returns(rig: NcclRig
     task = rig.nccl.collective(rig.context, 0, 1)
     on_thread(rig.kernel, task)
     assert rig.collectives() == []
-    rig.recorder.returned(issued, int(End.UNKNOWN))
+    rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     assert operations_written(rig) == [(0, TIMED & ~Flag.ASYNC)]
 
 
@@ -178,7 +178,7 @@ def test_operation_with_lost_parts_has_no_end(make: Callable[[int], NcclRig]) ->
     for _ in range(17):
         tasks += [rig.nccl.call(rig.context, 1, 1, 0) for _ in range(250)]
         rig.nccl.group_end(rig.context, 0, 1)
-    rig.recorder.returned(issued, int(End.UNKNOWN))
+    rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     lost = 17 * 250 - MAX_OPERATIONS
     assert rig.nccl.plugin.counters().lost == lost
     for task in tasks:
@@ -203,7 +203,7 @@ def test_operations_issued_while_timing_is_off_have_no_end(rig: NcclRig) -> None
     seen, timed = (rig.nccl.expected_mask(timing=timing) for timing in (False, True))
     assert rig.nccl.mask == timed
     before = rig.collective(0)
-    rig.nccl.plugin.switch(on=False)
+    rig.nccl.plugin.switch_timing(on=False)
     assert rig.nccl.mask == seen
     rig.collective(1)
     assert operations_written(rig) == [(1, Flag.ASYNC)]
@@ -211,11 +211,11 @@ def test_operations_issued_while_timing_is_off_have_no_end(rig: NcclRig) -> None
     another = rig.nccl.communicator()
     # A communicator created meanwhile has the same mask.
     assert rig.nccl.mask == seen
-    rig.nccl.plugin.switch(on=True)
+    rig.nccl.plugin.switch_timing(on=True)
     rig.kernel(rig.collective(2))
     assert operations_written(rig) == [(0, TIMED), (2, TIMED)]
     rig.nccl.finalize(another)
-    rig.nccl.plugin.switch(on=False)
+    rig.nccl.plugin.switch_timing(on=False)
     assert rig.nccl.mask == seen
     assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0, 0)
 
@@ -240,7 +240,7 @@ def test_mask_of_an_unloaded_nccl_is_not_written(make: Callable[[int], NcclRig])
     """NCCL may have been unloaded after its last communicator."""
     rig = make(6)
     rig.nccl.finalize(rig.context)
-    rig.nccl.plugin.switch(on=False)
+    rig.nccl.plugin.switch_timing(on=False)
     assert rig.nccl.mask == ON
 
 
@@ -250,7 +250,7 @@ def test_collective_lasts_from_its_first_kernel_to_its_last(rig: NcclRig) -> Non
     rig.nccl.group_start()
     tasks = [rig.nccl.call(rig.context, peer, 2, 0) for peer in (1, 2, 3)]
     rig.nccl.group_end(rig.context, 0, 1)
-    rig.recorder.returned(issued, int(End.UNKNOWN))
+    rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     began_ns = rig.device_ns()
     # No kernel may begin before it was issued.
     time.sleep(0.02)
@@ -276,7 +276,7 @@ def test_calls_of_a_coalesced_group_get_their_own_times(
     for number in range(2):
         issued = rig.issue(number)
         tasks.append(rig.nccl.call(rig.context, -1, 1, 0))
-        rig.recorder.returned(issued, int(End.UNKNOWN))
+        rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     rig.nccl.group_end(rig.context, 0, 1)
     assert rig.collectives() == []
     for task in reversed(tasks):
@@ -295,7 +295,7 @@ def test_coalesced_group_is_counted_and_untimed_with_interface_4(
     rig.nccl.group_start()
     issued = rig.issue(0)
     rig.nccl.call(rig.context, -1, 1, 0)
-    rig.recorder.returned(issued, int(End.UNKNOWN))
+    rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     rig.nccl.group_end(rig.context, 0, 1)
     assert operations_written(rig) == [(0, Flag(0))]
     assert rig.nccl.plugin.counters()[:4] == (1, 0, 1, 0)
@@ -314,7 +314,7 @@ def test_operation_without_a_kernel_has_no_end(
     rig.nccl.group_start()
     rig.nccl.call(rig.context, -1, 2, 0)
     rig.nccl.group_end(rig.context, 0, 0)
-    rig.recorder.returned(issued, int(End.UNKNOWN))
+    rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     assert operations_written(rig) == [(0, Flag(0))]
     assert rig.recorder.lost_ends == 0
     rig.kernel(rig.collective(1))
@@ -326,7 +326,7 @@ def test_operations_of_other_libraries_are_counted_but_not_recorded(rig: NcclRig
     rig.kernel(int(rig.nccl.collective(rig.context, 0, 2)))
     issued = rig.issue(0)
     on_thread(rig.nccl.collective, rig.context, 0, 2)
-    rig.recorder.returned(issued, int(End.UNKNOWN))
+    rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     assert operations_written(rig) == [(0, Flag(0))]
     counters = rig.nccl.plugin.counters()
     assert (counters.unnamed, counters.elsewhere) == ((2, 0) if rig.nccl.interface == 4 else (0, 2))
@@ -343,7 +343,7 @@ def test_collectives_beyond_64_in_a_group_have_no_end(
     for number in range(66):
         issued = rig.issue(number)
         tasks += [rig.nccl.call(rig.context, -1, 1, 0) for _ in range(2)]
-        rig.recorder.returned(issued, int(End.UNKNOWN))
+        rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     rig.nccl.group_end(rig.context, 0, 1)
     assert operations_written(rig) == [(64, Flag(0)), (65, Flag(0))]
     for task in tasks[: 2 * 64]:
@@ -389,7 +389,7 @@ def test_ring_shows_a_kernel_from_its_first_channels_start(rig: NcclRig) -> None
     rig.nccl.kernel_began(rig.context, second, 0, rig.device_ns())
     assert begun() == [9]
     # NCCL reports nothing about this operation.
-    rig.recorder.returned(rig.issue(9), int(End.BY_CALLBACK))
+    rig.recorder.returned(rig.issue(9), int(EndDetection.BY_CALLBACK))
     assert begun() == [0], "the last one that is known says nothing of the last one that was issued"
     third = rig.collective(10)
     rig.nccl.kernel_began(rig.context, third, 0, rig.device_ns())
@@ -423,11 +423,11 @@ def test_impossible_kernel_times_stop_the_use_of_nccl_times(wrong: str, rig: Ncc
         (3, Flag.ASYNC),
     ]
     assert (rig.nccl.plugin.counters().given_up, rig.recorder.lost_ends) == (
-        Cause.IMPOSSIBLE_TIME,
+        GiveUpCause.IMPOSSIBLE_TIME,
         0,
     )
     rig.nccl.communicator()
-    rig.nccl.plugin.switch(on=True)
+    rig.nccl.plugin.switch_timing(on=True)
     assert rig.nccl.mask == 0
 
 
@@ -452,7 +452,7 @@ def test_each_communicator_uses_its_own_devices_clock(make: Callable[[int], Nccl
     rig.nccl.finalize(first)
     behind(3)
     assert operations_written(rig) == [(number, TIMED) for number in range(4)]
-    assert rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
+    assert rig.nccl.plugin.counters().given_up == GiveUpCause.NOT_GIVEN_UP
 
 
 def test_late_end_after_a_gap_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
@@ -475,7 +475,7 @@ def test_failed_call_is_recorded_at_once_with_its_error(rig: NcclRig) -> None:
     """The call's kernel changes nothing."""
     issued = rig.issue(0)
     task = rig.nccl.collective(rig.context, 0, 1)
-    rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
+    rig.recorder.returned(issued, int(EndDetection.UNKNOWN), int(Flag.EXCEPTION))
     assert operations_written(rig) == [(0, Flag.EXCEPTION)]
     rig.kernel(task)
     assert rig.collectives() == []

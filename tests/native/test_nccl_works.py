@@ -14,8 +14,8 @@ import pytest
 from tests.support.collective_rig import sequence
 from tests.support.device.fake_nccl import INTERFACES, ON, SEEN, NcclRig
 from tests.support.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.recorder.nccl_plugin import POOL_BYTES, Cause
-from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.nccl_plugin import POOL_BYTES, GiveUpCause
+from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
 
 pytestmark = pytest.mark.skipif(
@@ -70,7 +70,7 @@ class Job:
         self.rig.nccl.group_start()
         tasks = [int(self.rig.nccl.call(self.rig.context, peer, 1, 0)) for peer in peers]
         self.rig.nccl.group_end(self.rig.context, 0, 1)
-        self.rig.recorder.returned(issued, int(End.UNKNOWN))
+        self.rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
         return tasks
 
     def posted(self) -> int:
@@ -99,17 +99,17 @@ def job(request: pytest.FixtureRequest, make: Callable[[int], Job]) -> Job:
     return make(request.param)
 
 
-def given_up(job: Job) -> Cause:
+def given_up(job: Job) -> GiveUpCause:
     """Return the reason for stopping. Check that no work is posted or waited for after that."""
     before = job.posted()
-    job.rig.nccl.plugin.switch(on=True)
+    job.rig.nccl.plugin.switch_timing(on=True)
     assert job.rig.nccl.mask == 0
     graph = job.capture()
     assert set(job.eager(RING + 2)) == {0}
     assert {job.replay(graph) for _ in range(3)} == {0}
     assert set(job.eager(2)) == {0}
     assert job.posted() == before
-    return Cause(job.rig.nccl.plugin.counters().given_up)
+    return GiveUpCause(job.rig.nccl.plugin.counters().given_up)
 
 
 def test_works_of_eager_collectives_are_posted_and_reported(job: Job) -> None:
@@ -117,7 +117,7 @@ def test_works_of_eager_collectives_are_posted_and_reported(job: Job) -> None:
     assert set(job.eager(RING + 5)) == {0}
     assert set(job.ends().values()) == {TIMED}
     assert job.posted() == RING + 5
-    assert job.rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
+    assert job.rig.nccl.plugin.counters().given_up == GiveUpCause.NOT_GIVEN_UP
 
 
 def test_switching_timing_in_a_capture_breaks_the_count_of_nccl_works(
@@ -150,14 +150,14 @@ def test_captured_operation_stops_timing(
     """NCCL timing may be on or off during the capture."""
     job = make(interface)
     assert set(job.eager(3)) == {0}
-    job.rig.nccl.plugin.capture_begins()
-    job.rig.nccl.plugin.switch(on=timing)
+    job.rig.nccl.plugin.note_capture()
+    job.rig.nccl.plugin.switch_timing(on=timing)
     graph = job.capture()
     assert job.rig.nccl.mask == 0
     assert set(job.eager(2)) == {0}
     assert job.replay(graph) == 0
     if not timing:
-        assert given_up(job) == Cause.CAPTURED_OPERATION
+        assert given_up(job) == GiveUpCause.CAPTURED_OPERATION
     ends = job.ends()
     assert ends == {number: TIMED if number < 3 else Flag.ASYNC for number in ends}
     assert len(ends) == job.number
@@ -168,9 +168,9 @@ def test_unreported_capture_stops_timing(job: Job) -> None:
 
     Other versions wait for the capture's contents.
     """
-    job.rig.nccl.plugin.capture_begins()
+    job.rig.nccl.plugin.note_capture()
     if job.rig.nccl.interface == 4:
-        assert given_up(job) == Cause.CAPTURE_BEGAN
+        assert given_up(job) == GiveUpCause.CAPTURE_BEGAN
     else:
         assert job.rig.nccl.mask == ON
         assert set(job.eager(2)) == {0}
@@ -179,8 +179,8 @@ def test_unreported_capture_stops_timing(job: Job) -> None:
 def test_unknown_graph_stops_timing(job: Job) -> None:
     """The contents of the graph are unknown."""
     assert set(job.eager(3)) == {0}
-    job.rig.nccl.plugin.unseen_graph()
-    assert given_up(job) == Cause.UNSEEN_GRAPH
+    job.rig.nccl.plugin.note_unseen_graph()
+    assert given_up(job) == GiveUpCause.UNSEEN_GRAPH
 
 
 @pytest.mark.parametrize("timing", [True, False])
@@ -189,12 +189,12 @@ def test_copy_to_the_same_rank_stops_timing(timing: bool, job: Job) -> None:
     timing is off.
     """
     assert set(job.eager(3)) == {0}
-    job.rig.nccl.plugin.switch(on=timing)
+    job.rig.nccl.plugin.switch_timing(on=timing)
     tasks = job.send(1, 0)
     assert job.rig.nccl.mask == 0
     for task in tasks:
         job.run(task)
-    assert given_up(job) == Cause.SELF_COPY
+    assert given_up(job) == GiveUpCause.SELF_COPY
     ends = job.ends()
     assert ends == {number: TIMED if number < 3 else Flag.ASYNC for number in ends}
     assert len(ends) == job.number
@@ -206,7 +206,7 @@ def test_sends_to_other_ranks_are_timed(job: Job) -> None:
     for _ in range(3):
         assert [job.run(task) for task in job.send(1, 2)][-1] == 0
     assert set(job.ends().values()) == {TIMED}
-    assert job.rig.nccl.plugin.counters().given_up == Cause.NOT_GIVEN_UP
+    assert job.rig.nccl.plugin.counters().given_up == GiveUpCause.NOT_GIVEN_UP
 
 
 def test_too_many_communicators_stop_timing(job: Job) -> None:
@@ -216,6 +216,6 @@ def test_too_many_communicators_stop_timing(job: Job) -> None:
     more = [job.rig.nccl.communicator() for _ in range(1023)]
     assert job.rig.nccl.mask == (job.rig.nccl.expected_mask(timing=True) if has_room else 0)
     assert job.rig.nccl.library.fake_communicator(2, 0) is None
-    assert given_up(job) == (Cause.MANY_COMMUNICATORS if has_room else Cause.NO_ROOM)
+    assert given_up(job) == (GiveUpCause.MANY_COMMUNICATORS if has_room else GiveUpCause.NO_ROOM)
     for each in more:
         job.rig.nccl.finalize(each)

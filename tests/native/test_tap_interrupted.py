@@ -22,7 +22,7 @@ import torch, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from tests.distributed.test_collective_devices import BACKENDS, OnDevice
-from torchlens_perf.hooks.collective import operators
+from torchlens_perf.hooks.collective import list_collective_operators
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 from torchlens_perf.run.ring import HEAD, RingReader, RingFile
@@ -48,8 +48,8 @@ def described(*given):
         interrupted()
     return 1, 0, 0, False, place == "describe"
 
-tap = native_tap.load()
-tap.attach(recorder.collective_marks(), operators(), [WAIT_TENSOR], described)
+tap = native_tap.load_tap()
+tap.attach(recorder.collective_marks(), list_collective_operators(), [WAIT_TENSOR], described)
 if place == "timing":
     tap.time_with(interrupted)
 tensor, raised = OnDevice() if place == "timing" else torch.full((4,), 3.0), 0
@@ -75,7 +75,7 @@ def test_interruption_inside_the_tap_is_raised_once_in_the_users_loop(
     place: str, tmp_path: Path
 ) -> None:
     """The next operation repeats the interrupted query, and recording continues."""
-    if native_tap.load() is None:
+    if native_tap.load_tap() is None:
         pytest.skip("the native tap is not built")
     run = [
         sys.executable,

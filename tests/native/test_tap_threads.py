@@ -18,14 +18,14 @@ PROGRAM = """
 import os, sys, threading
 from pathlib import Path
 import torch, torch.distributed as dist
-from torchlens_perf.hooks.collective import operators
+from torchlens_perf.hooks.collective import list_collective_operators
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 from torchlens_perf.run.ring import RingFile
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-tap, folder, watches = native_tap.load(), Path(sys.argv[1]), int(sys.argv[2])
-names = operators()
+tap, folder, watches = native_tap.load_tap(), Path(sys.argv[1]), int(sys.argv[2])
+names = list_collective_operators()
 errors, done, ended = [], [0, 0], threading.Event()
 
 def train(number):
@@ -73,7 +73,7 @@ from torchlens_perf.recorder import native_tap
 from torchlens_perf.run import tap_requirements
 
 tap_requirements.tap_folders = lambda: ()
-assert native_tap.load() is None
+assert native_tap.load_tap() is None
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 folder, watches = Path(sys.argv[1]), int(sys.argv[2])
 errors, done, ended = [], [0, 0], threading.Event()
@@ -123,7 +123,7 @@ def test_operations_of_other_threads_succeed_while_watches_begin_and_end(
     tap: str, watches: int, tmp_path: Path
 ) -> None:
     """A child that is forked meanwhile ends its watch."""
-    if tap == "native" and native_tap.load() is None:
+    if tap == "native" and native_tap.load_tap() is None:
         pytest.skip("the native tap is not built")
     program = PROGRAM if tap == "native" else PYTHON_PROGRAM
     run = [

@@ -17,7 +17,7 @@ import pytest
 from tests.support.collective_rig import NAME, CollectiveRig, on_thread, sequence
 from tests.support.processes import ROOT
 from tests.support.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = pytest.mark.skipif(
@@ -78,7 +78,7 @@ class NativeMarks:
         """Start an operation whose end the backend will report."""
         operation = _Operation(name_id=name_id, group=group, sequence=sequence, bytes=4096)
         assert self.issue(operation) == 1
-        self.returned(operation, int(End.BY_CALLBACK))
+        self.returned(operation, int(EndDetection.BY_CALLBACK))
         return operation
 
 
@@ -159,7 +159,7 @@ def test_operations_above_the_limit_are_recorded_without_an_end(native: Collecti
 def test_wait_that_raised_is_flagged_in_its_record(native: CollectiveRig) -> None:
     """The tap of wait_tensor reports the error."""
     marks = NativeMarks(native.implementation, gil=True)
-    native.call(0, End.BY_WAIT, call_ns=5)
+    native.call(0, EndDetection.BY_WAIT, call_ns=5)
     assert marks.wait_began() == 1
     native.clock.advance(30)
     marks.wait_ended(1)

@@ -10,7 +10,7 @@ import torch
 
 from torchlens_perf.errors import DeviceError
 from torchlens_perf.recorder import device_abilities, devices
-from torchlens_perf.recorder.devices import DeviceInUse, accelerator_in_use
+from torchlens_perf.recorder.devices import DeviceInUse, find_accelerator_in_use
 
 
 class Accelerator:
@@ -48,12 +48,12 @@ def test_only_device_with_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> N
     """
     accelerator = Accelerator({0: 1, 1: 1 << 30})
     use(monkeypatch, accelerator)
-    assert accelerator_in_use("npu", computes_there=True) == DeviceInUse("npu", 1)
+    assert find_accelerator_in_use("npu", computes_there=True) == DeviceInUse("npu", 1)
     accelerator.reserved = {0: 0, 1: 0}
-    assert accelerator_in_use("npu", computes_there=False) is None
+    assert find_accelerator_in_use("npu", computes_there=False) is None
     accelerator.reserved = {0: 5, 1: 5}
     with pytest.raises(DeviceError, match="2 devices"):
-        accelerator_in_use("npu", computes_there=True)
+        find_accelerator_in_use("npu", computes_there=True)
 
 
 def test_current_device_is_in_use_if_the_allocator_has_no_statistics(
@@ -61,8 +61,8 @@ def test_current_device_is_in_use_if_the_allocator_has_no_statistics(
 ) -> None:
     """A watched object must be on the device."""
     use(monkeypatch, Accelerator(None, current=1))
-    assert accelerator_in_use("npu", computes_there=False) is None
-    assert accelerator_in_use("npu", computes_there=True) == DeviceInUse("npu", 1)
+    assert find_accelerator_in_use("npu", computes_there=False) is None
+    assert find_accelerator_in_use("npu", computes_there=True) == DeviceInUse("npu", 1)
 
 
 def test_device_is_not_queried_before_it_is_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_device_is_not_queried_before_it_is_initialized(monkeypatch: pytest.Monk
     accelerator = Accelerator({0: 1, 1: 1})
     accelerator.initialized = False
     use(monkeypatch, accelerator)
-    assert accelerator_in_use("npu", computes_there=True) is None
+    assert find_accelerator_in_use("npu", computes_there=True) is None
     assert accelerator.asked == []
 
 
@@ -85,8 +85,8 @@ def test_cuda_build_without_a_gpu_has_no_device(
     monkeypatch.setattr(
         torch, "accelerator", types.SimpleNamespace(current_accelerator=lambda: current)
     )
-    monkeypatch.setattr(devices, "has_devices", lambda: sees)
-    assert devices.accelerator() == kind
+    monkeypatch.setattr(devices, "has_cuda_devices", lambda: sees)
+    assert devices.find_accelerator() == kind
 
 
 def test_device_without_timed_events_gives_its_error_message(
@@ -99,13 +99,15 @@ def test_device_without_timed_events_gives_its_error_message(
 
     monkeypatch.setattr(torch, "Event", no_events)
     for ability in device_abilities.ABILITIES:
-        found = device_abilities.problem(ability, torch.device("cpu"))
+        found = device_abilities.find_ability_problem(ability, torch.device("cpu"))
         assert found, ability.name
         assert "\n" not in found
     assert (
-        device_abilities.problem(device_abilities.Ability("yes", bool, ""), torch.device("cpu"))
+        device_abilities.find_ability_problem(
+            device_abilities.Ability("yes", bool, ""), torch.device("cpu")
+        )
         == ""
     )
-    assert "wrong" in device_abilities.problem(
+    assert "wrong" in device_abilities.find_ability_problem(
         device_abilities.Ability("no", lambda device: False, ""), None
     )

@@ -29,7 +29,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files
 def put(tap: Path, folder: Path) -> Path:
     """Create a tap for the running torch in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copy(tap, folder / native_tap.file_name()))
+    return Path(shutil.copy(tap, folder / native_tap.build_file_name()))
 
 
 def doctor() -> Check:
@@ -55,17 +55,17 @@ def test_tap_is_searched_in_the_package_and_then_in_the_cache(
 
 def test_tap_in_the_package_is_loaded_before_the_one_in_the_cache(cache: Path, tap: Path) -> None:
     in_cache = put(tap, cache)
-    assert native_tap.loaded_from() == in_cache
-    native_tap.load.cache_clear()
+    assert native_tap.find_loaded_file() == in_cache
+    native_tap.load_tap.cache_clear()
     beside = put(tap, tap_requirements.SOURCES)
-    assert native_tap.loaded_from() == beside
+    assert native_tap.find_loaded_file() == beside
 
 
 def test_tap_in_the_cache_is_loaded_if_the_packages_is_damaged(cache: Path, tap: Path) -> None:
     in_cache = put(tap, cache)
     (tap_requirements.SOURCES / in_cache.name).write_bytes(b"\x7fELF, and no more")
 
-    assert native_tap.loaded_from() == in_cache
+    assert native_tap.find_loaded_file() == in_cache
 
 
 @pytest.mark.parametrize("home", [None, "", ".", "home", "~", "../home"])
@@ -98,7 +98,7 @@ def test_tap_is_not_searched_in_the_working_directory(
         put(tap, Path(folder, "torchlens_perf"))
 
     assert tap_requirements.tap_folders() == [tap_requirements.SOURCES]
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
     assert doctor().severity == LIMITED
 
 
@@ -109,7 +109,7 @@ def test_home_is_used_if_the_cache_path_is_relative(
     in_cache = put(tap, cache)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
 
-    assert native_tap.loaded_from() == in_cache
+    assert native_tap.find_loaded_file() == in_cache
 
 
 def test_tap_is_not_searched_in_a_relative_package_folder(
@@ -120,7 +120,7 @@ def test_tap_is_not_searched_in_a_relative_package_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tap_requirements, "SOURCES", tap_requirements.SOURCES.relative_to(tmp_path))
 
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
     assert "native is not an absolute path" in doctor().finding
 
 
@@ -145,8 +145,8 @@ def test_tap_built_for_another_torch_or_python_is_not_found(
 ) -> None:
     """A tap for another torch, Python or source would crash the job. Its file name differs."""
     put(tap, cache)
-    assert native_tap.load() is not None
-    native_tap.load.cache_clear()
+    assert native_tap.load_tap() is not None
+    native_tap.load_tap.cache_clear()
     if changed == "torch":
         monkeypatch.setattr(torch, "__version__", "2.13.0+xpu")
     elif changed == "commit":
@@ -159,12 +159,12 @@ def test_tap_built_for_another_torch_or_python_is_not_found(
     else:
         monkeypatch.setattr(tap_requirements, "SOURCES", copy_of_sources(tmp_path / "copy"))
         # The same source in another folder gives the same file name.
-        assert native_tap.load() is not None
-        native_tap.load.cache_clear()
+        assert native_tap.load_tap() is not None
+        native_tap.load_tap.cache_clear()
         with open(tap_requirements.SOURCES / changed.replace("a new header", "new.h"), "a") as file:
             file.write("\n")
 
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
 
 
 @pytest.mark.parametrize("commit", [None, "", "missing"])
@@ -178,8 +178,8 @@ def test_torch_without_a_commit_still_has_a_tap_name(
         monkeypatch.setattr(torch.version, "git_version", commit)
     put(tap, cache)
 
-    assert "-unknown-" in native_tap.file_name()
-    assert native_tap.load() is not None
+    assert "-unknown-" in native_tap.build_file_name()
+    assert native_tap.load_tap() is not None
 
 
 def test_package_without_c_sources_has_no_tap(cache: Path, tap: Path) -> None:
@@ -187,7 +187,7 @@ def test_package_without_c_sources_has_no_tap(cache: Path, tap: Path) -> None:
     put(tap, cache)
     shutil.rmtree(tap_requirements.SOURCES)
 
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
 
 
 # -- owners
@@ -274,14 +274,14 @@ def test_loaded_tap_leaves_the_trace_that_shows_its_loading(
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
     put(shutil.copy(tap, tmp_path / "another.so"), cache)
 
-    assert native_tap.load() is not None
+    assert native_tap.load_tap() is not None
     assert trace.exists()
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "dangling link"])
 def test_tap_that_is_not_a_regular_file_is_not_opened(kind: str, cache: Path) -> None:
     """Opening a FIFO would block forever."""
-    path = cache / native_tap.file_name()
+    path = cache / native_tap.build_file_name()
     if kind == "folder":
         path.mkdir()
     elif kind == "fifo":
@@ -289,8 +289,8 @@ def test_tap_that_is_not_a_regular_file_is_not_opened(kind: str, cache: Path) ->
     else:
         path.symlink_to(cache / "nothing")
 
-    assert native_tap.load() is None
-    assert native_tap.problems() == []
+    assert native_tap.load_tap() is None
+    assert native_tap.list_problems() == []
 
 
 # -- recording without a tap
@@ -315,14 +315,16 @@ def test_missing_tap_is_noted_in_jobs_of_several_ranks(
     ranks: int, tells: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The note names the missing file. A single process has no collectives."""
-    assert missed(tmp_path / "run", monkeypatch, ranks) == (native_tap.file_name() if tells else "")
+    assert missed(tmp_path / "run", monkeypatch, ranks) == (
+        native_tap.build_file_name() if tells else ""
+    )
 
 
 def test_no_note_is_given_if_the_native_tap_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test uses the real tap if it has been built."""
-    if native_tap.load() is None:
+    if native_tap.load_tap() is None:
         pytest.skip("the native tap has not been built: torchlens-perf build-tap")
 
     assert missed(tmp_path / "run", monkeypatch) == ""
@@ -332,7 +334,7 @@ def test_collectives_are_tapped_from_python_if_the_tap_cannot_be_loaded(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is damaged or lacks a symbol of this torch."""
-    file = cache / native_tap.file_name()
+    file = cache / native_tap.build_file_name()
     file.write_bytes(b"\x7fELF, and no more")
 
     assert missed(tmp_path / "run", monkeypatch) == file.name
@@ -350,7 +352,7 @@ def test_tap_is_not_loaded_without_the_native_recorder(
     monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
     monkeypatch.setattr(recorder, "NATIVE", False)
 
-    assert native_tap.load() is None
+    assert native_tap.load_tap() is None
     assert "the native recorder is missing" in doctor().remedy
     assert not trace.exists()
 

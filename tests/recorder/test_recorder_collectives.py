@@ -13,7 +13,7 @@ from tests.support.collective_rig import NAME, CollectiveRig, on_thread, sequenc
 from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
-from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import (
     DEPTH,
     GROUP_WORDS,
@@ -45,11 +45,11 @@ def test_collective_record_has_times_phase_bytes_and_sequence_number(rig: Collec
     """The record also has the step, the depth and the position in the step."""
     rig.recorder.begin(Kind.BACKWARD, rig.ring.intern("backward"))
     start_ns = rig.clock.now_ns
-    rig.call(7, End.UNKNOWN, flags=int(Flag.ASYNC), size=123)
-    rig.call(8, End.UNKNOWN)
+    rig.call(7, EndDetection.UNKNOWN, flags=int(Flag.ASYNC), size=123)
+    rig.call(8, EndDetection.UNKNOWN)
     rig.recorder.end(Kind.BACKWARD, rig.ring.intern("backward"))
     rig.recorder.next_step()
-    rig.call(9, End.UNKNOWN)
+    rig.call(9, EndDetection.UNKNOWN)
     first, second, third = rig.collectives()
 
     assert (first["name"], first["start_ns"], first["step"], first["depth"]) == (
@@ -74,7 +74,7 @@ def test_position_in_the_step_restarts_with_a_new_recorder(
     ordinals = []
     for _ in range(2):
         rig = CollectiveRig(implementation, tmp_path)
-        rig.call(0, End.UNKNOWN)
+        rig.call(0, EndDetection.UNKNOWN)
         ordinals += [each["phase_ns"] for each in rig.collectives()]
         rig.close()
 
@@ -83,7 +83,7 @@ def test_position_in_the_step_restarts_with_a_new_recorder(
 
 def test_operation_lasts_until_the_end_of_an_immediate_wait(rig: CollectiveRig) -> None:
     """The wait is a separate phase."""
-    rig.call(0, End.BY_WAIT, call_ns=5)
+    rig.call(0, EndDetection.BY_WAIT, call_ns=5)
     rig.clock.advance(1)
     rig.wait(40)
     wait, collective = rig.records()
@@ -105,10 +105,10 @@ def test_operation_without_an_immediate_wait_has_no_end(rig: CollectiveRig) -> N
     """The record is written with the next operation, because a later wait may belong to another
     one.
     """
-    rig.call(0, End.BY_WAIT, call_ns=5)
+    rig.call(0, EndDetection.BY_WAIT, call_ns=5)
     assert rig.collectives() == []
     rig.clock.advance(1000)
-    rig.call(1, End.BY_WAIT, call_ns=6)
+    rig.call(1, EndDetection.BY_WAIT, call_ns=6)
     (first,) = rig.collectives()
     rig.wait(10)
     (second,) = rig.collectives()
@@ -124,7 +124,7 @@ def test_operation_without_an_immediate_wait_has_no_end(rig: CollectiveRig) -> N
 
 def test_operation_with_unknown_end_has_the_duration_of_its_call(rig: CollectiveRig) -> None:
     """The flag for the operation's end is not set."""
-    rig.call(0, End.UNKNOWN, call_ns=5)
+    rig.call(0, EndDetection.UNKNOWN, call_ns=5)
     rig.wait(40)
     collective, _ = rig.records()
 
@@ -136,7 +136,7 @@ def test_blocking_operation_ends_with_its_call_and_counts_as_a_wait(rig: Collect
     forward = rig.ring.intern("forward")
     rig.recorder.begin(Kind.FORWARD, forward)
     start_ns = rig.clock.now_ns
-    rig.call(0, End.BY_RETURN, call_ns=50, name="monitored_barrier group=0")
+    rig.call(0, EndDetection.BY_RETURN, call_ns=50, name="monitored_barrier group=0")
     rig.recorder.end(Kind.FORWARD, forward)
     collective, wait, around = rig.records()
 
@@ -154,8 +154,8 @@ def test_blocking_operation_ends_with_its_call_and_counts_as_a_wait(rig: Collect
 def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> None:
     """The operation may end in a later step and keeps its position in the issuing step."""
     rig.recorder.next_step()
-    rig.call(0, End.UNKNOWN)
-    rig.call(1, End.BY_WAIT)
+    rig.call(0, EndDetection.UNKNOWN)
+    rig.call(1, EndDetection.BY_WAIT)
     rig.recorder.next_step()
     rig.recorder.next_step()
     rig.wait(30)
@@ -219,10 +219,10 @@ def test_wait_that_raised_does_not_end_the_operation(rig: CollectiveRig) -> None
             raise ValueError("planted")
 
     Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
-    rig.call(0, End.BY_WAIT, call_ns=5)
+    rig.call(0, EndDetection.BY_WAIT, call_ns=5)
     with pytest.raises(ValueError, match="planted"):
         Work().wait()
-    rig.call(1, End.BY_WAIT, call_ns=6)
+    rig.call(1, EndDetection.BY_WAIT, call_ns=6)
     rig.wait(10)
     failed, following = rig.collectives()
 
@@ -238,7 +238,7 @@ def test_wait_that_raised_does_not_end_the_operation(rig: CollectiveRig) -> None
 def test_operation_that_raised_is_flagged_in_its_record(rig: CollectiveRig) -> None:
     """The tap reports the exception after the call has returned."""
     issued = rig.issue(0, flags=int(Flag.ASYNC))
-    rig.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION))
+    rig.recorder.returned(issued, int(EndDetection.UNKNOWN), int(Flag.EXCEPTION))
     (record,) = rig.collectives()
 
     assert record["flags"] == Flag.ASYNC | Flag.EXCEPTION
@@ -264,7 +264,7 @@ def test_wait_wrapped_by_two_watches_counts_once(
     earlier.close()
     rig = CollectiveRig(implementation, tmp_path)
     Work.wait = implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
-    rig.call(0, End.BY_WAIT)
+    rig.call(0, EndDetection.BY_WAIT)
 
     assert Work().wait(1.5) == 1.5
     wait, collective = rig.records()
@@ -315,7 +315,7 @@ def test_compiled_code_calls_the_timed_wait_with_its_object(
     with patched(
         FakeWork,
         "wait",
-        torch_private.break_in_compiled_code(implementation.timed_wait(FakeWork.wait)),
+        torch_private.break_graph_at(implementation.timed_wait(FakeWork.wait)),
     ):
         torch._dynamo.reset()
         assert torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count == graphs
@@ -360,7 +360,7 @@ def test_each_wait_is_a_balanced_nvtx_range(rig: CollectiveRig) -> None:
     calls: list[str] = []
     attributes = [f"attributes of {name}" for name in rig.ring.names()]
     rig.recorder.set_nvtx(calls.append, lambda: calls.append("pop"), attributes)
-    rig.call(0, End.BY_WAIT)
+    rig.call(0, EndDetection.BY_WAIT)
     rig.wait(5)
 
     assert calls == ["attributes of wait", "pop"]
@@ -376,7 +376,7 @@ def test_progress_of_each_group_is_in_the_file_header(rig: CollectiveRig) -> Non
     assert [rig.ring.add_group_row(name) for name in ("0", "1")] == [0, 1]
     issued = rig.issue(4, group=1)
     assert rig.reader.read_group_progress() == [GroupProgress("0", 0, 0), GroupProgress("1", 5, 0)]
-    rig.recorder.returned(issued, int(End.BY_WAIT))
+    rig.recorder.returned(issued, int(EndDetection.BY_WAIT))
     assert rig.reader.read_group_progress()[1] == GroupProgress("1", 5, 0)
     rig.wait(5)
 
@@ -387,8 +387,8 @@ def test_highest_ended_number_of_a_group_never_decreases(rig: CollectiveRig) -> 
     """Operations of a group may end out of order."""
     rig.ring.add_group_row("0")
     early, late = rig.issue(0), rig.issue(1)
-    rig.recorder.returned(late, int(End.UNKNOWN))
-    rig.recorder.returned(early, int(End.UNKNOWN))
+    rig.recorder.returned(late, int(EndDetection.UNKNOWN))
+    rig.recorder.returned(early, int(EndDetection.UNKNOWN))
 
     assert [(each.issued, each.ended) for each in rig.reader.read_group_progress()] == [(2, 2)]
 
@@ -403,8 +403,8 @@ def test_groups_beyond_the_table_are_recorded_without_progress(
     table_end = (GROUPS + GROUP_WORDS * MAX_GROUPS) * 8
     beyond = bytes(rig.ring.buffer[table_end : METADATA_OFFSET + 1024])
     for number in range(3):
-        rig.call(number, End.UNKNOWN, group=slot)
-    rig.call(9, End.UNKNOWN, group=MAX_GROUPS - 1)
+        rig.call(number, EndDetection.UNKNOWN, group=slot)
+    rig.call(9, EndDetection.UNKNOWN, group=MAX_GROUPS - 1)
 
     assert [sequence(each) for each in rig.collectives()] == [0, 1, 2, 9]
     assert bytes(rig.ring.buffer[table_end : METADATA_OFFSET + 1024]) == beyond
@@ -423,12 +423,12 @@ def test_operation_of_another_thread_is_flagged_and_not_counted(rig: CollectiveR
     """
 
     def elsewhere() -> None:
-        rig.call(1, End.BY_RETURN, call_ns=30)
-        rig.call(2, End.BY_WAIT)
+        rig.call(1, EndDetection.BY_RETURN, call_ns=30)
+        rig.call(2, EndDetection.BY_WAIT)
         rig.wait(40)
 
     rig.recorder.next_step()
-    rig.call(0, End.UNKNOWN)
+    rig.call(0, EndDetection.UNKNOWN)
     on_thread(elsewhere)
     rig.recorder.next_step()
     records = rig.records()
@@ -452,12 +452,12 @@ def test_wait_ends_only_the_operation_of_its_own_thread(rig: CollectiveRig) -> N
     issued, ended = threading.Event(), threading.Event()
 
     def elsewhere() -> None:
-        rig.call(1, End.BY_WAIT)
+        rig.call(1, EndDetection.BY_WAIT)
         issued.set()
         ended.wait(30)
         rig.wait(3)
 
-    rig.call(0, End.BY_WAIT)
+    rig.call(0, EndDetection.BY_WAIT)
     thread = threading.Thread(target=elsewhere)
     thread.start()
     assert issued.wait(30)
@@ -487,7 +487,7 @@ def test_only_the_recorder_that_collects_last_records_operations(
     assert earlier.issue(0) is None
     for rig in (earlier, later):
         rig.wait(5)
-    later.call(1, End.UNKNOWN)
+    later.call(1, EndDetection.UNKNOWN)
 
     assert (silent.records(), earlier.records()) == ([], [])
     assert [each["kind"] for each in later.records()] == [Kind.WAIT, Kind.COLLECTIVE]
@@ -498,11 +498,11 @@ def test_only_the_recorder_that_collects_last_records_operations(
 def test_close_writes_running_operations_without_an_end(rig: CollectiveRig) -> None:
     """Each running operation leaves one record. Later calls write nothing."""
     late = rig.issue(2)
-    rig.call(0, End.BY_CALLBACK, call_ns=5)
-    rig.call(1, End.BY_WAIT, call_ns=6)
+    rig.call(0, EndDetection.BY_CALLBACK, call_ns=5)
+    rig.call(1, EndDetection.BY_WAIT, call_ns=6)
     rig.clock.advance(1000)
     rig.recorder.close()
-    rig.recorder.returned(late, int(End.UNKNOWN))
+    rig.recorder.returned(late, int(EndDetection.UNKNOWN))
     rig.recorder.end_wait()
     rig.recorder.begin_wait()
     found = rig.collectives()
@@ -522,19 +522,19 @@ def test_close_writes_running_operations_of_other_threads_once(
     issued, closed = threading.Event(), threading.Event()
 
     def elsewhere() -> None:
-        rig.call(1, End.BY_WAIT, call_ns=7)
+        rig.call(1, EndDetection.BY_WAIT, call_ns=7)
         issued.set()
         closed.wait(30)
         rig.wait(3)
         following.wait(3)
 
     thread = threading.Thread(target=elsewhere)
-    on_thread(rig.call, 0, End.BY_WAIT)
+    on_thread(rig.call, 0, EndDetection.BY_WAIT)
     thread.start()
     assert issued.wait(30)
     rig.recorder.close()
     following = CollectiveRig(implementation, tmp_path)
-    following.call(2, End.BY_WAIT)
+    following.call(2, EndDetection.BY_WAIT)
     closed.set()
     thread.join()
     found, unknown = rig.collectives(), int(Flag.OTHER_THREAD)
@@ -556,7 +556,7 @@ def test_operations_of_very_many_threads_are_recorded_without_an_end(rig: Collec
     issued, ended = threading.Barrier(101), threading.Event()
 
     def elsewhere(number: int) -> None:
-        rig.call(number, End.BY_WAIT)
+        rig.call(number, EndDetection.BY_WAIT)
         issued.wait(30)
         ended.wait(30)
         rig.wait(3)
@@ -581,11 +581,11 @@ def test_abandoned_recorder_does_not_write_running_operations(rig: CollectiveRig
     """
     rig.ring.add_group_row("0")
     late = rig.issue(2)
-    rig.call(0, End.BY_CALLBACK)
-    rig.call(1, End.BY_WAIT)
+    rig.call(0, EndDetection.BY_CALLBACK)
+    rig.call(1, EndDetection.BY_WAIT)
     before = bytes(rig.ring.buffer)
     rig.recorder.abandon()
-    rig.recorder.returned(late, int(End.BY_RETURN))
+    rig.recorder.returned(late, int(EndDetection.BY_RETURN))
     rig.recorder.end_wait()
 
     assert bytes(rig.ring.buffer) == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
+from torchlens_perf.recorder.sampling import SamplingSchedule, StepBoundary
 
 MS = 1_000_000
 
@@ -15,9 +15,9 @@ def sampled_steps(
 ) -> list[int]:
     found = []
     for step in range(steps):
-        if schedule.wants(step):
+        if schedule.is_sampled(step):
             found.append(step)
-            schedule.sampled(cost_ns, step_ns)
+            schedule.set_period(cost_ns, step_ns)
     return found
 
 
@@ -42,7 +42,7 @@ def test_sampling_takes_at_most_a_thousandth_of_the_time(cost_ms: float, step_ms
     """
     schedule = SamplingSchedule(16)
     for _ in range(8):
-        schedule.sampled(cost_ms * MS, step_ms * MS)
+        schedule.set_period(cost_ms * MS, step_ms * MS)
 
     share = cost_ms / (schedule.period * step_ms)
     assert share <= 0.001
@@ -60,8 +60,8 @@ def test_ranks_with_different_sampling_costs_sample_common_steps(
     for cost in (cost_ms, cost_ms * other):
         schedule = SamplingSchedule(16)
         for _ in range(8):
-            schedule.sampled(cost * MS, 3 * MS)
-        periods.append({step for step in range(1 << 15) if schedule.wants(step)})
+            schedule.set_period(cost * MS, 3 * MS)
+        periods.append({step for step in range(1 << 15) if schedule.is_sampled(step)})
 
     few, many = sorted(periods, key=len)
     assert few <= many
@@ -73,9 +73,9 @@ def test_slow_first_sample_is_corrected_within_eight_periods() -> None:
     The next sample corrects the estimate of the cost.
     """
     schedule = SamplingSchedule(16)
-    schedule.sampled(cost_ns=5000 * MS, step_ns=3 * MS)
+    schedule.set_period(cost_ns=5000 * MS, step_ns=3 * MS)
     assert schedule.period == 128
-    schedule.sampled(cost_ns=0.04 * MS, step_ns=3 * MS)
+    schedule.set_period(cost_ns=0.04 * MS, step_ns=3 * MS)
     assert schedule.period == 16
 
 
@@ -83,11 +83,11 @@ def test_costs_of_a_sample_in_later_steps_count() -> None:
     """A device's times of a sampled step are read in later steps."""
     cheap, dear = SamplingSchedule(16), SamplingSchedule(16)
     for schedule in (cheap, dear):
-        schedule.recording_begins(Boundary(0, 0, 0))
+        schedule.start_recording(StepBoundary(0, 0, 0))
         for round_ in range(4):
             begin, later = 8 + 16 * round_, 9 + 16 * round_
-            schedule.step_begins(Boundary(begin, begin * MS, 0))
-            schedule.step_ended(Boundary(later, later * MS, 0))
+            schedule.begin_sampled_step(StepBoundary(begin, begin * MS, 0))
+            schedule.end_sampled_step(StepBoundary(later, later * MS, 0))
             if schedule is dear:
-                schedule.add_cost(0.06 * MS)
+                schedule.add_later_cost(0.06 * MS)
     assert (cheap.period, dear.period) == (16, 64)

@@ -21,7 +21,7 @@ from tests.support.busy_machine import PROCESSORS, busy_machine
 from tests.support.processes import report, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.recorder.sidecar import ensure
+from torchlens_perf.recorder.sidecar import ensure_running
 from torchlens_perf.run import children, sidecar_status
 from torchlens_perf.run.directory import (
     RunDirectory,
@@ -86,7 +86,7 @@ def until(seen: Callable[[], object], timeout_s: float = 60) -> object:
 
 def started(run: RunDirectory, rank: Rank) -> int:
     """Start a sidecar as a rank does, wait until it runs, and return its pid."""
-    assert ensure(run, rank.identity)
+    assert ensure_running(run, rank.identity)
     return int(str(until(lambda: read_status(run)[0])))
 
 
@@ -250,7 +250,7 @@ def test_next_sidecar_reads_everything_after_the_first_is_killed(run: RunDirecto
     os.kill(pid, signal.SIGKILL)
     until(lambda: process_state_and_start(pid)[0] in ("", "Z"))
     rank.steps(10, **WORK)
-    assert ensure(run, rank.identity)
+    assert ensure_running(run, rank.identity)
     until(lambda: read_status(run)[0] != pid)
     rank.close()
     wait_for_sidecar(run)
@@ -265,7 +265,7 @@ def test_second_sidecar_is_refused_while_the_first_starts(run: RunDirectory) -> 
     started(run, rank)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]
     second = subprocess.run(command, capture_output=True, text=True)
-    again = ensure(run, rank.identity)
+    again = ensure_running(run, rank.identity)
     rank.close()
     wait_for_sidecar(run)
 
@@ -320,6 +320,6 @@ def test_failed_start_of_a_sidecar_raises_and_leaves_no_file(
         "gone .sys.executable. cannot be run" if wrong == "python" else "the sidecar cannot start"
     )
     with pytest.raises(RunStoreError, match=said):
-        ensure(run, rank.identity)
+        ensure_running(run, rank.identity)
     assert find_sidecar_lock(run.run_id) is None
     rank.close()

@@ -28,21 +28,21 @@ def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -
     played = ""
     for event in events.replace("|", ""):
         if event == "w":
-            ended = rule.manual_step()
+            ended = rule.on_manual_step()
         elif event == "b":
-            rule.backward_ended()
-            if rule.lacks_optimizer():
-                rule.no_optimizer(alive=alive)
-            ended = rule.backward_is_step()
+            rule.on_backward_end()
+            if rule.should_search_optimizer():
+                rule.note_missing_optimizer(alive=alive)
+            ended = rule.does_backward_end_step()
         elif event in OPTIMIZERS:
-            ended = rule.optimizer_stepped(
+            ended = rule.on_optimizer_step(
                 OPTIMIZERS[event], passed.index(event) if event in passed else None
             )
         elif event.lower() in MODULES:
             module = MODULES[event.lower()]
-            ended = rule.forward_ended(with_gradient=event.isupper(), module=module, is_root=False)
+            ended = rule.on_forward_end(with_gradient=event.isupper(), module=module, is_root=False)
         else:
-            ended = rule.forward_ended(with_gradient=event == "f")
+            ended = rule.on_forward_end(with_gradient=event == "f")
         played += event + ("|" if ended else "")
     return played
 
@@ -123,24 +123,24 @@ def test_forward_passes_before_the_first_optimizer_step_count_as_inference() -> 
     """No optimizer was passed in this loop."""
     rule = StepRule()
     assert not rule.trains
-    rule.optimizer_stepped(1)
+    rule.on_optimizer_step(1)
     assert rule.trains
     assert StepRule(passed=1).trains
 
 
 def test_optimizer_that_was_not_passed_ends_steps_only_if_it_continues_alone() -> None:
     rule = StepRule(passed=1)
-    assert not rule.optimizer_stepped(2)
+    assert not rule.on_optimizer_step(2)
     assert not rule.ignores_passed
-    rule.optimizer_stepped(2)
-    rule.optimizer_stepped(2)
+    rule.on_optimizer_step(2)
+    rule.on_optimizer_step(2)
     assert rule.ignores_passed
 
 
 @given(st.text("fbaoe", max_size=60))
 def test_only_the_user_ends_steps_after_the_first_manual_one(events: str) -> None:
     rule = StepRule()
-    rule.manual_step()
+    rule.on_manual_step()
     assert "|" not in ends(rule, events, alive=False)
 
 
@@ -174,7 +174,8 @@ def test_evaluation_is_recognized_by_unusual_forward_passes(
 
 def evaluating(rule: EvaluationRule, without_gradient: str) -> str:
     return "".join(
-        "x" if rule.step_ended(without_gradient=each == "x") else "." for each in without_gradient
+        "x" if rule.decide_step_end(without_gradient=each == "x") else "."
+        for each in without_gradient
     )
 
 
@@ -184,7 +185,7 @@ def test_evaluation_is_recognized_after_a_change_of_step_ends() -> None:
     """
     rule = EvaluationRule()
     assert evaluating(rule, ".......") == "......."
-    rule.steps_end_elsewhere()
+    rule.restart()
     assert evaluating(rule, "xxxx") == "...."
-    rule.steps_end_elsewhere()
+    rule.restart()
     assert evaluating(rule, "x....x....x") == ".....x....x"

@@ -60,7 +60,7 @@ def test_nothing_is_recorded_without_the_gil(
 
 def test_free_threaded_python_records_while_the_gil_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: True, raising=False)
-    assert recorder.refusal() is None
+    assert recorder.find_recording_obstacle() is None
 
 
 @pytest.mark.skipif(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.hooks.on_device import step_parts
-from torchlens_perf.hooks.on_device.step_parts import StepParts
+from torchlens_perf.hooks.on_device.step_parts import StepPartCollector
 from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, pack_row, unpack_row
 from torchlens_perf.run.device.step_parts import PART_OF_SPAN, ROW_NAMES, StepPart, compute_rows
 from torchlens_perf.run.records import PARTS
@@ -80,12 +80,12 @@ def test_host_and_sidecar_agree_on_the_parts_of_thousands_of_fsdp2_spans(
 
 def both_agree(steps: Steps) -> None:
     known, records = Known(), []
-    parts = StepParts(known)  # type: ignore[arg-type]
+    parts = StepPartCollector(known)  # type: ignore[arg-type]
     for number, (spans, step_ns) in enumerate(steps):
         # A step without a backward pass is no training step, so an empty one is added.
         device = [*spans, (Kind.BACKWARD, 1000, 0), (Kind.STEP, 0, step_ns)]
         for kind, start_ns, duration_ns in device:
-            parts.add(int(kind), number, start_ns, duration_ns)
+            parts.add_span(int(kind), number, start_ns, duration_ns)
             records.append((Kind.DEVICE, number, start_ns, duration_ns, kind))
         records.append((Kind.STEP, number, 0, step_ns, 0))
     made = np.zeros(len(records), record_dtype())
@@ -107,17 +107,17 @@ def both_agree(steps: Steps) -> None:
 
 def test_steps_without_training_and_their_spans_are_left_out() -> None:
     known = Known()
-    parts = StepParts(known)  # type: ignore[arg-type]
-    parts.add(int(Kind.FORWARD), 0, 0, 5)
-    parts.add(int(Kind.STEP), 0, 0, 7)
-    parts.add(int(Kind.BACKWARD), 1, 10, 5)
-    parts.add(int(Kind.MODULE), 2, 20, 5)
-    parts.add(int(Kind.BACKWARD), 2, 20, 5)
-    parts.add(int(Kind.STEP), 2, 20, 6)
+    parts = StepPartCollector(known)  # type: ignore[arg-type]
+    parts.add_span(int(Kind.FORWARD), 0, 0, 5)
+    parts.add_span(int(Kind.STEP), 0, 0, 7)
+    parts.add_span(int(Kind.BACKWARD), 1, 10, 5)
+    parts.add_span(int(Kind.MODULE), 2, 20, 5)
+    parts.add_span(int(Kind.BACKWARD), 2, 20, 5)
+    parts.add_span(int(Kind.STEP), 2, 20, 6)
     assert known.steps == [compute_rows([(int(Kind.BACKWARD), 20, 5)], 6)]
     for step in range(3, 3000):
-        parts.add(int(Kind.BACKWARD), step, 20, 5)
-        parts.add(int(Kind.STEP), step, 20, 6)
+        parts.add_span(int(Kind.BACKWARD), step, 20, 5)
+        parts.add_span(int(Kind.STEP), step, 20, 6)
     assert len(known.steps) == 2998, "what is left of steps takes no room"
 
 
@@ -125,16 +125,16 @@ def test_step_with_too_many_spans_is_left_out_completely(monkeypatch: pytest.Mon
     """A step without its stalls would show too much work."""
     monkeypatch.setattr(step_parts, "MAX_EVENTS", 10)
     known = Known()
-    parts = StepParts(known)  # type: ignore[arg-type]
+    parts = StepPartCollector(known)  # type: ignore[arg-type]
     for step, stalls in ((0, 9), (1, 10), (2, 3)):
-        parts.add(int(Kind.BACKWARD), step, 0, 100)
+        parts.add_span(int(Kind.BACKWARD), step, 0, 100)
         for each in range(stalls):
-            parts.add(int(Kind.WAIT), step, each * 10, 5)
-        parts.add(int(Kind.STEP), step, 0, 100)
+            parts.add_span(int(Kind.WAIT), step, each * 10, 5)
+        parts.add_span(int(Kind.STEP), step, 0, 100)
     assert [rows[StepPart.STALL] for rows in known.steps] == [45, 15]
     # Incomplete steps leave no spans behind.
     for step in range(3, 1000):
-        parts.add(int(Kind.WAIT), step, 0, 5)
+        parts.add_span(int(Kind.WAIT), step, 0, 5)
     assert len(parts._spans) == 1
 
 

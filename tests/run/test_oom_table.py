@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.device.fake_allocator import block, frames, segment, snapshot
-from torchlens_perf.hooks.on_device.out_of_memory import forward_methods
+from torchlens_perf.hooks.on_device.out_of_memory import find_forward_methods
 from torchlens_perf.run.oom_table import AllocationSites, LiveMemoryTable, build_live_table
 
 TORCH = str(Path(torch.__file__).parent)
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def table_of(held: dict[str, Any], **limits: int) -> LiveMemoryTable:
-    return build_live_table(held, 0, AllocationSites(forward_methods(), (TORCH,)), **limits)
+    return build_live_table(held, 0, AllocationSites(find_forward_methods(), (TORCH,)), **limits)
 
 
 def test_blocks_are_grouped_by_module_and_stack() -> None:
@@ -207,7 +207,7 @@ def test_class_that_inherits_forward_is_shown_as_its_defining_class() -> None:
     class Child(Mlp):
         pass
 
-    methods = forward_methods()
+    methods = find_forward_methods()
     mine = [name for _, name in methods[__file__]]
     assert {"Mlp", "Block", "Net"} <= set(mine)
     assert "Child" not in mine

@@ -21,7 +21,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for each in (tmp_path / "site-packages", package):
         each.chmod(0o755)
     monkeypatch.setattr(nccl_plugin, "__file__", str(package / "recorder" / "nccl_plugin.py"))
-    file = nccl_plugin._file()
+    file = nccl_plugin._plugin_file()
     file.touch(mode=0o755)
     file.chmod(0o755)
     return file
@@ -30,18 +30,20 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("level", range(3))
 def test_plugin_that_other_users_can_change_is_not_used(level: int, plugin: Path) -> None:
     """NCCL does not get the plugin, and the reason names the file or folder."""
-    assert nccl_plugin.path() == plugin
+    assert nccl_plugin.find_path() == plugin
     part = [plugin, *plugin.parents][level]
     part.chmod(0o777)
 
-    assert nccl_plugin.path() is None
-    assert nccl_plugin.problem() == f"the plugin is not used: {part} can be written by everybody"
+    assert nccl_plugin.find_path() is None
+    assert (
+        nccl_plugin.find_problem() == f"the plugin is not used: {part} can be written by everybody"
+    )
 
 
 def test_missing_plugin_is_reported_as_not_built(plugin: Path) -> None:
     plugin.unlink()
-    assert nccl_plugin.path() is None
-    assert nccl_plugin.problem() == "the plugin was not built"
+    assert nccl_plugin.find_path() is None
+    assert nccl_plugin.find_problem() == "the plugin was not built"
 
 
 @pytest.mark.parametrize("folder", ["", "cache", "./cache"])
@@ -61,7 +63,7 @@ def test_different_torch_builds_have_different_tap_names(monkeypatch: pytest.Mon
     """The builds have the same torch version."""
     import torch
 
-    before = native_tap.file_name()
+    before = native_tap.build_file_name()
     monkeypatch.setattr(torch.version, "git_version", "0123456789abcdef")
-    assert native_tap.file_name() != before
-    assert "0123456789ab" in native_tap.file_name()
+    assert native_tap.build_file_name() != before
+    assert "0123456789ab" in native_tap.build_file_name()

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 import torchlens_perf as perf
 from torchlens_perf.run import directory, ownership
-from torchlens_perf.recorder.folder_request import problem_with
+from torchlens_perf.recorder.folder_request import find_folder_problem
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with perf.watch(model, optimizer, dir=sys.argv[1], share=sys.argv[2]) as watch:
@@ -44,7 +44,7 @@ with perf.watch(model, optimizer, dir=sys.argv[1], share=sys.argv[2]) as watch:
             if not path.is_symlink():
                 found[path.name] = path.lstat().st_mode
     oom = watch.run_dir / "oom"
-    assert not problem_with(oom, shared=sys.argv[2] == "group")
+    assert not find_folder_problem(oom, shared=sys.argv[2] == "group")
     ownership.write_private_file(oom / "rank00000-1.partial", "{}")
     umask = os.umask(0o777)
 print("local", json.dumps(found), umask)

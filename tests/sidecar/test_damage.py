@@ -203,7 +203,7 @@ def test_disk_errors_for_some_seconds_lose_no_records(
     flag = failing(error, run.spans, run.steps, run.node_state_path(HOST))
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
-    sidecar.ensure(run, rank.identity)
+    sidecar.ensure_running(run, rank.identity)
     assert eventually(run.node_state_path(HOST).exists)
     flag.touch()
     rank.steps(30, **WORK)
@@ -231,7 +231,7 @@ def test_unreadable_state_is_read_again_after_a_disk_error(
     flag.touch()
     rank = Rank(run, 0, 1, identity={"attempt": 1})
     rank.steps(30, **WORK)
-    sidecar.ensure(run, rank.identity)
+    sidecar.ensure_running(run, rank.identity)
     assert eventually(
         lambda: (
             run.node_log_path(HOST).exists()

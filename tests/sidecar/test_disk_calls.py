@@ -40,7 +40,7 @@ def test_sidecar_makes_few_file_system_calls_while_a_job_trains(
         monkeypatch.setenv(name, str(value))
     with everything_ended(str(log)):
         rank = Rank(run, 0, 1, ring_records=1 << 16)
-        sidecar.ensure(run, rank.identity)
+        sidecar.ensure_running(run, rank.identity)
         assert eventually(run.node_state_path(HOST).exists)
 
         def train(seconds: float) -> None:

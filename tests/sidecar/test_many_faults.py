@@ -88,7 +88,7 @@ def test_memory_and_cpu_time_of_the_sidecar_stay_bounded_on_a_full_disk(
     flag = failing(errno.ENOSPC, run.spans, run.steps, run.node_state_path(HOST))
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
-    sidecar.ensure(run, rank.identity)
+    sidecar.ensure_running(run, rank.identity)
     assert eventually(run.node_state_path(HOST).exists)
     pid, steps = read_status(str(run_lock(run)))[0], 20
     flag.touch()

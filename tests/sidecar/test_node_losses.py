@@ -13,7 +13,7 @@ import pytest
 
 from tests.sidecar.test_node import WORK, dead_process, finish, report, sidecar
 from tests.support.ranks import HOST, Rank, identity_of, make_run
-from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.directory import (
     RunDirectory,
     create_local_folders,
@@ -284,7 +284,7 @@ def collective(rank: Rank, name: str, sequence: int, duration_ns: int) -> None:
     recorder.start_collectives(rank.session.intern("wait"))
     ticket = recorder.issue(rank.session.intern(name), 0, sequence, 0, 1 << 20)
     rank.clock.advance(duration_ns)
-    recorder.returned(ticket, int(End.BY_RETURN))
+    recorder.returned(ticket, int(EndDetection.BY_RETURN))
 
 
 def trained(

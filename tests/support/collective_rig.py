@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from tests.support.recorders import Rig
-from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Kind
 
 NAME = "allreduce group=0 dtype=float32"
@@ -34,7 +34,7 @@ class CollectiveRig(Rig):
         """Record that an operation is about to be issued."""
         return self.recorder.issue(self.ring.intern(name), group, sequence, flags, size)
 
-    def call(self, sequence: int, end: End, *, call_ns: int = 5, **operation: Any) -> None:
+    def call(self, sequence: int, end: EndDetection, *, call_ns: int = 5, **operation: Any) -> None:
         """Record an operation whose issuing call takes `call_ns`."""
         issued = self.issue(sequence, **operation)
         self.clock.advance(call_ns)

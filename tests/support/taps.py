@@ -129,7 +129,7 @@ def tap_name(site: Path) -> str:
     asked = [
         sys.executable,
         "-c",
-        "from torchlens_perf.recorder import native_tap; print(native_tap.file_name())",
+        "from torchlens_perf.recorder import native_tap; print(native_tap.build_file_name())",
     ]
     return subprocess.run(
         asked, env=with_torch(site), capture_output=True, text=True, check=True
@@ -193,9 +193,9 @@ def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def load_anew() -> Iterator[None]:
     """Reset load()'s cache. A cached Python tap would hide the native one from later tests."""
-    native_tap.load.cache_clear()
+    native_tap.load_tap.cache_clear()
     yield
-    native_tap.load.cache_clear()
+    native_tap.load_tap.cache_clear()
     # No collectives are issued at this moment.
     python_tap._libraries.clear()
 

@@ -105,9 +105,9 @@ def _check_platform() -> Iterator[Check]:
 
 
 def _check_native_recorder() -> Iterator[Check]:
-    from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, refusal
+    from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, find_recording_obstacle
 
-    refused = refusal()
+    refused = find_recording_obstacle()
     if refused is not None:
         yield Check(BROKEN, "recorder", f"nothing is recorded: {refused}")
         return
@@ -137,14 +137,14 @@ def _check_tap() -> Iterator[Check]:
     if cache is not None and not os.path.isabs(cache):
         finding = f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored"
         yield Check(LIMITED, "cache of native code", finding, "unset it, or set an absolute one")
-    if native_tap.load() is not None:
+    if native_tap.load_tap() is not None:
         yield Check(OK, "tap on collectives", "native", records="end of asynchronous collectives")
         return
-    problems = "; ".join(native_tap.problems())
+    problems = "; ".join(native_tap.list_problems())
     finding = "from Python: costs 50 us a collective, and asynchronous ones have no end time"
     finding += f" ({problems})" if problems else ""
     remedy = (
-        tap_requirements.why_not_buildable(native_tap.file_name())
+        tap_requirements.why_not_buildable(native_tap.build_file_name())
         if NATIVE
         else tap_requirements.NO_RECORDER
     )
@@ -168,15 +168,17 @@ def _check_nccl() -> Iterator[Check]:
     """Yield no check if torch has no NCCL of NVIDIA."""
     from torchlens_perf.recorder import nccl_plugin
 
-    nccl, file = nccl_plugin.version(), nccl_plugin.path()
+    nccl, file = nccl_plugin.read_nccl_version(), nccl_plugin.find_path()
     if nccl is None:
         return
     subject = f"kernels of NCCL {'.'.join(map(str, nccl))}"
-    every = {asked: nccl_plugin.steps_between(nccl, asked_for=asked) for asked in (False, True)}
+    every = {
+        asked: nccl_plugin.compute_timing_interval(nccl, asked_for=asked) for asked in (False, True)
+    }
     without = "end times of asynchronous collectives are missing"
-    other = None if file is None else nccl_plugin.other_plugin(os.environ, file)
-    if nccl_plugin.load() is None:
-        problem = nccl_plugin.problem() or "the native recorder is missing"
+    other = None if file is None else nccl_plugin.find_other_plugin(os.environ, file)
+    if nccl_plugin.load_plugin() is None:
+        problem = nccl_plugin.find_problem() or "the native recorder is missing"
         yield Check(
             LIMITED,
             subject,
@@ -225,7 +227,7 @@ def _check_torch() -> Iterator[Check]:
         yield Check(
             LIMITED, entry.name, f"missing: {entry.without}", "look for a newer torchlens-perf"
         )
-    kind = devices.accelerator()
+    kind = devices.find_accelerator()
     if not kind:
         yield Check(OK, "device", "CPU: host times are the device's times")
         return
@@ -237,10 +239,10 @@ def _check_torch() -> Iterator[Check]:
 def _check_device_abilities(kind: str) -> Iterator[Check]:
     import torch
 
-    from torchlens_perf.recorder.device_abilities import ABILITIES, problem
+    from torchlens_perf.recorder.device_abilities import ABILITIES, find_ability_problem
 
     for ability in ABILITIES:
-        found = problem(ability, torch.device(kind))
+        found = find_ability_problem(ability, torch.device(kind))
         finding = f"missing ({found}): {ability.without}" if found else "works"
         yield Check(
             LIMITED if found else OK,
@@ -276,7 +278,7 @@ def _check_cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
         remedy = f"{build_install_command('cuda13')} (CUDA 12: [cuda12])"
         yield Check(LIMITED, "device sections", "not timed: CuPy is missing", remedy)
     else:
-        driver.Driver()  # If this raises, run_checks() yields a BROKEN check.
+        driver.CudaDriver()  # If this raises, run_checks() yields a BROKEN check.
         finding = "CuPy compiles the kernels at their first use"
         yield Check(OK, "device sections", finding, records="device sections")
 

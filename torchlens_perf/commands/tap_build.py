@@ -52,7 +52,7 @@ def build_tap() -> Path:
     the user's cache. Must not be called in a training process. Raises BuildError with the missing
     requirement.
     """
-    found = native_tap.loaded_from()
+    found = native_tap.find_loaded_file()
     if found is not None:
         return found
     compiler, place = _compiler_and_folder(tap_requirements.tap_folders())
@@ -74,12 +74,12 @@ def build_in_background(name: str) -> Path:
         said = failure.read_error(compiler)
         if said is not None:
             raise BuildError(said)
-        if native_tap.file_name() != name:
+        if native_tap.build_file_name() != name:
             raise BuildError(
                 "the ranks have another torch than their sidecar: run torchlens-perf build-tap with"
                 " theirs"
             )
-        found = native_tap.loaded_from()
+        found = native_tap.find_loaded_file()
         if found is not None:
             return found  # Another process has built it in the meantime.
         try:
@@ -135,7 +135,7 @@ def _compile(compiler: list[str], place: Path, *, timeout_s: float | None) -> Pa
     if not (include / "torch" / "library.h").is_file():
         raise BuildError(f"this torch came without its headers ({include})")
     abi = int(getattr(torch, "compiled_with_cxx11_abi", lambda: True)())
-    tap = place / native_tap.file_name()
+    tap = place / native_tap.build_file_name()
     try:
         with _temporary_folder(place) as folder:
             result = folder / tap.name
@@ -153,7 +153,7 @@ def _compile(compiler: list[str], place: Path, *, timeout_s: float | None) -> Pa
         raise _CompilerError(f"what was built cannot be loaded: {error}") from None
     except OSError as error:
         raise BuildError(f"{place} cannot be written: {error.strerror or error}") from None
-    native_tap.load.cache_clear()
+    native_tap.load_tap.cache_clear()
     return tap
 
 

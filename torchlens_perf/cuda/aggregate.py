@@ -1,4 +1,4 @@
-"""Merging of all ranks' windows on the device, by two all-reduces (SUM, MAX) on a separate stream.
+"""Merge the windows of all ranks on the device by two all-reduces (SUM, MAX) on a separate stream.
 
 ::
 
@@ -6,11 +6,11 @@
     quantiles │                                                  medians of ranks ─▶ scores └─
     largest, minus smallest, name digests ────MAX─▶ extremes, agreed names
 
-A window has a row for each device section and for each part of the device's steps (steps.py).
+A window has one row for each device section and for each part of a step (steps.py).
 
 This module issues the only collectives of the package. All ranks issue them in the same steps, at
-the step's end on the training thread, in a separate process group. The results are read once they
-have arrived, without waiting for them.
+the step's end on the training thread, in a separate process group. Results are read once they have
+arrived, without waiting.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from torchlens_perf.cuda.driver import Arguments, Driver
+from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
 from torchlens_perf.cuda.reduction import (
     BUCKETS,
     ROW_WIDTHS,
     SUM_ROW,
-    Exact,
-    Largest,
-    Sum,
-    tables_in,
+    ExactColumn,
+    LargestColumn,
+    SumColumn,
+    view_tables,
 )
-from torchlens_perf.cuda.stamps import Leftover
+from torchlens_perf.cuda.stamps import ReusableMemory
 from torchlens_perf.cuda.steps import BLOCK_BYTES, BLOCK_WORDS, PendingSteps, StepReduction
 from torchlens_perf.errors import guard
 from torchlens_perf.run.device.merged_rows import MAX_RANKS, SECTION, STANDS_OUT, MergedRow
@@ -46,44 +46,44 @@ if TYPE_CHECKING:
     from torchlens_perf.cuda.stamps import DeviceRing
 
 QUANTILES = (0.5, 0.99)
-# The smallest spread as a part of the median. Smaller differences between ranks are not
-# significant.
+# Smallest spread that is used, as a share of the median. Smaller differences are not significant.
 MIN_SPREAD = 0.01
 _PARTS = np.array([round(quantile * (1 << 16)) for quantile in QUANTILES], np.uint32)
-# Two columns follow the largest values: the digest of the slot's name, and minus the digest.
-_LARGEST_ROW = len(Largest) + 2
-_NAME = len(Largest)
-_SMALL_WIDTHS = (len(Sum), _LARGEST_ROW, len(QUANTILES) // 2, 1)
+# Two columns follow the largest values: the digest of the slot's name, and the negated digest.
+_LARGEST_ROW = len(LargestColumn) + 2
+_NAME = len(LargestColumn)
+_SMALL_WIDTHS = (len(SumColumn), _LARGEST_ROW, len(QUANTILES) // 2, 1)
 _NO_NAME = -(2**63 - 1)
 _SCORE_THREADS, _QUANTILE_THREADS = 1024, 128
 # The factor by which rank_scores multiplies the MAD.
 _ROBUST_DEVIATION = 1.4826
-_Launch = tuple[int, int, int, int, Arguments]
+_Launch = tuple[int, int, int, int, KernelArguments]
 
 
-class AggregateDevice(Protocol):
+class MergingDevice(Protocol):
     """The methods of a device that merging needs. See hooks/on_device/cuda_device.py."""
 
-    def aside(self) -> AbstractContextManager[int]:
-        """Make the stream for collectives the current one, ordered after the one before.
+    def merge_stream(self) -> AbstractContextManager[int]:
+        """Make the stream for merges the current stream, and order it after the previous current
+        stream.
 
         The context returns the handle of the stream.
         """
 
-    def zeros(self, words: int) -> torch.Tensor:
+    def allocate_zeros(self, words: int) -> torch.Tensor:
         """Return zeroed 64-bit words in the device's memory."""
 
-    def words(self, address: int, count: int) -> torch.Tensor:
+    def view_words(self, address: int, count: int) -> torch.Tensor:
         """Return the words at an address of the device as a tensor, without a copy."""
 
 
-class DeviceAggregate:
-    """Merger of the windows of one ring with those of all ranks, one merge at a time."""
+class WindowMerger:
+    """Merges the windows of this rank's ring with the windows of all ranks, one merge at a time."""
 
     def __init__(
         self,
-        device: AggregateDevice,
-        driver: Driver,
+        device: MergingDevice,
+        driver: CudaDriver,
         functions: Mapping[str, int],
         ring: DeviceRing,
         group: Any,
@@ -97,22 +97,25 @@ class DeviceAggregate:
         self._device, self._driver, self._ring, self._group = device, driver, ring, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._slots = slots = ring.slots + len(StepPart)  # Sections first, then the parts of steps.
-        with device.aside():
-            self._sums = device.zeros(slots * SUM_ROW + self.ranks * slots)
-            self._largest = device.zeros(slots * _LARGEST_ROW)
-            # The part of the result that is copied to the host, without the histograms.
-            self._small = device.zeros(
+        with device.merge_stream():
+            self._sums = device.allocate_zeros(slots * SUM_ROW + self.ranks * slots)
+            self._largest = device.allocate_zeros(slots * _LARGEST_ROW)
+            # Part of the result that is copied to the host. It has no histograms.
+            self._small = device.allocate_zeros(
                 slots * sum(_SMALL_WIDTHS) + (1 + len(StepPart)) * self.ranks
             )
-            self._parts = device.zeros(1)
+            self._parts = device.allocate_zeros(1)
             self._parts.fill_(int(_PARTS.view(np.int64)[0]))
-            self._digests = device.zeros(2 * slots).view(slots, 2)
+            self._digests = device.allocate_zeros(2 * slots).view(slots, 2)
             self._digests.fill_(_NO_NAME)
             for row, name in enumerate(ROW_NAMES):
-                self._name_slot(ring.slots + row, f"step part {name}")
-            memory = device.zeros(BLOCK_WORDS), device.zeros(len(StepPart) * sum(ROW_WIDTHS))
+                self._write_name_digest(ring.slots + row, f"step part {name}")
+            memory = (
+                device.allocate_zeros(BLOCK_WORDS),
+                device.allocate_zeros(len(StepPart) * sum(ROW_WIDTHS)),
+            )
         self._digested_count = 0  # Number of sections whose digests have been written.
-        self._launches = self._small_launches(functions)
+        self._launches = self._plan_launches(functions)
         self._host_memory = self._take_host_memory(8 * len(self._small))
         leftover = self._host_memory
         self._host, self._arrived = leftover.host, leftover.arrived
@@ -120,69 +123,72 @@ class DeviceAggregate:
         self._steps = StepReduction(
             driver, functions, ring.bounds, self._take_host_memory(BLOCK_BYTES), memory
         )
-        # The sections and the step of the merge whose result has not been collected.
+        # Section names and step of the merge whose result has not been collected.
         self._merging: tuple[list[str], int] | None = None
         self.uncollected = 0
-        """Merges whose results were not copied, because an earlier result had not been read."""
+        """Number of merges whose results were not copied, because an earlier result had not been
+        read."""
         self.disagreed: set[str] = set()
         """Sections that were not merged, because ranks entered sections in different orders."""
 
-    def _take_host_memory(self, size: int) -> Leftover:
+    def _take_host_memory(self, size: int) -> ReusableMemory:
         """Return unused page-locked memory of an earlier watch, or allocate new memory."""
         for each in self._ring.leftovers:
-            if each.size == size and self._driver.has_passed(each.arrived):
+            if each.size == size and self._driver.has_event_passed(each.arrived):
                 self._ring.leftovers.remove(each)
                 return each
-        return Leftover(
+        return ReusableMemory(
             size,
             self._driver.allocate_host(size),
-            self._driver.new_event(),
-            self._driver.new_event(),
+            self._driver.create_event(),
+            self._driver.create_event(),
         )
 
-    def release(self) -> None:
-        """Leave page-locked memory and events to the next watch. Makes no call to the device.
-
-        Freeing the memory could wait for all work of the device while training goes on, and the
-        ring may still wait for the events. Must not be called in a forked child, which has no
+    def release_host_memory(self) -> None:
+        """Leave page-locked memory and events to the next watch. This method does not call the
         device.
+
+        Freeing the memory could wait for all work of the device, and the ring may still wait for
+        the events. This method must not be called in a forked child.
         """
         self._ring.leftovers += [self._host_memory, self._steps.host_memory]
 
-    def merge(self, *, window: bool, known: PendingSteps | None = None, step: int = 0) -> None:
+    def enqueue_merge(
+        self, *, window: bool, known: PendingSteps | None = None, step: int = 0
+    ) -> None:
         """Enqueue a merge. All ranks must call it in the same training step.
 
         window: True if the ring has just reduced a window. Otherwise this rank contributes no
-        section.
-        known: the steps that this rank contributes; they are removed from `known`.
+        sections.
+        known: queue of steps that this rank contributes. The steps are removed.
         step: the number of the step on this rank.
         """
         import torch.distributed as dist
 
         names, sections = self._ring.names, self._ring.slots
-        with self._device.aside() as stream:
-            sums, medians = tables_in(self._sums, self._slots, [SUM_ROW])
+        with self._device.merge_stream() as stream:
+            sums, medians = view_tables(self._sums, self._slots, [SUM_ROW])
             medians = medians.view(self.ranks, self._slots)[self.rank]
             largest = self._largest.view(self._slots, _LARGEST_ROW)
             self._sums.zero_()
             largest.fill_(_NO_NAME)
             if window:
-                own, own_largest, exact, _ = tables_in(
-                    self._device.words(*self._ring.rows), sections, ROW_WIDTHS
+                own, own_largest, exact, _ = view_tables(
+                    self._device.view_words(*self._ring.rows), sections, ROW_WIDTHS
                 )
                 sums[:sections].copy_(own)
-                largest[:sections, : len(Largest)].copy_(own_largest)
-                medians[:sections].copy_(exact[:, Exact.MEDIAN])
-                self._driver.record(self._rows_read, stream)
-                self._ring.read_until(self._rows_read)
+                largest[:sections, : len(LargestColumn)].copy_(own_largest)
+                medians[:sections].copy_(exact[:, ExactColumn.MEDIAN])
+                self._driver.record_event(self._rows_read, stream)
+                self._ring.set_readers_done(self._rows_read)
             with guard("the device's steps of all ranks"):
-                if known is not None and self._steps.reduce(known, stream):
+                if known is not None and self._steps.enqueue_reduction(known, stream):
                     own, own_largest, exact = self._steps.tables
                     sums[sections:].copy_(own)
-                    largest[sections:, : len(Largest)].copy_(own_largest)
-                    medians[sections:].copy_(exact[:, Exact.MEDIAN])
+                    largest[sections:, : len(LargestColumn)].copy_(own_largest)
+                    medians[sections:].copy_(exact[:, ExactColumn.MEDIAN])
             for slot in range(self._digested_count, len(names)):
-                self._name_slot(slot, names[slot])
+                self._write_name_digest(slot, names[slot])
             self._digested_count = len(names)
             largest[:, _NAME:].copy_(self._digests)
             works = [
@@ -195,40 +201,39 @@ class DeviceAggregate:
                 self.uncollected += 1
                 return
             self._merging = names, step
-            self._reduce_small(stream)
+            self._enqueue_host_result(stream)
 
-    def _name_slot(self, slot: int, name: str) -> None:
-        digest = name_digest(name)
-        # fill_() is a kernel with a constant argument. A copy from the host could wait for the
-        # device.
+    def _write_name_digest(self, slot: int, name: str) -> None:
+        digest = compute_name_digest(name)
+        # Use fill_(), a kernel with a constant argument, because a copy from the host could wait.
         self._digests[slot, 0].fill_(digest)
         self._digests[slot, 1].fill_(-digest)
 
-    def _reduce_small(self, stream: int) -> None:
-        """Enqueue quantiles and scores of the merged rows, and the copy to the host."""
-        table, largest, _, _, worst = self._small_parts(self._small)
-        table.copy_(tables_in(self._sums, self._slots, [SUM_ROW])[0][:, : len(Sum)])
+    def _enqueue_host_result(self, stream: int) -> None:
+        """Enqueue kernels for quantiles and scores of the merged rows, and the copy to the host."""
+        table, largest, _, _, worst = self._view_host_tables(self._small)
+        table.copy_(view_tables(self._sums, self._slots, [SUM_ROW])[0][:, : len(SumColumn)])
         largest.copy_(self._largest.view(self._slots, _LARGEST_ROW))
         worst.zero_()
         for function, grid, threads, shared_bytes, arguments in self._launches:
-            self._driver.launch(function, grid, threads, shared_bytes, stream, arguments)
+            self._driver.launch_kernel(function, grid, threads, shared_bytes, stream, arguments)
         self._driver.copy_to_host(self._host, self._small.data_ptr(), 8 * len(self._small), stream)
-        self._driver.record(self._arrived, stream)
+        self._driver.record_event(self._arrived, stream)
 
-    def _small_launches(self, functions: Mapping[str, int]) -> list[_Launch]:
+    def _plan_launches(self, functions: Mapping[str, int]) -> list[_Launch]:
         """Return the launches that compute quantiles of all rows and scores of ranks.
 
-        - All sections share one table with each rank's highest score.
-        - Each part of the steps has a table of its own: a rank that is slow in its work may have a
-          higher score in a part.
+        - All sections share one table, which contains each rank's highest score.
+        - Each part of a step has a separate table, because a rank with slow work may have a higher
+          score in another part.
         """
         slots, ranks, sections = self._slots, self.ranks, self._ring.slots
-        _, _, buckets, middle, worst = self._small_parts(self._small)
+        _, _, buckets, middle, worst = self._view_host_tables(self._small)
         sums, parts, found, middles, scores = (
             each.data_ptr() for each in (self._sums, self._parts, buckets, middle, worst)
         )
         counts = np.int32(slots), np.int32(len(QUANTILES))
-        quantiles = Arguments(
+        quantiles = KernelArguments(
             [np.uint64(sums), counts[0], np.uint64(parts), counts[1], np.uint64(found)]
         )
         grid = -(-slots * 32 // _QUANTILE_THREADS)
@@ -241,34 +246,43 @@ class DeviceAggregate:
             )
             score_at = np.uint64(scores + 8 * ranks * table)
             sizes = np.int32(ranks), np.int32(slots)
-            arguments = Arguments([times, *sizes, np.float32(MIN_SPREAD), middle_at, score_at])
+            arguments = KernelArguments(
+                [times, *sizes, np.float32(MIN_SPREAD), middle_at, score_at]
+            )
             launches.append((functions["rank_scores"], count, _SCORE_THREADS, 4 * ranks, arguments))
         return launches
 
-    def _small_parts(self, words: Any) -> list[Any]:
+    def _view_host_tables(self, words: Any) -> list[Any]:
         """Return views of the tables that are copied to the host.
 
-        These are sums, largest values, the quantiles' buckets (two of 32 bits in a word), medians
-        and deviations (two of 32 bits in a word), and the ranks' scores in the sections and in each
-        part of the steps.
+        The tables are sums, largest values, quantile buckets (two of 32 bits in a word), medians
+        and deviations (two of 32 bits in a word), and the ranks' scores in sections and in each
+        part of a step.
         """
-        return tables_in(words, self._slots, _SMALL_WIDTHS)
+        return view_tables(words, self._slots, _SMALL_WIDTHS)
 
-    def collect(self) -> list[MergedRow] | None:
-        """Return the last merge's rows once, or None if there is no merge or it has not arrived.
+    def collect_rows(self) -> list[MergedRow] | None:
+        """Return the last merge's rows once, or None without a new result.
 
-        Sections are left out if ranks entered them in different orders, because their slots then
-        stand for different sections.
+        Sections are left out if ranks entered them in different orders, because a slot then has
+        different sections on different ranks.
         """
-        if self._merging is None or not self._driver.has_passed(self._arrived):
+        if self._merging is None or not self._driver.has_event_passed(self._arrived):
             return None
         (names, step), self._merging = self._merging, None
         buffer: Any = (ctypes.c_int64 * len(self._small)).from_address(self._host)
-        result = _Result(self._small_parts(np.ctypeslib.as_array(buffer).copy()), self.ranks)
-        sections = result.sections(names)
+        result = _MergeResult(
+            self._view_host_tables(np.ctypeslib.as_array(buffer).copy()), self.ranks
+        )
+        sections = result.build_section_rows(names)
         agreed = {each.name for each in sections}
-        self.disagreed |= {name for slot, name in enumerate(names) if result.times(slot)} - agreed
-        return [each._replace(step=step) for each in (*sections, *result.steps(self._ring.slots))]
+        self.disagreed |= {
+            name for slot, name in enumerate(names) if result.count_of(slot)
+        } - agreed
+        return [
+            each._replace(step=step)
+            for each in (*sections, *result.build_step_rows(self._ring.slots))
+        ]
 
     @property
     def is_pending(self) -> bool:
@@ -276,19 +290,19 @@ class DeviceAggregate:
         return self._merging is not None
 
 
-def name_digest(name: str) -> int:
-    """Return 62 bits that identify a section's name.
+def compute_name_digest(name: str) -> int:
+    """Return a digest of 62 bits of a section's name.
 
-    Ranks compare them to check that a slot stands for the same section everywhere.
+    Ranks compare digests to check that a slot has the same section on all ranks.
     """
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 2
 
 
-class _Result:
+class _MergeResult:
     """The result of one merge on the host."""
 
     def __init__(self, tables: Sequence[Any], ranks: int) -> None:
-        """tables: the views returned by _small_parts()."""
+        """tables: the views returned by _view_host_tables()."""
         self._table, self._largest, buckets, middle, worst = tables
         self._buckets, self._middle = buckets.view(np.int32), middle.view(np.float32)
         packed = worst.view(np.uint64).reshape(1 + len(StepPart), ranks)
@@ -296,27 +310,28 @@ class _Result:
         self._scores = (packed >> np.uint64(32)).astype(np.uint32).view(np.float32)
         self._bounds = bucket_bounds()
 
-    def times(self, slot: int) -> int:
-        return int(self._table[slot, Sum.COUNT])
+    def count_of(self, slot: int) -> int:
+        return int(self._table[slot, SumColumn.COUNT])
 
-    def sections(self, names: Sequence[str]) -> list[MergedRow]:
-        """Return the rows of sections that all ranks have in the same slot.
+    def build_section_rows(self, names: Sequence[str]) -> list[MergedRow]:
+        """Return the rows of all sections that have the same slot on all ranks.
 
-        Each row names the slowest rank of those whose highest score is in this section.
+        The slowest rank in a row is chosen from the ranks whose highest score is in this section.
         """
         found = []
         for slot, name in enumerate(names):
-            if self.times(slot) and self._agreed(slot, name):
+            if self.count_of(slot) and self._is_name_agreed(slot, name):
                 here = np.flatnonzero((self._slot == slot) & (self._scores[0] > 0))
                 slowest = int(here[np.argmax(self._scores[0][here])]) if len(here) else -1
-                found.append(self._row(slot, name, slowest, self._scores[0]))
+                found.append(self._build_row(slot, name, slowest, self._scores[0]))
         return found
 
-    def steps(self, first: int) -> list[MergedRow]:
-        """Return rows of each part of the steps, for the slowest rank and for ranks with slow work.
+    def build_step_rows(self, first: int) -> list[MergedRow]:
+        """Return rows for each part of a step: for the slowest rank, and for all ranks with slow
+        work.
 
-        The work also has a row for the second slowest rank, which limits how much earlier the step
-        would end without the slowest one. first: the slot of the first part.
+        The part "work" also has a row for the second slowest rank, which limits the gain if the
+        slowest rank were faster. first: the slot of the first part.
         """
         in_work = self._scores[1 + StepPart.WORK]
         order = np.argsort(-in_work, kind="stable")[:MAX_RANKS].tolist()
@@ -324,20 +339,20 @@ class _Result:
         found = []
         for row, name in enumerate(ROW_NAMES):
             slot, scores = first + row, self._scores[1 + row]
-            if not self.times(slot) or not self._agreed(slot, f"step part {name}"):
+            if not self.count_of(slot) or not self._is_name_agreed(slot, f"step part {name}"):
                 continue
             of = [int(np.argmax(scores)), *(order[:2] if row == StepPart.WORK else []), *stand_out]
             ranks = [rank for rank in dict.fromkeys(of) if scores[rank] > 0]
             count = int((scores >= STANDS_OUT).sum())
-            rows = [self._row(slot, name, rank, scores) for rank in ranks or [-1]]
+            rows = [self._build_row(slot, name, rank, scores) for rank in ranks or [-1]]
             found += [each._replace(row=row, outstanding=count) for each in rows]
         return found
 
-    def _agreed(self, slot: int, name: str) -> bool:
+    def _is_name_agreed(self, slot: int, name: str) -> bool:
         largest = self._largest[slot]
-        return bool(largest[_NAME] == -largest[_NAME + 1] == name_digest(name))
+        return bool(largest[_NAME] == -largest[_NAME + 1] == compute_name_digest(name))
 
-    def _row(self, slot: int, name: str, rank: int, scores: Any) -> MergedRow:
+    def _build_row(self, slot: int, name: str, rank: int, scores: Any) -> MergedRow:
         median, mad = (float(each) for each in self._middle[slot])
         p50_ns, p99_ns = (
             int(self._bounds[min(int(bucket), BUCKETS - 1)]) for bucket in self._buckets[slot]
@@ -345,8 +360,8 @@ class _Result:
         score = float(scores[rank]) if rank >= 0 else 0.0
         return MergedRow(
             name=name,
-            times=self.times(slot),
-            sum_ns=int(self._table[slot, Sum.NS]),
+            times=self.count_of(slot),
+            sum_ns=int(self._table[slot, SumColumn.NS]),
             p50_ns=p50_ns,
             p99_ns=p99_ns,
             median_ns=round(median),

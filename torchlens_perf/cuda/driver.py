@@ -1,7 +1,7 @@
-"""Calls of the CUDA driver through ctypes.
+"""Call the CUDA driver through ctypes.
 
-torch has no public API to launch a custom kernel on a stream that is being captured, and CuPy takes
-5 us per launch. The current context on the training thread is torch's; no other is created here.
+torch has no public API to launch a custom kernel on a stream that is being captured, and a launch
+by CuPy takes 5 us. All calls use torch's context, which is current on the training thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STREAM_NON_BLOCKING = 1
 
 _INT, _UNSIGNED, _BYTES = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
 _HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
-_OUT = ctypes.c_void_p  # A pointer to the memory for a result.
+_OUT = ctypes.c_void_p  # Pointer to the memory for a result.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemAlloc_v2": (_OUT, _BYTES),
     "cuMemFree_v2": (_ADDRESS,),
@@ -46,14 +46,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuLaunchKernel": (_HANDLE, *(_UNSIGNED,) * 7, _HANDLE, _HANDLE, _HANDLE),
 }
 
-# Queries that never block are called with the GIL, as another thread could keep a released GIL for
-# milliseconds. A launch or a record blocks while the device's queue is full and must release the
-# GIL, because the work that it waits for may need it.
+# Functions that never block, which are called with the GIL: another thread could keep a released
+# GIL for milliseconds. Launches and records block while the device's queue is full. They must
+# release the GIL, because the queued work may need it.
 _NON_BLOCKING = {"cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuEventQuery"}
 
 
-class Arguments:
-    """A kernel's arguments in the form for cuLaunchKernel, reusable for many launches."""
+class KernelArguments:
+    """A kernel's arguments in the form for cuLaunchKernel. They can be used for many launches."""
 
     def __init__(self, values: Sequence[np.generic]) -> None:
         """values: NumPy scalars of the parameters' types. Addresses are uint64."""
@@ -64,10 +64,10 @@ class Arguments:
         )
 
 
-class Driver:
-    """The driver's library. Raises DeviceError if it is missing or a call fails.
+class CudaDriver:
+    """The CUDA driver's library. Methods raise DeviceError if a call fails.
 
-    Methods with a stream argument enqueue work there and do not wait for it.
+    Methods with a stream argument enqueue work on that stream and do not wait for it.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -92,20 +92,20 @@ class Driver:
     def allocate(self, size: int) -> int:
         """Allocate device memory and return its address.
 
-        May wait for the device, so it is used during setup only. Not allowed in a capture.
+        Used only during setup, because it may wait for the device. Not allowed during a capture.
         """
         address = _ADDRESS()
         self._call("cuMemAlloc_v2", ctypes.byref(address), size)
         return address.value
 
     def free(self, address: int) -> None:
-        """Free device memory. May wait for the device."""
+        """Free device memory. This call may wait for the device."""
         self._call("cuMemFree_v2", address)
 
     def allocate_host(self, size: int) -> int:
         """Allocate page-locked host memory and return its address.
 
-        Copies to other host memory would wait for the device.
+        A copy to other host memory would wait for the device.
         """
         address = ctypes.c_void_p()
         self._call("cuMemAllocHost_v2", ctypes.byref(address), size)
@@ -121,25 +121,25 @@ class Driver:
         """Enqueue the copy of an array, which may be changed after the call."""
         self._call("cuMemcpyHtoDAsync_v2", address, values.ctypes.data, values.nbytes, stream)
 
-    def clear(self, address: int, size: int, stream: int) -> None:
+    def clear_memory(self, address: int, size: int, stream: int) -> None:
         self._call("cuMemsetD8Async", address, 0, size, stream)
 
     def copy_on_device(self, to: int, address: int, size: int, stream: int) -> None:
         self._call("cuMemcpyDtoDAsync_v2", to, address, size, stream)
 
-    def new_stream(self) -> int:
+    def create_stream(self) -> int:
         """Create a stream that exists until the process ends."""
         stream = ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
         return stream.value or 0
 
     @contextmanager
-    def own_stream(self) -> Iterator[int]:
+    def temporary_stream(self) -> Iterator[int]:
         """Create a stream for the context and wait for its work at the end.
 
-        This is for setup that must be complete before other streams continue.
+        Used for setup that must be complete before other streams continue.
         """
-        stream = self.new_stream()
+        stream = self.create_stream()
         try:
             yield stream
             self._call("cuStreamSynchronize", stream)
@@ -147,10 +147,11 @@ class Driver:
             self._call("cuStreamDestroy_v2", stream)
 
     @contextmanager
-    def relaxed_captures(self) -> Iterator[None]:
-        """Allow this thread to query the device while another thread captures in global mode.
+    def allow_during_captures(self) -> Iterator[None]:
+        """Allow this thread to call the device while another thread captures a graph in global
+        mode.
 
-        Without this, the query would fail and invalidate the capture.
+        Otherwise the call would fail and invalidate the capture.
         """
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
@@ -159,42 +160,42 @@ class Driver:
         finally:
             self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
-    def wait(self, stream: int, event: int) -> None:
+    def wait_for_event(self, stream: int, event: int) -> None:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def is_capturing(self, stream: int) -> bool:
-        """Return True if work enqueued on the stream is captured into a graph."""
+        """Return True if a graph captures work that is enqueued on the stream."""
         self._call("cuStreamIsCapturing", stream, self._capturing_at)
         return self._capturing.value != _CAPTURE_NONE
 
-    def new_event(self) -> int:
+    def create_event(self) -> int:
         """Create an event without timing, for synchronization."""
         event = ctypes.c_void_p()
         self._call("cuEventCreate", ctypes.byref(event), _EVENT_DISABLE_TIMING)
         return event.value or 0
 
-    def record(self, event: int, stream: int) -> None:
+    def record_event(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)
 
-    def has_passed(self, event: int) -> bool:
-        """Return True if the device has reached the event's latest record.
+    def has_event_passed(self, event: int) -> bool:
+        """Return True if the device has reached the last record of the event.
 
         Must not be called while this thread captures.
         """
-        with self.relaxed_captures():
+        with self.allow_during_captures():
             status = self._functions["cuEventQuery"](event)
         if status not in (0, NOT_READY):
             raise DeviceError(f"cuEventQuery failed with CUDA error {status}")
         return bool(status == 0)
 
-    def launch(
+    def launch_kernel(
         self,
         function: int,
         grid: int,
         threads: int,
         shared_bytes: int,
         stream: int,
-        arguments: Arguments,
+        arguments: KernelArguments,
     ) -> None:
         """Enqueue a kernel with a one-dimensional grid and one-dimensional blocks."""
         status = self._launch(

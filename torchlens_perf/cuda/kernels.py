@@ -1,6 +1,6 @@
-"""Compilation and loading of the kernels through CuPy.
+"""Compile and load the CUDA kernels through CuPy.
 
-CuPy compiles them with NVRTC for the present device and caches the result on disk.
+CuPy compiles the kernels with NVRTC for the current device and caches the result on disk.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
 # tests/support/device/ bit for bit.
 OPTIONS = ("--std=c++17", "--fmad=false")
 
-# By device. CuPy unloads modules without a reference.
+# Kernel handles by device, with references to CuPy's modules, which would otherwise be unloaded.
 _loaded: dict[int, tuple[dict[str, int], Any]] = {}
-# Why CuPy could not be imported. The import is not tried again, as each try may take seconds.
+# Error of CuPy's import. A failed import is not repeated, because it may take seconds.
 _import_error = ""
 
 
 def has_cupy() -> bool:
-    """Return True if CuPy is installed. Does not import it."""
+    """Return True if CuPy is installed, without importing it."""
     return importlib.util.find_spec("cupy") is not None
 
 
-def load(device: int) -> dict[str, int]:
+def load_kernels(device: int) -> dict[str, int]:
     """Return the kernels' handles for cuLaunchKernel by name.
 
-    The first call for a device compiles them in about a second. Raises DeviceError if CuPy is
-    missing, broken or unable to compile them.
+    The first call for a device compiles the kernels in about a second. Raises DeviceError if CuPy
+    is missing, broken or unable to compile them.
     """
     if device not in _loaded:
         cupy = _import_cupy()
-        with _device_errors("CuPy cannot load the kernels"), cupy.cuda.Device(device):
+        with _convert_errors("CuPy cannot load the kernels"), cupy.cuda.Device(device):
             module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS)
             functions = {name: module.get_function(name) for name in NAMES}
             handles = {name: int(function.kernel.ptr) for name, function in functions.items()}
@@ -48,7 +48,7 @@ def load(device: int) -> dict[str, int]:
 
 
 @contextmanager
-def _device_errors(what: str) -> Iterator[None]:
+def _convert_errors(what: str) -> Iterator[None]:
     """Convert all exceptions to DeviceError. CuPy's exceptions have no common base class."""
     try:
         yield
@@ -61,7 +61,7 @@ def _device_errors(what: str) -> Iterator[None]:
 def _import_cupy() -> Any:
     """Import CuPy.
 
-    Raises DeviceError, for a broken CuPy always with the message of the first call.
+    Raises DeviceError. A broken CuPy causes the same message in each call.
     """
     global _import_error
     if _import_error:
@@ -69,7 +69,7 @@ def _import_cupy() -> Any:
     if not has_cupy():
         raise DeviceError(f"CuPy is missing: {build_install_command('cuda13')} (CUDA 12: [cuda12])")
     try:
-        with _device_errors("CuPy cannot be imported"):
+        with _convert_errors("CuPy cannot be imported"):
             import cupy
     except DeviceError as error:
         _import_error = str(error)
@@ -77,17 +77,17 @@ def _import_cupy() -> Any:
     return cupy
 
 
-def allow_ranks(device: int, ranks: int) -> None:
-    """Raise the shared memory limit of rank_scores, which needs four bytes per rank.
+def raise_rank_limit(device: int, ranks: int) -> None:
+    """Raise the shared memory limit of the kernel rank_scores, which needs four bytes per rank.
 
     Raises DeviceError if the device has too little shared memory (a T4 has enough for about 14000
     ranks).
     """
-    load(device)
+    load_kernels(device)
     cupy = _import_cupy()
     _, functions = _loaded[device][1]
     with (
-        _device_errors(f"{ranks} ranks cannot be compared on this device"),
+        _convert_errors(f"{ranks} ranks cannot be compared on this device"),
         cupy.cuda.Device(device),
     ):
         functions["rank_scores"].max_dynamic_shared_size_bytes = 4 * ranks

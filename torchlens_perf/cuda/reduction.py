@@ -1,4 +1,4 @@
-"""Layout of the statistics of durations that kernels.cu computes on the device. No I/O.
+"""Define the layout of the duration statistics that kernels.cu computes on the device. No I/O.
 
 A slot's window becomes three rows:
 
@@ -26,8 +26,8 @@ BUCKETS = PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
 """Buckets of a sketch up to 2**12 s (68 min). Longer durations count in the last bucket."""
 
 
-class Sum(IntEnum):
-    """Columns of a row of sums, which the histogram follows.
+class SumColumn(IntEnum):
+    """Columns of a row of sums. The histogram follows these columns.
 
     The sum of squares is in three limbs of 32 bits without carry.
     """
@@ -40,15 +40,16 @@ class Sum(IntEnum):
     LOST = 5
 
 
-class Largest(IntEnum):
+class LargestColumn(IntEnum):
     """Columns of a row of largest values."""
 
     NS = 0
     MINUS_SMALLEST = 1
 
 
-class Exact(IntEnum):
-    """Columns of a window's exact row in ns. The last two are times of the device's clock."""
+class ExactColumn(IntEnum):
+    """Columns of a window's exact row in ns. The last two columns are times of the device's
+    clock."""
 
     MEDIAN = 0
     MAD = 1
@@ -56,24 +57,24 @@ class Exact(IntEnum):
     LAST_END = 3
 
 
-SUM_ROW = len(Sum) + BUCKETS
-# Widths of a window's three tables, which are contiguous in memory.
-ROW_WIDTHS = (SUM_ROW, len(Largest), len(Exact))
+SUM_ROW = len(SumColumn) + BUCKETS
+# Widths of the three tables of a window, which are contiguous in memory.
+ROW_WIDTHS = (SUM_ROW, len(LargestColumn), len(ExactColumn))
 
 
-class Reduced(NamedTuple):
-    """A window of every slot."""
+class ReducedWindow(NamedTuple):
+    """One window of all slots."""
 
     sums: npt.NDArray[np.int64]
     """Shape [slots, SUM_ROW]."""
     largest: npt.NDArray[np.int64]
-    """Shape [slots, len(Largest)]."""
+    """Shape [slots, len(LargestColumn)]."""
     exact: npt.NDArray[np.int64]
-    """Shape [slots, len(Exact)]."""
+    """Shape [slots, len(ExactColumn)]."""
 
 
-def tables_in(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
-    """Return views of contiguous tables [slots, width] in an array or tensor, then of the rest."""
+def view_tables(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
+    """Return views of contiguous tables [slots, width] in an array or tensor, and of the rest."""
     tables, at = [], 0
     for width in widths:
         tables.append(words[at : at + slots * width].reshape(slots, width))
@@ -81,11 +82,11 @@ def tables_in(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
     return [*tables, words[at:]]
 
 
-def mantissa_bounds() -> npt.NDArray[np.uint64]:
-    """Return the bounds of one octave, shifted until their highest bit is the 63rd, in order.
+def compute_mantissa_bounds() -> npt.NDArray[np.uint64]:
+    """Return the sorted bounds of one octave, each shifted until its highest bit is the 63rd.
 
-    The kernel shifts a duration in the same way and compares it with them. They are rounded down,
-    which does not change any comparison.
+    The kernel shifts a duration in the same way and compares it with the bounds. The bounds are
+    rounded down, which does not change any comparison.
     """
     return np.array(
         sorted(bound if bound < 1 << 64 else bound >> 1 for bound in compute_octave_bounds()),
@@ -93,19 +94,19 @@ def mantissa_bounds() -> npt.NDArray[np.uint64]:
     )
 
 
-def to_records(
+def pack_window(
     sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64], exact: npt.NDArray[np.int64]
 ) -> list[list[int]]:
-    """Return a slot's rows of one window as words of the ring file's records.
+    """Pack a slot's rows of one window into words of the ring file's records.
 
     The result is empty for a window without durations.
     """
-    count, sum_ns, *limbs, lost = sums[: len(Sum)].tolist()
+    count, sum_ns, *limbs, lost = sums[: len(SumColumn)].tolist()
     if not count:
         return []
     squares = sum(limb << (32 * place) for place, limb in enumerate(limbs))
     most, minus_least = largest.tolist()
-    median, mad = exact[: Exact.MAD + 1].tolist()
+    median, mad = exact[: ExactColumn.MAD + 1].tolist()
     return pack_words(
-        [count, sum_ns, squares, -minus_least, most, lost, median, mad], sums[len(Sum) :]
+        [count, sum_ns, squares, -minus_least, most, lost, median, mad], sums[len(SumColumn) :]
     )

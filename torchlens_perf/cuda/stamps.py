@@ -1,7 +1,7 @@
-"""Times of device sections by stamps: kernels that write the device's clock into device memory.
+"""Time device sections by stamps: kernels that write the device's clock into device memory.
 
-A CUDA event in a captured graph is overwritten by each replay, so the host would have to wait for
-and read it before the next one. A stamp is a one-thread kernel that appends the device's clock to a
+Each replay of a captured graph overwrites its CUDA events, so the host would have to wait for each
+event before the next replay. A stamp is a one-thread kernel that appends the device's clock to a
 ring in device memory. The graph replays it like any other kernel, without work on the host.
 
 ::
@@ -9,11 +9,11 @@ ring in device memory. The graph replays it like any other kernel, without work 
     stamp ─▶ ring of each slot ──reduce_window──▶ rows ──copy──▶ page-locked memory ──collect()──▶
     Reduced (on the user's stream, also in a graph)       (on the stream of the step's end)
 
-A graph with stamps may be replayed until the process ends, with or without a watch. The ring
+The job may replay a graph with stamps until the process ends, with or without a watch. The ring
 therefore keeps its address for the life of the process, and later watches use it again.
 
-All methods run on the training thread. They do not wait for the device, except for the creation of
-the ring, which allocates memory.
+All methods run on the training thread. Only the creation of the ring, which allocates memory, may
+wait for the device.
 """
 
 from __future__ import annotations
@@ -25,18 +25,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.cuda.driver import Arguments, Driver
-from torchlens_perf.cuda.reduction import ROW_WIDTHS, Reduced, mantissa_bounds, tables_in
+from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
+from torchlens_perf.cuda.reduction import (
+    ROW_WIDTHS,
+    ReducedWindow,
+    compute_mantissa_bounds,
+    view_tables,
+)
 
 SLOTS = 64
-# Capacity of a slot's ring between two reductions. Further spans are counted as lost.
+# Capacity of a slot's ring between two reductions. Excess spans are counted as lost.
 PLACES = 1024
 REDUCE_THREADS = 256
 NO_SLOT = -1
 
 
-class Leftover(NamedTuple):
-    """Memory and events that a watch which merged over ranks leaves to the next one."""
+class ReusableMemory(NamedTuple):
+    """Memory and events that a watch used for merging, and that the next watch uses again."""
 
     size: int
     """Size of the memory in bytes."""
@@ -52,22 +57,27 @@ class DeviceRing:
     """The rings of SLOTS sections in device memory (1.6 MB), and their reduction."""
 
     def __init__(
-        self, driver: Driver, functions: Mapping[str, int], slots: int = SLOTS, places: int = PLACES
+        self,
+        driver: CudaDriver,
+        functions: Mapping[str, int],
+        slots: int = SLOTS,
+        places: int = PLACES,
     ) -> None:
-        """Allocate and clear the memory, and wait for it. Raises DeviceError if that fails.
+        """Allocate and clear the memory, and wait for completion. Raises DeviceError on failure.
 
         functions: the kernels' handles by name.
         places: the capacity of each slot's ring, a power of two up to 4096, because a window is
-        sorted in shared memory. One place is never read, as another stream may be stamping there.
+        sorted in shared memory. One place is never read, because another stream may be writing to
+        it.
         """
         self._driver = driver
         self._stamp, self._reduce = functions["stamp"], functions["reduce_window"]
         self.slots, self._places = slots, places
         self._names: dict[str, int] = {}
         self._on_the_way = False
-        self.leftovers: list[Leftover] = []
-        """Left by earlier watches that merged over ranks, for cuda/aggregate.py."""
-        # The event after which no other stream reads the rows.
+        self.leftovers: list[ReusableMemory] = []
+        """Memory of earlier watches that cuda/aggregate.py can use again."""
+        # Event after which no other stream reads the rows.
         self._readers_done: int | None = None
         sizes = {
             "opened": 8 * slots,
@@ -75,7 +85,7 @@ class DeviceRing:
             "tail": 4 * slots,
             "start_ns": 8 * slots * places,
             "duration_ns": 8 * slots * places,
-            "bounds": 8 * len(mantissa_bounds()),
+            "bounds": 8 * len(compute_mantissa_bounds()),
             "rows": 8 * slots * sum(ROW_WIDTHS),
         }
         self._memory: dict[str, int] = {}
@@ -83,23 +93,23 @@ class DeviceRing:
         try:
             for name, size in sizes.items():
                 self._memory[name] = driver.allocate(size)
-            with driver.own_stream() as stream:
+            with driver.temporary_stream() as stream:
                 for name, size in sizes.items():
-                    driver.clear(self._memory[name], size, stream)
-                driver.copy_to_device(self._memory["bounds"], mantissa_bounds(), stream)
+                    driver.clear_memory(self._memory[name], size, stream)
+                driver.copy_to_device(self._memory["bounds"], compute_mantissa_bounds(), stream)
             self._rows_size = sizes["rows"]
             self._host_memory = driver.allocate_host(self._rows_size)
-            self._arrived = driver.new_event()
+            self._arrived = driver.create_event()
         except BaseException:
-            self._free()
+            self._free_memory()
             raise
         self.device_bytes = sum(sizes.values())
         buffer: Any = (ctypes.c_int64 * (self._rows_size // 8)).from_address(self._host_memory)
-        *self._rows, _ = tables_in(np.ctypeslib.as_array(buffer), slots, ROW_WIDTHS)
-        self._stamp_arguments: dict[tuple[int, int], Arguments] = {}
-        self._reduce_arguments = self._pack_reduce()
+        *self._rows, _ = view_tables(np.ctypeslib.as_array(buffer), slots, ROW_WIDTHS)
+        self._stamp_arguments: dict[tuple[int, int], KernelArguments] = {}
+        self._reduce_arguments = self._pack_reduce_arguments()
 
-    def slot(self, name: str) -> int:
+    def assign_slot(self, name: str) -> int:
         """Return the slot of a section, or NO_SLOT if all slots are taken."""
         slot = self._names.get(name)
         if slot is None:
@@ -120,7 +130,7 @@ class DeviceRing:
 
     @property
     def bounds(self) -> int:
-        """Device address of reduction.mantissa_bounds()."""
+        """Device address of reduction.compute_mantissa_bounds()."""
         return self._memory["bounds"]
 
     @property
@@ -128,42 +138,45 @@ class DeviceRing:
         """Names of the sections by slot."""
         return list(self._names)
 
-    def read_until(self, event: int) -> None:
-        """Let the next reduction wait on the device for the event after which the rows are free."""
+    def set_readers_done(self, event: int) -> None:
+        """Set the event for which the next reduction waits on the device, because rows are being
+        read."""
         self._readers_done = event
 
-    def skip(self, stream: int) -> None:
+    def discard_earlier_stamps(self, stream: int) -> None:
         """Discard all earlier stamps, and the result of a reduction that has not been collected."""
         if self._on_the_way:
             # The discarded result must not overwrite a later one.
-            self._driver.wait(stream, self._arrived)
+            self._driver.wait_for_event(stream, self._arrived)
             self._on_the_way = False
         self._driver.copy_on_device(
             self._memory["tail"], self._memory["head"], 4 * self.slots, stream
         )
 
-    def stamp(self, close: int, open_: int, stream: int) -> None:
-        """Enqueue the end of a span, the begin of another one, or both. NO_SLOT stands for no span.
+    def enqueue_stamp(self, close: int, open_: int, stream: int) -> None:
+        """Enqueue the end of a span, the begin of another span, or both. NO_SLOT means no span.
 
-        Also works in a capture. Raises DeviceError if the launch fails.
+        The stamp may be captured into a graph. Raises DeviceError if the launch fails.
         """
         arguments = self._stamp_arguments.get((close, open_))
         if arguments is None:
-            arguments = self._stamp_arguments[close, open_] = self._pack_stamp(close, open_)
-        self._driver.launch(self._stamp, 1, 32, 0, stream, arguments)
+            arguments = self._stamp_arguments[close, open_] = self._pack_stamp_arguments(
+                close, open_
+            )
+        self._driver.launch_kernel(self._stamp, 1, 32, 0, stream, arguments)
 
-    def reduce(self, stream: int) -> bool:
-        """Enqueue the reduction of all earlier stamps of this stream, and the copy of its result.
+    def enqueue_reduction(self, stream: int) -> bool:
+        """Enqueue the reduction of all earlier stamps of this stream, and a copy of the result.
 
         Returns False without enqueueing anything if the last result has not been collected or the
-        stream is being captured. The rings then keep filling. Stamps that other streams make in the
-        meantime are part of this result or the next one.
+        stream is being captured. The rings then continue to fill. Concurrent stamps of other
+        streams are part of this result or of the next result.
         """
         if self._on_the_way or self._driver.is_capturing(stream):
             return False
         if self._readers_done is not None:
-            self._driver.wait(stream, self._readers_done)
-        self._driver.launch(
+            self._driver.wait_for_event(stream, self._readers_done)
+        self._driver.launch_kernel(
             self._reduce,
             self.slots,
             REDUCE_THREADS,
@@ -172,39 +185,39 @@ class DeviceRing:
             self._reduce_arguments,
         )
         self._driver.copy_to_host(self._host_memory, self._memory["rows"], self._rows_size, stream)
-        self._driver.record(self._arrived, stream)
+        self._driver.record_event(self._arrived, stream)
         self._on_the_way = True
         return True
 
-    def collect(self) -> Reduced | None:
+    def collect_result(self) -> ReducedWindow | None:
         """Return the last reduction's result once, or None until it has arrived.
 
         Queries the device once. Must not be called while any stream is being captured.
         """
-        if not self._on_the_way or not self._driver.has_passed(self._arrived):
+        if not self._on_the_way or not self._driver.has_event_passed(self._arrived):
             return None
         self._on_the_way = False
-        return Reduced(*(rows.copy() for rows in self._rows))
+        return ReducedWindow(*(rows.copy() for rows in self._rows))
 
-    def _free(self) -> None:
+    def _free_memory(self) -> None:
         for address in self._memory.values():
             self._driver.free(address)
         if self._host_memory:
             self._driver.free_host(self._host_memory)
 
-    def _pack_stamp(self, close: int, open_: int) -> Arguments:
+    def _pack_stamp_arguments(self, close: int, open_: int) -> KernelArguments:
         addresses = [
             np.uint64(self._memory[name]) for name in ("opened", "start_ns", "duration_ns", "head")
         ]
-        return Arguments(
+        return KernelArguments(
             [*addresses, np.int32(close), np.int32(open_), np.uint32(self._places - 1)]
         )
 
-    def _pack_reduce(self) -> Arguments:
+    def _pack_reduce_arguments(self) -> KernelArguments:
         inputs = [
             np.uint64(self._memory[name])
             for name in ("start_ns", "duration_ns", "head", "tail", "bounds")
         ]
         before = [0, *itertools.accumulate(8 * self.slots * width for width in ROW_WIDTHS[:-1])]
         rows = [np.uint64(self._memory["rows"] + offset) for offset in before]
-        return Arguments([*inputs, *rows, np.uint32(self._places - 1)])
+        return KernelArguments([*inputs, *rows, np.uint32(self._places - 1)])

@@ -1,16 +1,15 @@
-"""Reduction of the device's steps of one window on the device, to a row for each part of a step.
+"""Reduce a window of steps on the device to one row for each part of a step.
 
-The host knows the parts of a step a few steps late, as differences of events
-(hooks/on_device/clock.py). Once per window they are copied to the device (8 KB) and reduced there
-by the kernel that also reduces the sections' rings:
+The host knows the parts of a step a few steps later, as differences of events
+(hooks/on_device/clock.py). Once per window, the parts are copied to the device (8 KB). The kernel
+that reduces the sections' rings also reduces the parts:
 
 ::
 
     steps of a window ─▶ page-locked block ──copy──▶ block in device memory ──reduce_window──▶ rows
 
-All work is enqueued on the stream of the merge. The block is free after its copy. If the device is
-so far behind that the copy has not been made by the next window, the steps go into the window after
-that.
+All work is enqueued on the stream of the merge. The block can be used again after its copy. If the
+device has not copied it by the next window, the steps become part of the window after that.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from torchlens_perf.cuda.driver import Arguments, Driver
-from torchlens_perf.cuda.reduction import ROW_WIDTHS, tables_in
-from torchlens_perf.cuda.stamps import REDUCE_THREADS, Leftover
+from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
+from torchlens_perf.cuda.reduction import ROW_WIDTHS, view_tables
+from torchlens_perf.cuda.stamps import REDUCE_THREADS, ReusableMemory
 from torchlens_perf.run.device.step_parts import StepPart
 
 ROWS = len(StepPart)
-PLACES = 128  # One of them is never read, see reduce_window in kernels.cu.
+PLACES = 128  # One place is never read, see reduce_window in kernels.cu.
 # Words of the array with the number of steps in each row, 32 bits each. An equal array follows with
 # the number of steps read before, which is always 0.
 _HEADS = ROWS // 2
@@ -38,9 +37,9 @@ BLOCK_BYTES = 8 * BLOCK_WORDS
 
 
 class PendingSteps:
-    """Steps with known device times that have not been merged, up to the size of a window's block.
+    """Queue of steps with known device times that have not been merged.
 
-    The oldest steps are dropped.
+    Its capacity is one window. The oldest steps are dropped.
     """
 
     def __init__(self) -> None:
@@ -48,7 +47,7 @@ class PendingSteps:
         self.merged = 0
         """Number of steps that have been removed for a merge."""
 
-    def add(self, rows: list[int]) -> None:
+    def add_step(self, rows: list[int]) -> None:
         """Add a step. rows: the result of step_parts.compute_rows()."""
         if len(self.steps) == PLACES - 1:
             self.steps.popleft()
@@ -56,17 +55,17 @@ class PendingSteps:
 
 
 class StepReduction:
-    """The block and the rows reduced from it. Used on the training thread."""
+    """Reduces a block of steps to rows on the device. Used on the training thread."""
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDriver,
         functions: Mapping[str, int],
         bounds: int,
-        host_memory: Leftover,
+        host_memory: ReusableMemory,
         memory: tuple[Any, Any],
     ) -> None:
-        """bounds: the device address of reduction.mantissa_bounds().
+        """bounds: the device address of reduction.compute_mantissa_bounds().
 
         host_memory: BLOCK_BYTES of page-locked memory.
         memory: device tensors of 64-bit words: one of BLOCK_WORDS, and one for the tables of ROWS
@@ -80,34 +79,36 @@ class StepReduction:
         words = self._host.view(np.int64)
         self._durations = words[: ROWS * PLACES].reshape(ROWS, PLACES)
         self._heads = words[ROWS * PLACES :].view(np.uint32)
-        self.tables = tables_in(self._rows, ROWS, ROW_WIDTHS)[:3]
+        self.tables = view_tables(self._rows, ROWS, ROW_WIDTHS)[:3]
         """The tables of sums, largest and exact rows on the device."""
-        self._arguments = self._packed(bounds)
+        self._arguments = self._pack_arguments(bounds)
 
-    def reduce(self, known: PendingSteps, stream: int) -> bool:
-        """Enqueue the reduction of all known steps and remove them. Raises DeviceError.
+    def enqueue_reduction(self, known: PendingSteps, stream: int) -> bool:
+        """Enqueue the reduction of all known steps, and remove the steps. Raises DeviceError.
 
-        Returns False if there are no steps or those of the last window are still being copied.
+        Return False if there are no steps, or while the steps of the last window are being copied.
         """
         count = len(known.steps)
-        if not count or not self._driver.has_passed(self.host_memory.arrived):
+        if not count or not self._driver.has_event_passed(self.host_memory.arrived):
             return False
         self._durations[:, :count] = np.array(known.steps, np.int64).T
         self._heads[:ROWS], self._heads[ROWS:] = count, 0
         known.steps.clear()
         known.merged += count
         self._driver.copy_to_device(self._block.data_ptr(), self._host, stream)
-        self._driver.record(self.host_memory.arrived, stream)
-        self._driver.launch(self._reduce, ROWS, REDUCE_THREADS, 8 * PLACES, stream, self._arguments)
+        self._driver.record_event(self.host_memory.arrived, stream)
+        self._driver.launch_kernel(
+            self._reduce, ROWS, REDUCE_THREADS, 8 * PLACES, stream, self._arguments
+        )
         return True
 
-    def _packed(self, bounds: int) -> Arguments:
+    def _pack_arguments(self, bounds: int) -> KernelArguments:
         durations, rows = self._block.data_ptr(), self._rows.data_ptr()
         heads = durations + 8 * ROWS * PLACES
         tails = heads + 8 * _HEADS
-        # The starts of steps are not copied. The kernel gets the durations instead, and the results
-        # that it computes from starts are not read.
+        # The starts of steps are not copied. The kernel receives the durations instead, and results
+        # computed from starts are not read.
         inputs = [durations, durations, heads, tails, bounds]
         before = [0, *itertools.accumulate(8 * ROWS * width for width in ROW_WIDTHS[:-1])]
         addresses = [*inputs, *(rows + offset for offset in before)]
-        return Arguments([*(np.uint64(each) for each in addresses), np.uint32(PLACES - 1)])
+        return KernelArguments([*(np.uint64(each) for each in addresses), np.uint32(PLACES - 1)])

@@ -1,8 +1,8 @@
-"""Captures of a few steps on request of the sidecar: trace, flight recorder, device memory.
+"""Capture a few steps on request of the sidecar: trace, flight recorder, device memory.
 
 The training thread checks at most every 50 ms whether a request file exists. A capture begins and
-ends at the end of a step, without a thread or signal. Captured steps are flagged, so that they are
-excluded from comparisons.
+ends at the end of a step, without a thread or signal. Captured steps are flagged and excluded from
+comparisons.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import HookUnavailable, RunStoreError, guard
-from torchlens_perf.hooks.capture_trace import Trace, another_profiler, python_is_traced
+from torchlens_perf.hooks.capture_trace import (
+    ProfilerTrace,
+    find_other_profiler,
+    is_python_profiled,
+)
 from torchlens_perf.recorder import torch_instruments, torch_private
-from torchlens_perf.recorder.folder_request import problem_with
+from torchlens_perf.recorder.folder_request import find_folder_problem
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run import ownership
 from torchlens_perf.run.captures import (
@@ -42,22 +46,23 @@ _OURS = guard("a capture")
 
 
 class CaptureHook:
-    """Hook that polls for requests of captures from the sidecar, next to the rank's ring file."""
+    """Hook that polls for a capture request, which is a file that the sidecar writes next to the
+    ring."""
 
     name = "captures"
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        captures = _Captures(session)
-        with session.throttled(self.name, captures.check):
+        captures = _CaptureRequests(session)
+        with session.run_throttled(self.name, captures.poll_request):
             try:
                 yield
             finally:
                 captures.close()
 
 
-class _Captures:
-    """The captures of one watch, one at a time."""
+class _CaptureRequests:
+    """Poller of capture requests in one watch. It runs one capture at a time."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -65,7 +70,7 @@ class _Captures:
         self._capture: _Capture | None = None
 
     @_OURS
-    def check(self) -> None:
+    def poll_request(self) -> None:
         # os.path.exists() takes about a microsecond.
         if self._capture is not None or not os.path.exists(self._request_path):
             return
@@ -77,7 +82,8 @@ class _Captures:
         except (OSError, ValueError) as error:
             refused = f"the request cannot be read: {error}"
         try:
-            # Removing the file accepts the request. Until then the sidecar may withdraw it.
+            # Accept the request by removing its file. Before that, the sidecar may withdraw the
+            # request.
             os.unlink(self._request_path)
         except FileNotFoundError:
             return
@@ -88,47 +94,52 @@ class _Captures:
             )
             return
         self._capture = _Capture(self._session, request)
-        self._session.step_callbacks.add(CaptureHook.name, self._step_ends)
-        self._step_ends()
+        self._session.step_callbacks.add(CaptureHook.name, self._continue_capture)
+        self._continue_capture()
 
-    def _step_ends(self) -> None:
-        if self._capture is not None and self._run_or_fail(self._capture.step_ends) is not False:
+    def _continue_capture(self) -> None:
+        if (
+            self._capture is not None
+            and self._run_and_report_failure(self._capture.continue_at_step_end) is not False
+        ):
             self._capture = None
-            self._session.step_callbacks.remove(self._step_ends)
+            self._session.step_callbacks.remove(self._continue_capture)
 
     def close(self) -> None:
-        """End the capture in progress with the watch and keep its complete steps."""
+        """End the current capture at the end of the watch, and keep its complete steps."""
         if self._capture is not None:
             if self._session.recorder.closed:
-                self._capture.forget()
+                self._capture.abandon_in_fork()
             else:
-                self._run_or_fail(functools.partial(self._capture.finish, "the watch ended"))
+                self._run_and_report_failure(
+                    functools.partial(self._capture.finish_and_answer, "the watch ended")
+                )
         self._capture = None
 
     @_OURS
-    def _run_or_fail(self, work: Callable[[], object]) -> object:
-        """Call `work`. If it raises, stop the profiler and report the failure to the sidecar.
+    def _run_and_report_failure(self, work: Callable[[], object]) -> object:
+        """Call `work`. If `work` raises, stop the profiler and report the error to the sidecar.
 
-        Later requests are still accepted.
+        Later capture requests are still accepted.
         """
         try:
             return work()
         except Exception as error:
             if self._capture is not None:
                 with _OURS:
-                    self._capture.fail(error)
+                    self._capture.answer_with_error(error)
             raise
 
 
 class _Capture:
-    """The capture for one request."""
+    """One capture, from its request to the answer."""
 
     def __init__(self, session: Session, request: Request) -> None:
         self._session = session
         self._request = request
         self._folder = Path(request.folder)
         self._since_s = time.monotonic()
-        self._trace: Trace | None = None
+        self._trace: ProfilerTrace | None = None
         self._first_step: int | None = None
         self._steps = 0
         self._paused_s = 0.0
@@ -136,13 +147,13 @@ class _Capture:
         self._left_out: dict[str, str] = {}
         self._folder_problem: str | None = None  # None until the folder has been checked.
 
-    def step_ends(self) -> bool:
-        """Continue at the end of a step. Return True once the request has been answered."""
+    def continue_at_step_end(self) -> bool:
+        """Continue the capture at the end of a step. Return True if the capture has ended."""
         step, waited_s = self._session.recorder.step, time.monotonic() - self._since_s
         if self._trace is None:
             early = step + 1 < self._request.from_step and waited_s < LONGEST_S
-            return not early and not _graph_is_captured() and not self._start(step + 1)
-        self._session.step.tag(Flag.CAPTURED)
+            return not early and not _is_capturing_graph() and not self._start_trace(step + 1)
+        self._session.step.add_flag(Flag.CAPTURED)
         self._steps += not self._trace.cut_short
         ended = None
         if self._trace.cut_short:
@@ -151,24 +162,24 @@ class _Capture:
             ended = ""
         elif waited_s > LONGEST_S:
             ended = f"it took longer than {LONGEST_S:g} s"
-        if ended is None or _graph_is_captured():
-            self._trace.next_step(step + 1)
+        if ended is None or _is_capturing_graph():
+            self._trace.begin_next_step(step + 1)
             return False
-        self.finish(ended)
+        self.finish_and_answer(ended)
         return True
 
-    def _start(self, step: int) -> bool:
+    def _start_trace(self, step: int) -> bool:
         import torch
 
-        python = self._request.python and not python_is_traced()
+        python = self._request.python and not is_python_profiled()
         if self._request.python and not python:
             self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
-        trace, refused = Trace(cuda=_cuda_is_used(torch), python=python), ""
-        self._trace = trace  # Set before anything can raise, so that fail() stops the trace.
-        with self._pause():
+        trace, refused = ProfilerTrace(cuda=_is_cuda_used(torch), python=python), ""
+        self._trace = trace  # answer_with_error() stops this trace.
+        with self._time_pause():
             try:
                 torch_private.require(torch_private.PROFILER)
-                other = another_profiler()
+                other = find_other_profiler()
                 if other:
                     refused = f"{other} is on in this process"
                 else:
@@ -180,17 +191,17 @@ class _Capture:
         if refused:
             self._trace = None
             trace.stop()
-            self._answer(refused)
+            self._write_answer(refused)
             return False
         self._first_step, self._since_s = step, time.monotonic()
         return True
 
-    def fail(self, error: Exception) -> None:
-        """Stop the profiler after an error in this package and report the error in the answer."""
+    def answer_with_error(self, error: Exception) -> None:
+        """Stop the profiler after an error in this package, and report the error in the answer."""
         trace, self._trace = self._trace, None
         try:
             if trace is not None:
-                with self._pause():
+                with self._time_pause():
                     trace.stop()
         finally:
             if TRACE not in self._files:
@@ -198,33 +209,33 @@ class _Capture:
             if TRACE not in self._files and self._folder_problem == "":
                 with suppress(OSError):
                     (self._folder / RAW_TRACE).unlink(missing_ok=True)
-            self._answer(f"it failed: {type(error).__name__}: {error}")
+            self._write_answer(f"it failed: {type(error).__name__}: {error}")
 
-    def finish(self, ended: str) -> None:
+    def finish_and_answer(self, ended: str) -> None:
         trace, self._trace = self._trace, None
         if trace is None:
-            self._answer(ended)
+            self._write_answer(ended)
             return
-        with self._pause():
+        with self._time_pause():
             trace.stop()
             if self._steps:
                 self._write_if_small(TRACE, RAW_TRACE, trace.write, capture_files.MAX_TRACE_BYTES)
             else:
                 self._left_out[TRACE] = "no step was complete"
-            self._keep_dump(FLIGHT_RECORDER, torch_instruments.flight_recorder())
-            self._keep_dump(SNAPSHOT, torch_instruments.pickled_memory())
-        self._answer(ended)
+            self._write_dump(FLIGHT_RECORDER, torch_instruments.dump_flight_recorder())
+            self._write_dump(SNAPSHOT, torch_instruments.dump_memory_snapshot())
+        self._write_answer(ended)
 
-    def forget(self) -> None:
+    def abandon_in_fork(self) -> None:
         """Drop the trace in a forked child, where the profiler belongs to the parent process."""
         if self._trace is not None:
-            self._trace.forget()
+            self._trace.abandon_in_fork()
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
-        """Record the time for which training waits for the capture as a section and as overhead."""
+    def _time_pause(self) -> Iterator[None]:
+        """Record the context's time, in which training waits, as a section and as overhead."""
         recorder, name_id = self._session.recorder, self._session.intern(CAPTURING)
-        self._session.step.tag(Flag.CAPTURED)
+        self._session.step.add_flag(Flag.CAPTURED)
         recorder.begin(_SECTION, name_id)
         start_ns = recorder.now_ns()
         try:
@@ -240,15 +251,16 @@ class _Capture:
     ) -> None:
         """Write a file, and remove it again if it is too large.
 
-        name: the file's name in the finished capture. file: its name in this folder.
+        name: the file's name in the finished capture. file: the file's name in the capture's
+        folder.
         """
-        path, problem = self._folder / file, self._disk_problem()
+        path, problem = self._folder / file, self._find_disk_problem()
         if problem:
             self._left_out[name] = f"it could not be written: {problem}"
             return
         try:
             make(path)
-            # The profiler creates its file with the permissions that the umask allows.
+            # The profiler creates the file with the umask's permissions.
             path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o640)
             size = path.stat().st_size
         except (OSError, RuntimeError) as error:
@@ -264,20 +276,20 @@ class _Capture:
                 f"{size >> 20} MB exceed the limit of {max_bytes >> 20} MB: request fewer steps"
             )
 
-    def _disk_problem(self) -> str:
-        """Return why the folder cannot be written, or "" if it can.
+    def _find_disk_problem(self) -> str:
+        """Return the reason if the capture's folder cannot be written, or "".
 
         The folder is checked once per capture, because training waits for the check.
         """
         if self._folder_problem is None:
             try:
-                self._folder_problem = problem_with(self._folder)
+                self._folder_problem = find_folder_problem(self._folder)
             except RunStoreError as error:
                 self._folder_problem = str(error)
         return self._folder_problem
 
-    def _keep_dump(self, name: str, dump: bytes | str) -> None:
-        """Write a dump. dump: the content as bytes, or a text with the reason if it is missing."""
+    def _write_dump(self, name: str, dump: bytes | str) -> None:
+        """Write a dump. dump: its content as bytes, or the reason why it is missing as text."""
         if isinstance(dump, str):
             self._left_out[name] = dump
         else:
@@ -288,7 +300,7 @@ class _Capture:
                 MAX_SNAPSHOT_BYTES,
             )
 
-    def _answer(self, ended: str) -> None:
+    def _write_answer(self, ended: str) -> None:
         import torch
 
         request, session = self._request, self._session
@@ -308,12 +320,12 @@ class _Capture:
         )
 
 
-def _cuda_is_used(torch: Any) -> bool:
+def _is_cuda_used(torch: Any) -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.is_initialized())
 
 
-def _graph_is_captured() -> bool:
-    """Return True if the step runs in a CUDA graph capture, which a synchronization would end."""
+def _is_capturing_graph() -> bool:
+    """Return True during a CUDA graph capture, which a synchronization would end."""
     import torch
 
-    return _cuda_is_used(torch) and torch.cuda.is_current_stream_capturing()
+    return _is_cuda_used(torch) and torch.cuda.is_current_stream_capturing()

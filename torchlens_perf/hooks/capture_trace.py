@@ -1,8 +1,8 @@
-"""Traces of a few steps by torch.profiler, never while another profiler runs.
+"""Trace a few steps by torch.profiler, but never while another profiler runs.
 
 With torch 2.13, starting a second torch profiler makes Kineto discard the first one's session.
-Writing that session is then a segmentation fault. A trace therefore does not begin while another
-profiler is on or prepared, and ends before another one begins on any thread.
+Writing the discarded session then causes a segmentation fault. A trace therefore does not begin
+while another profiler is on or prepared, and ends before another profiler begins on any thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_instruments, torch_private
 from torchlens_perf.recorder.patch import patched
 
-# Environment variables that Nsight Systems, Nsight Compute and dynolog set in processes they
-# profile.
+# Environment variables that profilers set in the processes that they profile.
 _TOOLS = {
     "NSYS_PROFILING_SESSION_ID": "Nsight Systems",
     "CUDA_INJECTION64_PATH": "a tool at CUDA_INJECTION64_PATH",
@@ -33,33 +32,33 @@ _STARTS = ("_prepare_profiler", "_enable_profiler")
 _YIELD_TO_OTHER = guard("ending a capture for another profiler")
 
 
-def another_profiler() -> str:
+def find_other_profiler() -> str:
     """Return the name of another profiler that is on or prepared in this process, or ""."""
     from torch.autograd import profiler
 
     tool = next((name for variable, name in _TOOLS.items() if os.environ.get(variable)), "")
     if tool:
         return tool
-    if torch_instruments.profiler_is_on():
+    if torch_instruments.is_profiler_on():
         return "torch.profiler"
-    # A profiler that is warming up is registered nowhere, so all objects are searched for it. This
-    # takes about 60 ns per object, once per capture.
+    # No list contains profilers that are warming up, so search all objects. This takes about 60 ns
+    # per object, once per capture.
     prepared = [
         each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)
     ]
     return "torch.profiler" if any(torch_private.is_prepared(each) for each in prepared) else ""
 
 
-class Trace:
-    """One profile, from start() to stop(), which the training thread calls.
+class ProfilerTrace:
+    """One profile of torch.profiler. The training thread calls start() and stop().
 
     Another profiler may end the profile earlier, on any thread.
     """
 
     def __init__(self, *, cuda: bool, python: bool) -> None:
-        """cuda: trace the GPU too. python: trace Python frames and modules too."""
+        """cuda: also trace the GPU. python: also trace Python frames and modules."""
         self.cut_short = False
-        """True once another profiler has ended this one."""
+        """True after another profiler has ended this profile."""
         self._cuda, self._python = cuda, python
         self._profile: Any = None
         self._results: Any = None
@@ -76,45 +75,45 @@ class Trace:
             use_kineto=True,
             use_device="cuda" if self._cuda else None,
             with_stack=self._python,
-            # A profiler of one thread only could not be ended by another thread.
-            experimental_config=torch_private.all_threads(),
+            # Only a profiler of all threads can be ended by another thread.
+            experimental_config=torch_private.create_all_threads_config(),
         )
         with ExitStack() as patches:
             for name in _STARTS:
                 patches.enter_context(
-                    patched(profiler, name, self._stop_before(getattr(profiler, name)))
+                    patched(profiler, name, self._wrap_profiler_start(getattr(profiler, name)))
                 )
             try:
                 profile.__enter__()
             except BaseException:
-                torch_instruments.profiler_is_off()
+                torch_instruments.reset_profiler_flag()
                 raise
             self._patches, self._profile = patches.pop_all(), profile
         # Holistic Trace Analysis and other tools read the rank from this entry.
-        torch_instruments.add_to_trace(
+        torch_instruments.add_trace_metadata(
             "distributedInfo", json.dumps({"rank": rank, "world_size": world_size})
         )
         self._begin_step(step)
 
-    def next_step(self, step: int) -> None:
+    def begin_next_step(self, step: int) -> None:
         self._end_step()
         if not self.cut_short:
             self._begin_step(step)
 
     def stop(self) -> None:
-        """End the profile if it has not ended. With a GPU this waits for the device."""
+        """End the profile if it has not ended. If the GPU is traced, this waits for the GPU."""
         with self._patches:
             try:
                 self._end_step()
             finally:
-                self._end()
+                self._end_profile()
 
-    def forget(self) -> None:
+    def abandon_in_fork(self) -> None:
         """Switch the inherited profiler off in a forked child, which cannot end it."""
         with self._patches:
-            # Without a profile of our own, a profiler that is on belongs to other code.
+            # If we have no profile, an active profiler belongs to other code.
             if self._profile is not None:
-                torch_instruments.forget_profiler()
+                torch_instruments.remove_profiler_callbacks()
                 if self._python:
                     sys.setprofile(None)
 
@@ -140,7 +139,7 @@ class Trace:
         if step is not None:
             step.__exit__(None, None, None)
 
-    def _end(self) -> None:
+    def _end_profile(self) -> None:
         # The training thread and another profiler's thread may both end the profile.
         with self._end_lock:
             profile, self._profile = self._profile, None
@@ -148,24 +147,26 @@ class Trace:
                 try:
                     profile.__exit__(None, None, None)
                 finally:
-                    # A profiler that failed to stop would go on recording until the process ends.
+                    # A profiler that failed to stop would continue to record until the process
+                    # ends.
                     if profile.kineto_results is None:
-                        torch_instruments.forget_profiler()
+                        torch_instruments.remove_profiler_callbacks()
                 self._results = profile.kineto_results
 
-    def _stop_before(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        def started(*args: Any, **kwargs: Any) -> Any:
+    def _wrap_profiler_start(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        def start_after_ours_ended(*args: Any, **kwargs: Any) -> Any:
             self.cut_short |= self._profile is not None
             with _YIELD_TO_OTHER:
                 if threading.get_ident() == self._thread:
                     self._end_step()
             with _YIELD_TO_OTHER:
-                self._end()
+                self._end_profile()
             return start(*args, **kwargs)
 
-        return started
+        return start_after_ours_ended
 
 
-def python_is_traced() -> bool:
-    """Return True if other code uses Python's profiling hook, which Python frames need too."""
+def is_python_profiled() -> bool:
+    """Return True if other code uses Python's profiling hook, so that Python frames cannot be
+    traced."""
     return sys.getprofile() is not None

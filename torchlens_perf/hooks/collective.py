@@ -1,14 +1,15 @@
-"""Records collectives: when they were issued, when they ended, and how long training waited.
+"""Record when collectives were issued and ended, and how long training waited for them.
 
 A tap on the dispatcher receives every c10d operation and passes it on unchanged. This includes
 operations that DDP's reducer, FSDP2, DTensor and compiled graphs issue from C++.
 
-- The native tap (native/tap.cpp) also gets the end of each operation from the backend, without
+- The native tap (native/tap.cpp) also receives the end of each operation from the backend, without
   the GIL.
-- The Python tap replaces it where it has not been built. It costs about 50 us per operation and
-  records the end of operations that the caller waits for at once.
+- The Python tap is used where the native tap has not been built. It costs about 50 us per operation
+  and only records ends of operations for which the caller waits at once.
 
-No Python callback runs on a backend's thread: that aborted 3 of 19 processes at exit.
+No Python callback runs on a backend's thread, because such callbacks aborted 3 of 19 processes at
+exit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks import python_tap
-from torchlens_perf.hooks.collective_groups import Groups
+from torchlens_perf.hooks.collective_groups import CollectiveGroups
 from torchlens_perf.recorder import native_tap, torch_dispatcher, torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import collective_marks, timed_wait
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 _NOT_COLLECTIVES = ("c10d::check_for_nan",)
 
 
-def operators() -> list[str]:
+def list_collective_operators() -> list[str]:
     """Return the dispatcher names of c10d's collectives and point-to-point operations."""
     import torch
 
@@ -44,7 +45,7 @@ def operators() -> list[str]:
 class CollectiveHook:
     """Hook that taps c10d's operators at BackendSelect, and times waits.
 
-    Waits are `Work.wait` and `wait_tensor` of functional collectives.
+    The timed waits are `Work.wait` and the `wait_tensor` of functional collectives.
     """
 
     name = "collective"
@@ -59,23 +60,27 @@ class CollectiveHook:
             return
         session.recorder.start_collectives(session.intern("wait"))
         with ExitStack() as attached:
-            attached.enter_context(self._tap(session))
-            attached.enter_context(self._waits())
+            attached.enter_context(self._attach_tap(session))
+            attached.enter_context(self._time_work_wait())
             yield
 
     @contextmanager
-    def _tap(self, session: Session) -> Iterator[None]:
+    def _attach_tap(self, session: Session) -> Iterator[None]:
         torch_private.require("torch.ops.c10d at BackendSelect")
-        groups = Groups(session)
-        taps = [name for name in (*operators(), WAIT_TENSOR) if not _left_to_another(name, session)]
-        native = native_tap.load()
+        groups = CollectiveGroups(session)
+        taps = [
+            name
+            for name in (*list_collective_operators(), WAIT_TENSOR)
+            if not _is_left_to_another_tool(name, session)
+        ]
+        native = native_tap.load_tap()
         if native is not None:
             waits = [name for name in taps if name == WAIT_TENSOR]
             native.attach(
                 collective_marks(),
                 [name for name in taps if name != WAIT_TENSOR],
                 waits,
-                groups.describe_native,
+                groups.describe_for_native_tap,
             )
             try:
                 yield
@@ -84,31 +89,31 @@ class CollectiveHook:
             return
         if session.identity.has_other_ranks:
             with guard("naming the native tap that is missing"):
-                # The sidecar builds the missing tap for the next run, and the report says so.
-                session.publish(missing_tap=native_tap.file_name())
-        with python_tap.attached(taps, groups, session):
+                # The sidecar builds the missing tap for the next run and notes this in the report.
+                session.publish(missing_tap=native_tap.build_file_name())
+        with python_tap.attach_tap(taps, groups, session):
             yield
 
     @contextmanager
-    def _waits(self) -> Iterator[None]:
+    def _time_work_wait(self) -> Iterator[None]:
         torch_private.require("torch._C._distributed_c10d.Work.wait")
         from torch._C._distributed_c10d import Work
 
-        with patched(Work, "wait", torch_private.break_in_compiled_code(timed_wait(Work.wait))):
+        with patched(Work, "wait", torch_private.break_graph_at(timed_wait(Work.wait))):
             yield
 
 
-def another_has_tapped(operator: str) -> bool:
-    """Return True if another tool's kernel is registered where the tap would be.
+def is_tapped_by_another_tool(operator: str) -> bool:
+    """Return True if another tool has registered a kernel for this operator at the tap's place.
 
-    Kernels of this package stay registered after a watch.
+    This package's own kernels, which stay registered after a watch, do not count.
     """
-    owner = torch_dispatcher.owner_of_tap(operator)
+    owner = torch_dispatcher.find_kernel_owner(operator)
     return bool(owner) and not owner.startswith((native_tap.OWNER, python_tap.OWNER))
 
 
-def _left_to_another(operator: str, session: Session) -> bool:
-    if another_has_tapped(operator):
+def _is_left_to_another_tool(operator: str, session: Session) -> bool:
+    if is_tapped_by_another_tool(operator):
         session.note(f"{operator} is not recorded: another tool has registered a kernel for it")
         return True
     return False

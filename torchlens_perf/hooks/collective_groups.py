@@ -1,4 +1,4 @@
-"""Names of collective operations, and the ring's table of how far each group is."""
+"""Name collective operations, and assign groups to rows of the ring's progress table."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from torchlens_perf.run.ring import MAX_GROUPS
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-# Names of dtypes in C++ and in Python.
+# Python's dtype names by C++ names.
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }  # fmt: skip
-# Backends whose future completes when the operation ends. NCCL's completes when it is enqueued.
+# Backends whose future completes at the operation's end. NCCL's future completes when the operation
+# is enqueued.
 _FUTURE_IS_COMPLETION = ("gloo",)
 
 
-class Groups:
-    """Names of operations, and rows of the ring's table for groups and pairs of peers."""
+class CollectiveGroups:
+    """Assigns names to operations, and rows of the ring's table to groups and pairs of peers."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        # The sequence number of each group's next operation; only the Python tap needs it.
+        # Sequence number of each group's next operation, used only by the Python tap.
         self._next: dict[str, int] = {}
 
-    def describe_native(
+    def describe_for_native_tap(
         self, operator: str, group: str, dtype: str, peer: int, device: str, backend_sequence: int
     ) -> tuple[int, int, int, bool, bool]:
-        """Return the description of an operation for the native tap, which calls this with the GIL.
+        """Return the description of an operation. The native tap calls this method with the GIL.
 
-        The result is the name's id, the slot, the first sequence number, and two flags: whether
-        the future completes at the operation's end, and whether a wait ends with the operation.
+        The result is the name's id, the group's slot, the first sequence number, and two flags: the
+        future completes at the operation's end, and a wait ends with the operation.
 
         device: the type of the tensors' device, such as "cpu" or "cuda". On devices other than the
         CPU, a wait only orders streams, so its end is not the operation's end.
@@ -45,13 +46,17 @@ class Groups:
             if not on_cpu:
                 self._session.metadata.add_device_group(group, device)
             calls_back = (
-                on_cpu and torch_groups.backend_of_group(group, device) in _FUTURE_IS_COMPLETION
+                on_cpu and torch_groups.get_group_backend(group, device) in _FUTURE_IS_COMPLETION
             )
-            name_id, slot = self.describe(operator, group, _DTYPES.get(dtype, dtype.lower()), peer)
+            name_id, slot = self.describe_operation(
+                operator, group, _DTYPES.get(dtype, dtype.lower()), peer
+            )
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
         return 0, 1 << 16, 0, False, False
 
-    def describe(self, operator: str, group: str, dtype: str, peer: int) -> tuple[int, int]:
+    def describe_operation(
+        self, operator: str, group: str, dtype: str, peer: int
+    ) -> tuple[int, int]:
         """Return the id of the operation's name and its slot in the table of groups."""
         operation = operator.partition("::")[2].strip("_")
         text = f"{operation} group={group}" + (f" dtype={dtype}" if dtype else "")
@@ -63,10 +68,10 @@ class Groups:
             MAX_GROUPS if self._session.recorder.closed else self._session.ring.add_group_row(row)
         )
         if group not in self._session.metadata.groups:
-            self._session.metadata.add_group(group, *torch_groups.members_of_group(group))
+            self._session.metadata.add_group(group, *torch_groups.get_group_members(group))
         return self._session.intern(text), slot
 
-    def next_sequence(self, key: str, backend_sequence: int) -> int:
+    def next_sequence_number(self, key: str, backend_sequence: int) -> int:
         """Return the sequence number of the next operation of a group or a pair of peers."""
         sequence = self._next.get(key, max(0, backend_sequence))
         self._next[key] = sequence + 1

@@ -1,4 +1,4 @@
-"""Times of the DataLoader: waiting for the next batch, and starting its workers."""
+"""Time the DataLoader: waits for the next batch, and starts of worker processes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 _DATA, _EXCEPTION = int(Kind.DATA), int(Flag.EXCEPTION)
 
 
-def batch_elements(batch: Any) -> int | None:
+def count_batch_elements(batch: Any) -> int | None:
     """Return the number of elements of a batch's first tensor, or None without a tensor.
 
-    The number grows with the batch size and the sequence length. In a mapping, "input_ids" takes
-    precedence over the first value.
+    The number grows with batch size and sequence length. In a mapping, "input_ids" is preferred to
+    the first value.
     """
     for _ in range(3):
         if isinstance(batch, (list, tuple)):
@@ -35,7 +35,7 @@ def batch_elements(batch: Any) -> int | None:
 
 
 class DataHook:
-    """Hook that patches the base class of iterators, to time those made before the watch too."""
+    """Hook that patches the base class of DataLoader iterators, to also time existing iterators."""
 
     name = "data"
 
@@ -61,16 +61,16 @@ class DataHook:
                 raise
             finally:
                 recorder.end(_DATA, data, flags)
-            add_batch_size(batch)
+            add_workload_of_batch(batch)
             return batch
 
         @guard("size of a batch")
-        def add_batch_size(batch: Any) -> None:
-            # A prefetching thread loads batches of the training thread, which count. Another thread
-            # that trains loads its own batches, which do not.
+        def add_workload_of_batch(batch: Any) -> None:
+            # Count batches that a prefetching thread loads for the training thread. Do not count
+            # batches of another thread that trains.
             if not (session.thread.is_current() or session.thread.reads_gradients):
                 return
-            elements = batch_elements(batch)
+            elements = count_batch_elements(batch)
             if elements is not None:
                 session.step.add_workload(elements)
 
@@ -81,8 +81,8 @@ class DataHook:
             finally:
                 recorder.end(_DATA, workers)
 
-        torch_private.break_in_compiled_code(timed_next)
-        torch_private.break_in_compiled_code(timed_iter)
+        torch_private.break_graph_at(timed_next)
+        torch_private.break_graph_at(timed_iter)
         with (
             patched(_BaseDataLoaderIter, "__next__", timed_next),
             patched(DataLoader, "__iter__", timed_iter),

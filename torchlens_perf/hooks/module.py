@@ -1,4 +1,4 @@
-"""Times of the forward pass per module."""
+"""Time the forward pass of each module."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 
-class ModuleCalls:
-    """Routing of calls of watched modules to their ModuleCall.
+class ModuleCallRouter:
+    """Routes calls of watched modules to their ModuleCall objects.
 
-    Modules and their classes are not changed, which keeps pickles, copies, state dicts,
-    torch.export and torch.jit unaffected. With the native recorder, the function behind
-    nn.Module.__call__ keeps its identity and its code, so torch.compile is not affected either
-    (native/module_call.c). Without it, nn.Module.__call__ is replaced.
+    Pickles, copies, state dicts, torch.export and torch.jit are not affected, because modules and
+    their classes are not changed. The native recorder keeps the function of nn.Module.__call__ and
+    its code, so torch.compile is not affected (native/module_call.c). The Python recorder replaces
+    nn.Module.__call__.
 
-    Modules are referenced weakly: a module that the user deletes inside the watch is freed at once.
+    References to modules are weak, so a module that the user deletes inside the watch is freed at
+    once.
     """
 
     name = "module calls"
 
     def __init__(self) -> None:
-        # By the module's id. Empty while the native recorder routes calls.
+        # ModuleCall objects by module id. The dictionary is empty if the native recorder routes
+        # calls.
         self._calls: dict[int, ModuleCall] = {}
         self._references: dict[int, weakref.ref[Module]] = {}
-        # Classes may override nn.Module.__call__; their functions are routed too.
+        # Functions of classes that override nn.Module.__call__, whose calls are routed too.
         self._own_call_functions: list[weakref.ref[types.FunctionType]] = []
         self._function: Any = None
         self._routed = False
@@ -53,7 +55,7 @@ class ModuleCalls:
     def attach(self, session: Session) -> Iterator[None]:
         from torch.nn import Module
 
-        self._function = torch_private.module_call_function()
+        self._function = torch_private.get_module_call_function()
         self._routed = route_calls(self._function)
         try:
             if self._routed:
@@ -62,7 +64,7 @@ class ModuleCalls:
                 if NATIVE:
                     session.note("modules are timed in Python, at about ten times the usual cost")
                 self._function = Module.__call__
-                with patched(Module, "__call__", _timed(self._function, self._calls)):
+                with patched(Module, "__call__", _wrap_module_call(self._function, self._calls)):
                     yield
         finally:
             for function in (
@@ -71,15 +73,15 @@ class ModuleCalls:
             ):
                 unroute_calls(function)
             for address in list(self._references):
-                self._remove(address)
+                self._stop_timing(address)
 
-    def add(self, module: Module, make: Callable[[Any], ModuleCall]) -> None:
+    def time_module(self, module: Module, make: Callable[[Any], ModuleCall]) -> None:
         """Time the module's calls from now on.
 
-        make: builds the ModuleCall from the function that it calls.
+        make: creates the ModuleCall for the function that runs the module.
         """
         address, call = id(module), make(self._function)
-        self._references[address] = weakref.ref(module, lambda _: self._remove(address))
+        self._references[address] = weakref.ref(module, lambda _: self._stop_timing(address))
         if not self._routed:
             self._calls[address] = call
             return
@@ -90,15 +92,18 @@ class ModuleCalls:
         if isinstance(own, types.FunctionType) and route_calls(own):
             self._own_call_functions.append(weakref.ref(own))
 
-    def _remove(self, address: int) -> None:
+    def _stop_timing(self, address: int) -> None:
         self._references.pop(address, None)
         self._calls.pop(address, None)
         if self._routed:
             set_module_call(address, None)
 
 
-def _timed(function: Callable[..., Any], calls: dict[int, ModuleCall]) -> Callable[..., Any]:
-    """Return the replacement for nn.Module.__call__ that is used without the native recorder."""
+def _wrap_module_call(
+    function: Callable[..., Any], calls: dict[int, ModuleCall]
+) -> Callable[..., Any]:
+    """Return a replacement for nn.Module.__call__ that times modules without the native
+    recorder."""
     from torch.compiler import is_compiling
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -111,13 +116,14 @@ def _timed(function: Callable[..., Any], calls: dict[int, ModuleCall]) -> Callab
 class ModuleHook:
     """Hook that times the calls of each selected module.
 
-    A compiled module is timed when eager code calls it. Modules inside its graph are not timed.
+    A compiled module is timed when eager code calls it. Modules inside a compiled graph are not
+    timed.
     """
 
     name = "module"
 
     def __init__(
-        self, modules: Sequence[WatchedModule], observers: BackwardHook, calls: ModuleCalls
+        self, modules: Sequence[WatchedModule], observers: BackwardHook, calls: ModuleCallRouter
     ) -> None:
         self._modules = list(modules)
         self._observers = observers
@@ -135,35 +141,37 @@ class ModuleHook:
             if each.name not in compiled
         ]
         while self._modules:
-            self._time(self._modules.pop(0), session)
+            self._time_module(self._modules.pop(0), session)
         yield
         for name, reference in eager:
             module = reference()
             if module is not None and torch_private.is_compiled(module):
                 session.note(f"{name}: compiled inside the watch: no inner times since then")
 
-    def _time(self, watched: WatchedModule, session: Session) -> None:
+    def _time_module(self, watched: WatchedModule, session: Session) -> None:
         name_id = session.intern(f"forward {watched.name}" if watched.is_root else watched.name)
-        before, after, forward = self._observer_callbacks(watched, session)
-        self._calls.add(
+        before, after, forward = self._create_observers(watched, session)
+        self._calls.time_module(
             watched.module,
             lambda function: ModuleCall(
                 session.recorder, name_id, function, before, after, forward
             ),
         )
 
-    def _observer_callbacks(
+    def _create_observers(
         self, watched: WatchedModule, session: Session
     ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None, Callable[[Any], None]]:
-        """Return callbacks for arguments, for results, and for results of outermost calls.
+        """Return three callbacks: for arguments, for results, and for results of outermost calls.
 
-        The first two are for sampled steps. They are None for a root, whose backward pass is timed
-        as a whole.
+        The first two callbacks run in sampled steps. A root has none, because its backward pass is
+        timed as a whole.
         """
         forward = guard("forward hook of a model")(
-            self._observers.forward_observer(watched, session)
+            self._observers.create_forward_observer(watched, session)
         )
-        pair = None if watched.is_root else self._observers.module_observers(watched, session)
+        pair = (
+            None if watched.is_root else self._observers.create_module_observers(watched, session)
+        )
         if pair is None:
             return None, None, forward
         return (

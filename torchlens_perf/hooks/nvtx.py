@@ -1,7 +1,7 @@
-"""NVTX ranges, made through the domain API of the `nvtx` package with prebuilt attributes.
+"""Emit NVTX ranges through the domain API of the `nvtx` package, with prebuilt attributes.
 
 NVTX looks for an attached tool when the process makes its first NVTX call. The hook therefore
-checks once, and without a tool the recorder makes no NVTX calls.
+checks for a tool once. Without a tool, the recorder makes no NVTX calls.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 DOMAIN = "torchlens_perf"
-# The path of the tool's library. The CUDA driver may load a tool without this variable.
+# Variable with the path of the tool's library. The CUDA driver may also load a tool without it.
 _INJECTION_VARIABLE = "NVTX_INJECTION64_PATH"
 
 
 class NvtxHook:
     """Hook that emits a push/pop range for every span and a start/end range for every step.
 
-    Sections may cross the end of a step, so steps cannot be push/pop ranges.
+    Steps cannot be push/pop ranges, because a section may begin in one step and end in the next.
     """
 
     name = "nvtx"
@@ -40,24 +40,24 @@ class NvtxHook:
         domain = nvtx.get_domain(DOMAIN)
         attributes: list[Any] = []
 
-        def prepare(name: str) -> None:
+        def prepare_attributes(name: str) -> None:
             attributes.append(domain.get_event_attributes(message=name))
 
-        prepare("step")
+        prepare_attributes("step")
         # The package returns None when no tool is attached.
         if attributes[0] is None:
             yield
             return
-        session.ring.set_name_listener(prepare)
+        session.ring.set_name_listener(prepare_attributes)
         session.recorder.set_nvtx(domain.push_range, domain.pop_range, attributes)
         step = [domain.start_range(attributes[0])]
 
-        def next_step() -> None:
+        def begin_next_range() -> None:
             domain.end_range(step[0])
             step[0] = domain.start_range(attributes[0])
 
         try:
-            with session.each_step(self.name, next_step):
+            with session.run_each_step(self.name, begin_next_range):
                 yield
         finally:
             # In a forked child the recorder is closed and the range belongs to the parent process.

@@ -1,8 +1,8 @@
-"""Times of activation recomputation inside the backward pass (torch.utils.checkpoint).
+"""Time the recomputation of activations inside the backward pass (torch.utils.checkpoint).
 
-The recomputed code is timed as a whole, whether a module, its forward method or a function was
-checkpointed. Other implementations of checkpointing are recognized when watched modules run again.
-Otherwise their time counts as backward pass, and the report says that recomputation was not
+The recomputed code has one time, even if only a forward method or a function was checkpointed.
+Other implementations of checkpointing are recognized only if they call watched modules again.
+Otherwise their time counts as backward pass, and the report notes that recomputation was not
 measured.
 """
 
@@ -25,32 +25,32 @@ _RECOMPUTE = int(Kind.RECOMPUTE)
 
 
 class RecomputeHook:
-    """Hook that times recomputation in both of torch's implementations of checkpointing.
+    """Hook that times recomputation in torch's two implementations of checkpointing.
 
-    A backward pass inside of a recomputation is not part of it.
+    A backward pass inside a recomputation does not count as recomputation.
     """
 
     name = "recompute"
 
     def __init__(self) -> None:
         self.running = 0
-        """Number of torch checkpoints that the recorded thread is recomputing at the moment."""
+        """Number of torch checkpoints that the recorded thread is currently recomputing."""
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         try:
             torch_private.require(torch_private.RECOMPUTATION)
         except HookUnavailable:
-            session.metadata.not_measured(RECOMPUTE)
+            session.metadata.add_unmeasured_part(RECOMPUTE)
             raise
         from torch.utils import checkpoint
 
         recorder, thread, name_id = session.recorder, session.thread, session.intern("checkpoint")
-        # The context manager around recomputed code.
+        # torch's context manager around recomputed code.
         recomputation = checkpoint._recomputation_hook
         enter, leave = recomputation.__enter__, recomputation.__exit__
         backward = checkpoint.CheckpointFunction.backward  # Used with use_reentrant=True.
-        tracing = torch_private.tracing_context()
+        tracing = torch_private.get_tracing_context_reader()
 
         def timed_enter(self: Any) -> Any:
             recorder.begin(_RECOMPUTE, name_id)

@@ -1,4 +1,5 @@
-"""Support for sections in compiled code. Without it, Dynamo breaks the graph at `section()`."""
+"""Support sections in compiled code. Without this support, Dynamo breaks the graph at
+`section()`."""
 
 from __future__ import annotations
 
@@ -19,25 +20,25 @@ _registered = False
 def register_with_dynamo() -> None:
     """Make Dynamo trace section() and device_section() as a null context, once per process.
 
-    No times are recorded inside a graph. Uses a public API of torch.compiler.
+    Sections inside a graph have no times. The function uses a public API of torch.compiler.
     """
     global _registered
     if _registered or "torch._dynamo" not in sys.modules:
         return
     import torch
 
-    def traced(name: str) -> Any:
+    def null_section(name: str) -> Any:
         return nullcontext()
 
-    torch.compiler.substitute_in_graph(section, skip_signature_check=True)(traced)
-    torch.compiler.substitute_in_graph(device_section, skip_signature_check=True)(traced)
+    torch.compiler.substitute_in_graph(section, skip_signature_check=True)(null_section)
+    torch.compiler.substitute_in_graph(device_section, skip_signature_check=True)(null_section)
     _registered = True
 
 
 class SectionHook:
     """Hook that registers sections with Dynamo until the process ends.
 
-    A graph may outlive the watch, and Dynamo cannot undo the registration.
+    The registration is permanent: a graph may exist longer than the watch, and Dynamo has no undo.
     """
 
     name = "section"
@@ -45,6 +46,8 @@ class SectionHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         register_with_dynamo()
-        # Dynamo may be imported later, so each step's end tries again.
-        with nullcontext() if _registered else session.each_step(self.name, register_with_dynamo):
+        # Try again at the end of each step, because the job may import Dynamo later.
+        with (
+            nullcontext() if _registered else session.run_each_step(self.name, register_with_dynamo)
+        ):
             yield

@@ -1,12 +1,12 @@
-"""Hooks that let the sidecar read the Python stack of a rank that hangs.
+"""Let the sidecar read the Python stack of a rank that hangs.
 
-The sidecar runs py-spy. Where Yama (kernel.yama.ptrace_scope) would refuse that, this process
-permits the sidecar to trace it.
+The sidecar runs py-spy. If Yama (kernel.yama.ptrace_scope) forbids this by default, the training
+process permits the sidecar to trace it.
 
 With TORCHLENS_PERF_FAULTHANDLER=1 this process also writes its Python stack into a file when it
-receives a signal. Python's faulthandler writes in the signal handler itself, so this works in a
-blocked process and while another thread holds the GIL. A stopped process receives the signal when
-it continues.
+receives a signal. Python's faulthandler writes in the signal handler itself. It therefore also
+works in a blocked process, and while another thread holds the GIL. A stopped process receives the
+signal when it continues.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 
-class ReaderHook:
+class TracerPermissionHook:
     """Hook that permits the node's sidecar to trace this process until the watch ends.
 
-    A sidecar that is restarted later gets no permission.
+    A sidecar that is restarted later has no permission.
     """
 
     name = "stacks by py-spy"
@@ -42,7 +42,7 @@ class ReaderHook:
             return
         run_id, named = session.identity.run_id, False
 
-        def name_sidecar() -> None:
+        def permit_sidecar() -> None:
             nonlocal named
             if not named:
                 pid, _, _ = read_status(str(find_sidecar_lock(run_id)))
@@ -50,8 +50,8 @@ class ReaderHook:
                 if named:
                     tracer.allow_tracer(pid)
 
-        name_sidecar()
-        with session.throttled(self.name, name_sidecar):
+        permit_sidecar()
+        with session.run_throttled(self.name, permit_sidecar):
             try:
                 yield
             finally:
@@ -59,31 +59,31 @@ class ReaderHook:
                     tracer.allow_tracer(0)
 
 
-class StackHook:
+class FaulthandlerHook:
     """Hook that registers faulthandler for SIGUSR2, unless the job handles or ignores that signal.
 
-    The sidecar sends the signal only while the file exists. The file is therefore removed before
-    faulthandler is unregistered, and as soon as the job installs a handler of its own.
+    The sidecar sends the signal only while the stack file exists. The file is therefore removed
+    before faulthandler is unregistered, and as soon as the job installs its own handler.
     """
 
     name = "faulthandler"
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        # Ask the kernel: signal.getsignal() does not know handlers installed by C code, such as
-        # those of faulthandler.
+        # Read the kernel's state, because signal.getsignal() does not return handlers of C code,
+        # such as faulthandler.
         if is_signal_in_set("SigCgt", SIGNAL) or is_signal_in_set("SigIgn", SIGNAL):
-            yield  # The sidecar still gets stacks from py-spy.
+            yield  # The sidecar can still use py-spy.
             return
         path = session.ring_path.with_suffix(".stack")
 
-        def remove_if_replaced() -> None:
+        def remove_file_if_handler_replaced() -> None:
             if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
                 path.unlink(missing_ok=True)
 
         with (
             open(ownership.create_private_file(path), "wb") as file,
-            session.throttled("faulthandler", remove_if_replaced),
+            session.run_throttled("faulthandler", remove_file_if_handler_replaced),
         ):
             faulthandler.register(SIGNAL, file=file, all_threads=False)
             session.publish(stack_file=str(path))
@@ -96,7 +96,7 @@ class StackHook:
                     path.unlink(missing_ok=True)
                 faulthandler.unregister(SIGNAL)
                 current = signal.getsignal(SIGNAL)
-                # unregister() restored the handler from before the watch. If the job has installed
-                # one in the meantime, it must be installed again.
+                # unregister() has restored the handler from before the watch. A handler that the
+                # job installed during the watch must be installed again.
                 if current is not signal.SIG_DFL:
                     signal.signal(SIGNAL, current)

@@ -1,8 +1,7 @@
-"""Tags of steps in which Python collects garbage, torch.save() is called, or Dynamo compiles.
+"""Tag steps in which Python collects garbage, torch.save() is called, or Dynamo compiles.
 
-The tags keep these steps from being reported as slow. Garbage collections and saved checkpoints
-are also recorded as the sections "python gc" and "torch.save". Steps that save or compile are not
-compared with those of other ranks.
+Tagged steps are not reported as slow. Garbage collections and checkpoints are also recorded as
+sections "python gc" and "torch.save". Steps that save or compile are not compared between ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _SECTION, _EXCEPTION = int(Kind.SECTION), int(Flag.EXCEPTION)
-# Collections of younger generations usually take microseconds, so only their sum is recorded.
+# Collections of younger generations usually take microseconds, so only their total time is
+# recorded.
 _OLDEST_GENERATION = 2
 
 
@@ -33,21 +33,21 @@ class TagHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
-            attached.enter_context(self._collections(session))
-            attached.enter_context(self._saves(session))
+            attached.enter_context(self._observe_garbage_collections(session))
+            attached.enter_context(self._time_saves(session))
             attached.enter_context(
-                session.each_step("watching torch.compile", _compilations(session))
+                session.run_each_step("watching torch.compile", _create_compilation_tagger(session))
             )
             yield
 
     @contextmanager
-    def _collections(self, session: Session) -> Iterator[None]:
+    def _observe_garbage_collections(self, session: Session) -> Iterator[None]:
         recorder, name_id, now_ns = (
             session.recorder,
             session.intern("python gc"),
             time.perf_counter_ns,
         )
-        began_ns = 0  # One variable is enough, because collections do not nest.
+        began_ns = 0  # Start of the current collection. Collections do not nest.
 
         def on_collection(phase: str, info: dict[str, int]) -> None:
             nonlocal began_ns
@@ -64,7 +64,7 @@ class TagHook:
                 began_ns = 0
             if oldest:
                 recorder.end(_SECTION, name_id)
-                session.step.tag(Flag.COLLECTED)
+                session.step.add_flag(Flag.COLLECTED)
 
         gc.callbacks.append(on_collection)
         try:
@@ -73,7 +73,7 @@ class TagHook:
             gc.callbacks.remove(on_collection)
 
     @contextmanager
-    def _saves(self, session: Session) -> Iterator[None]:
+    def _time_saves(self, session: Session) -> Iterator[None]:
         import torch
 
         recorder, name_id, save = session.recorder, session.intern("torch.save"), torch.save
@@ -87,14 +87,14 @@ class TagHook:
                 return result
             finally:
                 recorder.end(_SECTION, name_id, flags)
-                session.step.tag(Flag.CHECKPOINT)
+                session.step.add_flag(Flag.CHECKPOINT)
 
         timed_save.__wrapped__ = save  # type: ignore[attr-defined]
         with patched(torch, "save", timed_save):
             yield
 
 
-def _compilations(session: Session) -> Callable[[], None]:
+def _create_compilation_tagger(session: Session) -> Callable[[], None]:
     """Return a function that tags a step in which Dynamo has compiled a frame."""
 
     loaded, compiled_before = sys.modules, -1
@@ -105,7 +105,7 @@ def _compilations(session: Session) -> Callable[[], None]:
         compiled = 0 if utils is None else utils.counters["frames"]["total"]
         if compiled != compiled_before:
             if compiled_before >= 0:
-                session.step.tag(Flag.COMPILED)
+                session.step.add_flag(Flag.COMPILED)
             compiled_before = compiled
 
     tag_if_compiled()

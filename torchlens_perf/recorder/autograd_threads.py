@@ -9,7 +9,7 @@ _NAMES_BEGIN_WITH = "pt_autograd_"
 _known = threading.local()
 
 
-def is_autograds() -> bool:
+def is_autograd_thread() -> bool:
     """Return True if the calling thread is an autograd thread; False without Linux's /proc."""
     known: bool | None = getattr(_known, "is_autograds", None)
     if known is None:

@@ -37,7 +37,7 @@ class Clock(Protocol):
         """
 
 
-class Stalls(Protocol):
+class StallMarks(Protocol):
     """Marks around waits of the device for communication (hooks/on_device/stalls.py)."""
 
     def begin(self, name_id: int) -> int | None: ...
@@ -56,14 +56,14 @@ class Clocks:
     def __init__(self) -> None:
         self.host = HostClock()
         self.current: Clock = self.host
-        self.stalls: Stalls | None = None
+        self.stalls: StallMarks | None = None
         """Marks for waits of the device; None while `current` is the host's clock."""
         self.collective_listener: CollectiveListener | None = None
         """Receiver of times of synchronous device collectives that are not reported otherwise."""
 
-    def use(self, clock: Clock | None, stalls: Stalls | None = None) -> None:
+    def use_clock(self, clock: Clock | None, stalls: StallMarks | None = None) -> None:
         """Take further marks with a device's clock, or with the host's clock if `clock` is None."""
         self.current, self.stalls = clock or self.host, stalls
 
-    def listen_to_collectives(self, listener: CollectiveListener | None) -> None:
+    def set_collective_listener(self, listener: CollectiveListener | None) -> None:
         self.collective_listener = listener

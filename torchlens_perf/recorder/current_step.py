@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder.sampling import Boundary, SamplingSchedule
+from torchlens_perf.recorder.sampling import SamplingSchedule, StepBoundary
 from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag
 
 if TYPE_CHECKING:
@@ -26,13 +26,13 @@ class StepContent(NamedTuple):
     micro_steps: int
 
 
-class Loop(Protocol):
+class UserLoop(Protocol):
     """The user's loop as seen by hooks."""
 
-    def manual_step(self) -> bool:
+    def on_manual_step(self) -> bool:
         """Note that the user has called w.step()."""
 
-    def step_ended(self, *, inference: bool) -> StepContent:
+    def finish_step(self, *, inference: bool) -> StepContent:
         """Return the content of the step that ends now."""
 
 
@@ -61,23 +61,23 @@ class CurrentStep:
         self._callbacks = callbacks
         self._metadata = metadata
         self._sampling = SamplingSchedule(backward_every)
-        self._loop: Loop | None = None
+        self._loop: UserLoop | None = None
         self._flags = 0
         self._overhead_ns = 0
         self._memory_bytes = 0
         # -1 until a batch contains a tensor.
         self._workload = -1
 
-    def begin(self, loop: Loop) -> None:
+    def begin(self, loop: UserLoop) -> None:
         """Start recording marks. loop: reports the content of each step."""
         self._loop = loop
         recorder = self._recorder
         recorder.start_thread_time()
-        recorder.sampled = int(self._sampling.wants(recorder.step))
-        self._sampling.recording_begins(self._boundary())
+        recorder.sampled = int(self._sampling.is_sampled(recorder.step))
+        self._sampling.start_recording(self._read_boundary())
         recorder.activate()
 
-    def tag(self, flag: Flag) -> None:
+    def add_flag(self, flag: Flag) -> None:
         self._flags |= int(flag)
 
     def add_workload(self, elements: int) -> None:
@@ -96,12 +96,12 @@ class CurrentStep:
     def add_probe_cost(self, duration_ns: int) -> None:
         """Charge overhead that belongs to an earlier, sampled step."""
         self.add_overhead(duration_ns)
-        self._sampling.add_cost(duration_ns)
+        self._sampling.add_later_cost(duration_ns)
 
     @guard("step boundary")
     def end_by_user(self, tokens: int | None = None) -> None:
         if not self._thread.may_end_step() or (
-            self._loop is not None and not self._loop.manual_step()
+            self._loop is not None and not self._loop.on_manual_step()
         ):
             return
         if tokens is not None:
@@ -113,17 +113,17 @@ class CurrentStep:
         if self._loop is not None and not self._recorder.closed:
             with self._hooks.lock:
                 if not self._hooks.detached:
-                    self._end(self._loop, flags)
+                    self._end_step(self._loop, flags)
 
-    def _end(self, loop: Loop, flags: int) -> None:
+    def _end_step(self, loop: UserLoop, flags: int) -> None:
         recorder = self._recorder
         start_ns, charged_ns = recorder.now_ns(), self._overhead_ns
         self.training_steps += not flags & _INFERENCE
-        self._callbacks.run(start_ns)
+        self._callbacks.run_due(start_ns)
         sampled = recorder.sampled
         if sampled:
             flags |= _SAMPLED
-        content = loop.step_ended(inference=bool(flags & _INFERENCE))
+        content = loop.finish_step(inference=bool(flags & _INFERENCE))
         packed = min(content.micro_steps, MICRO_STEPS_MASK) | (self._workload + 1) << WORKLOAD_SHIFT
         step = recorder.next_step(flags | self._flags | content.flags, self._memory_bytes, packed)
         if (self._flags | content.flags) & _COMPILED:
@@ -131,18 +131,18 @@ class CurrentStep:
             self._metadata.publish()
         self._workload = -1
         self._flags = 0
-        recorder.sampled = int(self._sampling.wants(step))
+        recorder.sampled = int(self._sampling.is_sampled(step))
         recorder.add_overhead(recorder.now_ns() - start_ns - self._overhead_ns + charged_ns)
         if sampled:
-            self._sampling.step_ended(self._boundary())
+            self._sampling.end_sampled_step(self._read_boundary())
         if recorder.sampled:
-            self._sampling.step_begins(self._boundary())
+            self._sampling.begin_sampled_step(self._read_boundary())
 
-    def _boundary(self) -> Boundary:
+    def _read_boundary(self) -> StepBoundary:
         """Return the recorder's position.
 
         Overhead passed to add_overhead() does not count as cost of every step.
         """
-        return Boundary(
+        return StepBoundary(
             self._recorder.step, self._recorder.now_ns(), self._recorder.tool_ns - self._overhead_ns
         )

@@ -22,7 +22,7 @@ class Ability(NamedTuple):
     without: str
 
 
-def problem(ability: Ability, device: Any) -> str:
+def find_ability_problem(ability: Ability, device: Any) -> str:
     """Return why the device lacks an ability, or "".
 
     Create a context, and wait at most a second for the device.
@@ -33,7 +33,7 @@ def problem(ability: Ability, device: Any) -> str:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
 
-def _recorded(device: Any) -> Any:
+def _record_event(device: Any) -> Any:
     import torch
 
     event = torch.Event(device, enable_timing=True)
@@ -41,7 +41,7 @@ def _recorded(device: Any) -> Any:
     return event
 
 
-def _happened(event: Any) -> bool:
+def _wait_for_event(event: Any) -> bool:
     until = time.monotonic() + _TIMEOUT_S
     while not event.query():
         if time.monotonic() > until:
@@ -49,16 +49,16 @@ def _happened(event: Any) -> bool:
     return True
 
 
-def _timed_events(device: Any) -> bool:
-    first, second = _recorded(device), _recorded(device)
-    return _happened(second) and first.elapsed_time(second) >= 0
+def _has_timed_events(device: Any) -> bool:
+    first, second = _record_event(device), _record_event(device)
+    return _wait_for_event(second) and first.elapsed_time(second) >= 0
 
 
-def _query(device: Any) -> bool:
-    return _recorded(device).query() in (True, False)
+def _can_query_events(device: Any) -> bool:
+    return _record_event(device).query() in (True, False)
 
 
-def _streams(device: Any) -> bool:
+def _can_compare_streams(device: Any) -> bool:
     import torch
 
     other, current = torch.Stream(device), torch.accelerator.current_stream(device)
@@ -66,19 +66,23 @@ def _streams(device: Any) -> bool:
     return other != current and again == current and hash(again) == hash(current)
 
 
-def _waiting(device: Any) -> bool:
+def _can_wait_for_events(device: Any) -> bool:
     import torch
 
-    other, event = torch.Stream(device), _recorded(device)
+    other, event = torch.Stream(device), _record_event(device)
     other.wait_event(event)
-    return _happened(other.record_event())
+    return _wait_for_event(other.record_event())
 
 
 ABILITIES = (
-    Ability("timed events", _timed_events, "the device is not timed"),
-    Ability("events that tell whether they were reached", _query, "the device is not timed"),
-    Ability("streams that can be distinguished", _streams, "the device is not timed"),
+    Ability("timed events", _has_timed_events, "the device is not timed"),
     Ability(
-        "streams that wait for events", _waiting, "what FSDP2 waits for counts as the device's work"
+        "events that tell whether they were reached", _can_query_events, "the device is not timed"
+    ),
+    Ability("streams that can be distinguished", _can_compare_streams, "the device is not timed"),
+    Ability(
+        "streams that wait for events",
+        _can_wait_for_events,
+        "what FSDP2 waits for counts as the device's work",
     ),
 )

@@ -18,10 +18,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class Stamper(Protocol):
     """Enqueue stamps of the device's clock on the current stream. Never raise."""
 
-    def open(self, name: str) -> None:
+    def open_section(self, name: str) -> None:
         """Enqueue the begin of a section."""
 
-    def close(self, name: str) -> None:
+    def close_section(self, name: str) -> None:
         """Enqueue the end of a section."""
 
 
@@ -35,7 +35,7 @@ def set_stamper(stamper: Stamper | None) -> None:
     _stamper = stamper
 
 
-def wanted() -> bool:
+def has_section() -> bool:
     """Return True if a section exists, for example as a decorator made before the watch begins."""
     return _wanted
 
@@ -53,7 +53,7 @@ class DeviceSection:
 
     def __enter__(self) -> DeviceSection:
         if _stamper is not None:
-            _stamper.open(self.name)
+            _stamper.open_section(self.name)
         return self
 
     def __exit__(
@@ -63,7 +63,7 @@ class DeviceSection:
         traceback: TracebackType | None,
     ) -> None:
         if _stamper is not None:
-            _stamper.close(self.name)
+            _stamper.close_section(self.name)
 
     def __call__(self, function: _F) -> _F:
         @functools.wraps(function)

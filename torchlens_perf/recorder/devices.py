@@ -24,18 +24,18 @@ class DeviceInUse:
     index: int
 
 
-def accelerator() -> str:
+def find_accelerator() -> str:
     """Return torch's device type: "cuda" (also for ROCm), "xpu", ..., or "" without one, or if CUDA
     finds no device."""
     import torch
 
     found = torch.accelerator.current_accelerator()
     if found is None or found.type == "cuda":
-        return "cuda" if has_devices() else ""
+        return "cuda" if has_cuda_devices() else ""
     return str(found.type)
 
 
-def has_devices() -> bool:
+def has_cuda_devices() -> bool:
     """Return True if torch was built for CUDA or ROCm and finds a device.
 
     CUDA is not initialized.
@@ -46,15 +46,15 @@ def has_devices() -> bool:
     return built and torch.cuda.device_count() > 0
 
 
-def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None:
+def find_accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None:
     """Return the device of this type on which torch has allocated memory; None before that.
 
     computes_there: True if the watched models, or a process group's tensors, are on such a device.
     It is then assumed to be the current one if its allocator reports no numbers, as with some
-    backends. Raise DeviceError as device_in_use() does.
+    backends. Raise DeviceError as find_cuda_device_in_use() does.
     """
     if kind == "cuda":
-        index = device_in_use()
+        index = find_cuda_device_in_use()
         return None if index is None else DeviceInUse(kind, index)
     import torch
 
@@ -71,24 +71,24 @@ def accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None
     # The allocator may report no numbers, and older versions of torch only ask CUDA's.
     except (RuntimeError, AttributeError):
         reserved = {}
-    used = _used_most(reserved)
+    used = _select_used_devices(reserved)
     if used:
-        return DeviceInUse(kind, _only(used))
+        return DeviceInUse(kind, _require_single_device(used))
     return DeviceInUse(kind, torch.accelerator.current_device_index()) if computes_there else None
 
 
-def device_in_use() -> int | None:
+def find_cuda_device_in_use() -> int | None:
     """Return the index of the CUDA device on which torch has allocated memory; None before that.
 
     The current device may be another one without a context. Asking it for a stream would create a
     context of hundreds of megabytes. Raise DeviceError if several are in use, because spans of one
     would be marked on another.
     """
-    used = devices_in_use()
-    return _only(used) if used else None
+    used = find_cuda_devices_in_use()
+    return _require_single_device(used) if used else None
 
 
-def devices_in_use() -> list[int]:
+def find_cuda_devices_in_use() -> list[int]:
     """Return the indices of the CUDA devices on which torch has allocated memory.
 
     Create no context.
@@ -97,17 +97,17 @@ def devices_in_use() -> list[int]:
 
     if not torch.cuda.is_initialized():
         return []
-    return _used_most(
+    return _select_used_devices(
         {index: torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
     )
 
 
-def _used_most(reserved: Mapping[int, int]) -> list[int]:
+def _select_used_devices(reserved: Mapping[int, int]) -> list[int]:
     most = max(reserved.values(), default=0)
     return [index for index, size in reserved.items() if size > 0 and size >= _SMALL_SHARE * most]
 
 
-def _only(used: list[int]) -> int:
+def _require_single_device(used: list[int]) -> int:
     if len(used) > 1:
         raise DeviceError(f"this process computes on {len(used)} devices, of which none is timed")
     return used[0]

@@ -48,7 +48,7 @@ class FolderRequest:
         except OSError as error:
             raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
-    def answer(self, timeout_s: float) -> str:
+    def wait_for_answer(self, timeout_s: float) -> str:
         """Return MADE, the system's error message, or "" if the child has not answered in time."""
         deadline_s = time.monotonic() + timeout_s
         if self._process is not None and self._process.stdout is not None and not self._text:
@@ -61,7 +61,7 @@ class FolderRequest:
                 ended = not chunk or chunk.endswith(b"\n")
         return self._text.decode(errors="replace").strip()
 
-    def keep(self) -> None:
+    def keep_folders(self) -> None:
         """Keep the folders that were created."""
         process = self._process
         if process is None or process.stdin is None:
@@ -90,9 +90,9 @@ class FolderRequest:
             _unended.append(process)
 
 
-def problem_with(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:
+def find_folder_problem(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:
     """Create a folder if needed. Return why it cannot be written, or "". Raise RunStoreError."""
     request = FolderRequest([folder], shared=shared)
-    answer = request.answer(timeout_s)
-    request.keep()
+    answer = request.wait_for_answer(timeout_s)
+    request.keep_folders()
     return "" if answer == MADE else answer or f"its disk did not answer within {timeout_s:g} s"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @above_standard_streams()
-def keep(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
+def copy_ring_to_run(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     """Let a child process copy a closed ring from this node's memory into the run directory.
 
     Wait at most timeout_s; the child then continues alone. Return the problem, or "" if there was

@@ -30,12 +30,12 @@ from torchlens_perf.run import ownership, tap_requirements
 
 COMPILER_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _MODULE = "_torchlens_perf_tap"
-# Name under which torch_dispatcher.owner_of_tap() finds the tap; as in native/tap.cpp.
+# Name under which torch_dispatcher.find_kernel_owner() finds the tap; as in native/tap.cpp.
 OWNER = "torchlens_perf's native tap"
 _DIGEST_DIGITS = 12
 
 
-def file_name() -> str:
+def build_file_name() -> str:
     """Return the tap's file name for this torch, Python and source.
 
     Raise OSError if the source is missing.
@@ -45,10 +45,10 @@ def file_name() -> str:
     # Builds of one version can differ in their commit, for example nightly and patched builds.
     commit = str(getattr(torch.version, "git_version", None) or "unknown")[:_DIGEST_DIGITS]
     soabi = sysconfig.get_config_var("SOABI")
-    return f"{_MODULE}-{torch.__version__}-{commit}-{soabi}-{_source_digest()}.so"
+    return f"{_MODULE}-{torch.__version__}-{commit}-{soabi}-{_compute_source_digest()}.so"
 
 
-def _source_digest() -> str:
+def _compute_source_digest() -> str:
     """Return a digest over the source and all headers."""
     digest = hashlib.sha256(" ".join(COMPILER_FLAGS).encode())
     for path in (
@@ -59,7 +59,7 @@ def _source_digest() -> str:
     return digest.hexdigest()[:_DIGEST_DIGITS]
 
 
-def find(name: str) -> Iterator[tuple[Path, str | None]]:
+def find_files(name: str) -> Iterator[tuple[Path, str | None]]:
     """Return files of that name in order of preference, each with the reason not to load it, or
     None.
     """
@@ -76,11 +76,11 @@ def find(name: str) -> Iterator[tuple[Path, str | None]]:
 
 
 @functools.cache
-def load() -> Any | None:
+def load_tap() -> Any | None:
     """Return the tap; None if it, or the native recorder that it needs, is missing or cannot be
     loaded.
     """
-    for path in _trusted() if recorder.NATIVE else ():
+    for path in _find_trusted_files() if recorder.NATIVE else ():
         try:
             return load_file(path)
         except ImportError:
@@ -88,16 +88,16 @@ def load() -> Any | None:
     return None
 
 
-def loaded_from() -> Path | None:
+def find_loaded_file() -> Path | None:
     """Return the file of the tap that load() returns."""
-    tap = load()
+    tap = load_tap()
     return None if tap is None else Path(tap.__file__)
 
 
-def problems() -> list[str]:
+def list_problems() -> list[str]:
     """Return a sentence for each existing file that fits but is not used."""
     found = []
-    for path, refused in find(file_name()):
+    for path, refused in find_files(build_file_name()):
         try:
             if refused is None and recorder.NATIVE:
                 load_file(path)
@@ -108,9 +108,9 @@ def problems() -> list[str]:
     return found
 
 
-def _trusted() -> Iterator[Path]:
+def _find_trusted_files() -> Iterator[Path]:
     try:
-        yield from (path for path, refused in find(file_name()) if refused is None)
+        yield from (path for path, refused in find_files(build_file_name()) if refused is None)
     except OSError:
         # The package was installed without its source.
         return

@@ -24,7 +24,7 @@ VARIABLE = "NCCL_PROFILER_PLUGIN"
 OLDEST_NCCL = (2, 27)
 SAMPLED_EVERY = 50
 """One step of this many is timed with versions of NCCL for which timing is
-costly; see steps_between().
+costly; see compute_timing_interval().
 """
 POOL_BYTES = 34 << 20
 """Shared memory, 33 MiB and more, that NCCL allocates per process and communicator once
@@ -45,7 +45,7 @@ _SYSTEM_FOLDERS = (
 _CAPSULE = b"torchlens_perf._native.collective_marks"
 
 
-class Cause(IntEnum):
+class GiveUpCause(IntEnum):
     """Reasons why timing has ended in this process, in the order of native/nccl_mask.h."""
 
     NOT_GIVEN_UP = 0
@@ -59,7 +59,7 @@ class Cause(IntEnum):
     NO_ROOM = 7
 
 
-class Counters(NamedTuple):
+class PluginCounters(NamedTuple):
     """Counters of the plugin since it was loaded, in the order of native/nccl_operations.h."""
 
     communicators: int
@@ -87,7 +87,7 @@ class NcclPlugin:
         self._unseen_graph = library.torchlens_perf_nccl_unseen_graph
         self._forked = library.torchlens_perf_nccl_forked
         self._counters = library.torchlens_perf_nccl_counters
-        self._values = (ctypes.c_uint64 * len(Counters._fields))()
+        self._values = (ctypes.c_uint64 * len(PluginCounters._fields))()
 
     def attach(self) -> bool:
         """Start recording NCCL's reports.
@@ -104,34 +104,34 @@ class NcclPlugin:
     def detach(self) -> None:
         self._attach(None)
 
-    def switch(self, *, on: bool) -> None:
+    def switch_timing(self, *, on: bool) -> None:
         """Switch the timing of NCCL's kernels, from the next one on. It stays off once given up."""
         self._switch(int(on))
 
-    def capture_begins(self) -> None:
+    def note_capture(self) -> None:
         self._capture_begins()
 
-    def unseen_graph(self) -> None:
+    def note_unseen_graph(self) -> None:
         """Note that a CUDA graph with unknown content will be replayed."""
         self._unseen_graph()
 
-    def forked(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset a forked child: operations in progress are the parent's, and nothing is timed."""
         self._forked()
 
-    def counters(self) -> Counters:
+    def counters(self) -> PluginCounters:
         self._counters(self._values)
-        return Counters(*self._values)
+        return PluginCounters(*self._values)
 
 
-def path() -> Path | None:
+def find_path() -> Path | None:
     """Return the plugin's file; None if problem() has a reason against it."""
-    return None if problem() else _file()
+    return None if find_problem() else _plugin_file()
 
 
-def problem() -> str:
+def find_problem() -> str:
     """Return why NCCL cannot load the plugin, or ""."""
-    found = _file()
+    found = _plugin_file()
     try:
         refused = ownership.why_others_can_change(found)
     except OSError:
@@ -143,20 +143,20 @@ def problem() -> str:
     )
 
 
-def _file() -> Path:
+def _plugin_file() -> Path:
     return (
         Path(__file__).absolute().parents[1] / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
     )
 
 
 @functools.cache
-def load() -> NcclPlugin | None:
+def load_plugin() -> NcclPlugin | None:
     """Return the plugin; None if it or the native recorder is missing."""
-    found = path() if recorder.NATIVE else None
+    found = find_path() if recorder.NATIVE else None
     return None if found is None else NcclPlugin(found)
 
 
-def version() -> tuple[int, ...] | None:
+def read_nccl_version() -> tuple[int, ...] | None:
     """Return NCCL's version in torch, such as (2, 29, 7); None without NVIDIA's NCCL.
 
     CUDA is not initialized.
@@ -173,7 +173,7 @@ def version() -> tuple[int, ...] | None:
     return tuple(number for number in reported if isinstance(number, int))
 
 
-def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
+def compute_timing_interval(nccl: tuple[int, ...], *, asked_for: bool) -> int:
     """Return N if one step of N is timed; 0 if none is.
 
     asked_for: also time with versions of NCCL that are not known to be unaffected
@@ -187,7 +187,7 @@ def steps_between(nccl: tuple[int, ...], *, asked_for: bool) -> int:
     return SAMPLED_EVERY if asked_for and nccl[:2] >= OLDEST_NCCL else 0
 
 
-def no_room(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
+def find_shared_memory_problem(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
     """Return why NCCL cannot time kernels of one communicator over all ranks of this node, or "".
 
     The first timed kernel makes NCCL allocate a pool in shared memory for each process and
@@ -212,7 +212,7 @@ def no_room(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
     )
 
 
-def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
+def find_other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
     """Return the plugin that the job has chosen, or None.
 
     It may be set in the environment or in NCCL's configuration files, or be a library with
@@ -243,30 +243,30 @@ def other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
     return None if found is None else str(found)
 
 
-def offer(environ: MutableMapping[str, str], file: Path) -> str | None:
+def offer_plugin(environ: MutableMapping[str, str], file: Path) -> str | None:
     """Offer the plugin to NCCL for communicators that are created later. Further calls do nothing.
 
     If another plugin is chosen, change nothing and return that one.
     """
-    other = other_plugin(environ, file)
+    other = find_other_plugin(environ, file)
     if other is None:
         environ[VARIABLE] = str(file)
     return other
 
 
-def withdraw(environ: MutableMapping[str, str], file: Path) -> None:
+def withdraw_plugin(environ: MutableMapping[str, str], file: Path) -> None:
     """Withdraw the offer, unless the variable has been changed meanwhile."""
     if environ.get(VARIABLE) == str(file):
         del environ[VARIABLE]
 
 
-def offer_early(environ: MutableMapping[str, str], wish: str) -> None:
+def offer_at_import(environ: MutableMapping[str, str], wish: str) -> None:
     """Offer the plugin at `import torch`, before communicators exist. wish: Config.nccl."""
-    file, nccl = path(), None if wish == "off" else version()
+    file, nccl = find_path(), None if wish == "off" else read_nccl_version()
     if (
         file is not None
         and recorder.NATIVE
         and nccl is not None
-        and steps_between(nccl, asked_for=wish == "on")
+        and compute_timing_interval(nccl, asked_for=wish == "on")
     ):
-        offer(environ, file)
+        offer_plugin(environ, file)

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder.autograd_threads import is_autograds
+from torchlens_perf.recorder.autograd_threads import is_autograd_thread
 from torchlens_perf.recorder.clocks import LONGEST_MARK_NS
 from torchlens_perf.run.ring import (
     DEPTH,
@@ -122,11 +122,11 @@ class Recorder:
         self._device_marks: dict[
             int, int
         ] = {}  # where the owner's open spans began on the device, by depth
-        self._open(self._frames, _STEP, 0)
+        self._open_span(self._frames, _STEP, 0)
 
     def begin(self, kind: int, name_id: int) -> None:
         if not self.closed:
-            self._open(self._open_spans(), kind, name_id)
+            self._open_span(self._open_spans(), kind, name_id)
 
     def end(
         self, kind: int, name_id: int, flags: int = 0, value0: int = 0, value1: int = 0
@@ -137,7 +137,7 @@ class Recorder:
         frames = self._open_spans()
         for depth in range(len(frames) - 1, -1, -1):
             if frames[depth][_NAME] == name_id and frames[depth][_KIND] == kind:
-                self._close(frames, depth, end_ns, flags, value0, value1)
+                self._close_span(frames, depth, end_ns, flags, value0, value1)
                 return
 
     def drop(self, kind: int, name_id: int) -> None:
@@ -147,7 +147,7 @@ class Recorder:
         for depth in range(len(frames) - 1, 0, -1):
             if frames[depth][_NAME] == name_id and frames[depth][_KIND] == kind:
                 self._words[UNBALANCED] += len(frames) - depth
-                self._drop(frames, depth)
+                self._discard_spans(frames, depth)
                 return
 
     def record_span(
@@ -168,7 +168,7 @@ class Recorder:
             frames[-1][_PHASE] += duration_ns
         if frames is not self._frames:
             flags |= _OTHER_THREAD
-        self._write(
+        self._write_record(
             [start_ns, 0, 0, name_id, kind], len(frames), duration_ns, flags, value0, value1
         )
 
@@ -187,7 +187,7 @@ class Recorder:
     ) -> None:
         if not self.closed:
             frame = [start_ns, nested_ns, phase_ns, name_id, kind]
-            self._write(frame, 1, duration_ns, flags, value0 & _WORD, value1 & _WORD, step)
+            self._write_record(frame, 1, duration_ns, flags, value0 & _WORD, value1 & _WORD, step)
 
     def set_device_clock(
         self, mark: Any, span: Any, wait_began: Any = None, wait_ended: Any = None
@@ -197,7 +197,7 @@ class Recorder:
         self._marks_elsewhere = mark is not None or self._nvtx_push is not None
         self._device_marks.clear()
 
-    def _open_on_device(self, kind: int, depth: int) -> None:
+    def _mark_begin_on_device(self, kind: int, depth: int) -> None:
         self._device_marks.pop(depth, None)
         if self._device_mark is not None and (
             kind in _ALWAYS_ON_DEVICE or (self.sampled and kind in (_MODULE, _SECTION))
@@ -208,7 +208,7 @@ class Recorder:
                 self._device_marks[depth] = mark
             self.add_overhead(min(self.now_ns() - start_ns, LONGEST_MARK_NS))
 
-    def _close_on_device(self, kind: int, name_id: int, depth: int) -> None:
+    def _mark_end_on_device(self, kind: int, name_id: int, depth: int) -> None:
         mark = self._device_marks.pop(depth, None)
         if mark is not None:
             start_ns = self.now_ns()
@@ -243,7 +243,7 @@ class Recorder:
             return False
         if len(here) > 1:
             self._words[UNBALANCED] += len(here) - 1
-            self._drop(here, 1)
+            self._discard_spans(here, 1)
             if self.closed:
                 return False
         here += there[1:]
@@ -257,16 +257,16 @@ class Recorder:
     def own_work_paused(self) -> None:
         times = self._thread_time
         if times is not None and times.measured and _get_ident() == self._owner:
-            times.mark(self._phase(self._frames))
+            times.charge_to_phase(self._current_phase(self._frames))
             times.paused = True
 
     def own_work_resumed(self) -> None:
         times = self._thread_time
         if times is not None and times.measured and times.paused and _get_ident() == self._owner:
-            times.mark(_WAIT)
+            times.charge_to_phase(_WAIT)
             times.paused = False
 
-    def _phase(self, frames: list[Frame]) -> int:
+    def _current_phase(self, frames: list[Frame]) -> int:
         return next(
             (frame[_KIND] for frame in reversed(frames[1:]) if frame[_KIND] < _MODULE), _STEP
         )
@@ -281,7 +281,7 @@ class Recorder:
     ) -> list[int] | None:
         if self is not _collecting or self.closed:
             return None
-        self._end_waited_for(0)
+        self._end_awaited_collective(0)
         frames = self._open_spans()
         if frames is not self._frames:
             flags |= _OTHER_THREAD
@@ -315,25 +315,25 @@ class Recorder:
         if self is not _collecting or self.closed:
             return False
         frames = self._open_spans()
-        if _waits(frames):
+        if _is_waiting(frames):
             return False
         if self._device_waits[0] is not None:
             self._device_waits[0]()
-        self._open(frames, _WAIT, _wait_name_id)
+        self._open_span(frames, _WAIT, _wait_name_id)
         return True
 
     def end_wait(self, raised: bool = False) -> None:
         if self is not _collecting or self.closed:
             return
         frames = self._open_spans()
-        if frames is self._frames and _waits(frames):
+        if frames is self._frames and _is_waiting(frames):
             self.waited_ns += self.now_ns() - frames[-1][_START]
         self.end(_WAIT, _wait_name_id, _EXCEPTION if raised else 0)
-        self._end_waited_for(_EXCEPTION if raised else _COMPLETED)
+        self._end_awaited_collective(_EXCEPTION if raised else _COMPLETED)
         if self._device_waits[1] is not None:
             self._device_waits[1]()
 
-    def _end_waited_for(self, flags: int) -> None:
+    def _end_awaited_collective(self, flags: int) -> None:
         issued = self._waited_for.pop(id(getattr(self._threads, "waited_for", None)), None)
         if issued is not None:
             self._threads.waited_for = None
@@ -362,18 +362,18 @@ class Recorder:
         frame = self._frames[0]
         if self._thread_time is not None:
             if self._thread_time.measured:
-                self._thread_time.mark(self._phase(self._frames))
+                self._thread_time.charge_to_phase(self._current_phase(self._frames))
             for kind, (cpu_ns, ready_ns) in sorted(
-                self._thread_time.step(end_ns - frame[_START]).items()
+                self._thread_time.end_step(end_ns - frame[_START]).items()
             ):
                 if cpu_ns > 0 or ready_ns > 0:
                     record = [frame[_START], 0, 0, 0, _THREAD_TIME]
-                    self._write(record, 1, end_ns - frame[_START], kind, cpu_ns, ready_ns)
-        self._write(frame, 0, end_ns - frame[_START], flags, value0, value1)
+                    self._write_record(record, 1, end_ns - frame[_START], kind, cpu_ns, ready_ns)
+        self._write_record(frame, 0, end_ns - frame[_START], flags, value0, value1)
         frame[:3] = end_ns, 0, 0
         self.step += 1
         self._words[STEP] = self.step
-        self._show(0, frame)
+        self._publish_open_span(0, frame)
         return self.step
 
     def add_overhead(self, tool_ns: int) -> None:
@@ -397,7 +397,7 @@ class Recorder:
             return
         self.deactivate()
         if _get_ident() == self._owner:
-            self._drop(self._frames, 1)
+            self._discard_spans(self._frames, 1)
         while self._waited_for:
             _, issued = self._waited_for.popitem()
             self._write_collective(issued, issued[6], 0)
@@ -441,13 +441,13 @@ class Recorder:
             frames = self._threads.frames = [[0, 0, 0, 0, 0]]
         return frames
 
-    def _open(self, frames: list[Frame], kind: int, name_id: int) -> int:
+    def _open_span(self, frames: list[Frame], kind: int, name_id: int) -> int:
         if self._nvtx_push is not None and len(frames) < MAX_FRAMES:
             known = name_id < len(self._nvtx_attributes)
             self._nvtx_push(self._nvtx_attributes[name_id if known else 0])
         depth = len(frames)
         if self._device_mark is not None and frames is self._frames and depth < MAX_FRAMES:
-            self._open_on_device(kind, depth)
+            self._mark_begin_on_device(kind, depth)
         if self.closed:  # The called function, or another thread, may have closed the recorder.
             return depth
         if (
@@ -456,17 +456,17 @@ class Recorder:
             and self._thread_time is not None
             and self._thread_time.measured
         ):
-            self._thread_time.mark(self._phase(frames))
+            self._thread_time.charge_to_phase(self._current_phase(frames))
         frame = [0, 0, 0, name_id, kind]
         frames.append(frame)
         if kind == _BACKWARD:
             self._count_backward(frames, 1)
         frame[_START] = self.now_ns()
         if kind < _MODULE and frames is self._frames:
-            self._show(depth, frame)
+            self._publish_open_span(depth, frame)
         return depth
 
-    def _show(self, depth: int, frame: Frame) -> None:
+    def _publish_open_span(self, depth: int, frame: Frame) -> None:
         """Write an open span to the ring file's stack, where the reader sees it."""
         shown = self._words[DEPTH]
         if shown < MAX_FRAMES:
@@ -474,7 +474,7 @@ class Recorder:
             _pack_frame(self._buffer, (FRAMES + 4 * position) * 8, *frame)
             self._words[DEPTH] = position + 1
 
-    def _drop(self, frames: list[Frame], depth: int) -> None:
+    def _discard_spans(self, frames: list[Frame], depth: int) -> None:
         while len(frames) > depth:
             kind = frames.pop()[_KIND]
             if kind < _MODULE:
@@ -487,7 +487,7 @@ class Recorder:
                 if self.closed:
                     return
 
-    def _close(
+    def _close_span(
         self,
         frames: list[Frame],
         depth: int,
@@ -508,9 +508,9 @@ class Recorder:
             and self._thread_time is not None
             and self._thread_time.measured
         ):
-            self._thread_time.mark(kind)
+            self._thread_time.charge_to_phase(kind)
         if kind < _MODULE or self._nvtx_push is not None or len(frames) > depth + 1:
-            self._drop(frames, depth)
+            self._discard_spans(frames, depth)
         else:
             frames.pop()
         if self.closed:
@@ -520,23 +520,27 @@ class Recorder:
             return
         duration_ns = end_ns - frame[_START]
         if frames is not self._frames:
-            flags |= self._attribute_elsewhere(frame, end_ns)
+            flags |= self._charge_to_backward(frame, end_ns)
         if frames:
             parent = frames[-1]
             parent[_NESTED] += duration_ns
             parent[_PHASE] += duration_ns if _FIRST_PHASE <= kind <= _LAST_PHASE else frame[_PHASE]
-        self._write(frame, depth, duration_ns, flags, value0, value1)
+        self._write_record(frame, depth, duration_ns, flags, value0, value1)
         if self._device_marks and frames is self._frames:
-            self._close_on_device(kind, frame[_NAME], depth)
+            self._mark_end_on_device(kind, frame[_NAME], depth)
 
     def _count_backward(self, frames: list[Frame], change: int) -> None:
         if frames is self._frames:
             self.backwards += change
-        elif not is_autograds():
+        elif not is_autograd_thread():
             self._backwards_elsewhere += change
 
-    def _attribute_elsewhere(self, frame: Frame, end_ns: int) -> int:
-        if self.backwards == 0 or frame[_KIND] not in (_RECOMPUTE, _WAIT) or not is_autograds():
+    def _charge_to_backward(self, frame: Frame, end_ns: int) -> int:
+        if (
+            self.backwards == 0
+            or frame[_KIND] not in (_RECOMPUTE, _WAIT)
+            or not is_autograd_thread()
+        ):
             return _OTHER_THREAD
         if self._backwards_elsewhere > 0:
             return _OTHER_THREAD  # autograd's thread may be computing for another thread's pass
@@ -552,7 +556,7 @@ class Recorder:
         frame[_PHASE] += own_ns - counted_ns
         return 0
 
-    def _write(
+    def _write_record(
         self,
         frame: Frame,
         depth: int,
@@ -577,16 +581,16 @@ class ThreadTime:
 
     def __init__(self, thread: int) -> None:
         """thread: native id. Raise OSError if the kernel does not report the times."""
-        self._thread, self._descriptor = thread, _open_times(thread)
+        self._thread, self._descriptor = thread, _open_schedstat(thread)
         self._autograd: tuple[int, int] | None = None  # its thread, and the file of its times
         self._autograd_ready_ns = 0
         self.measured = self.paused = False
         self._reads = 0
-        self._last = _read_times(self._descriptor) or (0, 0)
+        self._last = _read_schedstat(self._descriptor) or (0, 0)
         self._phases: dict[int, list[int]] = {}
 
     def close(self) -> None:
-        self._forget_autograd()
+        self._stop_measuring_autograd()
         os.close(self._descriptor)
 
     @property
@@ -601,32 +605,35 @@ class ThreadTime:
         """Also measure this thread's run-queue wait from now on."""
         if thread == self._thread or (self._autograd is not None and self._autograd[0] == thread):
             return
-        self._forget_autograd()
+        self._stop_measuring_autograd()
         with contextlib.suppress(OSError):
-            self._autograd = thread, _open_times(thread)
-            self._ready_in_autograd_ns()
+            self._autograd = thread, _open_schedstat(thread)
+            self._read_autograd_wait_ns()
 
-    def _forget_autograd(self) -> None:
+    def _stop_measuring_autograd(self) -> None:
         autograd, self._autograd = self._autograd, None
         if autograd is not None:
             os.close(autograd[1])
 
-    def _ready_in_autograd_ns(self) -> int:
+    def _read_autograd_wait_ns(self) -> int:
         """Return the run-queue wait of autograd's thread since the last call, in ns;
         0 without one.
         """
         if self._autograd is None:
             return 0
-        now, last_ns = _read_times(self._autograd[1]), self._autograd_ready_ns
+        now, last_ns = _read_schedstat(self._autograd[1]), self._autograd_ready_ns
         if now is None:  # it has ended
-            self._forget_autograd()
+            self._stop_measuring_autograd()
             return 0
         self._autograd_ready_ns = now[1]
         return now[1] - last_ns
 
-    def mark(self, kind: int) -> None:
+    def charge_to_phase(self, kind: int) -> None:
         self._reads += 1
-        now, last = _read_times(self._descriptor) if self._reads <= _MAX_READS else None, self._last
+        now, last = (
+            _read_schedstat(self._descriptor) if self._reads <= _MAX_READS else None,
+            self._last,
+        )
         if now is None:
             self.measured = False
             return
@@ -634,25 +641,25 @@ class ThreadTime:
         phase[0] += now[0] - last[0]
         phase[1] += now[1] - last[1]
         if kind == _BACKWARD and not self.paused:
-            phase[1] += self._ready_in_autograd_ns()
+            phase[1] += self._read_autograd_wait_ns()
         self._last = now
 
-    def step(self, duration_ns: int) -> dict[int, list[int]]:
+    def end_step(self, duration_ns: int) -> dict[int, list[int]]:
         phases = self._phases if self.measured else {}
         wanted = duration_ns >= _MIN_STEP_NS
         if wanted and not self.measured:
-            now = _read_times(self._descriptor)
+            now = _read_schedstat(self._descriptor)
             wanted, self._last = now is not None, now or self._last
-            self._ready_in_autograd_ns()
+            self._read_autograd_wait_ns()
         self.measured, self.paused, self._reads, self._phases = wanted, False, 0, {}
         return phases
 
 
-def _open_times(thread: int) -> int:
+def _open_schedstat(thread: int) -> int:
     return os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _read_times(descriptor: int) -> tuple[int, int] | None:
+def _read_schedstat(descriptor: int) -> tuple[int, int] | None:
     """Return CPU time and run-queue wait in ns; None if the thread has ended."""
     try:
         cpu_ns, ready_ns, *_ = os.pread(descriptor, 96, 0).split()
@@ -675,11 +682,11 @@ class Section:
         recorder = _active
         if recorder is not None:
             if self._generation != recorder.generation:
-                _resolve(self, recorder)
+                _intern_section_name(self, recorder)
             if recorder.closed:
                 return self
             if recorder._marks_elsewhere:
-                recorder._open(recorder._open_spans(), _SECTION, self._name_id)
+                recorder._open_span(recorder._open_spans(), _SECTION, self._name_id)
             else:
                 frames = (
                     recorder._frames if _get_ident() == recorder._owner else recorder._open_spans()
@@ -703,7 +710,7 @@ class Section:
         if frame[_NAME] != self._name_id or frame[_KIND] != _SECTION or len(frames) > MAX_FRAMES:
             recorder.end(_SECTION, self._name_id, flags)
         elif recorder._marks_elsewhere or frames is not recorder._frames:
-            recorder._close(frames, len(frames) - 1, end_ns, flags)
+            recorder._close_span(frames, len(frames) - 1, end_ns, flags)
         else:
             # _close() and _write() inlined, because a call costs 60 ns.
             frames.pop()
@@ -727,7 +734,7 @@ class Section:
         return f"section({self.name!r})"
 
 
-def _resolve(section: Section, recorder: Recorder) -> None:
+def _intern_section_name(section: Section, recorder: Recorder) -> None:
     """Intern the name, or "(other)" if that fails. Another thread may end the watch meanwhile."""
     name_id = 0
     with guard("naming a section"):
@@ -759,7 +766,7 @@ class ModuleCall:
         self._after = after
         self._forward = forward
 
-    def _observe(self, observer: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _run_observer(self, observer: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         recorder = self._recorder
         start_ns = recorder.now_ns()
         observer(*args, **kwargs)  # under a guard of its own, see hooks/module.py
@@ -771,41 +778,43 @@ class ModuleCall:
             return self._function(*args, **kwargs)
         observed = recorder.sampled
         if observed and self._before is not None:
-            self._observe(self._before, *args[1:], **kwargs)
+            self._run_observer(self._before, *args[1:], **kwargs)
             if recorder.closed:  # another thread ended the watch while the observer ran
                 return self._function(*args, **kwargs)
         frames = recorder._open_spans()
-        kind = _kind_of_call(recorder, frames)
-        depth = recorder._open(frames, kind, self._name_id)
+        kind = _kind_of_module_call(recorder, frames)
+        depth = recorder._open_span(frames, kind, self._name_id)
         try:
             result = self._function(*args, **kwargs)
         except BaseException:
             end_ns = recorder.now_ns()
             if not recorder.closed:
-                recorder._close(frames, depth, end_ns, _EXCEPTION)
+                recorder._close_span(frames, depth, end_ns, _EXCEPTION)
             raise
         end_ns = recorder.now_ns()
         if recorder.closed:
             return result
-        recorder._close(frames, depth, end_ns, 0)
+        recorder._close_span(frames, depth, end_ns, 0)
         if observed and self._after is not None:
-            self._observe(self._after, result)
+            self._run_observer(self._after, result)
         if kind == _FORWARD and self._forward is not None:
-            self._observe(self._forward, result)
+            self._run_observer(self._forward, result)
         return result
 
 
-def _kind_of_call(recorder: Recorder, frames: list[Frame]) -> int:
+def _kind_of_module_call(recorder: Recorder, frames: list[Frame]) -> int:
     for frame in reversed(frames):
         if frame[_KIND] == _FORWARD or frame[_KIND] == _RECOMPUTE:
             return _MODULE
         if frame[_KIND] == _BACKWARD:
             return _RECOMPUTE
-    inside_backward = recorder.backwards > 0 and (frames is recorder._frames or is_autograds())
+    inside_backward = recorder.backwards > 0 and (
+        frames is recorder._frames or is_autograd_thread()
+    )
     return _RECOMPUTE if inside_backward else _FORWARD
 
 
-def _waits(frames: list[Frame]) -> bool:
+def _is_waiting(frames: list[Frame]) -> bool:
     return frames[-1][_KIND] == _WAIT and frames[-1][_NAME] == _wait_name_id
 
 

@@ -38,7 +38,7 @@ _start_reported_by = 0
 """Id of the process whose first watch has reported the start time of the process."""
 
 
-class Facts(TypedDict, total=False):
+class RankFacts(TypedDict, total=False):
     """Facts that hooks report, by their keys in the metadata."""
 
     memory_source: str
@@ -91,7 +91,7 @@ class RankMetadata:
             "deeper_modules": False,
             "root_modules": [],
             "unopened_modules": [],
-            "process_began_ns": _process_began_ns(identity) if reports_start else 0,
+            "process_began_ns": _compute_process_start_ns(identity) if reports_start else 0,
             "start_cpu_wait_ns": None,
             "memory_source": "",
             "device": {},
@@ -110,7 +110,7 @@ class RankMetadata:
                 logger.warning("torchlens_perf: %s", text)
             self.publish()
 
-    def not_measured(self, part: str) -> None:
+    def add_unmeasured_part(self, part: str) -> None:
         """Note that a part of the step cannot be measured separately."""
         if part not in self._facts["not_measured"]:
             self._facts["not_measured"].append(part)
@@ -152,7 +152,7 @@ class RankMetadata:
         facts["deeper_modules"] |= not all_levels
         facts["compute_device"] = facts["compute_device"] or device
 
-    def publish(self, **news: Unpack[Facts]) -> None:
+    def publish(self, **news: Unpack[RankFacts]) -> None:
         """Write all facts into the ring file. Facts that hooks report later are written at once."""
         self._facts.update(news)
         recorder = self._recorder
@@ -168,9 +168,9 @@ class RankMetadata:
                 "run_dir": self._ring.run_dir,
                 "model": digest_module_names(self._module_names),
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
-                "threads": _threads(has_computed=recorder.step > 0),
+                "threads": _count_torch_threads(has_computed=recorder.step > 0),
                 "job_store": job_store_address(os.environ) if self._may_have_store else None,
-                "compile_s": _compile_s(),
+                "compile_s": _read_compile_s(),
                 "interactive": hasattr(sys, "ps1") or bool(sys.flags.interactive),
             }
         )
@@ -180,7 +180,7 @@ class RankMetadata:
         self.publish(settings=self._facts["settings"] | report)
 
 
-def _process_began_ns(identity: Identity) -> int:
+def _compute_process_start_ns(identity: Identity) -> int:
     """Return when this process began, in ns of CLOCK_MONOTONIC.
 
     Return 0 for a later watch of the process, whose start would include the earlier training.
@@ -192,7 +192,7 @@ def _process_began_ns(identity: Identity) -> int:
     return max(1, time.monotonic_ns() - int(process_age_s(identity.process_started) * 1e9))
 
 
-def _threads(*, has_computed: bool) -> int:
+def _count_torch_threads(*, has_computed: bool) -> int:
     """Return how many threads an operation of torch uses; 0 if unknown.
 
     Before the first operation torch is not asked, as that would fix a number that the program may
@@ -205,7 +205,7 @@ def _threads(*, has_computed: bool) -> int:
     return int(chosen) if chosen.isdecimal() else 0
 
 
-def _compile_s() -> float | None:
+def _read_compile_s() -> float | None:
     with guard("asking torch how long it compiled"):
-        return torch_private.compile_s()
+        return torch_private.read_compile_s()
     return None

@@ -45,7 +45,7 @@ timed_wait = _implementation.timed_wait
 section = _implementation.section
 
 
-class End(IntEnum):
+class EndDetection(IntEnum):
     """Ways to detect the end of a collective, in the order of native/collective.h."""
 
     BY_CALLBACK = 0
@@ -54,7 +54,7 @@ class End(IntEnum):
     BY_RETURN = 3
 
 
-def refusal() -> str | None:
+def find_recording_obstacle() -> str | None:
     """Return why nothing can be recorded in this process, or None."""
     # The function exists from Python 3.13 on.
     has_gil = getattr(sys, "_is_gil_enabled", None)
@@ -68,7 +68,7 @@ def collective_marks() -> Any:
     return _implementation.collective_marks()
 
 
-def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
+def _time_calls(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `section(name)(function)`, which times each call of the function as the section."""
     if not callable(function):
         raise TypeError(f"a section decorates a function, got {type(function).__name__}")
@@ -93,4 +93,4 @@ def _timed(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
     return timed
 
 
-_implementation.set_section_decorator(_timed)
+_implementation.set_section_decorator(_time_calls)

@@ -13,7 +13,7 @@ _MAX_SHARE = 0.001
 _FASTEST_GROWTH = 8
 
 
-class Boundary(NamedTuple):
+class StepBoundary(NamedTuple):
     """The boundary between two steps."""
 
     step: int
@@ -35,27 +35,27 @@ class SamplingSchedule:
     def __init__(self, every: int) -> None:
         """every: 0 samples no steps."""
         self._every = every
-        self._ended = self._begun = Boundary(
+        self._ended = self._begun = StepBoundary(
             0, 0, 0
         )  # of the last sampled step, and of the one in progress
         self._later_ns = 0.0  # Cost that earlier sampled steps have caused after their end.
         self.period = every
         """Number of steps from one sampled step to the next."""
 
-    def wants(self, step: int) -> bool:
+    def is_sampled(self, step: int) -> bool:
         return self.period > 0 and step % self.period == self._every // 2
 
-    def recording_begins(self, now: Boundary) -> None:
+    def start_recording(self, now: StepBoundary) -> None:
         self._ended = self._begun = now
 
-    def step_begins(self, now: Boundary) -> None:
+    def begin_sampled_step(self, now: StepBoundary) -> None:
         self._begun = now
 
-    def add_cost(self, duration_ns: int) -> None:
+    def add_later_cost(self, duration_ns: int) -> None:
         """Add a cost of a sampled step that arises after its end."""
         self._later_ns += duration_ns
 
-    def step_ended(self, now: Boundary) -> None:
+    def end_sampled_step(self, now: StepBoundary) -> None:
         """Update the period with the extra cost of a sampled step that has ended."""
         before, begun = self._ended, self._begun
         others = begun.step - before.step
@@ -64,12 +64,12 @@ class SamplingSchedule:
             # The time of the gradient hooks is inside the backward pass. It is about as long as
             # attaching them.
             later_ns, self._later_ns = self._later_ns, 0.0
-            self.sampled(
+            self.set_period(
                 2 * max(0.0, more_ns) + later_ns, (begun.time_ns - before.time_ns) / others
             )
         self._ended = now
 
-    def sampled(self, cost_ns: float, step_ns: float) -> None:
+    def set_period(self, cost_ns: float, step_ns: float) -> None:
         """Set the period. cost_ns: cost of sampling in a step; step_ns: duration of a step without
         sampling.
         """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from torchlens_perf.config import Config
-    from torchlens_perf.recorder.rank_metadata import Facts
+    from torchlens_perf.recorder.rank_metadata import RankFacts
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.ring import RingFile
@@ -91,17 +91,17 @@ class Session:
         """See RankMetadata.note()."""
         self.metadata.note(text)
 
-    def publish(self, **news: Unpack[Facts]) -> None:
+    def publish(self, **news: Unpack[RankFacts]) -> None:
         """See RankMetadata.publish()."""
         self.metadata.publish(**news)
 
-    def each_step(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
+    def run_each_step(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
         """See StepCallbacks.each_step()."""
-        return self.step_callbacks.each_step(name, work)
+        return self.step_callbacks.run_each_step(name, work)
 
-    def throttled(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
+    def run_throttled(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
         """See StepCallbacks.throttled()."""
-        return self.step_callbacks.throttled(name, work)
+        return self.step_callbacks.run_throttled(name, work)
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
         """See CurrentStep.add_overhead()."""
@@ -118,7 +118,7 @@ class Session:
         if LOADING_PROBLEM:
             self.note(LOADING_PROBLEM)
         with guard("keeping torch.compile away from our hooks"):
-            torch_private.skip_our_code()
+            torch_private.skip_package_frames()
 
     def attach(self, hooks: Sequence[Hook]) -> None:
         """Attach hooks in order. An unavailable one is noted and left out. Raise ConfigError."""

@@ -31,7 +31,7 @@ _MIN_JUDGED_WAIT_S = 0.1
 
 
 @above_standard_streams()
-def ensure(run: RunDirectory, identity: Identity, token: str = "") -> bool:
+def ensure_running(run: RunDirectory, identity: Identity, token: str = "") -> bool:
     """Start the node's sidecar unless one is running. Return True if it was started.
 
     identity: identity of the calling rank. token: Config._exchange_token.
@@ -42,12 +42,12 @@ def ensure(run: RunDirectory, identity: Identity, token: str = "") -> bool:
     RunStoreError if no process can be started.
     """
     try:
-        return _start(run, identity, token)
+        return _start_if_not_running(run, identity, token)
     except OSError as error:
         raise RunStoreError(f"the sidecar cannot start: {error.strerror or error}") from error
 
 
-def _start(run: RunDirectory, identity: Identity, token: str) -> bool:
+def _start_if_not_running(run: RunDirectory, identity: Identity, token: str) -> bool:
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     if not lock.acquire():
         return False
@@ -87,9 +87,9 @@ class LateReport:
         self._run = run
         self._log = run.node_log_path(node)
         self._began_s = time.monotonic()
-        self._cpu_time_s = self._sidecars_cpu_time_s()
+        self._cpu_time_s = self._read_sidecar_cpu_time_s()
 
-    def progress(self) -> object:
+    def read_progress(self) -> object:
         """Return a value that changes while the sidecar works, or would work if it had a CPU."""
         with contextlib.suppress(OSError):
             lock = find_sidecar_lock(self._run.run_id)
@@ -104,14 +104,14 @@ class LateReport:
             return doing, process_cpu_time_s(pid) if pid else 0.0
         return None
 
-    def line(self) -> str:
+    def build_message(self) -> str:
         """Return the message to show instead of the report.
 
         Raise OSError if a file cannot be read.
         """
         waited_s = time.monotonic() - self._began_s
         lock = find_sidecar_lock(self._run.run_id)
-        gone = self._why_no_report_comes(lock)
+        gone = self._explain_missing_report(lock)
         if gone:
             log = (
                 self._log
@@ -127,11 +127,11 @@ class LateReport:
             return f"there is no report: the sidecar {status}{describe_kept_records(self._run)}"
         return (
             f"the report is not ready after {waited_s:.1f} s (the sidecar"
-            f" {self._doing(lock, waited_s)}); it will be in {self._run.report}; show it with:"
+            f" {self._describe_activity(lock, waited_s)}); it will be in {self._run.report}; show it with:"
             f" torchlens-perf report {self._run.path}"
         )
 
-    def _why_no_report_comes(self, lock: Path | None) -> str:
+    def _explain_missing_report(self, lock: Path | None) -> str:
         """Return why no process will write the report; "" if one will."""
         if lock is None:
             return "the sidecar has ended without one"
@@ -141,7 +141,7 @@ class LateReport:
         state, began = process_state_and_start(pid)
         return "the sidecar died" if state in ("", "Z", "X") or began != started else ""
 
-    def _doing(self, lock: Path | None, waited_s: float) -> str:
+    def _describe_activity(self, lock: Path | None, waited_s: float) -> str:
         """Return what the sidecar is doing, or why it makes no progress."""
         pid, _, doing = sidecar_status.read_status(str(lock))
         if not pid:
@@ -150,7 +150,7 @@ class LateReport:
         if states & {"T", "t"}:
             return f"is stopped: kill -CONT {pid}"
         if "R" in states:
-            used_s = self._sidecars_cpu_time_s() - self._cpu_time_s
+            used_s = self._read_sidecar_cpu_time_s() - self._cpu_time_s
             if waited_s >= _MIN_JUDGED_WAIT_S and used_s < _STARVED_SHARE * waited_s:
                 return (
                     f"{doing}; other programs keep the processors busy: it had one for {used_s:.2f}"
@@ -160,6 +160,6 @@ class LateReport:
             return f"waits for a disk while it {doing}"
         return doing
 
-    def _sidecars_cpu_time_s(self) -> float:
+    def _read_sidecar_cpu_time_s(self) -> float:
         pid, _, _ = sidecar_status.read_status(str(find_sidecar_lock(self._run.run_id)))
         return process_cpu_time_s(pid) if pid else 0.0

@@ -33,7 +33,7 @@ class StepCallbacks:
         self._throttled.pop(work, None)
 
     @contextmanager
-    def each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+    def run_each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
         """Run `work` at the end of each step while the context is active."""
         self.add(name, work)
         try:
@@ -42,7 +42,7 @@ class StepCallbacks:
             self.remove(work)
 
     @contextmanager
-    def throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+    def run_throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
         """Run `work` as each_step() does, but at most every 50 ms.
 
         For callbacks with a notable cost.
@@ -53,14 +53,14 @@ class StepCallbacks:
         finally:
             self.remove(work)
 
-    def run(self, now_ns: int) -> None:
+    def run_due(self, now_ns: int) -> None:
         if self._each_step:
-            self._run(self._each_step)
+            self._run_callbacks(self._each_step)
         if now_ns - self._throttled_ns >= _THROTTLE_NS:
             self._throttled_ns = now_ns
-            self._run(self._throttled)
+            self._run_callbacks(self._throttled)
 
-    def _run(self, works: dict[Callable[[], object], str]) -> None:
+    def _run_callbacks(self, works: dict[Callable[[], object], str]) -> None:
         for failed in _GUARD.run(tuple(works)):
             name = works.pop(failed, "work at a step's end")
             self._note(f"{name} failed and was switched off: see the job's log")

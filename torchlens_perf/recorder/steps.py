@@ -21,7 +21,7 @@ _KNOWN_AFTER = 4
 _MAX_ACCUMULATION = 256
 
 
-class _Turns:
+class _TurnCounter:
     """Find the optimizers that step exactly once per turn of the loop. A turn begins with the first
     one's step.
 
@@ -33,7 +33,7 @@ class _Turns:
         self._counts: Counter[int] = Counter()
         self._finished_turns = -1
 
-    def stepped(self, position: int) -> bool:
+    def count_step(self, position: int) -> bool:
         """Note a step of the optimizer at this position.
 
         Return True if the result has just become known.
@@ -48,13 +48,13 @@ class _Turns:
         self._counts[position] += 1
         return self._finished_turns == _KNOWN_AFTER
 
-    def leave_out(self, position: int) -> None:
+    def exclude(self, position: int) -> None:
         """Exclude an optimizer that another loop steps. At least one is kept."""
         if len(self._once) > 1:
             self._once.discard(position)
 
     @property
-    def last(self) -> int:
+    def last_optimizer(self) -> int:
         """Return the last optimizer that steps once per turn."""
         return max(self._once)
 
@@ -75,7 +75,7 @@ class StepRule:
     def __init__(self, passed: int = 0) -> None:
         """passed: number of optimizers passed to watch(); 0: any optimizer ends a step."""
         self._passed = passed
-        self._turns = _Turns(passed)
+        self._turns = _TurnCounter(passed)
         # Position of the passed optimizer that ends the step.
         self._last = passed - 1
         self.ending: int | None = None
@@ -102,7 +102,7 @@ class StepRule:
         self.counts_backwards = False
         """True if there is no optimizer, and each backward pass ends a step."""
 
-    def manual_step(self) -> bool:
+    def on_manual_step(self) -> bool:
         # In the first turn of several optimizers, a boundary has fallen into the middle.
         ended_already = not self.manual and (
             self._ended == 1 or (self._ended > 1 and not self._learned)
@@ -111,13 +111,13 @@ class StepRule:
         self._others.clear()
         return not ended_already
 
-    def _ends(self) -> bool:
+    def _count_step_end(self) -> bool:
         """Count a step that the latest event ends. Return False if only w.step() ends steps."""
         if not self.manual:
             self._ended, self._learned = self._ended + 1, False
         return not self.manual
 
-    def optimizer_stepped(
+    def on_optimizer_step(
         self,
         optimizer: int,
         passed: int | None = None,
@@ -140,8 +140,8 @@ class StepRule:
                 if self.ignores_passed:
                     self.ignores_passed, self.ending = False, None
                 self._strangers = -1  # A passed optimizer steps, so others never count.
-                if self._turns.stepped(passed) and self._turns.last != self._last:
-                    self._last, self.ending = self._turns.last, None
+                if self._turns.count_step(passed) and self._turns.last_optimizer != self._last:
+                    self._last, self.ending = self._turns.last_optimizer, None
             elif optimizer == self.ending:
                 pass  # This optimizer has replaced one that was passed.
             elif self._strangers < 0:
@@ -160,15 +160,15 @@ class StepRule:
         self.ending = optimizer
         if self._others:
             self._others.clear()
-        return self._ends()
+        return self._count_step_end()
 
-    def stepped_elsewhere(self, passed: int) -> None:
+    def exclude_optimizer(self, passed: int) -> None:
         """Note that a passed optimizer, by position, steps in another thread's loop and ends no
         step here.
         """
-        self._turns.leave_out(passed)
+        self._turns.exclude(passed)
         if self._last == passed:
-            self._last, self.ending = self._turns.last, None
+            self._last, self.ending = self._turns.last_optimizer, None
 
     def _takes_over(self, optimizer: int, passed: int | None, patience: int | None) -> bool:
         """Return True if this optimizer ends the steps from now on: it is the first, or the
@@ -181,13 +181,13 @@ class StepRule:
             return may_end or self._others[optimizer] >= _GONE_AFTER
         return self.ending is None or self._others[optimizer] >= _GONE_AFTER_UNPASSED
 
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         self._learns = self._learned = True
         self._unused = None
         if not self._stepped:
             self._backwards += 1
 
-    def lacks_optimizer(self) -> bool:
+    def should_search_optimizer(self) -> bool:
         """Return True if it is time to check, after a backward pass, whether an optimizer exists.
 
         The first check comes after the second pass, as w.step() may come before it. Later checks
@@ -196,14 +196,14 @@ class StepRule:
         count, settled = self._backwards, self._stepped or self.manual or self.counts_backwards
         return not settled and count >= 2 and count & (count - 1) == 0
 
-    def no_optimizer(self, *, alive: bool) -> None:
+    def note_missing_optimizer(self, *, alive: bool) -> None:
         """Note that no optimizer has stepped. alive: True if one exists that may still step."""
         self.counts_backwards = not alive or self._backwards >= _MAX_ACCUMULATION
 
-    def backward_is_step(self) -> bool:
-        return self.counts_backwards and self._ends()
+    def does_backward_end_step(self) -> bool:
+        return self.counts_backwards and self._count_step_end()
 
-    def forward_ended(self, *, with_gradient: bool, module: int = 0, is_root: bool = True) -> bool:
+    def on_forward_end(self, *, with_gradient: bool, module: int = 0, is_root: bool = True) -> bool:
         """Note that a watched module that no other module called has returned. In inference this
         may end a step.
 
@@ -220,10 +220,10 @@ class StepRule:
         self._learns, self._unused = False, module if with_gradient else None
         if is_root:
             self._called = 0
-            return self._ends()
+            return self._count_step_end()
         if self._called is None:
             self._called = module
-        return module == self._called and self._ends()
+        return module == self._called and self._count_step_end()
 
 
 class EvaluationRule:
@@ -238,11 +238,11 @@ class EvaluationRule:
         self._steps = 0
         self._without_gradient = 0
 
-    def steps_end_elsewhere(self) -> None:
+    def restart(self) -> None:
         """Start over: steps now end elsewhere, and the current one contains parts of two."""
         self._steps = self._without_gradient = 1
 
-    def step_ended(self, *, without_gradient: bool) -> bool:
+    def decide_step_end(self, *, without_gradient: bool) -> bool:
         """Return True if the ending step has evaluated. without_gradient: it had forward passes
         without gradients.
         """

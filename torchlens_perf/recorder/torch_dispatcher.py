@@ -14,14 +14,14 @@ KEY = "BackendSelect"
 _SHOWN = f"{KEY}: registered at "  # The dispatcher's text before the owner of the kernel in use.
 
 
-def rest_of_dispatch() -> torch._C.DispatchKeySet:
+def get_remaining_keys() -> torch._C.DispatchKeySet:
     """Return the dispatch keys below BackendSelect, to which a tap passes its call on."""
     import torch
 
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
-def owner_of_tap(operator: str) -> str:
+def find_kernel_owner(operator: str) -> str:
     """Return who registered the kernel in use for this operator; "" without one.
 
     The owner is a path and line of code. Kernels of this package have names.
@@ -32,7 +32,7 @@ def owner_of_tap(operator: str) -> str:
     return next((line.removeprefix(_SHOWN) for line in shown if line.startswith(_SHOWN)), "")
 
 
-def library(namespace: str, owner: str) -> Any:
+def create_library(namespace: str, owner: str) -> Any:
     """Return an object with `impl(name, key, function, with_keyset)`. Its kernels stay as long as
     the object.
 

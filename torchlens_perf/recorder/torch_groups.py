@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-def members_of_group(name: str) -> tuple[list[int], str]:
+def get_group_members(name: str) -> tuple[list[int], str]:
     """Return the global ranks of a process group and its description: "mesh_tp" for dimension "tp"
     of a DeviceMesh.
     """
@@ -16,7 +16,7 @@ def members_of_group(name: str) -> tuple[list[int], str]:
     return dist.get_process_group_ranks(group), group.group_desc
 
 
-def backend_of_group(name: str, device: str) -> str:
+def get_group_backend(name: str, device: str) -> str:
     """Return the name of a group's backend for a device type, such as "gloo"; "" if it has no such
     backend.
 
@@ -33,7 +33,7 @@ def backend_of_group(name: str, device: str) -> str:
         return ""
 
 
-def sequence_of_group(group: Any) -> int:
+def get_group_sequence_number(group: Any) -> int:
     """Return the number of operations that the backend has issued on a group; -1 if it does not
     count them.
     """

@@ -40,19 +40,19 @@ class MemoryHistory:
         is therefore bounded.
         """
 
-    def start(self, entries: int) -> None:
+    def start_recording(self, entries: int) -> None:
         """Record the Python stack of each live block, and this many of the latest allocations and
         frees.
         """
         _record_memory_history("all", "alloc", entries)
         self.is_ours = True
 
-    def end(self) -> None:
+    def end_recording(self) -> None:
         if self.is_ours:
             self.is_ours = False
             _record_memory_history(None, None, 0)
 
-    def release(self) -> None:
+    def release_to_job(self) -> None:
         """Give torch's history up to the job, or to the parent of this process."""
         self.is_ours = False
 
@@ -60,7 +60,7 @@ class MemoryHistory:
 memory_history = MemoryHistory()
 
 
-def memory_snapshot() -> dict[str, Any]:
+def take_memory_snapshot() -> dict[str, Any]:
     """Return segments and blocks of torch's allocator, with the history if this package has started
     it.
 
@@ -74,7 +74,7 @@ def memory_snapshot() -> dict[str, Any]:
     return snapshot
 
 
-def records_memory_history() -> bool:
+def is_recording_memory_history() -> bool:
     """Return True if a history of device memory is being recorded. CUDA must be initialized."""
     import torch
 
@@ -89,14 +89,14 @@ def _record_memory_history(enabled: str | None, context: str | None, entries: in
     )
 
 
-def profiler_is_on() -> bool:
+def is_profiler_on() -> bool:
     import torch
     from torch.autograd import profiler
 
     return bool(profiler._is_profiler_enabled or torch.autograd._profiler_enabled())
 
 
-def forget_profiler() -> None:
+def remove_profiler_callbacks() -> None:
     """Remove the operator callbacks of a profiler that will not be ended, on all threads.
 
     They would otherwise record until the process ends. Callbacks of other profilers are removed
@@ -104,10 +104,10 @@ def forget_profiler() -> None:
     import torch
 
     torch._C._autograd._clear_callbacks()
-    profiler_is_off()
+    reset_profiler_flag()
 
 
-def profiler_is_off() -> None:
+def reset_profiler_flag() -> None:
     """Reset torch's flag of an active profiler, which a profiler that fails while starting leaves
     set.
     """
@@ -116,14 +116,14 @@ def profiler_is_off() -> None:
     profiler._run_on_profiler_stop()
 
 
-def add_to_trace(key: str, text: str) -> None:
+def add_trace_metadata(key: str, text: str) -> None:
     """Add JSON to the metadata of the trace in progress."""
     import torch
 
     torch.autograd._add_metadata_json(key, text)
 
 
-def flight_recorder() -> bytes | str:
+def dump_flight_recorder() -> bytes | str:
     """Return the content of torch.distributed's flight recorder as JSON, or the reason why it is
     missing.
     """
@@ -143,7 +143,7 @@ def flight_recorder() -> bytes | str:
     )
 
 
-def pickled_memory() -> bytes | str:
+def dump_memory_snapshot() -> bytes | str:
     """Return the CUDA allocator's state pickled for torch's memory viewer, or the reason why it is
     missing.
     """
@@ -153,7 +153,7 @@ def pickled_memory() -> bytes | str:
         return "no GPU is in use"
     if not works(SNAPSHOT):
         return "this torch has none"
-    snapshot = memory_snapshot()
+    snapshot = take_memory_snapshot()
     entries = sum(len(each["blocks"]) for each in snapshot["segments"]) + sum(
         map(len, snapshot["device_traces"])
     )

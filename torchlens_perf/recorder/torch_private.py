@@ -79,7 +79,7 @@ def require(name: str) -> None:
         raise HookUnavailable(f"torch lacks {name}: {_by_name[name].without}")
 
 
-def _callable(name: str, without: str) -> PrivateName:
+def _create_callable_check(name: str, without: str) -> PrivateName:
     """Return a name that is checked by reading it.
 
     Calling it could have side effects, such as starting threads.
@@ -87,14 +87,14 @@ def _callable(name: str, without: str) -> PrivateName:
     return PrivateName(name, lambda: callable(pkgutil.resolve_name(name)), without)
 
 
-def _module_call() -> bool:
+def _check_module_call() -> bool:
     from torch.nn import Module
 
     function = Module._wrapped_call_impl
     return isinstance(function, types.FunctionType) and "_call_impl" in function.__code__.co_names
 
 
-def _step_wrapper() -> bool:
+def _check_step_wrapper() -> bool:
     from torch.optim import Optimizer
 
     codes = [
@@ -105,33 +105,33 @@ def _step_wrapper() -> bool:
     return [(each.co_name, "self" in each.co_varnames) for each in codes] == [("wrapper", True)]
 
 
-def _recomputation() -> bool:
+def _check_recomputation() -> bool:
     from torch.utils import checkpoint
 
-    def names(code: types.CodeType) -> set[str]:
+    def collect_names(code: types.CodeType) -> set[str]:
         inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-        return set(code.co_names).union(*map(names, inner))
+        return set(code.co_names).union(*map(collect_names, inner))
 
     # Checkpointing enters it when saved tensors are unpacked, around the recomputed forward pass.
-    uses_it = "_recomputation_hook" in names(checkpoint._checkpoint_hook.__init__.__code__)
+    uses_it = "_recomputation_hook" in collect_names(checkpoint._checkpoint_hook.__init__.__code__)
     contexts = (checkpoint._recomputation_hook.__enter__, checkpoint._recomputation_hook.__exit__)
     return uses_it and all(map(callable, (*contexts, checkpoint.CheckpointFunction.backward)))
 
 
-def _no_torch_function() -> bool:
+def _check_no_torch_function() -> bool:
     import torch
 
     with torch._C.DisableTorchFunction():
         return True
 
 
-def _compile_times() -> bool:
+def _check_compile_times() -> bool:
     from torch._dynamo import utils
 
     return isinstance(utils.calculate_time_spent()["total_wall_time"], (int, float))
 
 
-def _dispatcher_tap() -> bool:
+def _check_dispatcher_tap() -> bool:
     import torch
 
     key = torch._C.DispatchKey.BackendSelect
@@ -141,7 +141,7 @@ def _dispatcher_tap() -> bool:
     ).startswith("name: ")
 
 
-def _work_wait() -> bool:
+def _check_work_wait() -> bool:
     from torch._C._distributed_c10d import Work
 
     original = Work.wait
@@ -149,28 +149,28 @@ def _work_wait() -> bool:
     return callable(original)
 
 
-def _tracing_context() -> bool:
+def _check_tracing_context() -> bool:
     from torch._guards import TracingContext
 
     return TracingContext.try_get() is None
 
 
-def _skip_code() -> bool:
-    _skip(_skip_code.__code__)
+def _check_skip_code() -> bool:
+    _skip_code_object(_check_skip_code.__code__)
     return True
 
 
-def _in_cuda_build(*names: str) -> Callable[[], bool]:
+def _create_cuda_check(*names: str) -> Callable[[], bool]:
     """Return True if torch has these functions. A build without CUDA does not need them."""
 
-    def works() -> bool:
+    def has_functions() -> bool:
         import torch
 
         return not torch.backends.cuda.is_built() or all(
             callable(getattr(torch._C, name)) for name in names
         )
 
-    return works
+    return has_functions
 
 
 def is_prepared(profile: Any) -> bool:
@@ -178,7 +178,7 @@ def is_prepared(profile: Any) -> bool:
     return bool(getattr(profile, "entered", False)) and profile.kineto_results is None
 
 
-def all_threads() -> Any:
+def create_all_threads_config() -> Any:
     """Return a configuration of torch's profiler that records all threads, and that any thread may
     end.
     """
@@ -187,7 +187,7 @@ def all_threads() -> Any:
     return _ExperimentalConfig(profile_all_threads=True)
 
 
-def _profiler() -> bool:
+def _check_profiler() -> bool:
     import torch
     from torch.autograd import profiler
 
@@ -195,7 +195,7 @@ def _profiler() -> bool:
         profiler._prepare_profiler, profiler._enable_profiler, profiler._run_on_profiler_stop,
         torch._C._autograd._clear_callbacks,
     )  # fmt: skip
-    unused = profiler.profile(use_kineto=True, experimental_config=all_threads())
+    unused = profiler.profile(use_kineto=True, experimental_config=create_all_threads_config())
     return (
         all(map(callable, calls))
         and not is_prepared(unused)
@@ -203,7 +203,7 @@ def _profiler() -> bool:
     )
 
 
-def _fsdp2() -> bool:
+def _check_fsdp2() -> bool:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
     group = _fsdp_param_group.FSDPParamGroup
@@ -219,7 +219,7 @@ def _fsdp2() -> bool:
     )
 
 
-def _local_tensor() -> bool:
+def _check_local_tensor() -> bool:
     from torch.distributed.tensor import DTensor
 
     return "_local_tensor" in DTensor.__slots__
@@ -228,86 +228,94 @@ def _local_tensor() -> bool:
 PRIVATE_NAMES = (
     PrivateName(
         MODULE_CALL,
-        _module_call,
+        _check_module_call,
         "modules have no times once another tool has replaced torch.nn.Module.__call__ and put it"
         " back",
     ),
-    _callable("torch.autograd._engine_run_backward", "the backward pass is not timed"),
-    _callable(
+    _create_callable_check("torch.autograd._engine_run_backward", "the backward pass is not timed"),
+    _create_callable_check(
         "torch.autograd.Variable._execution_engine.queue_callback",
         "waiting at the end of the backward pass counts as backward, and slow ranks cannot be"
         " distinguished from waiting ones",
     ),
     PrivateName(
         "torch.optim.Optimizer.profile_hook_step",
-        _step_wrapper,
+        _check_step_wrapper,
         "an optimizer that calls its base class's step may count as two steps",
     ),
     PrivateName(
         RECOMPUTATION,
-        _recomputation,
+        _check_recomputation,
         "recomputation is distinguished from the backward pass only where watched modules are run"
         " again",
     ),
     PrivateName(
         "torch._C.DisableTorchFunction",
-        _no_torch_function,
+        _check_no_torch_function,
         "the user's own torch function modes and tensor classes see the hooks that are attached to"
         " tensors",
     ),
-    _callable("torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"),
-    PrivateName("torch.ops.c10d at BackendSelect", _dispatcher_tap, "collectives are not recorded"),
+    _create_callable_check(
+        "torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"
+    ),
+    PrivateName(
+        "torch.ops.c10d at BackendSelect", _check_dispatcher_tap, "collectives are not recorded"
+    ),
     PrivateName(
         "torch._C._distributed_c10d.Work.wait",
-        _work_wait,
+        _check_work_wait,
         "time blocked in collectives is not measured",
     ),
     PrivateName(
         "torch._guards.TracingContext",
-        _tracing_context,
+        _check_tracing_context,
         "backward passes of the compiler count as the job's",
     ),
     PrivateName(
         "torch._C._dynamo.eval_frame.set_code_exec_strategy",
-        _skip_code,
+        _check_skip_code,
         "torch.compile compiles our hooks where it meets them",
     ),
-    PrivateName(FSDP2, _fsdp2, "what a device waits for in FSDP2 counts as its own work"),
-    _callable(DDP_BUFFERS, "a device's waiting for DDP's buffers counts as its own work"),
+    PrivateName(FSDP2, _check_fsdp2, "what a device waits for in FSDP2 counts as its own work"),
+    _create_callable_check(
+        DDP_BUFFERS, "a device's waiting for DDP's buffers counts as its own work"
+    ),
     PrivateName(
-        LOCAL_TENSOR, _local_tensor, "gradients that FSDP2 accumulates count as one micro-step"
+        LOCAL_TENSOR,
+        _check_local_tensor,
+        "gradients that FSDP2 accumulates count as one micro-step",
     ),
     PrivateName(
         STREAM_HANDLE,
-        _in_cuda_build("_cuda_getCurrentRawStream"),
+        _create_cuda_check("_cuda_getCurrentRawStream"),
         "each mark on the device costs the host about a microsecond more",
     ),
     PrivateName(
         "torch._C._cuda_attach_out_of_memory_observer",
-        _in_cuda_build("_cuda_attach_out_of_memory_observer"),
+        _create_cuda_check("_cuda_attach_out_of_memory_observer"),
         "if a rank runs out of device memory, no table shows what held it",
     ),
     PrivateName(
         SNAPSHOT,
-        _in_cuda_build("_cuda_memorySnapshot"),
+        _create_cuda_check("_cuda_memorySnapshot"),
         "if a rank runs out of device memory, no table shows what held it; captures have no memory"
         " snapshot",
     ),
     PrivateName(
         "torch.cuda.memory._record_memory_history",
-        _in_cuda_build("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
+        _create_cuda_check("_cuda_isHistoryEnabled", "_cuda_record_memory_history"),
         "memory history is off, and tables of device memory have no stacks",
     ),
     PrivateName(
-        COMPILE_TIMES, _compile_times, "the report does not show how long torch.compile took"
+        COMPILE_TIMES, _check_compile_times, "the report does not show how long torch.compile took"
     ),
-    PrivateName(PROFILER, _profiler, "nothing is captured"),
-    _callable(FLIGHT_RECORDER, "captures contain no flight-recorder entries"),
+    PrivateName(PROFILER, _check_profiler, "nothing is captured"),
+    _create_callable_check(FLIGHT_RECORDER, "captures contain no flight-recorder entries"),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 
 
-def module_call_function() -> Callable[..., Any]:
+def get_module_call_function() -> Callable[..., Any]:
     """Return the function that each call of a module runs."""
     from torch.nn import Module
 
@@ -334,7 +342,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def tracing_context() -> Callable[[], object]:
+def get_tracing_context_reader() -> Callable[[], object]:
     """Return a function whose result is None unless torch.compile is tracing on
     the calling thread.
     """
@@ -346,7 +354,7 @@ def tracing_context() -> Callable[[], object]:
     return get
 
 
-def out_of_sight() -> Callable[[], AbstractContextManager[object]]:
+def get_hiding_context() -> Callable[[], AbstractContextManager[object]]:
     """Return a context manager that hides calls from the user's torch function modes and tensor
     subclasses.
     """
@@ -358,12 +366,12 @@ def out_of_sight() -> Callable[[], AbstractContextManager[object]]:
     return kind
 
 
-def local_part(tensor: Any) -> Any:
+def get_local_shard(tensor: Any) -> Any:
     """Return the local shard of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def steps_in_progress() -> list[int] | None:
+def find_steps_in_progress() -> list[int] | None:
     """Return the ids of optimizers whose step() is running in the caller, innermost first; None if
     unknown.
     """
@@ -377,7 +385,7 @@ def steps_in_progress() -> list[int] | None:
     ]
 
 
-def current_stream_handle() -> Callable[[int], int] | None:
+def get_stream_handle_reader() -> Callable[[int], int] | None:
     """Return the function that gives the handle of a CUDA device's current stream; None if torch
     lacks it.
     """
@@ -389,7 +397,7 @@ def current_stream_handle() -> Callable[[int], int] | None:
     return handle
 
 
-def compile_s() -> float | None:
+def read_compile_s() -> float | None:
     """Return how long torch.compile took in this process so far, in seconds; None if unknown.
 
     Dynamo is not imported for this: a process without it has compiled nothing.
@@ -400,7 +408,7 @@ def compile_s() -> float | None:
     return float(module.calculate_time_spent()["total_wall_time"]) if works(COMPILE_TIMES) else None
 
 
-def compiled_autograd() -> bool:
+def is_autograd_compiled() -> bool:
     """Return True if backward passes are compiled too.
 
     Gradient hooks would then become part of their graphs.
@@ -409,7 +417,7 @@ def compiled_autograd() -> bool:
     return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
-def break_in_compiled_code(function: Any) -> Any:
+def break_graph_at(function: Any) -> Any:
     """Let Dynamo break the graph at a call of `function`, as at the function of torch that it
     replaces.
 
@@ -420,7 +428,7 @@ def break_in_compiled_code(function: Any) -> Any:
     return function
 
 
-def skip_our_code() -> None:
+def skip_package_frames() -> None:
     """Let Dynamo skip all frames of this package.
 
     Where compiled code breaks the graph, at backward() or in an optimizer, Dynamo tries to compile
@@ -442,10 +450,10 @@ def skip_our_code() -> None:
                         function = inspect.unwrap(function)
                         code = getattr(function, "__code__", None)
                         if code is not None and code.co_filename == module.__file__:
-                            _skip(code)
+                            _skip_code_object(code)
 
 
-def _skip(code: types.CodeType) -> None:
+def _skip_code_object(code: types.CodeType) -> None:
     # The effect of torch._dynamo.skip(), without importing torch._dynamo, which takes a second.
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
@@ -453,4 +461,4 @@ def _skip(code: types.CodeType) -> None:
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            _skip(constant)
+            _skip_code_object(constant)

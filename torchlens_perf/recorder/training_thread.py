@@ -16,7 +16,7 @@ from types import CodeType
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder.autograd_threads import is_autograds
+from torchlens_perf.recorder.autograd_threads import is_autograd_thread
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.recorder import Recorder
@@ -91,9 +91,9 @@ class TrainingThread:
         """
         if threading.get_ident() == self._ident:
             return True
-        return self._recorder.backwards > 0 and is_autograds()
+        return self._recorder.backwards > 0 and is_autograd_thread()
 
-    def does(self, work: Work) -> bool:
+    def note_work(self, work: Work) -> bool:
         """Note the work of the calling thread.
 
         Return True if it is recorded, which this call may change.
@@ -102,7 +102,7 @@ class TrainingThread:
             if work > self._most:
                 self._most = work
             return True
-        if is_autograds():
+        if is_autograd_thread():
             return self._recorder.backwards > 0
         return bool(self._take_over(work))
 
@@ -116,13 +116,13 @@ class TrainingThread:
         self._note(_NOT_RECORDED)
         return False
 
-    def backward_elsewhere(self) -> None:
+    def note_unrecorded_backward(self) -> None:
         """Note that an unrecorded backward pass begins on the calling thread."""
         if self.reads_gradients:
             with self.gradients:
                 self.reads_gradients = False
 
-    def look_for_passes(self, engine: CodeType | None) -> None:
+    def find_running_backwards(self, engine: CodeType | None) -> None:
         """Find backward passes that other threads began before the hooks were attached.
 
         engine: code object of torch's function; None if it is not written in Python.
@@ -134,12 +134,12 @@ class TrainingThread:
                 and engine is not None
                 and any(each.f_code is engine for each, _ in traceback.walk_stack(frame))
             ):
-                self.backward_elsewhere()
+                self.note_unrecorded_backward()
 
     @guard("finding the thread that trains")
     def _take_over(self, work: Work) -> bool:
         more = work > self._most
-        if more or self._has_no_work():
+        if more or self._is_recorded_thread_idle():
             ended = self._ident not in sys._current_frames()
             if self._recorder.take_over(ended):
                 self._ident, self._most = threading.get_ident(), max(int(work), self._most)
@@ -150,7 +150,7 @@ class TrainingThread:
         self._note(_NOT_RECORDED)
         return False
 
-    def _has_no_work(self) -> bool:
+    def _is_recorded_thread_idle(self) -> bool:
         """Return True if the recorded thread has ended or waits in its pool.
 
         Reuse a negative result for a while.

@@ -39,7 +39,7 @@ class AlertCallbacks:
         """Call the callbacks at the ends of steps while this context is active. Raise OSError."""
         self._session, self._mailbox = session, Mailbox(session.ring_path, ALERTS)
         try:
-            with session.throttled("calling on_verdict's callbacks", self.poll_alerts):
+            with session.run_throttled("calling on_verdict's callbacks", self.poll_alerts):
                 yield
         finally:
             self._mailbox.close()

@@ -125,7 +125,7 @@ def restart_sidecar(recorded: RunHandle) -> None:
     """Start the node's sidecar again if it was killed. Raise RunStoreError if it cannot start."""
     if recorded.run is not None and recorded.session is not None:
         session = recorded.session
-        sidecar.ensure(recorded.run, session.identity, session.config._exchange_token)
+        sidecar.ensure_running(recorded.run, session.identity, session.config._exchange_token)
 
 
 def wait_until_run_is_written(run: RunDirectory) -> None:

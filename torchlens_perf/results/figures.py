@@ -92,7 +92,7 @@ class FigureLoggers:
         self._session, self._mailbox = session, Mailbox(session.ring_path, FIGURES)
         self._several = session.identity.has_other_ranks
         try:
-            with session.throttled(
+            with session.run_throttled(
                 "writing figures into the user's logger", self.write_due_figures
             ):
                 yield

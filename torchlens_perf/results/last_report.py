@@ -150,7 +150,7 @@ def _is_interactive() -> bool:
 
 
 def _explain_missing_report(late: LateReport) -> str:
-    return f"torchlens_perf: {printable(late.line())}\n"
+    return f"torchlens_perf: {printable(late.build_message())}\n"
 
 
 def _wait_for_report(
@@ -164,7 +164,7 @@ def _wait_for_report(
     began_s = moved_s = time.monotonic()
     longest_s = timeout_s if timeout_s is not None else _LONGEST_S if patient else SHORT_TIMEOUT_S
     least_s = longest_s if timeout_s is not None else SHORT_TIMEOUT_S
-    progress, said = late.progress(), quiet
+    progress, said = late.read_progress(), quiet
     try:
         while (
             text := mailbox.wait_for_message(
@@ -172,7 +172,7 @@ def _wait_for_report(
             )
         ) is None:
             now_s = time.monotonic()
-            before, progress = progress, late.progress()
+            before, progress = progress, late.read_progress()
             if progress != before:
                 moved_s = now_s
             if now_s >= began_s + longest_s or now_s >= max(

@@ -111,7 +111,7 @@ class NotebookCell:
         self._mailbox = Mailbox(session.ring_path, VIEW)
         try:
             restart_sidecar(recorded)
-            with session.throttled(
+            with session.run_throttled(
                 "updating a notebook's cell", lambda: self._update_display(session)
             ):
                 yield

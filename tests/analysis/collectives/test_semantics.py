@@ -21,7 +21,7 @@ from torchlens_perf.analysis.collectives.semantics import (
     semantics_of,
     split_wait_and_transfer,
 )
-from torchlens_perf.hooks.collective import operators
+from torchlens_perf.hooks.collective import list_collective_operators
 
 ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is WaitRelation.ALL]
 
@@ -51,7 +51,7 @@ def test_every_collective_operator_of_this_torch_has_known_semantics() -> None:
     """Every operator that c10d dispatches is known, except a receive from any source, which allows
     no conclusion.
     """
-    named = {operator.partition("::")[2].strip("_") for operator in operators()}
+    named = {operator.partition("::")[2].strip("_") for operator in list_collective_operators()}
 
     assert named - SEMANTICS.keys() == {"recv_any_source"}
     assert SEMANTICS.keys() - named == {SEND_RECV}

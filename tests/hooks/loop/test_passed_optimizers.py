@@ -407,7 +407,7 @@ def test_each_backward_pass_ends_a_step_if_no_optimizer_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report has a note on this. Optimizers of other tests may still exist."""
-    monkeypatch.setattr("torchlens_perf.hooks.loop.training_loop.living_optimizers", list)
+    monkeypatch.setattr("torchlens_perf.hooks.loop.training_loop.find_living_optimizers", list)
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording:
         for _ in range(5):
@@ -494,7 +494,7 @@ def test_passed_optimizer_matches_itself_its_wrapper_and_its_parameters() -> Non
     passed = PassedOptimizers([optimizers[0], wrapped])
     same_parameters = torch.optim.Adam(models[1].parameters())
 
-    assert [passed.position(each) for each in (*optimizers, same_parameters)] == [
+    assert [passed.find_position(each) for each in (*optimizers, same_parameters)] == [
         0,
         1,
         None,
@@ -502,11 +502,11 @@ def test_passed_optimizer_matches_itself_its_wrapper_and_its_parameters() -> Non
         1,
     ]
     references = sys.getrefcount(wrapped)
-    passed.position(wrapped)
+    passed.find_position(wrapped)
     assert sys.getrefcount(wrapped) == references
-    assert len(passed.alive()) == 2
+    assert len(passed.list_alive()) == 2
     del wrapped
-    assert len(passed.alive()) == 1
+    assert len(passed.list_alive()) == 1
 
 
 def test_forward_without_gradients_is_an_evaluation_only_if_not_in_each_step(

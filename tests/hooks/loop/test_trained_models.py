@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support.recording import recorded
 from torchlens_perf.hooks.loop.model_names import name_models
-from torchlens_perf.hooks.loop.trained_models import objects_of_type
+from torchlens_perf.hooks.loop.trained_models import find_objects_of_type
 from torchlens_perf.run.ring import Kind
 
 STEPS = 3
@@ -365,9 +365,9 @@ def test_search_for_models_runs_no_user_code() -> None:
     """Objects are found by their type, also by a subclass of a subclass."""
     proxies = [Proxy() for _ in range(3)]
     model, generator = network(), Generator(nn.Linear(2, 2))
-    found = objects_of_type(nn.Module)
+    found = find_objects_of_type(nn.Module)
 
     assert len(proxies) == 3
     assert {id(model), id(model[0]), id(generator)} <= {id(module) for module in found}
     assert not {id(proxy) for proxy in proxies} & {id(module) for module in found}
-    assert [type(each) for each in objects_of_type(Generator)] == [Generator]
+    assert [type(each) for each in find_objects_of_type(Generator)] == [Generator]

@@ -58,9 +58,9 @@ def test_span_has_the_devices_duration_although_the_host_only_enqueues(
     begin = marked(clock)
     device.spin(spin_ns)
     end = marked(clock)
-    clock.drain()
+    clock.read_reached_marks()
     device.advance(SECOND)
-    clock.drain()
+    clock.read_reached_marks()
     begin_ns, end_ns = both_read(clock, begin, end)
     assert end_ns - begin_ns == pytest.approx(spin_ns + LAUNCH_NS + EVENT_NS, abs=100)
     assert clock.error_ns is not None
@@ -77,16 +77,16 @@ def test_mark_is_unknown_until_the_device_has_reached_it(
     begin = marked(clock)
     device.spin(50 * MILLISECOND)
     end = marked(clock)
-    clock.drain()
+    clock.read_reached_marks()
     synchronizations, questions = device.synchronizations, device.calls("cuEventQuery")
     for _ in range(5):
         device.advance(8 * MILLISECOND)
-        clock.drain()
+        clock.read_reached_marks()
         assert read(clock, begin) is None, "only with its step"
         assert read(clock, end) is None
     assert device.calls("cuEventQuery") == questions + 5
     device.advance(20 * MILLISECOND)
-    clock.drain()
+    clock.read_reached_marks()
     both_read(clock, begin, end)
     assert device.synchronizations == synchronizations
 
@@ -106,12 +106,12 @@ def test_all_marks_are_read_if_the_host_is_twenty_steps_ahead(
         marks += [marked(clock) for _ in range(6)]
         device.spin(3 * MILLISECOND)
         device.advance(2 * MILLISECOND)
-        clock.drain()
+        clock.read_reached_marks()
         read_all()
     assert 0 < len(times) < len(marks)
     for _ in range(20):
         device.advance(3 * MILLISECOND)
-        clock.drain()
+        clock.read_reached_marks()
         read_all()
     assert len(times) == len(marks)
     in_order = [times[mark] for mark in marks]
@@ -127,7 +127,7 @@ def test_events_are_reused_over_a_thousand_steps(
     for _ in range(1000):
         begin, end = marked(clock), marked(clock)
         device.advance(MILLISECOND)
-        clock.drain()
+        clock.read_reached_marks()
         read(clock, begin)
         read(clock, end)
     assert fake.made < 12
@@ -145,14 +145,14 @@ def test_stream_that_is_behind_does_not_delay_marks_of_another_stream(
     begin = marked(clock)
     device.spin(MILLISECOND, fast)
     end = marked(clock)
-    clock.drain()
+    clock.read_reached_marks()
     device.advance(10 * MILLISECOND)
-    clock.drain()
+    clock.read_reached_marks()
     begin_ns, end_ns = both_read(clock, begin, end)
     assert end_ns - begin_ns == pytest.approx(MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
     assert read(clock, slow_end) is None
     device.advance(SECOND)
-    clock.drain()
+    clock.read_reached_marks()
     begin_ns, end_ns = both_read(clock, slow_begin, slow_end)
     assert end_ns - begin_ns == pytest.approx(900 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
 
@@ -161,7 +161,7 @@ def test_marks_during_a_graph_capture_make_no_device_call_and_are_counted(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
     before = marked(clock)
-    clock.drain()
+    clock.read_reached_marks()
     device.advance(MILLISECOND)
     fake.stream = device.new_stream()
     device.begin_capture(fake.stream)
@@ -170,12 +170,12 @@ def test_marks_during_a_graph_capture_make_no_device_call_and_are_counted(
         for name in ("cuEventQuery", "cuEventRecord", "cuEventElapsedTime_v2")
     }
     assert clock.mark() is None
-    clock.drain()
+    clock.read_reached_marks()
     assert {name: device.calls(name) for name in calls} == calls
     device.end_capture(fake.stream)
     fake.stream = 0
     assert clock.captured == 1
-    clock.drain()
+    clock.read_reached_marks()
     assert read(clock, before) is not None
 
 
@@ -186,14 +186,14 @@ def test_mark_queries_do_not_invalidate_a_capture_on_another_thread(
     mode.
     """
     before = marked(clock)
-    clock.drain()
+    clock.read_reached_marks()
     device.advance(MILLISECOND)
     anothers = device.new_stream()
     device.begin_capture(anothers)
-    clock.drain()
+    clock.read_reached_marks()
     assert read(clock, before) is not None
     device.advance(2 * SECOND)
-    clock.drain()  # Makes an anchor.
+    clock.read_reached_marks()  # Makes an anchor.
     device.end_capture(anothers)
 
 
@@ -204,12 +204,12 @@ def test_no_marks_are_made_while_the_device_is_far_behind(
     device.spin(10 * SECOND)
     for _ in range(events.BEHIND_STEPS + 1):
         marked(clock)
-        clock.drain()
+        clock.read_reached_marks()
     assert clock.mark() is None
     assert clock.skipped == 1
     device.advance(11 * SECOND)
     for _ in range(events.BEHIND_STEPS):
-        clock.drain()
+        clock.read_reached_marks()
     assert clock.mark() is not None
 
 
@@ -219,7 +219,7 @@ def test_marks_beyond_the_event_limit_are_skipped_and_counted_separately(
     """The limit bounds memory. Marks skipped because the device is behind have another counter."""
     monkeypatch.setattr(events, "MAX_EVENTS", 8)
     assert sum(clock.mark() is not None for _ in range(20)) == 8
-    assert (clock.crowded, clock.skipped, clock.missing) == (12, 0, 12)
+    assert (clock.crowded, clock.skipped, clock.missing_marks) == (12, 0, 12)
 
 
 def test_event_limit_is_sufficient_for_a_large_model_two_steps_ahead(
@@ -231,16 +231,16 @@ def test_event_limit_is_sufficient_for_a_large_model_two_steps_ahead(
             marked(clock)
         device.spin(300 * MILLISECOND)
         marked(clock)
-        clock.drain()
+        clock.read_reached_marks()
         if step >= 2:
             device.advance(300 * MILLISECOND)
-    assert clock.missing == 0
+    assert clock.missing_marks == 0
 
 
 def test_event_that_fails_raises_and_leaves_the_mark_missing(
     fake: FakeEvents, clock: EventClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("new", "record", "current"):
+    for name in ("create_event", "record", "current_stream"):
         with monkeypatch.context() as patched:
             patched.setattr(fake, name, lambda *given: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -257,9 +257,9 @@ def test_marks_never_read_are_dropped_with_their_old_step(
     marks = []
     for _ in range(10):
         marks += [marked(clock), marked(clock)]
-        clock.drain()
+        clock.read_reached_marks()
         device.advance(MILLISECOND)
-    clock.drain()
+    clock.read_reached_marks()
     assert [read(clock, mark) is not None for mark in marks] == [False] * 12 + [True] * 8
 
 
@@ -270,14 +270,14 @@ def test_anchors_correct_the_drift_of_the_devices_clock(
     fake.fast = 50e-6
     for _ in range(8):
         device.advance(SECOND)
-        clock.drain()
+        clock.read_reached_marks()
     assert clock.error_ns is not None
     assert clock.error_ns == pytest.approx(50_000, rel=0.1)
     issued_ns = device.now_ns()
     mark = marked(clock)
-    clock.drain()
+    clock.read_reached_marks()
     device.advance(MILLISECOND)
-    clock.drain()
+    clock.read_reached_marks()
     read_ns = read(clock, mark)
     assert read_ns == pytest.approx(issued_ns + EVENT_NS, abs=clock.error_ns)
 
@@ -290,11 +290,11 @@ def test_duration_across_two_anchors_is_not_corrected(
     for _ in range(5):
         begin = marked(clock)
         device.advance(SECOND)
-        clock.drain()
+        clock.read_reached_marks()
         end = marked(clock)
-        clock.drain()
+        clock.read_reached_marks()
         device.advance(MILLISECOND)
-        clock.drain()
+        clock.read_reached_marks()
         span = clock.span(begin, end)
         assert span is not None
         assert span[1] == pytest.approx((SECOND + 1400) * (1 + fake.fast), abs=2000)
@@ -310,7 +310,7 @@ def test_marks_are_counted_as_missing_while_no_anchor_succeeds(
     assert clock.mark() is None
     assert clock.skipped == 1
     device.advance(4 * SECOND)
-    clock.drain()
+    clock.read_reached_marks()
     assert clock.error_ns is not None
     assert clock.mark() is not None
 
@@ -325,7 +325,7 @@ def test_inexact_anchor_is_used_only_if_the_last_one_is_old(
         device.spin(900 * MILLISECOND, fake.aside)
         device.advance(SECOND + MILLISECOND)
         device.spin(100 * MILLISECOND, fake.aside)
-        clock.drain()
+        clock.read_reached_marks()
     assert first_error_ns is not None
     assert clock.error_ns is not None
     assert first_error_ns < 2000 < clock.error_ns < SECOND

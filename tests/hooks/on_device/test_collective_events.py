@@ -16,9 +16,9 @@ from tests.support.recorders import IDS, IMPLEMENTATIONS
 from torchlens_perf.hooks.on_device import clock
 from torchlens_perf.hooks.on_device.clock import EventClock
 from torchlens_perf.hooks.on_device.nccl import CollectiveEvents
-from torchlens_perf.hooks.on_device.stalls import Stalls
+from torchlens_perf.hooks.on_device.stalls import StallMarker
 from torchlens_perf.recorder.clocks import Clocks
-from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -41,13 +41,13 @@ class Loop(CollectiveRig):
         super().__init__(IMPLEMENTATIONS[0], folder, clock=self.fake.now_ns)
         self.clock_of_device = EventClock(self.fake, self.fake.now_ns)
         self.session: Any = type("Session", (), {"clocks": Clocks(), "intern": self.ring.intern})()
-        self.session.clocks.use(self.clock_of_device)
+        self.session.clocks.use_clock(self.clock_of_device)
         self.session.recorder = self.recorder
         self.session.thread = TrainingThread(self.recorder, lambda note: None)
         self.events = CollectiveEvents(self.session)
-        self.session.clocks.collective_listener = self.events.marked
+        self.session.clocks.collective_listener = self.events.store_marks
         self.spans: list[tuple[int, ...]] = []
-        self.stalls = Stalls(
+        self.stalls = StallMarker(
             self.session, self.clock_of_device, lambda *span: self.spans.append(span)
         )
         self.stalls.stream = self.fake.stream
@@ -59,12 +59,14 @@ class Loop(CollectiveRig):
         self.device.spin(KERNEL_NS, self.fake.stream)
         if not raises and end is not None:
             end()
-        self.recorder.returned(issued, int(End.UNKNOWN), int(Flag.EXCEPTION) if raises else 0)
+        self.recorder.returned(
+            issued, int(EndDetection.UNKNOWN), int(Flag.EXCEPTION) if raises else 0
+        )
 
     def step(self) -> None:
         """End a step. The device's clock is read first."""
-        self.clock_of_device.drain()
-        self.events.read()
+        self.clock_of_device.read_reached_marks()
+        self.events.report_known_times()
         self.recorder.next_step()
 
 

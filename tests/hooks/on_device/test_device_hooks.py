@@ -20,8 +20,8 @@ from torchlens_perf import config
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks import attach
 from torchlens_perf.hooks.on_device import sections as hooks_device
-from torchlens_perf.hooks.on_device.choice import device_hooks
-from torchlens_perf.hooks.on_device.sections import DeviceHook
+from torchlens_perf.hooks.on_device.choice import create_device_hooks
+from torchlens_perf.hooks.on_device.sections import DeviceTimesHook
 from torchlens_perf.recorder import session
 from torchlens_perf.recorder.devices import CONNECTIONS
 from torchlens_perf.run.clock import read_device_mark
@@ -91,7 +91,7 @@ class Rig:
         self.model = Model(device)
         self.optimizer = Sgd(self.model.parameters(), lr=0.1)
         self.optimizer.device = device
-        self.hook = DeviceHook(asked_for=False)
+        self.hook = DeviceTimesHook(asked_for=False)
 
     def attach(self, recording: Recording) -> None:
         """Start the hook in the way the end of the first step does on a GPU."""
@@ -99,7 +99,7 @@ class Rig:
         session = recording.watch._session
         assert session is not None
         session.hooks._contexts.enter_context(self.hook.attach(session))
-        self.hook.start(session, self.events, self.events.now_ns)
+        self.hook.start_marking(session, self.events, self.events.now_ns)
 
     def step(self) -> None:
         """Run one step. The host only enqueues the work of the step."""
@@ -129,7 +129,7 @@ def test_device_is_unknown_while_the_model_is_still_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, known: str
 ) -> None:
     """On a machine with an accelerator, `model.cuda()` may follow, or FSDP offloads to the CPU."""
-    monkeypatch.setattr(attach, "accelerator", lambda: there)
+    monkeypatch.setattr(attach, "find_accelerator", lambda: there)
     with recorded(tmp_path, torch.nn.Linear(2, 2)) as recording:
         recording.watch.step()
     assert recording.metadata["compute_device"] == known
@@ -326,7 +326,7 @@ def test_time_to_read_marks_is_charged_to_the_sampled_step(
         rig.attach(recording)
         session = recording.watch._session
         charged: list[int] = []
-        monkeypatch.setattr(session.step._sampling, "add_cost", charged.append)
+        monkeypatch.setattr(session.step._sampling, "add_later_cost", charged.append)
         for sampled in (0, 0, 1, 0, 0, 0):
             session.recorder.sampled = sampled
             rig.step()
@@ -412,7 +412,7 @@ def test_device_times_are_off_with_one_connection_to_the_device(
     for asked_for in (False, True):
         with recorded(tmp_path) as recording:
             assert recording.watch is not None
-            recording.watch._session.attach([DeviceHook(asked_for=asked_for)])
+            recording.watch._session.attach([DeviceTimesHook(asked_for=asked_for)])
         assert any(CONNECTIONS in note for note in recording.notes) is not asked_for
 
 
@@ -454,7 +454,7 @@ def test_hook_that_failed_makes_no_more_marks(
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
         rig.step()
-        monkeypatch.setattr(rig.hook._clock, "drain", lambda: 1 / 0)
+        monkeypatch.setattr(rig.hook._clock, "read_reached_marks", lambda: 1 / 0)
         rig.step()
         records = device.calls("cuEventRecord")
         for _ in range(5):
@@ -484,7 +484,7 @@ def test_no_device_hook_is_attached_with_a_cpu_build_of_torch() -> None:
     """A setting that asks for device times does not change this."""
     if torch.version.cuda is not None or torch.version.hip is not None:
         pytest.skip("this torch was built for a device")
-    assert device_hooks(config.Config(device_times="on")) == []
+    assert create_device_hooks(config.Config(device_times="on")) == []
 
 
 def test_last_mark_reached_by_the_device_is_published(

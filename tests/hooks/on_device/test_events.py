@@ -26,7 +26,7 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(torch.cuda, "current_stream", self.current_stream)
         get_handle = (lambda index: self.handle) if handles else None
-        monkeypatch.setattr(torch_private, "current_stream_handle", lambda: get_handle)
+        monkeypatch.setattr(torch_private, "get_stream_handle_reader", lambda: get_handle)
 
     def current_stream(self, index: int) -> Any:
         """Return a new object at each call."""

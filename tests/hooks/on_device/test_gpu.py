@@ -48,8 +48,8 @@ class Devices:
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     """Replace torch's devices with three unused ones."""
-    default_hooks = attach.default_hooks
-    monkeypatch.setattr(attach, "default_hooks", lambda *args: [*default_hooks(*args), GpuHook()])
+    default_hooks = attach.create_hooks
+    monkeypatch.setattr(attach, "create_hooks", lambda *args: [*default_hooks(*args), GpuHook()])
     return Devices(monkeypatch)
 
 

@@ -229,7 +229,8 @@ def test_errors_of_nccl_for_missing_features_differ_from_other_failures() -> Non
 @pytest.mark.long  # Needs a quiet machine: a rank that lacked a CPU could be reported first.
 @pytest.mark.distributed
 @pytest.mark.skipif(
-    device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"
+    device.missing() is not None,
+    reason=f"the device cannot be built: {device.missing()}",
 )
 def test_check_finds_the_planted_fault_on_the_fake_asynchronous_device(tmp_path: Path) -> None:
     """One training loop and one fault of this part are planted in the same way as on CUDA."""
@@ -242,7 +243,8 @@ def test_check_finds_the_planted_fault_on_the_fake_asynchronous_device(tmp_path:
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.skipif(
-    device.missing() is not None, reason=f"the device cannot be built: {device.missing()}"
+    device.missing() is not None,
+    reason=f"the device cannot be built: {device.missing()}",
 )
 @pytest.mark.parametrize("name", [ASYNC, MODULES])
 def test_complete_check_passes_on_the_fake_asynchronous_device(tmp_path: Path, name: str) -> None:

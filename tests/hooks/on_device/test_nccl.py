@@ -19,7 +19,7 @@ from torchlens_perf import autoload
 from torchlens_perf.commands.doctor import LIMITED, OK, run_checks
 from torchlens_perf.config import Config
 from torchlens_perf.hooks import attach
-from torchlens_perf.hooks.on_device.choice import device_hooks
+from torchlens_perf.hooks.on_device.choice import create_device_hooks
 from torchlens_perf.hooks.on_device.nccl import NcclHook
 from torchlens_perf.recorder import devices as device
 from torchlens_perf.recorder import nccl_plugin, step_callbacks, torch_groups
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.skipif(
 def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     """Replace NCCL with one for two ranks that can load a plugin. No user settings exist."""
     made = FakeNccl(nccl_library, tmp_path, 6)
-    monkeypatch.setattr(nccl_plugin, "path", lambda: made.file)
-    monkeypatch.setattr(nccl_plugin, "load", lambda: made.plugin)
+    monkeypatch.setattr(nccl_plugin, "find_path", lambda: made.file)
+    monkeypatch.setattr(nccl_plugin, "load_plugin", lambda: made.plugin)
     monkeypatch.setattr(nccl_plugin, "_SYSTEM_FOLDERS", ())
     monkeypatch.setenv(VARIABLE, "")
     monkeypatch.delenv(VARIABLE)  # monkeypatch also removes the variable after the test.
@@ -63,7 +63,9 @@ def watched(
     wish: str = "auto",
 ) -> Iterator[Recording]:
     """Return a watch with the NCCL hook, as on a machine with a GPU."""
-    monkeypatch.setattr(attach, "device_hooks", lambda config: [NcclHook(wish, nccl=version)])
+    monkeypatch.setattr(
+        attach, "create_device_hooks", lambda config: [NcclHook(wish, nccl=version)]
+    )
     with recorded(folder / "run") as recording:
         yield recording
     assert recording.internal_errors == 0
@@ -205,9 +207,11 @@ def test_plugin_is_not_set_if_shared_memory_is_too_small(
 
 def test_free_shared_memory_is_required_for_all_ranks_of_the_node(tmp_path: Path) -> None:
     """A missing folder has no free space."""
-    assert nccl_plugin.no_room(1, tmp_path) == ""
-    assert "34 MiB" in nccl_plugin.no_room(1, Path("/proc"))  # `/proc` has no free space.
-    assert "272 MiB" in nccl_plugin.no_room(8, tmp_path / "missing")
+    assert nccl_plugin.find_shared_memory_problem(1, tmp_path) == ""
+    assert "34 MiB" in nccl_plugin.find_shared_memory_problem(
+        1, Path("/proc")
+    )  # `/proc` has no free space.
+    assert "272 MiB" in nccl_plugin.find_shared_memory_problem(8, tmp_path / "missing")
 
 
 def test_timing_ends_if_shared_memory_is_too_small_for_a_later_communicator(
@@ -220,7 +224,7 @@ def test_timing_ends_if_shared_memory_is_too_small_for_a_later_communicator(
         assert nccl.mask == ON
         second = nccl.communicator(ranks=10_000_000)
         assert nccl.mask == 0
-        recording.watch._session.step_callbacks._run(
+        recording.watch._session.step_callbacks._run_callbacks(
             recording.watch._session.step_callbacks._throttled
         )
     for context in (first, second):
@@ -249,9 +253,9 @@ def test_plugin_is_set_for_an_untested_nccl_only_on_request(
         assert recording.watch._session.clocks.collective_listener is not None
     (note,) = recording.notes
     assert "it supports NCCL 2.28 to 2.30, and this is" in note
-    monkeypatch.setattr(nccl_plugin, "version", lambda: version)
+    monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda: version)
     for wish, offered in (("auto", False), ("on", True)):
-        nccl_plugin.offer_early(os.environ, wish)
+        nccl_plugin.offer_at_import(os.environ, wish)
         assert (VARIABLE in os.environ) == offered
 
 
@@ -414,10 +418,16 @@ def test_plugin_is_set_before_the_first_communicator_is_created(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The hook for aggregate="device" creates a communicator. NCCL looks for a plugin only once."""
-    monkeypatch.setattr(device, "has_devices", lambda: True)
+    monkeypatch.setattr(device, "has_cuda_devices", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    names = [type(hook).__name__ for hook in device_hooks(Config(aggregate="device"))]
-    assert names == ["DeviceHook", "DataParallelHook", "NcclHook", "GpuHook", "StampHook"]
+    names = [type(hook).__name__ for hook in create_device_hooks(Config(aggregate="device"))]
+    assert names == [
+        "DeviceTimesHook",
+        "DataParallelHook",
+        "NcclHook",
+        "GpuHook",
+        "DeviceSectionHook",
+    ]
 
 
 def test_timing_continues_after_a_graph_capture_that_failed_to_begin(
@@ -481,7 +491,7 @@ def test_communicators_created_without_the_plugin_are_noted(
     """NCCL has not loaded the plugin. Advice is given once, and events are used."""
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     backends = {("0", "cuda"): "gloo", ("1", "cuda"): "nccl"}
-    monkeypatch.setattr(torch_groups, "backend_of_group", lambda *group: backends[group])
+    monkeypatch.setattr(torch_groups, "get_group_backend", lambda *group: backends[group])
     with watched(tmp_path, monkeypatch) as recording:
         inside = recording.watch._session
         inside.metadata.device_groups.add(("0", "cuda"))
@@ -504,7 +514,7 @@ def test_communicators_created_with_the_plugin_are_timed_without_events(
     """The communicators may be older than the watch, as with automatic recording."""
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     monkeypatch.setenv(VARIABLE, str(nccl.file))
-    monkeypatch.setattr(torch_groups, "backend_of_group", lambda *group: "nccl")
+    monkeypatch.setattr(torch_groups, "get_group_backend", lambda *group: "nccl")
     nccl.load()
     context = nccl.communicator()
     with watched(tmp_path, monkeypatch) as recording:
@@ -530,7 +540,7 @@ def test_plugin_is_set_at_import_of_torch_with_automatic_recording(
     """Automatic recording begins after the first step, later than the first communicator."""
     from torchlens_perf.hooks.loop.optimizer import relay
 
-    monkeypatch.setattr(nccl_plugin, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda: (2, 29, 7))
     # Automatic recording is already waiting for a step.
     monkeypatch.setattr(relay, "after", object())
     for name, value in {"TORCHLENS_PERF": "1", **told}.items():
@@ -538,7 +548,7 @@ def test_plugin_is_set_at_import_of_torch_with_automatic_recording(
     autoload.autoload()
     assert (os.environ.get(VARIABLE) == str(nccl.file)) == offered
     assert (VARIABLE in os.environ) == offered
-    nccl_plugin.withdraw(os.environ, nccl.file)
+    nccl_plugin.withdraw_plugin(os.environ, nccl.file)
     assert VARIABLE not in os.environ
 
 
@@ -547,8 +557,8 @@ def test_plugin_is_not_set_if_torch_lacks_a_suitable_nccl(
 ) -> None:
     """torch has an old NCCL, or none from NVIDIA."""
     for version in (None, (2, 26, 2)):
-        monkeypatch.setattr(nccl_plugin, "version", lambda found=version: found)
-        nccl_plugin.offer_early(os.environ, "auto")
+        monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda found=version: found)
+        nccl_plugin.offer_at_import(os.environ, "auto")
         assert VARIABLE not in os.environ
 
 
@@ -557,13 +567,13 @@ def test_nccl_version_has_no_suffix_and_is_none_without_cuda(
 ) -> None:
     """torch may have no CUDA, or the NCCL of another vendor."""
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert nccl_plugin.version() is None
+    assert nccl_plugin.read_nccl_version() is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert nccl_plugin.version() is None
+    assert nccl_plugin.read_nccl_version() is None
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7, "rc1"))
-    assert nccl_plugin.version() == (2, 29, 7)
+    assert nccl_plugin.read_nccl_version() == (2, 29, 7)
 
 
 @pytest.mark.parametrize(
@@ -579,9 +589,9 @@ def test_doctor_prints_one_line_on_nccl(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The line has advice. Without NCCL in torch there is no line."""
-    monkeypatch.setattr(nccl_plugin, "version", lambda: None)
+    monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda: None)
     assert not any("NCCL" in check.subject for check in run_checks())
-    monkeypatch.setattr(nccl_plugin, "version", lambda: version)
+    monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda: version)
     if chosen is not None:
         monkeypatch.setenv(VARIABLE, chosen)
     (check,) = (check for check in run_checks() if "NCCL" in check.subject)

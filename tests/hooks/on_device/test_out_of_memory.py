@@ -207,10 +207,10 @@ def test_size_of_memory_snapshots_in_captures_is_limited(
     """A history of the job is not copied, and no large snapshot is pickled."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch_instruments.memory_history, "is_ours", ours)
-    assert isinstance(torch_instruments.pickled_memory(), bytes)
+    assert isinstance(torch_instruments.dump_memory_snapshot(), bytes)
     assert allocator.snapshots == [ours]
     monkeypatch.setattr(torch_instruments, "MAX_SNAPSHOT_ENTRIES", 2)
-    observed = torch_instruments.pickled_memory()
+    observed = torch_instruments.dump_memory_snapshot()
     assert observed == "3 blocks and entries of the history are more than 2"
 
 
@@ -251,14 +251,14 @@ def test_tables_of_repeated_errors_take_at_most_a_hundredth_of_the_time(
     clock = Clock()
     with recorded(tmp_path) as recording:
         assert recording.watch._session is not None
-        observer = out_of_memory._Observer(recording.watch._session, clock)
+        observer = out_of_memory._OomTableWriter(recording.watch._session, clock)
         for _ in range(4):
-            observer.observed(0, GB, 0, 0)
+            observer.on_out_of_memory(0, GB, 0, 0)
         assert len(allocator.snapshots) == 1
         same = written(recording.watch, "rank00000-0.json")
         assert (same["untold"], same["table"] is None) == (3, False)
         clock.now_ns += 2_000_000_000  # Two seconds after the first table, which took 20 ms.
-        observer.observed(0, GB, 0, 0)
+        observer.on_out_of_memory(0, GB, 0, 0)
         assert written(recording.watch, "rank00000-0.json")["untold"] == 3
     assert len(allocator.snapshots) == 2
 

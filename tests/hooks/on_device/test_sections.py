@@ -14,7 +14,7 @@ from tests.support.recording import Recording, recorded, records_of
 from tests.support.saved import save_and_load
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.cuda.stamps import DeviceRing
-from torchlens_perf.hooks.on_device.stamps import StampHook
+from torchlens_perf.hooks.on_device.stamps import DeviceSectionHook
 from torchlens_perf.recorder import device_sections
 from torchlens_perf.run.ring import Kind
 
@@ -45,7 +45,7 @@ def attach(recording: Recording, torch_device: FakeTorchDevice, *, decorated: bo
     assert recording.watch is not None
     session = recording.watch._session
     assert session is not None
-    session.attach([StampHook(torch_device, torch_device.now_ns)])
+    session.attach([DeviceSectionHook(torch_device, torch_device.now_ns)])
 
 
 def statistics(recording: Recording) -> DeviceStatistics:
@@ -245,9 +245,9 @@ def test_creating_the_device_ring_counts_as_overhead(
 
     def slow_ring() -> DeviceRing:
         time.sleep(0.05)
-        return FakeTorchDevice.ring(torch_device)
+        return FakeTorchDevice.get_or_create_ring(torch_device)
 
-    monkeypatch.setattr(torch_device, "ring", slow_ring)
+    monkeypatch.setattr(torch_device, "get_or_create_ring", slow_ring)
     with recorded(tmp_path) as recording:
         attach(recording, torch_device, decorated=False)
         charged: list[int] = []

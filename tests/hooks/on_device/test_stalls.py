@@ -16,7 +16,7 @@ from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recorders import IDS, IMPLEMENTATIONS
 from torchlens_perf.hooks.on_device import clock
 from torchlens_perf.hooks.on_device.clock import EventClock
-from torchlens_perf.hooks.on_device.stalls import Stalls
+from torchlens_perf.hooks.on_device.stalls import StallMarker
 from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.ring import Kind
@@ -38,7 +38,9 @@ class Loop(CollectiveRig):
         self.session.recorder = self.recorder
         self.session.thread = TrainingThread(self.recorder, lambda note: None)
         self.spans: list[tuple[int, ...]] = []
-        self.stalls = Stalls(self.session, self.device_clock, lambda *span: self.spans.append(span))
+        self.stalls = StallMarker(
+            self.session, self.device_clock, lambda *span: self.spans.append(span)
+        )
         self.recorder.set_device_clock(None, None, self.stalls.begin_wait, self.stalls.end)
         self.stalls.stream = self.fake.stream
 
@@ -51,13 +53,13 @@ class Loop(CollectiveRig):
     def phase(self) -> None:
         """End a forward or backward pass on a stream."""
         self.device_clock.mark()
-        self.stalls.phase_marked()
+        self.stalls.note_phase_stream()
 
     def durations_ms(self) -> list[float]:
         """Wait until the device has reached all stalls, and return their durations."""
         for _ in range(2):
             self.device.advance(1000 * MILLISECOND)
-            self.device_clock.drain()
+            self.device_clock.read_reached_marks()
         times = [self.device_clock.span(begin, end) for _, _, begin, end in self.spans]
         assert all(kind == Kind.WAIT for kind, *_ in self.spans)
         return [round(time[1] / MILLISECOND, 1) for time in times if time is not None]
@@ -119,8 +121,8 @@ def test_waits_on_other_streams_than_the_compute_stream_are_no_stalls(loop: Loop
     loop.fake.stream = 0
     loop.blocked()
     loop.phase()
-    loop.stalls.step_ended()
-    assert loop.device_clock.missing == 0
+    loop.stalls.finish_step()
+    assert loop.device_clock.missing_marks == 0
     assert loop.durations_ms() == [1.0]
 
 
@@ -136,14 +138,14 @@ def test_step_with_a_pass_on_another_stream_has_incomplete_stalls(loop: Loop, ta
         loop.blocked()
     loop.phase()
     loop.fake.stream = 0
-    loop.stalls.step_ended()
+    loop.stalls.finish_step()
     assert (loop.spans, loop.device_clock.aside) == ([], 1)
     loop.blocked()
     loop.phase()
     loop.fake.stream = loop.device.new_stream()
     loop.phase()  # A pass without a wait on that stream.
-    loop.stalls.step_ended()
-    assert loop.device_clock.missing == 1
+    loop.stalls.finish_step()
+    assert loop.device_clock.missing_marks == 1
 
 
 def test_stall_in_the_backward_tail_ends_with_the_backward_pass(loop: Loop) -> None:
@@ -157,7 +159,7 @@ def test_stall_in_the_backward_tail_ends_with_the_backward_pass(loop: Loop) -> N
     loop.recorder.end(Kind.BACKWARD, 0)
     mark = loop.device_clock.mark()
     assert mark is not None
-    loop.stalls.backward_ended(mark)
+    loop.stalls.set_backward_end(mark)
     loop.stalls.end_tail()
     assert [end for *_, end in loop.spans] == [mark]
     assert loop.device_clock.marked == 2
@@ -173,25 +175,25 @@ def test_interrupted_stall_makes_the_stalls_of_the_step_incomplete(loop: Loop) -
     """A backward pass that raises has no tail. An interrupted wait ends at the step's end."""
     loop.stalls.begin_tail(TAIL)
     loop.stalls.end_tail(raised=True)
-    assert loop.device_clock.missing == 1
+    assert loop.device_clock.missing_marks == 1
     loop.stalls.begin(TAIL)
     loop.blocked()
-    loop.stalls.step_ended()
+    loop.stalls.finish_step()
     loop.stalls.end()
     assert loop.spans == []
-    assert loop.device_clock.missing == 2
+    assert loop.device_clock.missing_marks == 2
     loop.blocked()
-    loop.stalls.step_ended()
+    loop.stalls.finish_step()
     assert loop.durations_ms() == [1.0]
-    assert loop.device_clock.missing == 2
+    assert loop.device_clock.missing_marks == 2
 
 
 def test_backward_pass_with_unknown_end_of_computation_is_counted(loop: Loop) -> None:
     """A pass that raised is not counted, because no rank waited for it."""
     loop.stalls.end_tail(raised=True, is_known=False)
-    assert loop.device_clock.missing == 0
+    assert loop.device_clock.missing_marks == 0
     loop.stalls.end_tail(is_known=False)
-    assert loop.device_clock.missing == 1
+    assert loop.device_clock.missing_marks == 1
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_failed_mark_makes_the_stalls_of_the_step_incomplete(
         end()
     monkeypatch.setattr(loop.fake, "record", record)
     assert loop.spans == []
-    assert loop.device_clock.missing > 0
+    assert loop.device_clock.missing_marks > 0
     loop.blocked(2 * MILLISECOND)
     assert loop.durations_ms() == [2.0]
     loop.stalls.begin_tail(TAIL)
@@ -238,7 +240,7 @@ def test_step_in_a_graph_capture_has_incomplete_stalls(loop: Loop) -> None:
     assert loop.device.calls("cuEventRecord") == events
     loop.device.end_capture(stream)
     assert loop.spans == []
-    assert loop.device_clock.missing == 1
+    assert loop.device_clock.missing_marks == 1
     loop.blocked()
     assert len(loop.spans) == 1
 
@@ -249,7 +251,7 @@ def test_number_of_open_stall_marks_is_limited(loop: Loop, monkeypatch: pytest.M
     for _ in range(64):
         loop.blocked()
     assert loop.fake.made <= 64 + 8
-    assert loop.device_clock.missing == loop.device_clock.crowded > 0
+    assert loop.device_clock.missing_marks == loop.device_clock.crowded > 0
 
 
 def test_durations_of_host_waits_exclude_the_time_of_marking(loop: Loop) -> None:

@@ -69,7 +69,7 @@ def test_cut_ring_loses_only_its_own_records(cut: str, run: RunDirectory) -> Non
             path = Path(other.stdout.readline().strip())
             rank = Rank(run, 0)
             rank.steps(STEPS, **WORK)
-            sidecar.ensure(run, rank.identity)
+            sidecar.ensure_running(run, rank.identity)
             assert eventually(lambda: counted(run) == {0: STEPS, 1: STEPS})
             CUTS[cut](path)
             rank.steps(STEPS, **WORK)

@@ -296,7 +296,7 @@ run.register_ring(HOST, ring.path)
 ring.set_metadata({"whose": "ours"})
 ring.close()
 %s
-print(keep_ring.keep(run, HOST, ring, 60))
+print(keep_ring.copy_ring_to_run(run, HOST, ring, 60))
 ring.release()
 kept, local = run.rings_in_run_directory(HOST), run.local_rings()
 print(os.path.isdir('runs') and [path.name for path in kept], [path.name for path in local])

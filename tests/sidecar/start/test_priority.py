@@ -31,7 +31,7 @@ def test_live_sidecar_has_low_priority_and_a_memory_limit(run: RunDirectory) -> 
     If memory runs out, the kernel ends the sidecar first.
     """
     rank = Rank(run, 0, 1)
-    sidecar.ensure(run, rank.identity)
+    sidecar.ensure_running(run, rank.identity)
     assert eventually(lambda: sidecar_status.read_status(str(find_sidecar_lock(run.run_id)))[0] > 0)
     pid = sidecar_status.read_status(str(find_sidecar_lock(run.run_id)))[0]
     score = Path(f"/proc/{pid}/oom_score_adj")

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from tests.device import device
 from tests.support.device import twins
-from torchlens_perf.cuda.aggregate import DeviceAggregate
-from torchlens_perf.cuda.driver import Arguments
+from torchlens_perf.cuda.aggregate import WindowMerger
+from torchlens_perf.cuda.driver import KernelArguments
 from torchlens_perf.cuda.reduction import ROW_WIDTHS, SUM_ROW
 from torchlens_perf.cuda.stamps import DeviceRing
 
@@ -95,42 +95,48 @@ class TwinDriver:
         kept = values if pinned else values.copy()
         device.call(stream, lambda _: ctypes.memmove(address, kept.ctypes.data, kept.nbytes))
 
-    def clear(self, address: int, size: int, stream: int) -> None:
+    def clear_memory(self, address: int, size: int, stream: int) -> None:
         device.call(stream, lambda _: ctypes.memset(address, 0, size))
 
-    def new_stream(self) -> int:
+    def create_stream(self) -> int:
         return self._known(torch.Stream(device=device.NAME))
 
     @contextmanager
-    def own_stream(self) -> Iterator[int]:
-        stream = self.new_stream()
+    def temporary_stream(self) -> Iterator[int]:
+        stream = self.create_stream()
         yield stream
         self.streams[stream].synchronize()
 
-    def relaxed_captures(self) -> AbstractContextManager[None]:
+    def allow_during_captures(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def wait(self, stream: int, event: int) -> None:
+    def wait_for_event(self, stream: int, event: int) -> None:
         if self._events[event] is not None:
             self.streams[stream].wait_event(self._events[event])
 
     def is_capturing(self, stream: int) -> bool:
         return False
 
-    def new_event(self) -> int:
+    def create_event(self) -> int:
         handle = next(self._handles)
         self._events[handle] = None
         return handle
 
-    def record(self, event: int, stream: int) -> None:
+    def record_event(self, event: int, stream: int) -> None:
         self._events[event] = torch.Event(device.NAME)
         self._events[event].record(self.streams[stream])
 
-    def has_passed(self, event: int) -> bool:
+    def has_event_passed(self, event: int) -> bool:
         return self._events[event] is None or bool(self._events[event].query())
 
-    def launch(
-        self, function: int, grid: int, threads: int, shared: int, stream: int, arguments: Arguments
+    def launch_kernel(
+        self,
+        function: int,
+        grid: int,
+        threads: int,
+        shared: int,
+        stream: int,
+        arguments: KernelArguments,
     ) -> None:
         values = [each.value for each in arguments._values]
         kernel = KERNELS[NAMES[function - 1]]
@@ -197,21 +203,21 @@ def driver() -> TwinDriver:
 
 
 class AsyncDevice:
-    """Replaces cuda_device.Device."""
+    """Replaces cuda_device.CudaDevice."""
 
-    def stream(self) -> int:
+    def stream_handle(self) -> int:
         return driver().current()
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return False
 
-    def in_use(self) -> bool:
+    def is_in_use(self) -> bool:
         return True
 
-    def current(self) -> int:
+    def current_index(self) -> int:
         return 0
 
-    def ring(self) -> DeviceRing:
+    def get_or_create_ring(self) -> DeviceRing:
         if not _ring:
             _ring.append(DeviceRing(driver(), driver().functions))  # type: ignore[arg-type]
         return _ring[0]
@@ -219,28 +225,28 @@ class AsyncDevice:
     def earlier_ring(self) -> DeviceRing | None:
         return _ring[0] if _ring else None
 
-    def group(self) -> Any:
+    def create_process_group(self) -> Any:
         return dist.new_group(backend=device.NAME)
 
-    def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
+    def create_merger(self, ring: DeviceRing, group: Any) -> WindowMerger:
         if not _aside:
             _aside.append(torch.Stream(device=device.NAME))
-        return DeviceAggregate(self, driver(), driver().functions, ring, group)  # type: ignore[arg-type]
+        return WindowMerger(self, driver(), driver().functions, ring, group)  # type: ignore[arg-type]
 
-    def all_agree(self, group: Any, *, able: bool) -> bool:
+    def all_ranks_agree(self, group: Any, *, able: bool) -> bool:
         flag = torch.full((1,), int(able), dtype=torch.int64, device=device.NAME)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group)
         return bool(flag.item())
 
     @contextmanager
-    def aside(self) -> Iterator[int]:
+    def merge_stream(self) -> Iterator[int]:
         stream = _aside[0]
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
             yield driver().current()
 
-    def zeros(self, words: int) -> torch.Tensor:
+    def allocate_zeros(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64, device=device.NAME)
 
-    def words(self, address: int, count: int) -> torch.Tensor:
+    def view_words(self, address: int, count: int) -> torch.Tensor:
         return driver().tensor(address, count)

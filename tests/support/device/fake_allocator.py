@@ -135,10 +135,10 @@ class _Properties:
 def installed(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     """Replace torch's allocator, which a CPU build does not have."""
     fake = FakeAllocator()
-    monkeypatch.setattr(hooks_memory, "has_devices", lambda: True)
+    monkeypatch.setattr(hooks_memory, "has_cuda_devices", lambda: True)
     # Keep other hooks from looking for a device, whatever the build of torch.
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(out_of_memory, "relay", out_of_memory._Relay())
+    monkeypatch.setattr(out_of_memory, "relay", out_of_memory._ObserverRelay())
     for name, function in {
         "is_initialized": lambda: fake.initialized,
         "device_count": lambda: 1,

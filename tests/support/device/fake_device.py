@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.device.shim_kernels import COMPILER, HERE
-from torchlens_perf.cuda.aggregate import DeviceAggregate
-from torchlens_perf.cuda.driver import Arguments, Driver
+from torchlens_perf.cuda.aggregate import WindowMerger
+from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
 from torchlens_perf.cuda.stamps import DeviceRing
 from torchlens_perf.errors import DeviceError
 
@@ -53,7 +53,7 @@ class FakeDevice:
         compile_kernels().
         """
         os.environ["FAKE_DRIVER_KERNELS"] = str(kernels)
-        self.driver = Driver(str(library))
+        self.driver = CudaDriver(str(library))
         self._library = ctypes.CDLL(str(library))
         for name, types in _MORE.items():
             getattr(self._library, name).argtypes = types
@@ -111,7 +111,9 @@ class FakeDevice:
     def spin(self, duration_ns: int, stream: int = 0) -> None:
         """Enqueue work of the given duration."""
         function = self.functions("spin")["spin"]
-        self.driver.launch(function, 1, 32, 0, stream, Arguments([np.uint64(duration_ns)]))
+        self.driver.launch_kernel(
+            function, 1, 32, 0, stream, KernelArguments([np.uint64(duration_ns)])
+        )
 
     def begin_capture(self, stream: int) -> None:
         """Start to record the stream's work as a graph."""
@@ -176,7 +178,7 @@ class FakeEvents:
         # Seconds that the device's clock gains on the host's clock each second.
         self.fast = 0.0
 
-    def new(self) -> FakeEvent:
+    def create_event(self) -> FakeEvent:
         self.made += 1
         events = self
 
@@ -186,20 +188,20 @@ class FakeEvents:
 
         return Drifting(self.device)
 
-    def current(self) -> int | None:
-        return None if self.capturing() else self.stream
+    def current_stream(self) -> int | None:
+        return None if self.is_capturing() else self.stream
 
     def record(self, event: FakeEvent, stream: int) -> None:
         event.record(stream)
 
-    def record_aside(self, event: FakeEvent) -> None:
+    def record_on_idle_stream(self, event: FakeEvent) -> None:
         event.record(self.aside)
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return self.device.driver.is_capturing(self.stream)
 
-    def beside_captures(self) -> AbstractContextManager[None]:
-        return self.device.driver.relaxed_captures()
+    def allow_during_captures(self) -> AbstractContextManager[None]:
+        return self.device.driver.allow_during_captures()
 
     def now_ns(self) -> int:
         """Return the time of the host's clock, which advances by 200 ns with each reading."""
@@ -208,7 +210,7 @@ class FakeEvents:
 
 
 class FakeTorchDevice:
-    """Replaces hooks.stamps.Device."""
+    """Replaces cuda_device.CudaDevice."""
 
     def __init__(self, device: FakeDevice, slots: int = 4, places: int = 64) -> None:
         self.device, self.current_stream, self.slots, self.places = device, 0, slots, places
@@ -219,19 +221,19 @@ class FakeTorchDevice:
         self.made: DeviceRing | None = None
         self.missing = ""
 
-    def stream(self) -> int:
+    def stream_handle(self) -> int:
         return self.current_stream
 
-    def current(self) -> int:
+    def current_index(self) -> int:
         return self.index
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return self.device.driver.is_capturing(self.current_stream)
 
-    def in_use(self) -> bool:
+    def is_in_use(self) -> bool:
         return self.used
 
-    def ring(self) -> DeviceRing:
+    def get_or_create_ring(self) -> DeviceRing:
         if self.missing:
             raise DeviceError(self.missing)
         if self.made is None:
@@ -247,15 +249,15 @@ class FakeTorchDevice:
         self.device.advance(1000)
         return self.device.now_ns()
 
-    def group(self) -> Any:
+    def create_process_group(self) -> Any:
         """Create a gloo group, which can reduce the device's memory because that is host memory."""
         return dist.new_group()
 
-    def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
+    def create_merger(self, ring: DeviceRing, group: Any) -> WindowMerger:
         functions = self.device.functions("merged_quantiles", "rank_scores", "reduce_window")
-        self.aside_stream = self.aside_stream or self.device.driver.new_stream()
-        merging = DeviceAggregate(self, self.device.driver, functions, ring, group)
-        reduce = merging._steps.reduce
+        self.aside_stream = self.aside_stream or self.device.driver.create_stream()
+        merging = WindowMerger(self, self.device.driver, functions, ring, group)
+        reduce = merging._steps.enqueue_reduction
 
         def reduce_at_once(*given: Any) -> bool:
             """Finish the device's work first, because the host's torch does not wait for the fake
@@ -265,26 +267,26 @@ class FakeTorchDevice:
             self.device.advance(10_000_000_000)
             return reduced
 
-        merging._steps.reduce = reduce_at_once
+        merging._steps.enqueue_reduction = reduce_at_once
         return merging
 
-    def all_agree(self, group: Any, *, able: bool) -> bool:
+    def all_ranks_agree(self, group: Any, *, able: bool) -> bool:
         flag = torch.tensor(int(able))
         dist.all_reduce(flag, dist.ReduceOp.MIN, group)
         return bool(flag)
 
     @contextmanager
-    def aside(self) -> Iterator[int]:
+    def merge_stream(self) -> Iterator[int]:
         """Finish enqueued work first, because gloo does not wait for streams.
 
         During a capture, wait_stream() would make the other stream a part of the capture.
         """
-        assert not self.capturing(), "forked from a capture, and never joined"
+        assert not self.is_capturing(), "forked from a capture, and never joined"
         self.device.advance(10_000_000_000)
         yield self.aside_stream
 
-    def zeros(self, words: int) -> torch.Tensor:
+    def allocate_zeros(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int64)
 
-    def words(self, address: int, count: int) -> torch.Tensor:
+    def view_words(self, address: int, count: int) -> torch.Tensor:
         return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)

@@ -15,7 +15,7 @@ from typing import Any
 from tests.support.collective_rig import CollectiveRig
 from torchlens_perf.recorder import nccl_plugin
 from torchlens_perf.recorder.nccl_plugin import NcclPlugin
-from torchlens_perf.recorder.recorder import End
+from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
 
 HERE = Path(__file__).parent
@@ -56,7 +56,7 @@ class FakeNccl:
 
         `interface` is the newest plugin interface that this NCCL supports.
         """
-        built = nccl_plugin.path()
+        built = nccl_plugin.find_path()
         assert built is not None
         self.file = folder / "plugin.so"
         own = folder / "libnccl.so"
@@ -137,7 +137,7 @@ class NcclRig(CollectiveRig):
         finally:
             del os.environ[nccl_plugin.VARIABLE]
         assert self.nccl.plugin.attach()
-        self.nccl.plugin.switch(on=True)
+        self.nccl.plugin.switch_timing(on=True)
         self.context = self.nccl.communicator()
         self.ring.add_group_row("0")
 
@@ -149,7 +149,7 @@ class NcclRig(CollectiveRig):
         """Issue a collective in torch and NCCL, and return NCCL's running task."""
         issued = self.issue(number, flags=flags)
         task = self.nccl.collective(self.context, 0, channels)
-        self.recorder.returned(issued, int(End.UNKNOWN))
+        self.recorder.returned(issued, int(EndDetection.UNKNOWN))
         return int(task)
 
     def kernel(self, task: int, duration_ns: int = 1000) -> None:
@@ -158,6 +158,6 @@ class NcclRig(CollectiveRig):
         self.nccl.kernel(self.context, task, now_ns - duration_ns, now_ns)
 
     def close(self) -> None:
-        self.nccl.plugin.switch(on=False)
+        self.nccl.plugin.switch_timing(on=False)
         self.nccl.plugin.detach()
         super().close()

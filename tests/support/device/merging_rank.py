@@ -29,7 +29,7 @@ from tests.support.recording import recorded, records_of
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.cuda.steps import PendingSteps
 from torchlens_perf.hooks.on_device.cuda_device import decline_merging
-from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS, StampHook
+from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS, DeviceSectionHook
 from torchlens_perf.run.device.merged_rows import unpack_row
 from torchlens_perf.run.device.step_parts import compute_rows
 from torchlens_perf.run.ring import Flag, Kind
@@ -74,7 +74,7 @@ def main() -> None:
             decline_merging(torch_device)
         else:
             session.attach(
-                [StampHook(torch_device, torch_device.now_ns, aggregate=True, known=known)]
+                [DeviceSectionHook(torch_device, torch_device.now_ns, aggregate=True, known=known)]
             )
         if "--evaluates" in options and rank == 0:
             for _ in range(5):
@@ -94,7 +94,7 @@ def main() -> None:
             forward_ns[-1].append(
                 (12 if rank == SLOW else 8) * draw.randrange(990, 1010) * MICROSECOND
             )
-            known.add(
+            known.add_step(
                 [1, 2]
                 if "--broken-steps" in options and rank == 1
                 else device_step(forward_ns[-1][-1])

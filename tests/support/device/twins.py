@@ -7,7 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.cuda.reduction import BUCKETS, ROW_WIDTHS, Exact, Largest, Reduced, Sum
+from torchlens_perf.cuda.reduction import (
+    BUCKETS,
+    ROW_WIDTHS,
+    ExactColumn,
+    LargestColumn,
+    ReducedWindow,
+    SumColumn,
+)
 from torchlens_perf.run.sketch import bucket_bounds
 
 # Value of `largest` in an empty window.
@@ -33,13 +40,13 @@ def reduce_window(
     duration_ns: npt.NDArray[np.uint64],
     head: npt.NDArray[np.uint32],
     tail: npt.NDArray[np.uint32],
-) -> Reduced:
+) -> ReducedWindow:
     """Reduce the entries between `tail` and `head` of each slot's ring [slots, places].
 
     `head` and `tail` count stamps modulo 2**32.
     """
     slots, places = duration_ns.shape
-    reduced = Reduced(*(np.zeros((slots, width), np.int64) for width in ROW_WIDTHS))
+    reduced = ReducedWindow(*(np.zeros((slots, width), np.int64) for width in ROW_WIDTHS))
     for slot in range(slots):
         newest = int(head[slot])
         written = (newest - int(tail[slot])) % (1 << 32)
@@ -47,10 +54,12 @@ def reduce_window(
         count = min(written, places - 1)
         at = (newest - count + np.arange(count)) % places
         _reduce(duration_ns[slot, at], *(table[slot] for table in reduced))
-        reduced.sums[slot, Sum.LOST] = written - count
+        reduced.sums[slot, SumColumn.LOST] = written - count
         if count:
-            reduced.exact[slot, Exact.FIRST_START] = start_ns[slot, at[0]]
-            reduced.exact[slot, Exact.LAST_END] = start_ns[slot, at[-1]] + duration_ns[slot, at[-1]]
+            reduced.exact[slot, ExactColumn.FIRST_START] = start_ns[slot, at[0]]
+            reduced.exact[slot, ExactColumn.LAST_END] = (
+                start_ns[slot, at[-1]] + duration_ns[slot, at[-1]]
+            )
     return reduced
 
 
@@ -62,21 +71,21 @@ def _reduce(
 ) -> None:
     """Fill the result rows of one slot."""
     count = len(values)
-    largest[Largest.MINUS_SMALLEST] = NO_SMALLEST
+    largest[LargestColumn.MINUS_SMALLEST] = NO_SMALLEST
     if not count:
         return
     ordered = np.sort(values)
-    sums[Sum.COUNT] = count
-    sums[Sum.NS] = values.sum().view(np.int64)
-    sums[Sum.SQUARES_0 : Sum.SQUARES_2 + 1] = _limbs_of_squares(values)
+    sums[SumColumn.COUNT] = count
+    sums[SumColumn.NS] = values.sum().view(np.int64)
+    sums[SumColumn.SQUARES_0 : SumColumn.SQUARES_2 + 1] = _limbs_of_squares(values)
     bounded = np.minimum(values, np.uint64(2**63 - 1)).astype(np.int64)
     buckets = np.minimum(np.searchsorted(bucket_bounds(), bounded, side="left"), BUCKETS - 1)
-    sums[len(Sum) :] = np.bincount(buckets, minlength=BUCKETS)
+    sums[len(SumColumn) :] = np.bincount(buckets, minlength=BUCKETS)
     largest[:] = ordered[-1].view(np.int64), -int(ordered[0].view(np.int64))
     median = ordered[(count - 1) // 2]
     distances = np.sort(np.maximum(ordered, median) - np.minimum(ordered, median))
-    exact[Exact.MEDIAN] = median
-    exact[Exact.MAD] = distances[(count - 1) // 2]
+    exact[ExactColumn.MEDIAN] = median
+    exact[ExactColumn.MAD] = distances[(count - 1) // 2]
 
 
 def _limbs_of_squares(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
@@ -104,10 +113,10 @@ def merged_quantiles(
     """
     buckets = np.full((len(sums), len(parts)), -1, np.int32)
     for slot, row in enumerate(sums):
-        count = int(row[Sum.COUNT])
+        count = int(row[SumColumn.COUNT])
         if count:
             wanted = [((count - 1) * int(part) + (1 << 15)) >> 16 for part in parts]
-            buckets[slot] = np.searchsorted(np.cumsum(row[len(Sum) :]), wanted, side="right")
+            buckets[slot] = np.searchsorted(np.cumsum(row[len(SumColumn) :]), wanted, side="right")
     return buckets
 
 

@@ -1,4 +1,4 @@
-"""Checks of the models and optimizers passed to watch(); several models get names."""
+"""Check the models and optimizers passed to watch(), and name several models."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.loop.selection import NamedModel
 
 
-def models(model: Any, caller: types.FrameType, function: str) -> list[NamedModel] | None:
-    """Return the models passed as `model`, or None for all models that are trained.
+def parse_models(model: Any, caller: types.FrameType, function: str) -> list[NamedModel] | None:
+    """Return the models passed as `model`, or None to time all models that are trained.
 
     Raises ConfigError for an object that is not a model.
 
     caller: the frame that calls watch(), whose source line may contain names of the models.
-    function: the name by which that line calls watch().
+    function: the name of the called function in that line.
     """
     if model is None:
         return None
     from torch.nn import Module
 
-    from torchlens_perf.hooks.loop.model_names import name_models, names_in_call
+    from torchlens_perf.hooks.loop.model_names import name_models, read_names_in_call
     from torchlens_perf.hooks.loop.selection import NamedModel
 
     given: Sequence[str | None] = ()
@@ -57,24 +57,24 @@ def models(model: Any, caller: types.FrameType, function: str) -> list[NamedMode
             raise ConfigError(f"model={type(each).__name__}: must be {hint}")
     if len(found) < 2 and not given:
         return [NamedModel(each) for each in found]
-    given = given or names_in_call(caller, function)
+    given = given or read_names_in_call(caller, function)
     return [
         NamedModel(*each)
         for each in zip(found, name_models(found, given[: len(found)]), strict=True)
     ]
 
 
-def check_patterns(models: Sequence[NamedModel], config: Config) -> None:
+def check_module_patterns(models: Sequence[NamedModel], config: Config) -> None:
     """Raise ConfigError for a name pattern that matches no module of any model."""
     if isinstance(config.modules, tuple):
-        from torchlens_perf.hooks.loop.selection import select, unmatched_patterns
+        from torchlens_perf.hooks.loop.selection import describe_unmatched_patterns, select_modules
 
-        for message in unmatched_patterns(select(each, config) for each in models):
+        for message in describe_unmatched_patterns(select_modules(each, config) for each in models):
             raise ConfigError(message)
 
 
-def optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the optimizers passed as `optimizer`; an empty list stands for all.
+def parse_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Return the optimizers passed as `optimizer`. An empty list means all optimizers.
 
     Raises ConfigError for an object that has no step() method.
     """

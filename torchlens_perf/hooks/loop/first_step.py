@@ -1,8 +1,8 @@
-"""Automatic start of a watch at the first training step of an unmodified program (autoload.py).
+"""Start a watch at the first training step of an unmodified program (autoload.py).
 
-Data loader workers, compile workers, launchers and tools import torch without being ranks. Nothing
-is therefore created until the process trains. A program that had a model but never trained prints
-one line at its end.
+Data loader workers, compile workers, launchers and tools also import torch, but are not ranks.
+Nothing is therefore created until the process trains. A program that created a model but never
+trained prints one line at its exit.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.optimizer import relay
-from torchlens_perf.hooks.loop.trained_models import living_optimizers, objects_of_type
+from torchlens_perf.hooks.loop.trained_models import find_living_optimizers, find_objects_of_type
 from torchlens_perf.output import say
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 
 Start = Callable[[Any], None]
-"""Receives the optimizer that has just stepped, or None after a backward pass without optimizer."""
+"""Function whose argument is the optimizer that has just stepped, or None without an optimizer."""
 
 
-class FirstStep:
+class FirstStepTrigger:
     """Trigger that calls `start` once, after the first optimizer step.
 
-    In a program without optimizers, a backward pass takes the place of the step. One object per
-    process is installed while torch is imported. It removes itself before it calls `start`.
+    In a program without optimizers, a backward pass triggers the call. One trigger per process is
+    installed while torch is imported. The trigger removes itself before it calls `start`.
     """
 
     def __init__(self, start: Start) -> None:
@@ -45,31 +45,31 @@ class FirstStep:
         self._removed = False
 
     def install(self) -> None:
-        """Install the hooks. Must not be called inside an optimizer's step."""
-        relay.install()
-        relay.after = self._optimizer_stepped
+        """Install the hooks. This method must not be called inside an optimizer's step."""
+        relay.install_hooks()
+        relay.after = self._start_after_optimizer_step
         if torch_private.works("torch.autograd._engine_run_backward"):
-            self._count_backwards()
-        atexit.register(self._process_ends)
+            self._patch_backward_to_count()
+        atexit.register(self._print_if_nothing_recorded)
 
     def remove(self) -> None:
-        if relay.after == self._optimizer_stepped:
+        if relay.after == self._start_after_optimizer_step:
             relay.after = None
-        atexit.unregister(self._process_ends)
+        atexit.unregister(self._print_if_nothing_recorded)
         self._removed = True
         self._patches.close()
 
-    def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        stop_waiting()
+    def _start_after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        stop_waiting_for_first_step()
         with guard("starting at the first optimizer step"):
             self._start(optimizer)
 
-    def _count_backwards(self) -> None:
+    def _patch_backward_to_count(self) -> None:
         import torch.autograd
 
         run_backward, thread = torch.autograd._engine_run_backward, self._thread
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def count_backward(*args: Any, **kwargs: Any) -> Any:
             if self._removed:
                 return run_backward(*args, **kwargs)
             outer = getattr(thread, "open", 0)
@@ -79,40 +79,42 @@ class FirstStep:
             finally:
                 thread.open = outer
             if not outer and not self._removed:
-                self._backward_ended()
+                self._start_after_backward()
             return result
 
-        torch_private.break_in_compiled_code(counted)
-        self._patches.enter_context(patched(torch.autograd, "_engine_run_backward", counted))
+        torch_private.break_graph_at(count_backward)
+        self._patches.enter_context(patched(torch.autograd, "_engine_run_backward", count_backward))
 
     @guard("starting at a backward pass")
-    def _backward_ended(self) -> None:
+    def _start_after_backward(self) -> None:
         """Start after a backward pass if the process has no optimizer.
 
-        This is checked after 2, 4, 8, ... passes only, because searching for optimizers is slow.
+        The process is searched for optimizers only after 2, 4, 8, ... passes, because the search is
+        slow.
         """
         self._passes += 1
         count = self._passes
-        if count >= 2 and count & (count - 1) == 0 and not living_optimizers():
-            stop_waiting()
+        if count >= 2 and count & (count - 1) == 0 and not find_living_optimizers():
+            stop_waiting_for_first_step()
             self._start(None)
 
-    def _process_ends(self) -> None:
+    def _print_if_nothing_recorded(self) -> None:
         with guard("saying that nothing was recorded"):
-            if os.getpid() == self._pid and is_users_program() and self._looks_like_training():
-                say(f"torchlens_perf recorded nothing: {self._explanation()}\n")
+            if os.getpid() == self._pid and is_user_program() and self._may_have_trained():
+                say(f"torchlens_perf recorded nothing: {self._explain_missing_step()}\n")
 
-    def _looks_like_training(self) -> bool:
-        """Return True if a backward pass has run, or a model or an optimizer exists.
+    def _may_have_trained(self) -> bool:
+        """Return True if a backward pass has run, or if a model or an optimizer exists.
 
-        Other programs that import torch (`python -c "import torch; print(torch.__version__)"`) must
-        produce their usual output and nothing else.
+        Other programs that import torch must not print anything in addition.
         """
         from torch.nn import Module
 
-        return self._passes > 0 or bool(objects_of_type(Module)) or bool(living_optimizers())
+        return (
+            self._passes > 0 or bool(find_objects_of_type(Module)) or bool(find_living_optimizers())
+        )
 
-    def _explanation(self) -> str:
+    def _explain_missing_step(self) -> str:
         following = (
             "Next: for inference, or to mark yourself where a step ends, use perf.watch(model) in"
             " the script."
@@ -126,32 +128,32 @@ class FirstStep:
         return f"no optimizer's step was seen, and {passes}. {following}"
 
 
-_waiting: FirstStep | None = None
+_waiting: FirstStepTrigger | None = None
 
 
-def wait(start: Start) -> None:
+def call_after_first_step(start: Start) -> None:
     """Call `start` at the end of this process's next step.
 
-    Does nothing if the process already waits or is inside a watch.
+    Do nothing if the process already waits for its first step or is inside a watch.
     """
     global _waiting
     if _waiting is None and relay.after is None:
-        _waiting = FirstStep(start)
+        _waiting = FirstStepTrigger(start)
         _waiting.install()
 
 
-def stop_waiting() -> None:
-    """Stop waiting: a watch begins, or this is a forked child, which may wait again."""
+def stop_waiting_for_first_step() -> None:
+    """Stop waiting for the first step, because a watch begins or this process is a forked child."""
     global _waiting
     waiting, _waiting = _waiting, None
     if waiting is not None:
         waiting.remove()
 
 
-def is_users_program() -> bool:
-    """Return True if the main program is the user's.
+def is_user_program() -> bool:
+    """Return True if the main program was written by the user.
 
-    Children of multiprocessing and installed tools, such as launchers, are excluded.
+    Return False in children of multiprocessing and in installed tools, such as launchers.
     """
     if multiprocessing.parent_process() is not None or os.environ.get("LOCAL_RANK", "0") != "0":
         return False
@@ -162,8 +164,8 @@ def is_users_program() -> bool:
         sysconfig.get_path(name)
         for name in ("scripts", "stdlib", "platstdlib", "purelib", "platlib")
     ]
-    # A .pth file or PYTHONPATH may add other environments. torchrun and torch may be in different
-    # ones.
+    # A .pth file or PYTHONPATH may add other environments, for example if torchrun is not in
+    # torch's environment.
     folders += [
         entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")
     ]

@@ -1,9 +1,9 @@
-"""Names for several models: the variable or attribute that refers to each of them.
+"""Name several models after the variables or attributes that refer to them.
 
-Names are read only where reading has no side effects: dictionaries of modules and objects, the
-source of the call of watch(), and from Python 3.12 on the local variables of running functions.
-Up to Python 3.11, reading the locals of a running function writes them into a dictionary that the
-function may use. A model that only a local variable refers to is then named after its class.
+Names are read only where this has no side effects: from dictionaries of modules and objects, from
+the source line that calls watch(), and since Python 3.12 from local variables of running functions.
+In Python 3.11, reading a running function's locals writes them into a dictionary that the function
+may use. A model in a local variable is then named after its class.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import types
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.hooks.loop.selection import class_name
+from torchlens_perf.hooks.loop.selection import unwrapped_class_name
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
 _PACKAGE = __name__.partition(".")[0]
 _MAX_FRAMES = 64
-# Sources of names, best first. Names of list elements come after all others.
+# Sources of names, best first. Names of list elements are the last choice.
 _MAIN, _LOCAL, _GLOBAL, _ATTRIBUTE, _ELEMENT = range(5)
 
 
@@ -33,15 +33,15 @@ def name_models(
 ) -> list[str]:
     """Return a distinct name for each model that is not in `taken`.
 
-    given: known names by position, or None where the name is unknown. All objects of the process
-    are searched once if any name is unknown.
+    given: known names by position, or None where the name is unknown. If a name is unknown, all
+    objects of the process are searched once.
     """
     known = [*given, *[None] * (len(models) - len(given))]
     unnamed = [model for model, name in zip(models, known, strict=True) if name is None]
-    held = _held_names(unnamed) if unnamed else {}
+    held = _find_referring_names(unnamed) if unnamed else {}
     names: list[str] = []
     for model, name in zip(models, known, strict=True):
-        wanted = name or held.get(id(model)) or class_name(model)
+        wanted = name or held.get(id(model)) or unwrapped_class_name(model)
         numbered = (f"{wanted}_{number}" for number in itertools.count(2))
         names.append(
             next(
@@ -53,10 +53,11 @@ def name_models(
     return names
 
 
-def names_in_call(frame: types.FrameType | None, function: str) -> list[str | None]:
-    """Return the models' names in the frame's current call, such as ["generator", "critic"].
+def read_names_in_call(frame: types.FrameType | None, function: str) -> list[str | None]:
+    """Read the models' names from the source of the frame's current call, such as ["generator",
+    "critic"].
 
-    The result is empty if there is no source code or the argument is not a list.
+    The result is empty without source code, or if the argument is not a list.
 
     function: the name of the called function.
     """
@@ -82,17 +83,17 @@ def names_in_call(frame: types.FrameType | None, function: str) -> list[str | No
                 ]
     if not arguments or not isinstance(arguments[0], (ast.List, ast.Tuple)):
         return []
-    return [_last_name(element) for element in arguments[0].elts]
+    return [_name_of_expression(element) for element in arguments[0].elts]
 
 
-def _last_name(expression: ast.expr) -> str | None:
+def _name_of_expression(expression: ast.expr) -> str | None:
     """Return "generator" for `generator` and for `self.generator`."""
     if isinstance(expression, ast.Name):
         return expression.id
     return expression.attr if isinstance(expression, ast.Attribute) else None
 
 
-def _held_names(models: Sequence[Module]) -> dict[int, str]:
+def _find_referring_names(models: Sequence[Module]) -> dict[int, str]:
     """Return the best name under which any object refers to each model, by the model's id."""
     held: dict[int, list[tuple[int, int, str]]] = {}
     containers: list[Any] = []
@@ -103,13 +104,13 @@ def _held_names(models: Sequence[Module]) -> dict[int, str]:
         if isinstance(holder, (list, tuple)):
             containers.append(holder)
             continue
-        for rank, name, value in _named_values(holder):
+        for rank, name, value in _iterate_named_values(holder):
             held.setdefault(id(value), []).append((rank, len(name), name))
-    for depth, (rank, name, value) in enumerate(_local_values(sys._getframe())):
-        # Prefer the outermost function: a helper calls every model `model`, its caller does not.
+    for depth, (rank, name, value) in enumerate(_iterate_local_variables(sys._getframe())):
+        # Prefer the outermost function, because helper functions often call every model `model`.
         held.setdefault(id(value), []).append((rank, -depth, name))
     for holder in gc.get_referrers(*containers) if containers else ():
-        for rank, name, value in _named_values(holder):
+        for rank, name, value in _iterate_named_values(holder):
             if any(value is container for container in containers):
                 for position, element in enumerate(value):
                     held.setdefault(id(element), []).append(
@@ -121,10 +122,10 @@ def _held_names(models: Sequence[Module]) -> dict[int, str]:
     }
 
 
-def _named_values(holder: Any) -> Iterator[tuple[int, str, Any]]:
+def _iterate_named_values(holder: Any) -> Iterator[tuple[int, str, Any]]:
     """Yield the public names in the dictionary of a module or object.
 
-    Private names are skipped, as they usually belong to a framework.
+    Private names are skipped, because they usually belong to a framework.
     """
     if isinstance(holder, (types.FrameType, types.CellType, types.ModuleType)):
         return
@@ -139,10 +140,10 @@ def _named_values(holder: Any) -> Iterator[tuple[int, str, Any]]:
             yield rank, name, value
 
 
-def _local_values(frame: types.FrameType | None) -> Iterator[tuple[int, str, Any]]:
+def _iterate_local_variables(frame: types.FrameType | None) -> Iterator[tuple[int, str, Any]]:
     """Yield the local variables of all functions running on this thread, from Python 3.12 on.
 
-    Older versions cannot read them without side effects.
+    Older versions of Python cannot read local variables without side effects.
     """
     if sys.version_info < (3, 12):
         return
@@ -156,22 +157,22 @@ def _local_values(frame: types.FrameType | None) -> Iterator[tuple[int, str, Any
         ):
             for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
                 if not name.startswith("_"):
-                    yield _LOCAL, name, _local_value(frame, name)
+                    yield _LOCAL, name, _read_local_variable(frame, name)
         frame = frame.f_back
 
 
-# inspect.CO_OPTIMIZED: the code of a function, which does not keep its locals in a dictionary.
+# inspect.CO_OPTIMIZED is set for functions, whose local variables are not in a dictionary.
 _OPTIMIZED = 1
 
 if sys.version_info >= (3, 13):
 
-    def _local_value(frame: types.FrameType, name: str) -> Any:
+    def _read_local_variable(frame: types.FrameType, name: str) -> Any:
         return frame.f_locals.get(name)  # f_locals is a view since Python 3.13 (PEP 667).
 
 else:
 
-    def _local_value(frame: types.FrameType, name: str) -> Any:
-        # Read one variable. frame.f_locals would write all of them into a dictionary that the
+    def _read_local_variable(frame: types.FrameType, name: str) -> Any:
+        # Read one variable. frame.f_locals would write all variables into a dictionary that the
         # function may use.
         import ctypes
 

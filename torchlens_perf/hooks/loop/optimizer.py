@@ -1,4 +1,4 @@
-"""Times of optimizer steps, which also end training steps."""
+"""Time optimizer steps, which also end training steps."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 _OPTIMIZER, _CLOSURE = int(Kind.OPTIMIZER), int(Kind.CLOSURE)
 
 Listener = Callable[[Any, Any, Any], Any]
-"""Receives the optimizer and the positional and named arguments of its step.
+"""Function whose arguments are the optimizer and the positional and named arguments of its step.
 
-The optimizer is also the first positional argument.
+The optimizer is also the first of the positional arguments.
 
 A listener that is called before a step may return other arguments for the step.
 """
 
 
-class Relay:
-    """torch's global step hooks, which forward calls to the current listeners.
+class OptimizerHookRelay:
+    """Installs torch's global optimizer step hooks, which call the current listeners.
 
-    torch iterates over its hooks while it calls them. Registering or removing one inside a hook
+    torch iterates over its hooks while it calls them. Registering or removing a hook inside a hook
     raises "OrderedDict mutated during iteration" in the user's step. A watch that starts at the end
-    of a step (autoload.py) runs inside a hook. The hooks are therefore registered earlier, and the
-    watch only becomes their listener.
+    of a step (autoload.py) starts inside a hook. The hooks are therefore registered earlier, and
+    the watch only sets the listeners.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class Relay:
         self._handles: list[Any] = []
 
     @property
-    def installed(self) -> bool:
+    def is_installed(self) -> bool:
         return bool(self._handles)
 
-    def install(self) -> None:
-        """Register the hooks once. Must not be called inside an optimizer's step."""
+    def install_hooks(self) -> None:
+        """Register the hooks once. This method must not be called inside an optimizer's step."""
         if self._handles:
             return
         from torch.optim.optimizer import (
@@ -60,24 +60,24 @@ class Relay:
 
         guarded = guard("optimizer hook")
         step_begins, step_ended = guarded.calling(self, "before"), guarded.calling(self, "after")
-        # Hooks traced into a graph would not run, and the step would go unnoticed. A compiled
-        # optimizer breaks its graph around step() anyway, so its operations stay in one graph.
+        # Hooks that are traced into a graph would not run. A compiled optimizer breaks its graph
+        # around step() in any case, so its operations stay in one graph.
         self._handles = [
-            register_optimizer_step_pre_hook(torch_private.break_in_compiled_code(step_begins)),
-            register_optimizer_step_post_hook(torch_private.break_in_compiled_code(step_ended)),
+            register_optimizer_step_pre_hook(torch_private.break_graph_at(step_begins)),
+            register_optimizer_step_post_hook(torch_private.break_graph_at(step_ended)),
         ]
 
-    def remove(self) -> None:
-        """Remove the hooks. Must not be called inside an optimizer's step."""
+    def remove_hooks(self) -> None:
+        """Remove the hooks. This method must not be called inside an optimizer's step."""
         while self._handles:
             self._handles.pop().remove()
 
 
-relay = Relay()
+relay = OptimizerHookRelay()
 
 
 class _TimedClosure:
-    """An optimizer's closure, which evaluates the model and is timed apart from the optimizer."""
+    """Wrapper of an optimizer's closure, which times the closure separately from the optimizer."""
 
     __slots__ = ("_closure", "_name_id", "_recorder")
 
@@ -98,18 +98,17 @@ class _TimedClosure:
 class OptimizerHook:
     """Hook that times optimizer steps by global step hooks and a wrapper of GradScaler.step.
 
-    The hooks fire for every torch.optim.Optimizer. GradScaler.step is wrapped because it may skip a
-    step. A wrapper that calls another optimizer's step fires the hooks twice, nested; the outermost
-    call counts. Optimizers that do not derive from torch's class are timed if they were passed to
-    watch().
+    torch calls the hooks for every torch.optim.Optimizer. GradScaler.step is wrapped because it may
+    skip a step. If an optimizer calls another optimizer's step, only the outermost step counts.
+    Optimizers that do not derive from torch's class are timed if they were passed to watch().
     """
 
     name = "optimizer"
 
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
-        # Steps in progress as (id of the optimizer, name_id), outermost first. The name_id is None
-        # for a step inside a step of the same optimizer.
+        # Steps in progress as (id of the optimizer, name_id), outermost first. A step inside a step
+        # of the same optimizer has None as name_id.
         self._open: list[tuple[int, int | None]] = []
         self._ended = 0  # Number of steps that have returned.
 
@@ -121,9 +120,9 @@ class OptimizerHook:
         name_ids: dict[type, int] = {}
         closure_id = session.intern("optimizer closure")
 
-        def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-            if not thread.does(Work.OPTIMIZER):
-                self._loop.optimizer_elsewhere(optimizer)
+        def on_step_begin(optimizer: Any, args: Any, kwargs: Any) -> Any:
+            if not thread.note_work(Work.OPTIMIZER):
+                self._loop.on_unrecorded_optimizer_step(optimizer)
                 return None
             name_id = name_ids.get(type(optimizer))
             if name_id is None:
@@ -131,16 +130,16 @@ class OptimizerHook:
                     f"optimizer {type(optimizer).__name__}"
                 )
             if opened:
-                drop_raised(id(optimizer))
+                drop_failed_steps(id(optimizer))
                 if any(identity == id(optimizer) for identity, _ in opened):
-                    # The optimizer's step() calls that of its base class.
+                    # The optimizer's step() calls the step() of its base class.
                     opened.append((id(optimizer), None))
                     return None
             opened.append((id(optimizer), name_id))
             recorder.begin(_OPTIMIZER, name_id)
-            return with_timed_closure(args, kwargs)
+            return replace_closure(args, kwargs)
 
-        def with_timed_closure(args: Any, kwargs: Any) -> Any:
+        def replace_closure(args: Any, kwargs: Any) -> Any:
             if len(args) > 1 and callable(args[1]):
                 return (args[0], _TimedClosure(args[1], recorder, closure_id), *args[2:]), kwargs
             if callable(kwargs.get("closure")):
@@ -150,13 +149,13 @@ class OptimizerHook:
                 }
             return None
 
-        def drop_raised(beginning: int) -> None:
-            """Drop steps that raised an exception, for which torch calls no post hook."""
-            live = torch_private.steps_in_progress()
-            # Without this information from torch, assume that the optimizer was in no other step.
+        def drop_failed_steps(beginning: int) -> None:
+            """Drop steps that ended by an exception, for which torch calls no post hook."""
+            live = torch_private.find_steps_in_progress()
+            # If torch does not tell, assume that this optimizer has no other step in progress.
             if live is None:
                 live = [each for each, _ in opened if each != beginning]
-            # torch lists its own optimizers only, so the beginning step may be missing from the
+            # torch lists only its own optimizers, so the beginning step may be missing from the
             # list.
             elif live[:1] == [beginning]:
                 del live[0]
@@ -169,7 +168,7 @@ class OptimizerHook:
                     del opened[index:]
                     return
 
-        def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def on_step_end(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not thread.is_current():
                 return
             self._ended += 1
@@ -180,59 +179,64 @@ class OptimizerHook:
                         recorder.end(_OPTIMIZER, name_id)
                     break
             if not opened:
-                self._loop.optimizer_stepped(optimizer)
+                self._loop.on_optimizer_step(optimizer)
 
         construct = torch.optim.Optimizer.__init__
 
         @functools.wraps(construct)
-        def noticed_construct(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def construct_and_report(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             construct(optimizer, *args, **kwargs)
             report_made(optimizer)
 
-        report_made = guard("an optimizer was made")(self._loop.optimizer_made)
+        report_made = guard("an optimizer was made")(self._loop.on_optimizer_created)
         scaled_step = torch.amp.GradScaler.step
 
-        def noticed_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        def scale_step_and_report(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.closed or torch.compiler.is_compiling() or not thread.is_current():
                 return scaled_step(scaler, *args, **kwargs)
             ended = self._ended
             result = scaled_step(scaler, *args, **kwargs)
             if ended == self._ended:
-                step_without_hook(args[0] if args else kwargs["optimizer"])
+                report_step_without_hook(args[0] if args else kwargs["optimizer"])
             return result
 
         @guard("GradScaler.step")
-        def step_without_hook(optimizer: Any) -> None:
-            # Without hooks, as in classes that do not derive from torch's, the step may have run.
-            self._loop.optimizer_stepped(
+        def report_step_without_hook(optimizer: Any) -> None:
+            # An optimizer that does not derive from torch's class calls no hooks, so its step may
+            # have run.
+            self._loop.on_optimizer_step(
                 optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer)
             )
 
-        ours = not relay.installed
-        relay.install()
-        relay.before, relay.after = before, after
+        ours = not relay.is_installed
+        relay.install_hooks()
+        relay.before, relay.after = on_step_begin, on_step_end
         try:
             with ExitStack() as attached:
-                attached.enter_context(patched(torch.amp.GradScaler, "step", noticed_step))
+                attached.enter_context(patched(torch.amp.GradScaler, "step", scale_step_and_report))
                 attached.enter_context(
-                    patched(torch.optim.Optimizer, "__init__", noticed_construct)
+                    patched(torch.optim.Optimizer, "__init__", construct_and_report)
                 )
-                for owner in {type(each) for each in self._loop.passed.without_hooks()}:
-                    attached.enter_context(_stepping(owner, self._loop.passed, session))
+                for owner in {type(each) for each in self._loop.passed.find_without_hooks()}:
+                    attached.enter_context(
+                        _report_steps_of_class(owner, self._loop.passed, session)
+                    )
                 yield
         finally:
             relay.before = relay.after = None
             if ours:
-                relay.remove()
+                relay.remove_hooks()
 
 
 @contextmanager
-def _stepping(owner: type, passed: PassedOptimizers, session: Session) -> Iterator[None]:
-    """Report steps of a class for which torch calls no hooks to the listeners of the hooks."""
+def _report_steps_of_class(
+    owner: type, passed: PassedOptimizers, session: Session
+) -> Iterator[None]:
+    """Report the steps of a class for which torch calls no hooks to the same listeners."""
     step: Callable[..., Any] = owner.step  # type: ignore[attr-defined]
 
-    def noticed_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if session.recorder.closed or passed.position(self) is None:
+    def step_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if session.recorder.closed or passed.find_position(self) is None:
             return step(self, *args, **kwargs)
         arguments = (self, *args), kwargs
         arguments = step_begins(self, *arguments) or arguments
@@ -244,7 +248,7 @@ def _stepping(owner: type, passed: PassedOptimizers, session: Session) -> Iterat
     step_begins, step_ended = guarded.calling(relay, "before"), guarded.calling(relay, "after")
     with ExitStack() as attached:
         try:
-            attached.enter_context(patched(owner, "step", noticed_step))
+            attached.enter_context(patched(owner, "step", step_and_report))
         except TypeError:  # The class is written in C.
             session.note(
                 f"{owner.__name__}: its steps cannot be seen; call w.step() at the end of your loop"

@@ -1,4 +1,4 @@
-"""Selection of the modules of a model that are timed, and their names."""
+"""Select and name the modules of a model that are timed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
     from torchlens_perf.config import Config
 
-# The limit with modules="auto". Timing 128 calls costs about 30 us per step.
+# Maximum number of modules with modules="auto". Timing 128 calls costs about 30 us per step.
 MAX_MODULES = 128
 _AUTO_LEVELS = 2
-# Attributes in which wrappers keep the wrapped module. They are not part of the name that the user
-# knows. DDP's "module" is recognized around the whole model only: inside, it may be the user's
-# name.
+# Attributes in which wrappers store the wrapped module. Names shown to the user leave them out.
+# DDP's "module" is only left out around the whole model, because a user may use the same name
+# inside.
 _WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class NamedModel(NamedTuple):
-    """A model and the user's name for it, which is "" for an only model."""
+    """A model and the user's name for the model. The name of a single model is ""."""
 
     module: Module
     name: str = ""
@@ -37,9 +37,9 @@ class NamedModel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WatchedModule:
-    """A module to time and the user's name for it.
+    """A module to time and the name shown to the user.
 
-    A root has the name of the model or its class.
+    A root's name is the name of the model or of its class.
     """
 
     name: str
@@ -48,44 +48,45 @@ class WatchedModule:
 
 
 class Selection(NamedTuple):
-    """The modules of a model that are timed."""
+    """Result of select_modules(): the modules of a model that are timed."""
 
     modules: list[WatchedModule]
     """Modules to time, the root first. Shared modules count once."""
     all_levels: bool
-    """True if there is no other module that could be timed.
+    """True if all modules are timed that can be timed.
 
-    Modules inside a compiled one cannot.
+    Modules inside a compiled module cannot be timed.
     """
     unopened: list[str]
-    """Timed modules that contain modules which could be timed but are not."""
+    """Timed modules that contain modules which can be timed but are not."""
     unmatched: dict[str, str]
-    """Name patterns that match no module, each with an example of a valid name.
+    """Examples of valid names, by name pattern that matches no module.
 
     The example is "" for a model without submodules.
     """
 
 
-def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Selection:
-    """Select the modules that config.modules asks for. most: the limit with "auto"."""
+def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Selection:
+    """Select the modules that config.modules requests. most: the maximum number with
+    modules="auto"."""
     root = model.module
-    prefix, inner = _unwrap(root)
-    shown_root = WatchedModule(model.name or class_name(root), root, is_root=True)
-    levels = _levels(inner)
+    prefix, inner = _unwrap_model(root)
+    shown_root = WatchedModule(model.name or unwrapped_class_name(root), root, is_root=True)
+    levels = _compute_levels(inner)
     candidates: dict[str, WatchedModule] = {}
     for name, module in root.named_modules():
         if prefix.startswith(f"{name}."):
             continue  # This module is a wrapper around the model.
-        shown = _user_name(name.removeprefix(prefix).removeprefix("."))
-        # A wrapper inside the model and its wrapped module have the same user name. The wrapper,
-        # which comes first, is timed.
-        if shown and not isinstance(module, _containers()) and shown not in candidates:
+        shown = _remove_wrapper_names(name.removeprefix(prefix).removeprefix("."))
+        # A wrapper inside the model and its wrapped module have the same user name. Only the
+        # wrapper is timed.
+        if shown and not isinstance(module, _container_classes()) and shown not in candidates:
             full = f"{model.name}.{shown}" if model.name else shown
             candidates[shown] = WatchedModule(full, module, is_root=False)
     every = {name: each for name, each in candidates.items() if each.module is not root}
-    compiled = _inside_compiled(root)
+    compiled = _ids_inside_compiled(root)
 
-    def down_to(level: int) -> list[WatchedModule]:
+    def modules_down_to(level: int) -> list[WatchedModule]:
         return [each for each in every.values() if levels.get(id(each.module), 1) <= level]
 
     if config.modules == "none":
@@ -93,7 +94,7 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
     elif config.modules == "all":
         chosen = list(every.values())
     elif isinstance(config.modules, int):
-        chosen = down_to(config.modules)
+        chosen = modules_down_to(config.modules)
     elif isinstance(config.modules, tuple):
         chosen = [
             each
@@ -102,7 +103,9 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
         ]
     else:
         fitting = [
-            down_to(level) for level in range(_AUTO_LEVELS, 0, -1) if len(down_to(level)) <= most
+            modules_down_to(level)
+            for level in range(_AUTO_LEVELS, 0, -1)
+            if len(modules_down_to(level)) <= most
         ]
         chosen = fitting[0] if fitting else []
     timed = {each.name for each in chosen}
@@ -116,7 +119,7 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
     return Selection(
         [shown_root, *chosen],
         all_levels=not untimed,
-        unopened=sorted(timed & _enclosing(each.name for each in untimed)),
+        unopened=sorted(timed & _enclosing_names(each.name for each in untimed)),
         unmatched={
             pattern: next((full for _, full in found), "")
             for pattern, found in names.items()
@@ -125,7 +128,7 @@ def select(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Select
     )
 
 
-def unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
+def describe_unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
     """Return an error message for each name pattern that matches no module of any model."""
     each = [selection.unmatched for selection in selections]
     messages = []
@@ -142,51 +145,52 @@ def unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
     return messages
 
 
-def _enclosing(names: Iterable[str]) -> set[str]:
+def _enclosing_names(names: Iterable[str]) -> set[str]:
     """Return the names of all modules that contain a module with one of these names."""
     return {name[:place] for name in names for place, sign in enumerate(name) if sign == "."}
 
 
-def _inside_compiled(root: Module) -> set[int]:
-    """Return the ids of the modules that are parts of a compiled module's graph."""
+def _ids_inside_compiled(root: Module) -> set[int]:
+    """Return the ids of modules inside a compiled module."""
     compiled = [each for each in root.modules() if torch_private.is_compiled(each)]
     return {id(inner) for each in compiled for inner in each.modules() if inner is not each}
 
 
-def _containers() -> tuple[type[Module], ...]:
-    """Return the container classes, whose instances are never called."""
+def _container_classes() -> tuple[type[Module], ...]:
+    """Return the container classes of torch, whose instances are never called."""
     from torch import nn
 
     return nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
-def _user_name(name: str) -> str:
+def _remove_wrapper_names(name: str) -> str:
     """Return a qualified name without the parts that wrappers inside the model add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED_NAMES)
 
 
-def _unwrap(root: Module) -> tuple[str, Module]:
-    """Return the qualified name and the model inside wrappers (DDP, torch.compile, Fabric)."""
+def _unwrap_model(root: Module) -> tuple[str, Module]:
+    """Return the model inside wrappers (DDP, torch.compile, Fabric) and its qualified name, name
+    first."""
     path: list[str] = []
     while True:
-        only = _only_child(root)
+        only = _find_only_child(root)
         if only is None or not (
-            only[0] in ("module", *_WRAPPED_NAMES) or _is_frameworks(root, only[1])
+            only[0] in ("module", *_WRAPPED_NAMES) or _is_framework_wrapper(root, only[1])
         ):
             return ".".join(path), root
         path.append(only[0])
         root = only[1]
 
 
-def class_name(model: Module) -> str:
+def unwrapped_class_name(model: Module) -> str:
     """Return the class name of the model inside its wrappers."""
-    return type(_unwrap(model)[1]).__name__
+    return type(_unwrap_model(model)[1]).__name__
 
 
-def _only_child(module: Module) -> tuple[str, Module] | None:
-    """Return name and child that contains all of the module's parameters, or None.
+def _find_only_child(module: Module) -> tuple[str, Module] | None:
+    """Return (name, child) of the child that contains all parameters of the module, or None.
 
-    Other children with parameters may only be parts of it.
+    Other children with parameters must be parts of that child.
     """
     if any(True for _ in module.parameters(recurse=False)):
         return None
@@ -202,67 +206,69 @@ def _only_child(module: Module) -> tuple[str, Module] | None:
     return None
 
 
-def _is_frameworks(wrapper: Module, inner: Module) -> bool:
-    """Return True if a framework has put its own module around the user's.
+def _is_framework_wrapper(wrapper: Module, inner: Module) -> bool:
+    """Return True if `wrapper` is a framework's module around the user's module.
 
-    The class of the wrapper must be from an installed package. In addition the wrapper must forward
-    attributes to the inner module, as those of PEFT and Fabric do, or the inner module must be from
-    another package. A model from an installed package with layers from torch is not a wrapper, nor
-    is a module around a list of layers.
+    The wrapper's class must be from an installed package. In addition, the wrapper must forward
+    attributes to the inner module, as PEFT and Fabric do, or the inner module must be from another
+    package. A model from an installed package with layers of torch is not a wrapper. A module
+    around a list of layers is not a wrapper either.
     """
     from torch import nn
 
-    if isinstance(wrapper, nn.Sequential) or isinstance(inner, _containers()):
+    if isinstance(wrapper, nn.Sequential) or isinstance(inner, _container_classes()):
         return False
     outer, inside = (type(each).__module__.partition(".")[0] for each in (wrapper, inner))
     file = getattr(sys.modules.get(outer), "__file__", None) or ""
-    if outer == "__main__" or not file.startswith(_installed_packages()):
+    if outer == "__main__" or not file.startswith(_installed_package_folders()):
         return False
     passes_on = type(wrapper).__getattr__ is not nn.Module.__getattr__
     return passes_on or inside not in (outer, "torch")
 
 
 @functools.cache
-def _installed_packages() -> tuple[str, ...]:
+def _installed_package_folders() -> tuple[str, ...]:
     paths = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     return tuple(
         f"{path}/" for path in [*paths, *site.getsitepackages(), site.getusersitepackages()]
     )
 
 
-def _levels(model: Module) -> dict[int, int]:
+def _compute_levels(model: Module) -> dict[int, int]:
     """Return the depth of each module by id.
 
-    Some modules do not count as a level of their own:
+    Some modules do not count as a separate level:
 
     - containers and wrappers;
-    - a module whose only child takes all of its time, such as a Transformer's encoder around its
-      list of layers;
-    - the model in a trainer's class that contains the model and its loss.
+    - a module with a single child, such as a Transformer's encoder around its list of layers;
+    - the model inside a class that contains the model and its loss.
     """
-    only = _only_child(model)
+    only = _find_only_child(model)
     levels: dict[int, int] = {id(model): 0}
 
     def has_no_level(name: str, child: Module) -> bool:
-        only_holds = len(list(child.children())) == 1 and _only_child(child) is not None
+        only_holds = len(list(child.children())) == 1 and _find_only_child(child) is not None
         is_the_model = only is not None and child is only[1]
         return (
-            only_holds or is_the_model or name in _WRAPPED_NAMES or isinstance(child, _containers())
+            only_holds
+            or is_the_model
+            or name in _WRAPPED_NAMES
+            or isinstance(child, _container_classes())
         )
 
-    def descend(module: Module, level: int) -> None:
+    def assign_levels(module: Module, level: int) -> None:
         for name, child in module.named_children():
             if id(child) not in levels:
                 levels[id(child)] = level if has_no_level(name, child) else level + 1
-                descend(child, levels[id(child)])
+                assign_levels(child, levels[id(child)])
 
-    descend(model, 0)
+    assign_levels(model, 0)
     return levels
 
 
-def device_of(model: Module) -> str:
-    """Return the device type of a model's first parameter, or "" if it is not on a device yet."""
-    with torch_private.out_of_sight()():
+def device_type_of(model: Module) -> str:
+    """Return the device type of a model's first parameter, or "" for torch's meta device."""
+    with torch_private.get_hiding_context()():
         kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {
             "meta"
         }

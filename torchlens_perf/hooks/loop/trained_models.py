@@ -1,4 +1,4 @@
-"""Search for the models that optimizers train among all objects of the process."""
+"""Find the models that optimizers train by a search of all objects of the process."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-# Searches of all objects in one watch.
+# Maximum number of searches in one watch.
 _MAX_SEARCHES = 8
 
 
 class TrainedModels:
-    """The models that optimizers train, by weak reference."""
+    """Finds the models that optimizers train, and keeps weak references to them."""
 
     def __init__(self) -> None:
         self._known: list[tuple[weakref.ref[Module], str]] = []
         self._searches = 0
 
-    def trained_by(self, optimizer: Optimizer) -> list[NamedModel]:
+    def find_models_of(self, optimizer: Optimizer) -> list[NamedModel]:
         """Return the outermost modules with parameters of this optimizer, in order of creation.
 
-        All objects of the process are searched if no known model matches. This takes 0.2 s for
-        290,000 objects, too long for every step.
+        All objects of the process are searched if no known model matches. The search takes 0.2 s
+        for 290,000 objects, too long for every step.
         """
         found = self._known_models_of(optimizer)
         if not found and self._searches < _MAX_SEARCHES:
@@ -49,18 +49,20 @@ class TrainedModels:
         return [
             each
             for each in alive
-            if any(id(parameter) in stepped for parameter in _parameters(each.module))
+            if any(id(parameter) in stepped for parameter in _list_parameters(each.module))
         ]
 
     def _add_models(self, optimizer: Optimizer) -> None:
         """Add the models of all optimizers at once, so that each gets a distinct name."""
         known = {id(module) for reference, _ in self._known if (module := reference()) is not None}
-        trained = {id(p) for each in (optimizer, *living_optimizers()) for p in parameters_of(each)}
+        trained = {
+            id(p) for each in (optimizer, *find_living_optimizers()) for p in parameters_of(each)
+        }
         new = [
             module
-            for module in top_modules()
+            for module in find_top_modules()
             if id(module) not in known
-            and any(id(parameter) in trained for parameter in _parameters(module))
+            and any(id(parameter) in trained for parameter in _list_parameters(module))
         ]
         several = len(new) + len(self._known) > 1
         names = (
@@ -73,48 +75,51 @@ class TrainedModels:
         ]
 
 
-def objects_of_type(kind: type) -> list[Any]:
+def find_objects_of_type(kind: type) -> list[Any]:
     """Return all objects of this class and its subclasses, in order of creation."""
-    # type() is used rather than isinstance(): reading the class of a lazy proxy may run user code.
+    # Use type() instead of isinstance(), which reads `__class__` and may run user code of a lazy
+    # proxy.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
-def living_optimizers() -> list[Optimizer]:
-    """Return all torch optimizers, without wrappers that show the groups of another optimizer."""
+def find_living_optimizers() -> list[Optimizer]:
+    """Return all torch optimizers, except wrappers around another optimizer."""
     from torch.optim import Optimizer
 
     # An optimizer without groups is still being constructed, or its constructor has failed.
-    return [each for each in objects_of_type(Optimizer) if "param_groups" in each.__dict__]
+    return [each for each in find_objects_of_type(Optimizer) if "param_groups" in each.__dict__]
 
 
-def top_modules() -> list[Module]:
+def find_top_modules() -> list[Module]:
     """Return all modules that are not part of another module, in order of creation."""
     from torch.nn import Module
 
     # A module whose constructor is still running, or has failed, has no children yet.
-    modules = [each for each in objects_of_type(Module) if "_modules" in each.__dict__]
+    modules = [each for each in find_objects_of_type(Module) if "_modules" in each.__dict__]
     children = {
         id(child) for module in modules for child in list(module.__dict__["_modules"].values())
     }
     return [module for module in modules if id(module) not in children]
 
 
-def _parameters(module: Module) -> list[Any]:
-    """Return the module's parameters, or none if another thread is building the module."""
+def _list_parameters(module: Module) -> list[Any]:
+    """Return the module's parameters, or an empty list while another thread builds the module."""
     try:
         return list(module.parameters())
     except RuntimeError:  # A dictionary changed its size during the iteration.
         return []
 
 
-def models_with_gradients() -> list[NamedModel]:
+def find_models_with_gradients() -> list[NamedModel]:
     """Return the outermost modules with gradients, for loops without an optimizer.
 
-    Must not run while another thread may run a backward pass, which writes the gradients read here.
+    Must not run during a backward pass of another thread, which writes the gradients.
     """
-    with torch_private.out_of_sight()():
+    with torch_private.get_hiding_context()():
         models = [
-            each for each in top_modules() if any(p.grad is not None for p in _parameters(each))
+            each
+            for each in find_top_modules()
+            if any(p.grad is not None for p in _list_parameters(each))
         ]
     names = name_models(models) if len(models) > 1 else [""] * len(models)
     return [NamedModel(model, name) for model, name in zip(models, names, strict=True)]

@@ -1,7 +1,7 @@
-"""State of the user's training loop: which event ends a step, and which models are trained.
+"""Track the user's training loop: which event ends a step, and which models are trained.
 
-All methods run on the training thread. Only optimizers that step inside a backward pass may do so
-on a thread of autograd.
+All methods run on the training thread. The exception are optimizers that step inside a backward
+pass, on a thread of autograd.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.passed_optimizers import (
     PassedOptimizers,
+    create_reference,
     parameters_of,
-    reference_to,
 )
 from torchlens_perf.hooks.loop.selection import NamedModel
 from torchlens_perf.hooks.loop.trained_models import (
     TrainedModels,
-    living_optimizers,
-    models_with_gradients,
+    find_living_optimizers,
+    find_models_with_gradients,
 )
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.current_step import StepContent
@@ -36,67 +36,67 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.recorder.training_thread import TrainingThread
 
-# The report's name for this part of the step.
+# Name of this part of the step in the report.
 RECOMPUTE = "recompute"
-# An id for all optimizers that step inside the backward pass, often one per parameter. No object
-# has this id.
+# Common id of all optimizers that step inside the backward pass. No object has this id.
 _INSIDE_BACKWARD = 0
 _EVALUATION, _INFERENCE, _SKIPPED = int(Flag.EVALUATION), int(Flag.INFERENCE), int(Flag.SKIPPED)
-# Optimizers that step once per parameter exist in hundreds. They cannot accumulate gradients, so
-# observing the first ones is enough.
+# Maximum number of observed optimizers. Programs with one optimizer per parameter do not accumulate
+# gradients, so the first optimizers are sufficient.
 _MAX_OPTIMIZERS = 8
 
 
-class _Sample:
-    """One parameter of an optimizer and the state of its gradient."""
+class _GradientSample:
+    """One parameter of an optimizer, whose gradient is observed."""
 
     __slots__ = ("_last_gradient", "_parameter", "passes")
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = weakref.ref(parameter)
-        # The gradient's identity and versions after the last backward pass.
+        # Id and versions of the gradient after the last backward pass.
         self._last_gradient: tuple[int, int, int] | None = None
-        self.passes = 0  # Number of backward passes whose gradients are summed up.
+        self.passes = 0  # Number of backward passes whose gradients are summed.
 
-    def _gradient(self) -> tuple[int, int, int] | None:
-        """Return the gradient's id and how often it was written, or None without a gradient.
+    def _read_gradient_version(self) -> tuple[int, int, int] | None:
+        """Return the gradient's id and version counters, or None without a gradient.
 
-        FSDP2 adds to the local part of a sharded gradient, which does not change the version of the
+        FSDP2 adds to the local shard of a gradient, which does not change the version of the
         gradient itself. The result therefore contains both versions.
         """
         parameter = self._parameter()
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
             return None
-        return id(gradient), gradient._version, torch_private.local_part(gradient)._version
+        return id(gradient), gradient._version, torch_private.get_local_shard(gradient)._version
 
-    def update(self, *, ended: bool) -> None:
-        """Compare the gradient at the begin (ended=False) and the end of a backward pass."""
-        now = self._gradient()
+    def compare_gradient(self, *, ended: bool) -> None:
+        """Compare the gradient with the last call: at the begin (ended=False) or end of a backward
+        pass."""
+        now = self._read_gradient_version()
         if now != self._last_gradient:
             self._last_gradient = now
-            # A gradient that changes between two passes was cleared: set to None, or by zero_().
+            # A gradient that changed between two backward passes was cleared.
             self.passes = self.passes + (now is not None) if ended else 0
 
 
-class Accumulation:
+class AccumulationCounter:
     """Counter of the backward passes whose gradients an optimizer step uses.
 
-    The count is above one only with gradient accumulation. Counting all forward or backward passes
-    would mistake a GAN's two losses or a gradient penalty for accumulation. One gradient of each
-    optimizer is therefore observed: a backward pass that changes an existing gradient adds to it.
+    The count is above one only with gradient accumulation. Counting all backward passes would
+    mistake a GAN's two losses or a gradient penalty for accumulation. One gradient of each
+    optimizer is therefore observed: a backward pass that changes an existing gradient accumulates.
 
-    Runs on the training thread and stops once another thread runs a backward pass, which may write
-    the same gradients.
+    The counter runs on the training thread. It stops once another thread runs a backward pass,
+    which may write the same gradients.
     """
 
     def __init__(self, thread: TrainingThread) -> None:
         self._thread = thread
-        self._samples: dict[int, _Sample] = {}  # By the optimizer's id.
-        self._out_of_sight = torch_private.out_of_sight()
-        self._max_passes = 0  # The maximum over the optimizers in the current step.
+        self._samples: dict[int, _GradientSample] = {}  # By the optimizer's id.
+        self._out_of_sight = torch_private.get_hiding_context()
+        self._max_passes = 0  # Maximum over all optimizers in the current step.
 
-    def add(self, optimizer: Any) -> None:
+    def add_optimizer(self, optimizer: Any) -> None:
         if len(self._samples) < _MAX_OPTIMIZERS:
             with self._out_of_sight():
                 trained = (
@@ -106,9 +106,9 @@ class Accumulation:
                 )
                 parameter = next(trained, None)
             if parameter is not None:
-                self._samples[id(optimizer)] = _Sample(parameter)
+                self._samples[id(optimizer)] = _GradientSample(parameter)
 
-    def update(self, *, ended: bool) -> None:
+    def update_samples(self, *, ended: bool) -> None:
         if not self._samples:
             return
         with self._thread.gradients:
@@ -117,24 +117,26 @@ class Accumulation:
                 return
             with self._out_of_sight():
                 for sample in self._samples.values():
-                    sample.update(ended=ended)
+                    sample.compare_gradient(ended=ended)
 
-    def optimizer_stepped(self, optimizer: Any) -> None:
+    def on_optimizer_step(self, optimizer: Any) -> None:
         sample = self._samples.get(id(optimizer))
         if sample is not None:
             self._max_passes = max(self._max_passes, sample.passes)
             sample.passes = 0
 
-    def step_ended(self) -> int:
-        """Return the highest number of passes of any optimizer in the step that ends.
+    def take_max_passes(self) -> int:
+        """Return the highest number of accumulated passes of any optimizer in the ending step, and
+        reset it.
 
-        The result is 0 if no gradient changed, as with sharded gradients that are kept elsewhere.
+        The result is 0 if no gradient changed, for example with sharded gradients that are stored
+        elsewhere.
         """
         most, self._max_passes = self._max_passes, 0
         return most
 
 
-class _Stepped(NamedTuple):
+class _SteppedOptimizer(NamedTuple):
     """An optimizer that has stepped."""
 
     reference: Callable[[], Any]
@@ -142,15 +144,15 @@ class _Stepped(NamedTuple):
     """Position among the optimizers passed to watch(), or None."""
     class_name: str
     first_at: int
-    """Number of steps of all optimizers up to the first step of this one."""
+    """Number of steps of all optimizers up to the first step of this optimizer."""
 
 
-def _ids_of(optimizer: Any) -> set[int]:
+def _parameter_ids_of(optimizer: Any) -> set[int]:
     return {id(each) for each in parameters_of(optimizer)}
 
 
 class TrainingLoop:
-    """The training loop of one session. Callers guard against exceptions."""
+    """The training loop of one session. Callers catch exceptions of its methods."""
 
     def __init__(
         self,
@@ -163,14 +165,17 @@ class TrainingLoop:
         self.passed = passed
         self._rule = StepRule(len(passed))
         self._evaluations = EvaluationRule()
-        self._accumulation = Accumulation(session.thread)
+        self._accumulation = AccumulationCounter(session.thread)
         self._trained = TrainedModels()
-        # Optimizers that have stepped, by id. A later optimizer may get the id of a deleted one.
-        self._optimizers: dict[int, _Stepped] = {}
-        # Optimizers made inside the watch, by id, with the value of self._count at that time.
+        # Optimizers that have stepped, by id. A later optimizer may have the id of a deleted
+        # optimizer.
+        self._optimizers: dict[int, _SteppedOptimizer] = {}
+        # Optimizers created inside the watch, by id, with the value of self._count at their
+        # creation.
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._count = 0  # Number of optimizer steps.
-        # Results of _patience_of() by the ids of the optimizer and the one that ends the steps.
+        # Results of _get_patience(), by the ids of the optimizer and of the optimizer that ends the
+        # steps.
         self._patience: dict[tuple[int, int], int | None] = {}
         self._notes: set[str] = set()
         self._elsewhere: set[int] = set()  # Ids of optimizers that step on other threads.
@@ -185,26 +190,26 @@ class TrainingLoop:
 
     # -- at the start
 
-    def models_given(self, models: Sequence[NamedModel]) -> None:
+    def use_given_models(self, models: Sequence[NamedModel]) -> None:
         self._models_given = True
-        self._watch(models)
+        self._add_and_watch(models)
 
-    def begins_after_step_of(self, optimizer: Optimizer) -> None:
-        """Start in a running loop, in which this optimizer has just stepped."""
-        self._session.thread.does(Work.OPTIMIZER)
+    def start_after_step_of(self, optimizer: Optimizer) -> None:
+        """Start in the middle of a loop in which this optimizer has just stepped."""
+        self._session.thread.note_work(Work.OPTIMIZER)
         self._count += 1
-        self._rule.optimizer_stepped(id(optimizer), self._add(optimizer).position)
+        self._rule.on_optimizer_step(id(optimizer), self._add_optimizer(optimizer).position)
         self._watch_models_of(optimizer)
 
-    def begins_without_optimizer(self) -> None:
-        """Start in a running loop without optimizer, after a backward pass."""
-        self._session.thread.does(Work.BACKWARD)
-        self._rule.no_optimizer(alive=False)
-        self._backwards_are_steps()
+    def start_without_optimizer(self) -> None:
+        """Start in the middle of a loop without optimizer, after a backward pass."""
+        self._session.thread.note_work(Work.BACKWARD)
+        self._rule.note_missing_optimizer(alive=False)
+        self._count_backwards_as_steps()
 
     # -- called by hooks
 
-    def optimizer_made(self, optimizer: Optimizer) -> None:
+    def on_optimizer_created(self, optimizer: Optimizer) -> None:
         if not self._session.recorder.closed:
             address = id(optimizer)
             self._made[address] = (
@@ -212,8 +217,8 @@ class TrainingLoop:
                 self._count,
             )
 
-    def optimizer_stepped(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
-        """Handle an optimizer step that has returned or that GradScaler has skipped."""
+    def on_optimizer_step(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
+        """Handle an optimizer step that has returned, or that GradScaler has skipped."""
         session = self._session
         if session.recorder.closed:
             return
@@ -225,67 +230,73 @@ class TrainingLoop:
         known = self._optimizers.get(id(optimizer))
         is_new = known is None or known.reference() is not optimizer
         if known is None or is_new:
-            known = self._add(optimizer)
-        self._accumulation.optimizer_stepped(optimizer)
-        self._stepped(id(optimizer), known.position, optimizer, is_new=is_new)
+            known = self._add_optimizer(optimizer)
+        self._accumulation.on_optimizer_step(optimizer)
+        self._handle_optimizer_step(id(optimizer), known.position, optimizer, is_new=is_new)
         if is_new:
             self._watch_models_of(optimizer)
 
-    def optimizer_elsewhere(self, optimizer: Optimizer) -> None:
+    def on_unrecorded_optimizer_step(self, optimizer: Optimizer) -> None:
         """Handle an optimizer that steps on a thread that is not recorded."""
         if id(optimizer) not in self._elsewhere:
             self._elsewhere.add(id(optimizer))
-            position = self.passed.position(optimizer)
+            position = self.passed.find_position(optimizer)
             if position is not None:
-                self._rule.stepped_elsewhere(position)
+                self._rule.exclude_optimizer(position)
 
     @guard("begin of a backward pass")
-    def backward_begins(self) -> None:
-        self._accumulation.update(ended=False)
+    def on_backward_begin(self) -> None:
+        self._accumulation.update_samples(ended=False)
 
     @guard("backward pass inside of another one")
-    def backward_inside_backward(self) -> None:
-        """Note that recomputation is not measured: another implementation of checkpointing runs.
+    def on_nested_backward(self) -> None:
+        """Note that recomputation is not measured, because another implementation of checkpointing
+        runs.
 
-        torch's checkpointing does not lead to this call.
+        torch's own checkpointing does not call this method.
         """
-        self._session.metadata.not_measured(RECOMPUTE)
+        self._session.metadata.add_unmeasured_part(RECOMPUTE)
 
     @guard("end of a backward pass")
-    def backward_ended(self) -> None:
+    def on_backward_end(self) -> None:
         self._backwards += 1
-        self._accumulation.update(ended=True)
+        self._accumulation.update_samples(ended=True)
         if self._inside:
-            self._stepped_inside()
+            self._handle_steps_inside_backward()
             return
         rule = self._rule
-        rule.backward_ended()
-        if rule.lacks_optimizer():
-            rule.no_optimizer(alive=len(self.passed) > 0 or bool(living_optimizers()))
+        rule.on_backward_end()
+        if rule.should_search_optimizer():
+            rule.note_missing_optimizer(
+                alive=len(self.passed) > 0 or bool(find_living_optimizers())
+            )
             if rule.counts_backwards:
-                self._backwards_are_steps()
-        if rule.backward_is_step():
+                self._count_backwards_as_steps()
+        if rule.does_backward_end_step():
             self._session.step.end()
 
-    def forward_ended(self, with_gradient: bool, module: int, is_root: bool) -> None:
-        """Handle the return of a module that no other watched module has called. module: its id."""
+    def on_forward_end(self, with_gradient: bool, module: int, is_root: bool) -> None:
+        """Handle the end of a forward pass of an outermost watched module. module: the module's
+        id."""
         self._forwards += with_gradient
         self._without_gradient |= not with_gradient
-        if self._rule.forward_ended(with_gradient=with_gradient, module=module, is_root=is_root):
+        if self._rule.on_forward_end(with_gradient=with_gradient, module=module, is_root=is_root):
             self._session.step.end(_INFERENCE)
 
-    def manual_step(self) -> bool:
-        return self._rule.manual_step()
+    def on_manual_step(self) -> bool:
+        return self._rule.on_manual_step()
 
     # -- called by the session
 
-    def step_ended(self, *, inference: bool) -> StepContent:
+    def finish_step(self, *, inference: bool) -> StepContent:
         flags = _SKIPPED if self._skipped else 0
-        if not inference and self._evaluations.step_ended(without_gradient=self._without_gradient):
+        if not inference and self._evaluations.decide_step_end(
+            without_gradient=self._without_gradient
+        ):
             flags |= _EVALUATION
-        # Observed gradients give the number of accumulated passes. If none was observed, as with
-        # sharded gradients, it is the smaller of the numbers of forward and backward passes.
-        passes = self._accumulation.step_ended() or min(
+        # Observed gradients give the number of accumulated passes. Without observed gradients, use
+        # the smaller of the numbers of forward and backward passes.
+        passes = self._accumulation.take_max_passes() or min(
             self._forwards, self._backwards or self._forwards
         )
         self._forwards = self._backwards = 0
@@ -294,7 +305,7 @@ class TrainingLoop:
 
     # -- helpers
 
-    def _stepped(
+    def _handle_optimizer_step(
         self,
         optimizer: int,
         position: int | None,
@@ -308,12 +319,12 @@ class TrainingLoop:
         lives = ending is None or ending.reference() is not None
         patience = None
         if stepping is not None and ending is not None and (before != optimizer or is_new):
-            patience = self._patience_of(stepping, ending, is_new=is_new)
-        ends = self._rule.optimizer_stepped(
+            patience = self._get_patience(stepping, ending, is_new=is_new)
+        ends = self._rule.on_optimizer_step(
             optimizer, position, ending_lives=lives, patience=patience
         )
         if before not in (None, self._rule.ending):
-            self._evaluations.steps_end_elsewhere()
+            self._evaluations.restart()
             name = type(stepping).__name__
             if ending is not None and stepping is not None and patience is None:
                 self._note_once(
@@ -328,26 +339,26 @@ class TrainingLoop:
             self._session.step.end()
         if self._rule.ignores_passed and not ignored:
             self._session.note(
-                f"{self.passed.class_names()}, passed to watch(), has made no step: another"
+                f"{self.passed.format_class_names()}, passed to watch(), has made no step: another"
                 " optimizer ends the steps"
             )
 
-    def _stepped_inside(self) -> None:
+    def _handle_steps_inside_backward(self) -> None:
         optimizers, self._inside = self._inside, []
         self._count += 1
         new = [each for each in optimizers if id(each) not in self._optimizers]
-        known = [self._optimizers.get(id(each)) or self._add(each) for each in optimizers]
-        self._stepped(
+        known = [self._optimizers.get(id(each)) or self._add_optimizer(each) for each in optimizers]
+        self._handle_optimizer_step(
             _INSIDE_BACKWARD,
             max((each.position for each in known if each.position is not None), default=None),
         )
         for optimizer in new:
             self._watch_models_of(optimizer)
 
-    def _add(self, optimizer: Optimizer) -> _Stepped:
-        added = _Stepped(
-            reference_to(optimizer),
-            self.passed.position(optimizer),
+    def _add_optimizer(self, optimizer: Optimizer) -> _SteppedOptimizer:
+        added = _SteppedOptimizer(
+            create_reference(optimizer),
+            self.passed.find_position(optimizer),
             type(optimizer).__name__,
             self._count,
         )
@@ -355,26 +366,29 @@ class TrainingLoop:
         self._patience.clear()
         return added
 
-    def _patience_of(self, optimizer: Optimizer, ending: _Stepped, *, is_new: bool) -> int | None:
-        """Return after how many steps without `ending` this optimizer ends the steps instead.
+    def _get_patience(
+        self, optimizer: Optimizer, ending: _SteppedOptimizer, *, is_new: bool
+    ) -> int | None:
+        """Return the number of steps without `ending` after which this optimizer ends the steps
+        instead.
 
-        None stands for the default number. The result is 0 if the optimizer steps the same
-        parameters. It is also 0 if the optimizer was made later and steps those of a watched model:
-        training goes on in another phase.
+        None means the default number. The result is 0 if the optimizer steps the same parameters.
+        The result is also 0 if the optimizer was created later and steps a watched model: training
+        continues in another phase.
         """
         ended = ending.reference()
         key = id(optimizer), 0 if ended is None else id(ended)
         if is_new or key not in self._patience:
             known = self._patience[key] = self._compute_patience(optimizer, ended, ending.first_at)
             if is_new and known == 0:
-                # From its second step on, it may be one of two optimizers that take turns.
+                # From the second step on, two optimizers may take turns.
                 self._patience[key] = 1
             return known
         return self._patience[key]
 
     def _compute_patience(self, optimizer: Optimizer, ended: Any, since: int) -> int | None:
-        stepped, watched = _ids_of(optimizer), self._watched_parameters()
-        is_watched, replaced = bool(stepped & watched), _ids_of(ended)
+        stepped, watched = _parameter_ids_of(optimizer), self._watched_parameters()
+        is_watched, replaced = bool(stepped & watched), _parameter_ids_of(ended)
         if stepped & replaced:
             return 0
         if ended is None:
@@ -393,7 +407,9 @@ class TrainingLoop:
             return None
         others = [each.reference() for each in self._optimizers.values()]
         return (
-            None if any(stepped & _ids_of(each) for each in others if each is not optimizer) else 0
+            None
+            if any(stepped & _parameter_ids_of(each) for each in others if each is not optimizer)
+            else 0
         )
 
     def _note_once(self, note: str) -> None:
@@ -402,19 +418,21 @@ class TrainingLoop:
             self._session.note(note)
 
     @guard("finding the trained models")
-    def _backwards_are_steps(self) -> None:
+    def _count_backwards_as_steps(self) -> None:
         self._session.note(
             "no optimizer's step was seen: each backward pass counts as a step. To mark where a"
             " step ends, call w.step() at the end of your loop"
         )
         if not self._models_given:
-            self._watch(self._models_with_gradients())
+            self._add_and_watch(self._find_new_models_with_gradients())
 
-    def _models_with_gradients(self) -> list[NamedModel]:
+    def _find_new_models_with_gradients(self) -> list[NamedModel]:
         with self._session.thread.gradients:
             if self._session.thread.reads_gradients:
                 return [
-                    each for each in models_with_gradients() if not self._is_watched(each.module)
+                    each
+                    for each in find_models_with_gradients()
+                    if not self._is_watched(each.module)
                 ]
         self._session.note(
             "models are not timed, as several threads train: pass them to watch(model)"
@@ -423,20 +441,21 @@ class TrainingLoop:
 
     @guard("finding the trained models")
     def _watch_models_of(self, optimizer: Optimizer) -> None:
-        """Watch the models of an optimizer after its first step, or note why they are not."""
-        self._accumulation.add(optimizer)
+        """Watch the models of an optimizer after its first step, or note why they are not
+        watched."""
+        self._accumulation.add_optimizer(optimizer)
         watched = self._watched_parameters() if self._models_given else set()
         if self._models_given and all(
             id(parameter) in watched for parameter in parameters_of(optimizer)
         ):
-            return  # The search for other models takes as long as several steps.
+            return  # Avoid the search for other models, which takes as long as several steps.
         new = [
             each
-            for each in self._trained.trained_by(optimizer)
+            for each in self._trained.find_models_of(optimizer)
             if not self._is_watched(each.module)
         ]
         if not self._models_given:
-            self._watch(new)
+            self._add_and_watch(new)
             return
         for each in new:
             name = each.name or type(each.module).__name__
@@ -447,7 +466,7 @@ class TrainingLoop:
     def _is_watched(self, model: Module) -> bool:
         """Return True if the model shares parameters with a watched model.
 
-        It is then a watched model, a wrapper of one, or a part of one.
+        The model is then a watched model, its wrapper, or a part of it.
         """
         watched = self._watched_parameters()
         return any(id(parameter) in watched for parameter in model.parameters())
@@ -456,6 +475,6 @@ class TrainingLoop:
         roots = [root for reference in self._roots if (root := reference()) is not None]
         return {id(parameter) for root in roots for parameter in root.parameters()}
 
-    def _watch(self, models: Sequence[NamedModel]) -> None:
+    def _add_and_watch(self, models: Sequence[NamedModel]) -> None:
         self._roots += [weakref.ref(each.module) for each in models]
         self._watch_models(models)

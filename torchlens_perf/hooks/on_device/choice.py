@@ -7,72 +7,72 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.recorder.devices import devices_in_use
+from torchlens_perf.recorder.devices import find_cuda_devices_in_use
 
 if TYPE_CHECKING:
     from torchlens_perf.config import Config
-    from torchlens_perf.hooks.on_device.cuda_device import Device
+    from torchlens_perf.hooks.on_device.cuda_device import CudaDevice
     from torchlens_perf.recorder.session import Hook, Session
     from torchlens_perf.run.identity import Gpu
 
-# NVML's UUIDs begin with this prefix, torch's do not.
+# Prefix of GPU UUIDs in NVML. torch's UUIDs lack it.
 _PREFIX = "GPU-"
 
 
-def check(config: Config) -> None:
+def check_merging_config(config: Config) -> None:
     """Raise ConfigError if aggregate="device" cannot work.
 
-    The check comes before anything is created, and its result is the same on all ranks.
+    The check runs before anything is created and has the same result on all ranks.
     """
     if config.aggregate != "device":
         return
     import torch.distributed as dist
 
-    from torchlens_perf.recorder.devices import accelerator
+    from torchlens_perf.recorder.devices import find_accelerator
 
-    if merging_device(accelerator()) is None:
+    if find_merging_device(find_accelerator()) is None:
         raise ConfigError("aggregate='device': needs an NVIDIA GPU and a torch with CUDA")
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError("aggregate='device': call init_process_group() before the watch begins")
 
 
-def decline(config: Config) -> None:
-    """Decline merging on a rank that does not record.
+def decline_configured_merging(config: Config) -> None:
+    """Tell the other ranks that this rank cannot merge windows, because it does not record.
 
-    With aggregate="device" all ranks must agree to merge. Without an answer from this rank, the
-    other ranks would wait.
+    With aggregate="device" all ranks must agree to merge. The other ranks would wait forever
+    without an answer from this rank.
     """
     if config.aggregate == "device":
         from torchlens_perf.hooks.on_device.cuda_device import decline_merging
-        from torchlens_perf.recorder.devices import accelerator
+        from torchlens_perf.recorder.devices import find_accelerator
 
-        device = merging_device(accelerator())
+        device = find_merging_device(find_accelerator())
         if device is not None:
             decline_merging(device)
 
 
-def merging_device(kind: str) -> Device | None:
+def find_merging_device(kind: str) -> CudaDevice | None:
     """Return the device for device sections and merging, or None if its kernels cannot run."""
     import torch
 
     if kind != "cuda" or torch.version.cuda is None:
         return None
-    from torchlens_perf.hooks.on_device.cuda_device import Device
+    from torchlens_perf.hooks.on_device.cuda_device import CudaDevice
 
-    return Device()
+    return CudaDevice()
 
 
-def device_hooks(config: Config) -> list[Hook]:
+def create_device_hooks(config: Config) -> list[Hook]:
     """Return the device hooks in the order of attachment.
 
-    Their modules are imported only if torch has a device.
+    The hooks' modules are imported only if torch has a device.
     """
     import torch
 
-    from torchlens_perf.recorder.devices import accelerator
+    from torchlens_perf.recorder.devices import find_accelerator
 
-    kind = accelerator()
-    stamped, aggregate = merging_device(kind) if kind else None, config.aggregate == "device"
+    kind = find_accelerator()
+    stamped, aggregate = find_merging_device(kind) if kind else None, config.aggregate == "device"
     known = None
     if stamped is not None and aggregate:
         from torchlens_perf.cuda.steps import PendingSteps
@@ -80,15 +80,15 @@ def device_hooks(config: Config) -> list[Hook]:
         known = PendingSteps()
     hooks: list[Hook] = []
     if kind and config.device_times != "off":
-        from torchlens_perf.hooks.on_device.sections import DeviceHook
+        from torchlens_perf.hooks.on_device.sections import DeviceTimesHook
 
-        hooks.append(DeviceHook(asked_for=config.device_times == "on", kind=kind, known=known))
+        hooks.append(DeviceTimesHook(asked_for=config.device_times == "on", kind=kind, known=known))
         if config.collectives:
             from torchlens_perf.hooks.on_device.data_parallel import DataParallelHook
 
             hooks.append(DataParallelHook())
-    # Must come before StampHook, which creates a communicator: NCCL loads its plugin at the first
-    # one.
+    # Must precede DeviceSectionHook, which creates a communicator: NCCL loads a plugin only at the
+    # first communicator.
     if kind and config.collectives:
         from torchlens_perf.hooks.on_device.nccl import NcclHook
 
@@ -96,15 +96,15 @@ def device_hooks(config: Config) -> list[Hook]:
     if kind == "cuda" and torch.version.cuda is not None:
         hooks.append(GpuHook())
     if stamped is not None:
-        from torchlens_perf.hooks.on_device.stamps import StampHook
+        from torchlens_perf.hooks.on_device.stamps import DeviceSectionHook
 
-        # Must come after DeviceHook, which fills `known`.
-        hooks.append(StampHook(stamped, aggregate=aggregate, known=known))
+        # Must come after DeviceTimesHook, which fills `known`.
+        hooks.append(DeviceSectionHook(stamped, aggregate=aggregate, known=known))
     return hooks
 
 
 class GpuHook:
-    """Hook that publishes the UUIDs of the GPUs in use once, as soon as there are any."""
+    """Hook that publishes the UUIDs of the GPUs in use once, as soon as torch uses a GPU."""
 
     name = "the GPU's identity"
 
@@ -116,25 +116,25 @@ class GpuHook:
             # first, second, fourth, eighth, ... step only.
             if step & (step + 1):
                 return
-            if self._publish(session):
+            if self._publish_gpus(session):
                 session.step_callbacks.remove(publish_once)
 
-        with session.each_step(self.name, publish_once):
+        with session.run_each_step(self.name, publish_once):
             yield
 
-    def _publish(self, session: Session) -> bool:
-        """Publish the GPUs in use. Return True if there are any."""
+    def _publish_gpus(self, session: Session) -> bool:
+        """Publish the GPUs that torch uses. Return True if torch uses a GPU."""
         import torch
 
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return False
-        gpus = [gpu_identity(index) for index in devices_in_use()]
+        gpus = [read_gpu_identity(index) for index in find_cuda_devices_in_use()]
         if gpus:
             session.publish(gpus=gpus)
         return bool(gpus)
 
 
-def gpu_identity(index: int) -> Gpu:
+def read_gpu_identity(index: int) -> Gpu:
     """Return the UUID in NVML's form, the name and torch's index of a GPU, for the sidecar."""
     import torch
 

@@ -1,19 +1,19 @@
-"""The clock of a device in eager mode: pooled timed events, read after the device has passed them.
+"""Clock of a device that records pooled timed events and reads them once the device has reached
+them.
 
 ::
 
     mark() ─▶ pending, a queue per stream ──drain(), at a step's end──▶ device times ─▶ span()
 
-Events of one stream complete in order, so one query per step is enough: if the newest mark of an
-earlier step has been reached, all marks before it have been too. No function here waits for the
-device. (torch queries both events again before it computes their distance, which costs the host a
-microsecond.)
+Events of one stream complete in order, so one query per step is enough: once the device has reached
+a step's newest mark, it has reached all earlier marks. No function here waits for the device.
+(torch queries both events again before it computes their distance, which takes a microsecond.)
 
 Anchors convert device times to host times. An anchor is an event on an otherwise idle stream. The
-host reads its own clock before it records the event and after it has seen it complete. Anchors are
-normally renewed every second, because CUDA returns distances as float32 milliseconds, whose
-resolution falls with the distance. Durations are differences of device times, and each anchor
-continues the time line of the previous one. The events of real devices are in events.py.
+host reads its own clock before it records the event and again after the event has completed.
+A new anchor is normally taken every second: CUDA returns distances as float32 milliseconds, which
+become coarser with distance. Durations are differences of device times. Each anchor continues the
+time line of the previous anchor. events.py contains the events of real devices.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
     from torchlens_perf.hooks.on_device.events import AcceleratorEvents
 
-# Events in use and in the pool. Each takes a few hundred bytes of host memory.
+# Maximum number of events in use and in the pool. Each takes a few hundred bytes of host memory.
 MAX_EVENTS = 32768
-# Times kept for span(); the oldest are dropped.
+# Maximum number of device times kept for span(). The oldest times are dropped.
 MAX_TIMES = 2 * MAX_EVENTS
-# Marking stops while the device is more steps behind the host.
+# No marks are recorded while the device is more than this many steps behind the host.
 BEHIND_STEPS = 64
 ANCHOR_EVERY_NS = 1_000_000_000
 # An event on an idle stream takes a few microseconds.
 ANCHOR_TIMEOUT_NS = 50_000
-# Beyond this age, a new anchor with a larger error is better: float32 milliseconds become coarse.
+# An older anchor is replaced even by a less accurate one, because float32 milliseconds become
+# coarse.
 OLDEST_ANCHOR_NS = 30_000_000_000
 _FIRST_ANCHORS = 5
 _FIRST_TIMEOUT_NS = 1_000_000
@@ -54,7 +55,7 @@ class DeviceAnchor(NamedTuple):
     """The event's time on the device's time line, which begins at the first anchor."""
 
 
-class _Stream:
+class _StreamMarks:
     """The marks of one stream that have not been read."""
 
     def __init__(self) -> None:
@@ -64,9 +65,9 @@ class _Stream:
 
 
 class EventClock:
-    """A Clock of one device whose marks are events on the current stream.
+    """Clock of one device. A mark is an event that is recorded on the current stream.
 
-    Methods must be called with the GIL, because autograd's threads mark too.
+    Methods must be called with the GIL, because autograd's threads also record marks.
     """
 
     def __init__(
@@ -78,27 +79,30 @@ class EventClock:
         self.now_ns = now_ns
         self._pool: list[Event] = []
         self._made = 0
-        # A single call is atomic, which is needed because autograd's threads mark too.
+        # One C call is atomic, which is necessary because autograd's threads also record marks.
         self._next_mark = itertools.count(1).__next__
         self.marked = 0
-        """The newest mark, which is also the number of marks so far."""
-        self._streams: dict[Hashable, _Stream] = {}
-        # By mark: the time on the device's time line and the anchor it was computed with.
+        """The newest mark's number, which equals the number of marks so far."""
+        self._streams: dict[Hashable, _StreamMarks] = {}
+        # Time on the device's time line, and the anchor that was used to compute it, by mark.
         self._times: dict[int, tuple[int, DeviceAnchor]] = {}
         self._behind = False
         self.captured = 0
-        """Marks not made because the stream was being captured."""
+        """Number of marks that were not recorded because the stream was being captured."""
         self.skipped = 0
-        """Marks not made because the device was far behind, without an anchor, or failed."""
+        """Number of marks that were not recorded because the device was far behind, had no anchor
+        or failed."""
         self.crowded = 0
-        """Marks not made because MAX_EVENTS others had not been read."""
+        """Number of marks that were not recorded because MAX_EVENTS events were in use."""
         self.aside = 0
-        """Steps in which a phase ran, and waited, on another stream than the step.
+        """Number of steps in which a phase ran and waited on another stream than the compute
+        stream.
 
         Counted by Stalls.
         """
         self.open_ended = 0
-        """Stalls without end mark and backward passes whose end of computation is unknown.
+        """Number of waits without an end mark, and of backward passes whose last gradient has no
+        mark.
 
         Counted by Stalls.
         """
@@ -110,10 +114,10 @@ class EventClock:
         Stalls clears it at step ends.
         """
         self.drift_ns = 0
-        """The largest deviation of an anchor's time line from the next anchor."""
-        # An anchor event that did not complete in time, and when it was recorded.
+        """Largest error of an anchor's time line, measured at the next anchor."""
+        # An anchor event that did not complete in time, and the time at which it was recorded.
         self._late: tuple[Event, int] | None = None
-        with events.beside_captures():
+        with events.allow_during_captures():
             anchors = [self._take_anchor(_FIRST_TIMEOUT_NS) for _ in range(_FIRST_ANCHORS)]
         self._anchor = min(
             (each for each in anchors if each is not None),
@@ -126,24 +130,25 @@ class EventClock:
     def error_ns(self) -> int | None:
         """The observed error of times on the host's time line, or None without an anchor.
 
-        Differences of two times do not have this error.
+        The difference of two times does not contain this error.
         """
         return None if self._anchor is None else self._anchor.error_ns + self.drift_ns
 
     @property
-    def missing(self) -> int:
+    def missing_marks(self) -> int:
         """Number of events that should have been marked but were not."""
         return self.captured + self.skipped + self.crowded + self.aside + self.open_ended
 
-    def current(self) -> Hashable | None:
+    def current_stream(self) -> Hashable | None:
         """Return the calling thread's current stream, or None while it is being captured."""
-        return self._events.current()
+        return self._events.current_stream()
 
     def mark(self, only_on: Hashable | None = None) -> int | None:
-        """Record a mark on the current stream. Return None, and count it, if that is not possible.
+        """Record a mark on the current stream. If that fails, count the missing mark and return
+        None.
 
-        only_on: the only stream to mark on. On another stream nothing is marked or counted; the
-        stream is added to `passed_over`.
+        only_on: the only stream on which a mark is recorded. Any other current stream is added to
+        `passed_over`, without a mark or a count.
         """
         anchor = self._anchor
         if self._behind or anchor is None:
@@ -151,7 +156,7 @@ class EventClock:
             return None
         event: Event | None = None
         try:
-            stream = self._events.current()
+            stream = self._events.current_stream()
             if stream is None:
                 self.captured += 1
                 return None
@@ -161,7 +166,7 @@ class EventClock:
             if self._pool:
                 event = self._pool.pop()
             elif self._made < MAX_EVENTS:
-                event = self._events.new()
+                event = self._events.create_event()
                 self._made += 1
             else:
                 self.crowded += 1
@@ -171,7 +176,7 @@ class EventClock:
             self.marked_on = stream
             queue = self._streams.get(stream)
             if queue is None:
-                queue = self._streams.setdefault(stream, _Stream())
+                queue = self._streams.setdefault(stream, _StreamMarks())
             queue.pending.append((mark, event, anchor))
             return mark
         except BaseException:
@@ -180,10 +185,11 @@ class EventClock:
             raise
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
-        """Return the start as host time and the duration as device time, or None if unknown.
+        """Return (start in host time, duration in device time) between two marks, or None if
+        unknown.
 
-        Times become known after the device has reached both marks. The times of the last MAX_TIMES
-        marks are kept.
+        Times are known after the device has reached both marks. Only the last MAX_TIMES marks are
+        kept.
         """
         first, last = self._times.get(begin), self._times.get(end)
         if first is None or last is None:
@@ -191,28 +197,28 @@ class EventClock:
         begin_ns, anchor = first
         return anchor.host_ns + begin_ns - anchor.device_ns, last[0] - begin_ns
 
-    def drain(self, max_steps: int = 2) -> None:
-        """Read the marks that the device has reached, at a step's end.
+    def read_reached_marks(self, max_steps: int = 2) -> None:
+        """Read the times of marks that the device has reached. Called at the end of each step.
 
-        Queries the device once per stream with marks, and once more for each step that it has
-        reached, up to `max_steps`. A new anchor is taken every second.
+        Query the device once for each stream with marks, and once more for each completed step, up
+        to `max_steps`. A new anchor is taken every second.
         """
-        if self._events.capturing():
+        if self._events.is_capturing():
             return
-        with self._events.beside_captures():
-            self._drain(max_steps)
+        with self._events.allow_during_captures():
+            self._read_streams(max_steps)
 
-    def _drain(self, max_steps: int) -> None:
+    def _read_streams(self, max_steps: int) -> None:
         for key, stream in list(self._streams.items()):
             for _ in range(max_steps):
-                if not stream.boundaries or not self._drain_to_boundary(stream):
+                if not stream.boundaries or not self._read_oldest_step(stream):
                     break
             if stream.pending:
                 newest, event, _ = stream.pending[-1]
                 if not stream.boundaries or stream.boundaries[-1][0] != newest:
                     stream.boundaries.append((newest, event))
             elif not stream.boundaries:
-                del self._streams[key]  # A later stream may get the same handle.
+                del self._streams[key]  # CUDA may give a later stream the same handle.
         max_behind = max((len(stream.boundaries) for stream in self._streams.values()), default=0)
         self._behind = max_behind > (0 if self._behind else BEHIND_STEPS)
         if self.now_ns() - self._anchored_ns >= ANCHOR_EVERY_NS:
@@ -220,18 +226,18 @@ class EventClock:
         while len(self._times) > MAX_TIMES:
             del self._times[next(iter(self._times))]
 
-    def frontier(self) -> int | None:
+    def find_last_reached_mark(self) -> int | None:
         """Return the last mark that the device has reached on the stream that is furthest behind.
 
-        Must be called at a step's end after drain(). The device is queried only if it has not
+        Called at a step's end after read_reached_marks(). The device is queried only if it has not
         reached the end of the previous step, by a binary search: three queries for eight marks.
         """
         stream = max(self._streams.values(), key=lambda each: len(each.boundaries), default=None)
-        if stream is None or self._events.capturing():
+        if stream is None or self._events.is_capturing():
             return None
         if len(stream.boundaries) < 2:
             return stream.read
-        with self._events.beside_captures():
+        with self._events.allow_during_captures():
             # All marks before `low` have been reached, and no mark from `high` on.
             low, high = 0, len(stream.pending)
             while low < high:
@@ -242,10 +248,10 @@ class EventClock:
                     high = middle
         return stream.pending[low - 1][0] if low else stream.read
 
-    def _drain_to_boundary(self, stream: _Stream) -> bool:
-        """Read all marks up to the oldest step's end.
+    def _read_oldest_step(self, stream: _StreamMarks) -> bool:
+        """Read all marks up to the end of the oldest unread step.
 
-        Return False if the device is not there yet.
+        Return False if the device has not reached that mark yet.
         """
         last, event = stream.boundaries[0]
         if not event.query():
@@ -264,16 +270,16 @@ class EventClock:
     def _take_anchor(self, timeout_ns: int) -> DeviceAnchor | None:
         """Return a new anchor, or None if its event does not complete in time.
 
-        That happens while other work keeps the device's front end busy.
+        The event is late while other work keeps the device's front end busy.
         """
-        event = self._events.new()
+        event = self._events.create_event()
         before_ns = self.now_ns()
-        self._events.record_aside(event)
+        self._events.record_on_idle_stream(event)
         while not event.query():
             if self.now_ns() - before_ns > timeout_ns:
                 self._late = event, before_ns
                 return None
-        return _anchor_between(event, before_ns, self.now_ns())
+        return _build_anchor(event, before_ns, self.now_ns())
 
     def _refresh_anchor(self) -> None:
         now_ns, old = self.now_ns(), self._anchor
@@ -282,7 +288,7 @@ class EventClock:
         if self._late is not None and (old is None or now_ns - old.host_ns > OLDEST_ANCHOR_NS):
             event, before_ns = self._late
             if event.query():
-                anchor = _anchor_between(event, before_ns, now_ns)
+                anchor = _build_anchor(event, before_ns, now_ns)
         anchor = self._take_anchor(ANCHOR_TIMEOUT_NS) or anchor
         if anchor is None:
             # The old anchor stays in use. Its drift is measured when the next one is taken.
@@ -295,5 +301,5 @@ class EventClock:
         self._anchor = anchor
 
 
-def _anchor_between(event: Event, before_ns: int, after_ns: int) -> DeviceAnchor:
+def _build_anchor(event: Event, before_ns: int, after_ns: int) -> DeviceAnchor:
     return DeviceAnchor(event, (before_ns + after_ns) // 2, (after_ns - before_ns + 1) // 2)

@@ -1,6 +1,6 @@
-"""The CUDA device for device sections and merging, through torch's public API and the driver.
+"""The CUDA device that times and merges device sections, through torch's public API and the driver.
 
-Tests replace it by a class with the same methods that needs no GPU.
+Tests replace CudaDevice by a class with the same methods that needs no GPU.
 """
 
 from __future__ import annotations
@@ -11,69 +11,70 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchlens_perf.cuda import kernels
-from torchlens_perf.cuda.aggregate import DeviceAggregate
-from torchlens_perf.cuda.driver import Driver
+from torchlens_perf.cuda.aggregate import WindowMerger
+from torchlens_perf.cuda.driver import CudaDriver
 from torchlens_perf.cuda.stamps import DeviceRing
 from torchlens_perf.errors import DeviceError
-from torchlens_perf.recorder.devices import CONNECTIONS, device_in_use
+from torchlens_perf.recorder.devices import CONNECTIONS, find_cuda_device_in_use
 
-# Rings by device. They live as long as the process, because captured graphs stamp into them.
+# Rings by device. A ring exists until the process ends, because captured graphs write to it.
 _rings: dict[int, DeviceRing] = {}
-# Streams for merges by device. They are never destroyed: torch's allocator keeps memory per stream.
+# Streams for merges, by device. They are never destroyed, because torch's allocator keeps memory
+# per stream.
 _merge_streams: dict[int, Any] = {}
 
 
-class Device:
+class CudaDevice:
     """torch's current CUDA device. HIP is not supported: the kernels read NVIDIA's clock."""
 
-    def stream(self) -> int:
+    def stream_handle(self) -> int:
         import torch
 
         return int(torch.cuda.current_stream().cuda_stream)
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         import torch
 
         return torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
-    def in_use(self) -> bool:
-        """Return True if torch has memory on a device. Creates no context.
+    def is_in_use(self) -> bool:
+        """Return True if torch has allocated memory on a device. This call creates no CUDA context.
 
-        Raises DeviceError if it has memory on several devices.
+        Raises DeviceError if torch has allocated memory on several devices.
         """
-        return device_in_use() is not None
+        return find_cuda_device_in_use() is not None
 
-    def current(self) -> int:
+    def current_index(self) -> int:
         """Return the index of the current device."""
         import torch
 
         return int(torch.cuda.current_device())
 
-    def ring(self) -> DeviceRing:
-        """Return the process's ring on this device; the first call creates it.
+    def get_or_create_ring(self) -> DeviceRing:
+        """Return the process's ring on this device. The first call creates the ring.
 
-        Creating it compiles and loads the kernels, and allocates and clears memory, which may wait
-        for the device. Raises DeviceError.
+        The creation compiles and loads the kernels, then allocates and clears memory, which may
+        wait for the device. Raises DeviceError.
         """
-        device = self.current()
+        device = self.current_index()
         if device not in _rings:
-            if device_in_use() not in (device, None):
+            if find_cuda_device_in_use() not in (device, None):
                 raise DeviceError(
                     f"the current device is {device}, on which this process has no memory"
                 )
-            driver = Driver()
-            with driver.relaxed_captures():  # Another thread may be capturing a graph.
-                _rings[device] = DeviceRing(driver, kernels.load(device))
+            driver = CudaDriver()
+            with driver.allow_during_captures():  # Another thread may be capturing a graph.
+                _rings[device] = DeviceRing(driver, kernels.load_kernels(device))
         return _rings[device]
 
-    def group(self) -> Any:
+    def create_process_group(self) -> Any:
         """Create a separate process group of all ranks. All ranks must call it."""
         import torch.distributed as dist
 
         return dist.new_group(backend="nccl", group_desc="torchlens_perf")
 
-    def merge(self, ring: DeviceRing, group: Any) -> DeviceAggregate:
-        """Return an object that merges this ring with those of all ranks.
+    def create_merger(self, ring: DeviceRing, group: Any) -> WindowMerger:
+        """Return an object that merges this rank's ring with the rings of all ranks.
 
         Raises DeviceError if this rank cannot take part.
         """
@@ -83,20 +84,20 @@ class Device:
         for variable in (CONNECTIONS, "TORCH_NCCL_BLOCKING_WAIT"):
             if os.environ.get(variable) == "1":
                 raise DeviceError(f"with {variable}=1 the job would wait for the merge")
-        kernels.allow_ranks(self.current(), dist.get_world_size(group))
-        driver, device = Driver(), self.current()
+        kernels.raise_rank_limit(self.current_index(), dist.get_world_size(group))
+        driver, device = CudaDriver(), self.current_index()
         if device not in _merge_streams:
-            # torch's stream pool is shared with other code, which would wait behind the merge for
-            # other ranks. So the stream is not taken from the pool.
-            _merge_streams[device] = torch.cuda.ExternalStream(driver.new_stream())
+            # Do not use torch's stream pool: other code shares its streams and would wait for the
+            # other ranks' merges.
+            _merge_streams[device] = torch.cuda.ExternalStream(driver.create_stream())
         self._aside = _merge_streams[device]
-        return DeviceAggregate(self, driver, kernels.load(device), ring, group)
+        return WindowMerger(self, driver, kernels.load_kernels(device), ring, group)
 
-    def all_agree(self, group: Any, *, able: bool) -> bool:
+    def all_ranks_agree(self, group: Any, *, able: bool) -> bool:
         """Return True if all ranks are able to merge.
 
-        Waits for all ranks and creates the communicator, so it is called at the start of a watch
-        only.
+        Called only at the start of a watch, because it waits for all ranks and creates the
+        communicator.
         """
         import torch
         import torch.distributed as dist
@@ -106,33 +107,33 @@ class Device:
         return bool(flag.item())
 
     @contextmanager
-    def aside(self) -> Iterator[int]:
+    def merge_stream(self) -> Iterator[int]:
         import torch
 
         self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
             yield int(self._aside.cuda_stream)
 
-    def zeros(self, words: int) -> Any:
+    def allocate_zeros(self, words: int) -> Any:
         import torch
 
         return torch.zeros(words, dtype=torch.int64, device="cuda")
 
-    def words(self, address: int, count: int) -> Any:
+    def view_words(self, address: int, count: int) -> Any:
         import torch
 
         return torch.as_tensor(_DeviceWords(address, count), device="cuda")
 
     def earlier_ring(self) -> DeviceRing | None:
-        """Return the ring that an earlier watch has made, or None.
+        """Return the ring that an earlier watch has created, or None.
 
-        Graphs may still stamp into it.
+        Captured graphs may still write to that ring.
         """
-        return _rings.get(self.current()) if _rings else None
+        return _rings.get(self.current_index()) if _rings else None
 
 
 class _DeviceWords:
-    """Device memory of this package in a form that torch.as_tensor() accepts."""
+    """Address of device memory in a form that torch.as_tensor() accepts."""
 
     def __init__(self, address: int, count: int) -> None:
         self.__cuda_array_interface__ = {
@@ -140,6 +141,7 @@ class _DeviceWords:
         }  # fmt: skip
 
 
-def decline_merging(device: Device) -> None:
-    """Answer on a rank that does not record, when the other ranks agree on merging: unable."""
-    device.all_agree(device.group(), able=False)
+def decline_merging(device: CudaDevice) -> None:
+    """Take part in all_ranks_agree() on a rank that does not record, and report that it cannot
+    merge."""
+    device.all_ranks_agree(device.create_process_group(), able=False)

@@ -1,4 +1,4 @@
-"""Waits of the compute stream in FSDP2 and DDP that the tap on collectives does not cover.
+"""Mark waits of the compute stream in FSDP2 and DDP that the tap on collectives does not record.
 
 FSDP2 calls `Stream.wait_event` to wait for:
 
@@ -30,7 +30,8 @@ _BEFORE_WAIT = torch_private.FSDP2_BEFORE_WAIT
 
 
 class DataParallelHook:
-    """Hook that marks the waits of DDP and FSDP2. Does nothing without a device clock."""
+    """Hook that marks the device's waits in DDP and FSDP2. It does nothing without a device
+    clock."""
 
     name = "waits of FSDP2 and DDP"
 
@@ -38,33 +39,35 @@ class DataParallelHook:
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
             if torch_private.works(DDP_BUFFERS):
-                attached.enter_context(_ddp_buffers(session))
+                attached.enter_context(_mark_ddp_buffer_waits(session))
 
-            def look_for_fsdp2() -> None:
-                # Importing FSDP2 takes a second, so wait until the job has imported it.
+            def patch_fsdp2_once_imported() -> None:
+                # Wait until the job has imported FSDP2, because importing it takes a second.
                 if _FSDP2_GROUPS not in sys.modules:
                     return
-                session.step_callbacks.remove(look_for_fsdp2)
+                session.step_callbacks.remove(patch_fsdp2_once_imported)
                 if torch_private.works(FSDP2):
-                    attached.enter_context(_Fsdp2(session, sys.modules[_FSDP2_GROUPS]).attached())
+                    attached.enter_context(
+                        _Fsdp2Patches(session, sys.modules[_FSDP2_GROUPS]).apply()
+                    )
                 else:
                     session.note(
                         "waits of the device in FSDP2 are not recorded with this version of torch"
                     )
 
-            with session.throttled(self.name, look_for_fsdp2):
-                look_for_fsdp2()
+            with session.run_throttled(self.name, patch_fsdp2_once_imported):
+                patch_fsdp2_once_imported()
                 yield
 
 
 @contextmanager
-def _ddp_buffers(session: Session) -> Iterator[None]:
+def _mark_ddp_buffer_waits(session: Session) -> Iterator[None]:
     from torch.nn.parallel import DistributedDataParallel
 
     sync, name_id = DistributedDataParallel._sync_buffers, session.intern("ddp buffers")
 
     @functools.wraps(sync)
-    def marked(self: Any) -> Any:
+    def sync_in_stall(self: Any) -> Any:
         stalls = session.clocks.stalls
         if stalls is None:
             return sync(self)
@@ -75,15 +78,15 @@ def _ddp_buffers(session: Session) -> Iterator[None]:
             stalls.end()
 
     with patched(
-        DistributedDataParallel, "_sync_buffers", torch_private.break_in_compiled_code(marked)
+        DistributedDataParallel, "_sync_buffers", torch_private.break_graph_at(sync_in_stall)
     ):
         yield
 
 
-class _Fsdp2:
-    """Wrappers of five functions that FSDP2's parameter groups call.
+class _Fsdp2Patches:
+    """Patches of five functions that FSDP2's parameter groups call.
 
-    Calls are passed on unchanged.
+    The wrappers pass arguments and results through unchanged.
     """
 
     def __init__(self, session: Session, module: Any) -> None:
@@ -97,11 +100,11 @@ class _Fsdp2:
         # True if the current post_backward() will wait for a reduce-scatter.
         self._expects_wait = False
         self._is_waiting = False
-        # True if there was a reduction since a backward pass was last finalized.
+        # True if FSDP2 has reduced gradients since the last finalize_backward().
         self._has_reduced = False
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         with ExitStack() as attached:
             for owner, name, wrap in (
                 (self._module, "foreach_all_gather_copy_out", self._wrap_copy_out),
@@ -111,29 +114,27 @@ class _Fsdp2:
                 (self._group, "finalize_backward", self._wrap_finalize),
             ):
                 original = getattr(owner, name)
-                marked = torch_private.break_in_compiled_code(
-                    functools.wraps(original)(wrap(original))
-                )
+                marked = torch_private.break_graph_at(functools.wraps(original)(wrap(original)))
                 attached.enter_context(patched(owner, name, marked))
             yield
 
     def _wrap_copy_out(self, copy_out: Callable[..., Any]) -> Callable[..., Any]:
         """Wait for the all-gather before `copy_out`, to distinguish the wait from the copy.
 
-        `copy_out` begins with the same wait, which then ends at once.
+        The same wait inside `copy_out` then ends immediately.
         """
 
-        def marked(result: Any, *args: Any, **kwargs: Any) -> Any:
+        def copy_out_after_wait(result: Any, *args: Any, **kwargs: Any) -> Any:
             self._wait_for_unshard(result)
             return copy_out(result, *args, **kwargs)
 
-        return marked
+        return copy_out_after_wait
 
     @guard("an unshard of FSDP2")
     def _wait_for_unshard(self, result: Any) -> None:
         stalls, event = self._session.clocks.stalls, result.all_gather_event
         if stalls is None or event is None:
-            return  # Without an event FSDP2 waits for a Work, which the tap covers.
+            return  # Without an event, FSDP2 waits for a Work, and the tap records that wait.
         begun = stalls.begin(self._unshard)
         try:
             if begun is not None:
@@ -146,18 +147,18 @@ class _Fsdp2:
             stalls.end()
 
     def _wrap_post_backward(self, post_backward: Callable[..., Any]) -> Callable[..., Any]:
-        def marked(group: Any, *args: Any) -> Any:
-            self._expect_wait(group)
+        def post_backward_with_wait(group: Any, *args: Any) -> Any:
+            self._predict_wait(group)
             try:
                 return post_backward(group, *args)
             finally:
                 self._expects_wait = False
                 self._end_wait()
 
-        return marked
+        return post_backward_with_wait
 
     @guard("a post-backward of FSDP2")
-    def _expect_wait(self, group: Any) -> None:
+    def _predict_wait(self, group: Any) -> None:
         context = group.comm_ctx
         # Since torch 2.13 several reduce-scatters may be in flight.
         states = getattr(context, "reduce_scatter_states", None)
@@ -170,19 +171,19 @@ class _Fsdp2:
         )
 
     def _wrap_record_function(self, record_function: Callable[..., Any]) -> Callable[..., Any]:
-        """Begin a wait when the profiler range ends after which post_backward() waits.
+        """Begin a wait when a certain profiler range ends: post_backward() waits after that range.
 
-        The wait is over when the reduction begins.
+        The wait ends when the reduction begins.
         """
 
-        def marked(name: str, *args: Any) -> Any:
+        def record_function_before_wait(name: str, *args: Any) -> Any:
             made = record_function(name, *args)
             if self._expects_wait and name.startswith(_BEFORE_WAIT):
                 self._expects_wait = False
                 return _CallOnExit(made, self._begin_wait)
             return made
 
-        return marked
+        return record_function_before_wait
 
     def _begin_wait(self) -> None:
         stalls = self._session.clocks.stalls
@@ -196,20 +197,21 @@ class _Fsdp2:
             self._session.clocks.stalls.end()
 
     def _wrap_reduce(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def reduce_after_wait(*args: Any, **kwargs: Any) -> Any:
             self._end_wait()
             self._has_reduced = True
             return reduce(*args, **kwargs)
 
-        return marked
+        return reduce_after_wait
 
     def _wrap_finalize(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        """Mark the wait of the first group that is finalized, which waits for the newest reduction.
+        """Mark the wait in the first finalize_backward() of a pass, which waits for the last
+        reduction.
 
-        Later groups have nothing left to wait for.
+        The other groups' calls do not wait any more.
         """
 
-        def marked(group: Any) -> Any:
+        def finalize_in_stall(group: Any) -> Any:
             stalls, reduced, self._has_reduced = (
                 self._session.clocks.stalls,
                 self._has_reduced,
@@ -223,7 +225,7 @@ class _Fsdp2:
             finally:
                 stalls.end()
 
-        return marked
+        return finalize_in_stall
 
 
 class _CallOnExit:

@@ -1,7 +1,7 @@
-"""Readings of memory: the device allocator every 16 steps, or resident memory at most every 50 ms.
+"""Read the device allocator every 16 steps, or the resident memory at most every 50 ms.
 
-A step's record contains the value that was read last: the allocator's peak, or the resident memory.
-Other numbers of the allocator are in separate MEMORY records of the step in which they were read.
+A step's record contains the last reading: the allocator's peak, or the resident memory. Other
+numbers of the allocator have separate MEMORY records in the step in which they were read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DeviceError, HookUnavailable
-from torchlens_perf.recorder.devices import device_in_use, has_devices
+from torchlens_perf.recorder.devices import find_cuda_device_in_use, has_cuda_devices
 from torchlens_perf.run.memory_readings import LIMIT, has_statistics, read_quantities
 from torchlens_perf.run.ring import Kind
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 # memory_stats() builds a dictionary of 100 counters, which is too slow for every step.
 _DEVICE_READ_INTERVAL_STEPS = 16
-# After a reading that took t, the next one waits for this many times t.
+# Minimum pause between readings, as a multiple of the last reading's cost.
 _MIN_IDLE_RATIO = 1000
 _MEMORY = int(Kind.MEMORY)
 
 
 class MemoryHook:
-    """Hook that reads memory without resetting the allocator's peak, which the job may read too."""
+    """Hook that reads memory and does not reset the allocator's peak, because the job may read
+    it."""
 
     name = "memory"
 
@@ -37,10 +38,13 @@ class MemoryHook:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        if has_devices():
+        if has_cuda_devices():
             session.publish(memory_source="device allocator, peak")
-            with session.each_step(self.name, _DeviceMemory(session).read), ExitStack() as attached:
-                self._listen(session, attached)
+            with (
+                session.run_each_step(self.name, _AllocatorReader(session).record_if_due),
+                ExitStack() as attached,
+            ):
+                self._attach_out_of_memory_hook(session, attached)
                 yield
             return
         if self._history:
@@ -53,16 +57,17 @@ class MemoryHook:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
         def read_resident() -> None:
-            session.step.set_memory(0)  # Remains if the reading fails, and stands for no value.
+            # 0 means unknown, and remains if the reading fails.
+            session.step.set_memory(0)
             session.step.set_memory(int(os.pread(descriptor, 64, 0).split()[1]) * page_bytes)
 
         try:
-            with session.throttled(self.name, read_resident):  # Reading /proc takes 11 us.
+            with session.run_throttled(self.name, read_resident):  # Reading /proc takes 11 us.
                 yield
         finally:
             os.close(descriptor)
 
-    def _listen(self, session: Session, attached: ExitStack) -> None:
+    def _attach_out_of_memory_hook(self, session: Session, attached: ExitStack) -> None:
         """Attach the hook for out-of-memory errors, if torch supports it."""
         from torchlens_perf.hooks.on_device.out_of_memory import OutOfMemoryHook
 
@@ -72,8 +77,8 @@ class MemoryHook:
             session.note(f"{OutOfMemoryHook.name}: {unavailable}")
 
 
-class _DeviceMemory:
-    """Readings of the allocator of the device that the process computes on."""
+class _AllocatorReader:
+    """Reader of the memory allocator of the device that the process computes on."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -82,18 +87,18 @@ class _DeviceMemory:
         self._not_before_ns = 0
         self._has_read = False
 
-    def read(self) -> None:
-        """Record the allocator's numbers if a reading is due."""
+    def record_if_due(self) -> None:
+        """Read the allocator and record its numbers, unless the last reading is recent."""
         session, recorder = self._session, self._session.recorder
         if recorder.step % _DEVICE_READ_INTERVAL_STEPS and self._has_read:
             return
         begin_ns = recorder.now_ns()
-        if begin_ns < self._not_before_ns or not self._has_device():
+        if begin_ns < self._not_before_ns or not self._is_device_readable():
             return
         import torch
 
         self._has_read = False
-        session.step.set_memory(0)  # Remains if the reading fails, and stands for no value.
+        session.step.set_memory(0)  # 0 means unknown, and remains if the reading fails.
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         limit = torch.cuda.get_device_properties(self._device).total_memory
         limit = int(limit * torch.cuda.get_per_process_memory_fraction(self._device))
@@ -108,17 +113,17 @@ class _DeviceMemory:
                 self._has_read = value1 > 0
         self._not_before_ns = begin_ns + _MIN_IDLE_RATIO * took_ns
 
-    def _has_device(self) -> bool:
-        """Return True if there is a readable device.
+    def _is_device_readable(self) -> bool:
+        """Return True if the process uses a device whose allocator can be read.
 
-        The device is unknown until torch has allocated memory on one.
+        The device is unknown until torch has allocated memory on a device.
         """
         if self._device is not None:
             return has_statistics(self._backend)
         import torch
 
         try:
-            self._device = device_in_use()
+            self._device = find_cuda_device_in_use()
         except DeviceError:
             self._device = torch.cuda.current_device()
             self._session.note(

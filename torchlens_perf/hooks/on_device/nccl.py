@@ -1,7 +1,7 @@
-"""Device times of NCCL's kernels, from NCCL's profiler plugin or from events around the call.
+"""Record device times of NCCL's kernels, by NCCL's profiler plugin or by events around the call.
 
 The plugin writes into the record of the collective that torch issued (native/collective_parts.c).
-This module sets the plugin for NCCL, switches it on and off, and notes what it could not report.
+This module offers the plugin to NCCL, switches it on and off, and notes which times are missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import WeakSet
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import nccl_plugin, recorder, torch_groups
 from torchlens_perf.recorder.clocks import MAX_UNREAD_STEPS
-from torchlens_perf.recorder.nccl_plugin import Cause, Counters, NcclPlugin
+from torchlens_perf.recorder.nccl_plugin import GiveUpCause, NcclPlugin, PluginCounters
 from torchlens_perf.recorder.patch import patched
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ _PROBLEM_NOTES = {
     "lost": "collectives have no end time, because NCCL did not report it",
 }
 _GIVEN_UP = {
-    Cause.CAPTURED_OPERATION: "an operation of NCCL was captured in a CUDA graph",
-    Cause.SELF_COPY: "a rank sent to itself, as in all-to-all",
-    Cause.IMPOSSIBLE_TIME: "NCCL reported an impossible time for a kernel",
-    Cause.CAPTURE_BEGAN: "a CUDA graph was captured, and NCCL 2.27 does not report its contents",
-    Cause.UNSEEN_GRAPH: "a CUDA graph was replayed that was captured outside of watch()",
-    Cause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
-    Cause.NO_ROOM: (
+    GiveUpCause.CAPTURED_OPERATION: "an operation of NCCL was captured in a CUDA graph",
+    GiveUpCause.SELF_COPY: "a rank sent to itself, as in all-to-all",
+    GiveUpCause.IMPOSSIBLE_TIME: "NCCL reported an impossible time for a kernel",
+    GiveUpCause.CAPTURE_BEGAN: "a CUDA graph was captured, and NCCL 2.27 does not report its contents",
+    GiveUpCause.UNSEEN_GRAPH: "a CUDA graph was replayed that was captured outside of watch()",
+    GiveUpCause.MANY_COMMUNICATORS: "there were more than 1024 communicators at once",
+    GiveUpCause.NO_ROOM: (
         "shared memory has no room for the data that NCCL needs to time another communicator"
     ),
 }
@@ -55,56 +55,56 @@ _captured: WeakSet[Any] = WeakSet()
 
 
 class NcclHook:
-    """Hook that sets the plugin before the first communicator, and switches it on and off.
+    """Hook that offers the plugin to NCCL before the first communicator, and switches it on and
+    off.
 
-    Attached after DeviceHook, which reads the device's clock at a step's end before this hook uses
-    it.
+    Attach this hook after DeviceTimesHook, which reads the device's clock at the end of a step.
     """
 
     name = "NCCL's kernels"
 
     def __init__(self, wish: str, *, nccl: tuple[int, ...] | None = None) -> None:
-        """wish: the value of Config.nccl. nccl: NCCL's version, or None to ask torch."""
+        """wish: the value of Config.nccl. nccl: NCCL's version, or None to read it from torch."""
         self._wish = wish
         self._nccl = nccl
         self._every = 1
-        self._before = Counters(*[0] * len(Counters._fields))
+        self._before = PluginCounters(*[0] * len(PluginCounters._fields))
         self._reported: set[str] = set()
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
-            plugin, file = nccl_plugin.load(), nccl_plugin.path()
+            plugin, file = nccl_plugin.load_plugin(), nccl_plugin.find_path()
             missing = self._offer_plugin(
                 plugin, file, session.identity.local_world_size or session.identity.world_size
             )
             if missing or plugin is None or file is None:
-                self._note(
+                self._note_if_multi_rank(
                     session,
                     "end times of asynchronous collectives are missing: NCCL's profiler plugin is"
                     f" not used: {missing}",
                 )
-                attached.enter_context(_by_events(session))
+                attached.enter_context(_time_by_events(session))
             else:
-                attached.enter_context(self._by_plugin(session, plugin, file, attached))
+                attached.enter_context(self._time_by_plugin(session, plugin, file, attached))
             yield
 
-    def _note(self, session: Session, text: str) -> None:
-        """Note a problem in jobs of several ranks. NCCL runs no kernel for a single one."""
+    def _note_if_multi_rank(self, session: Session, text: str) -> None:
+        """Note a problem in a job with several ranks. With a single rank NCCL runs no kernel."""
         if session.identity.has_other_ranks:
             session.note(text)
 
     def _offer_plugin(self, plugin: NcclPlugin | None, file: Path | None, local_ranks: int) -> str:
-        """Set the plugin for NCCL. Return why it cannot be used, or "" if it can.
+        """Offer the plugin to NCCL. Return the reason if NCCL cannot use it, or "".
 
         local_ranks: the number of ranks on this node.
         """
         if self._wish == "off":
             return 'nccl="auto" enables it'
-        nccl = self._nccl or nccl_plugin.version()
+        nccl = self._nccl or nccl_plugin.read_nccl_version()
         if nccl is None:
             return "this torch was built without NVIDIA's NCCL"
-        self._every = nccl_plugin.steps_between(nccl, asked_for=self._wish == "on")
+        self._every = nccl_plugin.compute_timing_interval(nccl, asked_for=self._wish == "on")
         if self._every == 0 and nccl[:2] < nccl_plugin.OLDEST_NCCL:
             return (
                 f"NCCL {'.'.join(map(str, nccl))} does not report kernel times; 2.27 and newer"
@@ -119,84 +119,88 @@ class NcclHook:
             return "it was not built: install a C compiler and reinstall torchlens_perf"
         if plugin.counters().given_up:
             return _given_up_reason(plugin.counters())
-        no_room = nccl_plugin.no_room(local_ranks)
+        no_room = nccl_plugin.find_shared_memory_problem(local_ranks)
         if no_room:
             return no_room
-        other = nccl_plugin.offer(os.environ, file)
+        other = nccl_plugin.offer_plugin(os.environ, file)
         if other is not None:
             return f"another profiler plugin is configured and is kept ({other})"
         if not plugin.attach():
-            nccl_plugin.withdraw(os.environ, file)
+            nccl_plugin.withdraw_plugin(os.environ, file)
             return "it was built for another version of torchlens_perf: reinstall it"
         return ""
 
     @contextmanager
-    def _by_plugin(
+    def _time_by_plugin(
         self, session: Session, plugin: NcclPlugin, file: Path, attached: ExitStack
     ) -> Iterator[None]:
         self._before = plugin.counters()
-        captures = _Captures(plugin)
+        captures = _GraphCaptureWatcher(plugin)
         by_events = False
 
-        def switch() -> None:
-            plugin.switch(
+        def switch_plugin() -> None:
+            plugin.switch_timing(
                 on=not captures.under_way and session.step.training_steps % self._every == 0
             )
 
-        def take_events(why: str) -> None:
+        def fall_back_to_events(why: str) -> None:
             nonlocal by_events
             if not by_events:
                 by_events = True
-                self._note(session, why)
-                attached.enter_context(_by_events(session))
+                self._note_if_multi_rank(session, why)
+                attached.enter_context(_time_by_events(session))
 
-        def check() -> None:
+        def check_counters() -> None:
             counters = plugin.counters()
-            self._note_problems(session, counters, last=False)
+            self._note_missing_times(session, counters, last=False)
             if counters.given_up:
-                take_events(
+                fall_back_to_events(
                     "end times of asynchronous collectives are missing from here on:"
                     f" {_given_up_reason(counters)}"
                 )
-            elif not counters.communicators and _has_run_collective(session):
-                take_events(_TOO_LATE)
+            elif not counters.communicators and _has_run_nccl_collective(session):
+                fall_back_to_events(_TOO_LATE)
 
         try:
             with (
-                captures.watch_captures(switch),
-                session.throttled(self.name, check),
+                captures.watch_captures(switch_plugin),
+                session.run_throttled(self.name, check_counters),
                 ExitStack() as sampling,
             ):
                 if self._every > 1:
-                    sampling.enter_context(session.each_step(self.name, switch))
-                    self._note(session, f"NCCL's kernels are timed in one step of {self._every}")
-                switch()
+                    sampling.enter_context(session.run_each_step(self.name, switch_plugin))
+                    self._note_if_multi_rank(
+                        session, f"NCCL's kernels are timed in one step of {self._every}"
+                    )
+                switch_plugin()
                 yield
         finally:
-            nccl_plugin.withdraw(os.environ, file)
+            nccl_plugin.withdraw_plugin(os.environ, file)
             if session.recorder.closed:
-                plugin.forked()
+                plugin.reset_after_fork()
             else:
-                plugin.switch(on=False)
+                plugin.switch_timing(on=False)
                 plugin.detach()
-                self._note_problems(session, plugin.counters(), last=True)
+                self._note_missing_times(session, plugin.counters(), last=True)
                 if plugin.counters().given_up and not by_events:
                     reason = _given_up_reason(plugin.counters())
-                    self._note(
+                    self._note_if_multi_rank(
                         session,
                         f"end times of asynchronous collectives are missing at the end: {reason}",
                     )
 
-    def _note_problems(self, session: Session, counters: Counters, *, last: bool) -> None:
-        """Note operations without times: at first that there are some, at the end how many.
+    def _note_missing_times(
+        self, session: Session, counters: PluginCounters, *, last: bool
+    ) -> None:
+        """Note operations without times: their existence at first, their number at the end.
 
-        A job that is killed has then at least the first note.
+        A killed job thus has at least the first note.
         """
         since = {
             field: now - then
             for field, now, then in zip(counters._fields, counters, self._before, strict=True)
         }
-        # An end is also missing if NCCL did not report one of the operation's parts.
+        # The recorder counts operations of which NCCL did not report all parts.
         since["lost"] = session.recorder.lost_ends
         for field, text in _PROBLEM_NOTES.items():
             number = since[field]
@@ -205,26 +209,26 @@ class NcclHook:
                 session.note(f"{number} {text}" if last else f"some {text}")
 
 
-def _has_run_collective(session: Session) -> bool:
+def _has_run_nccl_collective(session: Session) -> bool:
     """Return True if NCCL has run a collective."""
     return any(
-        torch_groups.backend_of_group(*group) == "nccl" for group in session.metadata.device_groups
+        torch_groups.get_group_backend(*group) == "nccl" for group in session.metadata.device_groups
     )
 
 
-def _given_up_reason(counters: Counters) -> str:
-    """Return why timing was given up."""
+def _given_up_reason(counters: PluginCounters) -> str:
+    """Return the reason why NCCL's kernels are no longer timed."""
     return (
-        f"{_GIVEN_UP[Cause(counters.given_up)]}, after which NCCL's times are unreliable in this"
+        f"{_GIVEN_UP[GiveUpCause(counters.given_up)]}, after which NCCL's times are unreliable in this"
         " process"
     )
 
 
-class _Captures:
+class _GraphCaptureWatcher:
     """Watcher of CUDA graph captures, and of replays of graphs captured outside of a watch.
 
-    NCCL's counters of captured operations deviate from the device's, unless the operations were
-    timed during the capture. Timing them there would cost a host call in each replay.
+    NCCL's counters of captured operations differ from the device's counters unless the capture was
+    timed. Timing in a capture would add a host call to each replay.
     """
 
     def __init__(self, plugin: NcclPlugin) -> None:
@@ -241,8 +245,8 @@ class _Captures:
         plugin = self._plugin
 
         @guard("a capture with NCCL")
-        def count(more: int) -> None:
-            # Another tool may have wrapped this wrapper and may call it after the watch.
+        def change_count(more: int) -> None:
+            # Another tool may have wrapped this wrapper and may still call it after the watch.
             if not is_detached:
                 self.under_way = max(0, self.under_way + more)
                 changed()
@@ -251,13 +255,13 @@ class _Captures:
         def note_capture(captured: Any) -> None:
             if not is_detached:
                 _captured.add(captured)
-                plugin.capture_begins()
-                count(1)
+                plugin.note_capture()
+                change_count(1)
 
         @guard("a replay with NCCL")
         def note_unseen_replay(captured: Any) -> None:
             _captured.add(captured)  # Report each graph once.
-            plugin.unseen_graph()
+            plugin.note_unseen_graph()
 
         @wraps(begin)
         def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +269,7 @@ class _Captures:
             try:
                 return begin(self, *args, **kwargs)
             except BaseException:
-                count(-1)  # capture_end() is not called after a failed capture_begin().
+                change_count(-1)  # capture_end() is not called after a failed capture_begin().
                 raise
 
         @wraps(end)
@@ -273,7 +277,7 @@ class _Captures:
             try:
                 return end(*args, **kwargs)
             finally:
-                count(-1)
+                change_count(-1)
 
         @wraps(original_replay)
         def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,22 +297,22 @@ class _Captures:
 
 
 @contextmanager
-def _by_events(session: Session) -> Iterator[None]:
-    # The recorder in Python does not accept ends that are reported later.
+def _time_by_events(session: Session) -> Iterator[None]:
+    # The Python recorder cannot add the end of a collective later.
     if not recorder.NATIVE:
         yield
         return
     events = CollectiveEvents(session)
-    with session.each_step("device times of collectives", events.read):
-        session.clocks.listen_to_collectives(events.marked)
+    with session.run_each_step("device times of collectives", events.report_known_times):
+        session.clocks.set_collective_listener(events.store_marks)
         try:
             yield
         finally:
-            session.clocks.listen_to_collectives(None)
+            session.clocks.set_collective_listener(None)
 
 
-class _Pending(NamedTuple):
-    """An operation that the device may not have reached yet."""
+class _PendingCollective(NamedTuple):
+    """A collective whose device times are not known yet."""
 
     ticket: int
     clock: Clock
@@ -318,30 +322,29 @@ class _Pending(NamedTuple):
 
 
 class CollectiveEvents:
-    """Device times of synchronous collectives, from events on the current stream around the call.
+    """Recorder of device times of synchronous collectives, by events on the current stream.
 
-    Used where the plugin does not report. Synchronous collectives run in the order of the current
-    stream. The end of an asynchronous one is not visible there, so these are not timed. Does
-    nothing without a device clock.
+    Used where NCCL's plugin does not report times. Asynchronous collectives are not timed, because
+    they end on another stream. Does nothing without a device clock.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[_PendingCollective] = deque()
 
     @guard("timing a collective")
-    def marked(self, begin: int, end: int) -> None:
-        """Store the marks around a collective. This is a Clocks.collective_listener."""
+    def store_marks(self, begin: int, end: int) -> None:
+        """Store the marks around a collective, as a Clocks.collective_listener."""
         ticket = self._session.recorder.claim()
         if ticket:
             self._pending.append(
-                _Pending(
+                _PendingCollective(
                     ticket, self._session.clocks.current, begin, end, self._session.recorder.step
                 )
             )
 
-    def read(self) -> None:
-        """Report the times that are known by now to the recorder, at a step's end."""
+    def report_known_times(self) -> None:
+        """Report known device times to the recorder. Called at the end of each step."""
         recorder = self._session.recorder
         while self._pending:
             first = self._pending[0]

@@ -1,8 +1,10 @@
-"""Tables of the memory in use when a device runs out of memory, written before the error is raised.
+"""Write a table of the memory in use when a device runs out of memory, before torch raises the
+error.
 
-torch calls an observer on the thread that requested memory. An observer cannot be removed, so one
-is attached per process, and does nothing outside of a watch. torch's error is raised unchanged. It
-may end the process, or be caught by the user, or by cuDNN, which then tries a smaller workspace.
+torch calls an observer on the thread that requested memory. torch cannot remove an observer, so
+each process attaches one that does nothing outside of a watch. torch's error is raised unchanged.
+The error may end the process. The user may catch it, or cuDNN, which then tries a smaller
+workspace.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import HookUnavailable, guard
 from torchlens_perf.recorder import torch_instruments, torch_private
-from torchlens_perf.recorder.folder_request import problem_with
+from torchlens_perf.recorder.folder_request import find_folder_problem
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.torch_instruments import memory_history
 from torchlens_perf.run import ownership
@@ -33,23 +35,24 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 SCHEMA = 1
-# Files per process; the newest are kept.
+# Maximum number of files per process. The oldest files are deleted.
 _MAX_FILES = 8
-# After a table that took t, no table is made for this many times t. Errors may be caught in a loop.
+# Minimum pause between tables, as a multiple of the last table's cost: a loop may catch many
+# errors.
 _MIN_IDLE_RATIO = 100
 _MAX_FRAMES = 64
-# The last allocations and frees, in addition to the stacks of live blocks.
+# Number of recent allocations and frees that torch's memory history keeps.
 _HISTORY_ENTRIES = 20_000
 
 
-class _Relay:
+class _ObserverRelay:
     """Link from the process's observer to the current watch."""
 
     def __init__(self) -> None:
         self.observed: Callable[[int, int, int, int], None] | None = None
         self.attached = False
 
-    def attach(self) -> None:
+    def attach_once(self) -> None:
         """Attach the observer once. CUDA must be initialized."""
         if not self.attached:
             self.attached = True
@@ -57,18 +60,21 @@ class _Relay:
             torch_instruments.attach_out_of_memory_observer(observer)
 
 
-relay = _Relay()
+relay = _ObserverRelay()
 
 
 class OutOfMemoryHook:
-    """Hook that writes tables at out-of-memory errors, and records allocations on request."""
+    """Hook that writes a table at each out-of-memory error and can record torch's memory
+    history."""
 
     name = "out of memory"
 
     def __init__(self, *, history: bool) -> None:
-        """history: record stacks of live blocks and the last _HISTORY_ENTRIES allocations."""
+        """history: True to record stacks of live blocks and the last _HISTORY_ENTRIES
+        allocations."""
         self._history = history
-        # The patch of torch's function that records a history, while this hook records one.
+        # Patch of torch's function that records a memory history, active while this hook records
+        # one.
         self._patches = ExitStack()
 
     @contextmanager
@@ -76,24 +82,24 @@ class OutOfMemoryHook:
         torch_private.require("torch._C._cuda_attach_out_of_memory_observer")
         torch_private.require("torch._C._cuda_memorySnapshot")
 
-        def start() -> None:
+        def attach_once_cuda_runs() -> None:
             import torch
 
             # Attaching and recording must not initialize CUDA, which would break a later fork.
             if torch.cuda.is_initialized():
-                session.step_callbacks.remove(start)
+                session.step_callbacks.remove(attach_once_cuda_runs)
                 backend = torch.cuda.get_allocator_backend()
                 if backend != "native":
                     session.note(f"{self.name}: the allocator {backend} does not report it")
                     return
-                relay.attach()
+                relay.attach_once()
                 self._start_history(session)
 
-        observer = _Observer(session)
-        with session.each_step(self.name, start):
+        observer = _OomTableWriter(session)
+        with session.run_each_step(self.name, attach_once_cuda_runs):
             try:
-                relay.observed = observer.observed
-                start()
+                relay.observed = observer.on_out_of_memory
+                attach_once_cuda_runs()
                 yield
             finally:
                 relay.observed = None
@@ -101,10 +107,10 @@ class OutOfMemoryHook:
                 # In a forked child the recorder is closed and the history belongs to the parent
                 # process.
                 if session.recorder.closed:
-                    memory_history.release()
+                    memory_history.release_to_job()
                 else:
-                    memory_history.end()
-                    observer.close()
+                    memory_history.end_recording()
+                    observer.mark_last_error_as_caught()
 
     def _start_history(self, session: Session) -> None:
         if not self._history:
@@ -114,25 +120,28 @@ class OutOfMemoryHook:
         except HookUnavailable as unavailable:
             session.note(f"memory history: {unavailable}")
             return
-        if torch_instruments.records_memory_history():
+        if torch_instruments.is_recording_memory_history():
             session.note("memory history is off: the job already records a history of its own")
             return
-        memory_history.start(_HISTORY_ENTRIES)
+        memory_history.start_recording(_HISTORY_ENTRIES)
         import torch
 
         record = torch.cuda.memory._record_memory_history
 
-        def records(*args: Any, **kwargs: Any) -> None:
-            """Leave the history to the job once it starts or stops a history itself."""
-            memory_history.release()
+        def record_for_job(*args: Any, **kwargs: Any) -> None:
+            """Stop our recording, then run torch's function: the job starts or stops a memory
+            history itself."""
+            memory_history.release_to_job()
             self._patches.close()
             record(*args, **kwargs)
 
-        self._patches.enter_context(patched(torch.cuda.memory, "_record_memory_history", records))
+        self._patches.enter_context(
+            patched(torch.cuda.memory, "_record_memory_history", record_for_job)
+        )
 
 
-class _Observer:
-    """The writer of the tables of one watch."""
+class _OomTableWriter:
+    """Writer of the out-of-memory tables of one watch."""
 
     def __init__(self, session: Session, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._session = session
@@ -147,10 +156,12 @@ class _Observer:
         self._file_without_table: Path | None = None  # The newest file, if it has no table.
         self._last: OutOfMemory | None = None  # The content of the newest file.
 
-    def observed(self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int) -> None:
-        """Write a file after memory has run out on this device.
+    def on_out_of_memory(
+        self, device: int, asked_bytes: int, limit_bytes: int, free_bytes: int
+    ) -> None:
+        """Write a file about an out-of-memory error of this device.
 
-        Must not raise and must not allocate memory there.
+        The method must not raise an exception or allocate memory on the device.
         """
         import torch
 
@@ -184,14 +195,14 @@ class _Observer:
         }
         if begin_ns < self._not_before_ns:
             self._unreported += 1
-            # If this step's file already has a table, keep the table.
+            # Do not overwrite a table that was written in the same step.
             if self._last is not None and path in self._files_with_table:
                 value = {**self._last, "untold": self._unreported}
-            self._write(path, value)
+            self._write_file(path, value)
             return
-        places = AllocationSites(forward_methods(), _packages_to_hide())
-        module, stack = places.find_site(_python_frames())
-        table = build_live_table(torch_instruments.memory_snapshot(), device, places)
+        places = AllocationSites(find_forward_methods(), _hidden_package_folders())
+        module, stack = places.find_site(_find_requesting_frames())
+        table = build_live_table(torch_instruments.take_memory_snapshot(), device, places)
         took_s = (self._now_ns() - begin_ns) / 1e9
         value |= {
             "module": module,
@@ -200,24 +211,25 @@ class _Observer:
             "earlier": None,
             "took_s": took_s,
         }
-        self._write(path, value)
+        self._write_file(path, value)
         self._unreported = 0
         end_ns = self._now_ns()
         self._not_before_ns = end_ns + _MIN_IDLE_RATIO * (end_ns - begin_ns)
 
-    def close(self) -> None:
+    def mark_last_error_as_caught(self) -> None:
         """Mark the last error as caught if the watch ends without an exception."""
         if self._last and sys.exc_info()[0] is None and getattr(sys, "last_type", None) is None:
             path = self._run.oom_table_path(self._last["rank"], self._last["step"])
-            self._write(path, {**self._last, "caught": True})
+            self._write_file(path, {**self._last, "caught": True})
 
-    def _write(self, path: Path, value: OutOfMemory) -> None:
-        """Write a file. Remove the previous file without a table and the oldest over the limit.
+    def _write_file(self, path: Path, value: OutOfMemory) -> None:
+        """Write a file. Remove the previous file if it has no table, and the oldest files above the
+        limit.
 
-        Nothing is written if the disk does not respond: neither the error nor the end of the
-        process may wait for it.
+        Write nothing if the disk does not respond, because the error and the process's exit must
+        not wait.
         """
-        problem = problem_with(path.parent, shared=self._run.shared)
+        problem = find_folder_problem(path.parent, shared=self._run.shared)
         if problem:
             self._session.note(f"{OutOfMemoryHook.name}: a table could not be written: {problem}")
             return
@@ -233,8 +245,8 @@ class _Observer:
             self._files_with_table.pop(0).unlink(missing_ok=True)
 
 
-def forward_methods() -> dict[str, list[tuple[int, str]]]:
-    """Return the first line and the class of each forward() method by file, sorted by line."""
+def find_forward_methods() -> dict[str, list[tuple[int, str]]]:
+    """Return (first line, class name) of each module's forward() method by file, sorted by line."""
     from torch import nn
 
     found: dict[str, list[tuple[int, str]]] = {}
@@ -253,10 +265,10 @@ def forward_methods() -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-def _python_frames() -> list[dict[str, Any]]:
-    """Return the Python stack that requested memory, innermost first, in the form of a snapshot.
+def _find_requesting_frames() -> list[dict[str, Any]]:
+    """Return the Python frames that requested memory, innermost first, in torch's snapshot format.
 
-    The stack is empty on autograd's threads.
+    On autograd's threads the list is empty, because these threads run no Python code.
     """
     # Skip this function and its caller.
     frames = itertools.islice(traceback.walk_stack(sys._getframe(2)), _MAX_FRAMES)
@@ -264,15 +276,15 @@ def _python_frames() -> list[dict[str, Any]]:
         {"filename": each.f_code.co_filename, "line": line, "name": each.f_code.co_name}
         for each, line in frames
     ]
-    return [frame for frame in found if not frame["filename"].startswith(_own_package())]
+    return [frame for frame in found if not frame["filename"].startswith(_own_package_folder())]
 
 
-def _packages_to_hide() -> tuple[str, ...]:
-    """Return the folders of packages whose frames do not help the user: torch and this package."""
+def _hidden_package_folders() -> tuple[str, ...]:
+    """Return the folders of torch and of this package, whose frames are left out of stacks."""
     import torch
 
-    return f"{Path(torch.__file__).parent}{os.sep}", _own_package()
+    return f"{Path(torch.__file__).parent}{os.sep}", _own_package_folder()
 
 
-def _own_package() -> str:
+def _own_package_folder() -> str:
     return f"{Path(__file__).parents[2]}{os.sep}"

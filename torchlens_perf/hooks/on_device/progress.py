@@ -1,8 +1,9 @@
-"""The device's progress, from which the sidecar finds the device that is behind in a hang.
+"""Publish the device's progress. In a hang, the sidecar uses it to find the device that is behind.
 
 The training thread checks the progress at each step's end without waiting for the device. If the
-thread itself is blocked, the last check remains. The times of the first and the last check at the
-same mark are published, because only two checks can show that a device makes no progress.
+training thread is blocked, the result of its last check remains published. Two checks are needed to
+show that a device makes no progress, so the times of the first and last check at the same mark are
+published.
 """
 
 from __future__ import annotations
@@ -33,44 +34,46 @@ class MarkedSpan(NamedTuple):
 
 
 class DeviceProgress:
-    """The progress on one clock. Used on the training thread at the ends of steps."""
+    """Progress of one device. Used on the training thread at the end of each step."""
 
     def __init__(self) -> None:
-        # The last mark and the number of each recent step.
+        # (last mark, step number) of each recent step.
         self._ends: deque[tuple[int, int]] = deque(maxlen=_MAX_STEPS)
         self._reached = -1
         self._known: DeviceMark | None = None
 
-    def step_ended(
+    def check_and_publish(
         self, session: Session, clock: EventClock, boundary: int | None, spans: Iterable[MarkedSpan]
     ) -> None:
-        """Check the progress and publish it. The clock must have been drained before.
+        """Check the progress and publish it. Call clock.read_reached_marks() before this method.
 
         boundary: the mark of this step's end.
-        spans: spans in order of time that the device may not have reached.
+        spans: recent spans in order of time, including spans that the device has not reached.
         """
         step = session.recorder.step
         if boundary is not None:
             self._ends.append((boundary, step))
-        reached, now_ns = clock.frontier(), clock.now_ns()
+        reached, now_ns = clock.find_last_reached_mark(), clock.now_ns()
         if reached is None:
             return
         if self._known is not None and reached == self._reached:
             self._known = self._known._replace(looked_ns=now_ns)
         else:
-            self._reached, self._known = reached, self._find(reached, spans, now_ns)
+            self._reached, self._known = reached, self._locate_mark(reached, spans, now_ns)
         if self._known is not None and not session.recorder.closed:
             session.ring.set_device_mark(self._known.to_words())
 
-    def _find(self, reached: int, spans: Iterable[MarkedSpan], now_ns: int) -> DeviceMark | None:
+    def _locate_mark(
+        self, reached: int, spans: Iterable[MarkedSpan], now_ns: int
+    ) -> DeviceMark | None:
         before = None
         for last, step in self._ends:
             if last > reached:
                 if before is None:
-                    # Marking began inside this step, so its first marks are missing.
+                    # The clock was created inside this step, so the step's first marks are missing.
                     return None
                 kind, name_id, is_end = (
-                    _closest(reached, before, spans) if reached > before else (0, 0, False)
+                    _find_newest_mark(reached, before, spans) if reached > before else (0, 0, False)
                 )
                 return DeviceMark(step, reached - before, kind, name_id, is_end, now_ns, now_ns)
             before = last
@@ -79,8 +82,10 @@ class DeviceProgress:
         return DeviceMark(self._ends[-1][1] + 1, 0, 0, 0, False, now_ns, now_ns)
 
 
-def _closest(reached: int, before: int, spans: Iterable[MarkedSpan]) -> tuple[int, int, bool]:
-    """Return kind, name and "is an end" of the newest mark in (`before`, `reached`]."""
+def _find_newest_mark(
+    reached: int, before: int, spans: Iterable[MarkedSpan]
+) -> tuple[int, int, bool]:
+    """Return (kind, name id, is an end) of the newest mark after `before` and up to `reached`."""
     best, found = before, (0, 0, False)
     for span in spans:
         for mark, is_end in ((span.begin, False), (span.end, True)):

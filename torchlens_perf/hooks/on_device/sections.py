@@ -1,7 +1,8 @@
-"""Device times of a step's phases and of the waits on its stream, measured by events.
+"""Measure device times of a step's phases and waits by events on the compute stream.
 
-The host's times of these phases say when their work was issued, the device's times when it ran.
-Both are recorded. Device times become known a few steps later, so their records contain the step.
+Host times of a phase show when its work was issued, device times show when it ran. Both are
+recorded. Device times become known a few steps later, so each record contains the number of its
+step.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
 from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS, EventClock
-from torchlens_perf.hooks.on_device.events import AcceleratorEvents, events_of
+from torchlens_perf.hooks.on_device.events import AcceleratorEvents, create_events
 from torchlens_perf.hooks.on_device.progress import DeviceProgress, MarkedSpan
-from torchlens_perf.hooks.on_device.stalls import Stalls
-from torchlens_perf.hooks.on_device.step_parts import StepParts
+from torchlens_perf.hooks.on_device.stalls import StallMarker
+from torchlens_perf.hooks.on_device.step_parts import StepPartCollector
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder.clocks import LONGEST_MARK_NS, MAX_UNREAD_STEPS
-from torchlens_perf.recorder.devices import CONNECTIONS, accelerator_in_use
+from torchlens_perf.recorder.devices import CONNECTIONS, find_accelerator_in_use
 from torchlens_perf.run.device.step_parts import PART_OF_SPAN
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
@@ -30,16 +31,17 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _DEVICE, _STEP, _BACKWARD = int(Kind.DEVICE), int(Kind.STEP), int(Kind.BACKWARD)
-# Kinds of spans that are marked in sampled steps only.
+# Kinds of spans that are marked only in sampled steps.
 _PROBED = (int(Kind.MODULE), int(Kind.SECTION))
-# With a larger error of device times on the host's time line, the device's delay is unknown.
+# If device times have a larger error than this on the host's time line, the device's delay is
+# unknown.
 WORST_ERROR_NS = 50_000
-# Clocks in forked children, which must not destroy the events.
+# Clocks that forked children keep, because a child must not destroy the parent's events.
 _never_freed: list[EventClock] = []
 
 
-class DeviceHook:
-    """Hook that marks steps, phases and stalls on the device.
+class DeviceTimesHook:
+    """Hook that marks steps, phases and waits for communication on the device.
 
     In sampled steps it also marks modules and sections.
     """
@@ -49,24 +51,25 @@ class DeviceHook:
     def __init__(
         self, *, asked_for: bool, kind: str = "cuda", known: PendingSteps | None = None
     ) -> None:
-        """asked_for: mark even if that prevents overlap, as with a single device connection.
+        """asked_for: True to record device times even if this prevents overlap
+        (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
         kind: torch's name of the device type.
-        known: receives the steps whose times are known, to be merged over ranks.
+        known: queue for steps with known times, which are merged over ranks.
         """
         self._asked_for = asked_for
         self._kind = kind
-        self._parts = None if known is None else StepParts(known)
+        self._parts = None if known is None else StepPartCollector(known)
         self._pending: deque[MarkedSpan] = deque()
         self._clock: EventClock | None = None
-        self._stalls: Stalls | None = None
-        self._boundary: int | None = None  # The mark at which the current step began.
-        self._missing_before = 0  # The clock's count of missing marks at that mark.
+        self._stalls: StallMarker | None = None
+        self._boundary: int | None = None  # The mark of the current step's begin.
+        self._missing_before = 0  # The clock's number of missing marks at the step's begin.
         self._given_up = 0  # Number of spans whose times the device did not report.
         self._missing = (0,) * 6
         self._has_published = False
         self._progress = DeviceProgress()
-        self._is_unavailable = False  # True once it is clear that there is no device to time.
+        self._is_unavailable = False  # True after an error showed that the device cannot be timed.
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -76,117 +79,120 @@ class DeviceHook:
                 ' with computation; device_times="on" records them anyway'
             )
         try:
-            with session.each_step(self.name, lambda: self._step_ended(session)):
+            with session.run_each_step(self.name, lambda: self._handle_step_end(session)):
                 yield
         finally:
-            self._stop(session)
+            self._stop_marking(session)
             with guard("the device's last times"):
-                self._read_last(session)
+                self._read_last_times(session)
 
-    def start(
+    def start_marking(
         self,
         session: Session,
         events: AcceleratorEvents,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Begin to mark. The device must already have a context. now_ns: the host's clock."""
+        """Start marking. The device must already have a context. now_ns: function that reads the
+        host's clock."""
         clock = self._clock = EventClock(events, now_ns)
         recorder, pending = session.recorder, self._pending
 
-        def span_marked(kind: int, name_id: int, begin: int, end: int) -> None:
+        def queue_span(kind: int, name_id: int, begin: int, end: int) -> None:
             pending.append(MarkedSpan(kind, name_id, recorder.step, begin, end, now_ns()))
 
-        stalls = self._stalls = Stalls(session, clock, span_marked)
+        stalls = self._stalls = StallMarker(session, clock, queue_span)
 
-        def span_ended(kind: int, name_id: int, begin: int) -> None:
+        def mark_span_end(kind: int, name_id: int, begin: int) -> None:
             end = clock.mark()
             if end is not None:
-                span_marked(kind, name_id, begin, end)
+                queue_span(kind, name_id, begin, end)
                 if kind in PART_OF_SPAN:
-                    stalls.phase_marked()
+                    stalls.note_phase_stream()
                 if kind == _BACKWARD:
-                    stalls.backward_ended(end)
+                    stalls.set_backward_end(end)
 
         mark, span = (
             guard("marking the device")(clock.mark),
-            guard("marking the device")(span_ended),
+            guard("marking the device")(mark_span_end),
         )
         recorder.set_device_clock(mark, span, stalls.begin_wait, stalls.end)
-        session.clocks.use(clock, stalls)
-        time_collectives(stalls.begin_collective)
+        session.clocks.use_clock(clock, stalls)
+        set_collective_timer(stalls.begin_collective)
 
-    def _stop(self, session: Session) -> None:
+    def _stop_marking(self, session: Session) -> None:
         if not session.recorder.closed:
             session.recorder.set_device_clock(None, None)
-        session.clocks.use(None)
-        time_collectives(None)
+        session.clocks.use_clock(None)
+        set_collective_timer(None)
 
-    def _step_ended(self, session: Session) -> None:
+    def _handle_step_end(self, session: Session) -> None:
         succeeded = False
         try:
             if self._clock is None:
-                self._look_for_a_device(session)
+                self._start_if_device_in_use(session)
             else:
-                self._read(session, self._clock)
+                self._read_step(session, self._clock)
             succeeded = True
         finally:
-            # After an exception this function is not called again, and no marks would be read.
+            # A failed callback is switched off, so later marks would never be read.
             if not succeeded:
-                self._stop(session)
+                self._stop_marking(session)
 
-    def _read(self, session: Session, clock: EventClock) -> None:
+    def _read_step(self, session: Session, clock: EventClock) -> None:
         recorder, start_ns = session.recorder, session.recorder.now_ns()
         step, boundary = recorder.step, clock.mark()
         waited_ns = recorder.now_ns() - start_ns - LONGEST_MARK_NS
         if waited_ns > 0:
-            # All work at a step's end counts as overhead, but this time was a wait for the device.
+            # Exclude this wait for the device from the overhead of the step's end.
             recorder.add_overhead(-waited_ns)
         if self._stalls is not None:
-            self._stalls.step_ended()  # Updates the count of missing marks for this step.
-        # The step's record completes the step. It is not written if a stall may be missing.
+            self._stalls.finish_step()  # Counts the missing marks of this step.
+        # Write no record of the step itself if a mark is missing.
         if (
             boundary is not None
             and self._boundary is not None
-            and clock.missing == self._missing_before
+            and clock.missing_marks == self._missing_before
         ):
             self._pending.append(
                 MarkedSpan(_STEP, 0, step, self._boundary, boundary, clock.now_ns())
             )
-        self._boundary, self._missing_before = boundary, clock.missing
+        self._boundary, self._missing_before = boundary, clock.missing_marks
         if self._stalls is not None:
-            self._stalls.stream = clock.current() or self._stalls.stream
+            self._stalls.stream = clock.current_stream() or self._stalls.stream
         start_ns = session.recorder.now_ns()
-        clock.drain()
-        self._progress.step_ended(session, clock, boundary, self._pending)
-        recorded, probed = self._record(session, clock, step)
-        # Reading the probes of an earlier step costs time in this one.
+        clock.read_reached_marks()
+        self._progress.check_and_publish(session, clock, boundary, self._pending)
+        recorded, probed = self._record_known_spans(session, clock, step)
+        # Reading the marks of an earlier, sampled step takes time in this step.
         if probed:
             session.step.add_probe_cost((session.recorder.now_ns() - start_ns) * probed // recorded)
-        self._publish(session, clock)
+        self._publish_clock_state(session, clock)
 
-    def _look_for_a_device(self, session: Session) -> None:
-        """Look for a device in use after the first, second, fourth, eighth, ... step.
+    def _start_if_device_in_use(self, session: Session) -> None:
+        """Start marking if torch uses a device. Checked after step 1, 2, 4, 8, ...
 
-        The query takes longer than all other work at a step's end.
+        The check takes longer than all other work at the end of a step.
         """
         step = session.recorder.step
         if self._is_unavailable or step & (step + 1):
             return
         try:
-            device = accelerator_in_use(
+            device = find_accelerator_in_use(
                 self._kind, computes_there=session.metadata.computes_on(self._kind)
             )
             if device is None or _is_capturing(self._kind):
                 return  # Taking an anchor would end the capture.
-            self.start(session, events_of(device))
+            self.start_marking(session, create_events(device))
         except (DeviceError, RuntimeError, NotImplementedError) as error:
             self._is_unavailable = True
             session.note(f"device times are not recorded: {error}")
 
-    def _record(self, session: Session, clock: EventClock, step: int) -> tuple[int, int]:
-        """Record the spans whose times are known by now, in the order of their ends on the host.
+    def _record_known_spans(
+        self, session: Session, clock: EventClock, step: int
+    ) -> tuple[int, int]:
+        """Record all spans whose device times are known, in the order of their ends on the host.
 
-        Returns the number of spans, and how many of them are made in sampled steps only.
+        Return the number of recorded spans, and how many of them exist only in sampled steps.
         """
         pending, recorder, parts = self._pending, session.recorder, self._parts
         recorded = probed = 0
@@ -204,7 +210,7 @@ class DeviceHook:
                     _DEVICE, span.name_id, span.step, start_ns, duration_ns, 0, span.kind, behind_ns
                 )
                 if parts is not None:
-                    parts.add(span.kind, span.step, start_ns, duration_ns)
+                    parts.add_span(span.kind, span.step, start_ns, duration_ns)
             elif step - span.step < MAX_UNREAD_STEPS:
                 break
             else:
@@ -212,10 +218,12 @@ class DeviceHook:
             pending.popleft()
         return recorded, probed
 
-    def _publish(self, session: Session, clock: EventClock, *, last: bool = False) -> None:
-        """Publish the error of the times and the numbers of missing ones for the sidecar.
+    def _publish_clock_state(
+        self, session: Session, clock: EventClock, *, last: bool = False
+    ) -> None:
+        """Publish the error of device times and the number of missing marks for the sidecar.
 
-        This happens at first, when a number becomes positive, and at the end.
+        Publish at the first call, when a number becomes positive, and at the end of the watch.
         """
         missing = (
             clock.captured,
@@ -242,25 +250,26 @@ class DeviceHook:
                 }
             )
 
-    def _read_last(self, session: Session) -> None:
-        """Read the last times without waiting.
+    def _read_last_times(self, session: Session) -> None:
+        """Record the last device times without waiting for the device.
 
-        Spans that the device has not reached are counted.
+        Spans that the device has not reached count as missing.
         """
         clock = self._clock
         if clock is None:
             return
-        # A forked child can neither query the device nor destroy its events.
+        # A forked child can neither query the device nor destroy the parent's events.
         if session.recorder.closed:
             _never_freed.append(clock)
             return
-        # The first call makes the newest mark a boundary, the second one reads up to it.
-        clock.drain(BEHIND_STEPS)
-        clock.drain(BEHIND_STEPS)
-        self._record(session, clock, session.recorder.step)
+        # The first call stores the newest mark as a boundary. The second call reads all marks up to
+        # it.
+        clock.read_reached_marks(BEHIND_STEPS)
+        clock.read_reached_marks(BEHIND_STEPS)
+        self._record_known_spans(session, clock, session.recorder.step)
         self._given_up += len(self._pending)
         self._pending.clear()
-        self._publish(session, clock, last=True)
+        self._publish_clock_state(session, clock, last=True)
 
 
 def _is_capturing(kind: str) -> bool:
@@ -269,11 +278,11 @@ def _is_capturing(kind: str) -> bool:
     return kind == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def time_collectives(timer: Callable[[], Callable[[], None] | None] | None) -> None:
-    """Let the native tap call `timer` before each synchronous collective on a device.
+def set_collective_timer(timer: Callable[[], Callable[[], None] | None] | None) -> None:
+    """Set the function that the native tap calls before each synchronous collective on a device.
 
-    timer: returns the function to call after the collective. None switches the calls off.
+    timer: returns the function to call after the collective, or is None to switch the calls off.
     """
-    native = native_tap.load()
+    native = native_tap.load_tap()
     if native is not None:
         native.time_with(timer)

@@ -1,13 +1,14 @@
-"""Stalls: waits of the compute stream for communication, each between two marks on that stream.
+"""Mark stalls: waits of the compute stream for communication, each between two marks on that
+stream.
 
-The host only issues work to a device, so host times of all ranks become equal, whichever rank is
-slow. The work of a rank's own device is its step minus the stalls.
+The host only issues work to a device, so all ranks have equal host times even if one rank is slow.
+The working time of a rank's device is the step's duration minus the stalls.
 
-- Stalls are marked on the compute stream only, the stream of the steps' boundaries. Waits of other
-  streams, such as FSDP2's own, do not delay computation.
-- If a phase computes on another stream, waits there do delay it. The times of such a step are
-  unknown.
-- Of nested waits, the outermost is the stall.
+- Stalls are marked only on the compute stream, on which the ends of steps are marked. Waits of
+  other streams, such as FSDP2's own, do not delay computation.
+- If a phase computes on another stream, waits on that stream delay it. The stalls of such a step
+  are unknown.
+- Only the outermost of nested waits is marked.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _WAIT = int(Kind.WAIT)
-# Holders of a stall that are not thread ids.
+# Values of `_holder` that are not thread ids.
 _NO_THREAD, _TAIL = 0, -1
 
 SpanMarked = Callable[[int, int, int, int], None]
 """Receives the kind of a span, the id of its name, and the marks of its begin and end."""
 
 
-class Stalls:
-    """Marker of waits on the training thread, and on autograd's thread in a backward pass.
+class StallMarker:
+    """Marker of device waits that the training thread issues, or autograd's thread in a backward
+    pass.
 
     Methods must be called with the GIL.
     """
@@ -48,22 +50,22 @@ class Stalls:
             session.intern("wait"),
             session.intern("synchronous collective"),
         )
-        # Held during a stall. It is only acquired without blocking.
+        # Lock that is held during a stall. It is only acquired without blocking.
         self._open = threading.Lock()
         self._holder = _NO_THREAD  # The thread that holds the lock.
         self._depth = 0
         self._begin = self._name_id = 0
         self._backward_end: int | None = None
         self.stream: Hashable | None = None
-        """The compute stream, as of the last step's end."""
+        """The compute stream: the current stream at the end of the last step."""
         # Streams other than the compute stream on which a phase of this step has ended.
         self._phases_on: set[Hashable] = set()
 
     @guard("marking a stall")
     def begin(self, name_id: int) -> int | None:
-        """Mark the begin of a wait of the calling thread, which must call end() after it.
+        """Mark the begin of a wait. The calling thread must call end() after the wait.
 
-        Returns the mark if a stall begins, or None inside of another stall.
+        Return the mark, or None inside another wait.
         """
         start_ns, thread = self._recorder.now_ns(), threading.get_ident()
         if self._holder == thread:
@@ -92,7 +94,7 @@ class Stalls:
 
     @guard("marking a stall")
     def end(self) -> int | None:
-        """Mark the end of a wait. Return the mark if a stall ends."""
+        """Mark the end of a wait. Return the mark if this was the outermost wait."""
         if self._holder != threading.get_ident():
             return None
         self._depth -= 1
@@ -102,7 +104,7 @@ class Stalls:
         try:
             mark = self._clock.mark(self.stream)
         finally:
-            self._close(mark)
+            self._close_stall(mark)
         self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
@@ -111,12 +113,12 @@ class Stalls:
         self.begin(self._wait)
 
     def begin_collective(self) -> Callable[[], None] | None:
-        """Mark the begin of a collective on the current stream, which waits until it has ended.
+        """Mark the begin of a collective for which the current stream waits.
 
-        Returns the function to call after the collective, or None if nothing was marked.
+        Return the function to call after the collective, or None if nothing was marked.
         """
         stall = self.begin(self._collective)
-        # The listener also gets the times of collectives that are not a stall.
+        # The listener also receives collectives that start inside another wait.
         has_listener = self._session.clocks.collective_listener is not None
         mark = self._clock.mark() if stall is None and has_listener else stall
         return None if mark is None else partial(self._end_collective, mark, stall is not None)
@@ -132,24 +134,24 @@ class Stalls:
 
     @guard("marking the end of a backward pass's computation")
     def begin_tail(self, name_id: int) -> int | None:
-        """Begin a stall when a backward pass has computed its last gradient, on any thread.
+        """Begin a stall on any thread, after a backward pass has computed its last gradient.
 
-        Returns the mark if a stall begins.
+        Return the mark, or None inside another wait.
         """
         mark = self._begin_stall(name_id, _TAIL)
         if mark is not None:
             self._backward_end = None
         return mark
 
-    def backward_ended(self, mark: int) -> None:
-        """Use the mark of the backward pass's end as the end of its tail."""
+    def set_backward_end(self, mark: int) -> None:
+        """Store the mark of the backward pass's end, which is also the end of the stall."""
         self._backward_end = mark
 
     @guard("marking the end of a backward pass")
     def end_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
-        """End the tail of a backward pass, on the thread that called the pass.
+        """End the stall of begin_tail(). Called on the thread that called the backward pass.
 
-        is_known: True if the end of the computation is known, or no other rank needs the gradients.
+        is_known: False if the last gradient has no mark, and the gradients are sent to other ranks.
         """
         if not is_known and not raised:
             self._clock.open_ended += 1
@@ -160,21 +162,21 @@ class Stalls:
             if not raised:
                 end = self._clock.mark(self.stream) if backward_end is None else backward_end
         finally:
-            self._close(end)
+            self._close_stall(end)
 
-    def phase_marked(self) -> None:
+    def note_phase_stream(self) -> None:
         if self.stream is not None and self._clock.marked_on != self.stream:
             self._phases_on.add(self._clock.marked_on)
 
-    def step_ended(self) -> None:
-        """Close a stall that was interrupted before its end mark, and count it as missing.
+    def finish_step(self) -> None:
+        """Close a stall whose end mark is missing because of an exception, and count it.
 
-        At a step's end no wait is in progress.
+        No wait is in progress at the end of a step.
         """
         clock = self._clock
         if not self._recorder.backwards:
             if self._holder != _NO_THREAD:
-                self._close(None)
+                self._close_stall(None)
             # An exception interrupted begin() before it had set the holder.
             elif self._open.locked():
                 self._open.release()
@@ -184,8 +186,8 @@ class Stalls:
         self._phases_on.clear()
         clock.passed_over.clear()
 
-    def _close(self, mark: int | None) -> None:
-        """End the stall in progress. mark: its end, or None if it is unknown."""
+    def _close_stall(self, mark: int | None) -> None:
+        """End the current stall. mark: the mark of the stall's end, or None if it is missing."""
         begin, name_id, self._holder = self._begin, self._name_id, _NO_THREAD
         self._open.release()
         if mark is None:

@@ -1,8 +1,8 @@
-"""The parts of the device's steps, computed for the merge over ranks on the device.
+"""Compute the parts of each step on the device, which are then merged over ranks on the device.
 
-The sidecar computes the same parts from the same records. The training process needs them too,
-because only this process can communicate with the devices of other ranks. Each span costs a
-microsecond at the end of the step in which its times become known.
+The sidecar computes the same parts from the same records. The training process also computes them,
+because only this process can communicate with the devices of other ranks. Each span takes a
+microsecond of host time at the end of a step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 _STEP, _BACKWARD = int(Kind.STEP), int(Kind.BACKWARD)
 
 
-class StepParts:
-    """Collector of the spans of each step. Used on the training thread at the ends of steps."""
+class StepPartCollector:
+    """Collector of the device spans of each step. Used on the training thread at the end of each
+    step."""
 
     def __init__(self, known: PendingSteps) -> None:
-        """known: receives each complete training step."""
+        """known: queue to which each complete training step is added."""
         self._known = known
         self._spans: list[Span] = []
         self._step = -1
         self._is_truncated = False
 
-    def add(self, kind: int, step: int, start_ns: int, duration_ns: int) -> None:
-        """Add a span whose device times are known. Spans come in the order of their records.
+    def add_span(self, kind: int, step: int, start_ns: int, duration_ns: int) -> None:
+        """Add a span whose device times are known. Spans must be added in the order of their
+        records.
 
         The span of the step itself comes last and completes the step.
         """
@@ -41,14 +43,15 @@ class StepParts:
             if len(self._spans) < MAX_EVENTS:
                 self._spans.append((kind, start_ns, duration_ns))
             else:
-                # Without this span, its time would count as another part. The step is left out.
+                # Leave out the step, because the time of the missing span would count as another
+                # part.
                 self._is_truncated = True
         elif kind == _STEP:
-            self._complete(duration_ns)
+            self._complete_step(duration_ns)
 
     @guard("the parts of a device's step")
-    def _complete(self, duration_ns: int) -> None:
+    def _complete_step(self, duration_ns: int) -> None:
         spans, self._spans = self._spans, []
-        # A step without a backward pass does not train.
+        # A step without a backward pass is not a training step.
         if not self._is_truncated and any(span[0] == _BACKWARD for span in spans):
-            self._known.add(compute_rows(spans, duration_ns))
+            self._known.add_step(compute_rows(spans, duration_ns))

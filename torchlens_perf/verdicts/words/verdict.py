@@ -186,7 +186,9 @@ def _why_no_steps(report: Facts) -> str:
     made, lost = report["steps"]["made"], report["quality"]["lost"]
     if lost:
         steps = (
-            f"{counted(made, 'step')} ended, but the records of all of them" if made else "Records"
+            f"{counted(made, 'end_step')} ended, but the records of all of them"
+            if made
+            else "Records"
         )
         return (
             f"{steps} were lost: {counted(lost, 'record')} came faster than the sidecar could read,"
