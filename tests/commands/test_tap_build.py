@@ -95,7 +95,9 @@ def test_tap_is_built_in_the_cache_if_others_can_write_to_the_package(
     (tap_requirements.SOURCES if "group" in wrong else tap_requirements.SOURCES.parent).chmod(0o775)
 
     assert (
-        tap_build.build_tap() == cache / native_tap.build_file_name() == native_tap.find_loaded_file()
+        tap_build.build_tap()
+        == cache / native_tap.build_file_name()
+        == native_tap.find_loaded_file()
     )
     assert not list(tap_requirements.SOURCES.glob("*.so"))
 

@@ -2,9 +2,9 @@
 
 ::
 
-    each rank's window ─┬─ sums, and medians in its row of a matrix ─SUM─▶ merged histogram ─▶
-    quantiles │                                                  medians of ranks ─▶ scores └─
-    largest, minus smallest, name digests ────MAX─▶ extremes, agreed names
+    window of each rank ─┬─ sums, matrix of medians ──SUM─▶ histogram ─▶ quantiles
+                         │                                  medians of ranks ─▶ scores
+                         └─ largest, -smallest, digests ─MAX─▶ extremes, agreed names
 
 A window has one row for each device section and for each part of a step (steps.py).
 
@@ -64,8 +64,7 @@ class MergingDevice(Protocol):
     """The methods of a device that merging needs. See hooks/on_device/cuda_device.py."""
 
     def merge_stream(self) -> AbstractContextManager[int]:
-        """Make the stream for merges the current stream, and order it after the previous current
-        stream.
+        """Make the stream for merges the current one, ordered after the previous stream.
 
         The context returns the handle of the stream.
         """
@@ -88,7 +87,7 @@ class WindowMerger:
         ring: DeviceRing,
         group: Any,
     ) -> None:
-        """group: a separate process group of all ranks, whose backend supports the device.
+        """group: a separate process group of all ranks. Its backend must support the device.
 
         Raises DeviceError if memory cannot be allocated.
         """
@@ -126,8 +125,7 @@ class WindowMerger:
         # Section names and step of the merge whose result has not been collected.
         self._merging: tuple[list[str], int] | None = None
         self.uncollected = 0
-        """Number of merges whose results were not copied, because an earlier result had not been
-        read."""
+        """Number of merges without a copied result, because an earlier result had not been read."""
         self.disagreed: set[str] = set()
         """Sections that were not merged, because ranks entered sections in different orders."""
 

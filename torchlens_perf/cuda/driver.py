@@ -148,8 +148,7 @@ class CudaDriver:
 
     @contextmanager
     def allow_during_captures(self) -> Iterator[None]:
-        """Allow this thread to call the device while another thread captures a graph in global
-        mode.
+        """Allow calls on this thread while another thread captures a graph in global mode.
 
         Otherwise the call would fail and invalidate the capture.
         """

@@ -48,8 +48,7 @@ class LargestColumn(IntEnum):
 
 
 class ExactColumn(IntEnum):
-    """Columns of a window's exact row in ns. The last two columns are times of the device's
-    clock."""
+    """Columns of a window's exact row in ns. The last two are times of the device's clock."""
 
     MEDIAN = 0
     MAD = 1

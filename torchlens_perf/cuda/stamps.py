@@ -6,8 +6,8 @@ ring in device memory. The graph replays it like any other kernel, without work 
 
 ::
 
-    stamp ─▶ ring of each slot ──reduce_window──▶ rows ──copy──▶ page-locked memory ──collect()──▶
-    Reduced (on the user's stream, also in a graph)       (on the stream of the step's end)
+    stamp ─▶ ring of each slot ──reduce_window──▶ rows ──copy──▶ page-locked memory ─▶ result
+    (the user's stream, also in a graph)          (the stream at the end of a step)
 
 The job may replay a graph with stamps until the process ends, with or without a watch. The ring
 therefore keeps its address for the life of the process, and later watches use it again.
@@ -139,8 +139,8 @@ class DeviceRing:
         return list(self._names)
 
     def set_readers_done(self, event: int) -> None:
-        """Set the event for which the next reduction waits on the device, because rows are being
-        read."""
+        """Set the event after which the rows are no longer read. The next reduction waits for
+        it."""
         self._readers_done = event
 
     def discard_earlier_stamps(self, stream: int) -> None:

@@ -59,11 +59,9 @@ class _BackwardTail:
 
     @guard("hooks on the roots of a backward pass")
     def register_hooks(self, roots: Sequence[Any], handles: list[RemovableHandle]) -> bool:
-        """Register a hook on the graph nodes where the backward pass begins, not on the user's
-        tensors.
+        """Register a hook on the graph nodes where the pass begins, not on the user's tensors.
 
-        The engine runs one of these nodes before it computes any gradient. A leaf tensor has no
-        node.
+        The engine runs one of these nodes before it computes gradients. A leaf has no node.
         """
         from torch import Tensor
 
@@ -136,8 +134,7 @@ def _guard_tensor_hook(place: str) -> Callable[[Callable[..., None]], Callable[.
 
 @dataclasses.dataclass(slots=True)
 class _ModuleBackward:
-    """One module's part of a backward pass, from its first output gradient to its last input
-    gradient."""
+    """One module's part of a backward pass: first output gradient to last input gradient."""
 
     name_id: int
     step: int
@@ -191,8 +188,7 @@ def iterate_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _contains_fsdp2(model: Module | None) -> bool:
-    # Look up FSDP without importing it, which takes a second. A model with FSDP2 has already
-    # imported it.
+    # Do not import FSDP, which takes a second. A model with FSDP2 has already imported it.
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return (
         kind is not None
@@ -245,8 +241,7 @@ class BackwardHook:
             tail.record()
 
         def backward_on_other_thread(*args: Any, **kwargs: Any) -> Any:
-            """Time a backward pass on a thread that is not recorded. Read no gradients and keep no
-            state."""
+            """Time a backward pass on an unrecorded thread, without reading gradients."""
             thread.note_unrecorded_backward()
             recorder.begin(_BACKWARD, name_id)
             flags = _EXCEPTION
@@ -351,8 +346,7 @@ class BackwardHook:
             session.step_callbacks.remove(record)
 
     def _record_last_passes(self, session: Session) -> None:
-        """Record the last passes at the end of the watch, and note the number of passes without
-        times."""
+        """Record the last passes of the watch, and note the number of passes without times."""
         record = self._record
         if record is not None and not session.recorder.closed:
             record()
@@ -404,8 +398,8 @@ class BackwardHook:
             if holds_fsdp2 is None:
                 holds_fsdp2 = _contains_fsdp2(module())
             # FSDP2 queues a callback at the first gradient of its result, and computes in that
-            # callback. Our callback is queued again behind it, so this computation is not part of
-            # the tail.
+            # callback. Our callback is queued again behind it, so the tail does not contain this
+            # computation.
             if not holds_fsdp2 or torch_private.is_autograd_compiled():
                 return
             for tensor in iterate_tensors(result):

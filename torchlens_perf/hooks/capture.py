@@ -1,8 +1,7 @@
 """Capture a few steps on request of the sidecar: trace, flight recorder, device memory.
 
 The training thread checks at most every 50 ms whether a request file exists. A capture begins and
-ends at the end of a step, without a thread or signal. Captured steps are flagged and excluded from
-comparisons.
+ends at the end of a step, without a thread or signal. Captured steps are not compared.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ _OURS = guard("a capture")
 
 
 class CaptureHook:
-    """Hook that polls for a capture request, which is a file that the sidecar writes next to the
-    ring."""
+    """Hook that polls for a capture request, a file that the sidecar writes next to the ring."""
 
     name = "captures"
 
@@ -82,8 +80,7 @@ class _CaptureRequests:
         except (OSError, ValueError) as error:
             refused = f"the request cannot be read: {error}"
         try:
-            # Accept the request by removing its file. Before that, the sidecar may withdraw the
-            # request.
+            # Accept the request by removing its file. Until then the sidecar may withdraw it.
             os.unlink(self._request_path)
         except FileNotFoundError:
             return
@@ -251,8 +248,7 @@ class _Capture:
     ) -> None:
         """Write a file, and remove it again if it is too large.
 
-        name: the file's name in the finished capture. file: the file's name in the capture's
-        folder.
+        name: the name in the finished capture. file: the name in the capture's folder.
         """
         path, problem = self._folder / file, self._find_disk_problem()
         if problem:

@@ -147,8 +147,7 @@ class ProfilerTrace:
                 try:
                     profile.__exit__(None, None, None)
                 finally:
-                    # A profiler that failed to stop would continue to record until the process
-                    # ends.
+                    # A profiler that failed to stop would record until the process ends.
                     if profile.kineto_results is None:
                         torch_instruments.remove_profiler_callbacks()
                 self._results = profile.kineto_results
@@ -167,6 +166,5 @@ class ProfilerTrace:
 
 
 def is_python_profiled() -> bool:
-    """Return True if other code uses Python's profiling hook, so that Python frames cannot be
-    traced."""
+    """Return True if other code uses Python's profiling hook, which blocks tracing of frames."""
     return sys.getprofile() is not None

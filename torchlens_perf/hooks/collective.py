@@ -3,13 +3,11 @@
 A tap on the dispatcher receives every c10d operation and passes it on unchanged. This includes
 operations that DDP's reducer, FSDP2, DTensor and compiled graphs issue from C++.
 
-- The native tap (native/tap.cpp) also receives the end of each operation from the backend, without
-  the GIL.
+- The native tap (native/tap.cpp) receives the end of each operation from the backend, without GIL.
 - The Python tap is used where the native tap has not been built. It costs about 50 us per operation
   and only records ends of operations for which the caller waits at once.
 
-No Python callback runs on a backend's thread, because such callbacks aborted 3 of 19 processes at
-exit.
+No Python callback runs on a backend's thread: such callbacks aborted 3 of 19 processes at exit.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ _DTYPES = {
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }  # fmt: skip
-# Backends whose future completes at the operation's end. NCCL's future completes when the operation
-# is enqueued.
+# Backends whose future completes at the operation's end. NCCL's completes at the enqueueing.
 _FUTURE_IS_COMPLETION = ("gloo",)
 
 

@@ -35,15 +35,13 @@ class ModuleCallRouter:
     its code, so torch.compile is not affected (native/module_call.c). The Python recorder replaces
     nn.Module.__call__.
 
-    References to modules are weak, so a module that the user deletes inside the watch is freed at
-    once.
+    References to modules are weak: a module that the user deletes is freed at once.
     """
 
     name = "module calls"
 
     def __init__(self) -> None:
-        # ModuleCall objects by module id. The dictionary is empty if the native recorder routes
-        # calls.
+        # ModuleCall objects by module id. Empty if the native recorder routes calls.
         self._calls: dict[int, ModuleCall] = {}
         self._references: dict[int, weakref.ref[Module]] = {}
         # Functions of classes that override nn.Module.__call__, whose calls are routed too.
@@ -102,8 +100,7 @@ class ModuleCallRouter:
 def _wrap_module_call(
     function: Callable[..., Any], calls: dict[int, ModuleCall]
 ) -> Callable[..., Any]:
-    """Return a replacement for nn.Module.__call__ that times modules without the native
-    recorder."""
+    """Return a replacement for nn.Module.__call__ that times the modules in `calls`."""
     from torch.compiler import is_compiling
 
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
@@ -116,8 +113,7 @@ def _wrap_module_call(
 class ModuleHook:
     """Hook that times the calls of each selected module.
 
-    A compiled module is timed when eager code calls it. Modules inside a compiled graph are not
-    timed.
+    A compiled module is timed when eager code calls it. Modules inside it are not timed.
     """
 
     name = "module"

@@ -1,4 +1,4 @@
-"""Hooks of a watch while they are attached."""
+"""Attach and detach the hooks of a watch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ _DETACH_TIMEOUT_S = 2.0
 
 
 class AttachedHooks:
-    """Attach hooks, and detach all of them in reverse order."""
+    """Attaches hooks, and detaches all hooks in reverse order."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.lock = threading.RLock()
-        """Lock held while hooks are attached or detached, or run at the end of a step, each
-        on any thread.
+        """Lock held while hooks are attached, detached, or run at the end of a step, on any thread.
         """
         self.detached = False
         self._note = note
@@ -26,7 +25,7 @@ class AttachedHooks:
     def attach(self, name: str, hook: Callable[[], AbstractContextManager[None]]) -> None:
         """Attach a hook.
 
-        An unavailable or failing hook is noted and left out. Raise ConfigError.
+        An unavailable or failing hook is noted and left out. Raises ConfigError.
         """
         attached = False
         try:
@@ -40,7 +39,7 @@ class AttachedHooks:
                 self._note(f"{name} could not be attached: see the job's log")
 
     def detach(self) -> None:
-        # Wait with a limit: at the end of a step, a callback of the user may wait for this thread.
+        # Limit the wait, because a user's callback at the end of a step may wait for this thread.
         acquired = self.lock.acquire(timeout=_DETACH_TIMEOUT_S)
         try:
             self.detached = True
@@ -51,9 +50,7 @@ class AttachedHooks:
                 self.lock.release()
 
     def abandon(self) -> None:
-        """Detach in a forked child, where the lock may be held by a thread that does not exist
-        there.
-        """
+        """Detach in a forked child, where a thread that does not exist may hold the lock."""
         self.detached = True
         with guard("detaching in a forked child"):
             self._contexts.close()

@@ -1,4 +1,5 @@
-"""Clock that takes a rank's marks: the host's, or the device's once a device is in use."""
+"""Select the clock of a rank's marks: the host's clock, or the device's once torch uses a
+device."""
 
 from __future__ import annotations
 
@@ -7,27 +8,26 @@ from typing import Protocol
 
 from torchlens_perf.run.clock import HostClock
 
-# A mark on a device costs about a microsecond. A longer call waits for room in the device's queue,
-# as the job's next launch would, so the excess is not overhead. native/device.c uses the same
-# limit.
+# Maximum time of a mark that counts as overhead. A mark costs about a microsecond. A longer call
+# waits for space in the device's queue, as the job's next launch would. native/device.c has the
+# same limit.
 LONGEST_MARK_NS = 100_000
 MAX_UNREAD_STEPS = 256
 """Number of steps after which a time that the device has not reported is dropped."""
 CollectiveListener = Callable[[int, int], None]
-"""Function called with the device marks around a collective that ran in its caller's stream,
-on that thread.
+"""Function that receives the marks before and after a collective on the caller's stream.
 """
 
 
 class Clock(Protocol):
-    """Source of marks, which are read later. No method may block or synchronize a device."""
+    """Records marks, whose times are read later. No method may block or synchronize a device."""
 
     name: str
 
     def mark(self) -> int | None:
         """Mark the current instant.
 
-        Return a handle for span(), or None if the device cannot be marked now.
+        Return the mark for span(), or None if no mark can be recorded now.
         """
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
@@ -38,7 +38,7 @@ class Clock(Protocol):
 
 
 class StallMarks(Protocol):
-    """Marks around waits of the device for communication (hooks/on_device/stalls.py)."""
+    """Records marks around the device's waits for communication (hooks/on_device/stalls.py)."""
 
     def begin(self, name_id: int) -> int | None: ...
     def end(self) -> int | None: ...
@@ -48,21 +48,23 @@ class StallMarks(Protocol):
 
 
 class Clocks:
-    """Clocks in use.
+    """The current clocks of one watch.
 
-    Hooks read the attributes, some at every collective. Used on the training thread.
+    Hooks read the attributes often, some at every collective. Used on the training thread.
     """
 
     def __init__(self) -> None:
         self.host = HostClock()
         self.current: Clock = self.host
         self.stalls: StallMarks | None = None
-        """Marks for waits of the device; None while `current` is the host's clock."""
+        """Recorder of the device's waits, or None while `current` is the host's clock."""
         self.collective_listener: CollectiveListener | None = None
-        """Receiver of times of synchronous device collectives that are not reported otherwise."""
+        """Receiver of marks around synchronous device collectives, if no other source reports their
+        times."""
 
     def use_clock(self, clock: Clock | None, stalls: StallMarks | None = None) -> None:
-        """Take further marks with a device's clock, or with the host's clock if `clock` is None."""
+        """Record later marks with this device's clock, or with the host's clock if `clock` is
+        None."""
         self.current, self.stalls = clock or self.host, stalls
 
     def set_collective_listener(self, listener: CollectiveListener | None) -> None:

@@ -1,4 +1,4 @@
-"""The current step: its content, the overhead charged to it, and its end."""
+"""Track the current step: its content, the overhead charged to it, and its end."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUA
 
 
 class StepContent(NamedTuple):
-    """Activities of the user's loop in one step."""
+    """What the user's loop did in one step."""
 
     flags: int
     micro_steps: int
 
 
 class UserLoop(Protocol):
-    """The user's loop as seen by hooks."""
+    """The user's training loop, as observed by hooks."""
 
     def on_manual_step(self) -> bool:
-        """Note that the user has called w.step()."""
+        """Note that the user has called w.step(). Return True if the call ends a step."""
 
     def finish_step(self, *, inference: bool) -> StepContent:
         """Return the content of the step that ends now."""
@@ -52,8 +52,8 @@ class CurrentStep:
         backward_every: int,
     ) -> None:
         self.training_steps = 0
-        """Number of ended training steps. It is equal on all ranks, even if one of them
-        has evaluated before.
+        """Number of ended training steps. It is equal on all ranks, even if one rank has evaluated
+        before.
         """
         self._recorder = recorder
         self._thread = thread
@@ -65,11 +65,11 @@ class CurrentStep:
         self._flags = 0
         self._overhead_ns = 0
         self._memory_bytes = 0
-        # -1 until a batch contains a tensor.
+        # Elements of the step's batches, or -1 without a batch that contains a tensor.
         self._workload = -1
 
     def begin(self, loop: UserLoop) -> None:
-        """Start recording marks. loop: reports the content of each step."""
+        """Start recording marks. loop: object that reports the content of each step."""
         self._loop = loop
         recorder = self._recorder
         recorder.start_thread_time()
@@ -84,11 +84,12 @@ class CurrentStep:
         self._workload = max(0, self._workload) + elements
 
     def set_memory(self, memory_bytes: int) -> None:
-        """Set the memory of this and later steps, in bytes; 0 if unknown."""
+        """Set the memory of this and later steps in bytes. 0 means unknown."""
         self._memory_bytes = memory_bytes
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
-        """Charge overhead that only some steps have to this step. ours: charge it as the tool's."""
+        """Charge overhead that only some steps have to this step. ours: True for overhead of this
+        package."""
         self._overhead_ns += duration_ns
         if ours:
             self._recorder.add_overhead(duration_ns)
@@ -109,7 +110,7 @@ class CurrentStep:
         self.end(_MANUAL)
 
     def end(self, flags: int = 0) -> None:
-        """End the step, and decide whether the next one is sampled. Callers are guarded."""
+        """End the step, and decide whether the next step is sampled. Callers catch exceptions."""
         if self._loop is not None and not self._recorder.closed:
             with self._hooks.lock:
                 if not self._hooks.detached:
@@ -139,9 +140,9 @@ class CurrentStep:
             self._sampling.begin_sampled_step(self._read_boundary())
 
     def _read_boundary(self) -> StepBoundary:
-        """Return the recorder's position.
+        """Return the current step, time, and time in hooks.
 
-        Overhead passed to add_overhead() does not count as cost of every step.
+        Overhead passed to add_overhead() is excluded, because only some steps have it.
         """
         return StepBoundary(
             self._recorder.step, self._recorder.now_ns(), self._recorder.tool_ns - self._overhead_ns

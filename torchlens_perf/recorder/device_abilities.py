@@ -1,7 +1,7 @@
-"""Abilities that a device needs for its times and stalls to be recorded, by torch's public API.
+"""Check the abilities that a device needs for recording its times, by torch's public API.
 
-CUDA, ROCm and XPU devices have all of them. Backends added to torch from outside may lack some.
-`torchlens-perf doctor` checks each.
+CUDA, ROCm and XPU devices have all abilities. Out-of-tree backends may lack some abilities.
+`torchlens-perf doctor` checks each ability.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Ability(NamedTuple):
 def find_ability_problem(ability: Ability, device: Any) -> str:
     """Return why the device lacks an ability, or "".
 
-    Create a context, and wait at most a second for the device.
+    The check creates a context and waits at most a second for the device.
     """
     try:
         return "" if ability.works(device) else "it gives a wrong answer"

@@ -1,8 +1,7 @@
-"""Sections that the device times by its own clock, also in a captured graph: `with
-device_section(name)`.
+"""Time sections by the device's own clock, also in a captured graph: `with device_section(name)`.
 
-This module is imported by every script, so it contains only the interface. The implementation in
-hooks/on_device/stamps.py is loaded if torch has an NVIDIA device.
+Every script imports this module, so it contains only the interface. The implementation,
+hooks/on_device/stamps.py, is loaded if torch has an NVIDIA device.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Stamper(Protocol):
-    """Enqueue stamps of the device's clock on the current stream. Never raise."""
+    """Enqueues stamps of the device's clock on the current stream. Methods never raise."""
 
     def open_section(self, name: str) -> None:
         """Enqueue the begin of a section."""
@@ -30,20 +29,20 @@ _wanted = False
 
 
 def set_stamper(stamper: Stamper | None) -> None:
-    """Set the stamper that sections call; None if there is no device."""
+    """Set the stamper that sections call. None means that no device is timed."""
     global _stamper
     _stamper = stamper
 
 
 def has_section() -> bool:
-    """Return True if a section exists, for example as a decorator made before the watch begins."""
+    """Return True if device_section() has been called, for example by a decorator."""
     return _wanted
 
 
 class DeviceSection:
     """Result of device_section(): a context manager and decorator.
 
-    It must not be nested in itself.
+    A section must not be nested in itself.
     """
 
     __slots__ = ("name",)

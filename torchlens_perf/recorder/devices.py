@@ -1,5 +1,5 @@
-"""Find the device that this process computes on, without initializing one: CUDA cannot be used
-after a later fork.
+"""Find the device that this process computes on, without initializing CUDA: an initialized CUDA
+cannot be used after a fork.
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ from collections.abc import Mapping
 
 from torchlens_perf.errors import DeviceError
 
-# With 1, all streams share one queue to the device. A timed event or a wait then delays all work
-# behind it.
+# With the value 1, all streams share one queue to the device. A timed event or a wait then delays
+# all later work.
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-# A device with less than this share of the fullest device's memory is considered used by accident.
+# A device is ignored if torch has less memory on it than this share of the most used device's.
 _SMALL_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInUse:
-    """One device by torch's type and index, such as ("cuda", 0)."""
+    """One device, by torch's device type and index, such as ("cuda", 0)."""
 
     kind: str
     index: int
 
 
 def find_accelerator() -> str:
-    """Return torch's device type: "cuda" (also for ROCm), "xpu", ..., or "" without one, or if CUDA
-    finds no device."""
+    """Return torch's device type: "cuda" (also for ROCm), "xpu", ..., or "" without a device."""
     import torch
 
     found = torch.accelerator.current_accelerator()
@@ -47,11 +46,11 @@ def has_cuda_devices() -> bool:
 
 
 def find_accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse | None:
-    """Return the device of this type on which torch has allocated memory; None before that.
+    """Return the device of this type on which torch has allocated memory, or None.
 
     computes_there: True if the watched models, or a process group's tensors, are on such a device.
-    It is then assumed to be the current one if its allocator reports no numbers, as with some
-    backends. Raise DeviceError as find_cuda_device_in_use() does.
+    If the allocator reports no numbers, as in some backends, the current device is then returned.
+    Raises DeviceError as find_cuda_device_in_use() does.
     """
     if kind == "cuda":
         index = find_cuda_device_in_use()
@@ -68,7 +67,7 @@ def find_accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse |
             each: torch.accelerator.memory_reserved(each)
             for each in range(torch.accelerator.device_count())
         }
-    # The allocator may report no numbers, and older versions of torch only ask CUDA's.
+    # The allocator may report no numbers. Older versions of torch support only CUDA's allocator.
     except (RuntimeError, AttributeError):
         reserved = {}
     used = _select_used_devices(reserved)
@@ -78,11 +77,11 @@ def find_accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse |
 
 
 def find_cuda_device_in_use() -> int | None:
-    """Return the index of the CUDA device on which torch has allocated memory; None before that.
+    """Return the index of the CUDA device on which torch has allocated memory, or None.
 
-    The current device may be another one without a context. Asking it for a stream would create a
-    context of hundreds of megabytes. Raise DeviceError if several are in use, because spans of one
-    would be marked on another.
+    The current device may be another device without a context, and a query of its stream would
+    create a context of hundreds of megabytes. Raises DeviceError if several devices are in use,
+    because spans of one device would be marked on another.
     """
     used = find_cuda_devices_in_use()
     return _require_single_device(used) if used else None

@@ -1,9 +1,8 @@
-"""Create folders from the training process in a child process, which may hang on a disk that does
-not respond.
+"""Create folders in a child process of the training process, because a disk may not respond.
 
-The child is run/make_folders.py, which takes about 15 ms in an interpreter without packages. A call
-to a network disk whose server is gone sleeps in the kernel, where no signal ends it, so only
-another process can bound the wait.
+The child runs run/make_folders.py, which takes about 15 ms. A call to a network disk without a
+server sleeps in the kernel, where no signal ends it. Only a separate process can therefore limit
+the wait.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ _unended: list[subprocess.Popen[bytes]] = []
 
 
 class FolderRequest:
-    """Request for folders, sent on creation.
+    """Request to create folders. The constructor sends the request.
 
-    Folders that are not kept are removed. For one thread.
+    Folders are removed again unless keep_folders() is called. Not thread-safe.
     """
 
     def __init__(self, folders: Sequence[Path], *, shared: bool = False) -> None:
         """Start the child process. Raise RunStoreError if that fails.
 
-        folders: absolute paths that must be writable. Missing ones are created with their parents.
-        shared: let the group read new folders.
+        folders: absolute paths that must be writable. Missing folders and their parents are
+        created.
+        shared: True to let the user's group read new folders.
         """
         self._text = b""
         _unended[:] = [process for process in _unended if process.poll() is None]
@@ -49,7 +49,7 @@ class FolderRequest:
             raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
     def wait_for_answer(self, timeout_s: float) -> str:
-        """Return MADE, the system's error message, or "" if the child has not answered in time."""
+        """Return MADE, the system's error message, or "" if the child did not answer in time."""
         deadline_s = time.monotonic() + timeout_s
         if self._process is not None and self._process.stdout is not None and not self._text:
             descriptor, ended = self._process.stdout.fileno(), False
@@ -67,7 +67,7 @@ class FolderRequest:
         if process is None or process.stdin is None:
             return
         if not self._text:
-            # It hangs or has not started. It may have created some folders.
+            # The child hangs or has not started. Some folders may exist.
             process.kill()
         elif process.poll() is None:  # A write to an ended child may raise SIGPIPE, so check first.
             with contextlib.suppress(OSError):
@@ -75,7 +75,8 @@ class FolderRequest:
         self.close()
 
     def close(self) -> None:
-        """Remove folders that were not kept, also those that are still to be created.
+        """Remove created folders, unless keep_folders() was called, and cancel the rest of the
+        request.
 
         Further calls do nothing.
         """
@@ -91,7 +92,7 @@ class FolderRequest:
 
 
 def find_folder_problem(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:
-    """Create a folder if needed. Return why it cannot be written, or "". Raise RunStoreError."""
+    """Create a folder if needed. Return why it is not writable, or "". Raises RunStoreError."""
     request = FolderRequest([folder], shared=shared)
     answer = request.wait_for_answer(timeout_s)
     request.keep_folders()

@@ -1,6 +1,4 @@
-"""Copy a ring into the run directory at the end of a run without a sidecar, if it could not be
-mapped there.
-"""
+"""Copy a ring from node-local memory into the run directory, at the end of a run without a sidecar."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ if TYPE_CHECKING:
 def copy_ring_to_run(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     """Let a child process copy a closed ring from this node's memory into the run directory.
 
-    Wait at most timeout_s; the child then continues alone. Return the problem, or "" if there was
-    none or the ring is already there. Raise OSError if no process can be started.
+    After timeout_s the child continues alone. Return the problem, or "" if there is none or the
+    ring is already there. Raises OSError if no process can be started.
     """
     if ring.path.is_relative_to(run.path):
         return ""

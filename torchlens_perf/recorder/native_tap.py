@@ -1,15 +1,14 @@
-"""Find and load the native tap on collectives, if it has been built for the installed torch
-(commands/tap_build.py).
+"""Find and load the native tap on collectives, if it was built for the installed torch.
 
-The tap is C++ code that needs torch's headers, so it cannot be part of a wheel that is built
-without torch. Its file name contains the versions of torch, Python and the source it was built for.
-Without a matching file, collectives are tapped from Python. A tap is loaded only from folders that
-only this user and root can write (run/ownership.py).
+The tap is C++ code that needs torch's headers, so it cannot be part of a wheel
+(commands/tap_build.py builds it). The tap's file name contains the versions of torch, Python and
+the source. Without a matching file, collectives are tapped from Python. A tap is loaded only from
+folders that only this user and root can write (run/ownership.py).
 
-A tap that can be loaded is never removed or replaced. On a shared disk, a process of another node
-may have mapped it and would end with SIGBUS.
+A tap that can be loaded is never removed or replaced: on a shared disk, a process of another node
+may have mapped the file and would die with SIGBUS.
 
-Once attached, the tap stays until the process ends. After a watch it only passes calls on
+Once attached, the tap stays until the process ends. After a watch it only forwards calls
 (native/tap.cpp).
 """
 
@@ -30,7 +29,7 @@ from torchlens_perf.run import ownership, tap_requirements
 
 COMPILER_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
 _MODULE = "_torchlens_perf_tap"
-# Name under which torch_dispatcher.find_kernel_owner() finds the tap; as in native/tap.cpp.
+# The tap's name in torch_dispatcher.find_kernel_owner(), as in native/tap.cpp.
 OWNER = "torchlens_perf's native tap"
 _DIGEST_DIGITS = 12
 
@@ -49,7 +48,7 @@ def build_file_name() -> str:
 
 
 def _compute_source_digest() -> str:
-    """Return a digest over the source and all headers."""
+    """Return a digest of the compiler flags, the source and all headers."""
     digest = hashlib.sha256(" ".join(COMPILER_FLAGS).encode())
     for path in (
         tap_requirements.SOURCES / tap_requirements.SOURCE,
@@ -60,8 +59,8 @@ def _compute_source_digest() -> str:
 
 
 def find_files(name: str) -> Iterator[tuple[Path, str | None]]:
-    """Return files of that name in order of preference, each with the reason not to load it, or
-    None.
+    """Yield existing files of that name in order of preference, each with the reason not to load it
+    or None.
     """
     for place in tap_requirements.tap_folders():
         path = place / name
@@ -77,9 +76,7 @@ def find_files(name: str) -> Iterator[tuple[Path, str | None]]:
 
 @functools.cache
 def load_tap() -> Any | None:
-    """Return the tap; None if it, or the native recorder that it needs, is missing or cannot be
-    loaded.
-    """
+    """Return the tap, or None if the tap or the native recorder is missing or cannot be loaded."""
     for path in _find_trusted_files() if recorder.NATIVE else ():
         try:
             return load_file(path)
@@ -89,13 +86,13 @@ def load_tap() -> Any | None:
 
 
 def find_loaded_file() -> Path | None:
-    """Return the file of the tap that load() returns."""
+    """Return the file of the tap that load_tap() returns, or None."""
     tap = load_tap()
     return None if tap is None else Path(tap.__file__)
 
 
 def list_problems() -> list[str]:
-    """Return a sentence for each existing file that fits but is not used."""
+    """Return a sentence for each existing tap that has the right name but is not used."""
     found = []
     for path, refused in find_files(build_file_name()):
         try:
@@ -117,7 +114,7 @@ def _find_trusted_files() -> Iterator[Path]:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Load a tap. Raise ImportError for a damaged file or one for another torch."""
+    """Load a tap. Raises ImportError if the file is damaged or was built for another torch."""
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
     spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
     assert spec is not None

@@ -1,8 +1,7 @@
-"""Find NCCL's profiler plugin (native/nccl_profiler.c), offer it to NCCL by environment variable,
-and switch it.
+"""Find our profiler plugin for NCCL (native/nccl_profiler.c), offer it to NCCL, and switch it.
 
-NCCL loads the plugin at the first communicator of the process, so it must be offered before
-`init_process_group`. Another plugin that the job has chosen is kept.
+NCCL loads the plugin at the first communicator, so the environment variable must be set before
+`init_process_group`. A different plugin that the job has chosen is kept.
 """
 
 from __future__ import annotations
@@ -23,18 +22,16 @@ from torchlens_perf.run import ownership
 VARIABLE = "NCCL_PROFILER_PLUGIN"
 OLDEST_NCCL = (2, 27)
 SAMPLED_EVERY = 50
-"""One step of this many is timed with versions of NCCL for which timing is
-costly; see compute_timing_interval().
+"""Interval of timed steps with versions of NCCL for which timing is costly.
 """
 POOL_BYTES = 34 << 20
-"""Shared memory, 33 MiB and more, that NCCL allocates per process and communicator once
-it times kernels.
+"""Shared memory that NCCL allocates per process and communicator once it times kernels.
 """
 _SHARED_MEMORY = Path("/dev/shm")
 _MODULE = "_nccl_profiler"
 # NCCL truncates longer paths.
 _LONGEST_PATH = 254
-# The library that NCCL looks for by default.
+# The plugin's library that NCCL searches for by default.
 _BY_NAME = "libnccl-profiler.so"
 _SYSTEM_FOLDERS = (
     "/usr/local/lib",
@@ -46,7 +43,8 @@ _CAPSULE = b"torchlens_perf._native.collective_marks"
 
 
 class GiveUpCause(IntEnum):
-    """Reasons why timing has ended in this process, in the order of native/nccl_mask.h."""
+    """Reasons why timing of kernels has ended in this process, in the order of
+    native/nccl_mask.h."""
 
     NOT_GIVEN_UP = 0
     CAPTURED_OPERATION = 1
@@ -66,17 +64,17 @@ class PluginCounters(NamedTuple):
     elsewhere: int
     """Operations that were not issued by a recorded call of torch.distributed."""
     unnamed: int
-    """Operations of NCCL 2.27, which reports no calls, that no recorded call launched either."""
+    """Operations of NCCL 2.27 that cannot be matched to a recorded call."""
     crowded: int
-    """Collectives of torch in one NCCL group with more than 64 others."""
+    """Collectives of torch beyond 64 in one NCCL group."""
     lost: int
     stale: int
     given_up: int
-    """The Cause why timing has ended for good; 0 while it has not."""
+    """The GiveUpCause of the end of timing, or 0."""
 
 
 class NcclPlugin:
-    """The plugin in this process, which is the library that NCCL has loaded."""
+    """The plugin's library in this process, which NCCL loads too."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -105,18 +103,19 @@ class NcclPlugin:
         self._attach(None)
 
     def switch_timing(self, *, on: bool) -> None:
-        """Switch the timing of NCCL's kernels, from the next one on. It stays off once given up."""
+        """Switch the timing of later kernels of NCCL on or off. It stays off after a give-up."""
         self._switch(int(on))
 
     def note_capture(self) -> None:
         self._capture_begins()
 
     def note_unseen_graph(self) -> None:
-        """Note that a CUDA graph with unknown content will be replayed."""
+        """Note that the job replays a CUDA graph whose operations were not captured in a watch."""
         self._unseen_graph()
 
     def reset_after_fork(self) -> None:
-        """Reset a forked child: operations in progress are the parent's, and nothing is timed."""
+        """Reset the plugin in a forked child. Operations in progress belong to the parent
+        process."""
         self._forked()
 
     def counters(self) -> PluginCounters:
@@ -125,7 +124,7 @@ class NcclPlugin:
 
 
 def find_path() -> Path | None:
-    """Return the plugin's file; None if problem() has a reason against it."""
+    """Return the plugin's file, or None if find_problem() returns a problem."""
     return None if find_problem() else _plugin_file()
 
 
@@ -151,13 +150,13 @@ def _plugin_file() -> Path:
 
 @functools.cache
 def load_plugin() -> NcclPlugin | None:
-    """Return the plugin; None if it or the native recorder is missing."""
+    """Return the plugin, or None if it or the native recorder is missing."""
     found = find_path() if recorder.NATIVE else None
     return None if found is None else NcclPlugin(found)
 
 
 def read_nccl_version() -> tuple[int, ...] | None:
-    """Return NCCL's version in torch, such as (2, 29, 7); None without NVIDIA's NCCL.
+    """Return the version of NCCL in torch, such as (2, 29, 7), or None without NVIDIA's NCCL.
 
     CUDA is not initialized.
     """
@@ -174,9 +173,9 @@ def read_nccl_version() -> tuple[int, ...] | None:
 
 
 def compute_timing_interval(nccl: tuple[int, ...], *, asked_for: bool) -> int:
-    """Return N if one step of N is timed; 0 if none is.
+    """Return the interval of timed steps, or 0 if no step is timed.
 
-    asked_for: also time with versions of NCCL that are not known to be unaffected
+    asked_for: True to also time versions of NCCL for which timing may be slow
     (docs/internals/decisions).
 
     Others report that timing costs 0.3 to 0.4 % with 2.28 to 2.30, and 10 % of a small all-reduce
@@ -190,10 +189,9 @@ def compute_timing_interval(nccl: tuple[int, ...], *, asked_for: bool) -> int:
 def find_shared_memory_problem(local_ranks: int, shared_memory: Path = _SHARED_MEMORY) -> str:
     """Return why NCCL cannot time kernels of one communicator over all ranks of this node, or "".
 
-    The first timed kernel makes NCCL allocate a pool in shared memory for each process and
-    communicator. Where that
-    fails, NCCL uses a null pointer: https://github.com/NVIDIA/nccl/pull/2326. The plugin asks again
-    at each later one.
+    At the first timed kernel, NCCL allocates a pool in shared memory for each process and
+    communicator. If that fails, NCCL uses a null pointer: https://github.com/NVIDIA/nccl/pull/2326.
+    The plugin repeats the check for each later communicator.
     """
     needed = local_ranks * POOL_BYTES
     try:
@@ -215,12 +213,12 @@ def find_shared_memory_problem(local_ranks: int, shared_memory: Path = _SHARED_M
 def find_other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
     """Return the plugin that the job has chosen, or None.
 
-    It may be set in the environment or in NCCL's configuration files, or be a library with
-    NCCL's default name."""
+    The plugin may be set in the environment or in NCCL's configuration files, or have NCCL's
+    default name."""
     chosen = environ.get(VARIABLE)
     if chosen is not None:
-        # The plugin of another installation of this package, whose launcher has started this
-        # process, is not "other".
+        # A plugin of this package is not "other", even if a launcher in another environment has set
+        # it.
         ours = chosen == str(file) or Path(chosen).name.startswith(f"{_MODULE}.")
         return None if ours else f"{VARIABLE}={chosen}"
     own = environ.get("NCCL_CONF_FILE")
@@ -244,9 +242,9 @@ def find_other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
 
 
 def offer_plugin(environ: MutableMapping[str, str], file: Path) -> str | None:
-    """Offer the plugin to NCCL for communicators that are created later. Further calls do nothing.
+    """Set the plugin in the environment, for communicators that NCCL creates later.
 
-    If another plugin is chosen, change nothing and return that one.
+    If the job has chosen another plugin, change nothing and return that plugin.
     """
     other = find_other_plugin(environ, file)
     if other is None:
@@ -255,13 +253,15 @@ def offer_plugin(environ: MutableMapping[str, str], file: Path) -> str | None:
 
 
 def withdraw_plugin(environ: MutableMapping[str, str], file: Path) -> None:
-    """Withdraw the offer, unless the variable has been changed meanwhile."""
+    """Remove the plugin from the environment, unless the variable has been changed in the
+    meantime."""
     if environ.get(VARIABLE) == str(file):
         del environ[VARIABLE]
 
 
 def offer_at_import(environ: MutableMapping[str, str], wish: str) -> None:
-    """Offer the plugin at `import torch`, before communicators exist. wish: Config.nccl."""
+    """Offer the plugin at `import torch`, before communicators exist. wish: value of
+    Config.nccl."""
     file, nccl = find_path(), None if wish == "off" else read_nccl_version()
     if (
         file is not None

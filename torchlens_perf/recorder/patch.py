@@ -1,4 +1,4 @@
-"""Replace an attribute of another package's class or module, and put it back."""
+"""Replace an attribute of another package's class or module, and restore it later."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ class _Patch:
 
 
 _patches: dict[tuple[int, str], list[_Patch]] = {}
-"""The patches of each attribute, by the owner's id, the first one first."""
+"""Patches by owner id and attribute name, oldest first."""
 
 
 @contextmanager
 def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Set `owner.name` to `replacement` inside the context, and to the earlier value afterwards.
+    """Set `owner.name` to `replacement` inside the context, and restore the earlier value
+    afterwards.
 
-    Patches of one attribute may end in any order: one that ends below another is undone together
-    with that one. If another tool has wrapped the replacement meanwhile, that wrapper stays, as
-    removing it would undo the tool's work. The replacement then only passes calls on, because its
-    recorder is closed.
+    Patches of one attribute may end in any order: the value is restored after newer patches have
+    ended. If another tool has wrapped the replacement, the wrapper stays, because its removal would
+    undo the tool's work. The replacement then only forwards calls, because its recorder is closed.
     """
     inherited = name not in vars(owner)
-    original = (
-        getattr(owner, name) if inherited else vars(owner)[name]
-    )  # which may be a staticmethod
+    # vars() keeps a staticmethod object as it is.
+    original = getattr(owner, name) if inherited else vars(owner)[name]
     patch = _Patch(owner, name, replacement, original, inherited)
     key = id(owner), name
     stack = _patches.setdefault(key, [])

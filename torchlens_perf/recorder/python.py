@@ -1,13 +1,12 @@
-"""The Python implementation of the native extension: the same names, the same bytes in the ring
-file.
+"""Implement the native extension in Python: the same names, and the same bytes in the ring file.
 
-It is used if the package was installed without a C compiler. native/recorder.h, section.c and
-module_call.c explain the design. tests/recorder/test_recorder.py runs every test with both
+This module is used if the package was installed without a C compiler. native/recorder.h, section.c
+and module_call.c explain the design. tests/recorder/test_recorder.py runs every test with both
 implementations.
 
-Two differences: the ring file's stack of open spans holds phases only, because mirroring every span
-there would double the cost of a section; and sections of one name that tasks of asyncio interleave
-are not distinguished.
+Two differences: the ring file's stack of open spans contains only phases, because writing every
+span would double the cost of a section. Interleaved sections of the same name in asyncio tasks are
+not distinguished.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _collecting: Recorder | None = None
 _wait_name_id = 0
 _generations = itertools.count(1)
 
-Frame = list[int]  # start, nested, phase, name_id, kind
+Frame = list[int]  # Start, nested time, time of phases, name id, kind.
 _START, _NESTED, _PHASE, _NAME, _KIND = range(5)
 
 
@@ -84,9 +83,9 @@ class Recorder:
         self.intern = intern
         self.now_ns = clock if clock is not None else time.monotonic_ns
         self.sampled = 0
-        # Open BACKWARD spans of the owner thread.
+        # Number of open BACKWARD spans of the owner thread.
         self.backwards = 0
-        # Open BACKWARD spans of the user's other threads.
+        # Number of open BACKWARD spans of the user's other threads.
         self._backwards_elsewhere = 0
         self.closed = False
         self.generation = next(_generations)
@@ -106,22 +105,21 @@ class Recorder:
         self._owner = _get_ident()
         self._frames: list[Frame] = []
         self._threads = threading.local()
-        self._waited_for: dict[
-            int, list[int]
-        ] = {}  # what issuers wait for next, by the id of the operation
+        # Collectives whose end is that of the issuing thread's next wait, by id of the list.
+        self._waited_for: dict[int, list[int]] = {}
         self.waited_ns = 0
         self._thread_time: ThreadTime | None = None
         self._ordinals = [0, 0]
         self._nvtx_push: Callable[[Any], Any] | None = None
         self._nvtx_pop: Callable[[], Any] = lambda: None
         self._nvtx_attributes: list[Any] = []
-        self._marks_elsewhere = False  # spans are NVTX ranges too, or the device's
+        self._marks_elsewhere = False  # True if spans are also NVTX ranges or marked on a device.
         self._device_mark: Callable[[], int | None] | None = None
         self._device_span: Callable[[int, int, int], object] = lambda kind, name_id, mark: None
-        self._device_waits: tuple[Any, Any] = (None, None)  # called around waits for collectives
-        self._device_marks: dict[
-            int, int
-        ] = {}  # where the owner's open spans began on the device, by depth
+        # Functions called before and after waits for collectives.
+        self._device_waits: tuple[Any, Any] = (None, None)
+        # Device marks at the begin of the owner's open spans, by depth.
+        self._device_marks: dict[int, int] = {}
         self._open_span(self._frames, _STEP, 0)
 
     def begin(self, kind: int, name_id: int) -> None:
@@ -227,7 +225,8 @@ class Recorder:
         return self._thread_time is not None
 
     def computes_backward(self) -> None:
-        """Note that the calling thread computes a backward pass for which the owner waits."""
+        """Also measure the calling thread, which computes a backward pass for which the owner
+        waits."""
         if not self.closed and self._thread_time is not None:
             self._thread_time.computes_backward(threading.get_native_id())
 
@@ -467,7 +466,7 @@ class Recorder:
         return depth
 
     def _publish_open_span(self, depth: int, frame: Frame) -> None:
-        """Write an open span to the ring file's stack, where the reader sees it."""
+        """Write an open span to the stack in the ring file, which readers see."""
         shown = self._words[DEPTH]
         if shown < MAX_FRAMES:
             position = 0 if depth == 0 else shown
@@ -543,7 +542,7 @@ class Recorder:
         ):
             return _OTHER_THREAD
         if self._backwards_elsewhere > 0:
-            return _OTHER_THREAD  # autograd's thread may be computing for another thread's pass
+            return _OTHER_THREAD  # Autograd may be computing another thread's backward pass.
         phase = next(
             (each for each in reversed(self._frames[1:]) if each[_KIND] < _MODULE), self._frames[0]
         )
@@ -577,12 +576,15 @@ class Recorder:
 
 
 class ThreadTime:
-    """CPU time and run-queue wait of the training thread per phase (see native/thread_time.c)."""
+    """Measures CPU time and run-queue wait of the training thread per phase (see
+    native/thread_time.c)."""
 
     def __init__(self, thread: int) -> None:
-        """thread: native id. Raise OSError if the kernel does not report the times."""
+        """thread: the thread's native id. Raises OSError if the kernel does not report the
+        times."""
         self._thread, self._descriptor = thread, _open_schedstat(thread)
-        self._autograd: tuple[int, int] | None = None  # its thread, and the file of its times
+        # Autograd's thread, and the descriptor of the file with its times.
+        self._autograd: tuple[int, int] | None = None
         self._autograd_ready_ns = 0
         self.measured = self.paused = False
         self._reads = 0
@@ -597,7 +599,7 @@ class ThreadTime:
     def available(self) -> bool:
         """Return True if the kernel reports the times.
 
-        Without scheduling statistics all of them are zero.
+        Without scheduling statistics all times are zero.
         """
         return self._last[0] > 0
 
@@ -616,13 +618,11 @@ class ThreadTime:
             os.close(autograd[1])
 
     def _read_autograd_wait_ns(self) -> int:
-        """Return the run-queue wait of autograd's thread since the last call, in ns;
-        0 without one.
-        """
+        """Return the run-queue wait of autograd's thread since the last call in ns, or 0."""
         if self._autograd is None:
             return 0
         now, last_ns = _read_schedstat(self._autograd[1]), self._autograd_ready_ns
-        if now is None:  # it has ended
+        if now is None:  # The thread has ended.
             self._stop_measuring_autograd()
             return 0
         self._autograd_ready_ns = now[1]
@@ -660,7 +660,7 @@ def _open_schedstat(thread: int) -> int:
 
 
 def _read_schedstat(descriptor: int) -> tuple[int, int] | None:
-    """Return CPU time and run-queue wait in ns; None if the thread has ended."""
+    """Return (CPU time, run-queue wait) in ns, or None if the thread has ended."""
     try:
         cpu_ns, ready_ns, *_ = os.pread(descriptor, 96, 0).split()
     except (OSError, ValueError):
@@ -735,7 +735,8 @@ class Section:
 
 
 def _intern_section_name(section: Section, recorder: Recorder) -> None:
-    """Intern the name, or "(other)" if that fails. Another thread may end the watch meanwhile."""
+    """Set the section's name id, or 0 on failure. Another thread may end the watch in the
+    meantime."""
     name_id = 0
     with guard("naming a section"):
         name_id = recorder.intern(section.name)
@@ -769,7 +770,7 @@ class ModuleCall:
     def _run_observer(self, observer: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         recorder = self._recorder
         start_ns = recorder.now_ns()
-        observer(*args, **kwargs)  # under a guard of its own, see hooks/module.py
+        observer(*args, **kwargs)  # hooks/module.py guards against exceptions.
         recorder.add_overhead(recorder.now_ns() - start_ns)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -779,7 +780,7 @@ class ModuleCall:
         observed = recorder.sampled
         if observed and self._before is not None:
             self._run_observer(self._before, *args[1:], **kwargs)
-            if recorder.closed:  # another thread ended the watch while the observer ran
+            if recorder.closed:  # Another thread ended the watch while the observer ran.
                 return self._function(*args, **kwargs)
         frames = recorder._open_spans()
         kind = _kind_of_module_call(recorder, frames)
@@ -841,9 +842,8 @@ _sections: dict[str, Section] = {}
 _overflow = Section("(other sections)")
 
 
-_decorator: Callable[
-    [Section, Callable[..., Any]], Callable[..., Any]
-]  # set by recorder.py when it is imported
+# Set by recorder.py during its import.
+_decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]
 
 
 def section(name: str) -> Section:
@@ -869,7 +869,7 @@ def set_section_decorator(
 def set_module_call(address: int, call: ModuleCall | None) -> None:
     """Do nothing.
 
-    This is for the native recorder's table of modules; hooks/module.py has its own otherwise.
+    Only the native recorder has a table of modules. hooks/module.py has a table otherwise.
     """
 
 
@@ -879,4 +879,4 @@ def route_calls(function: Callable[..., Any]) -> bool:
 
 
 def unroute_calls(function: Callable[..., Any]) -> None:
-    """Do nothing, as nothing was routed."""
+    """Do nothing, because route_calls() routes nothing."""

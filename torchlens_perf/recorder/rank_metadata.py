@@ -1,6 +1,6 @@
-"""Facts about a rank that the sidecar needs in addition to the records.
+"""Publish facts about a rank that the sidecar needs in addition to the records.
 
-They are JSON in the ring file.
+The facts are JSON in the ring file.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 _MAX_NOTES = 24
 
 _start_reported_by = 0
-"""Id of the process whose first watch has reported the start time of the process."""
+"""Id of the process whose first watch has already reported the process's start time."""
 
 
 class RankFacts(TypedDict, total=False):
     """Facts that hooks report, by their keys in the metadata."""
 
     memory_source: str
-    """Source of the memory readings, such as a device."""
+    """Source of the memory readings, such as the device's allocator."""
     device: DeviceClockQuality
     gpus: list[Gpu]
     """GPUs that this process computes on."""
@@ -54,7 +54,7 @@ class RankFacts(TypedDict, total=False):
 
 
 class RankMetadata:
-    """Facts about the rank, and their publication. Used on any thread."""
+    """Collects and publishes facts about the rank. Methods may be called on any thread."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class RankMetadata:
         *,
         reports_start: bool,
     ) -> None:
-        """simulated_from: anchor of a simulated rank's clock. reports_start: True for a real
-        process.
+        """simulated_from: anchor of a simulated rank's clock. reports_start: False for simulated
+        processes.
         """
         self._ring = ring
         self._recorder = recorder
@@ -78,7 +78,7 @@ class RankMetadata:
         self._module_names: set[str] = set()
         self.notes: list[str] = []
         self.groups: dict[str, ProcessGroup] = {}
-        """Process groups that were used, by name."""
+        """Used process groups, by name."""
         self.device_groups: set[tuple[str, str]] = set()
         """(name, device type) of process groups with tensors on a device."""
         self._facts: dict[str, Any] = {
@@ -102,7 +102,7 @@ class RankMetadata:
         }
 
     def note(self, text: str) -> None:
-        """Add a note on data quality to the report: what is not measured, and why."""
+        """Add a note on data quality to the report, for example what is not measured and why."""
         if text not in self.notes and len(self.notes) < _MAX_NOTES:
             full = len(self.notes) == _MAX_NOTES - 1
             self.notes.append("further notes are left out: see the job's log" if full else text)
@@ -139,11 +139,11 @@ class RankMetadata:
         all_levels: bool,
         unopened: Iterable[str],
     ) -> None:
-        """Add timed modules by name, with True for each that is a whole model.
+        """Add timed modules. are_roots: True for each name of a whole model.
 
-        device: device type of their model; "" if unknown. all_levels: True if all modules below
-        them are timed too.
-        unopened: modules that contain untimed ones.
+        device: device type of the modules' model, or "" if unknown. all_levels: True if all inner
+        modules are also timed.
+        unopened: modules that contain untimed modules.
         """
         facts = self._facts
         self._module_names.update(are_roots)
@@ -153,7 +153,7 @@ class RankMetadata:
         facts["compute_device"] = facts["compute_device"] or device
 
     def publish(self, **news: Unpack[RankFacts]) -> None:
-        """Write all facts into the ring file. Facts that hooks report later are written at once."""
+        """Add or replace facts, and write all facts into the ring file."""
         self._facts.update(news)
         recorder = self._recorder
         if recorder.closed:
@@ -176,14 +176,15 @@ class RankMetadata:
         )
 
     def publish_end(self, report: Mapping[str, Any]) -> None:
-        """Publish for the last time. report: format that rank 0 requests for the report."""
+        """Publish all facts for the last time. report: format of the report that rank 0
+        requests."""
         self.publish(settings=self._facts["settings"] | report)
 
 
 def _compute_process_start_ns(identity: Identity) -> int:
-    """Return when this process began, in ns of CLOCK_MONOTONIC.
+    """Return the start time of this process, in ns of CLOCK_MONOTONIC.
 
-    Return 0 for a later watch of the process, whose start would include the earlier training.
+    Return 0 for a later watch of the process, because earlier training is not part of its start.
     """
     global _start_reported_by
     if not identity.process_started or _start_reported_by == os.getpid():
@@ -193,10 +194,9 @@ def _compute_process_start_ns(identity: Identity) -> int:
 
 
 def _count_torch_threads(*, has_computed: bool) -> int:
-    """Return how many threads an operation of torch uses; 0 if unknown.
+    """Return the number of threads that a torch operation uses, or 0 if unknown.
 
-    Before the first operation torch is not asked, as that would fix a number that the program may
-    still choose.
+    Before the first operation torch is not queried, because the query would fix the number.
     """
     torch = sys.modules.get("torch")
     if has_computed and torch is not None:

@@ -1,8 +1,8 @@
-"""Select the recorder: the native one, or the one in Python if the package was installed without a
-C compiler.
+"""Select the native recorder, or the Python recorder if the package has no compiled extension.
 
-Both rely on the GIL as the only lock of marks, so nothing is recorded in a Python that runs without
-it. Importing a native extension that needs the GIL would switch it on for the whole process.
+Both recorders need the GIL, which is the only lock of marks, so nothing is recorded in a Python
+that runs without the GIL. Importing a native extension that needs the GIL would switch the GIL on
+for the whole process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.output import logger
 
-# Reason why an installed native recorder is not used.
+# Reason why an installed native recorder cannot be used, or "".
 LOADING_PROBLEM = ""
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ else:
     except ImportError as error:
         from torchlens_perf.recorder import python as _implementation
 
-        if not isinstance(error, ModuleNotFoundError):  # it was not built
+        # A ModuleNotFoundError means that the extension was not built.
+        if not isinstance(error, ModuleNotFoundError):
             LOADING_PROBLEM = (
                 f"the native recorder cannot be loaded, marks cost about ten times more: {error}"
             )
@@ -64,7 +65,7 @@ def find_recording_obstacle() -> str | None:
 
 
 def collective_marks() -> Any:
-    """Return the functions that the native tap records with. Only valid if NATIVE."""
+    """Return a capsule of C functions with which the native tap records. Only valid if NATIVE."""
     return _implementation.collective_marks()
 
 
@@ -77,8 +78,8 @@ def _time_calls(timer: Section, function: Callable[..., Any]) -> Callable[..., A
         or inspect.iscoroutinefunction(function)
         or inspect.isasyncgenfunction(function)
     ):
-        # The bodies of coroutines and generators run between other work, which one span would
-        # include.
+        # The body of a coroutine or generator runs interleaved with other code, which one span
+        # would include.
         raise TypeError(
             f"{function.__qualname__} is a generator or coroutine: use `with section(...)`"
             " inside it"
@@ -87,7 +88,7 @@ def _time_calls(timer: Section, function: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        with section(name):  # by its name: torch.compile knows section(), see hooks/section.py
+        with section(name):  # torch.compile knows section(), see hooks/section.py.
             return function(*args, **kwargs)
 
     return timed

@@ -1,15 +1,14 @@
-"""Choose the steps in which backward times of modules are sampled, which needs Python hooks on
-every tensor. Pure.
+"""Choose the steps in which backward times of modules are sampled, by Python hooks on tensors.
+Pure.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Largest share of the training time for sampling.
+# Maximum share of the training time that sampling may take.
 _MAX_SHARE = 0.001
-# The first sampled steps are slower than later ones, so their cost must not determine the period
-# for long.
+# Maximum growth of the period at once. The first sampled steps are slower than later steps.
 _FASTEST_GROWTH = 8
 
 
@@ -20,27 +19,26 @@ class StepBoundary(NamedTuple):
     """The step that begins."""
     time_ns: int
     tool_ns: int
-    """Time spent in hooks so far, without overhead that only some steps have."""
+    """Total time in hooks, without overhead that only some steps have."""
 
 
 class SamplingSchedule:
-    """Samples one step of `every`, or of a multiple of it if sampling would take more than 0.1 % of
-    the time.
+    """Samples one step of `every`, or of a multiple of `every` if sampling takes over 0.1 % of the
+    time.
 
-    The multiples are powers of two, and steps of a longer period belong to all shorter ones. Ranks
-    that measure slightly different costs then sample the same steps. Otherwise, all ranks would
-    wait for each one that samples.
+    The multiples are powers of two, so steps of a longer period also belong to all shorter periods.
+    Ranks with slightly different costs then sample the same steps. Otherwise, all ranks would wait
+    for each rank that samples.
     """
 
     def __init__(self, every: int) -> None:
         """every: 0 samples no steps."""
         self._every = every
-        self._ended = self._begun = StepBoundary(
-            0, 0, 0
-        )  # of the last sampled step, and of the one in progress
-        self._later_ns = 0.0  # Cost that earlier sampled steps have caused after their end.
+        # End of the last sampled step, and begin of the current one.
+        self._ended = self._begun = StepBoundary(0, 0, 0)
+        self._later_ns = 0.0  # Cost of sampled steps that arose after their end.
         self.period = every
-        """Number of steps from one sampled step to the next."""
+        """Number of steps between two sampled steps."""
 
     def is_sampled(self, step: int) -> bool:
         return self.period > 0 and step % self.period == self._every // 2
@@ -61,8 +59,8 @@ class SamplingSchedule:
         others = begun.step - before.step
         if others > 0:
             more_ns = now.tool_ns - begun.tool_ns - (begun.tool_ns - before.tool_ns) / others
-            # The time of the gradient hooks is inside the backward pass. It is about as long as
-            # attaching them.
+            # The time of the gradient hooks is part of the backward pass. Running a hook takes
+            # about as long as attaching it.
             later_ns, self._later_ns = self._later_ns, 0.0
             self.set_period(
                 2 * max(0.0, more_ns) + later_ns, (begun.time_ns - before.time_ns) / others
@@ -70,7 +68,7 @@ class SamplingSchedule:
         self._ended = now
 
     def set_period(self, cost_ns: float, step_ns: float) -> None:
-        """Set the period. cost_ns: cost of sampling in a step; step_ns: duration of a step without
+        """Set the period. cost_ns: cost of a sampled step. step_ns: duration of a step without
         sampling.
         """
         period = self._every

@@ -1,6 +1,4 @@
-"""State of one watch: the recorder, data shared by hooks, and the attached hooks. watch.py creates
-and ends it.
-"""
+"""Keep the state of one watch: the recorder, data shared by hooks, and the attached hooks."""
 
 from __future__ import annotations
 
@@ -32,16 +30,17 @@ if TYPE_CHECKING:
 
 
 class Hook(Protocol):
-    """A source of marks. Entering raises HookUnavailable if this torch lacks a needed API."""
+    """A source of marks. attach() raises HookUnavailable if torch lacks a required API."""
 
     name: str
 
     def attach(self, session: Session) -> AbstractContextManager[None]:
-        """Attach the hook inside the context, and remove all of it afterwards."""
+        """Return a context in which the hook is attached. The exit removes all effects of the
+        hook."""
 
 
 class Session:
-    """Owner of the parts of one watch, which hooks use. Nothing of it is public."""
+    """The parts of one watch that hooks use. watch.py creates and closes the session."""
 
     def __init__(
         self,
@@ -51,8 +50,8 @@ class Session:
         now_ns: Callable[[], int] | None = None,
         simulated_from: Anchor | None = None,
     ) -> None:
-        """now_ns: clock of the recorder, by default the host's. simulated_from: anchor of a
-        simulated rank's clock.
+        """now_ns: the recorder's clock, by default the host's. simulated_from: anchor of a
+        simulated clock.
         """
         self.config = config
         self.identity = identity
@@ -82,9 +81,7 @@ class Session:
         return self.ring.path
 
     def intern(self, name: str) -> int:
-        """Return the id of a name; 0 once the recorder is closed and the ring file belongs to
-        another process.
-        """
+        """Return the id of a name, or 0 after the recorder has been closed."""
         return 0 if self.recorder.closed else self.ring.intern(name)
 
     def note(self, text: str) -> None:
@@ -110,9 +107,9 @@ class Session:
     # The life of a watch, in this order.
 
     def prepare(self) -> None:
-        """Start counting errors of hooks, and keep torch.compile from tracing them.
+        """Start counting errors of hooks, and keep torch.compile from tracing hooks.
 
-        Call this before attaching.
+        Call this method before attach().
         """
         swallowed.on_error = self.ring.count_internal_error
         if LOADING_PROBLEM:
@@ -121,7 +118,7 @@ class Session:
             torch_private.skip_package_frames()
 
     def attach(self, hooks: Sequence[Hook]) -> None:
-        """Attach hooks in order. An unavailable one is noted and left out. Raise ConfigError."""
+        """Attach hooks in order. An unavailable hook is noted and left out. Raises ConfigError."""
         with self.hooks.lock:
             if not self.hooks.detached:
                 for hook in hooks:
@@ -129,24 +126,24 @@ class Session:
                 self.publish()
 
     def close(self, report: Mapping[str, Any]) -> None:
-        """Detach everything, and end the ring file. report: format that rank 0 requests for the
-        report.
+        """Detach all hooks, and end the ring file. report: format of the report that rank 0
+        requests.
         """
         try:
             self.hooks.detach()
             with guard("telling the sidecar of the end"):
                 self.metadata.publish_end(report)
-        # Also after Ctrl-C.
+        # Also clean up after Ctrl-C.
         finally:
             swallowed.on_error = None
             self.recorder.close()
             self.ring.close()
 
     def abandon(self) -> None:
-        """Stop recording in a forked child, and detach everything. The ring file belongs to the
+        """Stop recording in a forked child and detach all hooks. The ring file belongs to the
         parent.
 
-        Otherwise a new watch in the child would find the taps in use and wrap functions twice.
+        Attached hooks would disturb a new watch in the child, which would wrap functions twice.
         """
         swallowed.on_error = None
         self.recorder.abandon()

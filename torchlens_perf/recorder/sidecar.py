@@ -25,7 +25,7 @@ from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
-# Below this share of CPU time in the wait, the sidecar lacks a CPU.
+# If the sidecar has used less than this share of the wait as CPU time, it lacks a CPU.
 _STARVED_SHARE = 0.5
 _MIN_JUDGED_WAIT_S = 0.1
 
@@ -36,9 +36,9 @@ def ensure_running(run: RunDirectory, identity: Identity, token: str = "") -> bo
 
     identity: identity of the calling rank. token: Config._exchange_token.
 
-    The sidecar inherits the locked descriptor, so two can never start. It is detached: it has its
-    own session, no terminal and no GPU, and is not a child of the training process. This function
-    does not wait for it and does not touch the run directory, whose disk may hang. Raise
+    The sidecar inherits the locked descriptor, so two sidecars can never start. It is detached: it
+    has its own session, no terminal and no GPU, and is not a child of the training process. This
+    function does not wait for the sidecar or access the run directory, whose disk may hang. Raise
     RunStoreError if no process can be started.
     """
     try:
@@ -76,11 +76,9 @@ def _start_if_not_running(run: RunDirectory, identity: Identity, token: str) -> 
 
 
 class LateReport:
-    """Reason for a missing report at the end of a run, from what rank 0 can observe of the sidecar
-    on its node.
+    """Finds out why the report is missing at the end of a run, from the state of rank 0's sidecar.
 
-    Create it when the wait for the report begins. It only reads a lock file and a few lines of
-    /proc.
+    Create the object when the wait for the report begins. It only reads a lock file and /proc.
     """
 
     def __init__(self, run: RunDirectory, node: str) -> None:
@@ -90,7 +88,7 @@ class LateReport:
         self._cpu_time_s = self._read_sidecar_cpu_time_s()
 
     def read_progress(self) -> object:
-        """Return a value that changes while the sidecar works, or would work if it had a CPU."""
+        """Return a value that changes while the sidecar works or waits for a CPU."""
         with contextlib.suppress(OSError):
             lock = find_sidecar_lock(self._run.run_id)
             pid, _, doing = sidecar_status.read_status(str(lock))
@@ -132,7 +130,7 @@ class LateReport:
         )
 
     def _explain_missing_report(self, lock: Path | None) -> str:
-        """Return why no process will write the report; "" if one will."""
+        """Return why no process will write the report, or ""."""
         if lock is None:
             return "the sidecar has ended without one"
         pid, started, _ = sidecar_status.read_status(str(lock))

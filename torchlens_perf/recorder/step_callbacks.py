@@ -1,4 +1,4 @@
-"""Callbacks of hooks at the ends of steps."""
+"""Run callbacks of hooks at the end of each step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _THROTTLE_NS = 50_000_000
 class StepCallbacks:
     """Callbacks that run on the training thread before the step's record is written.
 
-    A failing one is switched off.
+    A callback that fails is switched off.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -43,9 +43,9 @@ class StepCallbacks:
 
     @contextmanager
     def run_throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
-        """Run `work` as each_step() does, but at most every 50 ms.
+        """Run `work` at the ends of steps, at most every 50 ms, while the context is active.
 
-        For callbacks with a notable cost.
+        Use this method for callbacks that take long.
         """
         self._throttled[work] = name
         try:

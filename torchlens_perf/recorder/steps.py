@@ -1,31 +1,30 @@
-"""Rules for where a step ends and whether it also evaluated. Pure: events in, decisions out."""
+"""Decide where a step ends, and whether the step contains an evaluation. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-# The optimizer that ends the steps counts as gone after this many steps of another one. A GAN's
-# critic steps about five times for each step of its generator.
+# The optimizer that ends the steps is replaced after this many steps of another optimizer. A GAN's
+# critic steps about five times for each step of the generator.
 _GONE_AFTER = 32
-# The same if no optimizer was passed to watch(), and the first one that was seen ends the steps.
-# The limit is lower because steps are missed until then, but an actor may step twice for each step
-# of its critics.
+# The same limit if no optimizer was passed to watch(). It is lower, because no step ends until
+# then. An actor may step twice for each step of its critics.
 _GONE_AFTER_UNPASSED = 4
 NEVER = 1 << 62
 # After this many steps of other optimizers, those passed to watch() are considered unused.
 _UNUSED_AFTER = 3
-# Number of turns after which it is clear which of several optimizers step once in each.
+# Number of turns after which the optimizers that step once per turn are known.
 _KNOWN_AFTER = 4
-# While an optimizer exists that has not stepped yet, gradients may be accumulating: this many
-# backward passes do not count as steps.
+# Number of backward passes that do not count as steps while an optimizer exists that has not
+# stepped: gradients may be accumulating.
 _MAX_ACCUMULATION = 256
 
 
 class _TurnCounter:
-    """Find the optimizers that step exactly once per turn of the loop. A turn begins with the first
-    one's step.
+    """Finds optimizers that step exactly once per turn of the loop. A turn begins with the step of
+    the first optimizer.
 
-    An actor that steps in every second turn, or twice per turn, does not mark the end of a turn.
+    An optimizer that steps in every second turn, or twice per turn, does not end a turn.
     """
 
     def __init__(self, optimizers: int) -> None:
@@ -34,9 +33,9 @@ class _TurnCounter:
         self._finished_turns = -1
 
     def count_step(self, position: int) -> bool:
-        """Note a step of the optimizer at this position.
+        """Count a step of the optimizer at this position.
 
-        Return True if the result has just become known.
+        Return True once, when the result becomes known.
         """
         if self._finished_turns == _KNOWN_AFTER:
             return False
@@ -49,7 +48,7 @@ class _TurnCounter:
         return self._finished_turns == _KNOWN_AFTER
 
     def exclude(self, position: int) -> None:
-        """Exclude an optimizer that another loop steps. At least one is kept."""
+        """Exclude an optimizer that steps in another loop, unless it is the only one left."""
         if len(self._once) > 1:
             self._once.discard(position)
 
@@ -62,37 +61,36 @@ class _TurnCounter:
 class StepRule:
     """Decides the step boundaries of one loop.
 
-    A step ends with the optimizer's step, even if GradScaler skips it. Several optimizers that take
-    turns make one step. It ends with the last of those passed to watch() that steps once per turn,
-    or else with the first one seen, which gives the same period. If no passed optimizer ever steps
-    and another one does, that one counts. An optimizer that replaces the one that ends the steps,
-    as in a second phase of training, ends them from then on. Until an optimizer has stepped,
-    forward passes without gradients are the steps (inference). In a loop without optimizers,
-    backward passes are. After the first w.step(), only w.step() ends steps. That first call ends
-    none if the same turn of the loop has already ended one.
+    - A step ends with the optimizer's step, even if GradScaler skips the optimizer's step.
+    - Several optimizers that take turns make one step. The step ends with the last optimizer passed
+      to watch() that steps once per turn, or else with the first optimizer that has stepped.
+    - If no passed optimizer ever steps, another optimizer ends the steps.
+    - A new optimizer may replace the optimizer that ends the steps, as in a second phase of
+      training.
+    - Until an optimizer has stepped, forward passes without gradients end steps (inference).
+    - In a loop without optimizers, backward passes end steps.
+    - After the first w.step(), only w.step() ends steps. The first call ends no step if the same
+      turn of the loop has already ended a step.
     """
 
     def __init__(self, passed: int = 0) -> None:
-        """passed: number of optimizers passed to watch(); 0: any optimizer ends a step."""
+        """passed: number of optimizers passed to watch(). With 0, any optimizer may end steps."""
         self._passed = passed
         self._turns = _TurnCounter(passed)
-        # Position of the passed optimizer that ends the step.
+        # Position of the passed optimizer that ends the steps.
         self._last = passed - 1
         self.ending: int | None = None
         """Id of the optimizer that ends the steps."""
-        self._others: Counter[int] = (
-            Counter()
-        )  # steps, since the last boundary, of those that did not end it
-        self._strangers = (
-            0  # steps of optimizers that were not passed, before any of those passed has stepped
-        )
+        # Steps since the last boundary by optimizer, without the optimizer that ends the steps.
+        self._others: Counter[int] = Counter()
+        # Steps of optimizers that were not passed, before a passed optimizer has stepped.
+        self._strangers = 0
         self._stepped = False  # True once an optimizer has stepped.
         self._backwards = 0  # Number of backward passes before an optimizer has stepped.
-        self._unused: int | None = (
-            None  # the module called first, with gradients, since the last backward pass
-        )
+        # The first module called with gradients since the last backward pass.
+        self._unused: int | None = None
         self._learns = False  # True if a backward pass has run since the last boundary.
-        self._called: int | None = None  # the module whose calls are the steps of inference
+        self._called: int | None = None  # The module whose calls are the steps of inference.
         self._ended = 0  # Number of steps that ended before the first w.step().
         self._learned = False  # True if a backward pass has run since the last of these steps.
         self.trains = passed > 0
@@ -103,7 +101,7 @@ class StepRule:
         """True if there is no optimizer, and each backward pass ends a step."""
 
     def on_manual_step(self) -> bool:
-        # In the first turn of several optimizers, a boundary has fallen into the middle.
+        # In the first turn of several optimizers, a step may have ended in the middle of the turn.
         ended_already = not self.manual and (
             self._ended == 1 or (self._ended > 1 and not self._learned)
         )
@@ -112,7 +110,8 @@ class StepRule:
         return not ended_already
 
     def _count_step_end(self) -> bool:
-        """Count a step that the latest event ends. Return False if only w.step() ends steps."""
+        """Count a step that has ended. Return False, without counting, if only w.step() ends
+        steps."""
         if not self.manual:
             self._ended, self._learned = self._ended + 1, False
         return not self.manual
@@ -128,7 +127,8 @@ class StepRule:
         """Note that an optimizer has stepped, or has skipped a step because of gradients that are
         not finite.
 
-        optimizer: its id. passed: its position among those passed to watch(), or None.
+        optimizer: the optimizer's id. passed: its position in the optimizers passed to watch(), or
+        None.
         ending_lives: False if the optimizer that ends the steps has been deleted. patience: number
         of steps after which this optimizer replaces one that has stopped stepping; None for the
         default.
@@ -139,11 +139,11 @@ class StepRule:
             if passed is not None:
                 if self.ignores_passed:
                     self.ignores_passed, self.ending = False, None
-                self._strangers = -1  # A passed optimizer steps, so others never count.
+                self._strangers = -1  # Passed optimizers step, so others never end steps.
                 if self._turns.count_step(passed) and self._turns.last_optimizer != self._last:
                     self._last, self.ending = self._turns.last_optimizer, None
             elif optimizer == self.ending:
-                pass  # This optimizer has replaced one that was passed.
+                pass  # This optimizer has replaced a passed optimizer.
             elif self._strangers < 0:
                 return False
             else:
@@ -163,16 +163,16 @@ class StepRule:
         return self._count_step_end()
 
     def exclude_optimizer(self, passed: int) -> None:
-        """Note that a passed optimizer, by position, steps in another thread's loop and ends no
-        step here.
+        """Note that a passed optimizer, given by position, steps on another thread and ends no step
+        here.
         """
         self._turns.exclude(passed)
         if self._last == passed:
             self._last, self.ending = self._turns.last_optimizer, None
 
     def _takes_over(self, optimizer: int, passed: int | None, patience: int | None) -> bool:
-        """Return True if this optimizer ends the steps from now on: it is the first, or the
-        previous one has gone.
+        """Return True if this optimizer ends the steps from now on, as the first or as a
+        replacement.
         """
         if patience is not None and self.ending is not None:
             return self._others[optimizer] >= patience
@@ -190,14 +190,15 @@ class StepRule:
     def should_search_optimizer(self) -> bool:
         """Return True if it is time to check, after a backward pass, whether an optimizer exists.
 
-        The first check comes after the second pass, as w.step() may come before it. Later checks
-        are ever rarer, because each takes long.
+        The first check follows the second pass, because w.step() may precede that pass. Later
+        checks become rarer, because each check is slow.
         """
         count, settled = self._backwards, self._stepped or self.manual or self.counts_backwards
         return not settled and count >= 2 and count & (count - 1) == 0
 
     def note_missing_optimizer(self, *, alive: bool) -> None:
-        """Note that no optimizer has stepped. alive: True if one exists that may still step."""
+        """Note that no optimizer has stepped. alive: True if an optimizer exists that may still
+        step."""
         self.counts_backwards = not alive or self._backwards >= _MAX_ACCUMULATION
 
     def does_backward_end_step(self) -> bool:
@@ -207,7 +208,7 @@ class StepRule:
         """Note that a watched module that no other module called has returned. In inference this
         may end a step.
 
-        module: its id. is_root: True for a whole model; False if parts of a model are called
+        module: the module's id. is_root: True for a whole model, False for a part that is called
         directly.
         """
         if self.trains or self.counts_backwards:
@@ -216,7 +217,7 @@ class StepRule:
             if self._unused is None:
                 self._unused = module
             return False
-        # Either without gradients, or with unused gradients: inference without no_grad().
+        # The pass has no gradients, or its gradients are unused (inference without no_grad()).
         self._learns, self._unused = False, module if with_gradient else None
         if is_root:
             self._called = 0
@@ -227,11 +228,11 @@ class StepRule:
 
 
 class EvaluationRule:
-    """Decides which steps also evaluate.
+    """Decides which steps contain an evaluation.
 
-    A step with forward passes without gradients has evaluated, unless at least every second step
-    has such passes. They are then part of training, such as a target network, a teacher, or an
-    agent that acts.
+    A step with forward passes without gradients contains an evaluation, unless at least every
+    second step has such passes. Frequent passes are part of training, such as a target network or a
+    teacher.
     """
 
     def __init__(self) -> None:
@@ -239,12 +240,13 @@ class EvaluationRule:
         self._without_gradient = 0
 
     def restart(self) -> None:
-        """Start over: steps now end elsewhere, and the current one contains parts of two."""
+        """Start again after the end of steps has moved: the current step contains parts of two
+        steps."""
         self._steps = self._without_gradient = 1
 
     def decide_step_end(self, *, without_gradient: bool) -> bool:
-        """Return True if the ending step has evaluated. without_gradient: it had forward passes
-        without gradients.
+        """Return True if the ending step contains an evaluation. without_gradient: True if the step
+        had forward passes without gradients.
         """
         usual = self._steps > 0 and 2 * self._without_gradient >= self._steps
         self._steps += 1

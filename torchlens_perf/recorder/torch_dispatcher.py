@@ -1,6 +1,6 @@
-"""torch's dispatcher at BackendSelect, where collectives are tapped.
+"""Use torch's dispatcher at the key BackendSelect, where collectives are tapped.
 
-Uses private names (torch_private.py).
+The functions use private names of torch (torch_private.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _SHOWN = f"{KEY}: registered at "  # The dispatcher's text before the owner of t
 
 
 def get_remaining_keys() -> torch._C.DispatchKeySet:
-    """Return the dispatch keys below BackendSelect, to which a tap passes its call on."""
+    """Return the dispatch keys below BackendSelect, to which a tap forwards calls."""
     import torch
 
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
 def find_kernel_owner(operator: str) -> str:
-    """Return who registered the kernel in use for this operator; "" without one.
+    """Return the owner of the operator's kernel at BackendSelect, or "" without a kernel.
 
-    The owner is a path and line of code. Kernels of this package have names.
+    The owner is a path and line of code, or a name for kernels of this package.
     """
     import torch
 
@@ -33,11 +33,10 @@ def find_kernel_owner(operator: str) -> str:
 
 
 def create_library(namespace: str, owner: str) -> Any:
-    """Return an object with `impl(name, key, function, with_keyset)`. Its kernels stay as long as
-    the object.
+    """Create a library, whose `impl(name, key, function, with_keyset)` registers a kernel.
 
-    torch.library.Library would remove them when the interpreter ends, while other threads may use
-    them.
+    torch.library.Library would remove the kernels when the interpreter exits, while other threads
+    may still use them.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Members and backends of torch.distributed's process groups, by private names."""
+"""Read members and backends of torch.distributed's process groups, by private names."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def get_group_backend(name: str, device: str) -> str:
     """Return the name of a group's backend for a device type, such as "gloo"; "" if it has no such
     backend.
 
-    A group may have several, "cpu:gloo,cuda:nccl". Its own name is that of the default one, or
-    "undefined".
+    A group may have several backends, such as "cpu:gloo,cuda:nccl".
     """
     import torch
     from torch._C._distributed_c10d import _resolve_process_group
@@ -34,8 +33,8 @@ def get_group_backend(name: str, device: str) -> str:
 
 
 def get_group_sequence_number(group: Any) -> int:
-    """Return the number of operations that the backend has issued on a group; -1 if it does not
-    count them.
+    """Return the number of operations that a group's backend has issued, or -1 if it does not
+    count.
     """
     try:
         return int(group._get_sequence_number_for_group())

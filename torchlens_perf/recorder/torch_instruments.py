@@ -1,6 +1,4 @@
-"""torch's profiler, flight recorder and memory history, by private names that torch_private.py
-checks.
-"""
+"""Use torch's profiler, flight recorder and memory history, by names that torch_private.py checks."""
 
 from __future__ import annotations
 
@@ -19,9 +17,10 @@ def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]
     ends.
 
     Its arguments are the device and three byte counts: requested, limit of the process, and free.
-    It runs on the thread that allocates, which may be autograd's, and without the allocator's lock:
-    malloc() in c10/cuda/CUDACachingAllocator.cpp releases it first for observers that need the GIL.
-    An exception of the observer would replace torch's own error.
+    The observer runs on the allocating thread, which may be autograd's. torch releases the
+    allocator's lock first, because observers may need the GIL (malloc() in
+    c10/cuda/CUDACachingAllocator.cpp). An exception of the observer would replace torch's own
+    error.
     """
     import torch
 
@@ -29,9 +28,9 @@ def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]
 
 
 class MemoryHistory:
-    """torch's history of device memory, if this package has started it.
+    """Control of torch's memory history, of which each process has one.
 
-    There is one per process.
+    Histories that the job has started are left alone.
     """
 
     def __init__(self) -> None:
@@ -41,9 +40,7 @@ class MemoryHistory:
         """
 
     def start_recording(self, entries: int) -> None:
-        """Record the Python stack of each live block, and this many of the latest allocations and
-        frees.
-        """
+        """Record the Python stacks of live blocks, and the last `entries` allocations and frees."""
         _record_memory_history("all", "alloc", entries)
         self.is_ours = True
 
@@ -53,7 +50,7 @@ class MemoryHistory:
             _record_memory_history(None, None, 0)
 
     def release_to_job(self) -> None:
-        """Give torch's history up to the job, or to the parent of this process."""
+        """Leave the memory history to the job, or to the parent of a forked child."""
         self.is_ours = False
 
 
@@ -97,10 +94,10 @@ def is_profiler_on() -> bool:
 
 
 def remove_profiler_callbacks() -> None:
-    """Remove the operator callbacks of a profiler that will not be ended, on all threads.
+    """Remove the operator callbacks of a profiler that nobody will end, on all threads.
 
-    They would otherwise record until the process ends. Callbacks of other profilers are removed
-    too."""
+    These callbacks would otherwise record until the process ends. Callbacks of other profilers are
+    removed too."""
     import torch
 
     torch._C._autograd._clear_callbacks()
@@ -108,9 +105,7 @@ def remove_profiler_callbacks() -> None:
 
 
 def reset_profiler_flag() -> None:
-    """Reset torch's flag of an active profiler, which a profiler that fails while starting leaves
-    set.
-    """
+    """Reset torch's flag of an active profiler. A profiler that fails to start does not reset it."""
     from torch.autograd import profiler
 
     profiler._run_on_profiler_stop()

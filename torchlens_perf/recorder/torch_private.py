@@ -1,9 +1,8 @@
-"""All private names of PyTorch that this package uses, each with a check and the effect of its
-absence.
+"""List all private names of PyTorch that this package uses, with a check and the effect of absence.
 
-Only this module and the hook that uses a name contain it. `torchlens-perf doctor` prints this table
-for the installed torch. A hook whose check fails raises HookUnavailable and is left out, and the
-report states what was not measured.
+A private name may only occur in this module and in the hook that uses the name. `torchlens-perf
+doctor` prints this table for the installed torch. If a check fails, the hook raises HookUnavailable
+and is left out, and the report notes what is not measured.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
 SNAPSHOT = "torch._C._cuda_memorySnapshot"
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
 FSDP2 = "torch.distributed.fsdp._fully_shard"
-FSDP2_BEFORE_WAIT = (  # the profiler's range after which FSDP2 waits for a reduce-scatter
-    "FSDP::post_backward_reshard"
-)
+# The profiler range after which FSDP2 waits for a reduce-scatter.
+FSDP2_BEFORE_WAIT = "FSDP::post_backward_reshard"
 DDP_BUFFERS = "torch.nn.parallel.DistributedDataParallel._sync_buffers"
 LOCAL_TENSOR = "torch.distributed.tensor.DTensor._local_tensor"
 STREAM_HANDLE = "torch._C._cuda_getCurrentRawStream"
@@ -38,7 +36,7 @@ RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
 
 
 class PrivateName(NamedTuple):
-    """A private name, the check that it works, and what is not measured without it."""
+    """A private name of torch, a check that it works, and the effect of its absence."""
 
     name: str
     works: Callable[[], bool]
@@ -53,10 +51,9 @@ def torch_version(text: str) -> tuple[int, int]:
 
 @functools.cache
 def works(name: str) -> bool:
-    """Return True if this private name works as needed. It is checked once per process.
+    """Return True if this private name passes its check. Each name is checked once per process.
 
-    Errors of missing or changed names count as failed checks. Other exceptions pass to the caller's
-    guard.
+    Errors of missing or changed names count as a failed check. Other exceptions are raised.
     """
     try:
         return _by_name[name].works()
@@ -74,15 +71,15 @@ def works(name: str) -> bool:
 
 
 def require(name: str) -> None:
-    """Raise HookUnavailable if `name` does not work."""
+    """Raise HookUnavailable if the private name fails its check."""
     if not works(name):
         raise HookUnavailable(f"torch lacks {name}: {_by_name[name].without}")
 
 
 def _create_callable_check(name: str, without: str) -> PrivateName:
-    """Return a name that is checked by reading it.
+    """Return an entry whose check only looks up the name.
 
-    Calling it could have side effects, such as starting threads.
+    A call of the function could have side effects, such as starting threads.
     """
     return PrivateName(name, lambda: callable(pkgutil.resolve_name(name)), without)
 
@@ -112,7 +109,7 @@ def _check_recomputation() -> bool:
         inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
         return set(code.co_names).union(*map(collect_names, inner))
 
-    # Checkpointing enters it when saved tensors are unpacked, around the recomputed forward pass.
+    # Checkpointing enters `_recomputation_hook` around each recomputed forward pass.
     uses_it = "_recomputation_hook" in collect_names(checkpoint._checkpoint_hook.__init__.__code__)
     contexts = (checkpoint._recomputation_hook.__enter__, checkpoint._recomputation_hook.__exit__)
     return uses_it and all(map(callable, (*contexts, checkpoint.CheckpointFunction.backward)))
@@ -145,7 +142,7 @@ def _check_work_wait() -> bool:
     from torch._C._distributed_c10d import Work
 
     original = Work.wait
-    setattr(Work, "wait", original)  # noqa: B010 -- whether the pybind class lets itself be patched
+    setattr(Work, "wait", original)  # noqa: B010 -- checks that the class can be patched
     return callable(original)
 
 
@@ -161,7 +158,7 @@ def _check_skip_code() -> bool:
 
 
 def _create_cuda_check(*names: str) -> Callable[[], bool]:
-    """Return True if torch has these functions. A build without CUDA does not need them."""
+    """Return a check that torch has these functions. It passes in a build without CUDA."""
 
     def has_functions() -> bool:
         import torch
@@ -179,9 +176,7 @@ def is_prepared(profile: Any) -> bool:
 
 
 def create_all_threads_config() -> Any:
-    """Return a configuration of torch's profiler that records all threads, and that any thread may
-    end.
-    """
+    """Return a profiler configuration that records all threads, and that any thread may end."""
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=True)
@@ -316,7 +311,7 @@ _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
 
 
 def get_module_call_function() -> Callable[..., Any]:
-    """Return the function that each call of a module runs."""
+    """Return torch's function that each call of a module runs."""
     from torch.nn import Module
 
     function: Callable[..., Any] = (
@@ -326,9 +321,7 @@ def get_module_call_function() -> Callable[..., Any]:
 
 
 def is_compiled(module: Any) -> bool:
-    """Return True if torch.compile(module) made this module, or module.compile() was called
-    on it.
-    """
+    """Return True if torch.compile(module) created this module, or module.compile() was called."""
     return (
         type(module).__name__ == "OptimizedModule"
         or module.__dict__.get("_compiled_call_impl") is not None
@@ -367,12 +360,12 @@ def get_hiding_context() -> Callable[[], AbstractContextManager[object]]:
 
 
 def get_local_shard(tensor: Any) -> Any:
-    """Return the local shard of a DTensor; any other tensor itself."""
+    """Return the local shard of a DTensor, or any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def find_steps_in_progress() -> list[int] | None:
-    """Return the ids of optimizers whose step() is running in the caller, innermost first; None if
+    """Return the ids of optimizers whose step() is in progress, innermost first, or None if
     unknown.
     """
     if not works("torch.optim.Optimizer.profile_hook_step"):
@@ -386,9 +379,7 @@ def find_steps_in_progress() -> list[int] | None:
 
 
 def get_stream_handle_reader() -> Callable[[int], int] | None:
-    """Return the function that gives the handle of a CUDA device's current stream; None if torch
-    lacks it.
-    """
+    """Return the function that reads the handle of a CUDA device's current stream, or None."""
     if not works(STREAM_HANDLE):
         return None
     import torch
@@ -398,9 +389,9 @@ def get_stream_handle_reader() -> Callable[[int], int] | None:
 
 
 def read_compile_s() -> float | None:
-    """Return how long torch.compile took in this process so far, in seconds; None if unknown.
+    """Return the total time of torch.compile in this process in seconds, or None if unknown.
 
-    Dynamo is not imported for this: a process without it has compiled nothing.
+    Dynamo is not imported: a process that has not imported Dynamo has compiled nothing.
     """
     module = sys.modules.get("torch._dynamo.utils")
     if module is None:
@@ -409,19 +400,18 @@ def read_compile_s() -> float | None:
 
 
 def is_autograd_compiled() -> bool:
-    """Return True if backward passes are compiled too.
+    """Return True if compiled autograd is enabled.
 
-    Gradient hooks would then become part of their graphs.
+    Gradient hooks would then become part of compiled graphs.
     """
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "compiled_autograd_enabled", False))
 
 
 def break_graph_at(function: Any) -> Any:
-    """Let Dynamo break the graph at a call of `function`, as at the function of torch that it
-    replaces.
+    """Let Dynamo break the graph at calls of `function`. Return `function`.
 
-    Methods in C always break the graph.
+    Functions written in C always break the graph.
     """
     if isinstance(function, types.FunctionType):
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -431,14 +421,14 @@ def break_graph_at(function: Any) -> Any:
 def skip_package_frames() -> None:
     """Let Dynamo skip all frames of this package.
 
-    Where compiled code breaks the graph, at backward() or in an optimizer, Dynamo tries to compile
-    every Python function that runs there, including hooks and the functions that they call.
+    After a graph break, at backward() or in an optimizer, Dynamo tries to compile every Python
+    function that runs, including hooks and the functions that hooks call.
     """
     if not works("torch._C._dynamo.eval_frame.set_code_exec_strategy"):
         return
     package = __name__.partition(".")[0]
     for name, module in list(sys.modules.items()):
-        # Wrappers that recorder.py puts around the user's functions are compiled with them.
+        # Exclude recorder.py: its wrappers are compiled together with the user's functions.
         if module is not None and name.startswith(package + ".") and not name.endswith(".recorder"):
             for value in vars(module).values():
                 members = vars(value).values() if isinstance(value, type) else (value,)
@@ -454,10 +444,11 @@ def skip_package_frames() -> None:
 
 
 def _skip_code_object(code: types.CodeType) -> None:
-    # The effect of torch._dynamo.skip(), without importing torch._dynamo, which takes a second.
+    # Has the effect of torch._dynamo.skip(), but does not import torch._dynamo, which takes a
+    # second.
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    # The frame itself is not compiled. Frames that it calls are, because they may be the user's.
+    # Skip this frame, but not the frames that it calls, because these may be the user's.
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

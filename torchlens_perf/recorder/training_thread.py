@@ -1,7 +1,7 @@
-"""Decide which thread a watch records when the user has several.
+"""Decide which thread a watch records if the user's program has several threads.
 
 Reading `parameter.grad` while another thread's backward pass writes it crashes the process. Hooks
-therefore ask this module before they read a tensor, count a pass or end a step.
+therefore query this module before they read a tensor, count a pass or end a step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_RECORDED = (
     " steps are not counted"
 )
 _BUSY_INTERVAL_S = 0.01
-# A thread with only these packages on its stack has no work: it waits or returns a result.
+# A thread that runs only code of these packages has no work: it waits or returns a result.
 _POOLS = frozenset(
     {
         "threading",
@@ -50,9 +50,9 @@ _POOLS = frozenset(
 
 
 class Work(enum.IntEnum):
-    """Kinds of work of a thread, in ascending order.
+    """Kinds of work of a thread, in ascending order of priority.
 
-    The thread with the highest one is the training thread.
+    The thread with the highest kind of work is the training thread.
     """
 
     FORWARD = 1
@@ -61,12 +61,12 @@ class Work(enum.IntEnum):
 
 
 class TrainingThread:
-    """Decides which thread is recorded: the one that entered the watch, unless another one does
-    more of a step's work.
+    """Decides which thread is recorded: the thread that entered the watch, or a thread with more
+    work.
 
-    A thread that only serves or waits for the training thread is replaced by it. A thread that has
-    ended, or waits in its pool for work, is replaced by any other. Of two threads that train at
-    once, the first one stays.
+    A thread with a higher kind of work replaces the recorded thread. If the recorded thread has
+    ended or waits in its pool, any thread with work replaces it. If two threads train at the same
+    time, the first one is recorded.
     """
 
     def __init__(self, recorder: Recorder, note: Callable[[str], None]) -> None:
@@ -76,7 +76,7 @@ class TrainingThread:
         # The highest kind of work of the recorded thread.
         self._most = 0
         self._elsewhere = threading.local()
-        # When the recorded thread was last seen working.
+        # Time of the last check at which the recorded thread was working.
         self._busy_s = 0.0
         self.gradients = threading.RLock()
         """Lock held while gradients are read, and while another thread announces its
@@ -86,9 +86,7 @@ class TrainingThread:
         """True while no other thread has run a backward pass. Valid while `gradients` is held."""
 
     def is_current(self) -> bool:
-        """Return True if the calling thread is the recorded one, or computes a device's part of its
-        backward pass.
-        """
+        """Return True on the recorded thread, and on autograd's threads during its backward pass."""
         if threading.get_ident() == self._ident:
             return True
         return self._recorder.backwards > 0 and is_autograd_thread()
@@ -96,7 +94,7 @@ class TrainingThread:
     def note_work(self, work: Work) -> bool:
         """Note the work of the calling thread.
 
-        Return True if it is recorded, which this call may change.
+        Return True if the calling thread is recorded. This call may change the recorded thread.
         """
         if threading.get_ident() == self._ident:
             if work > self._most:
@@ -109,7 +107,7 @@ class TrainingThread:
     def may_end_step(self) -> bool:
         """Return True if w.step() on the calling thread ends a step.
 
-        It does not on threads that are not recorded.
+        On threads that are not recorded, the call is noted and ends no step.
         """
         if threading.get_ident() == self._ident or not getattr(self._elsewhere, "works", False):
             return True
@@ -117,15 +115,16 @@ class TrainingThread:
         return False
 
     def note_unrecorded_backward(self) -> None:
-        """Note that an unrecorded backward pass begins on the calling thread."""
+        """Stop reading gradients, because an unrecorded thread begins a backward pass."""
         if self.reads_gradients:
             with self.gradients:
                 self.reads_gradients = False
 
     def find_running_backwards(self, engine: CodeType | None) -> None:
-        """Find backward passes that other threads began before the hooks were attached.
+        """Find backward passes that other threads began before the hooks were attached, and note
+        them.
 
-        engine: code object of torch's function; None if it is not written in Python.
+        engine: code object of torch's function, or None if the function is not written in Python.
         """
         own = threading.get_ident()
         for ident, frame in sys._current_frames().items():
@@ -153,7 +152,7 @@ class TrainingThread:
     def _is_recorded_thread_idle(self) -> bool:
         """Return True if the recorded thread has ended or waits in its pool.
 
-        Reuse a negative result for a while.
+        A negative result is used again for 10 ms.
         """
         now_s = time.monotonic()
         if now_s - self._busy_s < _BUSY_INTERVAL_S:

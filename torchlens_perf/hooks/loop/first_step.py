@@ -89,8 +89,7 @@ class FirstStepTrigger:
     def _start_after_backward(self) -> None:
         """Start after a backward pass if the process has no optimizer.
 
-        The process is searched for optimizers only after 2, 4, 8, ... passes, because the search is
-        slow.
+        The slow search for optimizers runs only after 2, 4, 8, ... passes.
         """
         self._passes += 1
         count = self._passes

@@ -54,8 +54,7 @@ def name_models(
 
 
 def read_names_in_call(frame: types.FrameType | None, function: str) -> list[str | None]:
-    """Read the models' names from the source of the frame's current call, such as ["generator",
-    "critic"].
+    """Read the models' names from the source of a call, such as ["generator", "critic"].
 
     The result is empty without source code, or if the argument is not a list.
 

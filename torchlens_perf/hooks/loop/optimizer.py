@@ -155,8 +155,7 @@ class OptimizerHook:
             # If torch does not tell, assume that this optimizer has no other step in progress.
             if live is None:
                 live = [each for each, _ in opened if each != beginning]
-            # torch lists only its own optimizers, so the beginning step may be missing from the
-            # list.
+            # torch lists only its own optimizers, so the beginning step may be missing.
             elif live[:1] == [beginning]:
                 del live[0]
             around = Counter(live)
@@ -202,8 +201,7 @@ class OptimizerHook:
 
         @guard("GradScaler.step")
         def report_step_without_hook(optimizer: Any) -> None:
-            # An optimizer that does not derive from torch's class calls no hooks, so its step may
-            # have run.
+            # An optimizer of another class calls no hooks, so its step may have run.
             self._loop.on_optimizer_step(
                 optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer)
             )

@@ -95,8 +95,7 @@ def iterate_parts(optimizer: Any) -> Iterator[Any]:
 
 
 def _iterate_attribute_values(owner: Any) -> Iterator[Any]:
-    """Yield the values of an object's attributes and slots, and the elements of its lists and
-    dicts.
+    """Yield values of an object's attributes and slots, and elements of its lists and dicts.
 
     Properties are not evaluated.
     """

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 MAX_MODULES = 128
 _AUTO_LEVELS = 2
 # Attributes in which wrappers store the wrapped module. Names shown to the user leave them out.
-# DDP's "module" is only left out around the whole model, because a user may use the same name
-# inside.
+# DDP's "module" is only left out around the whole model, because users use the name too.
 _WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -67,8 +66,7 @@ class Selection(NamedTuple):
 
 
 def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Selection:
-    """Select the modules that config.modules requests. most: the maximum number with
-    modules="auto"."""
+    """Select the modules that config.modules requests. most: the maximum with modules="auto"."""
     root = model.module
     prefix, inner = _unwrap_model(root)
     shown_root = WatchedModule(model.name or unwrapped_class_name(root), root, is_root=True)
@@ -169,8 +167,7 @@ def _remove_wrapper_names(name: str) -> str:
 
 
 def _unwrap_model(root: Module) -> tuple[str, Module]:
-    """Return the model inside wrappers (DDP, torch.compile, Fabric) and its qualified name, name
-    first."""
+    """Return (qualified name, model) of the model inside wrappers (DDP, torch.compile)."""
     path: list[str] = []
     while True:
         only = _find_only_child(root)

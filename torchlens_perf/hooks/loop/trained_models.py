@@ -77,8 +77,7 @@ class TrainedModels:
 
 def find_objects_of_type(kind: type) -> list[Any]:
     """Return all objects of this class and its subclasses, in order of creation."""
-    # Use type() instead of isinstance(), which reads `__class__` and may run user code of a lazy
-    # proxy.
+    # Do not use isinstance(), which reads `__class__` and may run code of a lazy proxy.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 

@@ -70,8 +70,7 @@ class _GradientSample:
         return id(gradient), gradient._version, torch_private.get_local_shard(gradient)._version
 
     def compare_gradient(self, *, ended: bool) -> None:
-        """Compare the gradient with the last call: at the begin (ended=False) or end of a backward
-        pass."""
+        """Compare the gradient with the last call, at the begin or end of a backward pass."""
         now = self._read_gradient_version()
         if now != self._last_gradient:
             self._last_gradient = now
@@ -126,11 +125,9 @@ class AccumulationCounter:
             sample.passes = 0
 
     def take_max_passes(self) -> int:
-        """Return the highest number of accumulated passes of any optimizer in the ending step, and
-        reset it.
+        """Return and reset the highest number of accumulated passes of an optimizer.
 
-        The result is 0 if no gradient changed, for example with sharded gradients that are stored
-        elsewhere.
+        The result is 0 if no gradient changed, for example if FSDP stores gradients elsewhere.
         """
         most, self._max_passes = self._max_passes, 0
         return most
@@ -167,15 +164,12 @@ class TrainingLoop:
         self._evaluations = EvaluationRule()
         self._accumulation = AccumulationCounter(session.thread)
         self._trained = TrainedModels()
-        # Optimizers that have stepped, by id. A later optimizer may have the id of a deleted
-        # optimizer.
+        # Optimizers that have stepped, by id. A later one may have the id of a deleted one.
         self._optimizers: dict[int, _SteppedOptimizer] = {}
-        # Optimizers created inside the watch, by id, with the value of self._count at their
-        # creation.
+        # Optimizers created in the watch, by id, with self._count at their creation.
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._count = 0  # Number of optimizer steps.
-        # Results of _get_patience(), by the ids of the optimizer and of the optimizer that ends the
-        # steps.
+        # Results of _get_patience(), by ids of the optimizer and of the one that ends steps.
         self._patience: dict[tuple[int, int], int | None] = {}
         self._notes: set[str] = set()
         self._elsewhere: set[int] = set()  # Ids of optimizers that step on other threads.
@@ -250,8 +244,7 @@ class TrainingLoop:
 
     @guard("backward pass inside of another one")
     def on_nested_backward(self) -> None:
-        """Note that recomputation is not measured, because another implementation of checkpointing
-        runs.
+        """Note that recomputation is not measured, because torch's checkpointing is not used.
 
         torch's own checkpointing does not call this method.
         """
@@ -276,8 +269,7 @@ class TrainingLoop:
             self._session.step.end()
 
     def on_forward_end(self, with_gradient: bool, module: int, is_root: bool) -> None:
-        """Handle the end of a forward pass of an outermost watched module. module: the module's
-        id."""
+        """Handle the end of an outermost module's forward pass. module: the module's id."""
         self._forwards += with_gradient
         self._without_gradient |= not with_gradient
         if self._rule.on_forward_end(with_gradient=with_gradient, module=module, is_root=is_root):
@@ -369,8 +361,7 @@ class TrainingLoop:
     def _get_patience(
         self, optimizer: Optimizer, ending: _SteppedOptimizer, *, is_new: bool
     ) -> int | None:
-        """Return the number of steps without `ending` after which this optimizer ends the steps
-        instead.
+        """Return after how many steps without `ending` this optimizer replaces `ending`.
 
         None means the default number. The result is 0 if the optimizer steps the same parameters.
         The result is also 0 if the optimizer was created later and steps a watched model: training
@@ -441,8 +432,7 @@ class TrainingLoop:
 
     @guard("finding the trained models")
     def _watch_models_of(self, optimizer: Optimizer) -> None:
-        """Watch the models of an optimizer after its first step, or note why they are not
-        watched."""
+        """Watch the models of an optimizer, or note why they are not watched."""
         self._accumulation.add_optimizer(optimizer)
         watched = self._watched_parameters() if self._models_given else set()
         if self._models_given and all(

@@ -1,5 +1,4 @@
-"""Clock of a device that records pooled timed events and reads them once the device has reached
-them.
+"""Record timed events on a device, and read their times once the device has reached them.
 
 ::
 
@@ -38,8 +37,7 @@ BEHIND_STEPS = 64
 ANCHOR_EVERY_NS = 1_000_000_000
 # An event on an idle stream takes a few microseconds.
 ANCHOR_TIMEOUT_NS = 50_000
-# An older anchor is replaced even by a less accurate one, because float32 milliseconds become
-# coarse.
+# An older anchor is replaced even by a less accurate one: float32 milliseconds become coarse.
 OLDEST_ANCHOR_NS = 30_000_000_000
 _FIRST_ANCHORS = 5
 _FIRST_TIMEOUT_NS = 1_000_000
@@ -90,19 +88,17 @@ class EventClock:
         self.captured = 0
         """Number of marks that were not recorded because the stream was being captured."""
         self.skipped = 0
-        """Number of marks that were not recorded because the device was far behind, had no anchor
-        or failed."""
+        """Number of marks not recorded: the device was far behind, had no anchor or failed."""
         self.crowded = 0
         """Number of marks that were not recorded because MAX_EVENTS events were in use."""
         self.aside = 0
-        """Number of steps in which a phase ran and waited on another stream than the compute
-        stream.
+        """Number of steps in which a phase waited on another stream than the compute stream.
 
         Counted by Stalls.
         """
         self.open_ended = 0
-        """Number of waits without an end mark, and of backward passes whose last gradient has no
-        mark.
+        """Number of waits without end mark, and of backward passes without mark of the last
+        gradient.
 
         Counted by Stalls.
         """
@@ -144,8 +140,7 @@ class EventClock:
         return self._events.current_stream()
 
     def mark(self, only_on: Hashable | None = None) -> int | None:
-        """Record a mark on the current stream. If that fails, count the missing mark and return
-        None.
+        """Record a mark on the current stream. Return None, and count it, if that is impossible.
 
         only_on: the only stream on which a mark is recorded. Any other current stream is added to
         `passed_over`, without a mark or a count.
@@ -185,11 +180,9 @@ class EventClock:
             raise
 
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
-        """Return (start in host time, duration in device time) between two marks, or None if
-        unknown.
+        """Return (start in host time, duration in device time) of a span, or None if unknown.
 
-        Times are known after the device has reached both marks. Only the last MAX_TIMES marks are
-        kept.
+        Times are known after the device has reached both marks. MAX_TIMES marks are kept.
         """
         first, last = self._times.get(begin), self._times.get(end)
         if first is None or last is None:

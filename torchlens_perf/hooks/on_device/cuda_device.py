@@ -19,8 +19,7 @@ from torchlens_perf.recorder.devices import CONNECTIONS, find_cuda_device_in_use
 
 # Rings by device. A ring exists until the process ends, because captured graphs write to it.
 _rings: dict[int, DeviceRing] = {}
-# Streams for merges, by device. They are never destroyed, because torch's allocator keeps memory
-# per stream.
+# Streams for merges, by device. They are never destroyed: torch keeps memory per stream.
 _merge_streams: dict[int, Any] = {}
 
 
@@ -96,8 +95,7 @@ class CudaDevice:
     def all_ranks_agree(self, group: Any, *, able: bool) -> bool:
         """Return True if all ranks are able to merge.
 
-        Called only at the start of a watch, because it waits for all ranks and creates the
-        communicator.
+        Called only at the start of a watch, because this waits and creates the communicator.
         """
         import torch
         import torch.distributed as dist
@@ -142,6 +140,5 @@ class _DeviceWords:
 
 
 def decline_merging(device: CudaDevice) -> None:
-    """Take part in all_ranks_agree() on a rank that does not record, and report that it cannot
-    merge."""
+    """Report that this rank cannot merge, on a rank that does not record."""
     device.all_ranks_agree(device.create_process_group(), able=False)

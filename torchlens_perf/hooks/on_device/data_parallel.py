@@ -30,8 +30,7 @@ _BEFORE_WAIT = torch_private.FSDP2_BEFORE_WAIT
 
 
 class DataParallelHook:
-    """Hook that marks the device's waits in DDP and FSDP2. It does nothing without a device
-    clock."""
+    """Hook that marks the device's waits in DDP and FSDP2, if the device has a clock."""
 
     name = "waits of FSDP2 and DDP"
 
@@ -205,8 +204,7 @@ class _Fsdp2Patches:
         return reduce_after_wait
 
     def _wrap_finalize(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        """Mark the wait in the first finalize_backward() of a pass, which waits for the last
-        reduction.
+        """Mark the wait for the last reduction in the first finalize_backward() of a pass.
 
         The other groups' calls do not wait any more.
         """

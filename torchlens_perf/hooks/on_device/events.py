@@ -80,8 +80,7 @@ class AcceleratorEvents:
 
 
 class CudaEvents(AcceleratorEvents):
-    """Creates and records events of torch.cuda (HIP events with ROCm). Stream objects are
-    cached."""
+    """Creates and records events of torch.cuda (HIP events with ROCm)."""
 
     def __init__(self, index: int, driver: CudaDriver | None = None) -> None:
         """driver: the CUDA driver, or None with HIP."""

@@ -27,8 +27,7 @@ _MEMORY = int(Kind.MEMORY)
 
 
 class MemoryHook:
-    """Hook that reads memory and does not reset the allocator's peak, because the job may read
-    it."""
+    """Hook that reads memory. It keeps the allocator's peak, which the job may read."""
 
     name = "memory"
 

@@ -1,10 +1,8 @@
-"""Write a table of the memory in use when a device runs out of memory, before torch raises the
-error.
+"""Write a table of the memory in use before torch raises an out-of-memory error.
 
 torch calls an observer on the thread that requested memory. torch cannot remove an observer, so
 each process attaches one that does nothing outside of a watch. torch's error is raised unchanged.
-The error may end the process. The user may catch it, or cuDNN, which then tries a smaller
-workspace.
+The user may catch it, or cuDNN, which then tries a smaller workspace.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 # Maximum number of files per process. The oldest files are deleted.
 _MAX_FILES = 8
-# Minimum pause between tables, as a multiple of the last table's cost: a loop may catch many
-# errors.
+# Minimum pause between tables, as a multiple of the last one's cost: a loop may catch errors.
 _MIN_IDLE_RATIO = 100
 _MAX_FRAMES = 64
 # Number of recent allocations and frees that torch's memory history keeps.
@@ -64,17 +61,14 @@ relay = _ObserverRelay()
 
 
 class OutOfMemoryHook:
-    """Hook that writes a table at each out-of-memory error and can record torch's memory
-    history."""
+    """Hook that writes tables at out-of-memory errors and can record a memory history."""
 
     name = "out of memory"
 
     def __init__(self, *, history: bool) -> None:
-        """history: True to record stacks of live blocks and the last _HISTORY_ENTRIES
-        allocations."""
+        """history: True to record stacks of live blocks and the last allocations."""
         self._history = history
-        # Patch of torch's function that records a memory history, active while this hook records
-        # one.
+        # Patch of torch's function that records a memory history, while we record one.
         self._patches = ExitStack()
 
     @contextmanager
@@ -129,8 +123,7 @@ class OutOfMemoryHook:
         record = torch.cuda.memory._record_memory_history
 
         def record_for_job(*args: Any, **kwargs: Any) -> None:
-            """Stop our recording, then run torch's function: the job starts or stops a memory
-            history itself."""
+            """Leave the history to the job, which starts or stops a history itself."""
             memory_history.release_to_job()
             self._patches.close()
             record(*args, **kwargs)
@@ -223,11 +216,9 @@ class _OomTableWriter:
             self._write_file(path, {**self._last, "caught": True})
 
     def _write_file(self, path: Path, value: OutOfMemory) -> None:
-        """Write a file. Remove the previous file if it has no table, and the oldest files above the
-        limit.
+        """Write a file. Remove the previous file without a table and the oldest excess file.
 
-        Write nothing if the disk does not respond, because the error and the process's exit must
-        not wait.
+        Write nothing if the disk does not respond: the process must not wait for it.
         """
         problem = find_folder_problem(path.parent, shared=self._run.shared)
         if problem:

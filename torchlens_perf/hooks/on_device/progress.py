@@ -1,9 +1,9 @@
 """Publish the device's progress. In a hang, the sidecar uses it to find the device that is behind.
 
 The training thread checks the progress at each step's end without waiting for the device. If the
-training thread is blocked, the result of its last check remains published. Two checks are needed to
-show that a device makes no progress, so the times of the first and last check at the same mark are
-published.
+training thread is blocked, the result of its last check remains published. Both the first and the
+last check at the same mark are published: two checks are needed to show that a device makes no
+progress.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Measure device times of a step's phases and waits by events on the compute stream.
 
 Host times of a phase show when its work was issued, device times show when it ran. Both are
-recorded. Device times become known a few steps later, so each record contains the number of its
-step.
+recorded. Device times become known a few steps later, so records contain the step.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 _DEVICE, _STEP, _BACKWARD = int(Kind.DEVICE), int(Kind.STEP), int(Kind.BACKWARD)
 # Kinds of spans that are marked only in sampled steps.
 _PROBED = (int(Kind.MODULE), int(Kind.SECTION))
-# If device times have a larger error than this on the host's time line, the device's delay is
-# unknown.
+# Maximum error of device times on the host's time line at which delays are recorded.
 WORST_ERROR_NS = 50_000
 # Clocks that forked children keep, because a child must not destroy the parent's events.
 _never_freed: list[EventClock] = []
@@ -92,8 +90,7 @@ class DeviceTimesHook:
         events: AcceleratorEvents,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Start marking. The device must already have a context. now_ns: function that reads the
-        host's clock."""
+        """Start marking. The device must already have a context. now_ns: the host's clock."""
         clock = self._clock = EventClock(events, now_ns)
         recorder, pending = session.recorder, self._pending
 
@@ -262,8 +259,7 @@ class DeviceTimesHook:
         if session.recorder.closed:
             _never_freed.append(clock)
             return
-        # The first call stores the newest mark as a boundary. The second call reads all marks up to
-        # it.
+        # The first call makes the newest mark a boundary. The second call reads up to it.
         clock.read_reached_marks(BEHIND_STEPS)
         clock.read_reached_marks(BEHIND_STEPS)
         self._record_known_spans(session, clock, session.recorder.step)

@@ -1,13 +1,11 @@
-"""Mark stalls: waits of the compute stream for communication, each between two marks on that
-stream.
+"""Mark stalls, which are waits of the compute stream for communication.
 
 The host only issues work to a device, so all ranks have equal host times even if one rank is slow.
 The working time of a rank's device is the step's duration minus the stalls.
 
 - Stalls are marked only on the compute stream, on which the ends of steps are marked. Waits of
   other streams, such as FSDP2's own, do not delay computation.
-- If a phase computes on another stream, waits on that stream delay it. The stalls of such a step
-  are unknown.
+- A phase on another stream is delayed by that stream's waits. The step's stalls are then unknown.
 - Only the outermost of nested waits is marked.
 """
 
@@ -35,8 +33,7 @@ SpanMarked = Callable[[int, int, int, int], None]
 
 
 class StallMarker:
-    """Marker of device waits that the training thread issues, or autograd's thread in a backward
-    pass.
+    """Marker of device waits of the training thread, or autograd's in a backward pass.
 
     Methods must be called with the GIL.
     """

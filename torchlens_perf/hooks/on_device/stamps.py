@@ -1,5 +1,4 @@
-"""Time device sections by stamps, which the device reduces every second and can merge over
-ranks."""
+"""Time device sections by stamps, which the device reduces and can merge over ranks."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ class SessionStamper:
         self._merges = 0  # Number of merges that this rank has enqueued.
 
     def try_to_merge_on_device(self) -> bool:
-        """Enable merging on the device if all ranks are able to merge. Otherwise note the
-        reason."""
+        """Enable merging on the device if all ranks can merge, or note the reason."""
         group, problem = self._device.create_process_group(), ""
         try:
             self._use_ring(self._device.get_or_create_ring())
@@ -272,8 +270,7 @@ class SessionStamper:
     def _count_untimed_section(self, name: str) -> None:
         """Count a section that was entered before the ring was created.
 
-        The ring is not created inside a step, because its creation takes a second and ends a
-        capture.
+        The ring is not created inside a step: this takes a second and ends a capture.
         """
         if self._is_unavailable:
             return
