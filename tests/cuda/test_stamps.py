@@ -101,8 +101,9 @@ def test_sections_of_twenty_steps_are_recorded_without_synchronization(device: F
 
 
 def test_records_that_overflow_the_device_ring_are_counted_as_lost(device: FakeDevice) -> None:
-    """Of a hundred records in 64 places, the newest 63 are read, because one place may be written
-    to.
+    """A hundred records are written to 64 places.
+
+    The newest 63 are read, because one place may be in use.
     """
     ring = new_ring(device)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Which device the process uses, CUDA or other, with replaced functions of torch."""
+"""The device that a process uses, CUDA or other, with replaced functions of torch."""
 
 from __future__ import annotations
 

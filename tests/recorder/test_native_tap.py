@@ -105,7 +105,7 @@ def test_tap_is_not_searched_in_the_working_directory(
 def test_home_is_used_if_the_cache_path_is_relative(
     cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the XDG specification, a relative XDG_CACHE_HOME counts as unset."""
+    """A relative XDG_CACHE_HOME counts as unset by the XDG specification."""
     in_cache = put(tap, cache)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
 

@@ -299,7 +299,7 @@ def test_timed_wait_behaves_like_a_method(rig: CollectiveRig) -> None:
 def test_compiled_code_calls_the_timed_wait_with_its_object(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """As without a watch, Dynamo breaks its graph at Work.wait()."""
+    """Dynamo breaks its graph at Work.wait(), as without a watch."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FakeWork

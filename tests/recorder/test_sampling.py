@@ -1,4 +1,4 @@
-"""Which steps are sampled for backward times and device times."""
+"""Selection of the steps that are sampled for backward times and device times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which events end a step, for every kind of training loop."""
+"""Events that end a step, for every kind of training loop."""
 
 from __future__ import annotations
 

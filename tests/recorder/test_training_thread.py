@@ -1,4 +1,4 @@
-"""Which thread is recorded as the training thread, and reads of gradients on other threads."""
+"""The choice of the training thread, and reads of gradients on other threads."""
 
 from __future__ import annotations
 

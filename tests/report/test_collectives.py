@@ -271,7 +271,7 @@ def test_table_of_many_collectives_is_shortened_and_safe() -> None:
 def test_rank_last_as_often_as_by_chance_is_not_the_slowest(
     ranks: int, joined_times: int, last: int, lag_ms: dict[int, float], named: bool
 ) -> None:
-    """By chance, each of two equal ranks is last in about half of all operations."""
+    """Each of two equal ranks is last in about half of all operations by chance."""
     assert len(lag_ms) == ranks
     lags_ns = {rank: round(each * 1e6) for rank, each in lag_ms.items()}
     assert is_chance(last, joined_times, lags_ns, ranks - 1) is not named

@@ -124,7 +124,7 @@ def test_ended_verdict_is_not_first_although_it_cost_most() -> None:
 
 
 def test_verdict_on_one_of_two_equal_waits_is_valid_to_the_end() -> None:
-    """Which of the two waits is longer varies between windows by chance."""
+    """The order of the two waits varies between windows by chance."""
     rng = np.random.default_rng(3)
     loop = [{**BASE, "data": 10 + rng.normal(), "host": 10 + rng.normal()} for _ in range(200)]
     (row,) = report_on(node([loop]))["verdicts"]

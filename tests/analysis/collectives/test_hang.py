@@ -1,4 +1,7 @@
-"""Which ranks are blamed for a hang, and the texts about it. The tests define each rank's state."""
+"""The ranks that are blamed for a hang, and the texts about it.
+
+The tests define each rank's state.
+"""
 
 from __future__ import annotations
 

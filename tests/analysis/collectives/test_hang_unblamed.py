@@ -299,7 +299,7 @@ def test_unreported_operation_is_known_in_a_group_with_one_kind() -> None:
 
 
 def test_more_than_four_spans_are_counted_and_nested_spans_shortened() -> None:
-    """Of nested spans, the names of the outermost and the innermost one are shown."""
+    """Nested spans are shown by the names of the outermost and the innermost one."""
     deep = tuple(f"m{i}" for i in range(9))
     line = text(
         found(

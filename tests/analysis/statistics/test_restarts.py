@@ -1,4 +1,4 @@
-"""Which processes of a node belong to one generation: restarts, new members and children."""
+"""Processes of a node that belong to one generation: restarts, new members and children."""
 
 from __future__ import annotations
 

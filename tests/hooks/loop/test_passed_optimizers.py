@@ -362,7 +362,7 @@ def test_failed_step_of_an_optimizer_not_from_torch_is_not_counted(tmp_path: Pat
 def test_optimizer_steps_in_the_backward_pass_are_optimizer_time(
     passed: bool, tmp_path: Path
 ) -> None:
-    """As in torchtitan, each parameter has its own optimizer.
+    """Each parameter has its own optimizer, as in torchtitan.
 
     The step of the loop ends with the backward pass.
     """
