@@ -37,19 +37,13 @@ class ExportBatch:
     steps: StepTable
     traces: tuple[StepTrace, ...]
     device_ns: Mapping[str, npt.NDArray[np.int64]] = dataclasses.field(default_factory=dict)
-    """Device times by phase that were received since the last batch. They may belong to earlier
-    steps.
-    """
+    """Device times by phase since the last batch, possibly of earlier steps."""
     memory: MemoryReading | None = None
-    """The newest reading of the device's allocator; None if there was no reading since the last
-    batch.
-    """
+    """The newest reading of the device's allocator since the last batch, if any."""
     again: bool = False
     """True if an earlier batch contained these steps. This batch only adds traces of the steps."""
     chosen: Mapping[int, TracedStep] = dataclasses.field(default_factory=dict)
-    """Reason and selected ranks for each traced step. For a step without an entry, all ranks are
-    sent.
-    """
+    """Reason and ranks of each traced step. Without an entry, all ranks are sent."""
 
 
 class Part(enum.Enum):
@@ -73,19 +67,13 @@ class JobPart:
     max_series: int = 2000
     """Maximum number of metric series of the whole job."""
     standing: frozenset[int] | None = None
-    """Slow ranks that have series of their own. If None, they are the ranks that this sidecar finds
-    slow.
-    """
+    """Slow ranks with series of their own; None for those that this sidecar finds slow."""
     spread_s: Mapping[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-    """Quantiles over the job's ranks of a step's work or wait. Keys are ("work" or "wait", name of
-    the quantile).
-    """
+    """Quantiles over the job's ranks, by ("work" or "wait", name of the quantile)."""
     tallies: Sequence[tuple[str, bytes]] = ()
     """Messages that other nodes forwarded since the last call, as (node name, payload)."""
     left_out: int = 0
-    """Number of steps that were selected as traces, but left out because they exceeded the span
-    budget.
-    """
+    """Number of steps selected as traces, but left out to keep the budget of spans."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +87,7 @@ class Assessment:
     """The open hang; None while the job finishes steps."""
     alerts: tuple[Alert, ...]
     whole_job: bool = True
-    """True if the sidecar compares all ranks of the job. False if it only compares this node's
-    ranks.
-    """
+    """True if the sidecar compares all ranks of the job, False for ranks of its node."""
     ended: bool = False
     """True if all processes of the node have ended."""
 
@@ -111,14 +97,10 @@ UNDELIVERED = "OTLP: "
 
 
 class Exporter(Protocol):
-    """A receiver of steps, assessments and hardware samples. Called on the sidecar's main
-    thread.
-    """
+    """Receives steps, assessments and hardware samples on the sidecar's main thread."""
 
     def export(self, batch: ExportBatch) -> None:
-        """Accept a batch without waiting for its delivery. Items that cannot be delivered are
-        counted.
-        """
+        """Accept a batch without waiting for its delivery. Count undelivered items."""
 
     def on_assessment(self, assessment: Assessment) -> None:
         """Accept an assessment without waiting. Called in every round, after the batches."""
@@ -137,9 +119,7 @@ class Exporter(Protocol):
         """
 
     def wait_for_room(self, timeout_s: float) -> bool:
-        """Wait up to about `timeout_s` until little undelivered data is left. Return True if the
-        endpoint accepts data.
-        """
+        """Wait until little undelivered data is left. Return True if data is accepted."""
 
     def shutdown(self, timeout_s: float) -> list[str]:
         """Stop within about `timeout_s`. Return notes for the report about undelivered data."""
@@ -153,9 +133,7 @@ TALLY_MARK = b"\xf1"
 
 
 def traced_steps(steps: list[int], every: int) -> set[int]:
-    """Return the steps that are traced because of their number: the first steps, and one in
-    `every`.
-    """
+    """Return the steps to trace by number: the first steps, and one in `every`."""
     return {step for step in steps if reason(step, every)}
 
 
@@ -167,9 +145,7 @@ def export_batch(
     traced: Collection[int] = (),
     chosen: Mapping[int, TracedStep] | None = None,
 ) -> ExportBatch:
-    """Build a batch from `records` of the complete steps `steps`. traced: numbers of the steps to
-    trace.
-    """
+    """Build a batch of complete steps from their records. traced: steps to trace."""
     traces = step_traces(records, names, set(traced)) if traced else []
     device_ns, memory = phase_durations_ns(records), newest_reading(records, names)
     return ExportBatch(

@@ -51,9 +51,7 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
     first: Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)]
     """Index of the first bucket."""
     counts: list[_Count]
-    """Counts of consecutive buckets from `first` on. They end before the next multiple of
-    _PIECE_BUCKETS.
-    """
+    """Counts of buckets from `first` on, within one multiple of _PIECE_BUCKETS."""
 
     def __post_init__(self) -> None:
         if self.first % _PIECE_BUCKETS + len(self.counts) > _PIECE_BUCKETS:
@@ -154,9 +152,7 @@ class _NodeCounts:
 
     instance: int
     others_until_s: float
-    """Until this time, an earlier sidecar of node 0 may already have exported the first piece of a
-    series.
-    """
+    """Until then, an earlier sidecar of node 0 may have exported a series' first piece."""
     memory_bytes: int = 0
     numbers: list[float] | None = None
     sums_ns: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)

@@ -96,9 +96,7 @@ def _collectives_by_operation(join: CollectiveJoin) -> dict[str, Points]:
 
 
 def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
-    """Return the waits of this node's ranks, and their lags in groups whose ranks are all on this
-    node.
-    """
+    """Return the waits of this node's ranks, and their lags in groups within this node."""
     compared: dict[int, int] = {}
     last: dict[int, int] = {}
     lag_ns: dict[int, int] = {}
@@ -161,18 +159,14 @@ class OwnTimes:
 
 
 def open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
-    """Return a point for each open alert. state: state of the node whose sidecar assesses the
-    job.
-    """
+    """Return a point for each open alert. state: node whose sidecar assesses the job."""
     found = [_labels(each.alert) for each in state.records.open][-MAX_ALERTS:]
     run = {semantics.RUN_ID: run_id}
     return {node_semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found)}
 
 
 def _labels(alert: Alert) -> Labels:
-    """Return the labels of an alert. The sentence is left out, because each change of a label
-    starts a new series.
-    """
+    """Return an alert's labels, without the sentence: each change starts a new series."""
     of_hang = alert.kind == "hang"
     return _without_unknown(
         {

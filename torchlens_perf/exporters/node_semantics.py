@@ -1,6 +1,4 @@
-"""OpenTelemetry names of the node's metrics that are only exported on /metrics
-(docs/guides/prometheus.md).
-"""
+"""Names of metrics that only /metrics exports (docs/guides/prometheus.md)."""
 
 from __future__ import annotations
 

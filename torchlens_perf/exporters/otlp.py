@@ -1,6 +1,4 @@
-"""The OTLP exporter, which converts steps and alerts to types of OpenTelemetry's SDK. Sidecar
-only.
-"""
+"""The OTLP exporter: it converts steps and alerts to types of the SDK. Sidecar only."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ class OtlpExporter:
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """signals: the enabled signals by name. Raises ValueError if OTEL_TRACES_SAMPLER_ARG is
-        invalid.
-        """
+        """signals: enabled signals by name. Raises ValueError if the sampler is invalid."""
         self._clock = clock
         self._resource: Resource | None = None
         self._spans = SpanMaker(environ) if "traces" in signals else None
@@ -153,9 +149,7 @@ class OtlpExporter:
     # -- parts
 
     def _begin(self, identity: Identity) -> Resource:
-        """Return the node's resource. The first call creates it and starts the interval of metric
-        exports.
-        """
+        """Return the node's resource. The first call creates it and schedules metrics."""
         if self._resource is None:
             self._resource = node_resource(identity)
             if self._metrics is not None:
@@ -164,9 +158,7 @@ class OtlpExporter:
         return self._resource
 
     def _collect_metrics(self, everything: bool) -> float:
-        """Queue metrics if they are due, or if `everything` is True. Return the seconds until the
-        next export.
-        """
+        """Queue metrics that are due. Return the seconds until the next export."""
         if self._last_metrics_sent:
             return math.inf
         self._last_metrics_sent = everything
@@ -180,9 +172,7 @@ class OtlpExporter:
         return left_s
 
     def _traced_step(self, alert: Alert) -> int | None:
-        """Return the first traced step in which the suspect was slow. All nodes return the same
-        step.
-        """
+        """Return the first traced step, equal on all nodes, in which the suspect was slow."""
         # The step of a hang has not ended, so it has no span.
         if alert.duration_s is not None:
             return None

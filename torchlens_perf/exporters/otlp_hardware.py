@@ -27,9 +27,7 @@ class _Metric(NamedTuple):
     more: Mapping[str, str] = {}
     """Additional attributes of the points."""
     mean: bool = False
-    """True for gauges that change fast. They are sent as means over the time since the last
-    export.
-    """
+    """True for fast-changing gauges, which are sent as means since the last export."""
     scale: float = 1
 
 

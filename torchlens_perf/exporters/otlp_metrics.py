@@ -78,9 +78,7 @@ class NodeMetrics:
         self._shown: dict[int, None] = {}
 
     def update_role(self, part: JobPart) -> bytes:
-        """Apply this node's role. Return a message for the sidecar of node 0; b"" if none is
-        due.
-        """
+        """Apply this node's role. Return the message for node 0's sidecar; b"" if none is due."""
         self._part = part
         for node, data in part.tallies:
             self._received.take(node, data)
@@ -105,9 +103,7 @@ class NodeMetrics:
         (self._forwarded if hands_on else self._steps).record(batch, sampled, own)
 
     def on_assessment(self, assessment: Assessment) -> None:
-        """Update the gauges of current problems, and the slow ranks that have series of their
-        own.
-        """
+        """Update the gauges of current problems and the slow ranks with their own series."""
         slow = sorted(assessment.findings.slow_now, key=lambda each: -each.excess_ns)[
             :MAX_SLOW_RANKS
         ]
@@ -189,9 +185,7 @@ class StepSeries:
 
     @property
     def fullest_bytes(self) -> int:
-        """Memory of the rank that uses most, of the ranks without series of their own; 0 if
-        unknown.
-        """
+        """Largest memory of a rank that has no series of its own; 0 if unknown."""
         return max(
             (value for rank, value in self._memory_bytes.items() if rank not in self._own_series),
             default=0,
@@ -272,9 +266,7 @@ class DeviceMemory:
         self._counted: dict[tuple[str, str], int] = {}
 
     def record(self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool) -> None:
-        """Record the batch's memory reading. per_rank: False if the rank has no series of its
-        own.
-        """
+        """Record the batch's memory reading. per_rank: True if the rank has its own series."""
         reading = batch.memory
         if reading is None:
             return

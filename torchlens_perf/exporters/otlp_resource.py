@@ -63,7 +63,5 @@ def _run(identity: Identity) -> dict[str, Any]:
 
 
 def _resource(known: dict[str, Any]) -> Resource:
-    """Build a resource. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override known
-    attributes.
-    """
+    """Build a resource. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence."""
     return Resource.create().merge(Resource(known)).merge(OTELResourceDetector().detect())

@@ -80,9 +80,7 @@ class RunSpan:
         self._ended = assessment.ended
 
     def spans(self) -> list[ReadableSpan]:
-        """Build one span for each attempt if all processes have ended. Later calls return no
-        span.
-        """
+        """Build one span per attempt, if all processes have ended. Later calls return none."""
         attempts, self._attempts = self._attempts, {}
         # If processes still run, only this sidecar stops, and its successor sends the span.
         if not self._ended:

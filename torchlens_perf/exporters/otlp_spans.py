@@ -65,9 +65,7 @@ class SpanMaker:
         self._ranks: dict[str, _RankSpans] = {}
 
     def of(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
-        """Return for each step its spans, its trace id, and the id of the rank's span or of the
-        root.
-        """
+        """Return each step's spans, its trace id, and the id of the rank's span or the root."""
         if not batch.traces:
             return {}
         rank = self._ranks.get(batch.identity.key)
@@ -93,9 +91,7 @@ class SpanMaker:
         return found
 
     def _is_sampled(self, in_trace: int, trace: StepTrace) -> bool:
-        """Return True if OTEL_TRACES_SAMPLER samples the trace. It depends on the trace id, so all
-        ranks decide equally.
-        """
+        """Return True if OTEL_TRACES_SAMPLER samples the trace id, with one result on all ranks."""
         if self._sampler is None:
             return True
         from opentelemetry.sdk.trace.sampling import Decision
@@ -105,9 +101,7 @@ class SpanMaker:
 
 
 def sampler(environ: Mapping[str, str]) -> Sampler | None:
-    """Return the configured sampler; None if it samples every trace, so the SDK need not be
-    imported.
-    """
+    """Return the configured sampler; None, without importing the SDK, for all traces."""
     if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
         return None
     from opentelemetry.sdk.trace import TracerProvider
@@ -193,9 +187,7 @@ class _RankSpans:
 
 
 def _sampling_attributes(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
-    """Return attributes of the root span that say why the step is sent and which ranks are left
-    out.
-    """
+    """Return attributes of the root span: why the step is sent, and what is left out."""
     if chosen is None:
         return {}
     left_out = world_size - len(chosen.ranks) if chosen.roles else 0

@@ -15,9 +15,7 @@ _SHORTEST_SECRET = 4
 
 
 def keep_secrets_out_of_the_log(environ: Mapping[str, str]) -> None:
-    """Mask the values of headers, and credentials in addresses, that are set in OTEL_*
-    variables.
-    """
+    """Mask the header values and address credentials that OTEL_* variables contain."""
     # Add the filter to handlers, because a filter on a logger is not applied to records of child
     # loggers.
     for handler in (*logging.getLogger().handlers, logging.lastResort):

@@ -177,9 +177,7 @@ class Attribute(NamedTuple):
 
 
 class SpanName(NamedTuple):
-    """Description of a span with a fixed name. Spans inside a rank's step are named after their
-    work.
-    """
+    """Description of a span with a fixed name. Spans in a rank's step are named by their work."""
 
     name: str
     parent: str

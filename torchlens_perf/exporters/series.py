@@ -78,9 +78,7 @@ class _Series:
 
 
 class Histogram:
-    """A histogram of durations, with one series per set of attributes. Values are recorded in ns
-    and sent in seconds.
-    """
+    """A histogram of durations for each set of attributes, recorded in ns, sent in seconds."""
 
     def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
         self.name, self.unit, self.description = name, unit, description
@@ -203,9 +201,7 @@ class Number:
             return sum(self._values.values())
 
     def observe(self) -> None:
-        """Update the values from the callbacks. The lock is not held, because callbacks acquire
-        locks of their own.
-        """
+        """Update the values from the callbacks, which acquire locks of their own."""
         if self.callbacks:
             observed = [each for callback in self.callbacks for each in callback(CallbackOptions())]
             with self._meter.lock:

@@ -102,9 +102,7 @@ def most_important(
 
 
 def _forms(metric: Metric) -> list[Sequence[Any]]:
-    """Return a metric's points in three forms: all points, merged over components, and merged to
-    one point.
-    """
+    """Return a metric's points in three forms: all, merged over components, and one point."""
     points = metric.data.data_points
     found: list[Sequence[Any]] = [points]
     if not isinstance(metric.data, Gauge | Sum):

@@ -20,9 +20,7 @@ MAX_COSTS = 32
 
 
 class StatusGauges:
-    """Gauges of the newest assessment. The sidecar's thread writes, and the sender's thread
-    reads.
-    """
+    """Gauges of the newest assessment. The sidecar's thread writes, the sender's reads."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -52,13 +52,9 @@ class JoinCounts:
 
     joined: int = 0
     unjoined: int = 0
-    """Operations without a record of every rank: a rank exited, made a different number of steps,
-    or lost the record.
-    """
+    """Dropped operations that lack the record of a rank, which exited or lost the record."""
     mismatched: int = 0
-    """Operations in which the ranks' names, dtypes, roots or bytes differ, or a rank has two
-    records.
-    """
+    """Operations in which names, dtypes, roots or bytes differ, or a rank has two records."""
     unended: int = 0
     """Operations with a record of every rank, at least one of which has no end time."""
     late_records: int = 0
@@ -83,9 +79,7 @@ class JoinCounts:
 
 @dataclasses.dataclass(frozen=True)
 class ChannelState:
-    """Saved state of a channel. Pending records are not saved, and their operations count as
-    unjoined.
-    """
+    """Saved state of a channel. Pending operations are not saved, but count as unjoined."""
 
     group: GroupKey
     pair: tuple[int, int] | None

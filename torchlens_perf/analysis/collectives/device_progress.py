@@ -80,9 +80,7 @@ class DeviceFinding:
     places: Mapping[int, LastDeviceMark] = dataclasses.field(default_factory=dict)
     """For `mark` and `level`: the last mark of each rank's device."""
     waits_in: str = ""
-    """For `unknown`: the line of code in which all hosts wait for their devices; "" if the hosts
-    wait in different lines.
-    """
+    """For `unknown`: the line of code in which all hosts wait; "" if the lines differ."""
     asked: tuple[int, ...] = ()
     """Ranks whose Python stacks were read. All other ranks have the same open spans."""
 

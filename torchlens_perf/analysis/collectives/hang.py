@@ -65,9 +65,7 @@ class RankProgress:
     the rank has ended, but not while its node is silent.
     """
     report_age_s: float
-    """Seconds since the rank's node reported this state; 0 for ranks of this node. The value grows
-    while the rank's node is silent.
-    """
+    """Age of this state in seconds, which grows while the rank's node is silent."""
     usual_step_s: float
     """Median step time in seconds; 0 if unknown, as in the first steps."""
     issued: Mapping[str, int]
@@ -80,17 +78,11 @@ class RankProgress:
     inside: tuple[str, ...]
     """Names of the open spans, outermost first. The span of the step is left out."""
     state: str
-    """State of the process: "running", "stopped", "traced", "uninterruptible", "dead", "closed"
-    (the watch ended) or "unknown".
-    """
+    """"running", "stopped", "traced", "uninterruptible", "dead", "closed" or "unknown"."""
     operations: Mapping[str, Mapping[int, str]] = dataclasses.field(default_factory=dict)
-    """For each group, the names of its last collectives by sequence number, as far as known, such
-    as {57: "allreduce"}.
-    """
+    """For each group, known names of its last collectives, such as {57: "allreduce"}."""
     since_mark_s: float | None = None
-    """Seconds from the rank's last record to this report; None if not known. Without it, only
-    `since_step_s` is used.
-    """
+    """Seconds from the rank's last record to this report; None if not known."""
     all_groups: bool = True
     """True if `issued` has all groups of the rank. False if the ring's table of groups was full, or
     if ranks began to count a group's collectives at different operations.
@@ -100,19 +92,13 @@ class RankProgress:
     device. Groups that do not report kernels are missing.
     """
     device: LastDeviceMark | None = None
-    """Last mark that the device is known to have reached; None if there is no device or it is not
-    timed.
-    """
+    """Last mark that the device is known to have reached; None if no device is timed."""
     waits_in: str | None = None
-    """Line of code, from the Python stack, in which the host waits for its device; "" if it does
-    not wait; None if not known.
-    """
+    """Line of code in which the host waits for its device; "" for no wait; None if not known."""
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last record, or since the last step if the time of the last record is
-        not known.
-        """
+        """Seconds since the last record; since the last step if that is not known."""
         return self.since_step_s if self.since_mark_s is None else self.since_mark_s
 
 
@@ -135,9 +121,7 @@ class BlockingRank:
     writes records), device (its device is behind), stuck.
     """
     missing: Collective | None
-    """The first collective that other ranks have entered and this rank has not; None if it has
-    entered every collective.
-    """
+    """The first collective that only other ranks have entered; None for no such collective."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,13 +155,9 @@ class Hang:
     waiting: tuple[int, ...]
     """Ranks that wait. If `collective` is set, they wait in it."""
     collective: Collective | None
-    """The collective in which `waiting` ranks wait. Blocking ranks have not entered it. For the
-    kind `together`, all ranks have.
-    """
+    """The collective in which `waiting` ranks wait and that blocking ranks have not entered."""
     cycle: tuple[tuple[int, Collective], ...]
-    """For a mismatch of order: each rank waits in its collective for the next rank, and the last
-    rank waits for the first.
-    """
+    """For a mismatch of order: each rank waits for the next rank, and the last for the first."""
     operations: Mapping[str, tuple[int, ...]]
     """For a mismatch of operations: the ranks that issued each operation as `collective`."""
     places: Mapping[tuple[str, ...], tuple[int, ...]]
@@ -201,9 +181,7 @@ class Hang:
     """
 
     devices: DeviceFinding | None = None
-    """Result of comparing the devices. None without devices, or if some rank has not entered a
-    collective.
-    """
+    """Result of comparing the devices; None if they were not compared."""
 
     @property
     def needs_action(self) -> bool:
@@ -406,7 +384,7 @@ class _HangAnalysis:
         )
 
     def _find_mismatched_operations(self) -> Hang | None:
-        """Find the first sequence number under which ranks of a group issued different
+        """Find the first sequence number under which a group's ranks issued different
         operations.
         """
         for group in sorted({group for each in self.known.values() for group in each.operations}):
@@ -445,9 +423,7 @@ class _HangAnalysis:
         )
 
     def _classify_fully_entered(self) -> Hang:
-        """Classify a hang in which every collective was entered by all of its members or by
-        none.
-        """
+        """Classify a hang in which each collective was entered by all of its members or by none."""
         ranks, devices = list(self.live), compare_devices(self.live)
         if devices is not None and devices.ranks:
             return self._blame_devices(devices)

@@ -317,9 +317,7 @@ class CollectiveJoin:
     def _add_complete(
         self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]
     ) -> None:
-        """Check complete operations and add them to the statistics. calls: shape [operations,
-        ranks].
-        """
+        """Check complete operations and add them to the sums. calls: shape [operations, ranks]."""
         codes, sizes = calls["signature"], calls["bytes"]
         same = (codes == codes[:, :1]).all(axis=1)
         operations = (self._rows[signature.row].key.operation for signature in self._signatures)
@@ -384,9 +382,7 @@ class CollectiveJoin:
     # -- output
 
     def has_all_ranks(self, members: Sequence[int]) -> bool:
-        """Return True if all members are ranks of this node, so operations are joined over all
-        ranks.
-        """
+        """Return True if all members of a group or pair are ranks of this node."""
         return bool(members) and self._local.issuperset(members)
 
     def operations(self) -> list[OperationStatistics]:
@@ -415,9 +411,7 @@ class CollectiveJoin:
         }
 
     def count_pending_operations(self) -> int:
-        """Return the number of operations of all groups that still have no record of at least one
-        rank.
-        """
+        """Return the number of operations that still lack the record of a rank."""
         return sum(channel.pending_operations for channel in self._channels)
 
     def to_state(self) -> JoinState:
@@ -468,9 +462,7 @@ def _group_indexes_by_value(
 def _sender_and_receiver(
     rank: int, operation: CollectiveName, group: GroupKey
 ) -> tuple[int, int] | None:
-    """Return sender and receiver of a message; None for other operations, or if the peer is not
-    known.
-    """
+    """Return sender and receiver; None if this is no message or the peer is not known."""
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None
     peer = group.global_rank(operation.peer)

@@ -53,9 +53,7 @@ class GroupKey:
 
 
 class OperationKey(NamedTuple):
-    """Key of one row of the statistics: an operation with its dtype on a group, or on a pair of
-    ranks.
-    """
+    """Key of one row of the statistics: an operation and dtype on a group or pair of ranks."""
 
     operation: str
     dtype: str
@@ -134,9 +132,7 @@ class Semantics:
     factor: str
     """Formula of the bus bandwidth's factor, a key in bus_factor(); "" if no data moves."""
     equal_bytes: bool = True
-    """True if all ranks must have the same number of bytes. If the numbers differ, the ranks have
-    issued different operations.
-    """
+    """True if all ranks of the operation must have the same number of bytes."""
     equal_dtype: bool = True
     blocks: bool = False
     """True if the caller always waits, even if the record is marked as asynchronous."""
@@ -239,13 +235,9 @@ class WaitAndTransfer:
     last: npt.NDArray[np.int64]
     """Shape [operations]: column of the last rank to arrive; -1 if it cannot be determined."""
     lag_ns: npt.NDArray[np.int64]
-    """Shape [operations]: delay of the last rank to arrive after the second to last; 0 if it cannot
-    be determined.
-    """
+    """Shape [operations]: delay of the last rank after the second to last; 0 if not known."""
     transfer_ns: npt.NDArray[np.int64]
-    """Shape [operations]: duration of the operation once all ranks had arrived; -1 if it cannot be
-    determined.
-    """
+    """Shape [operations]: duration after all ranks had arrived; -1 if not known."""
 
 
 def split_wait_and_transfer(

@@ -82,8 +82,7 @@ class SlowLink:
     because operations may overlap with other work.
     """
     overlapped: bool
-    """True if the operation was asynchronous, so that other work may have hidden some of the cost.
-    """
+    """True for an asynchronous operation: other work may have hidden some of the cost."""
 
 
 class LinkFindings(Struct, frozen=True):
@@ -214,9 +213,7 @@ def _quantile_ns(sketch: Sketch, q: float) -> float:
 
 
 def merge_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistics]:
-    """Concatenate the rows of several nodes. Rows of the same operation on the same group are
-    merged.
-    """
+    """Concatenate the rows of several nodes, and merge rows with the same key."""
     found: dict[LinkKey, LinkStatistics] = {}
     for node in nodes:
         for each in node:
@@ -345,9 +342,7 @@ def _find_shared_ranks_or_nodes(
     compared: Sequence[Sequence[_LinkCandidate]],
     hosts: Mapping[int, str],
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the ranks, or else the nodes, that all slow links have in common, without those that
-    all of their peers have in common.
-    """
+    """Return the ranks, or else the nodes, that only the slow links have in common."""
     if len(links) < 2:
         return (), ()
     with_slow = [alike for alike in compared if any(each.slow for each in alike)]

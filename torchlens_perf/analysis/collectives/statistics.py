@@ -118,9 +118,7 @@ class SizeStatistics:
 
 @dataclasses.dataclass
 class OperationStatistics:
-    """Statistics of one operation on one group: over all records, and over joined operations by
-    size.
-    """
+    """Statistics of one operation on one group: all records, and joined operations by size."""
 
     key: OperationKey
     records: int = 0
@@ -134,9 +132,7 @@ class OperationStatistics:
     issue: Sketch = dataclasses.field(default_factory=Sketch)
     """Durations of the issuing calls."""
     duration: Sketch = dataclasses.field(default_factory=Sketch)
-    """Durations of records with an end time. They start with the issue of the operation, or with
-    its kernel.
-    """
+    """Durations of records with an end time, from the issue or the start of the kernel."""
     ranks: set[int] = dataclasses.field(default_factory=set)
     """Ranks that have a record."""
     sizes: dict[int, SizeStatistics] = dataclasses.field(default_factory=dict)
@@ -160,9 +156,7 @@ class OperationStatistics:
         return sum(size.joined for size in self.sizes.values())
 
     def octave_statistics(self, octave: int) -> SizeStatistics:
-        """Return the statistics of one octave, created if missing. Its sizes start at 2**(octave -
-        1).
-        """
+        """Return the statistics of sizes from 2**(octave - 1) on, created if missing."""
         return self.sizes.setdefault(octave, SizeStatistics())
 
     def octave_with_most_bytes(self) -> SizeStatistics | None:
@@ -213,9 +207,7 @@ class OperationStatistics:
 
 
 def merge_operations(nodes: Sequence[Sequence[OperationStatistics]]) -> list[OperationStatistics]:
-    """Concatenate the rows of several nodes. Rows of the same operation on the same group are
-    merged.
-    """
+    """Concatenate the rows of several nodes, and merge rows with the same key."""
     found: dict[OperationKey, OperationStatistics] = {}
     for node in nodes:
         for each in node:

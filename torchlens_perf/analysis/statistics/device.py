@@ -58,21 +58,13 @@ class DeviceStatistics:
     behind: Sketch = dataclasses.field(default_factory=Sketch)
     """Delay from the end of a forward or backward pass on the host to its end on the device."""
     caught_up: int = 0
-    """Number of forward and backward passes that the device ended within CAUGHT_UP_NS after the
-    host.
-    """
+    """Number of passes that the device ended within CAUGHT_UP_NS after the host."""
     stamped: dict[str, Sketch] = dataclasses.field(default_factory=dict)
-    """Times of device sections. They are measured by stamp kernels, which also run in captured
-    graphs.
-    """
+    """Times of device sections, measured by stamp kernels, also in captured graphs."""
     merged: dict[str, dict[str, int | float]] = dataclasses.field(default_factory=dict)
-    """Statistics of device sections over all ranks, from the last window that was merged on the
-    device. They are only known on rank 0.
-    """
+    """Statistics of device sections over all ranks in the last window; only on rank 0."""
     stamped_lost: int = 0
-    """Number of measured times of device sections that were overwritten on the device before they
-    were reduced to a sketch.
-    """
+    """Number of times of device sections that were overwritten before they were counted."""
     stray_records: int = 0
     """Number of records that were dropped, because other records of the same window were lost."""
 

@@ -13,9 +13,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class GpuSample:
-    """State of one GPU at one time. Counters start when the driver is loaded. Only `xids` starts
-    with the first sample.
-    """
+    """State of a GPU. Counters start when the driver is loaded, `xids` at the first sample."""
 
     uuid: str
     """UUID as reported by processes that use the GPU: "GPU-..."."""
@@ -66,16 +64,12 @@ class GpuSample:
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
     remapped_rows: int | None = None
-    """Number of rows of the device's memory that were remapped because of corrected or uncorrected
-    errors.
-    """
+    """Number of memory rows that were remapped because of errors."""
     remapping_pending: bool | None = None
     """True if a row will be remapped when the GPU is reset."""
     remapping_failed: bool | None = None
     recovery_action: int | None = None
-    """Action that the driver requests: 0 for none, 1 for a GPU reset, 2 for a reboot. NVML
-    documents larger values.
-    """
+    """Action that the driver requests: 0 for none, 1 for a GPU reset, 2 for a reboot."""
     xids: int | None = None
     last_xid: int | None = None
     grown: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -126,9 +120,7 @@ class LinkSample:
     transmitted_packets: int | None = None
     received_packets: int | None = None
     transmit_wait_ticks: int | None = None
-    """Number of ticks in which the port had data to send but no credit. The length of a tick
-    depends on the adapter.
-    """
+    """Ticks, of a length that depends on the adapter, with data to send but no credit."""
     symbol_errors: int | None = None
     link_recoveries: int | None = None
     link_downs: int | None = None
@@ -288,9 +280,7 @@ class GpuTotals:
         return min(1.0, self.grown[counter] / over_ns) if over_ns else None
 
     def _largest(self, *counters: str) -> float | None:
-        """Return the largest fraction of time among these counters, which may increase at the same
-        time.
-        """
+        """Return the largest fraction of time of counters that may increase together."""
         return max(
             (share for share in map(self._share_of_time, counters) if share is not None),
             default=None,
@@ -374,9 +364,7 @@ class GpuFacts:
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """A node's hardware statistics over the whole run. They are used in the report, and by a
-    sidecar after its restart.
-    """
+    """A node's hardware statistics over the run, for reports and for a restarted sidecar."""
 
     gpus: dict[str, GpuTotals] = dataclasses.field(default_factory=dict)
     """Totals by UUID. The next three fields are also by UUID."""

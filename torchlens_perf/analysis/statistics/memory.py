@@ -31,17 +31,13 @@ class MemoryReading(NamedTuple):
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     inactive_bytes: int | None = None
-    """Bytes in free blocks that cannot be returned to the device, because other blocks of their
-    segments are in use.
-    """
+    """Bytes in free blocks of segments that are partly in use and cannot be returned."""
     peak_bytes: int | None = None
     """Peak of the allocated bytes since the user last reset the allocator's peak statistics."""
     limit_bytes: int | None = None
     """Memory that the process may use on the device."""
     alloc_retries: int | None = None
-    """Number of times since the first reading that cudaMalloc failed and the allocator released its
-    cache.
-    """
+    """Number of failed cudaMalloc calls since the first reading. Each releases the cache."""
     ooms: int | None = None
     """Number of out-of-memory errors since the start of the process."""
 

@@ -1,6 +1,4 @@
-"""Statistics over a rank's whole run, with a limited number of windows of consecutive steps.
-Pure.
-"""
+"""Statistics over a rank's whole run, with a limited number of windows of steps. Pure."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ class Windows:
     The value is [] if the time is negligible. Windows in which it was not measured are missing.
     """
     tags: Mapping[int, int]
-    """For a window's first step, flags of TAGS that its steps have. Windows without a row are
-    included.
-    """
+    """For a window's first step, the flags of its steps that are in TAGS."""
     warm_from: int | None
     """First step after the warm-up; None before the first step."""
 
@@ -335,9 +331,7 @@ def _sums(
 def _measured_ns(
     records: npt.NDArray[np.void], table: StepTable, names: list[str]
 ) -> npt.NDArray[np.int64]:
-    """Return each step's time in the sections of step_mix.MEASURED. A section is only summed if
-    some step has its flag.
-    """
+    """Return each step's time in the sections of step_mix.MEASURED whose flags occur."""
     found = np.zeros((len(table), len(MEASURED)), np.int64)
     for column, (flag, name) in enumerate(MEASURED.items()):
         if name in names and (table.flags & flag).any():
@@ -414,9 +408,7 @@ class RankStatistics:
     module_backwards: dict[str, Sketch] = field(default_factory=dict)
     sections: dict[str, Sketch] = field(default_factory=dict)
     section_hosts: dict[str, Sketch] = field(default_factory=dict)
-    """For each section, the time of host code outside all phases, in usual steps that have such
-    time.
-    """
+    """For each section, the time of host code outside all phases, in usual steps."""
     collectives: dict[str, CollectiveCount] = field(default_factory=dict)
     other_threads_ns: dict[str, int] = field(default_factory=dict)
     """Time of phases on other threads than the training thread, in all steps after the warm-up."""
@@ -426,22 +418,16 @@ class RankStatistics:
     flags_seen: int = 0
     history: WindowHistory = field(default_factory=WindowHistory)
     device_history: WindowHistory = field(default_factory=WindowHistory)
-    """Same as `history`, by the device's clock. It is only filled if the rank is judged by its
-    device.
-    """
+    """Windows by the device's clock, if the rank is judged by its device."""
     device_mix: StepMix = field(default_factory=StepMix)
-    """Same as `mix`, by the device's clock. Host steps vary, because the host waits for the device
-    in only some steps.
-    """
+    """Bins of steps by the device's clock. The host only waits for the device in some steps."""
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
 
     def add(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
     ) -> None:
-        """Add complete steps: their records, and the table that assemble_steps() built from the
-        records.
-        """
+        """Add the records of complete steps. steps: the result of assemble_steps()."""
         self.records += len(records)
         self.lost += lost
         if len(steps):
@@ -651,9 +637,7 @@ class RankStatistics:
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
     def modules_ns(self) -> dict[str, float]:
-        """Return each module's mean own forward time in a usual step; empty before the first usual
-        step.
-        """
+        """Return each module's mean own forward time per usual step; empty without steps."""
         steps = self.usual_steps
         return (
             {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}

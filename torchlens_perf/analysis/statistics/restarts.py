@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
 UNRELATED = -1
-"""Generation of processes that ran in parallel to the job and are not compared with other
-processes.
-"""
+"""Generation of processes that ran in parallel to the job and are not compared."""
 
 
 class Generations:

@@ -14,9 +14,7 @@ TO_SIGMA = 1.4826
 
 
 def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
-    """Return the same as np.median() for values without NaN, but several times faster for few
-    values.
-    """
+    """Compute np.median() of few values without NaN, several times faster."""
     count = values.shape[axis]
     lower, upper = (count - 1) // 2, count // 2
     parted = np.partition(values, (lower, upper), axis=axis)
@@ -25,7 +23,5 @@ def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
 
 
 def spread(values: npt.NDArray[np.floating[Any]]) -> float:
-    """Estimate the standard deviation from the median absolute deviation, which ignores
-    outliers.
-    """
+    """Estimate the standard deviation from the median absolute deviation."""
     return TO_SIGMA * float(np.median(np.abs(values - np.median(values))))

@@ -36,9 +36,7 @@ class RunWindows:
     parts_ns: Floats
     """Shape [ranks, columns, parts]: mean over the column's windows of Windows.parts_ns."""
     lack_ns: Floats
-    """Shape [ranks, columns, parts]: time in which the thread was runnable but not scheduled; NaN
-    if not measured.
-    """
+    """Shape [ranks, columns, parts]: time runnable but not scheduled; NaN if not measured."""
     duration_ns: Floats
     """Shape [ranks, columns]: mean over the column's windows of Windows.duration_ns."""
     tags: tuple[int, ...]
@@ -111,16 +109,12 @@ def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats
 
 
 def _means(values: Floats, windows: Windows, width: int, first: int, columns: int) -> Floats:
-    """Return the means over each column's windows; NaN without a window. Shape [columns,
-    values].
-    """
+    """Return means over each column's windows, shape [columns, values]; NaN without a window."""
     return column_means(values, (windows.first_step - first) // width, columns)
 
 
 def column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Floats:
-    """Return the mean of the rows of `values` with the same column index in `at`; NaN without
-    rows.
-    """
+    """Return the mean of all rows of `values` with the same index in `at`; NaN without rows."""
     count = np.bincount(at, minlength=columns)[:, None]
     sums = np.zeros((columns, values.shape[1]))
     np.add.at(sums, at, values)

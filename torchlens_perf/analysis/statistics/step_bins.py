@@ -37,26 +37,18 @@ class StepBins:
     """First step of each row, a multiple of the width."""
     duration_ns: npt.NDArray[np.float64]
     work_ns: npt.NDArray[np.float64]
-    """Shape [rows, len(OWN_PARTS)]: the rank's own time, without time in which its thread was
-    runnable but not scheduled.
-    """
+    """Shape [rows, len(OWN_PARTS)]: own time, without time runnable but not scheduled."""
     issue_ns: npt.NDArray[np.float64]
-    """Same shape as `work_ns`: the host's time to issue the device's work; 0 if the rank is judged
-    by the host's clock.
-    """
+    """Same shape: the host's issue time; 0 if the rank is judged by its host."""
     lag_ns: npt.NDArray[np.float64]
-    """Same shape as `work_ns`: the device's lag behind the host at the start of each part; 0 if the
-    rank is judged by the host's clock.
-    """
+    """Same shape: the device's lag at the start of each part; 0 if judged by the host."""
     wait_ns: npt.NDArray[np.float64]
     ready_ns: npt.NDArray[np.float64]
     """Time in which the thread was runnable but not scheduled. It is NaN if it was not measured,
     and `work_ns` then includes this time.
     """
     issue_ready_ns: npt.NDArray[np.float64]
-    """The same as `ready_ns`, but also includes time that did not delay the device of a rank that
-    is judged by its device.
-    """
+    """The same for the host of a rank that is judged by its device, which it may not delay."""
     workload: npt.NDArray[np.float64]
     """Tokens, or other units that the job counts; NaN if not counted."""
     flags: npt.NDArray[np.int64]

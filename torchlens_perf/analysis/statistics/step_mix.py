@@ -133,9 +133,7 @@ class StepMix:
 
     per_doubling: int = _BINS_PER_DOUBLING
     bins: dict[int, Bin] = dataclasses.field(default_factory=dict)
-    """Bins by key. The upper 32 bits of a key are flags, the lower 32 bits are the duration's bin
-    index.
-    """
+    """Bins by key: flags in the upper 32 bits, index of the duration in the lower 32 bits."""
 
     def add(self, table: StepTable, explained_ns: npt.NDArray[np.int64] | None = None) -> None:
         """Add steps.
@@ -206,9 +204,7 @@ class StepMix:
 
 @dataclasses.dataclass(frozen=True)
 class TypicalStep:
-    """Mean over the middle half, by duration, of the steps in the typical class. Times are in
-    ns.
-    """
+    """Mean over the middle half, by duration, of the steps of the typical class. In ns."""
 
     count: int
     """Number of steps in the class."""
@@ -216,9 +212,7 @@ class TypicalStep:
     parts_ns: Mapping[str, float]
     """Time of each part of the step. These times add up to the duration."""
     ready_ns: Mapping[str, float] | None
-    """Time in each part in which the thread was runnable but not scheduled; None if not
-    measured.
-    """
+    """Time runnable but not scheduled in each part; None if not measured."""
     flags: int
     """Flags that all steps in the class have."""
     range_ns: tuple[float, float]

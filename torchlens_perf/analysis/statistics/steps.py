@@ -107,9 +107,7 @@ def no_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> Host
 def _thread_times(
     records: npt.NDArray[np.void], ends: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return CPU time, and time runnable but not scheduled, by step and part; -1 if not
-    measured.
-    """
+    """Return CPU time, and time runnable but not scheduled, per step and part; -1 if unknown."""
     times = np.flatnonzero(records["kind"] == Kind.THREAD_TIME)
     of_step = np.searchsorted(ends, times)
     inside = of_step < len(ends)
@@ -166,9 +164,7 @@ def step_traces(
 
 
 def span_count(records: npt.NDArray[np.void], step: int) -> int:
-    """Return the number of spans of a step in these records, without the span of the step
-    itself.
-    """
+    """Return the number of a step's spans in these records, without the step's own span."""
     of_step = records["kind"][records["step"] == step]
     return int(np.count_nonzero(~np.isin(of_step, _NO_SPANS)))
 

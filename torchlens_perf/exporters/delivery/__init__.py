@@ -1,3 +1,1 @@
-"""Delivery of OTLP requests: queue (outbox), transports, retries and counts of undelivered
-items.
-"""
+"""Delivery of OTLP requests: queue (outbox), transports, retries and counts of items."""

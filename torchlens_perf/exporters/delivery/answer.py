@@ -20,9 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 class Outcome(enum.Enum):
     DELIVERED = "delivered"
     LATER = "later"
-    """The request must be retried: the endpoint is unreachable or busy, or the server is no OTLP
-    endpoint.
-    """
+    """Retry: the endpoint is unreachable or busy, or the server is no OTLP endpoint."""
     TOO_LARGE = "too large"
     """The endpoint may accept the request in smaller parts."""
     REFUSED = "refused"
@@ -43,9 +41,7 @@ class Answer:
 
 
 class NotDeliveredError(Exception):
-    """Raised inside an exporter of the SDK to end an export, before the exporter retries or reports
-    success.
-    """
+    """Raised in an exporter of the SDK to end an export before a retry or success."""
 
 
 def later(reason: str, after_s: float | None = None) -> Answer:
@@ -53,9 +49,7 @@ def later(reason: str, after_s: float | None = None) -> Answer:
 
 
 def rejected(response: bytes) -> int:
-    """Return the number of rejected items in a response. Responses of all signals have the same
-    layout.
-    """
+    """Return the number of rejected items in a response, which has one layout for all signals."""
     try:
         return max(
             0, int(ExportTraceServiceResponse.FromString(response).partial_success.rejected_spans)

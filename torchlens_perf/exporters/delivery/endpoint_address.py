@@ -20,9 +20,7 @@ class EndpointAddress(NamedTuple):
     """Scheme in lower case."""
     user_info: str
     host: str
-    """Host and port. For an address that gRPC resolves itself, it is "", and `path` has the
-    address.
-    """
+    """Host and port; "" if gRPC resolves the address, which is then in `path`."""
     path: str
     query: str
     fragment: str
@@ -34,9 +32,7 @@ class EndpointAddress(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """Scheme, host, port and path in one line. They contain no credentials and may be
-        printed.
-        """
+        """Scheme, host, port and path in one line, without credentials."""
         separator = "" if not self.scheme else ":" if self.is_grpc_name else "://"
         return printable(f"{self.scheme}{separator}{self.host}{self.path}")
 

@@ -70,9 +70,7 @@ def _classify(error: Any) -> Answer:
 
 
 def _retry_delay_s(error: Any) -> float | None:
-    """Return the delay in a google.rpc.RetryInfo in the error's details; None if the error has no
-    RetryInfo.
-    """
+    """Return the delay in google.rpc.RetryInfo of the error's details; None if it is missing."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS:
             try:

@@ -151,9 +151,7 @@ class _TrackingAdapter(HTTPAdapter):
 
 
 def _read_body(response: requests.Response) -> bytes:
-    """Return at most the start of the response body. A server at a wrong address may send any
-    amount of data.
-    """
+    """Read the start of the response body. A wrong server may send any amount of data."""
     content = b""
     for piece in response.iter_content(_CHUNK_BYTES):
         content += piece

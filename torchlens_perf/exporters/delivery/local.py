@@ -26,9 +26,7 @@ _IDS = frozenset(("traceId", "spanId", "parentSpanId"))
 
 
 def _with_hex_ids(value: Any) -> Any:
-    """Convert ids from base64, as in protobuf's JSON, to the hexadecimal digits that OTLP
-    requires.
-    """
+    """Convert ids from the base64 of protobuf's JSON to the hexadecimal digits of OTLP."""
     if isinstance(value, dict):
         return {
             key: base64.b64decode(each).hex() if key in _IDS else _with_hex_ids(each)

@@ -64,9 +64,7 @@ def metrics_of(data: MetricsData) -> list[sdk.Metric]:
 
 
 def halves(items: Sequence[Item]) -> list[list[Item]]:
-    """Split the items of a request in two; [] if they cannot be split. Points of one metric stay
-    together.
-    """
+    """Split the items of a request in two; [] if it has a single item or metric."""
     if len(items) > 1:
         return [list(items[: len(items) // 2]), list(items[len(items) // 2 :])]
     if (

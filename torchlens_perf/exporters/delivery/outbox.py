@@ -50,9 +50,7 @@ class Room:
 
 
 class Outbox:
-    """The queue of one signal. Any thread may call put(). Only the sender's thread calls all other
-    methods.
-    """
+    """The queue of one signal. Only put() may be called on other threads than the sender's."""
 
     def __init__(
         self,
@@ -88,9 +86,7 @@ class Outbox:
         self._number = 0
         self._woken = False
         self.dropped = 0
-        """Number of items that were dropped because the outbox was full or a file could not be
-        read.
-        """
+        """Number of items that were dropped: the outbox was full or a file unreadable."""
         for path, count, number in found(folder, signal, owner):
             self._add_file(path, count, path.stat().st_size)
             self._number = max(self._number, number + 1)

@@ -29,9 +29,7 @@ class SdkTransport:
     def __init__(
         self, signal: str, exporter: Any, observer: ObservedSession | ObservedCalls | None = None
     ) -> None:
-        """observer: object that classifies the endpoint's responses; None if the exporter has no
-        endpoint.
-        """
+        """observer: classifies the endpoint's responses; None if there is no endpoint."""
         self._signal, self._exporter, self._observer = signal, exporter, observer
         # Drop the SDK's messages about failed responses, because the sender logs these at a limited
         # rate.

@@ -63,9 +63,7 @@ class Sender:
         self.signal, self.outbox = outbox.signal, outbox
         self._transport, self._collect, self._clock = transport, collect, clock
         self.put = self.delivered = self.rejected = self.refused = 0
-        """Numbers of items: added, delivered, rejected in delivered requests, and in refused
-        requests.
-        """
+        """Numbers of items: added, delivered, rejected, and in refused requests."""
         # Include the items of an earlier process.
         self.put = outbox.waiting()
         self._changed = threading.Condition()
@@ -168,9 +166,7 @@ class Sender:
         return self._process_result(request, self._send_once(request)) or not self._closing
 
     def _send_once(self, request: Request) -> Answer:
-        """Send once. After an unexpected exception, the request is retried and the thread
-        continues.
-        """
+        """Send once. An unexpected exception leads to a retry and does not end the thread."""
         try:
             return self._transport.send(request.items)
         except Exception as error:

@@ -46,9 +46,7 @@ _MIN_IDLE_RATIO = 100.0
 
 
 class PrometheusExporter:
-    """Serves metrics on /metrics. The server's thread calls _render(), and the sidecar's thread all
-    other methods.
-    """
+    """Serves /metrics. Methods are called on the sidecar's thread, except _render()."""
 
     def __init__(self, address: Address, clock: Callable[[], float] = time.monotonic) -> None:
         """Start the server. Raises OSError if it cannot listen. clock: returns seconds."""
@@ -85,9 +83,7 @@ class PrometheusExporter:
         self.export_with(batch, {})
 
     def export_with(self, batch: ExportBatch, spans: Sampled) -> None:
-        """Export a batch. spans: ids of spans that are sent for the batch's steps. They are used as
-        exemplars.
-        """
+        """Export a batch. spans: ids of the batch's spans, for exemplars."""
         with guard("counting steps for /metrics"):
             self._identity = batch.identity
             self._metrics.export(batch, spans)
@@ -110,9 +106,7 @@ class PrometheusExporter:
             self._metrics.measured(hardware)
 
     def look(self, state: NodeState, *, final: bool = False) -> None:
-        """Update the node's metrics from its state. The rate is limited, because reading many
-        collectives takes long.
-        """
+        """Update the node's metrics, at a limited rate because collectives take long to read."""
         began_s = self._clock()
         if began_s < self._update_due_s and not final:
             return

@@ -66,9 +66,7 @@ def families(
 
 
 def labels_of(attributes: Iterable[tuple[str, Any]]) -> Labels:
-    """Convert attributes to labels. Values are limited in length and have no terminal control
-    characters.
-    """
+    """Convert attributes to labels of limited length without control characters."""
     return {
         prometheus_name(name): printable(_label_text(value))[:MAX_LABEL]
         for name, value in attributes

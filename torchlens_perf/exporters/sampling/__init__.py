@@ -1,3 +1,1 @@
-"""Select the steps and ranks that are sent as traces. The number of spans is bounded for jobs of
-any size.
-"""
+"""Select the steps and ranks that are sent as traces, bounded for jobs of any size."""

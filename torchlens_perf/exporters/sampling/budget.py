@@ -12,9 +12,7 @@ _BURST_S = 20.0
 
 
 class SpanBudget:
-    """A limit of `spans_per_s` spans per second, averaged over any minute. A value of 0 disables
-    the limit.
-    """
+    """A limit of `spans_per_s` spans per second, averaged over any minute; 0 for no limit."""
 
     def __init__(self, spans_per_s: float) -> None:
         self.is_unlimited = spans_per_s <= 0
@@ -24,9 +22,7 @@ class SpanBudget:
         self._newest_s: float | None = None
 
     def at(self, time_s: float) -> float:
-        """Refill the bucket up to `time_s`, the end of a step. Return the number of spans that may
-        be sent.
-        """
+        """Refill the bucket up to `time_s`. Return the number of spans that may be sent."""
         if self._newest_s is not None and time_s > self._newest_s:
             self._left = min(
                 self.capacity, self._left + (time_s - self._newest_s) * self._refill_per_s

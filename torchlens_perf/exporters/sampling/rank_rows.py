@@ -27,9 +27,7 @@ QUANTILES = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
 
 
 class Row:
-    """Mean times of all ranks in one bin of steps. Arrays are indexed by rank, and times that have
-    not arrived are NaN.
-    """
+    """Mean times in one bin of steps, as arrays by rank; NaN for times that are missing."""
 
     def __init__(self, ranks: int) -> None:
         self.work_ns = np.full(ranks, np.nan, np.float32)
@@ -86,9 +84,7 @@ class RankRows:
         return found
 
     def at(self, step: int) -> Row | None:
-        """Return the times of all ranks in the bins that contain the step. Ranks may have bins of
-        different widths.
-        """
+        """Return the ranks' times in a step, merged from the bins of all widths."""
         found: Row | None = None
         for (width, key), row in self._rows.items():
             if key == step // width:

@@ -49,9 +49,7 @@ class JobSnapshot:
     """The state of the job on which the selection of steps and ranks is based."""
 
     spans: Callable[[int], Mapping[int, int]]
-    """Return a step's number of spans by rank, for ranks of this node whose records have
-    arrived.
-    """
+    """Return a step's number of spans by rank, for local ranks with complete records."""
     running: frozenset[int]
     """Ranks of this node that still run steps."""
     world_size: int

@@ -52,9 +52,7 @@ class TraceBuffer:
         self._kept: deque[BufferedSteps] = deque()
 
     def add(self, shelved: BufferedSteps) -> None:
-        """Append steps of a process. There must be at least one step, and steps must be in
-        order.
-        """
+        """Append at least one step of a process. Steps must be in order."""
         self._kept.append(shelved)
         self._bytes += _bytes(shelved)
         while self._bytes > self._max_bytes and len(self._kept) > 1:
