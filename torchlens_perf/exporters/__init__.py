@@ -1,4 +1,4 @@
-"""The interface of exporters. They run in the sidecar, never in a training process."""
+"""The interface of exporters, which run in the sidecar, never in a training process."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Part(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class JobPart:
-    """The role of this node in its job. It determines which data the node exports."""
+    """The role of this node in its job, which determines the data that the node exports."""
 
     part: Part = Part.WHOLE
     share: float = 1.0

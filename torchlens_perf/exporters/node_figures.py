@@ -1,8 +1,8 @@
 """Metrics of a node that are only exported on /metrics.
 
-They describe the node's processes and collectives, the ranks that arrive last, and open alerts. The
-number of series is bounded. Series by rank cover this node's ranks. In large jobs, only the ranks
-with the largest lags have series.
+The metrics describe the node's processes and collectives, the ranks that arrive last, and open
+alerts. The number of series is bounded. Series by rank cover this node's ranks. In large jobs, only
+the ranks with the largest lags have series.
 """
 
 from __future__ import annotations

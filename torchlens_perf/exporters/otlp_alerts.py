@@ -27,7 +27,7 @@ def log_record(
     """Build the log record of an alert. traced_step: a step of the alert whose trace is linked."""
     context = None
     if traced_step is not None and alert.rank is not None:
-        # The suspect's span may be sent by another node. Its ids are the same on all nodes.
+        # The suspect's span may be sent by another node, with the same ids as on this node.
         context = in_span(span_context(trace_id(run_id, alert.attempt, traced_step), alert.rank))
     record = LogRecord(
         timestamp=alert.unix_ns,

@@ -43,8 +43,8 @@ def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
     """Return for each enabled signal its protocol, "console" or "otlp_json_file".
 
     The signals are "traces", "metrics" and "logs". A signal is enabled by an endpoint, or by
-    OTEL_*_EXPORTER. It is disabled by OTEL_SDK_DISABLED, by OTEL_*_EXPORTER=none, or by an unknown
-    exporter or protocol, which is logged.
+    OTEL_*_EXPORTER. A signal is disabled by OTEL_SDK_DISABLED, by OTEL_*_EXPORTER=none, or by an
+    unknown exporter or protocol, which is logged.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
@@ -92,7 +92,7 @@ def _protocol(environ: Mapping[str, str], upper: str) -> str:
 def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") -> Exporter | None:
     """Build the exporter that the environment configures; None if no signal is enabled.
 
-    - run: directory for undelivered requests and for otlp_json_file. If None, requests stay in
+    - run: directory for undelivered requests and for otlp_json_file; None to keep requests in
       memory.
     - owner: name of the node; "" in a replay, which sends the undelivered requests of all nodes.
     """

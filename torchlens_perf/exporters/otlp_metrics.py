@@ -213,7 +213,7 @@ class StepSeries:
         of_own = [
             each._replace(value=steps.own_ns[row] / 1e9)
             for row, each in zip(rows, of_step, strict=True)
-            # Otherwise the exemplar would have the id of the root span.
+            # If the rank's span is not sent, the exemplar would have the id of the root span.
             if _is_rank_sent(batch, int(steps.step[row]))
         ]
         self._step.show(attributes, of_step)

@@ -38,7 +38,7 @@ def rank_resource(identity: Identity) -> Resource:
 
 
 def node_resource(identity: Identity) -> Resource:
-    """Build the resource of the node. It stays the same when processes restart."""
+    """Build the resource of the node, which stays the same when processes restart."""
     known = _resource(
         {**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"}
     )

@@ -37,7 +37,7 @@ _UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
 def trace_id(run_id: str, attempt: int, step: int) -> int:
-    """Return the id of a step's trace. It is the same on all ranks and in a replay."""
+    """Return the id of a step's trace, which is the same on all ranks and in a replay."""
     return _hash(16, run_id, attempt, step)
 
 

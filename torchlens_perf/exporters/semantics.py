@@ -15,9 +15,9 @@ from torchlens_perf.run import identity as _identity
 
 SCOPE = "torchlens_perf"
 
-# Spans. Each step has one trace. Its root covers rank 0's step and has one child per rank. The
-# child's name ends in the rank, because user interfaces of backends show names. Queries should use
-# the attribute SPAN_KIND = STEP_KIND instead of the name.
+# Spans. Each step has one trace. The trace's root covers rank 0's step and has one child per rank.
+# The child's name ends in the rank, because user interfaces of backends show names. Queries should
+# use the attribute SPAN_KIND = STEP_KIND instead of the name.
 SPAN_STEP = "train step"
 SPAN_INFERENCE_STEP = "inference step"
 SPAN_RANK = "rank"
@@ -41,7 +41,7 @@ SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
 BYTES = "torch.collective.size"
 SEQUENCE = "torch.collective.sequence"
-# Attributes of the root and of the ranks' steps. They say why a step or rank is sent, and which
+# Attributes of the root and of the ranks' steps that say why a step or rank is sent, and which
 # ranks, steps or spans are left out.
 SAMPLED_BECAUSE = "torchlens_perf.sampled_because"
 RANKS_SENT = "torchlens_perf.ranks.sent"
@@ -137,8 +137,8 @@ DURATION_BOUNDS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0,
 )  # fmt: skip
-# Attribute of points that combine several components of a node to limit the number of series. Its
-# value is "sum" or "max".
+# Attribute, with the value "sum" or "max", of points that combine several components of a node to
+# limit the number of series.
 OVER_COMPONENTS = "torchlens_perf.over"
 
 

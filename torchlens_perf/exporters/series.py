@@ -1,10 +1,9 @@
-"""A meter whose instruments accept arrays of values. It creates the data points of OpenTelemetry's
-SDK.
+"""A meter whose instruments record arrays of values and create data points of the SDK.
 
 The interface resembles OpenTelemetry's Meter. The SDK's own meter is too slow: a step has ten
-durations, and ten calls of `record()` take 100 us. Here, one call records a batch of steps. Each
-series of a histogram is a sketch: an exponential histogram of scale 5, or a histogram with explicit
-bounds. The sidecar's thread writes, and the sender's thread reads.
+durations, and ten calls of `record()` take 100 us. This meter records a batch of steps with one
+call. Each series of a histogram is a sketch: an exponential histogram of scale 5, or a histogram
+with explicit bounds. The sidecar's thread writes, and the sender's thread reads.
 """
 
 from __future__ import annotations
@@ -307,7 +306,7 @@ class Meter:
     def create_observable_counter(
         self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
     ) -> Number:
-        """Create a counter whose callbacks return totals. It does not support delta temporality."""
+        """Create a counter whose callbacks return totals, without delta temporality."""
         return self._number(name, unit, description, "counter", callbacks)
 
     def create_observable_up_down_counter(

@@ -13,7 +13,7 @@ from torchlens_perf.exporters.series import Callback, Meter
 from torchlens_perf.verdicts.finding_log import stragglers_by_class
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
-# Number of zeros that are sent after the end of a problem. Without them, backends extend the last
+# Number of zeros that are sent after the end of a problem. Without zeros, backends extend the last
 # value.
 _ZERO_POINTS = 3
 MAX_COSTS = 32

@@ -1,6 +1,6 @@
 """Find the ranks that block a job that no longer finishes steps, and the code they are in.
 
-The functions are pure. They use no file, process or clock. `words/hang.py` writes the texts. The
+The functions are pure and use no file, process or clock. `words/hang.py` writes the texts. The
 rules are applied in this order:
 
 1. A hang is only reported if no rank has finished a step for `limit_s`. While all ranks still write

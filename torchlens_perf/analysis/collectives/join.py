@@ -3,10 +3,10 @@
 Records are joined by group and sequence number.
 
 No clock that all nodes share is needed, because the durations on each rank are enough
-(semantics.py). Records are not joined if they differ in members, generation, name or bytes. They
-are also not joined if their times show that they are not of one operation (_has_possible_times).
-Operations that stay incomplete, because a rank exited or lost a record, are dropped and counted,
-which bounds memory and time.
+(semantics.py). Records are not joined if they differ in members, generation, name or bytes. Records
+are also not joined if their times cannot belong to one operation (_have_possible_times). Operations
+that stay incomplete, because a rank exited or lost a record, are dropped and counted, which bounds
+memory and time.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class CollectiveJoin:
         self.generation = generation
         self._local: set[int] = set()
         self._left: set[int] = set()
-        # For each rank and process, an array that maps name ids to channel, signature and row. The
-        # value is _NONE for names of other records.
+        # For each rank and process, an array that maps name ids to channel, signature and row.
+        # Names of other records have the value _NONE.
         self._places: dict[tuple[int, str], npt.NDArray[np.int64]] = {}
         self._channels: list[Channel] = []
         self._channel_of: dict[tuple[GroupKey, tuple[int, int] | None], int] = {}
@@ -157,8 +157,8 @@ class CollectiveJoin:
           "description": "default_pg"}}.
         - generation: number of the process's generation, see Generations.
         - process: Identity.key of the process that `names` belong to.
-        - held_up: True for records that a capture delayed. Their operations are joined, but not
-          added to the statistics.
+        - held_up: True for records that a capture delayed. Operations with such records are joined,
+          but not added to the statistics.
         """
         collective = records["kind"] == Kind.COLLECTIVE
         records = records[collective]
@@ -386,7 +386,7 @@ class CollectiveJoin:
         return bool(members) and self._local.issuperset(members)
 
     def operations(self) -> list[OperationStatistics]:
-        """Return statistics by operation, dtype and group. They are updated by join().
+        """Return statistics by operation, dtype and group, which join() updates.
 
         The returned list must not be modified.
         """

@@ -7,8 +7,8 @@ arrived. This module has a rule for each operation, and a text that says what th
 show.
 
 Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md there). Algorithm bandwidth is size
-divided by time. Bus bandwidth is algorithm bandwidth times a factor that depends on the operation.
-It is comparable to the bandwidth of the hardware.
+divided by time. Bus bandwidth is algorithm bandwidth times a factor that depends on the operation,
+and is comparable to the bandwidth of the hardware.
 """
 
 from __future__ import annotations

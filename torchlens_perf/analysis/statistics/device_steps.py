@@ -174,8 +174,8 @@ def device_table(
         parts_ns[:, part] += taken_ns
         gap_ns -= taken_ns
     parts_ns[:, _HOST] = gap_ns
-    # A lack of CPU time only delays a device that runs out of work. This happens in the gap, or in
-    # a phase that starts with less lag than the lack of CPU time.
+    # A lack of CPU time only delays a device that runs out of work. A device runs out of work in
+    # the gap, or in a phase that starts with less lag than the lack of CPU time.
     ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - phases.lag_ns, 0), -1)
     issue_ns, lag_ns = _host_line(host, phases, start_ns, (waits, rows), host_times)
     return dataclasses.replace(
@@ -247,10 +247,10 @@ class HostTimes:
 
     - The host waits until the device has finished all work (a blocking copy, `.item()`). The wait
       is as long as the device's lag, so the host's time varies with the lag or is about equal to
-      the lag. In that case, the lag is subtracted.
-    - The host waits for room in the device's queue. This requires that the device lags behind at
-      both ends of the segment and makes progress in between. In that case, the segment's time is
-      replaced by times of recent steps without such a wait.
+      the lag. The lag is then subtracted from the host's time.
+    - The host waits for room in the device's queue. The device must lag behind at both ends of the
+      segment and make progress in between. The segment's time is then replaced by times of recent
+      steps without such a wait.
     """
 
     def __init__(self) -> None:

@@ -180,7 +180,7 @@ class MemoryStatistics:
 
 
 def newest_reading(records: npt.NDArray[np.void], names: list[str]) -> MemoryReading | None:
-    """Return the last reading in these records. Its retries are the allocator's own counter."""
+    """Return the last reading in these records, with the allocator's own counter of retries."""
     return next((reading for reading, _ in reversed(_readings(records, names))), None)
 
 

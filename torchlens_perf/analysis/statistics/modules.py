@@ -59,8 +59,8 @@ class ModuleTimes:
     def excess_ns(self, rank: int) -> dict[str, float]:
         """Return for each module of a rank the excess in ns over the median of the other ranks.
 
-        The result is empty if no other rank has the same modules. It is also empty if no rank of
-        this node has them, because this node then does not know their names.
+        The result is empty if no other rank has the same modules, or if this node does not know the
+        modules' names, because none of its ranks has these modules.
         """
         key, mine = self._times.get(rank, (0, None))
         names = self._names.get(key)

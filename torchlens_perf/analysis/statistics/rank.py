@@ -554,7 +554,7 @@ class RankStatistics:
     ) -> None:
         """Add the own times of modules called in the forward pass.
 
-        These times add up to the forward phase.
+        Own times of all modules add up to the time of the forward phase.
 
         of_step: index in `new` of each step.
         """

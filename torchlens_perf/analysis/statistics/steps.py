@@ -139,8 +139,8 @@ def step_traces(
     """Build traces, with all spans, of the wanted steps in these records.
 
     - records: records of complete steps.
-    - later: records after these steps. They may contain spans of the steps, because collectives may
-      end, and device times may arrive, after the end of their step.
+    - later: records after these steps, which may contain spans of the steps: collectives may end,
+      and device times may arrive, after the end of their step.
     """
     traces = []
     ends = np.flatnonzero(records["kind"] == Kind.STEP)

@@ -38,7 +38,7 @@ class EndpointAddress(NamedTuple):
 
 
 def parsed(address: str) -> EndpointAddress:
-    """Split an address into parts. It may have no scheme, and any text is accepted."""
+    """Split any text into the parts of an address, which need not have a scheme."""
     whole = address.strip()
     rest, _, fragment = whole.partition("#")
     rest, _, query = rest.partition("?")
@@ -46,7 +46,7 @@ def parsed(address: str) -> EndpointAddress:
     scheme = name.lower() if colon else ""
     if scheme.startswith("unix") and scheme in _GRPC_SCHEMES:
         return EndpointAddress(scheme, "", "", after, query, fragment)
-    # dns:password@host is no gRPC name. It has credentials for a user called dns.
+    # dns:password@host is no gRPC name, but has credentials for a user called dns.
     if scheme in _GRPC_SCHEMES and "@" not in rest.partition("/")[0]:
         before, _, last = after.rpartition("@")
         # In dns://authority/user:password@host, the credentials start after the last slash.

@@ -192,8 +192,8 @@ def _message(content: bytes, kind: str) -> str:
 def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Add the credentials in the endpoint's address to a request that has no Authorization header.
 
-    This replaces the default authorization, which would overwrite the user's header by ~/.netrc.
-    Proxies and certificates are still read from the environment.
+    The default authorization of requests would overwrite the user's header by ~/.netrc. Proxies and
+    certificates are still read from the environment.
     """
     user, password = get_auth_from_url(request.url or "")
     if user and "Authorization" not in request.headers:

@@ -64,7 +64,7 @@ class Outbox:
     ) -> None:
         """Continue a queue. Files of an earlier process are delivered first.
 
-        - folder: folder of the run's outbox. If None, all requests stay in memory.
+        - folder: folder of the run's outbox; None to keep all requests in memory.
         - owner: name of the node that owns the files; "" in a replay for the files of all nodes.
         - batch_items: largest number of items in a request.
         - delay_s: longest time to wait for a full request.
@@ -77,7 +77,7 @@ class Outbox:
         self._items: deque[Item] = deque()
         self._item_count = 0
         self._oldest_item_s = math.inf
-        # Requests in memory. The first may be in flight.
+        # Requests in memory, the first of which may be in flight.
         self._requests: deque[Request] = deque()
         self._on_disk = threading.Lock()
         # Path, number of items and number of bytes of each file.
@@ -92,7 +92,7 @@ class Outbox:
             self._number = max(self._number, number + 1)
 
     def put(self, items: Sequence[Item]) -> None:
-        """Append items. This neither blocks nor writes to disk."""
+        """Append items without blocking and without writing to disk."""
         with self._arrived:
             was_empty = not self._items
             if was_empty:

@@ -45,7 +45,7 @@ class Transport(Protocol):
 
 
 class Sender:
-    """Delivers the requests in an outbox. It counts items: spans, metric points or log records."""
+    """Delivers an outbox, and counts its items: spans, metric points or log records."""
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class Sender:
         """Start the thread.
 
         - collect: callback on the sender's thread that calls add() with the items that are due, or
-          with all items if its argument is True. It returns the seconds until more items are due.
+          with all items if its argument is True. The callback returns the seconds until more items
+          are due.
         - clock: returns seconds.
         """
         self.signal, self.outbox = outbox.signal, outbox
@@ -108,7 +109,7 @@ class Sender:
         return self.outbox.due_s() > 0
 
     def begin_closing(self) -> None:
-        """Make the thread deliver the remaining items and end. This method does not wait."""
+        """Make the thread deliver the remaining items and end, without waiting for the thread."""
         with self._changed:
             self._closing = True
             self._next_try_s = 0.0

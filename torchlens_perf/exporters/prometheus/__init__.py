@@ -1,1 +1,1 @@
-"""The sidecar's /metrics for Prometheus. It is off by default and needs prometheus_client."""
+"""The sidecar's /metrics for Prometheus, which is off by default and needs prometheus_client."""

@@ -56,7 +56,7 @@ class Address(NamedTuple):
 
 
 class Endpoint:
-    """The HTTP server. It listens from its creation until close()."""
+    """The HTTP server, which listens from its creation until close()."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Endpoint:
     ) -> None:
         """Start to listen. Raises OSError if the port is in use or not permitted.
 
-        - answer: renders /metrics for an Accept header. It is called on the server's thread.
+        - answer: callback on the server's thread that renders /metrics for an Accept header.
         - request_timeout_s: time limit for receiving all headers.
         - answer_timeout_s: time limit for sending the response. The default is that of Prometheus.
         """

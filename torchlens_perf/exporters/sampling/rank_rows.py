@@ -1,7 +1,7 @@
 """Work and wait times of all ranks in the newest steps. Pure.
 
-They show which rank arrived last, and which rank had most work. A row is the mean over the steps of
-one bin (analysis/statistics/step_bins.py).
+The times show which rank arrived last, and which rank had most work. A row is the mean over the
+steps of one bin (analysis/statistics/step_bins.py).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RankRows:
         """Return quantiles over ranks in seconds, with keys ("work" or "wait", name of the
         quantile).
 
-        They are computed from the newest row with times of the most ranks.
+        The quantiles are computed from the newest row that has times of the most ranks.
         """
         ordered = sorted(self._rows.items(), key=lambda item: -(item[0][1] + 1) * item[0][0])
         most = max((row.known for _, row in ordered), default=0)

@@ -1,9 +1,9 @@
 """Select the finished steps, and the ranks of each step, that are sent as traces. Pure.
 
 A step becomes a candidate because of its number, because it is slower than earlier steps, or
-because a rank is reported as slow. The candidate is decided when its records have arrived. If all
-ranks fit into the budget of spans, all are sent. Otherwise only the ranks that explain the step are
-sent. Candidates that exceed the budget are counted.
+because a rank is reported as slow. The candidate is decided when its records have arrived. All
+ranks are sent if they fit into the budget of spans. If they do not fit, only the ranks that explain
+the step are sent. Candidates that exceed the budget are counted.
 """
 
 from __future__ import annotations

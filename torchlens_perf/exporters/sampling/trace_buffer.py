@@ -44,7 +44,7 @@ class BufferedSteps:
 
 
 class TraceBuffer:
-    """A queue of steps. It drops its oldest entries when its size exceeds a number of bytes."""
+    """A queue of steps that drops its oldest entries when it exceeds a number of bytes."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
