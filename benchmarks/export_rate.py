@@ -148,10 +148,10 @@ def _timed() -> Iterator[None]:
 
 def send_ours(path: str) -> None:
     """Send the run's spans as `torchlens-perf sidecar RUN_DIR` does."""
-    from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+    from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
     from torchlens_perf.sidecar.replay import replay
 
-    exporter = exporter_from_environment()
+    exporter = create_exporter_from_environment()
     with _timed():
         done = replay(RunDirectory(Path(path)), exporter, trace_every=1)
     assert done.notes == [], done.notes
@@ -164,8 +164,8 @@ def send_sdk(path: str) -> None:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.trace import set_span_in_context
 
-    from torchlens_perf.analysis.statistics.steps import step_traces
-    from torchlens_perf.exporters.otlp_spans import nest
+    from torchlens_perf.analysis.statistics.steps import build_step_traces
+    from torchlens_perf.exporters.otlp_spans import find_parents
     from torchlens_perf.store import segments
     from torchlens_perf.store.file_names import list_nodes
 
@@ -179,7 +179,7 @@ def send_sdk(path: str) -> None:
     with _timed():
         for host in list_nodes(directory.spans):
             for origin, records, names, _ in segments.read_chunks(directory, host):
-                for trace in step_traces(records, names, set(range(STEPS))):
+                for trace in build_step_traces(records, names, set(range(STEPS))):
                     common = {
                         "torch.run.id": "run",
                         "torch.train.step": trace.step,
@@ -189,7 +189,7 @@ def send_sdk(path: str) -> None:
                         f"rank {origin.rank}", attributes=common, start_time=trace.start_ns
                     )
                     contexts = []
-                    for span, parent in nest(trace.spans):
+                    for span, parent in find_parents(trace.spans):
                         within = set_span_in_context(step) if parent is None else contexts[parent]
                         made = tracer.start_span(
                             span.name or span.kind, within, attributes={**common, "torchlens_perf.kind": span.kind},

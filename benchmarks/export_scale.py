@@ -29,16 +29,16 @@ from torchlens_perf.analysis.statistics.hardware import (
     GPU_COUNTERS,
     LINK_COUNTERS,
     GpuSample,
-    Hardware,
+    HardwareSamples,
     LinkSample,
 )
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.config import Config
-from torchlens_perf.exporters import Assessment, ExportBatch, Part
+from torchlens_perf.exporters import Assessment, CoveredRanks, ExportBatch
 from torchlens_perf.exporters.delivery.otlp_requests import metrics_of
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
-from torchlens_perf.exporters.otlp_spans import SpanMaker
-from torchlens_perf.exporters.series import Meter
+from torchlens_perf.exporters.otlp_spans import SpanBuilder
+from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import StepTable
@@ -155,8 +155,8 @@ class Node:
         self.state.processes = {each.state.identity.key: each.state for each in sources}
         self.sources = Sources(sources, settings)
         self.cluster.add_generation(sources[0].state.identity, 0)
-        self.spans_of = SpanMaker({})
-        self.metrics = NodeMetrics(Meter(), clock)
+        self.spans_of = SpanBuilder({})
+        self.metrics = NodeMetrics(ArrayMeter(), clock)
         self.clock = clock
         self.spans: Counter[int] = Counter()
         """Number of spans by the second of the job in which the step ended."""
@@ -210,7 +210,7 @@ class Node:
         ):
             self.traced.append(traced)
             self._export(traced)
-        if self.role.part is Part.WHOLE:
+        if self.role.part is CoveredRanks.WHOLE:
             room = self.cluster.max_instruction_bytes
             self.cluster.publish_instructions(
                 traces.encode_choice(attempt, tuple(self.role.slow_ranks), room, final=False)
@@ -222,7 +222,7 @@ class Node:
 
     def measure(self) -> None:
         """Report every metric of GPUs and ports, including errors and throttling."""
-        self.metrics.measured(_hardware(self.state.host))
+        self.metrics.record_hardware(_hardware(self.state.host))
 
     def collect(self) -> None:
         """Export the metrics."""
@@ -237,7 +237,7 @@ class Node:
 
     def _export(self, batch: ExportBatch) -> None:
         """Export the batch in the same way as OtlpExporter."""
-        found = self.spans_of.of(batch)
+        found = self.spans_of.build_spans(batch)
         for trace in batch.traces:
             second = (trace.start_ns + trace.duration_ns) // 10**9
             self.spans[second] += len(found[trace.step][0])
@@ -368,7 +368,7 @@ def _progress(rank: int, host: str, step: int) -> RankProgress:
     return RankProgress(rank, host, step, 0.0, 0.0, 0.2, {}, (), "running")
 
 
-def _hardware(host: str) -> Hardware:
+def _hardware(host: str) -> HardwareSamples:
     gpu_values = {
         field.name: 1.0
         for field in dataclasses.fields(GpuSample)
@@ -400,7 +400,7 @@ def _hardware(host: str) -> Hardware:
         )
         for index in range(NODE_SIZE)
     ]
-    return Hardware(gpus, links, {})
+    return HardwareSamples(gpus, links, {})
 
 
 def main() -> int:

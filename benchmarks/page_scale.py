@@ -179,7 +179,7 @@ def _process(
         counted=len(records) - 1, ended="closed", model=f"pp{topology.coordinates(rank)['pp']}", judged_by=HOST,
         compute_device="cpu", groups=groups,
     )  # fmt: skip
-    process.statistics.add(records, assemble_steps(records), _names(), 0)
+    process.statistics.add_records(records, assemble_steps(records), _names(), 0)
     return process, records
 
 

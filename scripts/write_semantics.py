@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from torchlens_perf.exporters import JobPart, semantics
-from torchlens_perf.exporters.series_room import most_ranks
+from torchlens_perf.exporters import NodeRole, semantics
+from torchlens_perf.exporters.series_room import max_ranks_with_own_series
 
 PAGE = Path(__file__).parents[1] / "docs/reference/telemetry.md"
 
@@ -33,7 +33,7 @@ exist only on `/metrics`: [prometheus.md](../guides/prometheus.md#metrics).
 def page() -> str:
     """Return the text of the page."""
     names = [
-        f"`{semantics.event_name(kind, each)}`"
+        f"`{semantics.name_of_alert_event(kind, each)}`"
         for kind, changes in semantics.EVENTS.items()
         for each in changes
     ]
@@ -42,7 +42,7 @@ def page() -> str:
     explained = [each for each in semantics.ATTRIBUTES if each.meaning]
     bounds = ", ".join(f"{bound:g}" for bound in semantics.DURATION_BOUNDS_S)
     parts = [
-        HEAD.format(most_ranks=most_ranks(JobPart().max_series)),
+        HEAD.format(most_ranks=max_ranks_with_own_series(NodeRole().max_series)),
         "## Spans\n",
         _table(
             ("span", "parent", "meaning", "condition"),

@@ -18,7 +18,7 @@ from torch import nn
 import torchlens_perf as perf
 from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import last_rings
-from torchlens_perf.analysis.statistics.memory import MemoryStatistics, memory_signals
+from torchlens_perf.analysis.statistics.memory import MemoryStatistics, compute_memory_signals
 from torchlens_perf.run.ring import Kind, RingReader
 
 MB = 1 << 20
@@ -87,7 +87,7 @@ def _recorded(folder: str) -> tuple[MemoryStatistics, Any]:
     """Check the readings and their records."""
     reader, statistics = RingReader(last_rings(folder)), MemoryStatistics()
     records = reader.read_records(final=True).records
-    statistics.add(records, reader.names())
+    statistics.add_records(records, reader.names())
     reader.close()
     return statistics, records[records["kind"] == Kind.MEMORY]
 
@@ -140,7 +140,7 @@ def _retries(checks: Checks) -> None:
                 watch.step()
                 time.sleep(0.005)
         statistics, _ = _recorded(folder)
-    signals = memory_signals(statistics.readings, 0, 64)
+    signals = compute_memory_signals(statistics.readings, 0, 64)
     rate = signals.get("alloc_retries_per_step", 0.0)
     checks.bar(
         "allocator",

@@ -17,7 +17,7 @@ def last_rings(folder: str) -> Path:
 def device_statistics(ring: Path) -> DeviceStatistics:
     """Return the sidecar's device statistics from the ring's records."""
     reader, found = RingReader(ring), DeviceStatistics()
-    found.add(reader.read_records(final=True).records, reader.names())
+    found.add_records(reader.read_records(final=True).records, reader.names())
     reader.close()
     return found
 

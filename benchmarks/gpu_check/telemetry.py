@@ -88,7 +88,7 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
     before, under = GpuTotals(), GpuTotals()
     for totals, samples in ((before, idle), (under, loaded)):
         for sample in samples:
-            totals.add(sample)
+            totals.add_sample(sample)
     for name, unit in (("power_w", "W"), ("busy", ""), ("sm_active", ""), ("tensor_active", "")):
         low, high = before.mean(name), under.mean(name)
         if low is None or high is None:
@@ -129,7 +129,7 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
         most <= 1.05,
     )
     # Compare the samples with the counter, which would differ by a factor of 1000 in another unit.
-    asked, counted = under.counts.get("clock_reasons", 0), under.throttled().get("power")
+    asked, counted = under.counts.get("clock_reasons", 0), under.throttled_shares().get("power")
     by_samples = under.reasons.get("power", 0) / asked if asked else 0.0
     if by_samples < 0.5 or counted is None:
         checks.missing(
@@ -149,10 +149,10 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
     checks.value(
         "nvml",
         "throttled under load",
-        ", ".join(f"{k} {v:.3f}" for k, v in under.throttled().items()) or "-",
+        ", ".join(f"{k} {v:.3f}" for k, v in under.throttled_shares().items()) or "-",
     )
     checks.value(
         "nvml",
         "clock under load, to its highest",
-        f"{under.signals().get('sm_clock_share', float('nan')):.3f}",
+        f"{under.to_signals().get('sm_clock_share', float('nan')):.3f}",
     )

@@ -23,7 +23,7 @@ _EXEMPLARS = f"""Exemplars Nested (
 _OF_POINT = f"""
     ResourceAttributes {_MAP}, ResourceSchemaUrl String,
     ScopeName String, ScopeVersion String, ScopeAttributes {_MAP}, ScopeDroppedAttrCount UInt32, ScopeSchemaUrl String,
-    ServiceName LowCardinality(String), MetricName String, MetricDescription String, MetricUnit String,
+    ServiceName LowCardinality(String), MetricName String, Metric String, MetricUnit String,
     Attributes {_MAP}, StartTimeUnix DateTime64(9), TimeUnix DateTime64(9), Flags UInt32"""
 _TABLES = {
     "otel_traces": (

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from tests.support.otlp_receiver import ReceivedSpan
 from tests.support.recorded_run import Sidecar
-from torchlens_perf.exporters import semantics, traced_steps
-from torchlens_perf.exporters.otlp_spans import span_id, trace_id
+from torchlens_perf.exporters import semantics, steps_traced_by_number
+from torchlens_perf.exporters.otlp_spans import span_id_of_path, step_trace_id
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts import node_state
@@ -57,7 +57,7 @@ class Recorded:
         docs/guides/opentelemetry.md.
         """
         steps = {(row["rank"], row["step"]): row for row in self.rows("steps")}
-        sampled = traced_steps([step for _, step in steps], TRACE_EVERY)
+        sampled = steps_traced_by_number([step for _, step in steps], TRACE_EVERY)
         inside: dict[tuple[int, int], list[Row]] = defaultdict(list)
         for row in self.rows("spans"):
             if row["step"] in sampled and row["kind"] != "step":
@@ -112,8 +112,12 @@ def _of_step(
     run_id: str, row: Row, inside: list[Row], resource: dict[str, Any]
 ) -> list[ReceivedSpan]:
     """Yield the root (if the rank is 0), the rank's step, and the records in it."""
-    rank, step, in_trace = row["rank"], row["step"], trace_id(run_id, row["attempt"], row["step"])
-    root_id, rank_id = span_id(in_trace, "root"), span_id(in_trace, rank)
+    rank, step, in_trace = (
+        row["rank"],
+        row["step"],
+        step_trace_id(run_id, row["attempt"], row["step"]),
+    )
+    root_id, rank_id = span_id_of_path(in_trace, "root"), span_id_of_path(in_trace, rank)
     common = {semantics.RUN_ID: run_id, semantics.STEP: step, semantics.RANK: rank}
 
     def span(
@@ -144,10 +148,17 @@ def _of_step(
                 semantics.SEQUENCE: each["value1"] & 0xFFFFFFFF,
             }
         around = _around(each, ordered[:index])
-        parent = rank_id if around is None else span_id(in_trace, rank, around)
+        parent = rank_id if around is None else span_id_of_path(in_trace, rank, around)
         status = "STATUS_CODE_ERROR" if each["flags"] & Flag.EXCEPTION else ""
         found.append(
-            span(span_id(in_trace, rank, index), parent, each["name"], each, more, status=status)
+            span(
+                span_id_of_path(in_trace, rank, index),
+                parent,
+                each["name"],
+                each,
+                more,
+                status=status,
+            )
         )
     return found
 

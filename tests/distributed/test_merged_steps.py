@@ -28,7 +28,7 @@ from tests.support.long import long
 from tests.support.ranks import run_without_traces
 from tests.support.recording import recorded, records_of, ring_of_this_process
 from tests.support.reports import as_json, checked
-from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
+from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.hooks.on_device import choice, stamps
 from torchlens_perf.report.build import build_report
@@ -117,7 +117,7 @@ def one_run(folder: Path, late_s: float, *, watched: bool = True) -> dict[str, A
     merged = [
         unpack_row(each, recording.interned) for each in records if each["kind"] == Kind.MERGED
     ]
-    table = DeviceSteps().add(records, assemble_steps(records))
+    table = DeviceStepJoin().add_records(records, assemble_steps(records))
     return {
         "losses": losses, "parameters": [*map(parameter_of, parameters)], "waited": synchronizations,
         "rows": [each for each in merged if each.row >= 0], "launches": launches,

@@ -19,22 +19,27 @@ from opentelemetry.trace import Link, SpanContext, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
 from tests.support.otlp_collector import DELIVERED, Collector
-from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later, wait_of
+from torchlens_perf.exporters.delivery.answer import (
+    SendOutcome,
+    SendResult,
+    parse_retry_after,
+    retry_later,
+)
 from torchlens_perf.exporters.delivery.otlp_requests import (
     Item,
-    decode,
-    encode,
-    halves,
-    in_span,
+    context_in_span,
+    count_items,
+    decode_request,
+    encode_request,
     metrics_of,
-    size,
+    split_in_halves,
 )
-from torchlens_perf.exporters.delivery.outbox import Outbox, Room, found, outbox
+from torchlens_perf.exporters.delivery.outbox import Outbox, OutboxLimits, list_files, outbox_folder
 from torchlens_perf.exporters.delivery.sender import Sender
-from torchlens_perf.exporters.otlp import notes
+from torchlens_perf.exporters.otlp import describe_undelivered
 from torchlens_perf.exporters.otlp_resource import SCOPE
 
-TOO_LARGE = Answer(Outcome.TOO_LARGE, "HTTP 413")
+TOO_LARGE = SendResult(SendOutcome.TOO_LARGE, "HTTP 413")
 
 
 RESOURCE = Resource({"host.name": "node-a", "list": ["a", "b"], "share": 0.5, "is": True})
@@ -60,7 +65,7 @@ def names_in(items: Sequence[Item]) -> list[str]:
 
 
 def names_on_disk(path: Path) -> list[str]:
-    return names_in(decode("traces", path.read_bytes()))
+    return names_in(decode_request("traces", path.read_bytes()))
 
 
 def delivered(endpoint: Collector) -> list[str]:
@@ -97,7 +102,7 @@ class Clock:
 )  # fmt: skip
 def test_retry_after_is_read_as_seconds_or_as_a_date(header: str, expected: float | None) -> None:
     """Any other value of Retry-After is ignored."""
-    assert wait_of(header, unix_s=10.0) == expected
+    assert parse_retry_after(header, unix_s=10.0) == expected
 
 
 # -- requests
@@ -105,14 +110,17 @@ def test_retry_after_is_read_as_seconds_or_as_a_date(header: str, expected: floa
 
 def test_halves_of_a_split_request_contain_every_item_once() -> None:
     """A single span cannot be split, and points of a metric stay together."""
-    assert [names_in(half) for half in halves(spans_of("a", "b", "c"))] == [["a"], ["b", "c"]]
-    assert halves(spans_of("alone")) == []
-    (first,), (second,) = halves([METRICS])
+    assert [names_in(half) for half in split_in_halves(spans_of("a", "b", "c"))] == [
+        ["a"],
+        ["b", "c"],
+    ]
+    assert split_in_halves(spans_of("alone")) == []
+    (first,), (second,) = split_in_halves([METRICS])
     assert isinstance(first, MetricsData)
     assert isinstance(second, MetricsData)
     assert metrics_of(first) + metrics_of(second) == metrics_of(METRICS)
-    assert {size([first]) + size([second]), size([METRICS])} == {5}
-    assert halves([MetricsData(first.resource_metrics[:1])])[0] != []
+    assert {count_items([first]) + count_items([second]), count_items([METRICS])} == {5}
+    assert split_in_halves([MetricsData(first.resource_metrics[:1])])[0] != []
 
 
 _TIMES = {"start_time_unix_nano": 10, "time_unix_nano": 20}
@@ -184,7 +192,7 @@ KEPT: dict[str, list[Item]] = {
             ),
             RESOURCE, SCOPE,
         )
-        for context in (in_span(_CONTEXT), None)
+        for context in (context_in_span(_CONTEXT), None)
     ],
     "metrics": [METRICS],
 }  # fmt: skip
@@ -192,16 +200,16 @@ KEPT: dict[str, list[Item]] = {
 
 @pytest.mark.parametrize("signal", KEPT)
 def test_request_read_from_disk_encodes_to_the_same_bytes(signal: str) -> None:
-    body = encode(signal, KEPT[signal])
-    kept = decode(signal, body)
-    assert encode(signal, kept) == body
-    assert size(kept) == size(KEPT[signal])
+    body = encode_request(signal, KEPT[signal])
+    kept = decode_request(signal, body)
+    assert encode_request(signal, kept) == body
+    assert count_items(kept) == count_items(KEPT[signal])
 
 
 @pytest.mark.parametrize("signal", KEPT)
 def test_invalid_bytes_are_rejected_as_a_stored_request(signal: str) -> None:
     with pytest.raises(ValueError, match=f"not a request of {signal}"):
-        decode(signal, b"\xff no request")
+        decode_request(signal, b"\xff no request")
 
 
 def test_request_is_due_when_full_or_after_the_delay() -> None:
@@ -209,20 +217,20 @@ def test_request_is_due_when_full_or_after_the_delay() -> None:
     clock = Clock()
     box = Outbox(None, "node", "traces", 3, delay_s=5.0, clock=clock)
     box.put(spans_of("a", "b"))
-    assert (box.oldest(), box.due_s()) == (None, 5.0)
+    assert (box.next_request(), box.seconds_until_due()) == (None, 5.0)
     box.put(spans_of("c", "d"))
-    full = box.oldest()
+    full = box.next_request()
     assert full is not None
-    assert (names_in(full.items), full.count, box.waiting(), box.due_s()) == (
+    assert (names_in(full.items), full.count, box.count_undelivered(), box.seconds_until_due()) == (
         ["a", "b", "c"],
         3,
         4,
         0.0,
     )
     box.remove(full)
-    assert (box.oldest(), box.due_s()) == (None, 5.0)
+    assert (box.next_request(), box.seconds_until_due()) == (None, 5.0)
     clock.now_s += 5
-    rest = box.oldest()
+    rest = box.next_request()
     assert rest is not None
     assert names_in(rest.items) == ["d"]
 
@@ -231,12 +239,12 @@ def test_request_is_due_when_full_or_after_the_delay() -> None:
 
 
 def test_outbox_in_memory_drops_and_counts_the_oldest_requests() -> None:
-    box = Outbox(None, "node", "traces", room=Room(memory_items=3))
+    box = Outbox(None, "node", "traces", room=OutboxLimits(memory_items=3))
     for name in "abcde":
         box.put(spans_of(name))
-    assert (box.waiting(), box.dropped) == (3, 2)
-    assert box.to_disk() is False
-    oldest = box.oldest()
+    assert (box.count_undelivered(), box.dropped) == (3, 2)
+    assert box.write_to_disk() is False
+    oldest = box.next_request()
     assert oldest is not None
     assert names_in(oldest.items) == ["c", "d", "e"]
 
@@ -249,40 +257,40 @@ def test_outbox_on_disk_is_sent_by_the_next_process(tmp_path: Path) -> None:
     first = Outbox(tmp_path / "outbox", "node-a", "traces", batch_items=1)
     for name in ("x", "y"):
         first.put(spans_of(name))
-    assert first.to_disk()
+    assert first.write_to_disk()
     first.put(spans_of("z"))
-    assert first.to_disk()
+    assert first.write_to_disk()
 
     again = Outbox(tmp_path / "outbox", "node-a", "traces")
     taken = []
-    while (oldest := again.oldest()) is not None:
+    while (oldest := again.next_request()) is not None:
         taken += names_in(oldest.items)
         again.remove(oldest)
     assert taken == ["x", "y", "z"]
     assert list((tmp_path / "outbox").iterdir()) == []
-    assert Outbox(tmp_path / "outbox", "node-b", "traces").waiting() == 0
+    assert Outbox(tmp_path / "outbox", "node-b", "traces").count_undelivered() == 0
 
 
 def test_oldest_outbox_files_are_deleted_and_counted_above_the_disk_limit(tmp_path: Path) -> None:
     """The items of deleted files are counted."""
-    newest = sum(len(encode("traces", spans_of(*["a"] * count))) for count in (4, 5))
-    box = Outbox(tmp_path, "node", "traces", room=Room(disk_bytes=newest))
+    newest = sum(len(encode_request("traces", spans_of(*["a"] * count))) for count in (4, 5))
+    box = Outbox(tmp_path, "node", "traces", room=OutboxLimits(disk_bytes=newest))
     for number in range(5):
         box.put(spans_of(*["a"] * (number + 1)))
-        assert box.to_disk()
-    assert (box.waiting(), box.dropped) == (4 + 5, 1 + 2 + 3)
-    assert [items for _, items, _ in found(tmp_path, "traces")] == [4, 5]
+        assert box.write_to_disk()
+    assert (box.count_undelivered(), box.dropped) == (4 + 5, 1 + 2 + 3)
+    assert [items for _, items, _ in list_files(tmp_path, "traces")] == [4, 5]
 
 
 def test_damaged_outbox_file_is_counted_and_later_files_are_sent(tmp_path: Path) -> None:
     box = Outbox(tmp_path, "node", "traces", batch_items=1)
     for name in ("x", "y", "z"):
         box.put(spans_of(name))
-    box.to_disk()
-    (gone, _, _), (damaged, _, _), _ = found(tmp_path, "traces")
+    box.write_to_disk()
+    (gone, _, _), (damaged, _, _), _ = list_files(tmp_path, "traces")
     gone.unlink()
     damaged.write_bytes(b"\xff no request")
-    oldest = box.oldest()
+    oldest = box.next_request()
     assert oldest is not None
     assert (names_in(oldest.items), box.dropped, damaged.exists()) == (["z"], 2, False)
 
@@ -295,28 +303,28 @@ def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
 
     After the outage, all requests are delivered once and in order.
     """
-    endpoint = Collector("traces", later("away"))
-    sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
+    endpoint = Collector("traces", retry_later("away"))
+    sender = Sender(Outbox(outbox_folder(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
-        sender.add(spans_of(name))
-        assert eventually(lambda: sender.failing)
-    assert eventually(lambda: len(found(outbox(tmp_path), "traces")) == 3)
+        sender.queue_items(spans_of(name))
+        assert eventually(lambda: sender.is_failing)
+    assert eventually(lambda: len(list_files(outbox_folder(tmp_path), "traces")) == 3)
     endpoint.answer = DELIVERED
-    assert eventually(lambda: not sender.outbox.waiting())
+    assert eventually(lambda: not sender.outbox.count_undelivered())
     sender.close(10)
     assert delivered(endpoint) == ["a", "b", "c"]
-    assert (sender.delivered, notes(sender)) == (3, [])
-    assert found(outbox(tmp_path), "traces") == []
+    assert (sender.delivered, describe_undelivered(sender)) == (3, [])
+    assert list_files(outbox_folder(tmp_path), "traces") == []
 
 
 def test_undelivered_requests_stay_on_disk_at_shutdown_and_are_noted(tmp_path: Path) -> None:
     """A dead endpoint gets one last attempt at shutdown."""
-    endpoint = Collector("traces", later("away"))
-    sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
+    endpoint = Collector("traces", retry_later("away"))
+    sender = Sender(Outbox(outbox_folder(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
-        sender.add(spans_of(name))
+        sender.queue_items(spans_of(name))
     sender.close(10)
-    assert notes(sender) == [
+    assert describe_undelivered(sender) == [
         "OTLP: 3 of 3 spans were not delivered",
         (
             "OTLP: 3 of these spans wait in the run directory; to send them: torchlens-perf sidecar"
@@ -324,38 +332,38 @@ def test_undelivered_requests_stay_on_disk_at_shutdown_and_are_noted(tmp_path: P
         ),
     ]
     endpoint = Collector("traces")
-    replayed = Sender(Outbox(outbox(tmp_path), "", "traces"), endpoint)
+    replayed = Sender(Outbox(outbox_folder(tmp_path), "", "traces"), endpoint)
     replayed.close(10)
     assert sorted(delivered(endpoint)) == ["a", "b", "c"]
-    assert notes(replayed) == []
+    assert describe_undelivered(replayed) == []
 
 
 def test_shutdown_waits_for_a_stuck_endpoint_for_its_timeout_only(tmp_path: Path) -> None:
     """The endpoint never answers. The request in progress is also kept on disk."""
     endpoint = Collector("traces", opened=False)
-    sender = Sender(Outbox(outbox(tmp_path), "node", "traces", 1), endpoint)
-    sender.add(spans_of("a"))
+    sender = Sender(Outbox(outbox_folder(tmp_path), "node", "traces", 1), endpoint)
+    sender.queue_items(spans_of("a"))
     assert eventually(lambda: endpoint.calls == 1)
-    sender.add(spans_of("b"))
+    sender.queue_items(spans_of("b"))
     sender.close(0.05)
-    assert [items for _, items, _ in found(outbox(tmp_path), "traces")] == [1, 1]
+    assert [items for _, items, _ in list_files(outbox_folder(tmp_path), "traces")] == [1, 1]
     endpoint.opened.set()
     sender._thread.join(10)
-    assert [items for _, items, _ in found(outbox(tmp_path), "traces")] == [1, 1]
-    assert "2 of 2 spans" in notes(sender)[0]
+    assert [items for _, items, _ in list_files(outbox_folder(tmp_path), "traces")] == [1, 1]
+    assert "2 of 2 spans" in describe_undelivered(sender)[0]
 
 
 def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path) -> None:
     """Pauses grow up to about a minute."""
-    clock, endpoint = Clock(), Collector("traces", later("away"))
+    clock, endpoint = Clock(), Collector("traces", retry_later("away"))
     sender = Sender(Outbox(None, "node", "traces"), endpoint, clock=clock)
-    sender.add(spans_of("a"))
+    sender.queue_items(spans_of("a"))
     pauses = []
     for number in range(1, 10):
         assert eventually(lambda number=number: sender._total_failures == number)  # type: ignore[misc]
         pauses.append(sender._next_try_s - clock.now_s)
         if number == 8:
-            endpoint.answer = later("busy", after_s=300)
+            endpoint.answer = retry_later("busy", after_s=300)
         clock.now_s = sender._next_try_s + 0.01
     sender.close(10)
     assert all(0.8 * 2**n <= pause <= 1.2 * 2**n for n, pause in enumerate(pauses[:6]))
@@ -370,15 +378,15 @@ def test_too_large_request_is_halved_until_it_is_accepted() -> None:
     """
     endpoint = Collector("traces", lambda items: DELIVERED if items <= 2 else TOO_LARGE)
     sender = Sender(Outbox(None, "node", "traces"), endpoint)
-    sender.add(spans_of(*"abcdefgh"))
+    sender.queue_items(spans_of(*"abcdefgh"))
     sender.close(10)
     assert delivered(endpoint) == list("abcdefgh")
-    assert notes(sender) == []
+    assert describe_undelivered(sender) == []
 
     sender = Sender(Outbox(None, "node", "traces"), Collector("traces", TOO_LARGE))
-    sender.add(spans_of("a", "b"))
+    sender.queue_items(spans_of("a", "b"))
     sender.close(10)
-    assert notes(sender) == [
+    assert describe_undelivered(sender) == [
         "OTLP: 2 of 2 spans were not delivered",
         "OTLP: 2 of these spans were in requests that the endpoint refused for good",
     ]
@@ -387,22 +395,26 @@ def test_too_large_request_is_halved_until_it_is_accepted() -> None:
 def test_refused_request_is_counted_and_the_next_one_is_sent() -> None:
     """Rejected items of an accepted request are counted too."""
     answers = iter(
-        [Answer(Outcome.REFUSED, "HTTP 400"), Answer(Outcome.DELIVERED, rejected=1), DELIVERED]
+        [
+            SendResult(SendOutcome.REFUSED, "HTTP 400"),
+            SendResult(SendOutcome.DELIVERED, rejected=1),
+            DELIVERED,
+        ]
     )
     endpoint = Collector("traces", lambda items: next(answers))
     sender = Sender(Outbox(None, "node", "traces", 2), endpoint)
     for names in ("ab", "cd", "ef"):
-        sender.add(spans_of(*names))
+        sender.queue_items(spans_of(*names))
     sender.close(10)
     assert (sender.put, sender.delivered, sender.rejected, sender.refused) == (6, 3, 1, 2)
-    assert notes(sender)[0] == "OTLP: 3 of 6 spans were not delivered"
+    assert describe_undelivered(sender)[0] == "OTLP: 3 of 6 spans were not delivered"
 
 
 def test_at_most_one_request_is_in_flight() -> None:
     """At most one request can therefore be delivered twice."""
     inside, most, lock = [0], [0], threading.Lock()
 
-    def answer(items: int) -> Answer:
+    def answer(items: int) -> SendResult:
         with lock:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
@@ -413,6 +425,6 @@ def test_at_most_one_request_is_in_flight() -> None:
 
     sender = Sender(Outbox(None, "node", "traces"), Collector("traces", answer))
     for number in range(20):
-        sender.add(spans_of(str(number)))
+        sender.queue_items(spans_of(str(number)))
     sender.close(10)
     assert (most[0], sender.delivered) == (1, 20)

@@ -22,12 +22,12 @@ from tests.exporters.test_exporters import batch_of, identity
 from tests.support.endpoints import refusing, serving
 from tests.support.otlp_collector import Collector, exporter_to
 from torchlens_perf.exporters.delivery import sdk_exporters
-from torchlens_perf.exporters.delivery.answer import Answer, Outcome
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult
 from torchlens_perf.exporters.delivery.local import FileTransport
 from torchlens_perf.exporters.delivery.otlp_requests import Item
-from torchlens_perf.exporters.delivery.outbox import Outbox, found
+from torchlens_perf.exporters.delivery.outbox import Outbox, list_files
 from torchlens_perf.exporters.delivery.sender import Sender
-from torchlens_perf.exporters.otlp import notes
+from torchlens_perf.exporters.otlp import describe_undelivered
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.node_state import NodeState, load
 
@@ -55,12 +55,12 @@ def test_request_that_cannot_be_written_completely_stays_in_memory(tmp_path: Pat
     box = Outbox(tmp_path, "n", "traces")
     box.put(spans_of(*[SPAN] * 10))
     with room_for(1000):
-        assert not box.to_disk()
-    assert found(tmp_path, "traces") == []
-    kept = box.oldest()
+        assert not box.write_to_disk()
+    assert list_files(tmp_path, "traces") == []
+    kept = box.next_request()
     assert kept is not None
-    assert (names_in(kept.items), box.waiting(), box.dropped) == ([SPAN] * 10, 10, 0)
-    assert box.to_disk()
+    assert (names_in(kept.items), box.count_undelivered(), box.dropped) == ([SPAN] * 10, 10, 0)
+    assert box.write_to_disk()
 
 
 def test_partially_written_request_is_removed_from_the_file(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_partially_written_request_is_removed_from_the_file(tmp_path: Path) -> N
     transport = FileTransport("traces", path)
     with room_for(1000):
         answers = [transport.send(spans_of(SPAN)).outcome for _ in range(3)]
-    assert answers == [Outcome.DELIVERED, Outcome.LATER, Outcome.LATER]
-    assert transport.send(spans_of(SPAN)).outcome is Outcome.DELIVERED
+    assert answers == [SendOutcome.DELIVERED, SendOutcome.LATER, SendOutcome.LATER]
+    assert transport.send(spans_of(SPAN)).outcome is SendOutcome.DELIVERED
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
 
 
@@ -91,7 +91,7 @@ def test_partially_written_state_does_not_replace_the_old_one(tmp_path: Path) ->
 class Failing(Collector):
     """A transport whose first attempts raise."""
 
-    def send(self, items: Sequence[Item]) -> Answer:
+    def send(self, items: Sequence[Item]) -> SendResult:
         if self.calls < 2:
             self.calls += 1
             raise UnicodeError("on purpose")
@@ -102,38 +102,38 @@ def test_unexpected_exception_of_a_transport_is_retried() -> None:
     """The exception does not end the sender's thread."""
     endpoint = Failing("traces")
     sender = Sender(Outbox(None, "n", "traces"), endpoint)
-    sender.add(spans_of("a"))
-    assert eventually(lambda: sender.failing)
+    sender.queue_items(spans_of("a"))
+    assert eventually(lambda: sender.is_failing)
     sender.flush(5)
     assert eventually(lambda: sender.flush(5))
     sender.close(20)
     assert delivered(endpoint) == ["a"]
-    assert notes(sender) == []
+    assert describe_undelivered(sender) == []
 
 
 def test_items_that_arrive_after_the_senders_end_are_stored(tmp_path: Path) -> None:
     sender = Sender(Outbox(tmp_path, "n", "traces"), Collector("traces"))
     sender.begin_closing()
     sender._thread.join(20)
-    sender.add(spans_of("a"))
+    sender.queue_items(spans_of("a"))
     sender.close(20)
-    ((path, items, _),) = found(tmp_path, "traces")
+    ((path, items, _),) = list_files(tmp_path, "traces")
     assert (names_on_disk(path), items) == (["a"], 1)
 
 
 def test_halves_of_a_stored_request_are_stored_before_it_is_deleted(tmp_path: Path) -> None:
     """If the process is killed in between, nothing is lost."""
-    endpoint = Collector("traces", lambda items: Answer(Outcome.TOO_LARGE))
+    endpoint = Collector("traces", lambda items: SendResult(SendOutcome.TOO_LARGE))
     box = Outbox(tmp_path, "n", "traces")
     box.put(spans_of("a", "b"))
-    assert box.to_disk()
-    whole = box.oldest()
+    assert box.write_to_disk()
+    whole = box.next_request()
     assert whole is not None
     sender = Sender(Outbox(None, "n", "traces"), endpoint)
     sender.outbox = box
     assert sender._process_result(whole, endpoint.send(whole.items))
-    assert [names_on_disk(path) for path, _, _ in found(tmp_path, "traces")] == [["a"], ["b"]]
-    assert box.waiting() == 2
+    assert [names_on_disk(path) for path, _, _ in list_files(tmp_path, "traces")] == [["a"], ["b"]]
+    assert box.count_undelivered() == 2
     sender.outbox = Outbox(None, "n", "traces")
     sender.close(20)
 
@@ -147,7 +147,7 @@ def test_outbox_stays_within_its_limits_while_a_request_is_in_flight() -> None:
     for step in range(1, 41):
         exporter.export(batch_of(identity(), [step], spans_a_step=510))
     sender = exporter._senders["traces"]
-    assert sender.outbox.waiting() == 512 + 16384
+    assert sender.outbox.count_undelivered() == 512 + 16384
     assert sender.outbox.dropped == 512 * 40 - 16384
     assert sender.put == 512 * 41
     endpoint.opened.set()
@@ -171,16 +171,16 @@ class Endless(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome"), [("200", Outcome.DELIVERED), ("503", Outcome.LATER)]
+    ("status", "outcome"), [("200", SendOutcome.DELIVERED), ("503", SendOutcome.LATER)]
 )
 def test_endless_response_is_cut_off(
-    status: str, outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+    status: str, outcome: SendOutcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the start of the response is read."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-status={status}")
     with serving(Endless) as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
-        transport = sdk_exporters.over_http("traces")
+        transport = sdk_exporters.create_http_transport("traces")
         answer = transport.send(spans_of("a"))
         transport.close()
     assert answer.outcome is outcome
@@ -193,10 +193,10 @@ def test_endless_response_is_cut_off(
 @pytest.mark.parametrize(
     ("over", "header"),
     [
-        (sdk_exporters.over_http, "key=%E2%82%AC-token"),
-        (sdk_exporters.over_http, "key=a%0Atoken"),
-        (sdk_exporters.over_grpc, "key=t%C3%B6-token"),
-        (sdk_exporters.over_grpc, "key=a%0Atoken"),
+        (sdk_exporters.create_http_transport, "key=%E2%82%AC-token"),
+        (sdk_exporters.create_http_transport, "key=a%0Atoken"),
+        (sdk_exporters.create_grpc_transport, "key=t%C3%B6-token"),
+        (sdk_exporters.create_grpc_transport, "key=a%0Atoken"),
     ],
 )
 def test_request_with_invalid_headers_is_retried(
@@ -207,10 +207,10 @@ def test_request_with_invalid_headers_is_retried(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
         sender = Sender(Outbox(None, "n", "traces"), over("traces"))
-        sender.add(spans_of("a"))
-        assert eventually(lambda: sender.failing)
+        sender.queue_items(spans_of("a"))
+        assert eventually(lambda: sender.is_failing)
         sender.close(10)
-    assert sender.outbox.waiting() == 1
+    assert sender.outbox.count_undelivered() == 1
 
 
 # -- Ctrl-C

@@ -6,8 +6,11 @@ import logging
 
 import pytest
 
-from torchlens_perf.exporters.delivery.endpoint_address import parsed, shown
-from torchlens_perf.exporters.redaction import Redaction
+from torchlens_perf.exporters.delivery.endpoint_address import (
+    parse_endpoint_address,
+    remove_credentials,
+)
+from torchlens_perf.exporters.redaction import RedactionFilter
 
 SHOWN = [
     ("http://h:4318", "http://h:4318"),
@@ -44,13 +47,13 @@ SHOWN = [
 
 @pytest.mark.parametrize(("address", "expected"), SHOWN)
 def test_shown_address_has_no_credentials(address: str, expected: str) -> None:
-    assert shown(address) == expected
+    assert remove_credentials(address) == expected
 
 
 @pytest.mark.parametrize("address", [address for address, _ in SHOWN if "s3cret" in address])
 def test_log_omits_the_credentials_of_an_address(address: str) -> None:
     """The log filter removes the same parts as shown()."""
     record = logging.LogRecord("x", logging.ERROR, "", 0, "cannot reach %s", (address,), None)
-    assert Redaction({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": address}).filter(record)
+    assert RedactionFilter({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": address}).filter(record)
     assert "s3cret" not in record.getMessage()
-    assert parsed(address).host in record.getMessage()
+    assert parse_endpoint_address(address).host in record.getMessage()

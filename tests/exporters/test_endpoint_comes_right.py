@@ -38,7 +38,7 @@ from tests.support.certificates import certificate
 from tests.support.otlp_environment import exporter_for
 from tests.support.otlp_receiver import wait_for
 from torchlens_perf.exporters import Exporter
-from torchlens_perf.exporters.delivery.outbox import found, outbox
+from torchlens_perf.exporters.delivery.outbox import list_files, outbox_folder
 from torchlens_perf.run.directory import RunDirectory
 
 STEPS, IN_A_REQUEST = 10, 8
@@ -331,7 +331,7 @@ def delivered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, De
             by_itself = wait_for(all_of(fault), 30)
             notes = exporter.shutdown(10)
             ended[fault] = Delivered(
-                taken[fault], by_itself, notes, len(found(outbox(run.path), "traces"))
+                taken[fault], by_itself, notes, len(list_files(outbox_folder(run.path), "traces"))
             )
         yield ended
 

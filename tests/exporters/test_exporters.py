@@ -26,14 +26,19 @@ from torchlens_perf.exporters import (
     Assessment,
     ExportBatch,
     Exporter,
-    JobPart,
+    NodeRole,
     semantics,
 )
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
-from torchlens_perf.exporters.otlp_resource import node_resource, rank_resource
-from torchlens_perf.exporters.otlp_spans import SpanMaker, nest, span_id, trace_id
-from torchlens_perf.exporters.series_room import most_ranks
+from torchlens_perf.exporters.otlp_resource import build_node_resource, build_rank_resource
+from torchlens_perf.exporters.otlp_spans import (
+    SpanBuilder,
+    find_parents,
+    span_id_of_path,
+    step_trace_id,
+)
+from torchlens_perf.exporters.series_room import max_ranks_with_own_series
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
@@ -42,7 +47,7 @@ from torchlens_perf.verdicts.causes.straggler_groups import with_groups
 from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
-MAX_RANK_SERIES = most_ranks(JobPart().max_series)
+MAX_RANK_SERIES = max_ranks_with_own_series(NodeRole().max_series)
 OTHER_THREAD = int(Flag.OTHER_THREAD)
 
 
@@ -117,7 +122,7 @@ intervals = st.builds(
 @given(st.lists(intervals, max_size=12))
 def test_parent_is_the_smallest_span_that_contains_its_child(spans: list[Span]) -> None:
     """The parent precedes the child."""
-    nested = nest(spans)
+    nested = find_parents(spans)
     assert Counter(spans) == Counter(each for each, _ in nested)
     for index, (each, parent) in enumerate(nested):
         around = [
@@ -159,7 +164,7 @@ def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
 
 @given(call_trees())
 def test_parent_of_a_span_of_one_thread_is_its_caller(calls: list[tuple[Span, int]]) -> None:
-    nested = nest([each for each, _ in calls])
+    nested = find_parents([each for each, _ in calls])
     found = {
         each.name: "-1" if parent is None else nested[parent][0].name for each, parent in nested
     }
@@ -169,7 +174,7 @@ def test_parent_of_a_span_of_one_thread_is_its_caller(calls: list[tuple[Span, in
 def test_first_opened_of_two_equal_spans_is_the_parent() -> None:
     """Both spans have the same times."""
     inner, outer = span(0, 5, depth=2, name="inner"), span(0, 5, depth=1, name="outer")
-    assert nest([inner, outer]) == [(outer, None), (inner, 0)]
+    assert find_parents([inner, outer]) == [(outer, None), (inner, 0)]
 
 
 # -- ids of spans
@@ -177,19 +182,22 @@ def test_first_opened_of_two_equal_spans_is_the_parent() -> None:
 
 def test_ids_of_spans_equal_their_pinned_values() -> None:
     """Ids are the first bytes of `printf RUN/0/7 | sha256sum`, and must never change."""
-    in_trace = trace_id("20261121-093000-cafe0123", 0, 7)
+    in_trace = step_trace_id("20261121-093000-cafe0123", 0, 7)
     assert f"{in_trace:032x}" == "5677985fb49f873b8ee55b8c393f52ef"
-    assert f"{span_id(in_trace, 1, 3):016x}" == "bda21ad76c4b1a30"
-    assert f"{span_id(in_trace, 'root'):016x}" == "4438057ff3978638"
+    assert f"{span_id_of_path(in_trace, 1, 3):016x}" == "bda21ad76c4b1a30"
+    assert f"{span_id_of_path(in_trace, 'root'):016x}" == "4438057ff3978638"
 
 
 def test_span_ids_differ_by_run_attempt_step_rank_and_position() -> None:
     traces = {
-        trace_id(run, attempt, step) for run in "ab" for attempt in range(3) for step in range(100)
+        step_trace_id(run, attempt, step)
+        for run in "ab"
+        for attempt in range(3)
+        for step in range(100)
     }
     assert len(traces) == 600
     spans = {
-        span_id(in_trace, rank, index)
+        span_id_of_path(in_trace, rank, index)
         for in_trace in list(traces)[:5]
         for rank in range(8)
         for index in range(50)
@@ -222,20 +230,23 @@ def test_service_name_comes_from_environment_then_job_then_script(
     """In the environment, OTEL_SERVICE_NAME comes before OTEL_RESOURCE_ATTRIBUTES."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert rank_resource(who).attributes["service.name"] == expected
-    assert node_resource(who).attributes["service.name"] == expected
+    assert build_rank_resource(who).attributes["service.name"] == expected
+    assert build_node_resource(who).attributes["service.name"] == expected
 
 
 def test_replay_without_the_nodes_state_omits_unknown_attributes() -> None:
     """Required attributes are sent as unknown."""
-    attributes = rank_resource(identity(program="", pid=0)).attributes
+    attributes = build_rank_resource(identity(program="", pid=0)).attributes
     assert "process.pid" not in attributes
     assert str(attributes["service.name"]).startswith("unknown_service")
 
 
 def test_resource_of_node_metrics_has_no_rank() -> None:
     """The resource has no process and no attempt either."""
-    rank, node = rank_resource(identity(1)).attributes, node_resource(identity(1)).attributes
+    rank, node = (
+        build_rank_resource(identity(1)).attributes,
+        build_node_resource(identity(1)).attributes,
+    )
     of_rank = {semantics.RANK, semantics.LOCAL_RANK, semantics.RESTART_COUNT, "process.pid"}
     of_rank |= {semantics.LENS_RANK, semantics.LENS_LOCAL_RANK}
     assert rank.keys() - node.keys() == of_rank
@@ -321,7 +332,7 @@ def test_exception_while_spans_are_created_is_counted(monkeypatch: pytest.Monkey
     with monkeypatch.context() as lenient:
         lenient.setenv(RAISE, "0")
         lenient.setattr(swallowed, "by_place", Counter[str]())
-        lenient.setattr(SpanMaker, "of", fails)
+        lenient.setattr(SpanBuilder, "build_spans", fails)
         exporter.export(batch_of(identity(), [0]))
         assert dict(swallowed.by_place) == {"exporting steps over OTLP": 1}
     assert exporter.shutdown(10) == []
@@ -641,8 +652,8 @@ def test_alert_links_to_the_slow_ranks_first_traced_step(
     exporter.export(batch_of(identity(0, attempt=1), [102]))  # A step of another attempt.
     exporter.on_assessment(assessment_of(findings(episode(3, 100, until)), FindingLog("run")))
     assert exporter.shutdown(10) == []
-    in_trace = trace_id("run", 0, expected) if expected is not None else 0
-    context = (in_trace, span_id(in_trace, 3) if in_trace else 0)
+    in_trace = step_trace_id("run", 0, expected) if expected is not None else 0
+    context = (in_trace, span_id_of_path(in_trace, 3) if in_trace else 0)
     assert {(each.trace_id, each.span_id) for each in endpoint.events()[-1:]} == {context}
 
 
@@ -655,7 +666,7 @@ def test_alerts_link_only_to_a_limited_number_of_recent_steps(
     exporter.export(batch_of(identity(0), [100, 101, 102, 103, 104]))
     exporter.on_assessment(assessment_of(findings(episode(3, 100)), FindingLog("run")))
     exporter.shutdown(10)
-    assert endpoint.events()[0].trace_id == trace_id("run", 0, 102)
+    assert endpoint.events()[0].trace_id == step_trace_id("run", 0, 102)
 
 
 def test_alerts_are_accepted_at_once_while_the_endpoint_blocks() -> None:
@@ -713,7 +724,7 @@ def test_documented_names_and_limits_equal_those_of_the_code() -> None:
         ("straggler", ("started", "ended")),
         ("hang", ("started", "updated", "ended")),
     ):
-        assert all(f"`{semantics.event_name(kind, change)}`" in page for change in changes)
+        assert all(f"`{semantics.name_of_alert_event(kind, change)}`" in page for change in changes)
     assert all(name in page for name in stragglers_by_class(NOTHING))
     kinds = set(Kind) - {Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED}
     assert all(kind.name.lower() in page for kind in kinds)

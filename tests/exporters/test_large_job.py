@@ -209,6 +209,6 @@ def test_omitted_steps_are_counted_in_the_next_root() -> None:
 
 def _root(job: Sent, batch: Any) -> dict[str, Any]:
     """Return the attributes of the root span of a step."""
-    spans, _, _ = next(iter(job.nodes[0].spans_of.of(batch).values()))
+    spans, _, _ = next(iter(job.nodes[0].spans_of.build_spans(batch).values()))
     (root,) = (span for span in spans if span.parent is None)
     return dict(root.attributes or {})

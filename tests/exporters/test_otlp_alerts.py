@@ -24,8 +24,8 @@ from tests.support.findings import PLACES, episode, findings, hang
 from tests.support.otlp_receiver import ReceivedEvent, Receiver, wait_for
 from tests.support.processes import ROOT
 from torchlens_perf.exporters import Assessment, Exporter, semantics
-from torchlens_perf.exporters.otlp_environment import exporter_from_environment
-from torchlens_perf.exporters.otlp_spans import span_id, trace_id
+from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
+from torchlens_perf.exporters.otlp_spans import span_id_of_path, step_trace_id
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
@@ -43,7 +43,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Make:
     def make(**told: str) -> Exporter:
         for name, value in told.items():
             monkeypatch.setenv(name, value)
-        made = exporter_from_environment()
+        made = create_exporter_from_environment()
         assert made is not None
         return made
 
@@ -105,8 +105,8 @@ def test_each_alert_arrives_as_one_event_with_its_attributes(
     assert started.resource[semantics.RUN_ID] == "run"
     assert started.resource["service.instance.id"] == "node-a/node"
     assert started.scope.startswith("torchlens_perf ")
-    in_trace = trace_id("run", 0, 100)
-    assert (started.trace_id, started.span_id) == (in_trace, span_id(in_trace, 3))
+    in_trace = step_trace_id("run", 0, 100)
+    assert (started.trace_id, started.span_id) == (in_trace, span_id_of_path(in_trace, 3))
     assert in_trace in {span.trace_id for span in receiver.spans()}
     assert [event.trace_id for event in events[2:]] == [0, 0], "a step that hangs has no span"
 
@@ -168,8 +168,8 @@ import os
 from tests.support.findings import episode, findings
 from tests.exporters.test_otlp_alerts import judge
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.exporters.otlp_environment import exporter_from_environment
-exporter = exporter_from_environment()
+from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
+exporter = create_exporter_from_environment()
 judge(exporter, FindingLog("run"), findings(episode()))
 exporter.shutdown(10)
 """

@@ -18,8 +18,8 @@ from tests.support.processes import run as run_process
 from tests.support.recorded_run import TRACEPARENT, Sidecar
 from torchlens_perf.errors import swallowed
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.delivery.otlp_requests import message
-from torchlens_perf.exporters.otlp_caller import caller
+from torchlens_perf.exporters.delivery.otlp_requests import build_message
+from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_run_span import MAX_LINKS
 from torchlens_perf.run.place.caller import read_calling_span
 
@@ -94,7 +94,7 @@ def test_invalid_traceparent_is_ignored_and_logged_once(
     text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log has one line for any number of ranks and steps."""
-    caller.cache_clear()
+    parse_caller.cache_clear()
     with caplog.at_level(logging.WARNING):
         spans = sent(text)
     assert (runs_of(spans), {root.links for root in roots_of(spans)}) == ([], {()})
@@ -142,7 +142,7 @@ def test_run_span_has_the_tracestate_and_flags_of_the_caller() -> None:
     exporter.export(batch_of(who, [0], spans_a_step=0))
     exporter.on_assessment(dataclasses.replace(assessment_of(), ended=True))
     exporter.shutdown(20)
-    requests = (message("traces", items) for items in traces.taken)
+    requests = (build_message("traces", items) for items in traces.taken)
     spans = [
         s
         for each in requests
@@ -179,7 +179,7 @@ def test_active_span_has_priority_over_the_environment() -> None:
     with TracerProvider().get_tracer("users").start_as_current_span("epoch"):
         found = trace.get_current_span().get_span_context()
         traceparent, _ = read_calling_span({"TRACEPARENT": TRACEPARENT, "TRACESTATE": "a=b"})
-    context = caller(traceparent)
+    context = parse_caller(traceparent)
     assert context is not None
     assert (context.trace_id, context.span_id) == (found.trace_id, found.span_id)
     assert context.trace_flags.sampled

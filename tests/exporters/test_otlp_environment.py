@@ -21,9 +21,12 @@ from tests.support.otlp_receiver import Receiver, free_port, wait_for
 from tests.support.recorded_run import TRACEPARENT, Sidecar, train, wait_for_sidecar
 from tests.support.tables import step_table
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
-from torchlens_perf.exporters.otlp_spans import trace_id
-from torchlens_perf.exporters.redaction import Redaction
+from torchlens_perf.exporters.otlp_environment import (
+    create_exporter_from_environment,
+    read_enabled_signals,
+)
+from torchlens_perf.exporters.otlp_spans import step_trace_id
+from torchlens_perf.exporters.redaction import RedactionFilter
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
@@ -73,7 +76,7 @@ def test_endpoint_or_exporter_name_enables_a_signal(
     told: dict[str, str], expected: dict[str, str]
 ) -> None:
     """The exporter "none", OTEL_SDK_DISABLED and unknown names disable the signal."""
-    assert expected == wanted_signals(told)
+    assert expected == read_enabled_signals(told)
 
 
 @pytest.mark.parametrize(
@@ -380,7 +383,7 @@ def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
     decide = TraceIdRatioBased(rate)
     expected: dict[tuple[int, int], int] = defaultdict(int)
     for row in rows:
-        in_trace = trace_id(ended.run.run_id, 0, row["step"])
+        in_trace = step_trace_id(ended.run.run_id, 0, row["step"])
         if decide.should_sample(Context(), in_trace, "").decision is Decision.RECORD_AND_SAMPLE:
             expected[row["step"], row["rank"]] += 1
     for step, rank in list(expected):
@@ -429,7 +432,7 @@ def test_export_intervals_of_the_environment_apply(
     }
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    exporter = exporter_from_environment()
+    exporter = create_exporter_from_environment()
     assert exporter is not None
     started_s = time.monotonic()
     exporter.export(one_step())
@@ -507,7 +510,7 @@ def test_secrets_are_removed_from_logged_tracebacks() -> None:
         raise ValueError(f"invalid metadata {CANARY!r}")
     except ValueError as error:
         record.exc_info = (type(error), error, error.__traceback__)
-    assert Redaction({HEADERS: f"authorization=Bearer {CANARY}"}).filter(record)
+    assert RedactionFilter({HEADERS: f"authorization=Bearer {CANARY}"}).filter(record)
     text = logging.Formatter().format(record)
     assert CANARY not in text
     assert "invalid metadata '***'" in text
@@ -516,5 +519,5 @@ def test_secrets_are_removed_from_logged_tracebacks() -> None:
 def test_short_header_values_are_not_redacted_in_the_log() -> None:
     """A short header value is no secret, and replacing it could make the log unreadable."""
     record = logging.LogRecord("x", logging.ERROR, "", 0, "%d spans in 10 s", (2020,), None)
-    Redaction({HEADERS: "x-experiment-id=0"}).filter(record)
+    RedactionFilter({HEADERS: "x-experiment-id=0"}).filter(record)
     assert record.getMessage() == "2020 spans in 10 s"

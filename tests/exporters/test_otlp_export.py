@@ -16,8 +16,8 @@ import pytest
 from tests.support.long import long
 from tests.support.otlp_receiver import ReceivedPoint, ReceivedSpan, Receiver
 from tests.support.recorded_run import Sidecar, train, wait_for_sidecar
-from torchlens_perf.exporters import semantics, traced_steps
-from torchlens_perf.exporters.otlp_spans import trace_id
+from torchlens_perf.exporters import semantics, steps_traced_by_number
+from torchlens_perf.exporters.otlp_spans import step_trace_id
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.verdicts import node_state
@@ -77,13 +77,15 @@ def exported(
 
 def sampled(exported: Exported) -> set[int]:
     """Return the steps that are exported as traces."""
-    return traced_steps([int(str(row["step"])) for row in exported.rows("steps")], TRACE_EVERY)
+    return steps_traced_by_number(
+        [int(str(row["step"])) for row in exported.rows("steps")], TRACE_EVERY
+    )
 
 
 def test_each_sampled_step_is_one_trace_of_both_ranks(exported: Exported) -> None:
     """The trace id is derived from run, attempt and step."""
     steps = sampled(exported)
-    expected = {trace_id(exported.run.run_id, 0, step): (step, RANKS) for step in steps}
+    expected = {step_trace_id(exported.run.run_id, 0, step): (step, RANKS) for step in steps}
     found = {
         in_trace: (
             {span.attributes[semantics.STEP] for span in spans}.pop(),
@@ -150,7 +152,9 @@ def test_every_span_has_rank_step_and_run_as_attributes(exported: Exported) -> N
             span.attributes[semantics.RANK] == span.resource[semantics.RANK]
             or span.parent_id is None
         )
-        assert span.trace_id == trace_id(exported.run.run_id, 0, span.attributes[semantics.STEP])
+        assert span.trace_id == step_trace_id(
+            exported.run.run_id, 0, span.attributes[semantics.STEP]
+        )
         assert exported.run.run_id == span.attributes[semantics.RUN_ID]
 
 

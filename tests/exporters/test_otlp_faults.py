@@ -279,8 +279,8 @@ def test_slow_grpc_endpoint_loses_nothing(sidecar: Run) -> None:
 _SHUT_DOWN = """
 import time
 from tests.exporters.test_otlp_environment import one_step
-from torchlens_perf.exporters.otlp_environment import exporter_from_environment
-exporter = exporter_from_environment()
+from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
+exporter = create_exporter_from_environment()
 started_s = time.monotonic()
 for _ in range(100):
     exporter.export(one_step())

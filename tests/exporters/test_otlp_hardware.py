@@ -16,7 +16,7 @@ from tests.support.otlp_receiver import ReceivedPoint, Receiver, wait_for
 from tests.support.ranks import HOST, Rank
 from tests.support.recorded_run import environment
 from tests.support.telemetry import read_gpus
-from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
+from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSamples, LinkSample
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.report.build import build_report
@@ -141,7 +141,9 @@ SAME = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME, semantics.HARDWARE_TYPE)
 def test_missing_hardware_value_has_no_point() -> None:
     """A missing value is neither sent as 0 nor as the previous value."""
     exported = Exported()
-    exported.metrics.measured(Hardware((GpuSample("GPU-1", 0, 0, temperature_c=61),), (), {}))
+    exported.metrics.record_samples(
+        HardwareSamples((GpuSample("GPU-1", 0, 0, temperature_c=61),), (), {})
+    )
     assert exported.points() == {(semantics.TEMPERATURE, "gpu"): 61}
     exported.now_s = 40.0
     assert exported.points() == {}
@@ -151,8 +153,8 @@ def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
     """Clocks, power and activity are means over all samples. Other gauges have the newest value."""
     exported = Exported()
     for power_w, degrees in ((100.0, 50), (300.0, 70)):
-        exported.metrics.measured(
-            Hardware(
+        exported.metrics.record_samples(
+            HardwareSamples(
                 (GpuSample("GPU-1", 0, 0, power_w=power_w, temperature_c=degrees),),
                 (),
                 {"GPU-1": "H200"},
@@ -170,7 +172,7 @@ def test_port_metrics_have_growth_rate_and_link_state() -> None:
     grown = {"transmitted_bytes": 4000, "symbol_errors": 2, "ack_timeouts": 0}
     link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)
     for _ in range(2):
-        exported.metrics.measured(Hardware((), (link,), {}))
+        exported.metrics.record_samples(HardwareSamples((), (link,), {}))
     assert exported.points() == {
         (semantics.NETWORK_IO, "transmit"): 8000,
         (semantics.ERRORS, "symbol_error"): 4,

@@ -10,7 +10,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from tests.exporters.test_exporters import batch_of, identity
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.otlp_metrics import DeviceMemory
+from torchlens_perf.exporters.otlp_metrics import DeviceMemoryInstruments
 
 
 def sent(
@@ -18,11 +18,11 @@ def sent(
 ) -> dict[str, list[tuple[dict[str, Any], float]]]:
     """Return attributes and values of points by metric."""
     reader = InMemoryMetricReader()
-    memory = DeviceMemory(MeterProvider([reader]).get_meter("test"))
+    memory = DeviceMemoryInstruments(MeterProvider([reader]).get_meter("test"))
     steps = batch_of(identity(), [3])
     for reading in readings:
         full = ExportBatch(steps.identity, steps.anchor, steps.steps, (), {}, reading)
-        memory.record(full, {semantics.RANK: 0}, per_rank=per_rank)
+        memory.record_reading(full, {semantics.RANK: 0}, per_rank=per_rank)
     data = reader.get_metrics_data()
     if data is None:
         return {}

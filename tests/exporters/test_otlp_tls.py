@@ -19,7 +19,7 @@ from tests.exporters.test_otlp_environment import one_step
 from tests.support.certificates import Certificate, certificate
 from tests.support.endpoints import Spans, add_spans
 from tests.support.recorded_run import Sidecar, spans_of
-from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
 
 pytestmark = [
     pytest.mark.distributed,
@@ -130,7 +130,7 @@ def exported(told: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
     }
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    exporter = exporter_from_environment()
+    exporter = create_exporter_from_environment()
     assert exporter is not None
     exporter.export(one_step())
     return "; ".join(exporter.shutdown(WITHIN_S))

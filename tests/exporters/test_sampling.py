@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tables import step_table
-from torchlens_perf.analysis.statistics.steps import no_host_line
+from torchlens_perf.analysis.statistics.steps import empty_host_line
 from torchlens_perf.exporters.sampling.budget import SpanBudget
 from torchlens_perf.exporters.sampling.decision import EVERYTHING, TraceDecision
-from torchlens_perf.exporters.sampling.rank_rows import RankRows, ranks_that_matter
-from torchlens_perf.exporters.sampling.slow_steps import MIN_STEPS, SlowSteps
+from torchlens_perf.exporters.sampling.rank_rows import RecentRankTimes, select_explaining_ranks
+from torchlens_perf.exporters.sampling.slow_steps import MIN_STEPS, SlowStepDetector
 from torchlens_perf.exporters.sampling.step_sampler import JobSnapshot, StepSampler
 from torchlens_perf.exporters.sampling.trace_buffer import BufferedSteps, TraceBuffer
 from torchlens_perf.run.clock import Anchor
@@ -46,12 +46,12 @@ def rows(
     zeros = np.zeros((count, 1))
     return BinBatch(
         width, np.arange(count), np.full((count, 1), key), zeros.astype(np.int64), zeros,
-        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts, **no_host_line(parts, zeros),
+        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts, **empty_host_line(parts, zeros),
     )  # fmt: skip
 
 
 def known(
-    world_size: int = 4, spans: int = 10, here: Sequence[int] | None = None, found: RankRows | None = None,
+    world_size: int = 4, spans: int = 10, here: Sequence[int] | None = None, found: RecentRankTimes | None = None,
     slow: Sequence[int] = (), complete: bool = True,
 ) -> JobSnapshot:  # fmt: skip
     """Return the state from which steps are selected.
@@ -64,7 +64,7 @@ def known(
         rank: Placement(f"node-{rank // 8}") for rank in range(world_size)
     }
     return JobSnapshot(
-        lambda step: there, frozenset(ranks), world_size, found or RankRows(), slow, places
+        lambda step: there, frozenset(ranks), world_size, found or RecentRankTimes(), slow, places
     )
 
 
@@ -82,7 +82,7 @@ def test_span_budget_is_not_exceeded_in_any_minute(
     budget, now_s, sent = SpanBudget(per_s), 0.0, []
     for after_s, spans in demands:
         now_s += after_s
-        if spans <= budget.at(now_s):
+        if spans <= budget.refill_until(now_s):
             budget.spend(spans)
             sent.append((now_s, spans))
     for first_s, _ in sent:
@@ -94,10 +94,10 @@ def test_span_budget_is_not_exceeded_in_any_minute(
 def test_span_budget_is_refilled_by_step_timestamps() -> None:
     """An earlier timestamp, because steps arrive late, does not change the budget."""
     budget = SpanBudget(100)
-    budget.spend(budget.at(50.0))
-    assert budget.at(50.0) == 0
-    assert budget.at(40.0) == 0
-    assert budget.at(51.0) == pytest.approx(100 * 2 / 3)
+    budget.spend(budget.refill_until(50.0))
+    assert budget.refill_until(50.0) == 0
+    assert budget.refill_until(40.0) == 0
+    assert budget.refill_until(51.0) == pytest.approx(100 * 2 / 3)
     assert SpanBudget(0).is_unlimited
 
 
@@ -108,48 +108,51 @@ def test_step_is_slow_if_it_exceeds_the_99th_percentile_of_earlier_steps() -> No
     """At least 64 earlier steps are needed."""
     draw = np.random.default_rng(1)
     usual = (100 + draw.normal(0, 1, 300)).tolist()
-    watch = SlowSteps()
-    assert not watch.add(steps([500, *usual[: MIN_STEPS - 2]])).any()
-    assert not watch.add(steps(usual)).any()
-    slow = watch.add(steps([100, 130, 100, 109]))
+    watch = SlowStepDetector()
+    assert not watch.find_slow_steps(steps([500, *usual[: MIN_STEPS - 2]])).any()
+    assert not watch.find_slow_steps(steps(usual)).any()
+    slow = watch.find_slow_steps(steps([100, 130, 100, 109]))
     assert slow.tolist() == [False, True, False, False]
 
 
 def test_lasting_slowdown_becomes_the_new_baseline() -> None:
     """When all steps get slower, they count as slow until they fill the window of earlier steps."""
-    watch = SlowSteps()
-    watch.add(steps([100] * 512))
-    assert watch.add(steps([200] * 40)).all()
-    assert not watch.add(steps([200] * 600)).any()
-    assert watch.add(steps([240] * 10)).all()
+    watch = SlowStepDetector()
+    watch.find_slow_steps(steps([100] * 512))
+    assert watch.find_slow_steps(steps([200] * 40)).all()
+    assert not watch.find_slow_steps(steps([200] * 600)).any()
+    assert watch.find_slow_steps(steps([240] * 10)).all()
 
 
 # -- selection of ranks
 
 
 def test_selected_ranks_are_slow_last_or_have_most_or_median_work() -> None:
-    found = RankRows()
-    found.add(rows([10, 11, 40, 12, 13, 30], [30, 29, 8, 28, 27, 2], key=7))
-    row = found.at(7)
+    found = RecentRankTimes()
+    found.add_batch(rows([10, 11, 40, 12, 13, 30], [30, 29, 8, 28, 27, 2], key=7))
+    row = found.times_in_step(7)
     places = {rank: Placement("node", "b" if rank == 3 else "a") for rank in range(6)}
-    matter = ranks_that_matter(row, [4], places)
+    matter = select_explaining_ranks(row, [4], places)
     assert matter == {"slow": [4], "arrived last": [5], "most work": [2], "reference": [0]}
-    assert ranks_that_matter(row, [4], places, within={0, 4}) == {"slow": [4], "reference": [0]}
-    assert ranks_that_matter(None, [4], places) == {"slow": [4]}
-    assert ranks_that_matter(None, [], places) == {}
+    assert select_explaining_ranks(row, [4], places, within={0, 4}) == {
+        "slow": [4],
+        "reference": [0],
+    }
+    assert select_explaining_ranks(None, [4], places) == {"slow": [4]}
+    assert select_explaining_ranks(None, [], places) == {}
 
 
 def test_step_is_found_in_bins_of_different_widths() -> None:
     """Bins of different widths are merged."""
-    found = RankRows()
-    found.add(rows([10, 20], [5, 1], key=2, width=4))
+    found = RecentRankTimes()
+    found.add_batch(rows([10, 20], [5, 1], key=2, width=4))
     late = dataclasses.replace(rows([70], [0], key=1, width=8), ranks=np.array([2]))
-    found.add(late)
-    row = found.at(9)
+    found.add_batch(late)
+    row = found.times_in_step(9)
     assert row is not None
     assert (row.work_ns / MS).tolist() == [10, 20, 70]
-    assert found.at(16) is None
-    assert found.spread_s()["work", "max"] == pytest.approx(0.02)
+    assert found.times_in_step(16) is None
+    assert found.rank_quantiles_s()["work", "max"] == pytest.approx(0.02)
 
 
 # -- selection of steps
@@ -159,35 +162,35 @@ def test_all_ranks_of_a_small_job_are_sent() -> None:
     """The first steps and every tenth step are sent once all records have arrived."""
     chooser = StepSampler(200)
     chooser.add_steps(steps([100] * 25), 10, 0.0)
-    assert chooser.choose(0, known(complete=False), 1.0) == []
+    assert chooser.select_steps(0, known(complete=False), 1.0) == []
     assert chooser.decided_to == -1
-    chosen = chooser.choose(0, known(), 1.0)
+    chosen = chooser.select_steps(0, known(), 1.0)
     assert [(each.step, each.because, each.roles) for each in chosen] == [
         (0, "first", ()), (1, "first", ()), (2, "first", ()), (10, "number", ()), (20, "number", ()),
     ]  # fmt: skip
     assert chooser.decided_to == 24
-    assert chooser.choose(0, known(), 2.0) == []
+    assert chooser.select_steps(0, known(), 2.0) == []
 
 
 def test_step_is_sent_without_a_silent_rank_after_three_seconds() -> None:
     chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 10, 0.0)
-    assert chooser.choose(0, known(complete=False), 2.9) == []
-    assert len(chooser.choose(0, known(complete=False), 3.0)) == 1
+    assert chooser.select_steps(0, known(complete=False), 2.9) == []
+    assert len(chooser.select_steps(0, known(complete=False), 3.0)) == 1
 
 
 def test_large_job_sends_only_the_ranks_that_explain_the_step() -> None:
     """Once the step bins of all ranks have arrived, the selected ranks share the budget of
     spans.
     """
-    found = RankRows()
+    found = RecentRankTimes()
     chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 100, 0.0)
     of_job = known(4096, 200, here=range(8), found=found, slow=[17])
-    assert chooser.choose(0, of_job, 1.0) == []
+    assert chooser.select_steps(0, of_job, 1.0) == []
     work_ms = np.linspace(10, 20, 4096)
-    found.add(rows(work_ms.tolist(), (30 - work_ms).tolist()))
-    (chosen,) = chooser.choose(0, of_job, 1.0)
+    found.add_batch(rows(work_ms.tolist(), (30 - work_ms).tolist()))
+    (chosen,) = chooser.select_steps(0, of_job, 1.0)
     assert chosen.roles == (("slow", (17,)), ("arrived last", (4095,)), ("reference", (2047,)))
     assert 200 <= chosen.max_spans <= 225
     assert chosen.role_of_rank(17) == "slow"
@@ -198,18 +201,18 @@ def test_step_with_very_many_spans_is_sent_in_part() -> None:
     """The step has 100,000 spans and does not use the whole budget."""
     chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 100, 0.0)
-    (chosen,) = chooser.choose(0, known(1, 100_000), 9.0)
+    (chosen,) = chooser.select_steps(0, known(1, 100_000), 9.0)
     assert 0 < chosen.max_spans < 2100
 
 
 def test_steps_beyond_the_budget_are_counted_in_the_next_traced_step() -> None:
     chooser = StepSampler(30)  # The budget allows 600 spans at once and 20 per second.
     chooser.add_steps(steps([100] * 50), 1, 0.0)
-    chosen = chooser.choose(0, known(), 9.0)
+    chosen = chooser.select_steps(0, known(), 9.0)
     assert len(chosen) < 50
     assert chooser.left_out == 50 - len(chosen)
     chooser.add_steps(steps([100], first_step=50, start_s=60.0), 1, 10.0)
-    (last,) = chooser.choose(0, known(), 20.0)
+    (last,) = chooser.select_steps(0, known(), 20.0)
     assert (last.step, last.left_out > 0) == (50, True)
     assert sum(each.left_out for each in [*chosen, last]) == chooser.left_out
 
@@ -218,13 +221,13 @@ def test_slow_steps_leave_budget_for_a_later_verdict() -> None:
     """The slow step and the step of the verdict are sent with their reasons."""
     chooser = StepSampler(20)  # The budget allows 400 spans at once.
     chooser.add_steps(steps([100] * 100), 1000, 0.0)
-    chooser.choose(0, known(), 1.0)
+    chooser.select_steps(0, known(), 1.0)
     chooser.add_steps(steps([200] * 40, first_step=100, start_s=60.0), 1000, 60.0)
-    chosen = chooser.choose(0, known(), 70.0)
+    chosen = chooser.select_steps(0, known(), 70.0)
     assert {each.because for each in chosen} == {"slow"}
     assert 3 <= len(chosen) < 20
-    chooser.verdict_began(70.0)
-    assert [(each.step, each.because) for each in chooser.choose(0, known(), 70.0)] == [
+    chooser.add_newest_step(70.0)
+    assert [(each.step, each.because) for each in chooser.select_steps(0, known(), 70.0)] == [
         (139, "verdict")
     ]
 
@@ -233,11 +236,11 @@ def test_no_step_is_sent_if_sampling_is_off() -> None:
     """`every=0` switches numbered steps off, and slow steps have their own switch."""
     chooser = StepSampler(0)
     chooser.add_steps(steps([*[100] * 99, 1000]), 0, 0.0)
-    assert chooser.choose(0, known(), 9.0) == []
+    assert chooser.select_steps(0, known(), 9.0) == []
     chooser.samples_slow = False
     chooser.add_steps(steps([1000], first_step=101), 7, 0.0)
-    chooser.verdict_began(0.0)
-    assert chooser.choose(0, known(), 9.0) == []
+    chooser.add_newest_step(0.0)
+    assert chooser.select_steps(0, known(), 9.0) == []
 
 
 # -- messages of node 0
@@ -289,12 +292,12 @@ def test_trace_buffer_keeps_the_newest_steps_within_its_limit() -> None:
     shelf = TraceBuffer(max_bytes=5 * shelved(0, 0).records.nbytes)
     for first in range(0, 40, 4):
         for rank in (0, 1):
-            shelf.add(shelved(rank, first))
-    assert shelf.spans(39) == {0: 10, 1: 10}
-    assert shelf.spans(30) == {1: 10}
-    assert shelf.spans(0) == {}
-    shelf.add(shelved(1, 36, key="another"))
-    assert [each.key for each in shelf.of(37)] == ["rank0", "another"]
-    trace = shelf.of(37)[0].trace(37)
+            shelf.append_steps(shelved(rank, first))
+    assert shelf.count_spans_by_rank(39) == {0: 10, 1: 10}
+    assert shelf.count_spans_by_rank(30) == {1: 10}
+    assert shelf.count_spans_by_rank(0) == {}
+    shelf.append_steps(shelved(1, 36, key="another"))
+    assert [each.key for each in shelf.entries_with_step(37)] == ["rank0", "another"]
+    trace = shelf.entries_with_step(37)[0].build_trace(37)
     assert trace is not None
     assert (trace.step, len(trace.spans)) == (37, 10)

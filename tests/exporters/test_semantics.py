@@ -19,12 +19,12 @@ from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.otlp_receiver import ReceivedEvent, ReceivedPoint, ReceivedSpan, Receiver
 from tests.support.processes import ROOT
 from tests.support.recorded_run import TRACEPARENT, Sidecar
-from torchlens_perf.analysis.statistics.hardware import GpuSample, Hardware, LinkSample
+from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSamples, LinkSample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
-from torchlens_perf.exporters import JobPart, Part, node_semantics, semantics
+from torchlens_perf.exporters import CoveredRanks, NodeRole, node_semantics, semantics
 from torchlens_perf.exporters.otlp_hardware import _GPU_GROWS, _LINK_GROWS
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
-from torchlens_perf.exporters.series import Meter
+from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.run import identity as run_identity
 from torchlens_perf.run.records import Span, StepTrace, TracedStep
 from torchlens_perf.run.ring import Flag, Kind
@@ -35,7 +35,7 @@ ATTRIBUTES = {each.name: each for each in semantics.ATTRIBUTES}
 SPANS = {each.name: each for each in semantics.SPANS}
 KINDS = {str: "string", int: "int", float: "double", bool: "boolean"}
 EVENTS = {
-    semantics.event_name(kind, change)
+    semantics.name_of_alert_event(kind, change)
     for kind, changes in semantics.EVENTS.items()
     for change in changes
 }
@@ -88,7 +88,7 @@ def of_two_ranks() -> Sent:
                 plain, traces=traces, device_ns=device, memory=memory, chosen=chosen
             ),
         )
-    exporter.measured(identity(), hardware())
+    exporter.record_hardware(identity(), hardware())
     log, slow = FindingLog("run"), episode()
     for found, hung in ((findings(slow), None), (findings(slow), hang())):
         exporter.on_assessment(assessment_of(found, log, hung))
@@ -109,9 +109,11 @@ def of_many_ranks() -> Sent:
     plain, one = batch_of(identity(3, world_size=1000), [100, 110]), hardware()
     exporter.export(plain)
     spread_s = {(what, "0.5"): 1.0 for what in ("work", "wait")}
-    exporter.update_role(JobPart(Part.WHOLE, 0.01, 2000, frozenset(), spread_s, left_out=2))
+    exporter.update_role(
+        NodeRole(CoveredRanks.WHOLE, 0.01, 2000, frozenset(), spread_s, left_out=2)
+    )
     gpus = tuple(dataclasses.replace(one.gpus[0], uuid=f"GPU-{number}") for number in range(8))
-    exporter.measured(identity(), dataclasses.replace(one, gpus=gpus))
+    exporter.record_hardware(identity(), dataclasses.replace(one, gpus=gpus))
     exporter.on_assessment(assessment_of(findings(episode()), FindingLog("run"), None))
     assert exporter.shutdown(20) == []
     return Sent(
@@ -119,13 +121,13 @@ def of_many_ranks() -> Sent:
     )
 
 
-def hardware() -> Hardware:
+def hardware() -> HardwareSamples:
     """Return samples of a GPU and a port with all values."""
     plain = {field.name: 1 for field in dataclasses.fields(GpuSample)}
     gpu = GpuSample(**{**plain, "uuid": "GPU-1", "grown": {each.field: 1.0 for each in _GPU_GROWS}})
     grown = {each.field: 1.0 for each in _LINK_GROWS}
     link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)
-    return Hardware((gpu,), (link,), {"GPU-1": "H200"})
+    return HardwareSamples((gpu,), (link,), {"GPU-1": "H200"})
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +214,7 @@ def test_every_listed_name_can_be_sent(made: Sent) -> None:
 
 def test_every_instrument_is_listed_in_semantics() -> None:
     """Instruments without a point in these tests are listed too."""
-    meter = Meter()
+    meter = ArrayMeter()
     NodeMetrics(meter)
     assert {each.name for each in meter._instruments} == set(METRICS)
 

@@ -28,7 +28,7 @@ from tests.support.certificates import certificate
 from tests.support.endpoints import answering, serving
 from tests.support.leftovers import eventually
 from tests.support.otlp_environment import transport_for
-from torchlens_perf.exporters.delivery.answer import Answer, Outcome, wait_of
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, parse_retry_after
 
 pytestmark = pytest.mark.distributed
 
@@ -135,7 +135,7 @@ def server(
             connection.close()
 
 
-def sent(address: str, size: int = 1, **told: str) -> tuple[Answer, float]:
+def sent(address: str, size: int = 1, **told: str) -> tuple[SendResult, float]:
     """Send once, with a span name of the given size. Return the result and the duration.
 
     No thread may remain.
@@ -164,7 +164,7 @@ def test_send_to_a_slow_server_ends_within_its_timeout(
     size = _LARGE if behaves is reads_slowly else 1
     with server(behaves) as port:
         answer, took_s = sent(f"http://127.0.0.1:{port}", size)
-    assert answer.outcome is Outcome.LATER
+    assert answer.outcome is SendOutcome.LATER
     assert took_s < LATE_S
     assert "within 2 s" in answer.reason or "timed out" in answer.reason.lower()
 
@@ -179,7 +179,7 @@ def test_send_over_tls_to_a_slow_server_ends_within_its_timeout(
     size = _LARGE if behaves is reads_slowly else 1
     with server(behaves, context) as port:
         answer, took_s = sent(f"https://localhost:{port}", size, CERTIFICATE=str(shown.path))
-    assert answer.outcome is Outcome.LATER
+    assert answer.outcome is SendOutcome.LATER
     assert took_s < LATE_S
 
 
@@ -189,7 +189,7 @@ def test_endless_tls_handshake_ends_within_the_timeout() -> None:
         lambda connection: drip(connection, bytes_of(b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb"))
     ) as port:
         answer, took_s = sent(f"https://127.0.0.1:{port}")
-    assert answer.outcome is Outcome.LATER
+    assert answer.outcome is SendOutcome.LATER
     assert took_s < LATE_S
 
 
@@ -208,9 +208,11 @@ def test_next_send_works_after_an_attempt_that_was_cut_off() -> None:
         transport = transport_for(
             "http/protobuf", ENDPOINT=f"http://127.0.0.1:{port}", TIMEOUT=str(TIMEOUT_S)
         )
-        assert transport.send(spans_of("x")).outcome is Outcome.LATER
+        assert transport.send(spans_of("x")).outcome is SendOutcome.LATER
         slow.clear()
-        assert [transport.send(spans_of("x")).outcome for _ in range(3)] == [Outcome.DELIVERED] * 3
+        assert [transport.send(spans_of("x")).outcome for _ in range(3)] == [
+            SendOutcome.DELIVERED
+        ] * 3
         transport.close()
 
 
@@ -229,7 +231,7 @@ def test_next_send_works_after_an_attempt_that_was_cut_off() -> None:
     ],
 )  # fmt: skip
 def test_retry_after_of_any_size_is_accepted(header: str, expected: float | None) -> None:
-    found = wait_of(header, unix_s=10.0)
+    found = parse_retry_after(header, unix_s=10.0)
     assert found == expected or (expected is None and found is not None and found >= 0.0)
 
 
@@ -239,7 +241,7 @@ def test_retry_after_of_any_size_is_accepted(header: str, expected: float | None
 def test_reason_has_the_status_for_any_retry_after(header: str) -> None:
     with serving(answering(429, Retry_After=header)) as address:
         answer, _ = sent(address)
-    assert answer.outcome is Outcome.LATER
+    assert answer.outcome is SendOutcome.LATER
     assert answer.reason.startswith("HTTP 429")
 
 
@@ -274,5 +276,5 @@ def test_grpc_retry_info_of_any_size_is_accepted(delay: Duration, expected: floa
         transport.close()
     finally:
         endpoint.stop(None)
-    assert (answer.outcome, answer.after_s) == (Outcome.LATER, expected)
+    assert (answer.outcome, answer.after_s) == (SendOutcome.LATER, expected)
     assert answer.reason.startswith("gRPC RESOURCE_EXHAUSTED")

@@ -13,9 +13,9 @@ import pytest
 from opentelemetry.sdk.metrics.export import HistogramDataPoint
 
 from torchlens_perf.exporters import MAX_TALLY_BYTES, semantics
-from torchlens_perf.exporters.metric_snapshot import EVERY_S, Aggregate, MetricSnapshot
+from torchlens_perf.exporters.metric_snapshot import EVERY_S, SnapshotAggregator, SnapshotEncoder
 from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S
-from torchlens_perf.exporters.series import MAX_BUCKETS, Histogram, Meter
+from torchlens_perf.exporters.series import MAX_BUCKETS, ArrayHistogram, ArrayMeter
 from torchlens_perf.run.sketch import Sketch, bucket_bounds
 
 Durations = npt.NDArray[np.int64]
@@ -28,11 +28,11 @@ def durations(low_ns: float, high_ns: float, count: int = 500, seed: int = 0) ->
     return np.exp(random.uniform(np.log(low_ns), np.log(high_ns), count)).astype(np.int64)
 
 
-def histogram(meter: Meter) -> Histogram:
+def histogram(meter: ArrayMeter) -> ArrayHistogram:
     return meter.create_histogram(semantics.STEP_DURATION, "s", "steps")
 
 
-def point_of(meter: Meter) -> Any:
+def point_of(meter: ArrayMeter) -> Any:
     """Return the only point that is sent."""
     (metric,) = meter.collect()
     (point,) = metric.data.data_points
@@ -91,10 +91,10 @@ def test_exponential_points_have_exact_count_sum_and_buckets(
     values_ns: Durations, scale: int
 ) -> None:
     """The extremes are exact too. A wide distribution has fewer buckets per octave."""
-    meter = Meter()
+    meter = ArrayMeter()
     series = histogram(meter)
     for some in np.array_split(values_ns, 3):
-        series.record(some, {})
+        series.record_ns(some, {})
     point = point_of(meter)
     assert point.scale == scale
     check(point, values_ns)
@@ -104,15 +104,15 @@ def test_duration_on_a_bound_is_in_the_right_explicit_bucket() -> None:
     values_ns = np.concatenate(
         [durations(1e4, 1e12), [round(bound * 1e9) for bound in DURATION_BOUNDS_S], [0]]
     )
-    meter = Meter(explicit_bounds=True)
-    histogram(meter).record(values_ns, {})
+    meter = ArrayMeter(explicit_bounds=True)
+    histogram(meter).record_ns(values_ns, {})
     check(point_of(meter), values_ns)
 
 
 def test_negative_durations_are_left_out_of_histograms() -> None:
     """A negative duration comes from a clock that stepped back, and is no measurement."""
-    meter = Meter()
-    histogram(meter).record(np.array([-5, 10**9, -1]), {})
+    meter = ArrayMeter()
+    histogram(meter).record_ns(np.array([-5, 10**9, -1]), {})
     check(point_of(meter), np.array([10**9]))
 
 
@@ -123,9 +123,9 @@ class Node:
     """A node's series and its messages."""
 
     def __init__(self, now_s: Callable[[], float], *, explicit_bounds: bool = False) -> None:
-        meter = Meter(explicit_bounds=explicit_bounds)
+        meter = ArrayMeter(explicit_bounds=explicit_bounds)
         self.series = histogram(meter)
-        self.tally = MetricSnapshot(
+        self.tally = SnapshotEncoder(
             meter, [self.series], [meter.create_counter("steps", "", "")], now_s
         )
 
@@ -143,12 +143,12 @@ class Node0:
     """The series that node 0 exports for other nodes."""
 
     def __init__(self, clock: Clock, *, explicit_bounds: bool = False, delta: bool = False) -> None:
-        self.meter = Meter(explicit_bounds=explicit_bounds, delta=delta)
+        self.meter = ArrayMeter(explicit_bounds=explicit_bounds, delta=delta)
         self.series = histogram(self.meter)
-        self.heard = Aggregate(self.meter, [self.series], [], clock)
+        self.heard = SnapshotAggregator(self.meter, [self.series], [], clock)
 
     def take(self, node: str, data: bytes) -> None:
-        self.heard.take(node, data)
+        self.heard.add_message(node, data)
 
 
 def deliver_messages(
@@ -160,7 +160,7 @@ def deliver_messages(
     """
     for _ in range(times):
         clock.now_s += EVERY_S
-        data = node.tally.next(0)
+        data = node.tally.next_message(0)
         assert 0 < len(data) <= MAX_TALLY_BYTES
         take(data)
 
@@ -174,7 +174,7 @@ def test_series_of_node_0_has_the_durations_of_all_nodes(explicit_bounds: bool) 
     for seed in range(3):
         for number, (name, node) in enumerate(nodes.items()):
             everything.append(durations(1e2, 1e13, 2000, seed=2 * seed + number))
-            node.series.record(everything[-1], {})
+            node.series.record_ns(everything[-1], {})
             deliver_messages(clock, node, functools.partial(node_0.take, name))
     check(point_of(node_0.meter), np.concatenate(everything))
 
@@ -184,7 +184,7 @@ def test_counts_of_months_fit_into_a_message() -> None:
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     counts = [10**12] * 1800
-    node.series.merge(Sketch.from_numbers([10**18, 0, 61, 10**18, 1, *counts]), {})
+    node.series.merge_sketch(Sketch.from_numbers([10**18, 0, 61, 10**18, 1, *counts]), {})
     deliver_messages(clock, node, functools.partial(node_0.take, "a"), 300)
     assert point_of(node_0.meter).count == sum(counts)
 
@@ -195,7 +195,7 @@ def test_counts_of_lost_messages_arrive_with_later_ones() -> None:
     values_ns = durations(1e3, 1e12, 3000)
     delivered = itertools.cycle([True, False, False])
     for some in np.split(values_ns, 6):
-        node.series.record(some, {})
+        node.series.record_ns(some, {})
         deliver_messages(
             clock, node, lambda data: node_0.take("a", data) if next(delivered) else None
         )
@@ -217,7 +217,7 @@ def test_message_without_new_counts_adds_no_sum() -> None:
         )
 
     for values_ns in parts_ns:
-        node.series.record(values_ns, {})
+        node.series.record_ns(values_ns, {})
         deliver_messages(clock, node, take_and_export)
     assert sum(sums_s) == pytest.approx(np.concatenate(parts_ns).sum() / 1e9, rel=1e-9)
     assert sum(sums_s[-1:]) == pytest.approx(parts_ns[1].sum() / 1e9, rel=1e-9)
@@ -228,7 +228,7 @@ def test_counts_before_and_after_a_sidecar_restart_are_added() -> None:
     node_0, values_ns = Node0(clock), durations(1e6, 1e9, 300)
     for life in np.split(values_ns, 3):
         node = Node(clock)
-        node.series.record(life, {})
+        node.series.record_ns(life, {})
         deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     check(point_of(node_0.meter), values_ns)
 
@@ -237,13 +237,13 @@ def test_restarted_node_0_does_not_send_old_counts_again() -> None:
     """Only new counts are added, also in buckets that were empty before."""
     clock = Clock()
     node = Node(clock)
-    node.series.record(durations(1e6, 1e9), {})
+    node.series.record_ns(durations(1e6, 1e9), {})
     clock.now_s += 100
     node_0 = Node0(clock)
     deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     assert node_0.meter.collect() == []
     later_ns = durations(1e5, 1e11, seed=1)
-    node.series.record(later_ns, {})
+    node.series.record_ns(later_ns, {})
     deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     point = point_of(node_0.meter)
     assert (point.count, point.sum) == (len(later_ns), pytest.approx(later_ns.sum() / 1e9))
@@ -253,7 +253,7 @@ def test_histograms_of_nodes_with_other_bounds_are_ignored() -> None:
     """A node with explicit bounds adds nothing to exponential histograms."""
     clock = Clock()
     node, node_0 = Node(clock, explicit_bounds=True), Node0(clock)
-    node.series.record(durations(1e6, 1e9), {})
+    node.series.record_ns(durations(1e6, 1e9), {})
     deliver_messages(clock, node, functools.partial(node_0.take, "a"))
     assert node_0.meter.collect() == []
 
@@ -263,9 +263,9 @@ def test_invalid_histogram_messages_are_dropped_and_logged(
 ) -> None:
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
-    node.series.record(np.array([10**9]), {})
-    data = node.tally.next(0)
+    node.series.record_ns(np.array([10**9]), {})
+    data = node.tally.next_message(0)
     for broken in (data[:-1], data[:-2] + b"\xdc\x00\x41" + b"\x01" * 65):
-        node_0.heard.take("a", broken)
+        node_0.heard.add_message("a", broken)
     assert len(caplog.records) == 2
     assert node_0.meter.collect() == []

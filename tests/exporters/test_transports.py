@@ -29,8 +29,8 @@ from tests.support.endpoints import answering, grpc_answering, refusing, serving
 from tests.support.otlp_environment import sent, variables
 from tests.support.otlp_receiver import Receiver
 from torchlens_perf.exporters.delivery import sdk_exporters
-from torchlens_perf.exporters.delivery.answer import Answer, Outcome
-from torchlens_perf.exporters.delivery.otlp_requests import encode, size
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult
+from torchlens_perf.exporters.delivery.otlp_requests import count_items, encode_request
 
 PARTIAL = ExportTraceServiceResponse(
     partial_success=ExportTracePartialSuccess(rejected_spans=3, error_message="no")
@@ -38,34 +38,34 @@ PARTIAL = ExportTraceServiceResponse(
 PROTOBUF = {"Content_Type": "application/x-protobuf"}
 
 
-def over_http(address: str, timeout_s: int = 5, **told: str) -> Answer:
+def over_http(address: str, timeout_s: int = 5, **told: str) -> SendResult:
     return sent("http/protobuf", spans_of("a"), ENDPOINT=address, TIMEOUT=str(timeout_s), **told)
 
 
 @pytest.mark.parametrize(
     ("status", "headers", "outcome", "after_s"),
     [
-        (200, {}, Outcome.DELIVERED, None),
-        (202, {}, Outcome.DELIVERED, None),
-        (400, {}, Outcome.REFUSED, None),
-        (401, {}, Outcome.LATER, None),
-        (404, {}, Outcome.LATER, None),
-        (408, {}, Outcome.LATER, None),
-        (413, {}, Outcome.TOO_LARGE, None),
-        (415, {}, Outcome.REFUSED, None),
-        (429, {"Retry_After": "7"}, Outcome.LATER, 7.0),
-        (429, {"Retry_After": "whenever"}, Outcome.LATER, None),
-        (429, {"Retry_After": "Thu, 01 Jan 1970 00:00:00 GMT"}, Outcome.LATER, 0.0),
-        (500, {}, Outcome.LATER, None),
-        (502, {}, Outcome.LATER, None),
-        (503, {"Retry_After": "0"}, Outcome.LATER, 0.0),
-        (504, {}, Outcome.LATER, None),
-        (307, {"Location": "http://127.0.0.1:1/"}, Outcome.LATER, None),
-        (200, {"Content_Type": "text/html"}, Outcome.LATER, None),
+        (200, {}, SendOutcome.DELIVERED, None),
+        (202, {}, SendOutcome.DELIVERED, None),
+        (400, {}, SendOutcome.REFUSED, None),
+        (401, {}, SendOutcome.LATER, None),
+        (404, {}, SendOutcome.LATER, None),
+        (408, {}, SendOutcome.LATER, None),
+        (413, {}, SendOutcome.TOO_LARGE, None),
+        (415, {}, SendOutcome.REFUSED, None),
+        (429, {"Retry_After": "7"}, SendOutcome.LATER, 7.0),
+        (429, {"Retry_After": "whenever"}, SendOutcome.LATER, None),
+        (429, {"Retry_After": "Thu, 01 Jan 1970 00:00:00 GMT"}, SendOutcome.LATER, 0.0),
+        (500, {}, SendOutcome.LATER, None),
+        (502, {}, SendOutcome.LATER, None),
+        (503, {"Retry_After": "0"}, SendOutcome.LATER, 0.0),
+        (504, {}, SendOutcome.LATER, None),
+        (307, {"Location": "http://127.0.0.1:1/"}, SendOutcome.LATER, None),
+        (200, {"Content_Type": "text/html"}, SendOutcome.LATER, None),
     ],
 )
 def test_http_status_decides_between_retry_and_refusal(
-    status: int, headers: dict[str, str], outcome: Outcome, after_s: float | None
+    status: int, headers: dict[str, str], outcome: SendOutcome, after_s: float | None
 ) -> None:
     """OTLP's specification defines the classes.
 
@@ -90,9 +90,9 @@ def test_reason_of_a_refusal_is_the_message_of_the_endpoint() -> None:
 def test_items_rejected_over_http_are_counted_and_others_delivered() -> None:
     """A response body that is no OTLP is ignored."""
     with serving(answering(200, PARTIAL.SerializeToString(), **PROTOBUF)) as address:
-        assert over_http(address) == Answer(Outcome.DELIVERED, rejected=3)
+        assert over_http(address) == SendResult(SendOutcome.DELIVERED, rejected=3)
     with serving(answering(200, b"\xff\xff\xff", **PROTOBUF)) as address:
-        assert over_http(address) == Answer(Outcome.DELIVERED)
+        assert over_http(address) == SendResult(SendOutcome.DELIVERED)
 
 
 def test_refused_or_broken_connection_is_retried() -> None:
@@ -111,7 +111,7 @@ def test_refused_or_broken_connection_is_retried() -> None:
 
     for context in (refusing(), silent(), serving(BreaksOff)):
         with context as address:
-            assert over_http(address).outcome is Outcome.LATER
+            assert over_http(address).outcome is SendOutcome.LATER
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_body_is_compressed_and_user_headers_are_sent(compression: str, unpack: 
             address, COMPRESSION="none", TRACES_COMPRESSION=compression,
             HEADERS="authorization=Bearer%20token,x-tenant=7",
         )  # fmt: skip
-    assert answer == Answer(Outcome.DELIVERED)
+    assert answer == SendResult(SendOutcome.DELIVERED)
     ((headers, body),) = seen
-    assert unpack(body) == encode("traces", spans_of("a"))
+    assert unpack(body) == encode_request("traces", spans_of("a"))
     assert (headers["Content-Encoding"], headers["authorization"], headers["x-tenant"]) == (
         compression, "Bearer token", "7",
     )  # fmt: skip
@@ -187,37 +187,37 @@ def test_requests_are_sent_by_the_session_of_the_credential_provider(
         serving(Redirects) as address,
         variables({"OTEL_EXPORTER_OTLP_ENDPOINT": address, variable: "mine"}),
     ):
-        transport = sdk_exporters.over_http("traces")
-        assert transport.send(spans_of("a")).outcome is Outcome.LATER
+        transport = sdk_exporters.create_http_transport("traces")
+        assert transport.send(spans_of("a")).outcome is SendOutcome.LATER
         transport.close()
     assert seen == ["of the provider"]
     for name in ("empty", "missing"):
         with variables({variable: name}), pytest.raises(RuntimeError, match=name):
-            sdk_exporters.over_http("traces")
+            sdk_exporters.create_http_transport("traces")
 
 
 # -- gRPC
 
 
-def over_grpc(address: str, spans: int = 1) -> Answer:
+def over_grpc(address: str, spans: int = 1) -> SendResult:
     return sent("grpc", spans_of(*["a"] * spans), ENDPOINT=address, TIMEOUT="2")
 
 
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [
-        (grpc.StatusCode.OK, Outcome.DELIVERED),
-        (grpc.StatusCode.INVALID_ARGUMENT, Outcome.REFUSED),
-        (grpc.StatusCode.UNAVAILABLE, Outcome.LATER),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, Outcome.LATER),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, Outcome.LATER),
-        (grpc.StatusCode.UNAUTHENTICATED, Outcome.LATER),
-        (grpc.StatusCode.UNIMPLEMENTED, Outcome.LATER),
-        (grpc.StatusCode.INTERNAL, Outcome.LATER),
+        (grpc.StatusCode.OK, SendOutcome.DELIVERED),
+        (grpc.StatusCode.INVALID_ARGUMENT, SendOutcome.REFUSED),
+        (grpc.StatusCode.UNAVAILABLE, SendOutcome.LATER),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, SendOutcome.LATER),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, SendOutcome.LATER),
+        (grpc.StatusCode.UNAUTHENTICATED, SendOutcome.LATER),
+        (grpc.StatusCode.UNIMPLEMENTED, SendOutcome.LATER),
+        (grpc.StatusCode.INTERNAL, SendOutcome.LATER),
     ],
 )
 def test_grpc_status_decides_between_retry_and_refusal(
-    status: grpc.StatusCode, outcome: Outcome
+    status: grpc.StatusCode, outcome: SendOutcome
 ) -> None:
     with grpc_answering(status) as address:
         assert over_grpc(address).outcome is outcome
@@ -245,10 +245,10 @@ def test_grpc_retry_info_rejections_and_size_limit_are_obeyed() -> None:
     server.start()
     try:
         answer = over_grpc(address)
-        assert (answer.outcome, answer.after_s) == (Outcome.LATER, 2.5)
+        assert (answer.outcome, answer.after_s) == (SendOutcome.LATER, 2.5)
         busy.clear()
-        assert over_grpc(address) == Answer(Outcome.DELIVERED, rejected=3)
-        assert over_grpc(address, spans=100).outcome is Outcome.TOO_LARGE
+        assert over_grpc(address) == SendResult(SendOutcome.DELIVERED, rejected=3)
+        assert over_grpc(address, spans=100).outcome is SendOutcome.TOO_LARGE
     finally:
         server.stop(0).wait(5)
 
@@ -260,8 +260,8 @@ def test_each_signal_arrives_unchanged_over_http_and_grpc(
 ) -> None:
     """The endpoint is a real one."""
     answer = sent(protocol, KEPT[signal], signal, ENDPOINT=receiver.endpoint(protocol))
-    assert answer == Answer(Outcome.DELIVERED)
+    assert answer == SendResult(SendOutcome.DELIVERED)
     found = {"traces": receiver.spans, "logs": receiver.events, "metrics": receiver.points}[
         signal
     ]()
-    assert len(found) == size(KEPT[signal])
+    assert len(found) == count_items(KEPT[signal])

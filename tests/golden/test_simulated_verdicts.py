@@ -77,7 +77,7 @@ def _text_of_run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> st
     # Ids of alerts depend on the folder of ring files, which must have the same name in every
     # checkout.
     monkeypatch.setattr(directory, "_SHARED_MEMORY", folder)
-    monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
+    monkeypatch.setattr(otlp_environment, "create_exporter_from_environment", lambda *_: exporter)
     simulation = Simulation(topology, faults=[parse_fault(each) for each in faults], noise=0.05)
     record_simulation(simulation, STEPS, run, "golden", device)
     report: dict[str, Any] = checked(build_report(run.run_id, node_state.load_all(run)))

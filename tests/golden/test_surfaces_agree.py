@@ -24,12 +24,12 @@ from tests.golden.test_simulated_verdicts import LAUNCH_BOUND, MESH
 from tests.report.test_order import heads, shown_in_order
 from tests.results.test_figures import Board
 from tests.support.reports import checked
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
-from torchlens_perf.exporters.series import Meter
+from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.page.notebook import results_as_json
 from torchlens_perf.page.sections.overview import build_key_figures
 from torchlens_perf.page.sections.verdicts import build_verdicts_section as cards
@@ -83,7 +83,7 @@ def test_numbers_of_simulated_runs_are_equal_on_all_screens(
         InMemoryExporter(),
     )
     run.create()
-    monkeypatch.setattr(otlp_environment, "exporter_from_environment", lambda *_: exporter)
+    monkeypatch.setattr(otlp_environment, "create_exporter_from_environment", lambda *_: exporter)
     simulation = Simulation(
         topology, seed=seed, faults=[parse_fault(each) for each in faults], noise=0.05
     )
@@ -112,7 +112,10 @@ def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
     found = list(_shown(row["text"]))
     if row["kind"].startswith("straggler"):
         ((cost, share, since, until),) = found
-        assert (cost, share) == (duration(row["cost_s_per_step"]), percent(row["cost_share"])), row
+        assert (cost, share) == (
+            format_duration(row["cost_s_per_step"]),
+            format_percent(row["cost_share"]),
+        ), row
         assert since == row["since_step"] == row["held"]["since_step"], row
         assert until == row["held"]["until_step"], row
         assert row["rank"] in map(int, re.findall(r"\b\d+\b", row["text"])), row
@@ -121,7 +124,8 @@ def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
         and row["cost_share"]
     ):
         assert (
-            f"{percent(row['cost_share'])} ({duration(row['cost_s_per_step'])})" in row["text"]
+            f"{format_percent(row['cost_share'])} ({format_duration(row['cost_s_per_step'])})"
+            in row["text"]
         ), row
 
 
@@ -180,7 +184,7 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
         assert headline.sentence in page
         assert all(text in page for _, text in headline.facts)
         if headline.cost_share:
-            assert percent(headline.cost_share) in page
+            assert format_percent(headline.cost_share) in page
     head = choose_headline(found)
     assert head is not None
     short = " ".join(render_short(report, "x", columns=400, color=False).split())
@@ -241,7 +245,7 @@ def alerts_and_assessment_have_the_figures_of_the_rows(
 def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
     """Check the gauges of OTLP and Prometheus."""
     assert exporter.assessment is not None
-    meter = Meter()
+    meter = ArrayMeter()
     NodeMetrics(meter, time.monotonic).on_assessment(exporter.assessment)
     points = {metric.name: list(metric.data.data_points) for metric in meter.collect()}
     rows = [row for row in report["verdicts"] if row["kind"] == "straggler"]

@@ -13,7 +13,7 @@ import pytest
 from tests.support.processes import run
 from torchlens_perf.config import EXCHANGE_TOKEN, variables
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.otlp_resource import node_resource
+from torchlens_perf.exporters.otlp_resource import build_node_resource
 from torchlens_perf.instrumentation import environment_variables
 from torchlens_perf.instrumentation.resource_detector import collect_resource_attributes
 from torchlens_perf.run.identity import Identity
@@ -100,7 +100,7 @@ def test_sidecar_metrics_have_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         semantics.LOCAL_RANK,
         semantics.RESTART_COUNT,
     }
-    found = node_resource(identity).attributes
+    found = build_node_resource(identity).attributes
     assert process_attributes & set(found) == set()
     assert found[semantics.RUN_ID] == "run"
 

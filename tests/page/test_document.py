@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from tests.page.conftest import SLOW_RANK, recorded
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.document.html import build_document, contents_as_json
 from torchlens_perf.page.gather.run_contents import gather_contents
@@ -159,8 +159,10 @@ def test_lengths_and_shares_of_bars_equal_the_report(text: str, shown: PageConte
         )
         for width, part, value, words in found:
             assert float(width) == pytest.approx(100 * float(value) / longest, abs=0.02)
-            assert words.startswith(f"{PARTS[part].name}: {duration(each['parts'][part])} (")
-            assert words.endswith(f"({percent(each['parts'][part] / sum(each['parts'].values()))})")
+            assert words.startswith(f"{PARTS[part].name}: {format_duration(each['parts'][part])} (")
+            assert words.endswith(
+                f"({format_percent(each['parts'][part] / sum(each['parts'].values()))})"
+            )
 
 
 def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: PageContents) -> None:
@@ -174,11 +176,11 @@ def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: Page
     assert headline.cost_share is not None
     assert steps["p50_s"] is not None
     assert (
-        f"{duration(headline.cost_s_per_step)} {headline.per_step} {percent(headline.cost_share)}"
+        f"{format_duration(headline.cost_s_per_step)} {headline.per_step} {format_percent(headline.cost_share)}"
         " of step time" in page
     )
-    assert f"{percent(headline.cost_share)} of step time lost" in page
-    assert f"{duration(steps['p50_s'])} step p50" in page
+    assert f"{format_percent(headline.cost_share)} of step time lost" in page
+    assert f"{format_duration(steps['p50_s'])} step p50" in page
     assert "8 of 8 ranks compared" in page
     rows = re.findall(
         r'<tr[^>]*><th scope="row">(\d+)</th>',

@@ -15,7 +15,7 @@ import pytest
 
 from tests.report.test_report import report_on
 from tests.support.ranks import Rank, make_run
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.errors import printable
 from torchlens_perf.page.notebook import MAX_BYTES, build_cell, results_as_json
 from torchlens_perf.page.small_charts import (
@@ -131,7 +131,7 @@ def test_cell_has_verdict_numbers_notes_and_path_as_text(report: dict[str, Any])
         assert words in page.words
     assert page.words.index(first.sentence) < page.words.index("p50")
     for name in ("p50_s", "p95_s", "p99_s", "max_s"):
-        assert duration(report["steps"][name]) in page.words
+        assert format_duration(report["steps"][name]) in page.words
     assert f"{report['quality']['overhead_share']:.2%} of step time" in page.words
     assert "something is not measured" in page.words
     assert "run directory: /runs/one" in page.words
@@ -143,14 +143,14 @@ def test_pictures_in_a_cell_have_alternative_texts(report: dict[str, Any]) -> No
     (steps, history), (parts, bars) = Page(build_cell(report, "/runs/one")).images
 
     assert steps.startswith("Step time over steps 8 to ")
-    assert duration(max(report["history"]["median_s"])) in steps
+    assert format_duration(max(report["history"]["median_s"])) in steps
     assert "step time (median and range of the ranks)" in texts(history)
     for rank in report["ranks"]:
         said = parts.partition(f"rank {rank['rank']} ")[2].partition(";")[0]
-        assert said.startswith(duration(rank["typical"]["s"]))
+        assert said.startswith(format_duration(rank["typical"]["s"]))
         for part, seconds in step_parts(rank, by_device=False).items():
             if seconds:
-                assert f"{PARTS[part].name} {duration(seconds)}" in said
+                assert f"{PARTS[part].name} {format_duration(seconds)}" in said
                 assert PARTS[part].name in texts(bars)
 
 

@@ -11,11 +11,11 @@ import pytest
 from tests.support.scrapes import Scrape, ScrapedSimulation, scrape
 from torchlens_perf.exporters import node_semantics, semantics
 from torchlens_perf.exporters.prometheus import exporter as exporter_module
-from torchlens_perf.exporters.prometheus.endpoint import Address
+from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
-from torchlens_perf.exporters.prometheus.families import MAX_LABEL, MAX_POINTS, families
-from torchlens_perf.exporters.prometheus.names import prometheus_name, series_name
-from torchlens_perf.exporters.series import Meter
+from torchlens_perf.exporters.prometheus.families import MAX_LABEL, MAX_POINTS, convert_to_families
+from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_query_name
+from torchlens_perf.exporters.series import ArrayMeter
 
 RANKS, SLOW = 4, 2
 NAMES = (*vars(semantics).values(), *vars(node_semantics).values())
@@ -127,21 +127,25 @@ def test_every_metric_name_is_derived_from_otlp(answer: Scrape) -> None:
 def test_metric_names_are_converted_by_the_opentelemetry_specification(
     name: str, unit: str, kind: str, series: str
 ) -> None:
-    assert series_name(name, unit, kind=kind) == series
+    assert prometheus_query_name(name, unit, kind=kind) == series
 
 
 def test_each_exemplar_is_in_the_bucket_of_its_duration() -> None:
     """Only traced steps are exemplars, in every scrape."""
-    from torchlens_perf.exporters.series import Example
+    from torchlens_perf.exporters.series import ExemplarValue
 
-    meter = Meter(explicit_bounds=True, keeps_examples=True)
+    meter = ArrayMeter(explicit_bounds=True, keeps_examples=True)
     histogram = meter.create_histogram(semantics.STEP_DURATION, "s", "steps")
     values_ns = np.array([12, 300, 310, 400]) * 10**6
-    meter.began(10**18)
-    histogram.record(values_ns, {})
-    histogram.show({}, [Example(0.012, 10**18, 7, 8), Example(0.31, 10**18 + 5 * 10**8, 9, 10)])
+    meter.move_start_back(10**18)
+    histogram.record_ns(values_ns, {})
+    histogram.add_exemplars(
+        {}, [ExemplarValue(0.012, 10**18, 7, 8), ExemplarValue(0.31, 10**18 + 5 * 10**8, 9, 10)]
+    )
     for _ in range(2):
-        (family,) = [each for each in families(meter.collect(), {}) if each.type == "histogram"]
+        (family,) = [
+            each for each in convert_to_families(meter.collect(), {}) if each.type == "histogram"
+        ]
         found = {
             sample.labels["le"]: sample.exemplar for sample in family.samples if sample.exemplar
         }
@@ -174,11 +178,11 @@ def test_number_of_points_and_length_of_labels_are_bounded() -> None:
 
     Labels are cut and have no control characters.
     """
-    meter = Meter(explicit_bounds=True)
+    meter = ArrayMeter(explicit_bounds=True)
     gauge = meter.create_gauge("some.gauge", "", "many")
     for index in range(MAX_POINTS + 5):
         gauge.set(index, {"name": f"{index}\x1b[31m" + "x" * 10_000})
-    found = list(families(meter.collect(), {"evil\nlabel{}": 'a"b\nc\u202e'}))
+    found = list(convert_to_families(meter.collect(), {"evil\nlabel{}": 'a"b\nc\u202e'}))
     (many,) = [each for each in found if each.name == "some_gauge"]
     assert len(many.samples) == MAX_POINTS
     assert found[-1].samples[0].value == 5
@@ -188,12 +192,12 @@ def test_number_of_points_and_length_of_labels_are_bounded() -> None:
 
 
 def test_memory_gauge_ends_with_its_process_and_counters_stay() -> None:
-    meter = Meter(explicit_bounds=True)
+    meter = ArrayMeter(explicit_bounds=True)
     meter.create_gauge(semantics.MEMORY, "By", "memory").set(5, {semantics.RANK: 1})
     meter.create_counter(semantics.STEPS, "{step}", "steps").add(3, {semantics.RANK: 1})
 
     def samples(gone: set[int]) -> set[str]:
-        found = families(meter.collect(), {}, gone)
+        found = convert_to_families(meter.collect(), {}, gone)
         return {
             sample.name
             for family in found
@@ -210,9 +214,11 @@ def test_metrics_are_rendered_at_most_once_a_second(
 ) -> None:
     """Any number of clients may ask."""
     made = []
-    monkeypatch.setattr(exporter_module, "families", lambda *args: made.append(args) or iter(()))
+    monkeypatch.setattr(
+        exporter_module, "convert_to_families", lambda *args: made.append(args) or iter(())
+    )
     now_s = [100.0]
-    one = PrometheusExporter(Address("127.0.0.1", 0), clock=lambda: now_s[0])
+    one = PrometheusExporter(ListenAddress("127.0.0.1", 0), clock=lambda: now_s[0])
     try:
         one._identity = _identity(tmp_path)
         for _ in range(5):

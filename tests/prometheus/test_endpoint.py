@@ -10,19 +10,25 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.otlp_receiver import wait_for
-from torchlens_perf.exporters.prometheus.endpoint import Address, Answer, Endpoint
+from torchlens_perf.exporters.prometheus.endpoint import (
+    ListenAddress,
+    MetricsResponse,
+    MetricsServer,
+)
 
 BODY = b"x" * 1000
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint(Address.of("0"), lambda accept: Answer("text/plain", BODY))
+def endpoint() -> Iterator[MetricsServer]:
+    made = MetricsServer(
+        ListenAddress.parse("0"), lambda accept: MetricsResponse("text/plain", BODY)
+    )
     yield made
     made.close()
 
 
-def ask(endpoint: Endpoint, request: bytes, timeout_s: float = 20) -> bytes:
+def ask(endpoint: MetricsServer, request: bytes, timeout_s: float = 20) -> bytes:
     """Send the given bytes and return the complete response."""
     found = b""
     with socket.create_connection(endpoint.address, timeout=timeout_s) as client:
@@ -41,17 +47,17 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-def test_endpoint_listens_on_loopback_unless_an_address_is_set(endpoint: Endpoint) -> None:
+def test_endpoint_listens_on_loopback_unless_an_address_is_set(endpoint: MetricsServer) -> None:
     """Other machines cannot connect."""
     assert endpoint.address.host == "127.0.0.1"
     assert endpoint._socket.getsockname()[0] == "127.0.0.1"
-    assert Address.of("localhost:9464") == ("127.0.0.1", 9464)
-    assert Address.of("0.0.0.0:9464") == ("0.0.0.0", 9464)
-    assert not Address.of("0.0.0.0:9464").is_loopback
-    assert str(Address.of("[::1]:9464")) == "[::1]:9464"
+    assert ListenAddress.parse("localhost:9464") == ("127.0.0.1", 9464)
+    assert ListenAddress.parse("0.0.0.0:9464") == ("0.0.0.0", 9464)
+    assert not ListenAddress.parse("0.0.0.0:9464").is_loopback
+    assert str(ListenAddress.parse("[::1]:9464")) == "[::1]:9464"
 
 
-def test_get_returns_the_content_and_head_only_its_length(endpoint: Endpoint) -> None:
+def test_get_returns_the_content_and_head_only_its_length(endpoint: MetricsServer) -> None:
     head, _, body = ask(endpoint, get()).partition(b"\r\n\r\n")
     assert (status(head), body) == (200, BODY)
     assert b"Content-Length: 1000" in head
@@ -74,7 +80,7 @@ def test_get_returns_the_content_and_head_only_its_length(endpoint: Endpoint) ->
     ],
 )
 def test_requests_other_than_get_metrics_are_rejected(
-    endpoint: Endpoint, request_: bytes, wanted: int
+    endpoint: MetricsServer, request_: bytes, wanted: int
 ) -> None:
     """The host name in the request must be one of this machine."""
     answer = ask(endpoint, request_)
@@ -82,7 +88,7 @@ def test_requests_other_than_get_metrics_are_rejected(
     assert (BODY in answer) == (wanted == 200)
 
 
-def test_malformed_request_is_dropped_and_the_next_one_served(endpoint: Endpoint) -> None:
+def test_malformed_request_is_dropped_and_the_next_one_served(endpoint: MetricsServer) -> None:
     assert ask(endpoint, b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 100_000) == b""
     with socket.create_connection(endpoint.address) as client:
         client.sendall(b"GET /met")
@@ -91,8 +97,10 @@ def test_malformed_request_is_dropped_and_the_next_one_served(endpoint: Endpoint
 
 def test_client_that_sends_slowly_is_cut_off() -> None:
     """A client sends single bytes until the timeout. The next client is served."""
-    endpoint = Endpoint(
-        Address.of("0"), lambda accept: Answer("text/plain", BODY), request_timeout_s=0.5
+    endpoint = MetricsServer(
+        ListenAddress.parse("0"),
+        lambda accept: MetricsResponse("text/plain", BODY),
+        request_timeout_s=0.5,
     )
     try:
         with socket.create_connection(endpoint.address) as slow:
@@ -108,9 +116,9 @@ def test_client_that_sends_slowly_is_cut_off() -> None:
 
 def test_client_that_does_not_read_is_cut_off() -> None:
     """The kernel's buffers limit the memory for its response."""
-    large = Endpoint(
-        Address.of("0"),
-        lambda accept: Answer("text/plain", b"x" * (64 << 20)),
+    large = MetricsServer(
+        ListenAddress.parse("0"),
+        lambda accept: MetricsResponse("text/plain", b"x" * (64 << 20)),
         answer_timeout_s=0.5,
     )
     try:
@@ -121,13 +129,13 @@ def test_client_that_does_not_read_is_cut_off() -> None:
         large.close()
 
 
-def test_second_server_on_a_port_gets_an_error(endpoint: Endpoint) -> None:
+def test_second_server_on_a_port_gets_an_error(endpoint: MetricsServer) -> None:
     """The kernel must not divide the requests between two servers."""
     with pytest.raises(OSError, match="in use"):
-        Endpoint(endpoint.address, lambda accept: Answer("", b""))
+        MetricsServer(endpoint.address, lambda accept: MetricsResponse("", b""))
 
 
-def test_port_can_be_reused_at_once_after_close(endpoint: Endpoint) -> None:
+def test_port_can_be_reused_at_once_after_close(endpoint: MetricsServer) -> None:
     """A client may still be connected."""
     ask(endpoint, get())
     with socket.create_connection(endpoint.address) as hanging:
@@ -135,6 +143,6 @@ def test_port_can_be_reused_at_once_after_close(endpoint: Endpoint) -> None:
         began_s = time.monotonic()
         endpoint.close()
         assert time.monotonic() - began_s < 2.5
-    again = Endpoint(endpoint.address, lambda accept: Answer("text/plain", BODY))
+    again = MetricsServer(endpoint.address, lambda accept: MetricsResponse("text/plain", BODY))
     assert status(ask(again, get())) == 200
     again.close()

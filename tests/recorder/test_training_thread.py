@@ -197,7 +197,7 @@ def test_work_of_other_threads_is_counted_separately_in_a_section(
             recording.watch.step()
     records = records_of(recording)
     table, statistics = assemble_steps(records), RankStatistics()
-    statistics.add(records, table, recording.interned, 0)
+    statistics.add_records(records, table, recording.interned, 0)
 
     assert kinds(recording)[Kind.STEP] == 20
     assert set(statistics.other_threads_ns) == {"forward", "backward"}

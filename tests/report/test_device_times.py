@@ -22,7 +22,7 @@ from torchlens_perf.analysis.statistics.device import (
 )
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
-from torchlens_perf.exporters.otlp_spans import nest
+from torchlens_perf.exporters.otlp_spans import find_parents
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import RunDirectory
@@ -311,9 +311,9 @@ def test_device_statistics_continue_after_a_json_round_trip() -> None:
     records["value0"] = [int(Kind.FORWARD), int(Kind.BACKWARD), int(Kind.MODULE), int(Kind.STEP)]
     records["duration_ns"], records["value1"] = [1000, 2000, 3000, 4000], [10, CAUGHT_UP_NS, 0, 0]
     statistics = DeviceStatistics()
-    statistics.add(records, ["layer"])
+    statistics.add_records(records, ["layer"])
     loaded = save_and_load(statistics)
-    loaded.add(records, ["layer"])
+    loaded.add_records(records, ["layer"])
     assert loaded.phases["forward"].count == 2
     assert loaded.modules["layer"].sum_ns == 6000
     assert (loaded.behind.count, loaded.caught_up) == (4, 2)
@@ -339,7 +339,7 @@ def test_device_spans_are_children_of_device_spans_only(run: RunDirectory) -> No
         span("collective", "issued", 30, 1),
         span("collective", "kernel", 35, 90, 4096, int(Flag.DEVICE)),
     ]
-    nested = nest(spans)
+    nested = find_parents(spans)
     parents = {
         each.name: None if parent is None else nested[parent][0].name for each, parent in nested
     }

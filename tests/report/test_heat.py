@@ -11,7 +11,7 @@ import numpy as np
 from tests.support.findings import episode, findings
 from tests.support.tables import step_table
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, WindowHistory, Windows
-from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, run_windows
+from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, align_windows
 from torchlens_perf.report.heat import build_heat_map
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
@@ -32,12 +32,12 @@ def windows(
     )
     flags = np.array([int((tags or {}).get(step, 0)) for step in numbers])
     history = WindowHistory()
-    history.add(dataclasses.replace(table, flags=flags))
-    return history.windows()
+    history.add_steps(dataclasses.replace(table, flags=flags))
+    return history.to_windows()
 
 
 def on_one_grid(*ranks: Windows) -> RunWindows | None:
-    return run_windows(
+    return align_windows(
         dict(enumerate(ranks)), max((int(each.first_step[-1]) for each in ranks), default=0)
     )
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.ranks import HOST, Rank, identity_of, make_run
 from tests.support.reports import as_json, checked
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.exporters import Exporter
 from torchlens_perf.report.build import SCHEMA, build_report
@@ -425,11 +425,11 @@ class TestTerminal:
     ],
 )
 def test_durations_have_three_digits_and_a_suitable_unit(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_small_shares_have_a_decimal() -> None:
-    assert (percent(0.421), percent(0.0213)) == ("42%", "2.1%")
+    assert (format_percent(0.421), format_percent(0.0213)) == ("42%", "2.1%")
 
 
 def test_each_kind_of_lost_data_has_a_note_with_its_number(run: RunDirectory) -> None:

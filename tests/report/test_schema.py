@@ -107,7 +107,7 @@ def node(
             sketch = state.statistics.device.parts[part] = Sketch()
             sketch.add(np.full(10, each_ms * MS, np.int64))
         if device_ms:
-            state.statistics.device_mix.add(mixed_table([device_ms] * 10))
+            state.statistics.device_mix.add_steps(mixed_table([device_ms] * 10))
             step_ns = np.full(10, sum(device_ms.values()) * MS, np.int64)
             for sketch in (state.statistics.device.judged, state.statistics.device.work):
                 sketch.add(step_ns)

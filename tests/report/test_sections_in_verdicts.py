@@ -13,7 +13,7 @@ import pytest
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import checked
 from tests.support.tables import MS
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
@@ -66,7 +66,7 @@ def first(report: dict[str, Any]) -> str:
     if named is not None:
         columns = columns_of(report)
         seconds = columns["outside phases"][columns["section"].index(named[1])]
-        assert duration(seconds) == named[2], (seconds, text)
+        assert format_duration(seconds) == named[2], (seconds, text)
     return str(text)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.exporters.test_exporters import Metrics
 from tests.support.reports import as_json
 from tests.support.simulations import simulation
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.exporters import Assessment, semantics
 from torchlens_perf.page.document.html import build_document
@@ -76,7 +76,7 @@ def test_every_screen_shows_the_joint_cost_of_slow_ranks(
     assert all(row["cost_share"] > 0.1 for row in rows)
     for row, other in zip(rows, (3, 0), strict=True):
         cost = (
-            f"{duration(row['cost_s_per_step'])} per step = {percent(row['cost_share'])} of step"
+            f"{format_duration(row['cost_s_per_step'])} per step = {format_percent(row['cost_share'])} of step"
             " time"
         )
         assert f"cost {cost}, together with rank {other}" in terminal

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
+from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.hooks.on_device import step_parts
 from torchlens_perf.hooks.on_device.step_parts import StepPartCollector
@@ -94,7 +94,7 @@ def both_agree(steps: Steps) -> None:
             ("kind", "step", "start_ns", "duration_ns", "value0"), values, strict=True
         ):
             record[field] = value
-    table = DeviceSteps().add(made, assemble_steps(made))
+    table = DeviceStepJoin().add_records(made, assemble_steps(made))
     assert len(table) == len(known.steps) == len(steps)
     for index, rows in enumerate(known.steps):
         by_part = {part: rows[row] for row, part in PART_OF_ROW.items()}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.endpoints import serving
 from tests.support.otlp_environment import sent
-from torchlens_perf.exporters.delivery.answer import Outcome
+from torchlens_perf.exporters.delivery.answer import SendOutcome
 
 _HEADER = "Bearer the-users"
 
@@ -59,7 +59,7 @@ def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitSta
         yield stack
 
 
-def _export(address: str, header: str = _HEADER) -> Outcome:
+def _export(address: str, header: str = _HEADER) -> SendOutcome:
     """Send one request as the sidecar does. Return its result."""
     told = {"HEADERS": f"Authorization={header.replace(' ', '%20')}"} if header else {}
     return sent("http/protobuf", [], ENDPOINT=address, TIMEOUT="2", **told).outcome
@@ -68,14 +68,14 @@ def _export(address: str, header: str = _HEADER) -> Outcome:
 def test_users_header_has_priority_over_netrc(leaving: ExitStack) -> None:
     """The header arrives as the user has set it."""
     endpoint = _Endpoint(leaving)
-    assert _export(endpoint.address) is Outcome.DELIVERED
+    assert _export(endpoint.address) is SendOutcome.DELIVERED
     assert endpoint.received == [_HEADER]
 
 
 def test_netrc_password_is_not_sent_without_a_header(leaving: ExitStack) -> None:
     """A password for a machine is not meant for every server on it."""
     endpoint = _Endpoint(leaving)
-    assert _export(endpoint.address, header="") is Outcome.DELIVERED
+    assert _export(endpoint.address, header="") is SendOutcome.DELIVERED
     assert endpoint.received == [None]
 
 
@@ -93,6 +93,6 @@ def test_redirects_are_not_followed(leaving: ExitStack) -> None:
     elsewhere = _Endpoint(leaving)
     endpoint = _Endpoint(leaving, location=f"{elsewhere.address}/v1/traces")
 
-    assert _export(endpoint.address) is Outcome.LATER
+    assert _export(endpoint.address) is SendOutcome.LATER
     assert set(endpoint.received) == {_HEADER}
     assert elsewhere.received == []

@@ -168,7 +168,7 @@ def test_oversized_ring_list_outbox_and_failure_files_are_ignored(
     OomTableReader(run).add_new_tables({}, at_once=True)
     sparse(tmp_path / "outbox" / f"{state.stem}.traces.0000000001.7.otlp")
     box = Outbox(tmp_path / "outbox", state.stem, "traces")
-    assert (box.oldest(), box.dropped) == (None, 7)
+    assert (box.next_request(), box.dropped) == (None, 7)
     sparse(tmp_path / "tap.failed")
     assert FailureRecord(tmp_path, "tap.so").read_error([sys.executable]) is None
 

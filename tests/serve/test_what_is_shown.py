@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.live_simulation import LiveSimulation
 from tests.support.page_server import PageServer, Viewer, links
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.page.document.html import contents_as_json
 from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.run.directory import RunDirectory
@@ -45,8 +45,8 @@ def test_run_list_has_status_cost_step_time_and_verdict_of_each_run(
     assert links(text, "runs/") == ["runs/done/"]
     assert row.pop("started") == (held["run"]["started"] or "").replace("T", " ")[:16]
     assert row == {
-        "status": "SLOW RANK", "program": "simulation done", "cost": percent(verdict.cost_share or 0),
-        "verdict": html.escape(verdict.sentence, quote=False), "step": duration(held["steps"]["p50_s"] or 0),
+        "status": "SLOW RANK", "program": "simulation done", "cost": format_percent(verdict.cost_share or 0),
+        "verdict": html.escape(verdict.sentence, quote=False), "step": format_duration(held["steps"]["p50_s"] or 0),
         "ranks": "4", "hosts": "1", "steps": "96", "state": "ended",
     }  # fmt: skip
     assert f'title="{verdict.cost}"' in text

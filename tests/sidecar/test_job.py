@@ -97,8 +97,10 @@ def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
     nodes[1].update(1.0)
     nodes[0].update(1.0)
 
-    assert nodes[0].job.module_times.excess_ns(2) == pytest.approx({"a": 0.0, "b": 3e6}, abs=4e4)
-    assert nodes[0].job.module_times.excess_ns(3) == {}
+    assert nodes[0].job.module_times.excess_over_median_ns(2) == pytest.approx(
+        {"a": 0.0, "b": 3e6}, abs=4e4
+    )
+    assert nodes[0].job.module_times.excess_over_median_ns(3) == {}
 
 
 def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_corrupt_window_of_one_node_does_not_affect_other_nodes(
     nodes[0].cluster.exchange_data(nodes[0].job, 1.0)
 
     assert {4, 5} <= set(nodes[0].job.places)
-    assert nodes[0].job.module_times.excess_ns(5).keys() == {"a"}
+    assert nodes[0].job.module_times.excess_over_median_ns(5).keys() == {"a"}
 
 
 def test_corrupt_windows_are_counted_for_their_node(tmp_path: Path) -> None:

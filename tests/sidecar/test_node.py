@@ -18,7 +18,7 @@ import pytest
 from tests.support.findings import hang
 from tests.support.ranks import HOST, Rank, make_run
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.exporters import FIRST_TRACED_STEPS, traced_steps
+from torchlens_perf.exporters import FIRST_TRACED_STEPS, steps_traced_by_number
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.sampling.decision import EVERYTHING
 from torchlens_perf.report.build import build_report
@@ -234,8 +234,8 @@ def test_every_step_is_exported_once_and_in_order(run: RunDirectory) -> None:
 
 def test_first_steps_and_every_nth_step_are_traced() -> None:
     """With an interval of 0, no step is traced."""
-    assert traced_steps(list(range(25)), 10) == {0, 1, 2, 10, 20}
-    assert traced_steps(list(range(25)), 0) == set()
+    assert steps_traced_by_number(list(range(25)), 10) == {0, 1, 2, 10, 20}
+    assert steps_traced_by_number(list(range(25)), 0) == set()
 
 
 def test_replay_exports_the_same_steps_and_traces(run: RunDirectory) -> None:
@@ -527,7 +527,7 @@ def test_last_choice_of_traces_is_sent_after_a_restart(
         )
         rank.steps(steps, **WORK)
         run_round(made)
-        left.append(len(made.monitor.job.traces._buffer.of(37)))
+        left.append(len(made.monitor.job.traces._buffer.entries_with_step(37)))
     made.close()
     rank.close()
 

@@ -231,7 +231,8 @@ def test_slow_link_or_imbalance_raises_one_alert(
     """A replay exports the alert with the same id."""
     live, again, run = InMemoryExporter(), InMemoryExporter(), make_run(tmp_path)
     monkeypatch.setattr(
-        "torchlens_perf.exporters.otlp_environment.exporter_from_environment", lambda *_: live
+        "torchlens_perf.exporters.otlp_environment.create_exporter_from_environment",
+        lambda *_: live,
     )
     record_simulation(simulation(fault, topology=topology), 96, run, "note")
     replay(run, again)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.simulations import simulation, table_of, wait_ns
-from torchlens_perf.analysis.statistics.step_bins import StepBinMaker
+from torchlens_perf.analysis.statistics.step_bins import StepBinner
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.simulate.rings import Timeline
@@ -209,7 +209,7 @@ def test_simulated_step_bins_equal_those_that_the_sidecar_makes(width: int) -> N
     ).block(2)
     for population, block in steps.blocks(width):
         for index, rank in enumerate(block.ranks.tolist()):
-            rows = StepBinMaker(width).add(table_of(steps, rank))
+            rows = StepBinner(width).add_steps(table_of(steps, rank))
             assert rows is not None
             made = BinBatch.of(rank, rows)
             assert population == steps.topology.place(rank).population

@@ -16,13 +16,13 @@ from torchlens_perf.analysis.statistics.hardware import (
     GPU_COUNTERS,
     LINK_COUNTERS,
     GpuSample,
-    Hardware,
+    HardwareSamples,
     LinkSample,
 )
 from torchlens_perf.analysis.statistics.memory import MemoryReading
-from torchlens_perf.analysis.statistics.steps import no_host_line
+from torchlens_perf.analysis.statistics.steps import empty_host_line
 from torchlens_perf.exporters import ExportBatch
-from torchlens_perf.exporters.prometheus.endpoint import Address
+from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
@@ -43,7 +43,7 @@ class GpuTarget:
 
     def __init__(self, folder: Path) -> None:
         self._run = RunDirectory(folder / "gpus")
-        self._exporter = PrometheusExporter(Address.of("0"))
+        self._exporter = PrometheusExporter(ListenAddress.parse("0"))
         self._steps = 0
 
     @property
@@ -78,7 +78,9 @@ class GpuTarget:
             for port in (1, 2)
         )  # fmt: skip
         names = {gpu.uuid: "NVIDIA H200" for gpu in gpus}
-        self._exporter.measured(identity_of(self._run, 0, GPUS), Hardware(gpus, ports, names))
+        self._exporter.record_hardware(
+            identity_of(self._run, 0, GPUS), HardwareSamples(gpus, ports, names)
+        )
 
     def close(self) -> None:
         self._exporter.shutdown(0)
@@ -92,5 +94,5 @@ def _one_step(step: int) -> StepTable:
     unknown = np.full_like(parts, -1)
     return StepTable(
         column(step), column(0), column(200_000_000), parts, column(GB), column(1), column(0), column(-1), unknown,
-        unknown, **no_host_line(parts, unknown),
+        unknown, **empty_host_line(parts, unknown),
     )  # fmt: skip

@@ -16,13 +16,13 @@ from tests.support.otlp_receiver import (
     points_of,
     spans_of,
 )
-from torchlens_perf.exporters.delivery.answer import Answer, Outcome
-from torchlens_perf.exporters.delivery.otlp_requests import Item, message, size
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult
+from torchlens_perf.exporters.delivery.otlp_requests import Item, build_message, count_items
 from torchlens_perf.exporters.delivery.outbox import Outbox
-from torchlens_perf.exporters.otlp import OtlpExporter, Signal
-from torchlens_perf.exporters.series import Meter
+from torchlens_perf.exporters.otlp import OtlpExporter, SignalDelivery
+from torchlens_perf.exporters.series import ArrayMeter
 
-DELIVERED = Answer(Outcome.DELIVERED)
+DELIVERED = SendResult(SendOutcome.DELIVERED)
 
 
 class Collector:
@@ -31,7 +31,7 @@ class Collector:
     def __init__(
         self,
         signal: str,
-        answer: Callable[[int], Answer] | Answer = DELIVERED,
+        answer: Callable[[int], SendResult] | SendResult = DELIVERED,
         *,
         opened: bool = True,
     ) -> None:
@@ -47,11 +47,13 @@ class Collector:
         self.taken: list[Sequence[Item]] = []
         self.closed = False
 
-    def send(self, items: Sequence[Item]) -> Answer:
+    def send(self, items: Sequence[Item]) -> SendResult:
         self.calls += 1
         assert self.opened.wait(20)
-        answer = self.answer if isinstance(self.answer, Answer) else self.answer(size(items))
-        if answer.outcome is Outcome.DELIVERED:
+        answer = (
+            self.answer if isinstance(self.answer, SendResult) else self.answer(count_items(items))
+        )
+        if answer.outcome is SendOutcome.DELIVERED:
             self.taken.append(items)
         return answer
 
@@ -74,12 +76,12 @@ class Collector:
         return [event for each in self._decoded() for event in events_of(each)]
 
     def _decoded(self) -> list[dict[str, Any]]:
-        messages = (message(self.signal, items) for items in self.taken)
+        messages = (build_message(self.signal, items) for items in self.taken)
         return [MessageToDict(each, preserving_proto_field_name=True) for each in messages]
 
 
 def exporter_to(
-    collectors: Mapping[str, Collector], environ: Mapping[str, str] | None = None, meter: Meter | None = None,
+    collectors: Mapping[str, Collector], environ: Mapping[str, str] | None = None, meter: ArrayMeter | None = None,
     batch_items: int = 512, clock: Callable[[], float] | None = None,
 ) -> OtlpExporter:  # fmt: skip
     """Return an exporter with the given endpoints by signal.
@@ -87,8 +89,8 @@ def exporter_to(
     The exporter has no spool, and sends metrics at its end.
     """
     signals = {
-        name: Signal(Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)
+        name: SignalDelivery(Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)
         for name, collector in collectors.items()
     }
     options = {} if clock is None else {"clock": clock}
-    return OtlpExporter(signals, Meter() if meter is None else meter, environ or {}, **options)
+    return OtlpExporter(signals, ArrayMeter() if meter is None else meter, environ or {}, **options)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from torchlens_perf.exporters import Exporter
 from torchlens_perf.exporters.delivery import sdk_exporters
-from torchlens_perf.exporters.delivery.answer import Answer
+from torchlens_perf.exporters.delivery.answer import SendResult
 from torchlens_perf.exporters.delivery.otlp_requests import Item
-from torchlens_perf.exporters.otlp_environment import GRPC, exporter_from_environment
+from torchlens_perf.exporters.otlp_environment import GRPC, create_exporter_from_environment
 from torchlens_perf.run.directory import RunDirectory
 
 
@@ -33,7 +33,7 @@ def exporter_for(
 ) -> Exporter:
     """Return the exporter that the given variables select."""
     with variables(told):
-        made = exporter_from_environment(run, owner)
+        made = create_exporter_from_environment(run, owner)
     assert made is not None
     return made
 
@@ -42,11 +42,13 @@ def transport_for(protocol: str, signal: str = "traces", **told: str) -> sdk_exp
     """Return the transport for the given variables, whose names lack OTEL_EXPORTER_OTLP_."""
     with variables({f"OTEL_EXPORTER_OTLP_{name}": value for name, value in told.items()}):
         return (
-            sdk_exporters.over_grpc(signal) if protocol == GRPC else sdk_exporters.over_http(signal)
+            sdk_exporters.create_grpc_transport(signal)
+            if protocol == GRPC
+            else sdk_exporters.create_http_transport(signal)
         )
 
 
-def sent(protocol: str, items: Sequence[Item], signal: str = "traces", **told: str) -> Answer:
+def sent(protocol: str, items: Sequence[Item], signal: str = "traces", **told: str) -> SendResult:
     """Send one request without a retry, and return the answer."""
     transport = transport_for(protocol, signal, **told)
     try:

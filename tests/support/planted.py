@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import StepBins
-from torchlens_perf.analysis.statistics.steps import no_host_line
+from torchlens_perf.analysis.statistics.steps import empty_host_line
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -107,11 +107,11 @@ class Job:
             ready_ns=self.ready_ns[chosen, rows],
             workload=self.workload[chosen, rows],
             parts_ns=self.parts_ns[chosen, rows],
-            **no_host_line(self.parts_ns[chosen, rows], self.ready_ns[chosen, rows]),
+            **empty_host_line(self.parts_ns[chosen, rows], self.ready_ns[chosen, rows]),
         )
 
     def rows_of(self, rank: int, rows: slice = slice(None)) -> StepBins:
-        """Return one rank's rows in the form that its StepBinMaker produces."""
+        """Return one rank's rows in the form that its StepBinner produces."""
         block = self.block([rank], rows)
         return StepBins(
             width=block.width,

@@ -16,7 +16,7 @@ import pytest
 from tests.support import warm_python
 from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, wait_for
 from tests.support.processes import SCRIPTS
-from torchlens_perf.exporters import traced_steps
+from torchlens_perf.exporters import steps_traced_by_number
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.verdicts import node_state
@@ -72,7 +72,7 @@ def spans_of(run: RunDirectory, every: int) -> int:
     # Counters are not spans.
     rows = [row for row in rows if row["kind"] != "thread_time"]
     ended = {(row["rank"], row["step"]) for row in rows if row["kind"] == "step"}
-    sampled = traced_steps([step for _, step in ended], every)
+    sampled = steps_traced_by_number([step for _, step in ended], every)
     records = sum((row["rank"], row["step"]) in ended and row["step"] in sampled for row in rows)
     processes = [
         process for node in node_state.load_all(run) for process in node.processes.values()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.analysis.statistics.steps import no_host_line
+from torchlens_perf.analysis.statistics.steps import empty_host_line
 from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
@@ -62,5 +62,5 @@ def table_of(steps: Steps, rank: int, start_ns: int = 0) -> StepTable:
         workload=steps.workload[rank],
         cpu_ns=np.full((count, len(PARTS)), -1),
         ready_ns=np.full_like(parts_ns, -1),
-        **no_host_line(parts_ns, np.full_like(parts_ns, -1)),
+        **empty_host_line(parts_ns, np.full_like(parts_ns, -1)),
     )

@@ -12,7 +12,7 @@ from torchlens_perf.analysis.statistics.hardware import (
     LINK_COUNTERS,
     GpuSample,
     LinkSample,
-    growth,
+    counter_increases,
 )
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.file_names import list_node_files
@@ -25,7 +25,9 @@ def read_gpus(run: RunDirectory, host: str) -> dict[str, list[GpuSample]]:
     for row in _rows(run, GPUS, host):
         own = samples.setdefault(row["uuid"], [])
         own.append(
-            GpuSample(**row, grown=growth(vars(own[-1]) if own else None, row, GPU_COUNTERS))
+            GpuSample(
+                **row, grown=counter_increases(vars(own[-1]) if own else None, row, GPU_COUNTERS)
+            )
         )
     return samples
 
@@ -36,7 +38,9 @@ def read_links(run: RunDirectory, host: str) -> dict[str, list[LinkSample]]:
     for row in _rows(run, LINKS, host):
         own = samples.setdefault(f"{row['device']}/{row['port']}", [])
         own.append(
-            LinkSample(**row, grown=growth(vars(own[-1]) if own else None, row, LINK_COUNTERS))
+            LinkSample(
+                **row, grown=counter_increases(vars(own[-1]) if own else None, row, LINK_COUNTERS)
+            )
         )
     return samples
 

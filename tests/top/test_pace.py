@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.top.reports import report_of, view_of
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.top.pace import (
     SeenSteps,
     curve,
@@ -101,6 +101,6 @@ def test_pace_line_has_steps_rate_and_current_step_time(tmp_path: Path) -> None:
     assert words[:3] == [
         "128 steps",
         f"{1 / step_times(report)[-1]:.3g} steps/s",
-        f"now {duration(step_times(report)[-1])}",
+        f"now {format_duration(step_times(report)[-1])}",
     ]
     assert seen[1:3] == ["4 steps/s", "now 250 ms"]

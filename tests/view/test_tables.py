@@ -9,7 +9,7 @@ import pytest
 from tests.report.test_held import node
 from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.report import Report
@@ -155,7 +155,7 @@ def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) ->
     assert row["held"] is not None
     expected = (
         f"Since step {row['held']['since_step']}, rank 3 computes"
-        f" {duration(row['evidence'].work_s)} on average."
+        f" {format_duration(row['evidence'].work_s)} on average."
     )
     assert expected in found(report, "ranks").note
 

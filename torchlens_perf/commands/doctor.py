@@ -393,10 +393,13 @@ def _check_run_directory() -> Iterator[Check]:
 
 
 def _check_export() -> Iterator[Check]:
-    from torchlens_perf.exporters.delivery.endpoint_address import parsed, shown
-    from torchlens_perf.exporters.otlp_environment import GRPC, HTTP, wanted_signals
+    from torchlens_perf.exporters.delivery.endpoint_address import (
+        parse_endpoint_address,
+        remove_credentials,
+    )
+    from torchlens_perf.exporters.otlp_environment import GRPC, HTTP, read_enabled_signals
 
-    signals = wanted_signals(os.environ)
+    signals = read_enabled_signals(os.environ)
     if not signals:
         finding = (
             "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT); nothing goes over the"
@@ -409,8 +412,12 @@ def _check_export() -> Iterator[Check]:
     wrong_port = False
     for signal, how in signals.items():
         endpoint = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT") or shared
-        wrong_port |= how == HTTP and parsed(endpoint).host.endswith(":4317")
-        where = f", to {shown(endpoint) or 'the default endpoint'}" if how in (HTTP, GRPC) else ""
+        wrong_port |= how == HTTP and parse_endpoint_address(endpoint).host.endswith(":4317")
+        where = (
+            f", to {remove_credentials(endpoint) or 'the default endpoint'}"
+            if how in (HTTP, GRPC)
+            else ""
+        )
         ways.setdefault(where, []).append(f"{signal} by {how}")
     finding = "; ".join(f"{', '.join(sent)}{where}" for where, sent in ways.items())
     remedy = "port 4317 is usually for gRPC: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"

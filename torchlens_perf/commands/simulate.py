@@ -256,7 +256,7 @@ def _write_and_read_rings(
     device: SimulatedDevice | None,
     advanced: Advanced,
 ) -> None:
-    from torchlens_perf.exporters.otlp_environment import exporter_from_environment
+    from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.node import Sidecar
@@ -267,7 +267,7 @@ def _write_and_read_rings(
     topology = simulation.topology
     hosts = Hosts(topology) if device is not None and device.launch_bound else None
     host = topology.host(0)
-    exporter = exporter_from_environment(run, host)
+    exporter = create_exporter_from_environment(run, host)
     # The run begins in the past, so that none of its timestamps is in the future.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)
     ranks = [
@@ -298,8 +298,8 @@ def _simulate_without_files(
     simulation: Simulation, options: argparse.Namespace, advanced: Advanced
 ) -> tuple[list[str], Compared]:
     """Return the straggler detector's findings as lines of text, and the verdicts."""
-    from torchlens_perf.analysis.statistics.quantities import duration
-    from torchlens_perf.analysis.statistics.step_bins import row_width
+    from torchlens_perf.analysis.statistics.quantities import format_duration
+    from torchlens_perf.analysis.statistics.step_bins import choose_row_width
     from torchlens_perf.report.report_json import to_json_types
     from torchlens_perf.simulate.planted import Compared
     from torchlens_perf.verdicts.causes.straggler_groups import with_groups
@@ -310,7 +310,7 @@ def _simulate_without_files(
     places = {rank: topology.place(rank) for rank in range(topology.ranks)}
     for rank, place in places.items():
         judge.set_place(rank, place)
-    width = min(row_width(simulation.work_ns), 32)
+    width = min(choose_row_width(simulation.work_ns), 32)
     for part in simulation.steps(steps):
         blocks = list(part.blocks(width))
         begun_s = time.perf_counter()
@@ -336,7 +336,7 @@ def _simulate_without_files(
         lines.append(f"Nothing could be compared: {why}.")
     elif not rows:
         lines.append(
-            f"No rank is slow. Smallest detectable slowdown: {duration(detectable_s)} a step."
+            f"No rank is slow. Smallest detectable slowdown: {format_duration(detectable_s)} a step."
         )
     lasting = (
         f"{steps} steps of {findings.step_ns / 1e6:.1f} ms"

@@ -8,16 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from torchlens_perf.analysis.statistics.device import phase_durations_ns
-from torchlens_perf.analysis.statistics.memory import newest_reading
-from torchlens_perf.analysis.statistics.steps import step_traces
+from torchlens_perf.analysis.statistics.memory import find_newest_reading
+from torchlens_perf.analysis.statistics.steps import build_step_traces
 from torchlens_perf.exporters.sampling.step_sampler import FIRST_TRACED_STEPS as FIRST_TRACED_STEPS
-from torchlens_perf.exporters.sampling.step_sampler import reason
+from torchlens_perf.exporters.sampling.step_sampler import reason_by_number
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.statistics.hardware import Hardware
+    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.analysis.statistics.memory import MemoryReading
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.identity import Identity
@@ -46,7 +46,7 @@ class ExportBatch:
     """Reason and ranks of each traced step. Without an entry, all ranks are sent."""
 
 
-class Part(enum.Enum):
+class CoveredRanks(enum.Enum):
     """The set of ranks that a sidecar's aggregated metrics describe."""
 
     WHOLE = "whole"
@@ -58,10 +58,10 @@ class Part(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class JobPart:
+class NodeRole:
     """The role of this node in its job, which determines the data that the node exports."""
 
-    part: Part = Part.WHOLE
+    part: CoveredRanks = CoveredRanks.WHOLE
     share: float = 1.0
     """This node's share of the job's ranks."""
     max_series: int = 2000
@@ -105,13 +105,13 @@ class Exporter(Protocol):
     def on_assessment(self, assessment: Assessment) -> None:
         """Accept an assessment without waiting. Called in every round, after the batches."""
 
-    def measured(self, identity: Identity, hardware: Hardware) -> None:
+    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
         """Accept new samples of GPUs and network ports.
 
         identity: identity of one of the node's processes.
         """
 
-    def update_role(self, part: JobPart) -> bytes:
+    def update_role(self, part: NodeRole) -> bytes:
         """Accept this node's role and the other nodes' messages. Called in every round, before the
         batches.
 
@@ -132,12 +132,12 @@ MAX_TALLY_BYTES = 1000
 TALLY_MARK = b"\xf1"
 
 
-def traced_steps(steps: list[int], every: int) -> set[int]:
+def steps_traced_by_number(steps: list[int], every: int) -> set[int]:
     """Return the steps to trace by number: the first steps, and one in `every`."""
-    return {step for step in steps if reason(step, every)}
+    return {step for step in steps if reason_by_number(step, every)}
 
 
-def export_batch(
+def build_export_batch(
     process: ProcessState,
     records: npt.NDArray[np.void],
     names: list[str],
@@ -146,8 +146,8 @@ def export_batch(
     chosen: Mapping[int, TracedStep] | None = None,
 ) -> ExportBatch:
     """Build a batch of complete steps from their records. traced: steps to trace."""
-    traces = step_traces(records, names, set(traced)) if traced else []
-    device_ns, memory = phase_durations_ns(records), newest_reading(records, names)
+    traces = build_step_traces(records, names, set(traced)) if traced else []
+    device_ns, memory = phase_durations_ns(records), find_newest_reading(records, names)
     return ExportBatch(
         process.identity,
         process.anchor,

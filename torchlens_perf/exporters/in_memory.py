@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters import Assessment, ExportBatch, JobPart
+from torchlens_perf.exporters import Assessment, ExportBatch, NodeRole
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import Hardware
+    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTrace
     from torchlens_perf.run.verdicts import Alert
@@ -21,9 +21,9 @@ class InMemoryExporter:
         # Batches that add traces to earlier steps.
         self.traced: list[ExportBatch] = []
         self.alerts: list[Alert] = []
-        self.hardware: list[Hardware] = []
+        self.hardware: list[HardwareSamples] = []
         self.assessment: Assessment | None = None
-        self.part: JobPart | None = None
+        self.part: NodeRole | None = None
 
     def export(self, batch: ExportBatch) -> None:
         (self.traced if batch.again else self.batches).append(batch)
@@ -37,10 +37,10 @@ class InMemoryExporter:
         self.assessment = assessment
         self.alerts += assessment.alerts
 
-    def measured(self, identity: Identity, hardware: Hardware) -> None:
+    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
         self.hardware.append(hardware)
 
-    def update_role(self, part: JobPart) -> bytes:
+    def update_role(self, part: NodeRole) -> bytes:
         self.part = part
         return b""
 

@@ -23,7 +23,7 @@ from torchlens_perf.run.sketch import BUCKETS, Sketch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.exporters.series import Histogram, Meter, Number
+    from torchlens_perf.exporters.series import ArrayHistogram, ArrayMeter, NumberInstrument
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -40,7 +40,7 @@ _MAX_NODES = 16384
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 
 
-class _Piece(msgspec.Struct, array_like=True, frozen=True):
+class _HistogramPiece(msgspec.Struct, array_like=True, frozen=True):
     """Some buckets of one series of a histogram. Sum and extremes are those of the whole series."""
 
     metric: Annotated[int, msgspec.Meta(ge=0, le=255)]
@@ -60,7 +60,7 @@ class _Piece(msgspec.Struct, array_like=True, frozen=True):
             )
 
 
-class _Message(msgspec.Struct, array_like=True, frozen=True):
+class _SnapshotMessage(msgspec.Struct, array_like=True, frozen=True):
     instance: int
     age_s: float
     """Seconds since the sending sidecar started to count."""
@@ -69,20 +69,20 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
     numbers: Annotated[list[float], msgspec.Meta(max_length=16)]
     explicit_bounds: bool
     """True if the buckets are those of Meter(explicit_bounds=True)."""
-    pieces: Annotated[list[_Piece], msgspec.Meta(max_length=64)]
+    pieces: Annotated[list[_HistogramPiece], msgspec.Meta(max_length=64)]
 
 
-_encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Message)
+_encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_SnapshotMessage)
 
 
-class MetricSnapshot:
+class SnapshotEncoder:
     """Encodes this node's series as messages. Use it on the sidecar's thread only."""
 
     def __init__(
         self,
-        meter: Meter,
-        histograms: Sequence[Histogram],
-        counters: Sequence[Number],
+        meter: ArrayMeter,
+        histograms: Sequence[ArrayHistogram],
+        counters: Sequence[NumberInstrument],
         clock: Callable[[], float],
     ) -> None:
         """meter: meter of the instruments, which is not exported itself. clock: returns seconds."""
@@ -97,7 +97,7 @@ class MetricSnapshot:
         self._due_s = float("-inf")
         self._next_piece = 0
 
-    def next(self, memory_bytes: int) -> bytes:
+    def next_message(self, memory_bytes: int) -> bytes:
         """Return the next message; b"" if none is due."""
         now_s = self._clock()
         if now_s < self._due_s:
@@ -106,19 +106,19 @@ class MetricSnapshot:
             piece
             for metric, histogram in enumerate(self._histograms)
             for attributes, sketch in histogram.sketches()
-            for piece in _pieces(metric, str(attributes.get(semantics.PHASE, "")), sketch)
+            for piece in _split_series(metric, str(attributes.get(semantics.PHASE, "")), sketch)
         ]
         if not pieces:
             return b""
         numbers, explicit = (
-            [float(counter.total()) for counter in self._counters],
+            [float(counter.sum_of_values()) for counter in self._counters],
             self._meter.bounds is not None,
         )
-        chosen: list[_Piece] = []
+        chosen: list[_HistogramPiece] = []
         data = b""
         for offset in range(len(pieces)):
             chosen.append(pieces[(self._next_piece + offset) % len(pieces)])
-            message = _Message(
+            message = _SnapshotMessage(
                 self._instance, now_s - self._began_s, memory_bytes, numbers, explicit, chosen
             )
             longer = TALLY_MARK + _encode(message)
@@ -133,7 +133,7 @@ class MetricSnapshot:
         return data
 
 
-def _pieces(metric: int, phase: str, sketch: Sketch) -> list[_Piece]:
+def _split_series(metric: int, phase: str, sketch: Sketch) -> list[_HistogramPiece]:
     """Split the buckets of a series into pieces. Empty pieces are left out."""
     first, counts = sketch.stored_buckets
     of_all, found = (sketch.sum_ns, sketch.min_ns, sketch.max_ns), []
@@ -142,7 +142,7 @@ def _pieces(metric: int, phase: str, sketch: Sketch) -> list[_Piece]:
     ):
         these = counts[max(0, place - first) : place - first + _PIECE_BUCKETS]
         if these.any():
-            found.append(_Piece(metric, phase, *of_all, max(place, first), these.tolist()))
+            found.append(_HistogramPiece(metric, phase, *of_all, max(place, first), these.tolist()))
     return found
 
 
@@ -161,11 +161,11 @@ class _NodeCounts:
     )
 
 
-class Aggregate:
+class SnapshotAggregator:
     """Receives the messages of other nodes and adds their increments to the exported series."""
 
     def __init__(
-        self, meter: Meter, histograms: Sequence[Histogram], counters: Sequence[Number],
+        self, meter: ArrayMeter, histograms: Sequence[ArrayHistogram], counters: Sequence[NumberInstrument],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._meter, self._histograms, self._counters, self._clock = (
@@ -182,7 +182,7 @@ class Aggregate:
         """Memory of the rank, of all other nodes, that uses most; 0 if unknown."""
         return max((each.memory_bytes for each in self._nodes.values()), default=0)
 
-    def take(self, node: str, data: bytes) -> None:
+    def add_message(self, node: str, data: bytes) -> None:
         """Decode one node's message. Invalid messages are logged and dropped."""
         try:
             message = _decoder.decode(data[len(TALLY_MARK) :])
@@ -217,9 +217,9 @@ class Aggregate:
             if each.metric < len(self._histograms) and message.explicit_bounds == (
                 self._meter.bounds is not None
             ):
-                self._add(counted, each, others=others)
+                self._add_piece(counted, each, others=others)
 
-    def _add(self, counted: _NodeCounts, piece: _Piece, *, others: bool) -> None:
+    def _add_piece(self, counted: _NodeCounts, piece: _HistogramPiece, *, others: bool) -> None:
         """Add the increments in a piece.
 
         others: an earlier sidecar of node 0 may have exported the first piece of this series.
@@ -254,4 +254,4 @@ class Aggregate:
             *grown.tolist(),
         ]
         attributes: dict[str, Any] = {semantics.PHASE: piece.phase} if piece.phase else {}
-        self._histograms[piece.metric].merge(Sketch.from_numbers(numbers), attributes)
+        self._histograms[piece.metric].merge_sketch(Sketch.from_numbers(numbers), attributes)

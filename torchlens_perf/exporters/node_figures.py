@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchlens_perf.analysis.collectives.semantics import WaitRelation, semantics_of
-from torchlens_perf.exporters import JobPart, node_semantics, semantics
-from torchlens_perf.exporters.series_room import most_ranks
+from torchlens_perf.exporters import NodeRole, node_semantics, semantics
+from torchlens_perf.exporters.series_room import max_ranks_with_own_series
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.join import CollectiveJoin
     from torchlens_perf.exporters import ExportBatch
-    from torchlens_perf.exporters.series import Meter
+    from torchlens_perf.exporters.series import ArrayMeter
     from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.verdicts.node_state import NodeState
 
 MAX_ALERTS = 32
 # Ranks of a large job that have series of their own.
 MAX_RANKS = 8
-_LARGEST_SMALL_JOB = most_ranks(JobPart().max_series)
+_LARGEST_SMALL_JOB = max_ranks_with_own_series(NodeRole().max_series)
 _OWN_TIME_WINDOW = 32
 _HOW_PROCESSES_END = ("closed", "died")
 
@@ -37,7 +37,7 @@ Points = tuple[tuple[float, Labels], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class NodeFigures:
+class NodePoints:
     """Points of the node's metrics, all read at the same time."""
 
     points: Mapping[str, Points]
@@ -45,7 +45,7 @@ class NodeFigures:
     """Ranks of this node that have no running process."""
 
 
-def node_figures(state: NodeState) -> NodeFigures:
+def read_node_points(state: NodeState) -> NodePoints:
     """Read the node's metrics. Call it on the sidecar's thread, which owns the state."""
     processes = list(state.processes.values())
     running = {each.identity.rank: each for each in processes if not each.ended}
@@ -57,7 +57,7 @@ def node_figures(state: NodeState) -> NodeFigures:
     ]
     world_size = max((each.identity.world_size for each in processes), default=1)
     run = {semantics.RUN_ID: processes[0].identity.run_id} if processes else {}
-    return NodeFigures(
+    return NodePoints(
         {
             node_semantics.RANKS_RUNNING: ((len(running), {}),),
             node_semantics.LAST_STEP: ((min(steps), {}),) if steps else (),
@@ -70,8 +70,8 @@ def node_figures(state: NodeState) -> NodeFigures:
             node_semantics.RECORDS_LOST: (
                 (state.unwritten_records + sum(each.statistics.lost for each in processes), {}),
             ),
-            **_collectives_by_operation(state.join),
-            **_collectives_by_rank(
+            **_points_by_operation(state.join),
+            **_points_by_rank(
                 state.join, MAX_RANKS if world_size > _LARGEST_SMALL_JOB else _LARGEST_SMALL_JOB
             ),
         },
@@ -79,7 +79,7 @@ def node_figures(state: NodeState) -> NodeFigures:
     )
 
 
-def _collectives_by_operation(join: CollectiveJoin) -> dict[str, Points]:
+def _points_by_operation(join: CollectiveJoin) -> dict[str, Points]:
     counts: dict[str, list[int]] = {}
     for each in join.operations():
         found = counts.setdefault(each.key.operation, [0, 0])
@@ -95,7 +95,7 @@ def _collectives_by_operation(join: CollectiveJoin) -> dict[str, Points]:
     }
 
 
-def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
+def _points_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
     """Return the waits of this node's ranks, and their lags in groups within this node."""
     compared: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -133,17 +133,17 @@ def _collectives_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
     }
 
 
-class OwnTimes:
+class RecentOwnTimes:
     """Recent own times of this node's ranks. Use it on the sidecar's thread only."""
 
     def __init__(self) -> None:
         self._newest_ns: dict[int, deque[int]] = {}
 
-    def add(self, batch: ExportBatch) -> None:
+    def add_batch(self, batch: ExportBatch) -> None:
         newest = self._newest_ns.setdefault(batch.identity.rank, deque(maxlen=_OWN_TIME_WINDOW))
         newest.extend(batch.steps.own_ns[-_OWN_TIME_WINDOW:].tolist())
 
-    def points(self, gone: Iterable[int]) -> dict[str, Points]:
+    def mean_points(self, gone: Iterable[int]) -> dict[str, Points]:
         """Return the mean own time of the slowest and of the fastest rank.
 
         gone: ranks that have ended. Their times are dropped.
@@ -158,17 +158,17 @@ class OwnTimes:
         }
 
 
-def open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
+def points_of_open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
     """Return a point for each open alert. state: node whose sidecar assesses the job."""
-    found = [_labels(each.alert) for each in state.records.open][-MAX_ALERTS:]
+    found = [_labels_of_alert(each.alert) for each in state.records.open][-MAX_ALERTS:]
     run = {semantics.RUN_ID: run_id}
     return {node_semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found)}
 
 
-def _labels(alert: Alert) -> Labels:
+def _labels_of_alert(alert: Alert) -> Labels:
     """Return an alert's labels, without the sentence: each change starts a new series."""
     of_hang = alert.kind == "hang"
-    return _without_unknown(
+    return _drop_unknown_labels(
         {
             node_semantics.ALERT_KIND: alert.kind,
             semantics.RANK: alert.rank,
@@ -181,7 +181,7 @@ def _labels(alert: Alert) -> Labels:
     )
 
 
-def _without_unknown(labels: Mapping[str, Any]) -> Labels:
+def _drop_unknown_labels(labels: Mapping[str, Any]) -> Labels:
     return {name: value for name, value in labels.items() if value not in (None, "")}
 
 
@@ -264,7 +264,7 @@ _INSTRUMENTS = (
 )
 
 
-def create_instruments(meter: Meter, points: Callable[[str], Points]) -> None:
+def create_instruments(meter: ArrayMeter, points: Callable[[str], Points]) -> None:
     """Create the node's instruments.
 
     points: returns the current points of a metric.
@@ -275,10 +275,10 @@ def create_instruments(meter: Meter, points: Callable[[str], Points]) -> None:
         "updown": meter.create_observable_up_down_counter,
     }
     for name, kind, unit, description in _INSTRUMENTS:
-        create[kind](name, [_observing(name, points)], unit, description)
+        create[kind](name, [_make_callback(name, points)], unit, description)
 
 
-def _observing(
+def _make_callback(
     name: str, points: Callable[[str], Points]
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def observe(options: CallbackOptions) -> Iterator[Observation]:

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
 from torchlens_perf.exporters.delivery.sender import Sender
-from torchlens_perf.exporters.otlp_alerts import log_record
+from torchlens_perf.exporters.otlp_alerts import build_log_record
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
-from torchlens_perf.exporters.otlp_resource import node_resource
-from torchlens_perf.exporters.otlp_run_span import RunSpan
-from torchlens_perf.exporters.otlp_spans import SpanMaker
+from torchlens_perf.exporters.otlp_resource import build_node_resource
+from torchlens_perf.exporters.otlp_run_span import RunSpanCollector
+from torchlens_perf.exporters.otlp_spans import SpanBuilder
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
-    from torchlens_perf.analysis.statistics.hardware import Hardware
-    from torchlens_perf.exporters import Assessment, ExportBatch, JobPart
+    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
+    from torchlens_perf.exporters import Assessment, ExportBatch, NodeRole
     from torchlens_perf.exporters.delivery.outbox import Outbox
     from torchlens_perf.exporters.delivery.sender import Transport
-    from torchlens_perf.exporters.series import Meter
+    from torchlens_perf.exporters.series import ArrayMeter
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import TracedStep
     from torchlens_perf.run.verdicts import Alert
@@ -35,7 +35,7 @@ _ITEM_NAMES = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Signal:
+class SignalDelivery:
     """Outbox and transport of one signal (traces, metrics or logs)."""
 
     outbox: Outbox
@@ -52,16 +52,16 @@ class OtlpExporter:
 
     def __init__(
         self,
-        signals: Mapping[str, Signal],
-        meter: Meter,
+        signals: Mapping[str, SignalDelivery],
+        meter: ArrayMeter,
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """signals: enabled signals by name. Raises ValueError if the sampler is invalid."""
         self._clock = clock
         self._resource: Resource | None = None
-        self._spans = SpanMaker(environ) if "traces" in signals else None
-        self._run = RunSpan(environ) if "traces" in signals else None
+        self._spans = SpanBuilder(environ) if "traces" in signals else None
+        self._run = RunSpanCollector(environ) if "traces" in signals else None
         self._metrics = NodeMetrics(meter, clock) if "metrics" in signals else None
         self._senders: dict[str, Sender] = {}
         self._metrics_due_s = math.inf
@@ -81,11 +81,11 @@ class OtlpExporter:
         with guard("exporting steps over OTLP"):
             sampled: dict[int, tuple[int, int]] = {}
             if self._spans is not None:
-                for step, (spans, in_trace, in_rank) in self._spans.of(batch).items():
+                for step, (spans, in_trace, in_rank) in self._spans.build_spans(batch).items():
                     sampled[step] = in_trace, in_rank
-                    self._senders["traces"].add(spans)
+                    self._senders["traces"].queue_items(spans)
                 if self._run is not None:
-                    self._run.saw(batch, sampled)
+                    self._run.add_batch(batch, sampled)
             self.spans_sent = sampled
             self._traced.update(
                 ((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled
@@ -93,35 +93,35 @@ class OtlpExporter:
             while len(self._traced) > _MAX_LINKABLE_STEPS:
                 del self._traced[next(iter(self._traced))]
             if self._metrics is not None:
-                self._begin(batch.identity)
+                self._ensure_resource(batch.identity)
                 self._metrics.export(batch, sampled)
 
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("exporting alerts over OTLP"):
-            resource = self._begin(assessment.identity)
+            resource = self._ensure_resource(assessment.identity)
             if self._run is not None:
-                self._run.judged(assessment)
+                self._run.on_assessment(assessment)
             if self._metrics is not None:
                 self._metrics.on_assessment(assessment)
             if "logs" in self._senders and assessment.alerts:
                 run_id = assessment.identity.run_id
                 alerts = [
-                    log_record(each, run_id, self._traced_step(each), resource)
+                    build_log_record(each, run_id, self._find_traced_step(each), resource)
                     for each in assessment.alerts
                 ]
-                self._senders["logs"].add(alerts)
+                self._senders["logs"].queue_items(alerts)
 
-    def update_role(self, part: JobPart) -> bytes:
+    def update_role(self, part: NodeRole) -> bytes:
         with guard("describing the job over OTLP"):
             if self._metrics is not None:
                 return self._metrics.update_role(part)
         return b""
 
-    def measured(self, identity: Identity, hardware: Hardware) -> None:
+    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
         with guard("exporting the hardware's telemetry over OTLP"):
             if self._metrics is not None:
-                self._begin(identity)
-                self._metrics.measured(hardware)
+                self._ensure_resource(identity)
+                self._metrics.record_hardware(hardware)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until little undelivered data is left, an attempt fails or the timeout passes.
@@ -131,7 +131,7 @@ class OtlpExporter:
         deadline_s = self._clock() + timeout_s
         taken = True
         for sender in self._senders.values():
-            if sender.failing or sender.outbox.waiting() > _MAX_REPLAY_BACKLOG:
+            if sender.is_failing or sender.outbox.count_undelivered() > _MAX_REPLAY_BACKLOG:
                 taken &= sender.flush(max(0.0, deadline_s - self._clock()))
         return taken
 
@@ -139,19 +139,19 @@ class OtlpExporter:
         deadline_s = self._clock() + timeout_s
         with guard("exporting the run's span over OTLP"):
             if self._run is not None:
-                self._senders["traces"].add(self._run.spans())
+                self._senders["traces"].queue_items(self._run.pop_spans())
         for sender in self._senders.values():
             sender.begin_closing()
         for sender in self._senders.values():
             sender.close(max(0.0, deadline_s - self._clock()))
-        return [note for sender in self._senders.values() for note in notes(sender)]
+        return [note for sender in self._senders.values() for note in describe_undelivered(sender)]
 
     # -- parts
 
-    def _begin(self, identity: Identity) -> Resource:
+    def _ensure_resource(self, identity: Identity) -> Resource:
         """Return the node's resource. The first call creates it and schedules metrics."""
         if self._resource is None:
-            self._resource = node_resource(identity)
+            self._resource = build_node_resource(identity)
             if self._metrics is not None:
                 self._metrics_due_s = self._clock() + self._interval_s
                 self._senders["metrics"].outbox.wake()
@@ -166,12 +166,12 @@ class OtlpExporter:
         if (left_s <= 0 or everything) and self._resource is not None and self._metrics is not None:
             data = self._metrics.collect(self._resource)
             if data is not None:
-                self._senders["metrics"].add([data])
+                self._senders["metrics"].queue_items([data])
             self._metrics_due_s = self._clock() + self._interval_s
             left_s = self._interval_s
         return left_s
 
-    def _traced_step(self, alert: Alert) -> int | None:
+    def _find_traced_step(self, alert: Alert) -> int | None:
         """Return the first traced step, equal on all nodes, in which the suspect was slow."""
         # The step of a hang has not ended, so it has no span.
         if alert.duration_s is not None:
@@ -192,10 +192,10 @@ def _collect_nothing(everything: bool) -> float:
     return math.inf
 
 
-def notes(sender: Sender) -> list[str]:
+def describe_undelivered(sender: Sender) -> list[str]:
     """Return notes for the report on the undelivered items of a signal."""
     what, found = _ITEM_NAMES[sender.signal], []
-    waiting, dropped = sender.outbox.waiting(), sender.outbox.dropped
+    waiting, dropped = sender.outbox.count_undelivered(), sender.outbox.dropped
     missing = waiting + dropped + sender.refused + sender.rejected
     if missing:
         found.append(f"OTLP: {missing} of {sender.put} {what} were not delivered")

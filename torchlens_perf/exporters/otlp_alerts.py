@@ -8,9 +8,9 @@ from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.sdk._logs import ReadableLogRecord
 
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.delivery.otlp_requests import in_span
+from torchlens_perf.exporters.delivery.otlp_requests import context_in_span
 from torchlens_perf.exporters.otlp_resource import SCOPE
-from torchlens_perf.exporters.otlp_spans import span_context, trace_id
+from torchlens_perf.exporters.otlp_spans import span_context_of_path, step_trace_id
 from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 _KIND_OF_HANG = "hang"
 
 
-def log_record(
+def build_log_record(
     alert: Alert, run_id: str, traced_step: int | None, resource: Resource
 ) -> ReadableLogRecord:
     """Build the log record of an alert. traced_step: a step of the alert whose trace is linked."""
     context = None
     if traced_step is not None and alert.rank is not None:
         # The suspect's span may be sent by another node, with the same ids as on this node.
-        context = in_span(span_context(trace_id(run_id, alert.attempt, traced_step), alert.rank))
+        context = context_in_span(
+            span_context_of_path(step_trace_id(run_id, alert.attempt, traced_step), alert.rank)
+        )
     record = LogRecord(
         timestamp=alert.unix_ns,
         observed_timestamp=alert.unix_ns,
@@ -36,13 +38,13 @@ def log_record(
         severity_text="WARN" if alert.urgent else "INFO",
         severity_number=SeverityNumber.WARN if alert.urgent else SeverityNumber.INFO,
         body=alert.sentence,
-        attributes=_attributes(run_id, alert),
-        event_name=semantics.event_name(alert.kind, alert.change),
+        attributes=_attributes_of_alert(run_id, alert),
+        event_name=semantics.name_of_alert_event(alert.kind, alert.change),
     )
     return ReadableLogRecord(record, resource, SCOPE)
 
 
-def _attributes(run_id: str, alert: Alert) -> dict[str, Any]:
+def _attributes_of_alert(run_id: str, alert: Alert) -> dict[str, Any]:
     of_hang = alert.kind == _KIND_OF_HANG
     found = {
         semantics.ALERT_UID: alert.id,

@@ -15,7 +15,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 # Cached, so a warning is only logged once per caller.
 @functools.lru_cache(maxsize=64)
-def caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
+def parse_caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
     """Return the caller's span context; None if `traceparent` is empty or invalid."""
     if not traceparent:
         return None
@@ -32,7 +32,7 @@ def caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
     return found
 
 
-def link(traceparent: str, tracestate: str) -> list[Link]:
+def links_to_caller(traceparent: str, tracestate: str) -> list[Link]:
     """Return a list with a link to the caller's span, or an empty list."""
-    found = caller(traceparent, tracestate)
+    found = parse_caller(traceparent, tracestate)
     return [] if found is None else [Link(found)]

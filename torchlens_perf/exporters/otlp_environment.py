@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.config import Config, from_environment
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters.redaction import keep_secrets_out_of_the_log
+from torchlens_perf.exporters.redaction import add_redaction_to_log_handlers
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import Hardware
-    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, JobPart
+    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
+    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, NodeRole
     from torchlens_perf.exporters.delivery.sender import Transport
-    from torchlens_perf.exporters.otlp import OtlpExporter, Signal
+    from torchlens_perf.exporters.otlp import OtlpExporter, SignalDelivery
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
 
@@ -39,7 +39,7 @@ _BATCHES = {"traces": ("OTEL_BSP", 5000), "logs": ("OTEL_BLRP", 1000)}
 _BATCH_ITEMS, _EXPORT_INTERVAL_MS = 512, ("OTEL_METRIC_EXPORT_INTERVAL", 60_000)
 
 
-def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
+def read_enabled_signals(environ: Mapping[str, str]) -> dict[str, str]:
     """Return for each enabled signal its protocol, "console" or "otlp_json_file".
 
     The signals are "traces", "metrics" and "logs". A signal is enabled by an endpoint, or by
@@ -57,7 +57,7 @@ def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
         )
         if exporter in ("", "otlp"):
             if endpoint or exporter:
-                protocol = _protocol(environ, upper)
+                protocol = _read_protocol(environ, upper)
                 if protocol:
                     signals[signal] = protocol
         elif exporter in _LOCAL:
@@ -73,7 +73,7 @@ def wanted_signals(environ: Mapping[str, str]) -> dict[str, str]:
     return signals
 
 
-def _protocol(environ: Mapping[str, str], upper: str) -> str:
+def _read_protocol(environ: Mapping[str, str], upper: str) -> str:
     name = f"OTEL_EXPORTER_OTLP_{upper}_PROTOCOL"
     protocol = (
         environ.get(name) or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or _PROTOCOLS[0]
@@ -89,7 +89,9 @@ def _protocol(environ: Mapping[str, str], upper: str) -> str:
     return protocol
 
 
-def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") -> Exporter | None:
+def create_exporter_from_environment(
+    run: RunDirectory | None = None, owner: str = ""
+) -> Exporter | None:
     """Build the exporter that the environment configures; None if no signal is enabled.
 
     - run: directory for undelivered requests and for otlp_json_file; None to keep requests in
@@ -97,10 +99,10 @@ def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") 
     - owner: name of the node; "" in a replay, which sends the undelivered requests of all nodes.
     """
     environ = os.environ
-    signals = wanted_signals(environ)
+    signals = read_enabled_signals(environ)
     if not signals:
         return None
-    keep_secrets_out_of_the_log(environ)
+    add_redaction_to_log_handlers(environ)
     folder = None if run is None else run.path
     made = {}
     for name, way in signals.items():
@@ -116,23 +118,23 @@ def exporter_from_environment(run: RunDirectory | None = None, owner: str = "") 
 
 def _make_signal(
     name: str, way: str, environ: Mapping[str, str], folder: Path | None, owner: str
-) -> Signal:
-    from torchlens_perf.exporters.delivery.outbox import Outbox, Room, outbox
-    from torchlens_perf.exporters.otlp import Signal
+) -> SignalDelivery:
+    from torchlens_perf.exporters.delivery.outbox import Outbox, OutboxLimits, outbox_folder
+    from torchlens_perf.exporters.otlp import SignalDelivery
 
     transport = _make_transport(name, way, folder, owner)
     disk_bytes = from_environment(environ).get("disk_bytes", Config.disk_bytes)
-    waits_in = outbox(folder) if folder is not None and way in _PROTOCOLS else None
-    room = Room(disk_bytes=disk_bytes // _DISK_BYTES_DIVISOR)
+    waits_in = outbox_folder(folder) if folder is not None and way in _PROTOCOLS else None
+    room = OutboxLimits(disk_bytes=disk_bytes // _DISK_BYTES_DIVISOR)
     if name not in _BATCHES:
-        interval_s = _positive_integer(environ, *_EXPORT_INTERVAL_MS) / 1e3
-        return Signal(
+        interval_s = _read_positive_integer(environ, *_EXPORT_INTERVAL_MS) / 1e3
+        return SignalDelivery(
             Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s
         )
     prefix, delay_ms = _BATCHES[name]
-    items = _positive_integer(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
-    delay_s = _positive_integer(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
-    return Signal(Outbox(waits_in, owner, name, items, delay_s, room), transport)
+    items = _read_positive_integer(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
+    delay_s = _read_positive_integer(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
+    return SignalDelivery(Outbox(waits_in, owner, name, items, delay_s, room), transport)
 
 
 def _make_transport(name: str, way: str, folder: Path | None, owner: str) -> Transport:
@@ -145,13 +147,17 @@ def _make_transport(name: str, way: str, folder: Path | None, owner: str) -> Tra
     from torchlens_perf.exporters.delivery import sdk_exporters
 
     if way == "console":
-        return sdk_exporters.to_console(name)
-    return sdk_exporters.over_grpc(name) if way == GRPC else sdk_exporters.over_http(name)
+        return sdk_exporters.create_console_transport(name)
+    return (
+        sdk_exporters.create_grpc_transport(name)
+        if way == GRPC
+        else sdk_exporters.create_http_transport(name)
+    )
 
 
-def _make_exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> OtlpExporter:
+def _make_exporter(made: Mapping[str, SignalDelivery], environ: Mapping[str, str]) -> OtlpExporter:
     from torchlens_perf.exporters.otlp import OtlpExporter
-    from torchlens_perf.exporters.series import Meter
+    from torchlens_perf.exporters.series import ArrayMeter
 
     aggregation = (
         environ.get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "").strip().lower()
@@ -171,7 +177,7 @@ def _make_exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> Ot
             temporality,
         )
     exemplars = environ.get("OTEL_METRICS_EXEMPLAR_FILTER", "").strip().lower() != "always_off"
-    meter = Meter(
+    meter = ArrayMeter(
         explicit_bounds=aggregation == _EXPLICIT,
         delta=temporality in ("delta", "lowmemory"),
         exemplars=exemplars,
@@ -179,7 +185,7 @@ def _make_exporter(made: Mapping[str, Signal], environ: Mapping[str, str]) -> Ot
     return OtlpExporter(made, meter, environ)
 
 
-def _positive_integer(environ: Mapping[str, str], name: str, default: int) -> int:
+def _read_positive_integer(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, "").strip()
     if not text:
         return default
@@ -198,24 +204,24 @@ class DeferredExporter:
     def __init__(self, make: Callable[[], Exporter | None]) -> None:
         self._make: Callable[[], Exporter | None] | None = make
         self._made: Exporter | None = None
-        self._part: JobPart | None = None
+        self._part: NodeRole | None = None
 
     def export(self, batch: ExportBatch) -> None:
-        exporter = self._make_exporter()
+        exporter = self._get_or_create_exporter()
         if exporter is not None:
             exporter.export(batch)
 
     def on_assessment(self, assessment: Assessment) -> None:
-        exporter = self._make_exporter()
+        exporter = self._get_or_create_exporter()
         if exporter is not None:
             exporter.on_assessment(assessment)
 
-    def measured(self, identity: Identity, hardware: Hardware) -> None:
-        exporter = self._make_exporter()
+    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
+        exporter = self._get_or_create_exporter()
         if exporter is not None:
-            exporter.measured(identity, hardware)
+            exporter.record_hardware(identity, hardware)
 
-    def update_role(self, part: JobPart) -> bytes:
+    def update_role(self, part: NodeRole) -> bytes:
         self._part = part
         return b"" if self._made is None else self._made.update_role(part)
 
@@ -229,7 +235,7 @@ class DeferredExporter:
     def shutdown(self, timeout_s: float) -> list[str]:
         return [] if self._made is None else self._made.shutdown(timeout_s)
 
-    def _make_exporter(self) -> Exporter | None:
+    def _get_or_create_exporter(self) -> Exporter | None:
         if self._make is not None:
             make, self._make = self._make, None
             self._made = make()

@@ -16,16 +16,25 @@ from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, Scope
 from torchlens_perf.exporters import (
     MAX_SLOW_RANKS,
     Assessment,
+    CoveredRanks,
     ExportBatch,
-    JobPart,
-    Part,
+    NodeRole,
     semantics,
 )
-from torchlens_perf.exporters.metric_snapshot import Aggregate, MetricSnapshot
+from torchlens_perf.exporters.metric_snapshot import SnapshotAggregator, SnapshotEncoder
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
 from torchlens_perf.exporters.otlp_resource import SCOPE
-from torchlens_perf.exporters.series import Example, Histogram, Meter, Number
-from torchlens_perf.exporters.series_room import most_important, most_ranks, shares
+from torchlens_perf.exporters.series import (
+    ArrayHistogram,
+    ArrayMeter,
+    ExemplarValue,
+    NumberInstrument,
+)
+from torchlens_perf.exporters.series_room import (
+    compute_series_limits,
+    limit_points,
+    max_ranks_with_own_series,
+)
 from torchlens_perf.exporters.status_gauges import StatusGauges
 from torchlens_perf.run.records import PARTS
 
@@ -33,7 +42,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric
     from opentelemetry.sdk.resources import Resource
 
-    from torchlens_perf.analysis.statistics.hardware import Hardware
+    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
 
 Sampled = Mapping[int, tuple[int, int]]
 """For each traced step, the ids of its trace and of the rank's span. If only the root span is sent,
@@ -53,44 +62,50 @@ class NodeMetrics:
     """All OTLP metrics of a node. The sidecar's thread writes, and the sender's thread collects."""
 
     def __init__(
-        self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic
+        self, meter: ArrayMeter | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._meter = Meter() if meter is None else meter
+        self._meter = ArrayMeter() if meter is None else meter
         self._clock = clock
-        self._steps = StepSeries(self._meter)
+        self._steps = StepInstruments(self._meter)
         # The sums that are forwarded to node 0 have a meter of their own, which is not exported
         # here.
-        tallied = Meter(explicit_bounds=self._meter.bounds is not None)
-        self._forwarded = StepSeries(tallied)
-        self._tally = MetricSnapshot(
+        tallied = ArrayMeter(explicit_bounds=self._meter.bounds is not None)
+        self._forwarded = StepInstruments(tallied)
+        self._tally = SnapshotEncoder(
             tallied, self._forwarded.histograms, self._forwarded.counters, clock
         )
-        self._received = Aggregate(self._meter, self._steps.histograms, self._steps.counters, clock)
+        self._received = SnapshotAggregator(
+            self._meter, self._steps.histograms, self._steps.counters, clock
+        )
         self._status = StatusGauges(self._meter, clock)
         self._not_traced = self._meter.create_counter(semantics.STEPS_NOT_TRACED)
         self._counted_left_out = 0
         self._hardware = HardwareMetrics(self._meter, clock)
-        self._part = JobPart()
+        self._part = NodeRole()
         self._world_size = 1
         self._named: frozenset[int] = frozenset()
         self._forms: dict[str, int] = {}
         # Ranks that were found slow, the most recent last.
         self._shown: dict[int, None] = {}
 
-    def update_role(self, part: JobPart) -> bytes:
+    def update_role(self, part: NodeRole) -> bytes:
         """Apply this node's role. Return the message for node 0's sidecar; b"" if none is due."""
         self._part = part
         for node, data in part.tallies:
-            self._received.take(node, data)
-        self._status.differ(part.spread_s if self._is_large else {})
+            self._received.add_message(node, data)
+        self._status.set_rank_quantiles(part.spread_s if self._is_large else {})
         self._update_shown_ranks()
         if part.left_out > self._counted_left_out:
             self._not_traced.add(part.left_out - self._counted_left_out, {})
             self._counted_left_out = part.left_out
-        if part.part is Part.WHOLE and self._received.memory_bytes:
-            self._steps.others_memory(self._received.memory_bytes)
-        hands_on = part.part is Part.FORWARDER and self._is_large
-        return self._tally.next(self._forwarded.fullest_bytes) if hands_on else b""
+        if part.part is CoveredRanks.WHOLE and self._received.memory_bytes:
+            self._steps.set_memory_of_other_nodes(self._received.memory_bytes)
+        hands_on = part.part is CoveredRanks.FORWARDER and self._is_large
+        return (
+            self._tally.next_message(self._forwarded.largest_shared_memory_bytes)
+            if hands_on
+            else b""
+        )
 
     def export(self, batch: ExportBatch, sampled: Sampled) -> None:
         """Add the steps of a batch. sampled: ids of the steps whose spans are also sent."""
@@ -98,9 +113,11 @@ class NodeMetrics:
         # Steps of a rank that has series of its own are not added to the shared series.
         own = self._own_series if self._is_large else None
         hands_on = (
-            own is not None and batch.identity.rank not in own and self._part.part is Part.FORWARDER
+            own is not None
+            and batch.identity.rank not in own
+            and self._part.part is CoveredRanks.FORWARDER
         )
-        (self._forwarded if hands_on else self._steps).record(batch, sampled, own)
+        (self._forwarded if hands_on else self._steps).record_batch(batch, sampled, own)
 
     def on_assessment(self, assessment: Assessment) -> None:
         """Update the gauges of current problems and the slow ranks with their own series."""
@@ -112,12 +129,12 @@ class NodeMetrics:
         if assessment.whole_job:
             self._status.on_assessment(assessment)
 
-    def measured(self, hardware: Hardware) -> None:
-        self._hardware.measured(hardware)
+    def record_hardware(self, hardware: HardwareSamples) -> None:
+        self._hardware.record_samples(hardware)
 
     def collect(self, resource: Resource) -> MetricsData | None:
         """Return all metrics, or None if no metric has points. resource: the node's resource."""
-        metrics = self._bounded(self._meter.collect())
+        metrics = self._limit_series(self._meter.collect())
         if not metrics:
             return None
         return MetricsData([ResourceMetrics(resource, [ScopeMetrics(SCOPE, metrics, "")], "")])
@@ -141,27 +158,27 @@ class NodeMetrics:
     @property
     def _is_large(self) -> bool:
         """True if the job has too many ranks for series of each rank."""
-        return self._world_size > most_ranks(self._part.max_series)
+        return self._world_size > max_ranks_with_own_series(self._part.max_series)
 
     @property
     def _own_series(self) -> frozenset[int]:
         """Ranks of a large job that have series of their own."""
         return self._part.standing if self._part.standing is not None else self._named
 
-    def _bounded(self, metrics: list[Metric]) -> list[Metric]:
+    def _limit_series(self, metrics: list[Metric]) -> list[Metric]:
         """Reduce metrics to this node's share of the job's series."""
-        room = shares(self._world_size, self._part)
+        room = compute_series_limits(self._world_size, self._part)
         hardware = [each for each in metrics if each.name.startswith("hw.")]
         others = [each for each in metrics if not each.name.startswith("hw.")]
         if room.others is not None:
-            others = most_important(others, room.others, self._forms)
-        return [*others, *most_important(hardware, room.hardware, self._forms)]
+            others = limit_points(others, room.others, self._forms)
+        return [*others, *limit_points(hardware, room.hardware, self._forms)]
 
 
-class StepSeries:
+class StepInstruments:
     """The instruments of steps, such as the histogram of step durations."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: ArrayMeter) -> None:
         duration = meter.create_histogram
         self._meter = meter
         self._step = duration(semantics.STEP_DURATION)
@@ -172,31 +189,33 @@ class StepSeries:
         self._memory = meter.create_gauge(semantics.MEMORY)
         self._memory_bytes: dict[int, int] = {}
         self._others_bytes = 0
-        self._device_memory = DeviceMemory(meter)
+        self._device_memory = DeviceMemoryInstruments(meter)
         self._own_series: frozenset[int] = frozenset()
 
     @property
-    def histograms(self) -> tuple[Histogram, ...]:
+    def histograms(self) -> tuple[ArrayHistogram, ...]:
         return self._step, self._own, self._phase, self._device
 
     @property
-    def counters(self) -> tuple[Number, ...]:
+    def counters(self) -> tuple[NumberInstrument, ...]:
         return (self._steps, *self._device_memory.counters.values())
 
     @property
-    def fullest_bytes(self) -> int:
+    def largest_shared_memory_bytes(self) -> int:
         """Largest memory of a rank that has no series of its own; 0 if unknown."""
         return max(
             (value for rank, value in self._memory_bytes.items() if rank not in self._own_series),
             default=0,
         )
 
-    def others_memory(self, memory_bytes: int) -> None:
+    def set_memory_of_other_nodes(self, memory_bytes: int) -> None:
         """Set the memory of the rank, of all other nodes, that uses most."""
         self._others_bytes = memory_bytes
-        self._memory.set(max(memory_bytes, self.fullest_bytes), {})
+        self._memory.set(max(memory_bytes, self.largest_shared_memory_bytes), {})
 
-    def record(self, batch: ExportBatch, sampled: Sampled, own: frozenset[int] | None) -> None:
+    def record_batch(
+        self, batch: ExportBatch, sampled: Sampled, own: frozenset[int] | None
+    ) -> None:
         """Add the steps of a batch, or only their exemplars if the steps were added before.
 
         Call it on the sidecar's thread. own: ranks that have series of their own; None for all
@@ -209,55 +228,61 @@ class StepSeries:
         self._own_series, per_rank = own or frozenset(), own is None or rank in own
         attributes: dict[str, Any] = {semantics.RANK: rank} if per_rank else {}
         rows = [row for row, step in enumerate(steps.step.tolist()) if step in sampled]
-        of_step = [self._example(batch, row, steps.duration_ns[row] / 1e9, sampled) for row in rows]
+        of_step = [
+            self._make_exemplar(batch, row, steps.duration_ns[row] / 1e9, sampled) for row in rows
+        ]
         of_own = [
             each._replace(value=steps.own_ns[row] / 1e9)
             for row, each in zip(rows, of_step, strict=True)
             # If the rank's span is not sent, the exemplar would have the id of the root span.
-            if _is_rank_sent(batch, int(steps.step[row]))
+            if _is_rank_span_sent(batch, int(steps.step[row]))
         ]
-        self._step.show(attributes, of_step)
-        self._own.show(attributes, of_own)
+        self._step.add_exemplars(attributes, of_step)
+        self._own.add_exemplars(attributes, of_own)
         if batch.again:
             return
         offset_ns = batch.anchor.offset_ns
-        self._meter.began(int(steps.start_ns[0]) + offset_ns)
-        self._step.record(steps.duration_ns, attributes)
-        self._own.record(steps.own_ns, attributes)
+        self._meter.move_start_back(int(steps.start_ns[0]) + offset_ns)
+        self._step.record_ns(steps.duration_ns, attributes)
+        self._own.record_ns(steps.own_ns, attributes)
         for part, part_ns in zip(PARTS, steps.parts_ns.T, strict=True):
             # 0 means that the step did not have this phase.
             had = part_ns[part_ns != 0]
-            self._phase.record(had, {**attributes, semantics.PHASE: part})
+            self._phase.record_ns(had, {**attributes, semantics.PHASE: part})
         for phase, durations_ns in batch.device_ns.items():
-            self._device.record(durations_ns, {**attributes, semantics.PHASE: phase})
-        self._device_memory.record(batch, attributes, per_rank=per_rank)
+            self._device.record_ns(durations_ns, {**attributes, semantics.PHASE: phase})
+        self._device_memory.record_reading(batch, attributes, per_rank=per_rank)
         self._steps.add(len(steps), attributes)
         if steps.memory_bytes[-1]:
             self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])
             # The shared gauge shows the rank that uses most memory, which will run out of memory
             # first.
             self._memory.set(
-                memory_bytes if per_rank else max(self.fullest_bytes, self._others_bytes),
+                memory_bytes
+                if per_rank
+                else max(self.largest_shared_memory_bytes, self._others_bytes),
                 attributes,
             )
 
     @staticmethod
-    def _example(batch: ExportBatch, row: int, value: float, sampled: Sampled) -> Example:
+    def _make_exemplar(
+        batch: ExportBatch, row: int, value: float, sampled: Sampled
+    ) -> ExemplarValue:
         """Build an exemplar that links a histogram bucket to the rank's span."""
         steps, anchor = batch.steps, batch.anchor
         ended_ns = int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.offset_ns
-        return Example(value, ended_ns, *sampled[int(steps.step[row])])
+        return ExemplarValue(value, ended_ns, *sampled[int(steps.step[row])])
 
 
-def _is_rank_sent(batch: ExportBatch, step: int) -> bool:
+def _is_rank_span_sent(batch: ExportBatch, step: int) -> bool:
     chosen = batch.chosen.get(step)
     return chosen is None or chosen.role_of_rank(batch.identity.rank) is not None
 
 
-class DeviceMemory:
+class DeviceMemoryInstruments:
     """The instruments of device memory. Use it on the sidecar's thread only."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: ArrayMeter) -> None:
         self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY)
         self.counters = {
             "alloc_retries": meter.create_counter(semantics.ALLOC_RETRIES),
@@ -265,7 +290,9 @@ class DeviceMemory:
         }
         self._counted: dict[tuple[str, str], int] = {}
 
-    def record(self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool) -> None:
+    def record_reading(
+        self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool
+    ) -> None:
         """Record the batch's memory reading. per_rank: True if the rank has its own series."""
         reading = batch.memory
         if reading is None:

@@ -20,10 +20,10 @@ _OF_A_PROCESS = (
 )  # fmt: skip
 
 
-def rank_resource(identity: Identity) -> Resource:
+def build_rank_resource(identity: Identity) -> Resource:
     """Build the resource of one process of a rank."""
     known: dict[str, Any] = {
-        **_run(identity),
+        **_attributes_of_run(identity),
         "service.instance.id": f"{identity.host}/{identity.key}",
         semantics.RANK: identity.rank,
         semantics.LENS_RANK: identity.rank,
@@ -34,13 +34,16 @@ def rank_resource(identity: Identity) -> Resource:
     # The pid is unknown in a replay of records without the node's state.
     if identity.pid:
         known["process.pid"] = identity.pid
-    return _resource(known)
+    return _make_resource(known)
 
 
-def node_resource(identity: Identity) -> Resource:
+def build_node_resource(identity: Identity) -> Resource:
     """Build the resource of the node, which stays the same when processes restart."""
-    known = _resource(
-        {**_run(identity), "service.instance.id": f"{identity.node or identity.host}/node"}
+    known = _make_resource(
+        {
+            **_attributes_of_run(identity),
+            "service.instance.id": f"{identity.node or identity.host}/node",
+        }
     )
     # Resource detectors that the user has enabled describe the sidecar's process, not the node.
     return Resource(
@@ -48,7 +51,7 @@ def node_resource(identity: Identity) -> Resource:
     )
 
 
-def _run(identity: Identity) -> dict[str, Any]:
+def _attributes_of_run(identity: Identity) -> dict[str, Any]:
     known = {
         "host.name": identity.host,
         semantics.RUN_ID: identity.run_id,
@@ -62,6 +65,6 @@ def _run(identity: Identity) -> dict[str, Any]:
     return {**known, "service.name": service} if service else known
 
 
-def _resource(known: dict[str, Any]) -> Resource:
+def _make_resource(known: dict[str, Any]) -> Resource:
     """Build a resource. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence."""
     return Resource.create().merge(Resource(known)).merge(OTELResourceDetector().detect())

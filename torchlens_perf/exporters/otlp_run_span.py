@@ -16,10 +16,10 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import Link
 
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
-from torchlens_perf.exporters.delivery.otlp_requests import in_span
-from torchlens_perf.exporters.otlp_caller import caller
-from torchlens_perf.exporters.otlp_resource import SCOPE, rank_resource
-from torchlens_perf.exporters.otlp_spans import sampler, span_context, trace_id
+from torchlens_perf.exporters.delivery.otlp_requests import context_in_span
+from torchlens_perf.exporters.otlp_caller import parse_caller
+from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
+from torchlens_perf.exporters.otlp_spans import read_sampler, span_context_of_path, step_trace_id
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -31,7 +31,7 @@ MAX_LINKS = 128
 
 
 @dataclasses.dataclass
-class _Attempt:
+class _AttemptSteps:
     """The steps of rank 0 in one attempt of the run."""
 
     identity: Identity
@@ -42,17 +42,17 @@ class _Attempt:
     traced: list[int] = dataclasses.field(default_factory=list)
 
 
-class RunSpan:
+class RunSpanCollector:
     """Collects the data of the run's span. Use it on the sidecar's thread only."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Read the sampler. Raises ValueError if OTEL_TRACES_SAMPLER_ARG is invalid."""
-        self._sampler = sampler(environ)
+        self._sampler = read_sampler(environ)
         # Attempts by Identity.key of rank 0.
-        self._attempts: dict[str, _Attempt] = {}
+        self._attempts: dict[str, _AttemptSteps] = {}
         self._ended = False
 
-    def saw(self, batch: ExportBatch, sampled: Collection[int]) -> None:
+    def add_batch(self, batch: ExportBatch, sampled: Collection[int]) -> None:
         """Add a batch. sampled: steps of the batch whose spans are sent."""
         identity, steps = batch.identity, batch.steps
         if identity.rank != 0 or not identity.traceparent:
@@ -60,7 +60,7 @@ class RunSpan:
         if identity.key not in self._attempts:
             if not len(steps):
                 return
-            self._attempts[identity.key] = _Attempt(identity)
+            self._attempts[identity.key] = _AttemptSteps(identity)
         found = self._attempts[identity.key]
         # The run's name may become known during the run.
         found.identity = identity
@@ -76,10 +76,10 @@ class RunSpan:
             )
             found.steps += len(steps)
 
-    def judged(self, assessment: Assessment) -> None:
+    def on_assessment(self, assessment: Assessment) -> None:
         self._ended = assessment.ended
 
-    def spans(self) -> list[ReadableSpan]:
+    def pop_spans(self) -> list[ReadableSpan]:
         """Build one span per attempt, if all processes have ended. Later calls return none."""
         attempts, self._attempts = self._attempts, {}
         # If processes still run, only this sidecar stops, and its successor sends the span.
@@ -87,9 +87,9 @@ class RunSpan:
             return []
         found = []
         for run in attempts.values():
-            parent = caller(run.identity.traceparent, run.identity.tracestate)
+            parent = parse_caller(run.identity.traceparent, run.identity.tracestate)
             if parent is not None and self._is_sampled(parent):
-                found.append(_span(run, parent))
+                found.append(_build_run_span(run, parent))
         return found
 
     def _is_sampled(self, parent: SpanContext) -> bool:
@@ -101,24 +101,24 @@ class RunSpan:
         from opentelemetry.sdk.trace.sampling import Decision
 
         decision = self._sampler.should_sample(
-            in_span(parent), parent.trace_id, semantics.SPAN_RUN
+            context_in_span(parent), parent.trace_id, semantics.SPAN_RUN
         ).decision
         return decision is Decision.RECORD_AND_SAMPLE
 
 
-def _span(run: _Attempt, parent: SpanContext) -> ReadableSpan:
+def _build_run_span(run: _AttemptSteps, parent: SpanContext) -> ReadableSpan:
     identity = run.identity
     links = BoundedList.from_seq(
-        MAX_LINKS, [_link(identity, step) for step in run.traced[:MAX_LINKS]]
+        MAX_LINKS, [_link_to_step(identity, step) for step in run.traced[:MAX_LINKS]]
     )
     links.dropped = max(0, len(run.traced) - MAX_LINKS)
     return ReadableSpan(
         semantics.SPAN_RUN,
-        span_context(
+        span_context_of_path(
             parent.trace_id, identity.run_id, identity.attempt, "run", state=parent.trace_state
         ),
         parent,
-        rank_resource(identity),
+        build_rank_resource(identity),
         {
             semantics.RUN_ID: identity.run_id,
             semantics.RANK: identity.rank,
@@ -131,8 +131,8 @@ def _span(run: _Attempt, parent: SpanContext) -> ReadableSpan:
     )
 
 
-def _link(identity: Identity, step: int) -> Link:
+def _link_to_step(identity: Identity, step: int) -> Link:
     return Link(
-        span_context(trace_id(identity.run_id, identity.attempt, step), "root"),
+        span_context_of_path(step_trace_id(identity.run_id, identity.attempt, step), "root"),
         {semantics.STEP: step},
     )

@@ -17,8 +17,8 @@ from opentelemetry.trace import SpanContext, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.otlp_caller import link
-from torchlens_perf.exporters.otlp_resource import SCOPE, rank_resource
+from torchlens_perf.exporters.otlp_caller import links_to_caller
+from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Flag, kind_name
 
@@ -36,42 +36,44 @@ _OTHER_THREAD, _DEVICE = int(Flag.OTHER_THREAD), int(Flag.DEVICE)
 _UNSET, _ERROR = Status(StatusCode.UNSET), Status(StatusCode.ERROR)
 
 
-def trace_id(run_id: str, attempt: int, step: int) -> int:
+def step_trace_id(run_id: str, attempt: int, step: int) -> int:
     """Return the id of a step's trace, which is the same on all ranks and in a replay."""
-    return _hash(16, run_id, attempt, step)
+    return _hash_to_id(16, run_id, attempt, step)
 
 
-def span_id(in_trace: int, *path: object) -> int:
+def span_id_of_path(in_trace: int, *path: object) -> int:
     """Return the id of a span, a hash of its path in the trace."""
-    return _hash(8, f"{in_trace:032x}", *path)
+    return _hash_to_id(8, f"{in_trace:032x}", *path)
 
 
-def span_context(in_trace: int, *path: object, state: TraceState | None = None) -> SpanContext:
+def span_context_of_path(
+    in_trace: int, *path: object, state: TraceState | None = None
+) -> SpanContext:
     """Return the context of a span, whose id is a hash of its path in the trace."""
-    return SpanContext(in_trace, span_id(in_trace, *path), False, _SAMPLED, state)
+    return SpanContext(in_trace, span_id_of_path(in_trace, *path), False, _SAMPLED, state)
 
 
-def _hash(size: int, *parts: object) -> int:
+def _hash_to_id(size: int, *parts: object) -> int:
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:size], "big") or 1
 
 
-class SpanMaker:
+class SpanBuilder:
     """Builds the spans of traced steps. Not thread-safe."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Read the sampler. Raises ValueError if OTEL_TRACES_SAMPLER_ARG is invalid."""
-        self._sampler = sampler(environ)
-        self._ranks: dict[str, _RankSpans] = {}
+        self._sampler = read_sampler(environ)
+        self._ranks: dict[str, _RankSpanBuilder] = {}
 
-    def of(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
+    def build_spans(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
         """Return each step's spans, its trace id, and the id of the rank's span or the root."""
         if not batch.traces:
             return {}
         rank = self._ranks.get(batch.identity.key)
         # The identity changes when the run's name becomes known.
         if rank is None or rank.identity != batch.identity:
-            rank = self._ranks[batch.identity.key] = _RankSpans(batch.identity)
+            rank = self._ranks[batch.identity.key] = _RankSpanBuilder(batch.identity)
         found: dict[int, tuple[list[ReadableSpan], int, int]] = {}
         steps = batch.steps
         of_steps = {
@@ -82,10 +84,10 @@ class SpanMaker:
         }
         offset_ns = batch.anchor.offset_ns
         for trace in batch.traces:
-            in_trace = trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
+            in_trace = step_trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
             if self._is_sampled(in_trace, trace):
                 chosen = batch.chosen.get(trace.step)
-                found[trace.step] = rank.of(
+                found[trace.step] = rank.build_step(
                     trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen
                 )
         return found
@@ -96,11 +98,11 @@ class SpanMaker:
             return True
         from opentelemetry.sdk.trace.sampling import Decision
 
-        decision = self._sampler.should_sample(Context(), in_trace, _root_name(trace)).decision
+        decision = self._sampler.should_sample(Context(), in_trace, _name_of_root(trace)).decision
         return decision is Decision.RECORD_AND_SAMPLE
 
 
-def sampler(environ: Mapping[str, str]) -> Sampler | None:
+def read_sampler(environ: Mapping[str, str]) -> Sampler | None:
     """Return the configured sampler; None, without importing the SDK, for all traces."""
     if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
         return None
@@ -109,13 +111,13 @@ def sampler(environ: Mapping[str, str]) -> Sampler | None:
     return TracerProvider(shutdown_on_exit=False).sampler
 
 
-class _RankSpans:
+class _RankSpanBuilder:
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
-        self._resource = rank_resource(identity)
-        self._links = link(identity.traceparent, identity.tracestate)
+        self._resource = build_rank_resource(identity)
+        self._links = links_to_caller(identity.traceparent, identity.tracestate)
 
-    def of(
+    def build_step(
         self,
         trace: StepTrace,
         in_trace: int,
@@ -130,7 +132,7 @@ class _RankSpans:
         - chosen: the ranks and number of spans to send; None for all.
         """
         rank = self.identity.rank
-        root = span_context(in_trace, "root")
+        root = span_context_of_path(in_trace, "root")
         common = {
             semantics.RUN_ID: self.identity.run_id,
             semantics.STEP: trace.step,
@@ -140,22 +142,26 @@ class _RankSpans:
         found = []
         if rank == 0:
             why = {**common, **_sampling_attributes(chosen, self.identity.world_size)}
-            found.append(self._span(_root_name(trace), root, None, why, times, links=self._links))
+            found.append(
+                self._make_span(_name_of_root(trace), root, None, why, times, links=self._links)
+            )
         role = chosen.role_of_rank(rank) if chosen is not None else ""
         if role is None:
             return found, in_trace, root.span_id
-        kept = _longest_spans(trace.spans, chosen.max_spans if chosen is not None else 0)
+        kept = _select_longest_spans(trace.spans, chosen.max_spans if chosen is not None else 0)
         if role:
             of_step = {**of_step, semantics.RANK_BECAUSE: role}
         if kept is not None:
             of_step = {**of_step, semantics.SPANS_LEFT_OUT: len(trace.spans) - len(kept)}
-        of_rank = span_context(in_trace, rank)
+        of_rank = span_context_of_path(in_trace, rank)
         of_step = {**common, semantics.SPAN_KIND: semantics.STEP_KIND, **of_step}
-        found.append(self._span(f"{semantics.SPAN_RANK} {rank}", of_rank, root, of_step, times))
+        found.append(
+            self._make_span(f"{semantics.SPAN_RANK} {rank}", of_rank, root, of_step, times)
+        )
         # This loop computes the same ids as span_id(), but hashes the common prefix only once.
         path = hashlib.sha256(f"{in_trace:032x}/{rank}/".encode())
         contexts: list[SpanContext] = []
-        for index, (span, parent) in enumerate(nest(trace.spans)):
+        for index, (span, parent) in enumerate(find_parents(trace.spans)):
             around = of_rank if parent is None else contexts[parent]
             if kept is not None and id(span) not in kept:
                 # Children of a span that is left out become children of its parent.
@@ -172,11 +178,11 @@ class _RankSpans:
             attributes = {**common, **_span_attributes(span)}
             times = begin_ns, begin_ns + span.duration_ns
             found.append(
-                self._span(span.name or span.kind, context, around, attributes, times, status)
+                self._make_span(span.name or span.kind, context, around, attributes, times, status)
             )
         return found, in_trace, of_rank.span_id
 
-    def _span(
+    def _make_span(
         self, name: str, context: SpanContext, parent: SpanContext | None, attributes: Mapping[str, Any],
         times: tuple[int, int], status: Status = _UNSET, links: Sequence[Link] = (),
     ) -> ReadableSpan:  # fmt: skip
@@ -199,7 +205,7 @@ def _sampling_attributes(chosen: TracedStep | None, world_size: int) -> dict[str
     }
 
 
-def _longest_spans(spans: Sequence[Span], most: int) -> set[int] | None:
+def _select_longest_spans(spans: Sequence[Span], most: int) -> set[int] | None:
     """Return id() of each of the `most` longest spans; None if all spans are sent."""
     if not most or len(spans) <= most:
         return None
@@ -220,11 +226,11 @@ def _span_attributes(span: Span) -> dict[str, Any]:
     return {semantics.SPAN_KIND: span.kind, **on_device, **counted}
 
 
-def _root_name(trace: StepTrace) -> str:
+def _name_of_root(trace: StepTrace) -> str:
     return semantics.SPAN_INFERENCE_STEP if trace.flags & Flag.INFERENCE else semantics.SPAN_STEP
 
 
-def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
+def find_parents(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     """Sort spans by start, and find the index of each span's parent; None if the parent is the
     step.
 
@@ -233,7 +239,7 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     span in which it was issued, or in which its kernel started. A collective may end after its
     parent, and it is never a parent.
     """
-    ordered = sorted(spans, key=_order)
+    ordered = sorted(spans, key=_nesting_order)
     nested: list[tuple[Span, int | None]] = []
     # Open spans: end, duration, index, other thread, on device.
     running: list[tuple[int, int, int, int, bool]] = []
@@ -263,5 +269,5 @@ def nest(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     return nested
 
 
-def _order(span: Span) -> tuple[int, int, int]:
+def _nesting_order(span: Span) -> tuple[int, int, int]:
     return span.start_ns, -span.duration_ns, span.depth

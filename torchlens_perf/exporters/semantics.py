@@ -142,7 +142,7 @@ DURATION_BOUNDS_S = (
 OVER_COMPONENTS = "torchlens_perf.over"
 
 
-def event_name(kind: str, change: str) -> str:
+def name_of_alert_event(kind: str, change: str) -> str:
     """Return the name of an alert's event, such as "torch.train.straggler.started"."""
     return f"torch.train.{kind}.{change}"
 

@@ -46,7 +46,7 @@ Attributes = Mapping[str, Any]
 Callback = Callable[[CallbackOptions], Iterable[Observation]]
 
 
-class Example(NamedTuple):
+class ExemplarValue(NamedTuple):
     """A recorded value and the span in which it was measured."""
 
     value: float
@@ -55,19 +55,19 @@ class Example(NamedTuple):
     span_id: int
 
 
-def _key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
+def _series_key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(attributes.items()))
 
 
-class _Series:
+class _HistogramSeries:
     """The sketch and exemplars of one series of a histogram."""
 
     def __init__(self) -> None:
         self.sketch = Sketch()
         # The newest exemplar of each octave of values.
-        self.examples: dict[int, Example] = {}
+        self.examples: dict[int, ExemplarValue] = {}
 
-    def show(self, examples: Iterable[Example]) -> None:
+    def add_exemplars(self, examples: Iterable[ExemplarValue]) -> None:
         for example in examples:
             octave = int(np.floor(np.log2(example.value))) if example.value > 0 else -1000
             self.examples.pop(octave, None)
@@ -76,48 +76,48 @@ class _Series:
                 del self.examples[next(iter(self.examples))]
 
 
-class Histogram:
+class ArrayHistogram:
     """A histogram of durations for each set of attributes, recorded in ns, sent in seconds."""
 
-    def __init__(self, meter: Meter, name: str, unit: str, description: str) -> None:
+    def __init__(self, meter: ArrayMeter, name: str, unit: str, description: str) -> None:
         self.name, self.unit, self.description = name, unit, description
         self._meter = meter
-        self._series: dict[tuple[tuple[str, Any], ...], _Series] = {}
+        self._series: dict[tuple[tuple[str, Any], ...], _HistogramSeries] = {}
 
-    def record(self, values_ns: npt.NDArray[np.int64], attributes: Attributes) -> None:
+    def record_ns(self, values_ns: npt.NDArray[np.int64], attributes: Attributes) -> None:
         """Record durations. Negative values are ignored."""
         values_ns = values_ns[values_ns >= 0]
         if len(values_ns):
             with self._meter.lock:
-                self._of(attributes).sketch.add(values_ns, self._meter.bounds_ns)
+                self._series_of(attributes).sketch.add(values_ns, self._meter.bounds_ns)
 
-    def merge(self, sketch: Sketch, attributes: Attributes) -> None:
+    def merge_sketch(self, sketch: Sketch, attributes: Attributes) -> None:
         """Add the counts of another node. Both sketches must have the same bucket bounds."""
         with self._meter.lock:
-            self._of(attributes).sketch.merge(sketch)
+            self._series_of(attributes).sketch.merge(sketch)
 
-    def show(self, attributes: Attributes, examples: Iterable[Example]) -> None:
+    def add_exemplars(self, attributes: Attributes, examples: Iterable[ExemplarValue]) -> None:
         """Add exemplars, whose values are in seconds."""
         if self._meter.exemplars:
             with self._meter.lock:
                 for example in examples:
-                    self._of(attributes).show([example])
+                    self._series_of(attributes).add_exemplars([example])
 
     def sketches(self) -> list[tuple[Attributes, Sketch]]:
         """Return the attributes and sketch of each series."""
         with self._meter.lock:
             return [(dict(key), series.sketch) for key, series in self._series.items()]
 
-    def _of(self, attributes: Attributes) -> _Series:
-        return self._series.setdefault(_key(attributes), _Series())
+    def _series_of(self, attributes: Attributes) -> _HistogramSeries:
+        return self._series.setdefault(_series_key(attributes), _HistogramSeries())
 
-    def metric(self, unix_ns: int) -> Metric | None:
+    def to_metric(self, unix_ns: int) -> Metric | None:
         """Return the metric, or None if it has no points. The caller must hold the meter's lock."""
         points: list[Any] = []
-        since_ns, temporality = self._meter.since(unix_ns, grows=True), self._meter.grows
+        since_ns, temporality = self._meter.start_time_ns(unix_ns, grows=True), self._meter.grows
         for key, of_key in self._series.items():
             sketch = of_key.sketch
-            if not sketch.count or not self._meter.shows(key):
+            if not sketch.count or not self._meter.is_series_sent(key):
                 continue
             # With delta temporality, exemplars before `since_ns` were exported earlier.
             examples = [
@@ -127,7 +127,7 @@ class Histogram:
                 "attributes": dict(key), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
                 "count": sketch.count, "sum": sketch.sum_ns / 1e9,
                 "min": sketch.min_ns / 1e9, "max": sketch.max_ns / 1e9,
-                "exemplars": [_exemplar(each) for each in examples],
+                "exemplars": [_to_sdk_exemplar(each) for each in examples],
             }  # fmt: skip
             if self._meter.bounds is not None:
                 first, used = sketch.stored_buckets
@@ -139,7 +139,7 @@ class Histogram:
                     )
                 )
             else:
-                points.append(ExponentialHistogramDataPoint(**_buckets(sketch), **common))
+                points.append(ExponentialHistogramDataPoint(**_bucket_fields(sketch), **common))
             if not self._meter.keeps_examples:
                 of_key.examples.clear()
         if temporality == DELTA:
@@ -150,7 +150,7 @@ class Histogram:
         return Metric(self.name, self.description, self.unit, of(points, temporality))
 
 
-def _buckets(sketch: Sketch) -> dict[str, Any]:
+def _bucket_fields(sketch: Sketch) -> dict[str, Any]:
     """Return the fields of a data point that describe the buckets.
 
     The sketch's first bucket has no lower bound, so its count becomes `zero_count`.
@@ -175,10 +175,12 @@ def _buckets(sketch: Sketch) -> dict[str, Any]:
     }
 
 
-class Number:
+class NumberInstrument:
     """A counter, up-down counter or gauge, with one value per set of attributes."""
 
-    def __init__(self, meter: Meter, name: str, unit: str, description: str, kind: str) -> None:
+    def __init__(
+        self, meter: ArrayMeter, name: str, unit: str, description: str, kind: str
+    ) -> None:
         """kind: "counter", "updown" or "gauge"."""
         self.name, self.unit, self.description, self.kind = name, unit, description, kind
         self._meter = meter
@@ -187,35 +189,35 @@ class Number:
 
     def add(self, value: float, attributes: Attributes) -> None:
         with self._meter.lock:
-            key = _key(attributes)
+            key = _series_key(attributes)
             self._values[key] = self._values.get(key, 0) + value
 
     def set(self, value: float, attributes: Attributes) -> None:
         with self._meter.lock:
-            self._values[_key(attributes)] = value
+            self._values[_series_key(attributes)] = value
 
-    def total(self) -> float:
+    def sum_of_values(self) -> float:
         """Return the sum of the values over all attributes."""
         with self._meter.lock:
             return sum(self._values.values())
 
-    def observe(self) -> None:
+    def update_from_callbacks(self) -> None:
         """Update the values from the callbacks, which acquire locks of their own."""
         if self.callbacks:
             observed = [each for callback in self.callbacks for each in callback(CallbackOptions())]
             with self._meter.lock:
-                self._values = {_key(each.attributes or {}): each.value for each in observed}
+                self._values = {_series_key(each.attributes or {}): each.value for each in observed}
 
-    def metric(self, unix_ns: int) -> Metric | None:
+    def to_metric(self, unix_ns: int) -> Metric | None:
         """Return the metric, or None if it has no points. The caller must hold the meter's lock."""
         if not self._values:
             return None
         counts = self.kind == "counter"
-        since_ns = self._meter.since(unix_ns, grows=counts)
+        since_ns = self._meter.start_time_ns(unix_ns, grows=counts)
         points = [
             NumberDataPoint(dict(key), since_ns, unix_ns, value)
             for key, value in self._values.items()
-            if self.callbacks or self._meter.shows(key)
+            if self.callbacks or self._meter.is_series_sent(key)
         ]
         if counts and self._meter.grows == DELTA:
             self._values.clear()
@@ -226,16 +228,16 @@ class Number:
         return Metric(self.name, self.description, self.unit, data)
 
 
-def _unit_and_description(name: str, unit: str, description: str) -> tuple[str, str]:
+def _find_unit_and_description(name: str, unit: str, description: str) -> tuple[str, str]:
     known = _SENT.get(name)
     return (unit, description) if description or known is None else (known.unit, known.meaning)
 
 
-def _exemplar(example: Example) -> Exemplar:
+def _to_sdk_exemplar(example: ExemplarValue) -> Exemplar:
     return Exemplar({}, example.value, example.unix_ns, example.span_id, example.trace_id)
 
 
-class Meter:
+class ArrayMeter:
     """The instruments of a node, with all of their series."""
 
     def __init__(
@@ -267,57 +269,59 @@ class Meter:
         self._collected = False
         self._clock_ns = clock_ns
         self._began_ns = self._last_ns = clock_ns()
-        self._instruments: list[Histogram | Number] = []
+        self._instruments: list[ArrayHistogram | NumberInstrument] = []
 
-    def shows(self, key: tuple[tuple[str, Any], ...]) -> bool:
+    def is_series_sent(self, key: tuple[tuple[str, Any], ...]) -> bool:
         """Return True if the series with this key is sent."""
         return self.shown_ranks is None or all(
             value in self.shown_ranks for name, value in key if name == RANK
         )
 
-    def began(self, unix_ns: int) -> None:
+    def move_start_back(self, unix_ns: int) -> None:
         """Set the start of all series to the first step. In a replay, this step was long ago."""
         with self.lock:
             if not self._collected and unix_ns < self._began_ns:
                 self._began_ns = self._last_ns = unix_ns
 
-    def since(self, unix_ns: int, *, grows: bool) -> int:
+    def start_time_ns(self, unix_ns: int, *, grows: bool) -> int:
         """Return the start time of a data point."""
         return self._last_ns if grows and self.grows == DELTA else self._began_ns
 
     # semantics.py defines unit and description of all metrics that are sent over OTLP.
 
-    def create_histogram(self, name: str, unit: str = "", description: str = "") -> Histogram:
-        found = Histogram(self, name, *_unit_and_description(name, unit, description))
+    def create_histogram(self, name: str, unit: str = "", description: str = "") -> ArrayHistogram:
+        found = ArrayHistogram(self, name, *_find_unit_and_description(name, unit, description))
         self._instruments.append(found)
         return found
 
-    def create_counter(self, name: str, unit: str = "", description: str = "") -> Number:
-        return self._number(name, unit, description, "counter")
+    def create_counter(self, name: str, unit: str = "", description: str = "") -> NumberInstrument:
+        return self._create_number(name, unit, description, "counter")
 
-    def create_gauge(self, name: str, unit: str = "", description: str = "") -> Number:
-        return self._number(name, unit, description, "gauge")
+    def create_gauge(self, name: str, unit: str = "", description: str = "") -> NumberInstrument:
+        return self._create_number(name, unit, description, "gauge")
 
     def create_observable_gauge(
         self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
-    ) -> Number:
-        return self._number(name, unit, description, "gauge", callbacks)
+    ) -> NumberInstrument:
+        return self._create_number(name, unit, description, "gauge", callbacks)
 
     def create_observable_counter(
         self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
-    ) -> Number:
+    ) -> NumberInstrument:
         """Create a counter whose callbacks return totals, without delta temporality."""
-        return self._number(name, unit, description, "counter", callbacks)
+        return self._create_number(name, unit, description, "counter", callbacks)
 
     def create_observable_up_down_counter(
         self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
-    ) -> Number:
-        return self._number(name, unit, description, "updown", callbacks)
+    ) -> NumberInstrument:
+        return self._create_number(name, unit, description, "updown", callbacks)
 
-    def _number(
+    def _create_number(
         self, name: str, unit: str, description: str, kind: str, callbacks: Sequence[Callback] = ()
-    ) -> Number:
-        found = Number(self, name, *_unit_and_description(name, unit, description), kind)
+    ) -> NumberInstrument:
+        found = NumberInstrument(
+            self, name, *_find_unit_and_description(name, unit, description), kind
+        )
         found.callbacks = callbacks
         self._instruments.append(found)
         return found
@@ -325,11 +329,11 @@ class Meter:
     def collect(self) -> list[Metric]:
         """Return all metrics that have data points."""
         for instrument in self._instruments:
-            if isinstance(instrument, Number):
-                instrument.observe()
+            if isinstance(instrument, NumberInstrument):
+                instrument.update_from_callbacks()
         unix_ns = self._clock_ns()
         with self.lock:
-            found = [each.metric(unix_ns) for each in self._instruments]
+            found = [each.to_metric(unix_ns) for each in self._instruments]
             self._last_ns = unix_ns
             self._collected = True
         return [each for each in found if each is not None]

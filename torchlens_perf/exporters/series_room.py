@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opentelemetry.sdk.metrics.export import Gauge, Sum
 
-from torchlens_perf.exporters import JobPart, Part, semantics
+from torchlens_perf.exporters import CoveredRanks, NodeRole, semantics
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric, NumberDataPoint
@@ -34,7 +34,7 @@ _IMPORTANT = (
 _COMPONENT = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME)
 
 
-class Room(NamedTuple):
+class SeriesLimits(NamedTuple):
     """The largest numbers of series that a node may send."""
 
     hardware: int
@@ -42,21 +42,23 @@ class Room(NamedTuple):
     """Number of series that do not describe hardware; None if it needs no limit."""
 
 
-def most_ranks(max_series: int) -> int:
+def max_ranks_with_own_series(max_series: int) -> int:
     """Return the largest world size with which every rank has series of its own."""
     return int(_PER_RANK_SHARE * max_series) // SERIES_A_RANK
 
 
-def shares(world_size: int, part: JobPart) -> Room:
+def compute_series_limits(world_size: int, part: NodeRole) -> SeriesLimits:
     """Return the number of series that this node may send."""
-    if world_size <= most_ranks(part.max_series):
-        return Room(int((part.max_series - world_size * SERIES_A_RANK) * part.share), None)
+    if world_size <= max_ranks_with_own_series(part.max_series):
+        return SeriesLimits(int((part.max_series - world_size * SERIES_A_RANK) * part.share), None)
     job = _LARGE_JOB_SHARE * part.max_series
     hardware = int((part.max_series - job) * part.share)
-    return Room(hardware, max(1, int(job * part.share)) if part.part is Part.ALONE else None)
+    return SeriesLimits(
+        hardware, max(1, int(job * part.share)) if part.part is CoveredRanks.ALONE else None
+    )
 
 
-def most_important(
+def limit_points(
     metrics: Sequence[Metric], room: int, forms_before: dict[str, int] | None = None
 ) -> list[Metric]:
     """Reduce metrics to at most `room` points.
@@ -71,7 +73,7 @@ def most_important(
     ordered = sorted(
         metrics, key=lambda each: _IMPORTANT.index(each.name) if each.name in _IMPORTANT else 99
     )
-    forms = {each.name: _forms(each) for each in ordered}
+    forms = {each.name: _build_smaller_forms(each) for each in ordered}
     taken: dict[str, int] = {}
     # Each metric gets its smallest form before any metric gets a larger form.
     for each in ordered:
@@ -101,7 +103,7 @@ def most_important(
     return found
 
 
-def _forms(metric: Metric) -> list[Sequence[Any]]:
+def _build_smaller_forms(metric: Metric) -> list[Sequence[Any]]:
     """Return a metric's points in three forms: all, merged over components, and one point."""
     points = metric.data.data_points
     found: list[Sequence[Any]] = [points]
@@ -112,12 +114,12 @@ def _forms(metric: Metric) -> list[Sequence[Any]]:
         key = tuple(item for item in (each.attributes or {}).items() if item[0] not in _COMPONENT)
         by_attributes.setdefault(key, []).append(each)
     how = "sum" if isinstance(metric.data, Sum) else "max"
-    found.append([_merged(group, key, how) for key, group in by_attributes.items()])
-    found.append([_merged(metric.data.data_points, (), how)] if points else [])
+    found.append([_merge_points(group, key, how) for key, group in by_attributes.items()])
+    found.append([_merge_points(metric.data.data_points, (), how)] if points else [])
     return found
 
 
-def _merged(
+def _merge_points(
     points: Sequence[NumberDataPoint], attributes: Iterable[tuple[str, Any]], how: str
 ) -> NumberDataPoint:
     if len(points) == 1:

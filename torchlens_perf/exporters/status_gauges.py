@@ -9,7 +9,7 @@ from typing import Any
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchlens_perf.exporters import Assessment, semantics
-from torchlens_perf.exporters.series import Callback, Meter
+from torchlens_perf.exporters.series import ArrayMeter, Callback
 from torchlens_perf.verdicts.finding_log import stragglers_by_class
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
@@ -22,7 +22,7 @@ MAX_COSTS = 32
 class StatusGauges:
     """Gauges of the newest assessment. The sidecar's thread writes, the sender's reads."""
 
-    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
+    def __init__(self, meter: ArrayMeter, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._newest: Assessment | None = None
@@ -32,17 +32,17 @@ class StatusGauges:
         self._pending_zeros: dict[tuple[str, Any], int] = {}
         self._spread_s: Mapping[tuple[str, str], float] = {}
         for name, callback in (
-            (semantics.STRAGGLER_COST, self._cost),
-            (semantics.STRAGGLERS, self._count),
-            (semantics.DETECTABLE, self._detectable),
-            (semantics.HANG_DURATION, self._duration),
-            (semantics.RANKS_WORK, self._spread("work")),
-            (semantics.RANKS_WAIT, self._spread("wait")),
+            (semantics.STRAGGLER_COST, self._observe_costs),
+            (semantics.STRAGGLERS, self._observe_straggler_counts),
+            (semantics.DETECTABLE, self._observe_detectable_slowdown),
+            (semantics.HANG_DURATION, self._observe_hang_duration),
+            (semantics.RANKS_WORK, self._make_quantile_callback("work")),
+            (semantics.RANKS_WAIT, self._make_quantile_callback("wait")),
         ):
             meter.create_observable_gauge(name, [callback])
 
-    def differ(self, spread_s: Mapping[tuple[str, str], float]) -> None:
-        """Set the quantiles over ranks (JobPart.spread_s)."""
+    def set_rank_quantiles(self, spread_s: Mapping[tuple[str, str], float]) -> None:
+        """Set the quantiles over ranks (NodeRole.spread_s)."""
         self._spread_s = spread_s
 
     def on_assessment(self, assessment: Assessment) -> None:
@@ -59,7 +59,7 @@ class StatusGauges:
     def _findings(self) -> Findings:
         return NOTHING if self._newest is None else self._newest.findings
 
-    def _spread(self, what: str) -> Callback:
+    def _make_quantile_callback(self, what: str) -> Callback:
         def read(options: CallbackOptions) -> Iterator[Observation]:
             for (of, quantile), value in self._spread_s.items():
                 if of == what:
@@ -67,7 +67,7 @@ class StatusGauges:
 
         return read
 
-    def _cost(self, options: CallbackOptions) -> Iterator[Observation]:
+    def _observe_costs(self, options: CallbackOptions) -> Iterator[Observation]:
         findings = self._findings
         # The job only becomes faster if all ranks of a slow group do, so each rank's point shows
         # the cost of the group.
@@ -78,28 +78,26 @@ class StatusGauges:
         }
         known_s = {key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None}
         costliest = sorted(known_s, key=lambda key: -known_s[key])[:MAX_COSTS]
-        for (rank, phase), value in self._ending_with_zeros(
+        for (rank, phase), value in self._append_zeros(
             "cost", {key: known_s[key] for key in costliest}
         ):
             yield Observation(value, {semantics.RANK: rank, semantics.PHASE: phase})
 
-    def _count(self, options: CallbackOptions) -> Iterator[Observation]:
+    def _observe_straggler_counts(self, options: CallbackOptions) -> Iterator[Observation]:
         findings = self._findings
         for name, count in stragglers_by_class(findings).items() if findings.compared else ():
             yield Observation(count, {semantics.STRAGGLER_CLASS: name})
 
-    def _detectable(self, options: CallbackOptions) -> Iterator[Observation]:
+    def _observe_detectable_slowdown(self, options: CallbackOptions) -> Iterator[Observation]:
         findings = self._findings
         if findings.compared and findings.detectable_ns is not None:
             yield Observation(findings.detectable_ns / 1e9)
 
-    def _duration(self, options: CallbackOptions) -> Iterator[Observation]:
-        for kind, value in self._ending_with_zeros("hang", self._hangs_s):
+    def _observe_hang_duration(self, options: CallbackOptions) -> Iterator[Observation]:
+        for kind, value in self._append_zeros("hang", self._hangs_s):
             yield Observation(value, {semantics.HANG_KIND: kind})
 
-    def _ending_with_zeros(
-        self, gauge: str, values: Mapping[Any, float]
-    ) -> list[tuple[Any, float]]:
+    def _append_zeros(self, gauge: str, values: Mapping[Any, float]) -> list[tuple[Any, float]]:
         """Return the values, and a zero for each key that had a value in a recent export."""
         with self._lock:
             ended = [key for of, key in self._pending_zeros if of == gauge and key not in values]

@@ -12,7 +12,7 @@ import datetime
 import json
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.errors import printable
 from torchlens_perf.page.sections.section import ranks_in_verdicts
 from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw_step_chart
@@ -127,9 +127,9 @@ def _build_numbers_table(report: Report) -> Element:
     }
     numbers = {
         unit: str(steps["count"]),
-        **{name: duration_or_dash(value) for name, value in quantiles.items()},
+        **{name: format_duration_or_dash(value) for name, value in quantiles.items()},
         "overhead": format_overhead(quality["overhead_share"]),
-        "CPU time of sidecars": duration(quality["sidecar_cpu_s"]),
+        "CPU time of sidecars": format_duration(quality["sidecar_cpu_s"]),
         "lost records": str(quality["lost"]),
     }
     heads = tag("tr", [tag("th", name) for name in numbers])

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.page.sections.bars import describe_parts, draw_stacked_bar, draw_swatch
 from torchlens_perf.view.markup import Element, raw_element, tag
 from torchlens_perf.view.specs import Bar
@@ -53,10 +53,12 @@ def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     several = any(high > low for high, low in zip(slowest_s, fastest_s, strict=True))
     says = (
         f"Step time{where} over steps {steps[0]} to {last}, in windows of {history['width']} steps."
-        f" The median step takes {duration(min(median_s))} to {duration(max(median_s))}."
+        f" The median step takes {format_duration(min(median_s))} to {format_duration(max(median_s))}."
     )
     if several:
-        says += f" Ranks take {duration(min(fastest_s))} to {duration(max(slowest_s))}."
+        says += (
+            f" Ranks take {format_duration(min(fastest_s))} to {format_duration(max(slowest_s))}."
+        )
     top_s = max(slowest_s) * 1.08
     width, height = WIDTH - _LEFT - _RIGHT, _TOP + _PLOT_HEIGHT + _BOTTOM
     first, span = steps[0], max(1, steps[-1] + history["width"] - steps[0])
@@ -77,7 +79,9 @@ def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
         y = _TOP + _PLOT_HEIGHT * (1 - share)
         parts.append(tag("path", class_="g", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"))
         parts.append(
-            _svg_text(_LEFT - 6, y + 4, duration(top_s * share) if share else "0", anchor="end")
+            _svg_text(
+                _LEFT - 6, y + 4, format_duration(top_s * share) if share else "0", anchor="end"
+            )
         )
     if several:
         there = [point_text(*point) for point in zip(steps, slowest_s, strict=True)]
@@ -128,7 +132,7 @@ def draw_parts_chart(
             _nested_svg(draw_stacked_bar(bar, longest_s, shares=False), _LEFT, y, width, _BAR)
         )
         drawn.append(
-            _svg_text(_LEFT + width * bar.total / longest_s + 5, y + 11, duration(bar.total))
+            _svg_text(_LEFT + width * bar.total / longest_s + 5, y + 11, format_duration(bar.total))
         )
     y, x = _TOP + len(bars) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
     for part in [part for part in PARTS if any(part in bar.seconds for bar in bars)]:
@@ -141,7 +145,7 @@ def draw_parts_chart(
         ]
         x += taken + 12
     words = "; ".join(
-        f"{bar.label} {duration(bar.total)}: {describe_parts(bar)}".strip() for bar in bars
+        f"{bar.label} {format_duration(bar.total)}: {describe_parts(bar)}".strip() for bar in bars
     )
     return _svg_document(y + 10, drawn), f"{title.capitalize()}, by part{of}. {words}."
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
-from torchlens_perf.analysis.statistics.run_windows import run_windows
+from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.report.collective_rows import (
     collective_rows,
     count_last_arrivals,
@@ -93,7 +93,9 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
     processes = latest_attempt(nodes)
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
     statistics = [each.statistics for each in processes.values()]
-    grid = run_windows(judged_windows, max((each.last_step or 0 for each in statistics), default=0))
+    grid = align_windows(
+        judged_windows, max((each.last_step or 0 for each in statistics), default=0)
+    )
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     links, collectives = links_of(nodes), collective_rows(newest_joins(nodes))
     last = count_last_arrivals(collectives)
@@ -292,7 +294,7 @@ def _node_names(nodes: list[NodeState]) -> list[str]:
 def _device_kind(processes: dict[int, ProcessState]) -> str | None:
     """Return the kind of device that ranks compute on: "GPU" or torch's name; None for the CPU."""
     kinds = {process.compute_device for process in processes.values()} - {"", "cpu"}
-    if not kinds and any(process.statistics.device.steps for process in processes.values()):
+    if not kinds and any(process.statistics.device.timed_steps for process in processes.values()):
         # No model was found, but kernels were timed.
         kinds.add("cuda")
     kind = min(kinds, default=None)
@@ -369,7 +371,7 @@ def _warm_up_parts(processes: dict[int, ProcessState]) -> dict[str, float]:
 
 def _is_inference(process: ProcessState) -> bool:
     """Return True if most steps of the process are forward passes."""
-    kinds = process.statistics.mix.by_flags()
+    kinds = process.statistics.mix.bins_by_flags()
     counts = {flags: sum(each.count for each in bins) for flags, bins in kinds.items()}
     inference = sum(count for flags, count in counts.items() if flags & Flag.INFERENCE)
     if not counts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.step_mix import classify
+from torchlens_perf.analysis.statistics.step_mix import classify_steps
 from torchlens_perf.report.distribution import summarize_sketch
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
@@ -44,21 +44,24 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
     `parts` describe a typical step.
     """
     device = process.statistics.device
-    if not device.steps:
+    if not device.timed_steps:
         return None
     error_ns, typical = (
         process.device.get("error_ns"),
-        classify([process.statistics.device_mix]).typical,
+        classify_steps([process.statistics.device_mix]).typical,
     )
     return {
         "clock": process.device.get("clock"),
         "error_s": None if error_ns is None else error_ns / 1e9,
-        "steps": device.steps,
+        "steps": device.timed_steps,
         "step_s": summarize_sketch(device.phases["step"]),
         "phases": {
             phase: {
                 "p50_s": sketch.quantile_ns(0.5) / 1e9,
-                "s_per_step": sketch.mean_without_outliers_ns() / 1e9 * sketch.count / device.steps,
+                "s_per_step": sketch.mean_without_outliers_ns()
+                / 1e9
+                * sketch.count
+                / device.timed_steps,
             }
             for phase, sketch in device.phases.items()
             if phase != "step"

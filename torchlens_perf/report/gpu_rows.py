@@ -53,13 +53,13 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 **{name: totals.most.get(name) for name in _MAXIMA},
                 "temperature_max_c": totals.most.get("temperature_c"),
                 "power_max_w": totals.most.get("power_w"),
-                "throttled": totals.throttled(),
+                "throttled": totals.throttled_shares(),
                 **{name: totals.grown.get(name) for name in _GROWN},
                 **{
                     name: totals.last.get(name)
                     for name in ("last_xid", "remapping_pending", "recovery_action")
                 },
-                "signals": totals.signals(),
+                "signals": totals.to_signals(),
             }
             rows.append(cast("Gpu", row))
     return sorted(rows, key=lambda row: (row["ranks"] or [1 << 31], row["host"], row["uuid"]))
@@ -81,7 +81,7 @@ def link_rows(nodes: list[NodeState]) -> list[Link]:
                     "errors": {
                         kind: totals.grown[kind] for kind in LINK_ERRORS if totals.grown.get(kind)
                     },
-                    "signals": totals.signals(),
+                    "signals": totals.to_signals(),
                 }
             )
     return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
-from torchlens_perf.analysis.statistics.quantities import amount, percent
+from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
 from torchlens_perf.verdicts.node_state import ProcessState
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ def memory_row(process: ProcessState) -> Memory:
         "max_bytes": statistics.memory_max_bytes or None,
         "source": process.memory_source or None,
         "device": _device_memory_row(statistics.memory, statistics.last_step),
-        "growth": statistics.memory.growth(),
+        "growth": statistics.memory.estimate_growth(),
     }
 
 
 def _device_memory_row(memory: MemoryStatistics, last_step: int | None) -> DeviceMemory | None:
-    last = memory.last
+    last = memory.last_reading
     if last is None:
         return None
     fragmentation = None
@@ -82,10 +82,10 @@ def memory_notes(rank: Rank) -> list[str]:
         )
     if growth is not None:
         above = growth["above_bytes"]
-        peak = f"peaks {amount(above, 'B')} higher within steps, " if above else ""
+        peak = f"peaks {format_bytes(above, 'B')} higher within steps, " if above else ""
         notes.append(
             f"rank {rank['rank']}: allocated memory grows by"
-            f" {amount(growth['bytes_per_step'], 'B')} a step over steps {growth['since_step']} to"
+            f" {format_bytes(growth['bytes_per_step'], 'B')} a step over steps {growth['since_step']} to"
             f" {growth['until_step']}{_share_of_device_text(device)}, {peak}and would fill the device at step"
             f" {growth['full_at_step']}; next: look for tensors that are kept from step to step,"
             " such as losses without .item() or .detach()"
@@ -97,4 +97,6 @@ def _share_of_device_text(device: DeviceMemory | None) -> str:
     if device is None or device["allocated_bytes"] is None or not device["limit_bytes"]:
         # The newest reading may be incomplete.
         return ""
-    return f" ({percent(device['allocated_bytes'] / device['limit_bytes'])} of the device now)"
+    return (
+        f" ({format_percent(device['allocated_bytes'] / device['limit_bytes'])} of the device now)"
+    )

@@ -64,7 +64,7 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
 def _own_time_by_module(process: ProcessState) -> dict[str, float]:
     typical = build_typical_step(process.statistics)
     forward_s = typical["parts"].get("forward", 0.0) if typical is not None else 0.0
-    alike = process.statistics.typical_length()
+    alike = process.statistics.typical_duration_sums()
     if not alike.forward_ns:
         return {}
     return {name: sum_ns / alike.forward_ns * forward_s for name, sum_ns in alike.modules.items()}
@@ -76,7 +76,9 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
     Sections outside typical steps follow by total time.
     """
     rows: list[Section] = []
-    alike = {rank: process.statistics.typical_length() for rank, process in processes.items()}
+    alike = {
+        rank: process.statistics.typical_duration_sums() for rank, process in processes.items()
+    }
     whole_ns: dict[str, int] = {}
     for name in _all_names(processes, "sections"):
         calls = _sketches_by_rank(processes, "sections", name)
@@ -90,7 +92,7 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
             for rank in calls
         }
         counted = [each.statistics for each in processes.values() if each.statistics.usual_steps]
-        host_s = [each.section_host_ns(name) / 1e9 for each in counted]
+        host_s = [each.median_section_host_ns(name) / 1e9 for each in counted]
         rows.append(
             {
                 "name": name,

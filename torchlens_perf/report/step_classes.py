@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
-from torchlens_perf.analysis.statistics.step_mix import StepClass, classify
+from torchlens_perf.analysis.statistics.step_mix import StepClass, classify_steps
 from torchlens_perf.report.waited_for import MAX_STEPS, AwaitedRankFinder
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.node_state import ProcessState
@@ -27,7 +27,11 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
         each.identity.rank: each.statistics.device_mix if by_device else each.statistics.mix
         for each in processes
     }
-    found, waits, all_ranks = classify(list(mixes.values())), AwaitedRankFinder(mixes), list(mixes)
+    found, waits, all_ranks = (
+        classify_steps(list(mixes.values())),
+        AwaitedRankFinder(mixes),
+        list(mixes),
+    )
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
 
     def blamed(each: StepClass) -> int | None:
@@ -124,7 +128,7 @@ def build_typical_step(statistics: RankStatistics) -> TypicalStep | None:
 
     Return None until there is a step after the warm-up.
     """
-    typical = classify([statistics.mix]).typical
+    typical = classify_steps([statistics.mix]).typical
     if typical is None:
         return None
     own_s = sum(typical.parts_ns[part] for part in OWN_PARTS) / 1e9

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.run_windows import column_means, grid
+from torchlens_perf.analysis.statistics.run_windows import choose_grid, column_means
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.rank import Windows
@@ -22,7 +22,7 @@ def build_step_history(windows: Mapping[int, Windows]) -> StepHistory | None:
     of_ranks = {rank: windows[rank] for rank, rows in warm.items() if rows.any()}
     if not of_ranks:
         return None
-    width, first, columns = grid(list(of_ranks.values()))
+    width, first, columns = choose_grid(list(of_ranks.values()))
     means_ns = [
         column_means(
             each.duration_ns[warm[rank], None],

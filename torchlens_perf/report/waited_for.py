@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.step_mix import Bin, StepMix, TypicalStep, classify
+from torchlens_perf.analysis.statistics.step_mix import Bin, StepMix, TypicalStep, classify_steps
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class AwaitedRankFinder:
         if its is None:
             return None
         if rank not in self._typical:
-            self._typical[rank] = classify([self._mixes[rank]]).typical
+            self._typical[rank] = classify_steps([self._mixes[rank]]).typical
         typical = self._typical[rank]
         if typical is None:
             return None

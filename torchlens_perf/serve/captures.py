@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.report.run_report import load_report
@@ -181,7 +181,7 @@ def describe_capture(row: Capture) -> str:
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     short = f" ({row['ended']})" if row["ended"] else ""
     missing = "".join(f"; no {name}: {why}" for name, why in row["left_out"].items())
-    return f"{steps}{short}; training paused for {duration(row['paused_s'])}{missing}"
+    return f"{steps}{short}; training paused for {format_duration(row['paused_s'])}{missing}"
 
 
 def list_captured_files(row: Capture) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from urllib.parse import urlencode
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, build_head, build_style_links
 from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, RunLine, RunListPage
@@ -138,9 +138,9 @@ def _build_cells(line: RunLine, now_s: float) -> list[Element]:
             href=f"runs/{quote_name(line.name)}/",
             title=line.name,
         ),
-        tag("span", percent(line.cost_share), title=line.cost) if line.cost_share else None,
+        tag("span", format_percent(line.cost_share), title=line.cost) if line.cost_share else None,
         tag("span", line.sentence, title=line.sentence),
-        duration(line.step_s) if line.step_s else None,
+        format_duration(line.step_s) if line.step_s else None,
         ranks,
         _number_text(line.hosts),
         _number_text(line.steps),

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount
+from torchlens_perf.analysis.statistics.quantities import format_bytes
 from torchlens_perf.page.document.html import LivePageParts, build_document, contents_as_json
 from torchlens_perf.page.gather.run_contents import gather_contents, gather_step
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
@@ -114,7 +114,7 @@ def _build_captures(rows: Sequence[Capture], *, is_live: bool) -> Element | None
 
 def _build_file_links(row: Capture) -> list[Element | str]:
     links = [
-        tag("a", f"{file['name']} ({amount(file['bytes'], 'B')})", href=file["address"])
+        tag("a", f"{file['name']} ({format_bytes(file['bytes'], 'B')})", href=file["address"])
         for file in list_captured_files(row)
     ]
     return [part for link in links for part in (link, " ")]

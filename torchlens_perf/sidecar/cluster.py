@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.exporters import TALLY_MARK, Part
+from torchlens_perf.exporters import TALLY_MARK, CoveredRanks
 from torchlens_perf.run.location import describe_location
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.processes import process_age_s
@@ -150,14 +150,14 @@ class ClusterLink:
         self._tallies.clear()
         return tallies
 
-    def export_part(self, job: JobGeneration) -> Part | None:
+    def export_part(self, job: JobGeneration) -> CoveredRanks | None:
         """Return this node's part in exporting the job's metrics, or None while it is not known."""
         if not self.judges_alone:
-            return Part.FORWARDER
+            return CoveredRanks.FORWARDER
         on_one_node = any(local.identity.on_one_node for local in job.ranks.values())
         if self._is_node_0 or on_one_node or job.has_all_ranks:
-            return Part.WHOLE
-        return Part.ALONE if job.is_whole_job else None
+            return CoveredRanks.WHOLE
+        return CoveredRanks.ALONE if job.is_whole_job else None
 
     def awaits_node_0(self, job: JobGeneration) -> bool:
         """Return True while this node waits for node 0's message with the run's id and attempt.

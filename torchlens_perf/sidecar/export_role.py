@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters import MAX_SLOW_RANKS, JobPart, Part
+from torchlens_perf.exporters import MAX_SLOW_RANKS, CoveredRanks, NodeRole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torchlens_perf.exporters.sampling.rank_rows import RankRows
+    from torchlens_perf.exporters.sampling.rank_rows import RecentRankTimes
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.verdicts.stragglers.episodes import Episode
 
@@ -29,7 +29,7 @@ class ExportRole:
     """
 
     def __init__(self) -> None:
-        self.part: Part | None = None
+        self.part: CoveredRanks | None = None
         """This node's part, or None until it is known."""
         self.slow_ranks: dict[int, None] = {}
         """Ranks that have been slow, newest last. Each has metric series of its own."""
@@ -52,16 +52,16 @@ class ExportRole:
 
     def update(
         self,
-        part: Part | None,
-        rows: RankRows,
+        part: CoveredRanks | None,
+        rows: RecentRankTimes,
         tallies: Sequence[tuple[str, bytes]],
         sources: RingSources,
         now_s: float,
-    ) -> JobPart | None:
+    ) -> NodeRole | None:
         """Return the part of the job that this node exports, or None while it is not known.
 
         part: this node's part, or None if it is not known yet. tallies: metric sums from other
-        nodes, see JobPart.
+        nodes, see NodeRole.
         """
         world_size = max((each.state.identity.world_size for each in sources), default=1)
         here = len({each.state.identity.rank for each in sources.newest_generation()})
@@ -73,18 +73,18 @@ class ExportRole:
             )
             if now_s - self._unknown_since_s < _UNKNOWN_TIMEOUT_S and sources.unfinished():
                 return None
-            self.part = Part.WHOLE if here >= world_size else Part.ALONE
+            self.part = CoveredRanks.WHOLE if here >= world_size else CoveredRanks.ALONE
         standing: frozenset[int] | None = None
-        if self.part is Part.WHOLE:
+        if self.part is CoveredRanks.WHOLE:
             standing = frozenset(self.slow_ranks)
-        elif self.part is Part.FORWARDER:
+        elif self.part is CoveredRanks.FORWARDER:
             standing = self.slow_elsewhere
-        return JobPart(
+        return NodeRole(
             part=self.part,
             share=min(1.0, max(1, here) / world_size),
             max_series=sources.read_setting("export_limit") or sys.maxsize,
             standing=standing,
-            spread_s=rows.spread_s() if self.part is Part.WHOLE else {},
+            spread_s=rows.rank_quantiles_s() if self.part is CoveredRanks.WHOLE else {},
             tallies=tallies,
             left_out=self.left_out,
         )

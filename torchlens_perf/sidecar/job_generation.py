@@ -16,7 +16,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.modules import ModuleTimes
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS
-from torchlens_perf.exporters.sampling.rank_rows import RankRows
+from torchlens_perf.exporters.sampling.rank_rows import RecentRankTimes
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.sidecar.hang_watch import HangDetector
 from torchlens_perf.sidecar.nodes import summary
@@ -90,7 +90,7 @@ class JobGeneration:
         """Endpoints of the exchange between nodes, by the rank that has reported them."""
         self.is_whole_job = False
         """True if this node has all ranks of the job."""
-        self.rank_rows = RankRows()
+        self.rank_rows = RecentRankTimes()
         """Rows of the newest steps, from the ranks of all nodes."""
         self.module_times = ModuleTimes()
         """Module times, from the ranks of all nodes."""
@@ -141,7 +141,7 @@ class JobGeneration:
         min_row_ns = _MIN_SENT_ROW_NS if self.meeting_points else MIN_ROW_NS
         rows = self.detector.add_steps(identity.rank, place, steps, min_row_ns)
         if rows is not None:
-            self.rank_rows.add(BinBatch.of(identity.rank, rows))
+            self.rank_rows.add_batch(BinBatch.of(identity.rank, rows))
             local.unsent += [rows] if self.meeting_points else []
 
     def add_device_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
@@ -164,7 +164,7 @@ class JobGeneration:
         """
         local = self._get_or_add_local_rank(identity, place)
         local.progress, local.stack_file, local.modules_ns = progress, stack_file, modules_ns or {}
-        self.module_times.set_local(identity.rank, local.modules_ns)
+        self.module_times.set_times_of_local_rank(identity.rank, local.modules_ns)
         self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
 
     def add_metrics(self, values: Mapping[int, Mapping[str, float]], now_s: float) -> None:
@@ -220,7 +220,7 @@ class JobGeneration:
         for rank, key, times_ns in zip(
             ranks, values["modules"].tolist(), summary.unpack_module_times(values), strict=True
         ):
-            self.module_times.set_remote(rank, key, times_ns)
+            self.module_times.set_times_of_remote_rank(rank, key, times_ns)
         self._metrics.add(
             values["rank"].astype(np.int64),
             values["step"].astype(np.int64),
@@ -231,7 +231,7 @@ class JobGeneration:
             self.detector.end(ranks[index])
         for population, block in summary.group_rows(values):
             self.detector.add_block(population, block)
-            self.rank_rows.add(block)
+            self.rank_rows.add_batch(block)
 
     # -- findings
 
@@ -269,7 +269,11 @@ class JobGeneration:
             else lambda group: self.diagnose_straggler(group, details(group.lead.rank))
         )
         return with_groups(
-            findings, self.places, self.module_times.excess_ns, diagnosed=why, before=before
+            findings,
+            self.places,
+            self.module_times.excess_over_median_ns,
+            diagnosed=why,
+            before=before,
         )
 
     def diagnose_straggler(

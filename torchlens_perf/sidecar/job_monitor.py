@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.config import EXCHANGE_TOKEN
-from torchlens_perf.exporters import Assessment, JobPart, Part
+from torchlens_perf.exporters import Assessment, CoveredRanks, NodeRole
 from torchlens_perf.run import ring
 from torchlens_perf.sidecar.alerts import AlertManager, SlowLinkMonitor
 from torchlens_perf.sidecar.cluster import ClusterLink
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.statistics.restarts import Generations
+    from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
     from torchlens_perf.exporters import ExportBatch
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
@@ -54,7 +54,7 @@ class JobMonitor:
         self,
         run: RunDirectory,
         state: NodeState,
-        generations: Generations,
+        generations: GenerationNumbers,
         telemetry: TelemetryLog,
         errors: ContainedErrors,
     ) -> None:
@@ -73,7 +73,7 @@ class JobMonitor:
         self._links = SlowLinkMonitor()
         self._errors = errors
         for process in state.processes.values():
-            generation = generations.of(process.identity)
+            generation = generations.generation_of(process.identity)
             if generation != UNRELATED:
                 self.cluster.add_generation(process.identity, generation, process.identity.attempt)
 
@@ -156,7 +156,7 @@ class JobMonitor:
             uncomparable = self._state.join.uncomparable_groups()
             for source in newest:
                 state, progress = source.state, read_progress(source, uncomparable, now_s)
-                modules_ns = state.statistics.modules_ns()
+                modules_ns = state.statistics.mean_module_times_ns()
                 self.job.set_progress(
                     state.identity,
                     state.place,
@@ -182,7 +182,7 @@ class JobMonitor:
         if not self.cluster.awaits_node_0(self.job) or not sources.unfinished():
             self._update_alerts(newest, sources.unfinished())
 
-    def update_export_part(self, sources: RingSources, now_s: float) -> JobPart | None:
+    def update_export_part(self, sources: RingSources, now_s: float) -> NodeRole | None:
         """Return the part of the job that this node exports, or None while it is not known."""
         part, tallies = self.cluster.export_part(self.job), self.cluster.take_tallies()
         return self.role.update(part, self.job.rank_rows, tallies, sources, now_s)
@@ -215,7 +215,7 @@ class JobMonitor:
             now_s,
             final=final,
         )
-        if role.part is Part.WHOLE:
+        if role.part is CoveredRanks.WHOLE:
             choice = job.traces.encode_choice(
                 attempt, tuple(role.slow_ranks), cluster.max_instruction_bytes, final=final
             )
@@ -228,7 +228,7 @@ class JobMonitor:
     @property
     def awaits_trace_choice(self) -> bool:
         """True while this node waits for node 0 to choose the steps to send as traces."""
-        return self.role.part is Part.FORWARDER and self.job.traces.has_candidates
+        return self.role.part is CoveredRanks.FORWARDER and self.job.traces.has_candidates
 
     def _update_metrics(self, newest: Iterable[RingSource], now_s: float) -> None:
         sampled = self.metrics.take_signals(newest, now_s)

@@ -16,9 +16,9 @@ from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import Hardware
-    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, JobPart
-    from torchlens_perf.exporters.prometheus.endpoint import Address
+    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
+    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, NodeRole
+    from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
     from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.sidecar.node import Sidecar
@@ -55,7 +55,7 @@ class MetricsPort:
         self._given_up = False
 
     @property
-    def address(self) -> Address | None:
+    def address(self) -> ListenAddress | None:
         """The address of the open port, or None while it is closed."""
         return None if self._exporter is None else self._exporter.address
 
@@ -65,7 +65,7 @@ class MetricsPort:
         Called in each round of the sidecar.
         """
         if self._exporter is not None:
-            self._exporter.look(sidecar.state)
+            self._exporter.update_node_points(sidecar.state)
         elif not self._given_up and self._clock() >= self._due_s:
             wanted = next(
                 (text for each in sidecar.sources if (text := each.settings.get("prometheus"))), ""
@@ -77,7 +77,7 @@ class MetricsPort:
     def show_final_values(self, sidecar: Sidecar) -> None:
         """Update the values for the last time. Called when the run has ended."""
         if self._exporter is not None:
-            self._exporter.look(sidecar.state, final=True)
+            self._exporter.update_node_points(sidecar.state, final=True)
 
     def close(self, *, lingers: bool) -> None:
         """Close the port. lingers: if the port has been scraped, wait for one more scrape first.
@@ -105,13 +105,13 @@ class MetricsPort:
         self._exporter = None
 
     def _open_port(self, wanted: str, sidecar: Sidecar) -> None:
-        from torchlens_perf.exporters.prometheus.endpoint import Address
+        from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
 
         self._due_s = self._clock() + _RETRY_INTERVAL_S
         try:
             from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
 
-            self._exporter = PrometheusExporter(Address.of(wanted))
+            self._exporter = PrometheusExporter(ListenAddress.parse(wanted))
         except ImportError:
             self._given_up = True
             self._note_error(
@@ -123,7 +123,7 @@ class MetricsPort:
             why = error.strerror or str(error)
             retry = f"It is tried again every {_RETRY_INTERVAL_S:g} s"
             self._note_error(
-                sidecar, f"there is no /metrics at {Address.of(wanted)}: {why}. {retry}"
+                sidecar, f"there is no /metrics at {ListenAddress.parse(wanted)}: {why}. {retry}"
             )
         else:
             logger.info("/metrics at http://%s/metrics", self._exporter.address)
@@ -160,12 +160,12 @@ class CombinedExporter:
             self._first.on_assessment(assessment)
         self._port.on_assessment(assessment)
 
-    def measured(self, identity: Identity, hardware: Hardware) -> None:
+    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
         if self._first is not None:
-            self._first.measured(identity, hardware)
-        self._port.measured(identity, hardware)
+            self._first.record_hardware(identity, hardware)
+        self._port.record_hardware(identity, hardware)
 
-    def update_role(self, part: JobPart) -> bytes:
+    def update_role(self, part: NodeRole) -> bytes:
         """Set the node's part in the job for the first exporter only.
 
         A scraper reads the port of each node, so the port always serves this node's own ranks.

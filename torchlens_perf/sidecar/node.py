@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis.statistics.restarts import Generations
+from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.errors import RunStoreError, guard, printable
 from torchlens_perf.exporters import Exporter
 from torchlens_perf.run import ring
@@ -68,9 +68,9 @@ class Sidecar:
         """
         self.run = run
         self.state = state = node_state.load_or_new(run, host)
-        generations = Generations()
+        generations = GenerationNumbers()
         for process in state.processes.values():
-            generations.of(process.identity)
+            generations.generation_of(process.identity)
         self._errors = ContainedErrors(state)
         self.contain_errors = self._errors.contain
         self.telemetry = TelemetryLog(run, host, state.telemetry)
@@ -149,7 +149,7 @@ class Sidecar:
             }
             found = self.telemetry.sample_due_sources(uuids, pids)
             if found is not None and self._exporter is not None:
-                self._exporter.measured(live[0].identity, found)
+                self._exporter.record_hardware(live[0].identity, found)
         self._add_notes(self.telemetry.notes)
 
     def build_tap(self, running_s: float) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.hardware import gpu_signals, link_signals
-from torchlens_perf.analysis.statistics.memory import memory_signals
+from torchlens_perf.analysis.statistics.hardware import compute_gpu_signals, compute_link_signals
+from torchlens_perf.analysis.statistics.memory import compute_memory_signals
 from torchlens_perf.run import ring
 from torchlens_perf.run.records import OWN_COLUMNS
 from torchlens_perf.sidecar.host.process import HostMetrics
@@ -49,7 +49,7 @@ class HardwareSignals:
             samples, since_s = self._mark_used(
                 name, self._log.link_samples(name, self._first_unused_ns(name), now_ns)
             )
-            measured = link_signals(samples)
+            measured = compute_link_signals(samples)
             if since_s is not None and "errors" in measured:
                 errors, elapsed_s = errors + measured["errors"], since_s
         return {} if elapsed_s is None else {"link_errors_per_s": errors / elapsed_s}
@@ -61,9 +61,9 @@ class HardwareSignals:
         )
         if not samples:
             return {}
-        measured = gpu_signals(samples)
+        measured = compute_gpu_signals(samples)
         # An idle GPU lowers its clock. Such a low clock is an effect of a slow rank, not a cause.
-        clocks = gpu_signals(
+        clocks = compute_gpu_signals(
             [sample for sample in samples if not (sample.clock_reasons or 0) & _GPU_IDLE]
         )
         found = {
@@ -200,7 +200,9 @@ def _select_measurable(sources: Iterable[RingSource]) -> Iterator[RingSource]:
 
 
 def _memory_signals(memory: MemoryStatistics) -> dict[str, float]:
-    if memory.last is None:
+    if memory.last_reading is None:
         return {}
-    signals = memory_signals(memory.readings, memory.last.step - _MEMORY_STEPS, memory.last.step)
+    signals = compute_memory_signals(
+        memory.readings, memory.last_reading.step - _MEMORY_STEPS, memory.last_reading.step
+    )
     return {name: value for name, value in signals.items() if name in METRICS}

@@ -14,7 +14,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.exporters import ExportBatch, export_batch
+from torchlens_perf.exporters import ExportBatch, build_export_batch
 from torchlens_perf.run import ring
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
@@ -126,7 +126,7 @@ class RecordProcessor:
         steps = assemble_steps(counted)
         last = source.reader.cursor - 1 if source.read_to_end else int(sequences[-1])
         lost = source.advance_counted(last, len(counted))
-        statistics.add(counted, steps, names, lost)
+        statistics.add_records(counted, steps, names, lost)
         self._monitor.add_steps(source, counted, steps, newest=self._sources.is_newest(source))
         self._join_collectives(source, counted, names)
         if self._exports():
@@ -134,7 +134,7 @@ class RecordProcessor:
             at_once = traces.add_steps(
                 source, self._sources, counted, names, steps, time.monotonic()
             )
-            self.unexported.append(export_batch(state, counted, names, steps, at_once))
+            self.unexported.append(build_export_batch(state, counted, names, steps, at_once))
         if unkept.any():
             same = np.array_equal(unkept, uncounted)
             kept = counted if same else records[unkept]

@@ -9,10 +9,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.analysis.statistics.restarts import Generations
+from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.config import Config
-from torchlens_perf.exporters import UNDELIVERED, ExportBatch, Exporter, export_batch, traced_steps
+from torchlens_perf.exporters import (
+    UNDELIVERED,
+    ExportBatch,
+    Exporter,
+    build_export_batch,
+    steps_traced_by_number,
+)
 from torchlens_perf.run.identity import Identity, digest_module_names
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.job_generation import JobGeneration
@@ -90,7 +96,7 @@ def replay(
                     run, origin, saved, trace_every
                 )
             table = assemble_steps(kept)
-            process.statistics.add(kept, table, names, lost)
+            process.statistics.add_records(kept, table, names, lost)
             process.model = process.model or digest_module_names(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.judge_by(judged, kept, table)
@@ -112,8 +118,8 @@ def replay(
                         step for step, each in chosen.items() if _is_rank_traced(each, origin.rank)
                     }
                 else:
-                    sent = traced_steps(table.step.tolist(), process.trace_every)
-                sending.send(export_batch(process, kept, names, table, sent, chosen))
+                    sent = steps_traced_by_number(table.step.tolist(), process.trace_every)
+                sending.send(build_export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():
             rest = process.judge_by(judged_steps[key])
             if (
@@ -262,8 +268,10 @@ def _find_replaced_processes(saved: NodeState) -> set[str]:
 
     As in a live run, these processes are not judged together with the newest processes.
     """
-    generations = Generations()
-    by_key = {key: generations.of(process.identity) for key, process in saved.processes.items()}
+    generations = GenerationNumbers()
+    by_key = {
+        key: generations.generation_of(process.identity) for key, process in saved.processes.items()
+    }
     return {key for key, generation in by_key.items() if generation != generations.newest}
 
 

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters import ExportBatch, Part, traced_steps
+from torchlens_perf.exporters import CoveredRanks, ExportBatch, steps_traced_by_number
 from torchlens_perf.exporters.sampling.budget import SpanBudget
 from torchlens_perf.exporters.sampling.decision import EVERYTHING, TraceDecision
 from torchlens_perf.exporters.sampling.step_sampler import JobSnapshot, StepSampler
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from torchlens_perf.exporters.sampling.rank_rows import RankRows
+    from torchlens_perf.exporters.sampling.rank_rows import RecentRankTimes
     from torchlens_perf.run.records import StepTable, TracedStep
     from torchlens_perf.sidecar.export_role import ExportRole
     from torchlens_perf.sidecar.rings.source import RingSource
@@ -46,7 +46,9 @@ _SERIES_PER_SPAN = 10
 class TraceSampler:
     """Sampler of the steps to send as traces, for one process generation. Not thread-safe."""
 
-    def __init__(self, generation: int, rows: RankRows, places: Mapping[int, Placement]) -> None:
+    def __init__(
+        self, generation: int, rows: RecentRankTimes, places: Mapping[int, Placement]
+    ) -> None:
         """rows, places: data of all judged ranks.
 
         The caller updates them while the processes run.
@@ -55,7 +57,7 @@ class TraceSampler:
         self._rows, self._places = rows, places
         self._buffer = TraceBuffer()
         self._sampler: StepSampler | None = None
-        self._budget_of: tuple[Part | None, float] | None = None
+        self._budget_of: tuple[CoveredRanks | None, float] | None = None
         self._sent: dict[int, None] = {}
         self._chosen: deque[TracedStep] = deque(maxlen=_MAX_SENT_CHOICES)
         self._received = b""
@@ -76,11 +78,11 @@ class TraceSampler:
         if not every or not len(steps):
             return set()
         if source.generation != self._generation or not sources.is_newest(source):
-            return traced_steps(steps.step.tolist(), every)
+            return steps_traced_by_number(steps.step.tolist(), every)
         identity = source.state.identity
         self._world_size = identity.world_size
         later = source.incomplete_records()
-        self._buffer.add(
+        self._buffer.append_steps(
             BufferedSteps(
                 identity.key, identity.rank, source.state.anchor, records, later, names, steps
             )
@@ -114,20 +116,24 @@ class TraceSampler:
         sampler = self._sampler
         if sampler is None or (role.part is None and not final):
             return []
-        of_job = here if role.part in (Part.ALONE, Part.FORWARDER) else self._world_size
+        of_job = (
+            here if role.part in (CoveredRanks.ALONE, CoveredRanks.FORWARDER) else self._world_size
+        )
         self._update_budget(sampler, role.part, min(1.0, of_job / self._world_size))
         chosen: list[TracedStep] = []
         after_s = 0.0
-        if role.part is Part.FORWARDER:
+        if role.part is CoveredRanks.FORWARDER:
             chosen += self._decode_received_choice(sampler, received, role, attempt)
             after_s = 0.0 if final else _NODE_0_TIMEOUT_S
         else:
             self._react_to_verdicts(sampler, role, state, now_s)
         slow = [group.lead.rank for group in state.findings.groups]
         slow += [each.rank for each in state.findings.slow_now if each.rank not in slow]
-        known = JobSnapshot(self._buffer.spans, running, of_job, self._rows, slow, self._places)
+        known = JobSnapshot(
+            self._buffer.count_spans_by_rank, running, of_job, self._rows, slow, self._places
+        )
         before = sampler.left_out
-        chosen += sampler.choose(attempt, known, now_s, final=final, after_s=after_s)
+        chosen += sampler.select_steps(attempt, known, now_s, final=final, after_s=after_s)
         role.left_out += sampler.left_out - before
         self._chosen.extend(chosen)
         return [batch for each in chosen for batch in self._build_batches(each, state)]
@@ -146,13 +152,13 @@ class TraceSampler:
 
     # -- parts
 
-    def _update_budget(self, sampler: StepSampler, part: Part | None, share: float) -> None:
+    def _update_budget(self, sampler: StepSampler, part: CoveredRanks | None, share: float) -> None:
         """Set the span budget if it has changed. share: this node's share of the job's budget."""
         budget = part, self._export_limit / _SERIES_PER_SPAN * share
         if self._budget_of != budget:
             self._budget_of = budget
             sampler.budget = SpanBudget(budget[1])
-            sampler.samples_slow = self._samples_slow and part is not Part.FORWARDER
+            sampler.samples_slow = self._samples_slow and part is not CoveredRanks.FORWARDER
 
     def _react_to_verdicts(
         self, sampler: StepSampler, role: ExportRole, state: NodeState, now_s: float
@@ -161,7 +167,7 @@ class TraceSampler:
         open_now = state.findings.slow_now
         keys = {each.key for each in open_now}
         if self._episodes is not None and keys - self._episodes:
-            sampler.verdict_began(now_s)
+            sampler.add_newest_step(now_s)
         self._episodes = keys if self._episodes is None else self._episodes | keys
         role.add_slow_ranks(open_now)
 
@@ -180,7 +186,7 @@ class TraceSampler:
         role.slow_elsewhere = frozenset(said.standing)
         if said.attempt != attempt:
             return []
-        sampler.forget(said.decided_to)
+        sampler.drop_candidates_until(said.decided_to)
         return [each for each in said.steps if each.step not in self._sent]
 
     def _build_batches(self, chosen: TracedStep, state: NodeState) -> list[ExportBatch]:
@@ -191,10 +197,10 @@ class TraceSampler:
             del self._sent[next(iter(self._sent))]
         state.traced = [*state.traced[1 - _MAX_SAVED_CHOICES :], chosen]
         found = []
-        for shelved in self._buffer.of(chosen.step):
+        for shelved in self._buffer.entries_with_step(chosen.step):
             if chosen.role_of_rank(shelved.rank) is None and shelved.rank != 0:
                 continue
-            trace = shelved.trace(chosen.step)
+            trace = shelved.build_trace(chosen.step)
             if trace is not None:
                 identity = state.processes[shelved.key].identity
                 table = shelved.steps.select_rows(shelved.steps.step == chosen.step)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
-from torchlens_perf.analysis.statistics.quantities import duration, steps_words
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_step_range
 from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.simulate.faults import Link
 from torchlens_perf.verdicts.words.order import ranks_of
@@ -31,7 +31,7 @@ _RARE = 0.25
 
 
 def _when(since: int, until: int | None) -> str:
-    return f"in step {since}" if until == since + 1 else steps_words(since, until)
+    return f"in step {since}" if until == since + 1 else format_step_range(since, until)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class NamedBy:
         cost = (
             "at an unknown cost"
             if self.cost_s_per_step is None
-            else f"costs {duration(self.cost_s_per_step)} a step"
+            else f"costs {format_duration(self.cost_s_per_step)} a step"
         )
         when = "" if self.since_step is None else f", {_when(self.since_step, self.until_step)}"
         return (
@@ -95,8 +95,8 @@ class PlantedFault:
         if self.ranks and self.since_step is not None:
             yield (
                 f"  planted    {format_rank_list(self.ranks)}, {self.phase},"
-                f" {_when(self.since_step, self.until_step)}, +{duration(self.work_s_per_step)},"
-                f" costs {duration(self.cost_s_per_step)} a step"
+                f" {_when(self.since_step, self.until_step)}, +{format_duration(self.work_s_per_step)},"
+                f" costs {format_duration(self.cost_s_per_step)} a step"
             )
         yield from (f"  {'found':10} {each}" for each in self.named_by)
         if self.missed_ranks:
@@ -330,11 +330,11 @@ def _why_not(
         return f"not compared: {total} steps are too few"
     alike, smallest = (
         topology.dp * topology.tp,
-        f"the smallest detectable slowdown is {duration(detectable_s)} a step",
+        f"the smallest detectable slowdown is {format_duration(detectable_s)} a step",
     )
     reasons = []
     if work_ns / 1e9 < detectable_s:
-        reasons.append(f"too small: {duration(work_ns / 1e9)} a step, and {smallest}")
+        reasons.append(f"too small: {format_duration(work_ns / 1e9)} a step, and {smallest}")
     slow = at_fault.reshape(topology.pp, alike, total).sum(axis=1).max()
     if 2 * slow >= alike:
         reasons.append(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.steps import no_host_line
+from torchlens_perf.analysis.statistics.steps import empty_host_line
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -200,7 +200,7 @@ class Steps:
                     ready_ns=ready_ns,
                     workload=_means(workload[ranks], width),
                     parts_ns=parts_ns,
-                    **no_host_line(parts_ns, ready_ns),
+                    **empty_host_line(parts_ns, ready_ns),
                 ),
             )
 

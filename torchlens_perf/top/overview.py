@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from torchlens_perf.analysis.statistics.quantities import coverage_text, duration
+from torchlens_perf.analysis.statistics.quantities import format_coverage, format_duration
 from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.top.pace import curve, pace_words, step_times
 from torchlens_perf.top.ranks import rank_list
@@ -201,7 +201,7 @@ def pace_lines(view: View, width: int, height: int) -> list[Text]:
     first = rule(words, width)
     if len(values) < 2:
         return [first, line()]
-    low, high = duration(min(values)), duration(max(values))
+    low, high = format_duration(min(values)), format_duration(max(values))
     scale = (
         [high, *[""] * (height - 2), low]
         if height > 1
@@ -225,10 +225,10 @@ def quality_line(report: Report, width: int) -> Text:
     count = len(quality["notes"])
     parts = [
         f"  data: {quality['lost']:,} of {quality['records'] + quality['lost']:,} records lost",
-        coverage_text(quality["coverage"], any_step=report["steps"]["count"] > 0),
+        format_coverage(quality["coverage"], any_step=report["steps"]["count"] > 0),
         f"overhead {format_overhead(quality['overhead_share'])}",
         f"{count} note{'s' if count != 1 else ''}" if count else "",
-        f"sidecars {duration(quality['sidecar_cpu_s'])} of CPU time",
+        f"sidecars {format_duration(quality['sidecar_cpu_s'])} of CPU time",
     ]
     return line((fitting(parts, width), SEVERITIES[WARNING].terminal if quality["lost"] else "dim"))
 

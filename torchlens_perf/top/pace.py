@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import (
-    duration,
-    duration_or_dash,
-    percent,
-    rounded,
+    format_duration,
+    format_duration_or_dash,
+    format_percent,
+    format_rounded,
 )
 from torchlens_perf.top.text import BLOCKS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -47,10 +47,17 @@ def pace_words(report: Report, seen_s: float | None) -> list[str]:
         left = left_s(made, total, sum(means) / len(means) if means else None, windows_s)
         words += [f"{' or '.join(dict.fromkeys(map(time_left, left)))} left"] if left else []
         now_s = seen_s or (windows_s[-1] if windows_s else None)
-        words += [f"{rounded(1 / now_s)} steps/s", f"now {duration(now_s)}"] if now_s else []
+        words += (
+            [f"{format_rounded(1 / now_s)} steps/s", f"now {format_duration(now_s)}"]
+            if now_s
+            else []
+        )
     if steps["p50_s"] is not None:
-        words += [f"p50 {duration(steps['p50_s'])}", f"p95 {duration_or_dash(steps['p95_s'])}"]
-        words += [f"max {duration_or_dash(steps['max_s'])}"]
+        words += [
+            f"p50 {format_duration(steps['p50_s'])}",
+            f"p95 {format_duration_or_dash(steps['p95_s'])}",
+        ]
+        words += [f"max {format_duration_or_dash(steps['max_s'])}"]
     return [*words, *["device clock"] * (steps["by"] == DEVICE)]
 
 
@@ -65,7 +72,7 @@ def progress(made: int, total: int | None) -> str:
         return f"{made:,} step{'s' if made != 1 else ''}"
     if made > total:
         return f"{made:,} steps, more than the {total:,} expected"
-    return f"{made:,} of {total:,} steps ({percent(made / total)})"
+    return f"{made:,} of {total:,} steps ({format_percent(made / total)})"
 
 
 def left_s(

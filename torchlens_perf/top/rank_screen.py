@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import (
-    amount,
-    counted,
-    coverage_text,
-    duration,
-    duration_or_dash,
-    percent,
+    format_bytes,
+    format_count,
+    format_coverage,
+    format_duration,
+    format_duration_or_dash,
+    format_percent,
 )
 from torchlens_perf.top.overview import clock_time
 from torchlens_perf.top.ranks import blocks
@@ -100,24 +100,24 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
     )
     now, last, memory = rank["now"], rank["arrived_last"], rank["memory"]
     if now is not None:
-        within = f" for {duration(now['inside_s'])}" if now["inside_s"] is not None else ""
+        within = f" for {format_duration(now['inside_s'])}" if now["inside_s"] is not None else ""
         at = f"at {clock_time(as_of)}: " if (as_of := report["run"]["as_of"]) else ""
         yield (
-            f"{at}in step {now['step']} for {duration(now['step_s'])},"
+            f"{at}in step {now['step']} for {format_duration(now['step_s'])},"
             f" {place(now['inside'])}{within}"
         )
     elif rank["state"] == "died":
         yield f"died {place(rank['inside'])}"
     if last is not None:
-        yield f"last to arrive in {percent(last['share'])} of {last['joined']:,} collectives"
+        yield f"last to arrive in {format_percent(last['share'])} of {last['joined']:,} collectives"
     used = "not measured"
     if memory["last_bytes"] is not None and memory["max_bytes"] is not None:
-        used = f"{amount(memory['last_bytes'], 'B')}, peak {amount(memory['max_bytes'], 'B')}"
+        used = f"{format_bytes(memory['last_bytes'], 'B')}, peak {format_bytes(memory['max_bytes'], 'B')}"
     yield f"memory {used}"
-    whole = coverage_text(rank["coverage"], any_step=rank["last_step"] is not None)
+    whole = format_coverage(rank["coverage"], any_step=rank["last_step"] is not None)
     yield (
-        f"{counted(rank['steps'], 'step')} recorded, step p50"
-        f" {duration_or_dash(rank['step_s']['p50_s'])}; {whole}"
+        f"{format_count(rank['steps'], 'step')} recorded, step p50"
+        f" {format_duration_or_dash(rank['step_s']['p50_s'])}; {whole}"
     )
 
 

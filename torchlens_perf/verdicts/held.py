@@ -145,7 +145,7 @@ class VerdictTimes:
             return None
         ends = [each.until_step or 0 for each in self.windows.findings.slow_before]
         since, judged = max(ends, default=self.first_step), self.windows.anybody_compared
-        later = self.windows.windows.covered(since, None)
+        later = self.windows.windows.columns_between(since, None)
         return self._from_to(since, None, None, judged & later & ~self.windows.slow_columns, judged)
 
     def _long_steps(self, long: LongSteps) -> Held | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.robust import median
+from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import stage_imbalance
@@ -85,7 +85,7 @@ class JudgedWindows:
 
         If it is shorter than a window, return the one in which it began.
         """
-        covered = self.windows.covered(episode.since_step, episode.until_step)
+        covered = self.windows.columns_between(episode.since_step, episode.until_step)
         if not covered.any():
             covered[
                 max(
@@ -156,7 +156,7 @@ class JudgedWindows:
                 Usual(
                     population,
                     format_ranges([windows.ranks[row] for row in members]),
-                    float(median(windows.work_ns[members, column], 0)),
+                    float(fast_median(windows.work_ns[members, column], 0)),
                     0.0,
                 )
                 for population, members in rows.items()

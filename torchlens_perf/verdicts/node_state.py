@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from torchlens_perf.analysis.collectives.join import CollectiveJoin, JoinState
-from torchlens_perf.analysis.statistics.hardware import Telemetry
+from torchlens_perf.analysis.statistics.hardware import HardwareTotals
 from torchlens_perf.analysis.statistics.rank import (
     WARM_UP_STEPS,
     RankStatistics,
@@ -176,8 +176,8 @@ class ProcessState:
                 newly.step >= (self.statistics.first_step or 0) + WARM_UP_STEPS
             )
             self.statistics.device.add_steps(warm)
-            self.statistics.device_mix.add(warm)
-            self.statistics.device_history.add(newly)
+            self.statistics.device_mix.add_steps(warm)
+            self.statistics.device_history.add_steps(newly)
         return newly
 
     def judged_windows(self) -> Windows:
@@ -185,7 +185,7 @@ class ProcessState:
         statistics = self.statistics
         return (
             statistics.device_history if self.judged_by == DEVICE else statistics.history
-        ).windows()
+        ).to_windows()
 
     @property
     def place(self) -> Placement:
@@ -216,7 +216,7 @@ class NodeState:
     """Findings of this node's straggler detector: about its own ranks, or all on node 0."""
     records: FindingRecords = dataclasses.field(default_factory=FindingRecords)
     """Findings made during the run, with their times."""
-    telemetry: Telemetry = dataclasses.field(default_factory=Telemetry)
+    telemetry: HardwareTotals = dataclasses.field(default_factory=HardwareTotals)
     traced: list[TracedStep] = dataclasses.field(default_factory=list)
     """The newest steps that were sent as traces, and the parts of them that were sent."""
     tap_outlook: str = ""
@@ -354,7 +354,7 @@ def _to_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, WindowHistory):
-        return value.windows()
+        return value.to_windows()
     if isinstance(value, CollectiveJoin):
         return value.to_state()
     raise NotImplementedError(type(value))

@@ -11,7 +11,12 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent, printable, steps_words
+from torchlens_perf.analysis.statistics.quantities import (
+    format_duration,
+    format_percent,
+    format_step_range,
+    printable,
+)
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.verdicts import split_sentence_and_action
 from torchlens_perf.verdicts.words.evidence import (
@@ -99,9 +104,7 @@ class Headline:
         """The cost as text; "" if the verdict has no cost."""
         if not self.cost_s_per_step or self.cost_share is None:
             return ""
-        return (
-            f"{duration(self.cost_s_per_step)} per step = {percent(self.cost_share)} of step time"
-        )
+        return f"{format_duration(self.cost_s_per_step)} per step = {format_percent(self.cost_share)} of step time"
 
 
 def build_headlines(report: Report, run_dir: str = "") -> list[Headline]:
@@ -188,13 +191,13 @@ def _verdict_facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
     if isinstance(evidence, StragglerEvidence) and evidence.slow_too:
         found.append(("together with", format_rank_list(evidence.slow_too)))
     if held is not None and held["since_step"] is not None:
-        found.append(("steps", steps_words(held["since_step"], held["until_step"])))
+        found.append(("steps", format_step_range(held["since_step"], held["until_step"])))
         if isinstance(evidence, StragglerEvidence):
-            found.append(("seen", f"in {percent(evidence.share_of_steps)} of these steps"))
+            found.append(("seen", f"in {format_percent(evidence.share_of_steps)} of these steps"))
         elif held["windows_judged"]:
             found.append(("seen", f"in {held['windows_held']} of {held['windows_judged']} windows"))
     elif row["since_step"] is not None:
-        found.append(("steps", steps_words(row["since_step"], None)))
+        found.append(("steps", format_step_range(row["since_step"], None)))
     return found
 
 

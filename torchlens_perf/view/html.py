@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
+from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
+    format_duration,
+    format_percent,
+)
 from torchlens_perf.view.headline import fact_text
 from torchlens_perf.view.markup import Child, Element, tag
 from torchlens_perf.view.specs import Column, Table, sanitize_line
@@ -30,7 +34,7 @@ def build_verdict_card(headline: Headline, key: str, *more: Child) -> Element:
     cost, share = headline.cost_s_per_step, headline.cost_share
     number = None
     if cost and share is not None:
-        first, second = tag("b", duration(cost)), tag("b", percent(share))
+        first, second = tag("b", format_duration(cost)), tag("b", format_percent(share))
         number = tag("p", first, f" {headline.per_step} ", second, " of step time", class_="cost")
     return tag(
         "article",
@@ -128,9 +132,9 @@ def build_table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None)
         key = f"{spec.key}-all"
         checkbox = tag("input", type="checkbox", id=key, class_="all")
         more = (
-            f"all {counted(of, spec.noun)}"
+            f"all {format_count(of, spec.noun)}"
             if of == spec.rows
-            else f"{spec.rows} of {counted(of, spec.noun)}"
+            else f"{spec.rows} of {format_count(of, spec.noun)}"
         )
         words = [
             tag("span", f"Show {more}", class_="more"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, duration_or_dash
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
@@ -157,8 +157,8 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
             and since is not None
             and not row["is_over"]
         ):
-            mean = duration(evidence.work_s)
-            if mean == duration_or_dash(compute_s.get(rank)):
+            mean = format_duration(evidence.work_s)
+            if mean == format_duration_or_dash(compute_s.get(rank)):
                 return ""
             return (
                 f"The table shows typical steps. Since step {since}, rank {rank} computes {mean} on"

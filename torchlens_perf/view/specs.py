@@ -6,7 +6,12 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 
-from torchlens_perf.analysis.statistics.quantities import amount, percent, printable, rounded
+from torchlens_perf.analysis.statistics.quantities import (
+    format_bytes,
+    format_percent,
+    format_rounded,
+    printable,
+)
 
 NOT_MEASURED = "not measured"
 """A cell whose value is missing. A cell that does not apply is None."""
@@ -111,15 +116,15 @@ class Column:
         if isinstance(value, str) or self.quantity is Quantity.TEXT:
             return printable(str(value))
         if self.quantity is Quantity.SHARE:
-            return percent(value)
+            return format_percent(value)
         if self.quantity is Quantity.CHANGE:
-            return f"{'+' if value >= 0 else '-'}{percent(abs(value))}"
+            return f"{'+' if value >= 0 else '-'}{format_percent(abs(value))}"
         if self.quantity is Quantity.BYTES:
-            return amount(value, "B")
+            return format_bytes(value, "B")
         if self.quantity is Quantity.RATE:
-            return amount(value, "B/s")
+            return format_bytes(value, "B/s")
         if self.quantity is Quantity.NUMBER:
-            return f"{value:,}" if isinstance(value, int) else rounded(value)
+            return f"{value:,}" if isinstance(value, int) else format_rounded(value)
         smallest = 10.0**-digits
         if 0 < abs(value) / scale < smallest / 2:
             # A measured value must not look like zero.

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, rounded
+from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
+    format_duration,
+    format_percent,
+    format_rounded,
+)
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.verdict import warm_up_words
 
@@ -16,7 +21,7 @@ _FLAT = 0.03
 
 def step_count_text(report: Report) -> str:
     """Return the number of steps as text: "150 steps", or "1 forward pass" in inference."""
-    return counted(
+    return format_count(
         report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step"
     )
 
@@ -28,12 +33,12 @@ def describe_step_times(report: Report) -> list[str]:
         every = "all of them " if steps["count"] > 1 else ""
         return [f"{every}warm-up{warm_up_words(steps)}"]
     quantiles = (("p50", steps["p50_s"]), ("p95", steps["p95_s"]), ("max", steps["max_s"]))
-    words = [f"{name} {duration(value)}" for name, value in quantiles if value is not None]
+    words = [f"{name} {format_duration(value)}" for name, value in quantiles if value is not None]
     if steps["mean_s"]:
-        words.append(f"{rounded(1 / steps['mean_s'])} steps/s")
+        words.append(f"{format_rounded(1 / steps['mean_s'])} steps/s")
     if steps["trend"] is not None:
         change = steps["trend"]["change"]
-        slower = f"{'slower' if change > 0 else 'faster'} {percent(abs(change))}"
+        slower = f"{'slower' if change > 0 else 'faster'} {format_percent(abs(change))}"
         words.append(f"trend {'flat' if abs(change) < _FLAT else slower}")
     words += ["device clock"] * (steps["by"] == DEVICE)
     return [*words, *[f"{steps['micro_steps']} micro-steps"] * (steps["micro_steps"] > 1)]

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import (
-    coverage_text,
-    long_duration,
-    percent,
+    format_coverage,
+    format_percent,
+    format_run_duration,
     printable,
 )
 from torchlens_perf.run.captures import TRACE
@@ -204,7 +204,7 @@ def _title_line(report: Report) -> Text:
     state, comma, rest = state_words(run).replace("all of them", "all ranks").partition(", ")
     after = ""
     if lasted_s is not None and not state.startswith("silent"):
-        after = f"{' for' if run['live'] else ' after'} {long_duration(lasted_s)}"
+        after = f"{' for' if run['live'] else ' after'} {format_run_duration(lasted_s)}"
     program = f"{sanitize_line(run['program'])}  " if run["program"] else ""
     text = f"{program}{', '.join(words)}, {state}{after}{comma}{rest}"
     return Text.assemble(("torchlens_perf  ", "bold"), sanitize_line(text))
@@ -359,7 +359,9 @@ def bar_lines(
         lines.append(line)
     legend, used = _labelled_line("", ""), 0
     for part in seen:
-        share = f" {percent(bars['time'].get(part, 0.0) / longest)}" if "time" in bars else ""
+        share = (
+            f" {format_percent(bars['time'].get(part, 0.0) / longest)}" if "time" in bars else ""
+        )
         name = (
             part_name(report, part, bars["time"].get(part, 0.0))
             if "time" in bars
@@ -401,7 +403,7 @@ def _lost_data_lines(report: Report) -> list[Text]:
 
 def _records_text(report: Report) -> str:
     quality = report["quality"]
-    complete = coverage_text(quality["coverage"], any_step=report["steps"]["count"] > 0)
+    complete = format_coverage(quality["coverage"], any_step=report["steps"]["count"] > 0)
     return f"{quality['records']:,} records, {quality['lost']:,} lost, {complete}"
 
 

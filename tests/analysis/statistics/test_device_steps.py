@@ -10,7 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tables import MS
-from torchlens_perf.analysis.statistics.device_steps import MAX_BEHIND_STEPS, DeviceSteps, HostTimes
+from torchlens_perf.analysis.statistics.device_steps import (
+    MAX_BEHIND_STEPS,
+    DeviceStepJoin,
+    HostTimeEstimator,
+)
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
@@ -38,8 +42,8 @@ def device(step: int, kind: Kind, start_ms: float, duration_ms: float) -> Row:
     return Kind.DEVICE, step, start_ms, duration_ms, kind
 
 
-def joined(made: np.ndarray, joiner: DeviceSteps | None = None) -> StepTable:
-    return (joiner or DeviceSteps()).add(made, assemble_steps(made))
+def joined(made: np.ndarray, joiner: DeviceStepJoin | None = None) -> StepTable:
+    return (joiner or DeviceStepJoin()).add_records(made, assemble_steps(made))
 
 
 def parts_ms(table: StepTable, row: int = 0) -> dict[str, float]:
@@ -135,7 +139,7 @@ def test_step_is_complete_when_its_late_device_times_arrive() -> None:
     ]  # fmt: skip
     first = [(Kind.STEP, n, 10 * n, 10) for n in range(3)]
     whole = records(*first, *(row for step in steps for row in step))
-    at_once, joiner = joined(whole), DeviceSteps()
+    at_once, joiner = joined(whole), DeviceStepJoin()
     pieces = [joined(whole[first : first + 7], joiner) for first in range(0, len(whole), 7)]
 
     assert at_once.step.tolist() == list(range(17))
@@ -148,7 +152,7 @@ def test_step_is_complete_when_its_late_device_times_arrive() -> None:
 
 def test_step_without_device_times_is_left_out() -> None:
     """Later steps do not wait for a step that was in a capture or whose marks were skipped."""
-    joiner = DeviceSteps()
+    joiner = DeviceStepJoin()
     for n in range(3 * MAX_BEHIND_STEPS):
         joined(records((Kind.DATA, n, 10 * n, 2), (Kind.STEP, n, 10 * n, 10)), joiner)
     assert sum(map(len, joiner._hosts)) <= MAX_BEHIND_STEPS
@@ -161,7 +165,7 @@ def test_step_without_device_times_is_left_out() -> None:
 
 def test_spans_of_incomplete_steps_are_limited() -> None:
     """Each step has lost a mark. A complete step that arrives late still counts."""
-    joiner, stalls, steps = DeviceSteps(), 5, 3 * MAX_BEHIND_STEPS
+    joiner, stalls, steps = DeviceStepJoin(), 5, 3 * MAX_BEHIND_STEPS
     for n in range(steps):
         spans = [device(n, Kind.WAIT, 10 * n + k, 0.5) for k in range(stalls)]
         joined(records((Kind.STEP, n, 10 * n, 10), *spans), joiner)
@@ -203,7 +207,7 @@ def test_lack_of_a_cpu_counts_only_if_it_delays_the_device() -> None:
     )  # fmt: skip
     host = assemble_steps(made)
     host.ready_ns[:] = 3 * MS
-    table = DeviceSteps().add(made, host)
+    table = DeviceStepJoin().add_records(made, host)
 
     ready_ms = dict(zip(PARTS, (table.ready_ns[0] / MS).tolist(), strict=True))
     assert {part: ms for part, ms in ready_ms.items() if ms} == {"data": 3, "host": 3, "forward": 2}
@@ -312,14 +316,17 @@ def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 
 
     A step has the host time, the lag at its start, and whether the queue may be full.
     """
-    host_times = HostTimes()
+    host_times = HostTimeEstimator()
     found = []
     for taken_ms, lag_ms, may_be_full in steps:
         taken_ns, lag_ns, at_end_ns = (
             np.array([round(ms * MS)]) for ms in (taken_ms, lag_ms, lag_at_end_ms)
         )
         found.append(
-            float(host_times.own(taken_ns, lag_ns, at_end_ns, np.array([may_be_full]))[0]) / MS
+            float(
+                host_times.estimate_own_ns(taken_ns, lag_ns, at_end_ns, np.array([may_be_full]))[0]
+            )
+            / MS
         )
     return found
 
@@ -361,10 +368,10 @@ def test_own_time_is_the_host_time_if_the_queue_was_always_full() -> None:
 
 
 def test_device_makes_progress_when_it_reaches_a_mark() -> None:
-    host_times = HostTimes()
+    host_times = HostTimeEstimator()
 
-    found = host_times.progresses(np.array([5, 20]), np.array([0, 6, 18]), np.array([6, 18, 30]))
-    later = host_times.progresses(np.array([40]), np.array([10, 30, 40]), np.array([25, 45, 50]))
+    found = host_times.made_progress(np.array([5, 20]), np.array([0, 6, 18]), np.array([6, 18, 30]))
+    later = host_times.made_progress(np.array([40]), np.array([10, 30, 40]), np.array([25, 45, 50]))
 
     assert found.tolist() == [True, False, True]
     # The mark 20 is known from the previous call.

@@ -13,9 +13,9 @@ from torchlens_perf.analysis.statistics.hardware import (
     GpuSample,
     GpuTotals,
     LinkSample,
-    gpu_signals,
-    growth,
-    link_signals,
+    compute_gpu_signals,
+    compute_link_signals,
+    counter_increases,
 )
 
 SECOND = 1_000_000_000
@@ -40,7 +40,7 @@ def gpu(count: int, **fields: Any) -> list[GpuSample]:
         }
         before = vars(made[-1]) if made else None
         interval = SECOND if made else None
-        grown = growth(before, values, GPU_COUNTERS)
+        grown = counter_increases(before, values, GPU_COUNTERS)
         made.append(
             GpuSample("GPU-1", index * SECOND, index, interval_ns=interval, grown=grown, **values)
         )
@@ -49,9 +49,9 @@ def gpu(count: int, **fields: Any) -> list[GpuSample]:
 
 def test_unmeasured_gpu_values_are_missing_and_not_zero() -> None:
     """The GPU in this test reports nothing."""
-    assert gpu_signals([]) == {}
-    assert gpu_signals(gpu(5)) == {}
-    assert link_signals([]) == {}
+    assert compute_gpu_signals([]) == {}
+    assert compute_gpu_signals(gpu(5)) == {}
+    assert compute_link_signals([]) == {}
 
 
 def test_clocks_temperature_and_memory_are_means_over_time() -> None:
@@ -60,7 +60,7 @@ def test_clocks_temperature_and_memory_are_means_over_time() -> None:
         4, sm_clock_hz=[1000, 1500, 1500, 2000], sm_clock_max_hz=2000, temperature_c=[60, 70, 80, 90], power_w=500.0,
         memory_used_bytes=30, memory_total_bytes=40,
     )  # fmt: skip
-    found = gpu_signals(samples)
+    found = compute_gpu_signals(samples)
     assert found == {
         "sm_clock_hz": 1500, "sm_clock_share": 0.75, "temperature_c": 75, "power_w": 500, "memory_used_share": 0.75,
     }  # fmt: skip
@@ -72,7 +72,7 @@ def test_throttled_fractions_are_computed_from_the_drivers_counters() -> None:
         11, throttle_power_ns=SECOND // 4, throttle_thermal_ns=SECOND // 10, throttle_hw_thermal_ns=SECOND // 5,
         throttle_hw_power_brake_ns=0, clock_reasons=0,
     )  # fmt: skip
-    found = gpu_signals(samples)
+    found = compute_gpu_signals(samples)
     assert (
         found["power_share"],
         found["thermal_share"],
@@ -81,7 +81,7 @@ def test_throttled_fractions_are_computed_from_the_drivers_counters() -> None:
 
 
 def test_throttled_fractions_without_counters_are_computed_from_samples() -> None:
-    found = gpu_signals(gpu(4, clock_reasons=[0x4, 0x4, 0x60, 0x1]))
+    found = compute_gpu_signals(gpu(4, clock_reasons=[0x4, 0x4, 0x60, 0x1]))
     assert found == {"power_share": 0.5, "thermal_share": 0.25, "hw_slowdown_share": 0.25}
 
 
@@ -91,7 +91,7 @@ def test_gpu_errors_are_increases_within_the_period() -> None:
         5, ecc_uncorrected=1, xids=0, pcie_replays=3, nvlink_errors=1, nvlink_replays=2, remapped_rows=0,
         remapping_pending=True,
     )  # fmt: skip
-    found = gpu_signals(samples[2:])
+    found = compute_gpu_signals(samples[2:])
     assert found == {
         "ecc_uncorrected": 3, "xid_count": 0, "pcie_replays": 9, "nvlink_errors": 9, "remapped_rows": 1,
     }  # fmt: skip
@@ -99,11 +99,13 @@ def test_gpu_errors_are_increases_within_the_period() -> None:
 
 def test_counter_of_a_reset_gpu_counts_from_zero() -> None:
     """The increase is the counter's current value. An unknown counter has no increase."""
-    assert growth({"a": 10, "b": 5, "c": None}, {"a": 12, "b": 2, "c": 4, "d": 1}, "abcd") == {
+    assert counter_increases(
+        {"a": 10, "b": 5, "c": None}, {"a": 12, "b": 2, "c": 4, "d": 1}, "abcd"
+    ) == {
         "a": 2,
         "b": 2,
     }
-    assert growth(None, {"a": 1}, "a") == {}
+    assert counter_increases(None, {"a": 1}, "a") == {}
 
 
 def test_hardware_totals_continue_after_json() -> None:
@@ -119,15 +121,19 @@ def test_hardware_totals_continue_after_json() -> None:
     )
     whole, first = GpuTotals(), GpuTotals()
     for sample in samples:
-        whole.add(sample)
+        whole.add_sample(sample)
     for sample in samples[:3]:
-        first.add(sample)
+        first.add_sample(sample)
     second = save_and_load(first)
     for sample in samples[3:]:
-        second.add(sample)
+        second.add_sample(sample)
 
     assert second == whole
-    assert (second.grown["energy_j"], second.last["last_xid"], second.signals()["xid_count"]) == (
+    assert (
+        second.grown["energy_j"],
+        second.last["last_xid"],
+        second.to_signals()["xid_count"],
+    ) == (
         2500,
         13,
         5,
@@ -144,7 +150,7 @@ def test_network_port_has_growth_errors_used_rate_and_time_without_link() -> Non
         "ack_timeouts": 3,
     }
     second = dataclasses.replace(first, interval_ns=2 * SECOND, active=False, grown=grown)
-    assert link_signals([first, second]) == {
+    assert compute_link_signals([first, second]) == {
         **grown, "errors": 5, "transmitted_share": pytest.approx(0.25), "received_share": 0, "inactive_share": 0.5,
     }  # fmt: skip
-    assert link_signals([first]) == {"inactive_share": 0}
+    assert compute_link_signals([first]) == {"inactive_share": 0}

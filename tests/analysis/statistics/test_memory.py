@@ -13,8 +13,8 @@ from torchlens_perf.analysis.statistics.memory import (
     MAX_READINGS,
     MemoryReading,
     MemoryStatistics,
-    memory_signals,
-    newest_reading,
+    compute_memory_signals,
+    find_newest_reading,
 )
 from torchlens_perf.run.ring import Kind, record_dtype
 
@@ -45,7 +45,7 @@ def records(step: int, **values: int | tuple[int, int]) -> np.ndarray:
 def statistics_of(readings: Sequence[np.ndarray]) -> MemoryStatistics:
     statistics = MemoryStatistics()
     for each in readings:
-        statistics.add(each, NAMES)
+        statistics.add_records(each, NAMES)
     return statistics
 
 
@@ -78,11 +78,11 @@ def test_records_with_one_timestamp_are_merged_to_one_reading() -> None:
         MemoryReading(32, None, 8 * GB, None, None, None, None, None),
     ]
     assert (statistics.peak_allocated_bytes, statistics.peak_reserved_bytes) == (5 * GB, 9 * GB)
-    newest = newest_reading(np.concatenate([partial, whole]), NAMES)
+    newest = find_newest_reading(np.concatenate([partial, whole]), NAMES)
     assert newest is not None
     # The number is the allocator's own count, because an exporter starts to count elsewhere.
     assert (newest.step, newest.alloc_retries) == (16, 2)
-    assert newest_reading(partial[:0], NAMES) is None
+    assert find_newest_reading(partial[:0], NAMES) is None
 
 
 def test_retries_are_counted_from_the_first_reading() -> None:
@@ -104,9 +104,9 @@ def test_readings_of_a_long_run_are_thinned_out_evenly() -> None:
     """The newest reading stays. Saving and loading in between changes nothing."""
     statistics = MemoryStatistics()
     for i in range(3000):
-        statistics.add(records(i, allocated=(i, i)), NAMES)
+        statistics.add_records(records(i, allocated=(i, i)), NAMES)
         assert len(statistics.readings) <= MAX_READINGS
-        assert statistics.last == statistics.readings[-1]
+        assert statistics.last_reading == statistics.readings[-1]
         assert statistics.readings[-1].step == i
         if i == 1234:
             statistics = save_and_load(statistics)
@@ -121,7 +121,7 @@ def test_steady_growth_of_memory_is_found_despite_noise() -> None:
     """A list keeps 8 MB a step, while caches fill first and the batch size varies."""
     noise = np.random.default_rng(0).normal(0, 20 * MB, 200)
     allocated = [10 * GB + min(i, 10) * GB + 16 * i * 8 * MB + noise[i] for i in range(200)]
-    growth = filled(allocated).growth()
+    growth = filled(allocated).estimate_growth()
 
     assert growth is not None
     assert growth["bytes_per_step"] == pytest.approx(8 * MB, rel=0.05)
@@ -151,7 +151,7 @@ def test_time_until_memory_is_full_is_computed_from_peaks_within_steps(
             for i, (now, peak) in enumerate(zip(allocated, peaks(allocated), strict=True))
         ]
     )
-    growth = statistics.growth()
+    growth = statistics.estimate_growth()
 
     assert growth is not None
     assert (growth["since_step"], growth["until_step"], growth["above_bytes"]) == (
@@ -185,7 +185,7 @@ def test_time_until_memory_is_full_is_computed_from_peaks_within_steps(
 )
 def test_uncertain_or_very_slow_growth_of_memory_is_not_reported(allocated: list[float]) -> None:
     """Slow growth would need too long to fill the device."""
-    assert filled(allocated).growth() is None
+    assert filled(allocated).estimate_growth() is None
 
 
 def reading(step: int, **values: int) -> MemoryReading:
@@ -204,7 +204,7 @@ def test_memory_signals_are_retries_fragmentation_and_largest_use() -> None:
         reading(48, reserved_bytes=50, inactive_bytes=10, limit_bytes=100, alloc_retries=10),
         reading(64, reserved_bytes=99, inactive_bytes=99, limit_bytes=100, alloc_retries=99),
     ]
-    assert memory_signals(readings, 10, 50) == {
+    assert compute_memory_signals(readings, 10, 50) == {
         "alloc_retries_per_step": pytest.approx(10 / 48),
         "fragmentation_share": pytest.approx(0.2),
         "memory_used_share": pytest.approx(0.8),
@@ -214,10 +214,10 @@ def test_memory_signals_are_retries_fragmentation_and_largest_use() -> None:
 def test_memory_signals_that_were_not_measured_are_missing() -> None:
     """No reading exists, or the allocator has no such counter. The signals are not 0."""
     one = reading(20, reserved_bytes=50, limit_bytes=100, alloc_retries=7)
-    assert memory_signals([], 0, 100) == {}
-    assert memory_signals([one], 30, 100) == {}
-    assert memory_signals([one], 0, 100) == {"memory_used_share": 0.5}
-    assert memory_signals([one, reading(40, alloc_retries=7)], 30, 100) == {
+    assert compute_memory_signals([], 0, 100) == {}
+    assert compute_memory_signals([one], 30, 100) == {}
+    assert compute_memory_signals([one], 0, 100) == {"memory_used_share": 0.5}
+    assert compute_memory_signals([one, reading(40, alloc_retries=7)], 30, 100) == {
         "alloc_retries_per_step": 0.0
     }
-    assert memory_signals([reading(40, reserved_bytes=0, inactive_bytes=0)], 30, 100) == {}
+    assert compute_memory_signals([reading(40, reserved_bytes=0, inactive_bytes=0)], 30, 100) == {}

@@ -35,8 +35,8 @@ def test_windows_are_medians_of_aligned_steps() -> None:
         + [{"forward": 20, "data": 2}] * 8
         + [{"forward": 1}]
     )
-    history.add(step_table(steps))
-    windows = history.windows()
+    history.add_steps(step_table(steps))
+    windows = history.to_windows()
 
     assert windows.first_step.tolist() == [0, 8]
     assert windows.duration_ns.tolist() == [10 * MS, 22 * MS]
@@ -45,19 +45,19 @@ def test_windows_are_medians_of_aligned_steps() -> None:
 
 def test_window_in_progress_is_used_once_half_of_its_steps_exist() -> None:
     history = WindowHistory()
-    history.add(step_table([{"forward": 1}] * (FIRST_WINDOW_STEPS + 3)))
-    assert len(history.windows().first_step) == 1
-    history.add(step_table([{"forward": 1}], first_step=FIRST_WINDOW_STEPS + 3))
-    assert len(history.windows().first_step) == 2
+    history.add_steps(step_table([{"forward": 1}] * (FIRST_WINDOW_STEPS + 3)))
+    assert len(history.to_windows().first_step) == 1
+    history.add_steps(step_table([{"forward": 1}], first_step=FIRST_WINDOW_STEPS + 3))
+    assert len(history.to_windows().first_step) == 2
 
 
 @pytest.mark.parametrize("flag", [Flag.EVALUATION, Flag.SKIPPED, Flag.SAMPLED])
 def test_steps_with_other_work_are_not_in_windows(flag: Flag) -> None:
     history = WindowHistory()
-    history.add(step_table([{"forward": 900}] * 4, flags=int(flag)))
-    history.add(step_table([{"forward": 10}] * 4, first_step=4))
+    history.add_steps(step_table([{"forward": 900}] * 4, flags=int(flag)))
+    history.add_steps(step_table([{"forward": 10}] * 4, first_step=4))
 
-    assert history.windows().duration_ns.tolist() == [10 * MS]
+    assert history.to_windows().duration_ns.tolist() == [10 * MS]
 
 
 def test_number_of_windows_is_bounded_in_a_long_run() -> None:
@@ -67,8 +67,8 @@ def test_number_of_windows_is_bounded_in_a_long_run() -> None:
     """
     history = WindowHistory()
     for first in range(0, 100_000, 1000):
-        history.add(step_table([{"forward": 10}] * 1000, first_step=first))
-    windows = history.windows()
+        history.add_steps(step_table([{"forward": 10}] * 1000, first_step=first))
+    windows = history.to_windows()
 
     assert len(windows.first_step) <= MAX_WINDOWS + 1
     assert windows.width == 256
@@ -83,9 +83,9 @@ def test_windows_are_the_same_however_steps_are_split_into_batches(
     """Steps are added one by one or in pieces of any size."""
     whole, pieces = WindowHistory(), WindowHistory()
     steps = mixed_table([{"forward": duration, "cpu": duration / 2} for duration in durations])
-    whole.add(steps)
+    whole.add_steps(steps)
     for first in range(0, len(steps), size):
-        pieces.add(steps.select_rows(slice(first, first + size)))
+        pieces.add_steps(steps.select_rows(slice(first, first + size)))
 
     assert encode(whole) == encode(pieces)
 
@@ -95,7 +95,7 @@ def test_warm_up_steps_are_counted_but_in_no_distribution() -> None:
     statistics = RankStatistics()
     steps = step_table([{"forward": 500}] * WARM_UP_STEPS + [{"forward": 10}] * 5, first_step=20)
     rows = [(Kind.MODULE, 1, step, 9) for step in range(20, 20 + WARM_UP_STEPS + 5)]
-    statistics.add(records(rows), steps, ["", "block"], lost=0)
+    statistics.add_records(records(rows), steps, ["", "block"], lost=0)
 
     assert statistics.warm_up.max_ns == 500 * MS
     assert (statistics.step.count, statistics.step.max_ns) == (5, 10 * MS)
@@ -110,8 +110,8 @@ def test_warm_up_steps_are_counted_but_in_no_distribution() -> None:
 
 def test_lost_steps_lower_the_coverage() -> None:
     statistics = RankStatistics()
-    statistics.add(NO_RECORDS, step_table([{}] * 10), [], lost=0)
-    statistics.add(NO_RECORDS, step_table([{}] * 5, first_step=15), [], lost=321)
+    statistics.add_records(NO_RECORDS, step_table([{}] * 10), [], lost=0)
+    statistics.add_records(NO_RECORDS, step_table([{}] * 5, first_step=15), [], lost=321)
 
     assert statistics.coverage == 15 / 20
     assert statistics.lost == 321
@@ -133,7 +133,7 @@ def test_modules_outside_normal_forward_passes_do_not_count() -> None:
     made["flags"][1] = Flag.OTHER_THREAD
     flags = np.zeros(9, np.int64)
     flags[6] = Flag.EVALUATION
-    statistics.add(
+    statistics.add_records(
         made,
         dataclasses.replace(step_table([{}] * 9), flags=flags),
         ["forward Net", "block"],
@@ -142,7 +142,7 @@ def test_modules_outside_normal_forward_passes_do_not_count() -> None:
 
     assert (statistics.modules["block"].count, statistics.modules["block"].sum_ns) == (2, 77)
     assert statistics.usual_steps == 5
-    alike = statistics.typical_length()
+    alike = statistics.typical_duration_sums()
     assert (alike.steps, alike.modules["block"], alike.forward_ns) == (5, 77, 209)
 
 
@@ -167,11 +167,11 @@ def test_outliers_do_not_change_the_parts_of_a_typical_step(
             ]
             steps.append({"forward": 10 + more_ms})
         made = records(rows)
-        statistics.add(
+        statistics.add_records(
             made, step_table(steps, first_step=first), ["forward Net", "large", "small"], lost=0
         )
 
-    alike = save_and_load(statistics).typical_length()
+    alike = save_and_load(statistics).typical_duration_sums()
     found = alike.modules if kind == Kind.MODULE else alike.sections
     assert alike.steps == 57 - len(in_steps)
     assert (found["large"], found["small"]) == (6 * ms * alike.steps, 2 * ms * alike.steps)
@@ -185,9 +185,9 @@ def test_number_of_kept_step_durations_is_limited() -> None:
             {"forward": 10.0 if step % 2 else float(np.exp(rng.uniform(0, 14)))}
             for step in range(100)
         ]
-        statistics.add(NO_RECORDS, step_table(durations, first_step=first), [], lost=0)
+        statistics.add_records(NO_RECORDS, step_table(durations, first_step=first), [], lost=0)
     assert len(statistics.by_length) <= 24
-    assert statistics.typical_length().steps >= 900
+    assert statistics.typical_duration_sums().steps >= 900
 
 
 def test_records_are_counted_by_kind_and_name() -> None:
@@ -208,7 +208,7 @@ def test_records_are_counted_by_kind_and_name() -> None:
         ]
     )
     made["nested_ns"][2], made["value0"][5:7] = 60, 1000
-    statistics.add(
+    statistics.add_records(
         made, step_table([{}] * 9), ["forward Net", "block", "log", "allreduce group=0"], lost=0
     )
 
@@ -229,10 +229,10 @@ def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
     )
     straight, again = RankStatistics(), RankStatistics()
     for statistics in (straight, again):
-        statistics.add(records([(Kind.SECTION, 0, 7, 3)]), first, ["log"], lost=2)
+        statistics.add_records(records([(Kind.SECTION, 0, 7, 3)]), first, ["log"], lost=2)
     again = save_and_load(again)
     for statistics in (straight, again):
-        statistics.add(NO_RECORDS, second, [], lost=0)
+        statistics.add_records(NO_RECORDS, second, [], lost=0)
 
     left, right = msgspec.json.decode(encode(straight)), msgspec.json.decode(encode(again))
     # After reading, the window in progress starts again, and its first steps are a separate row.
@@ -262,8 +262,8 @@ def test_work_excludes_waits_and_time_without_a_cpu() -> None:
     # The time without a CPU is longer than the part, because it was sampled a moment too late.
     ready_ns[-3, PARTS.index("data")] = 9 * MS
     history = WindowHistory()
-    history.add(dataclasses.replace(table, ready_ns=ready_ns))
-    windows = history.windows()
+    history.add_steps(dataclasses.replace(table, ready_ns=ready_ns))
+    windows = history.to_windows()
 
     assert windows.work_steps.tolist() == [4]
     assert windows.work_sum_ns.tolist() == [(11 + 7 + 14 + 14) * MS]
@@ -278,8 +278,8 @@ def test_steps_with_other_work_and_warm_up_have_no_work() -> None:
         *((row, Flag.EVALUATION) for row in range(8, 16)),
     ]
     history = WindowHistory()
-    history.add(flagged(table, *tagged, (20, Flag.COLLECTED)))
-    windows = history.windows()
+    history.add_steps(flagged(table, *tagged, (20, Flag.COLLECTED)))
+    windows = history.to_windows()
 
     assert windows.first_step.tolist() == [0, 16]
     assert windows.work_steps.tolist() == [8 - WARM_UP_STEPS - 2, 8]
@@ -296,9 +296,9 @@ def test_work_and_tags_of_windows_survive_merging_and_json() -> None:
             step_table([{"forward": 10}] * 1000, first_step=first), (3, Flag.CHECKPOINT)
         )
         for history in (straight, restarted):
-            history.add(table)
+            history.add_steps(table)
         restarted = save_and_load(restarted)
-    left, right = straight.windows(), restarted.windows()
+    left, right = straight.to_windows(), restarted.to_windows()
 
     # The window in progress starts again after a restart. Half of it may be missing, but no step
     # counts twice.
@@ -320,10 +320,10 @@ def test_number_of_step_tags_does_not_grow_with_the_run() -> None:
     """A run that evaluates in every step has no windows."""
     history = WindowHistory()
     for first in range(0, 20_000, 1000):
-        history.add(
+        history.add_steps(
             step_table([{"forward": 10}] * 1000, first_step=first, flags=int(Flag.EVALUATION))
         )
-    windows = history.windows()
+    windows = history.to_windows()
 
     assert len(windows.first_step) == 0
     assert MAX_WINDOWS / 2 < len(windows.tags) <= MAX_WINDOWS

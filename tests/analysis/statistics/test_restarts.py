@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import identity_of, make_run
-from torchlens_perf.analysis.statistics.restarts import UNRELATED, Generations
+from torchlens_perf.analysis.statistics.restarts import UNRELATED, GenerationNumbers
 from torchlens_perf.run.identity import Identity
 
 
@@ -18,7 +18,7 @@ class Node:
     def __init__(self, folder: Path) -> None:
         self._run = make_run(folder)
         self._pid = 1000
-        self.generations = Generations()
+        self.generations = GenerationNumbers()
 
     def process(self, rank: int, world_size: int, **changed: Any) -> Identity:
         self._pid += 1
@@ -27,7 +27,7 @@ class Node:
         )
 
     def begins(self, rank: int, world_size: int, **changed: Any) -> int:
-        return self.generations.of(self.process(rank, world_size, **changed))
+        return self.generations.generation_of(self.process(rank, world_size, **changed))
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def node(tmp_path: Path) -> Node:
 def test_ranks_of_one_start_have_one_generation(node: Node) -> None:
     """A second query returns the same generation."""
     processes = [node.process(rank, 4) for rank in range(4)]
-    assert [node.generations.of(each) for each in processes * 2] == [0] * 8
+    assert [node.generations.generation_of(each) for each in processes * 2] == [0] * 8
 
 
 def test_restarted_ranks_are_a_new_generation(node: Node) -> None:
@@ -97,7 +97,7 @@ def test_child_process_of_a_rank_starts_no_new_generation(node: Node, world_size
     The other ranks continue.
     """
     parent = node.process(0, 2)
-    assert node.generations.of(parent) == 0
+    assert node.generations.generation_of(parent) == 0
     assert node.begins(0, world_size, launcher_pid=parent.pid) == UNRELATED
     assert node.begins(1, 2) == 0
 
@@ -105,7 +105,7 @@ def test_child_process_of_a_rank_starts_no_new_generation(node: Node, world_size
 def test_second_start_of_ranks_by_one_process_is_a_new_generation(node: Node) -> None:
     """torch.multiprocessing.spawn starts ranks in this way."""
     parent = node.process(0, 1, elastic=False)
-    assert node.generations.of(parent) == 0
+    assert node.generations.generation_of(parent) == 0
     assert [node.begins(rank, 2, launcher_pid=parent.pid, elastic=False) for rank in (1, 0)] == [
         1,
         1,

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.support.tables import MS, mixed_table, step_table
 from torchlens_perf.analysis.statistics.rank import WindowHistory, Windows
-from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, run_windows
+from torchlens_perf.analysis.statistics.run_windows import MAX_COLUMNS, RunWindows, align_windows
 from torchlens_perf.run.records import PARTS
 
 
@@ -16,12 +16,12 @@ def windows(count: int, first: int = 0, **parts: float) -> Windows:
     `cpu` is the time without a CPU in the forward part.
     """
     history = WindowHistory()
-    history.add(mixed_table([parts or {"forward": 10.0}] * count, first))
-    return history.windows()
+    history.add_steps(mixed_table([parts or {"forward": 10.0}] * count, first))
+    return history.to_windows()
 
 
 def grid(*ranks: Windows, last_step: int = 10**6) -> RunWindows:
-    found = run_windows(dict(enumerate(ranks)), last_step)
+    found = align_windows(dict(enumerate(ranks)), last_step)
     assert found is not None
     return found
 
@@ -31,11 +31,11 @@ def test_grid_column_belongs_to_the_steps_around_its_middle() -> None:
     # Columns start at 0, 8, 16, 24 and 32. The last column has six steps.
     found = grid(windows(40), last_step=37)
 
-    assert found.covered(12, 28).tolist() == [False, True, True, False, False]
-    assert found.covered(13, 29).tolist() == [False, False, True, True, False]
-    assert found.covered(0, 12).tolist() == [True, False, False, False, False]
-    assert found.covered(35, None).tolist() == [False] * 4 + [True]
-    assert found.covered(36, None).tolist() == [False] * 5
+    assert found.columns_between(12, 28).tolist() == [False, True, True, False, False]
+    assert found.columns_between(13, 29).tolist() == [False, False, True, True, False]
+    assert found.columns_between(0, 12).tolist() == [True, False, False, False, False]
+    assert found.columns_between(35, None).tolist() == [False] * 4 + [True]
+    assert found.columns_between(36, None).tolist() == [False] * 5
 
 
 def test_grid_column_has_the_mean_of_its_windows() -> None:
@@ -65,8 +65,8 @@ def test_merged_windows_have_the_first_start_and_the_mean_lack_of_a_cpu() -> Non
     history, steps = WindowHistory(), 8 * 600
     lacks = [{"forward": 10.0, "cpu": 4.0 if step // 8 % 2 else 0.0} for step in range(steps)]
     table = mixed_table(lacks)
-    history.add(table)
-    merged = history.windows()
+    history.add_steps(table)
+    merged = history.to_windows()
 
     assert merged.width == 16
     assert merged.start_ns.tolist() == table.start_ns[merged.first_step].tolist()
@@ -76,7 +76,7 @@ def test_merged_windows_have_the_first_start_and_the_mean_lack_of_a_cpu() -> Non
 
 
 def test_grid_is_none_without_windows() -> None:
-    assert run_windows({}, 0) is None
+    assert align_windows({}, 0) is None
     history = WindowHistory()
-    history.add(step_table([]))
-    assert run_windows({0: history.windows()}, 0) is None
+    history.add_steps(step_table([]))
+    assert align_windows({0: history.to_windows()}, 0) is None

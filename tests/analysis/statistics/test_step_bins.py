@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.support.tables import MS, step_table
 from torchlens_perf.analysis.statistics.step_bins import (
     OTHER_WORK,
-    StepBinMaker,
+    StepBinner,
     StepBins,
-    row_width,
+    choose_row_width,
 )
 from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.run.ring import Flag
@@ -38,9 +38,13 @@ def cut(table: StepTable, first: int, end: int) -> StepTable:
     )
 
 
-def collected(maker: StepBinMaker, tables: list[StepTable]) -> dict[str, np.ndarray]:
+def collected(maker: StepBinner, tables: list[StepTable]) -> dict[str, np.ndarray]:
     """Return all bins, including the last one, as one array per field."""
-    made = [rows for rows in (*map(maker.add, tables), maker.rest()) if rows is not None]
+    made = [
+        rows
+        for rows in (*map(maker.add_steps, tables), maker.pop_incomplete_row())
+        if rows is not None
+    ]
     fields = [field.name for field in dataclasses.fields(StepBins) if field.name != "width"]
     return {name: np.concatenate([getattr(rows, name) for rows in made]) for name in fields}
 
@@ -62,8 +66,8 @@ def test_bin_width_is_the_smallest_power_of_two_that_makes_20_ms(
     step_ns: float, width: int
 ) -> None:
     """A bin has at most 1024 steps."""
-    assert row_width(step_ns) == width
-    assert row_width(step_ns, 0) == 1
+    assert choose_row_width(step_ns) == width
+    assert choose_row_width(step_ns, 0) == 1
 
 
 def test_bin_width_is_chosen_from_the_median_of_the_first_steps() -> None:
@@ -71,11 +75,11 @@ def test_bin_width_is_chosen_from_the_median_of_the_first_steps() -> None:
     difference.
     """
     table = step_table([{"host": 60_000}] * 2 + [{"host": 5}] * 4 + [{"host": 9_000}] * 2)
-    maker = StepBinMaker()
+    maker = StepBinner()
 
-    assert maker.add(cut(table, 0, 7)) is None
+    assert maker.add_steps(cut(table, 0, 7)) is None
     assert maker.width == 0
-    rows = maker.add(cut(table, 7, 8))
+    rows = maker.add_steps(cut(table, 7, 8))
     assert rows is not None
     assert (maker.width, rows.step.tolist()) == (4, [0, 4])
 
@@ -86,7 +90,7 @@ def test_bin_values_are_means_per_step() -> None:
     Communication and this package's time are not work.
     """
     table = step_table([{**STEP, "forward": 4.0 + step} for step in range(8)])
-    rows = StepBinMaker(4).add(table)
+    rows = StepBinner(4).add_steps(table)
 
     assert rows is not None
     assert (rows.width, rows.step.tolist()) == (4, [0, 4])
@@ -109,7 +113,7 @@ def test_time_without_a_cpu_is_not_work() -> None:
     ready_ns[:, PARTS.index("communication")] = 2 * MS
     # The time without a CPU is longer than the part, because the clocks differ.
     ready_ns[:, PARTS.index("host")] = 50 * MS
-    rows = StepBinMaker(4).add(dataclasses.replace(step_table([STEP] * 4), ready_ns=ready_ns))
+    rows = StepBinner(4).add_steps(dataclasses.replace(step_table([STEP] * 4), ready_ns=ready_ns))
 
     assert rows is not None
     assert rows.work_ns[0] == pytest.approx([1 * MS, 1 * MS, 0, 6 * MS, 0, 0])
@@ -121,7 +125,7 @@ def test_value_unknown_for_one_step_is_unknown_for_its_bin() -> None:
     table = step_table([STEP] * 8)
     ready_ns = np.full((8, len(PARTS)), 1000)
     ready_ns[1] = -1
-    rows = StepBinMaker(4).add(
+    rows = StepBinner(4).add_steps(
         dataclasses.replace(table, ready_ns=ready_ns, workload=np.array([5, 7, 5, 7, 1, 1, -1, 1]))
     )
 
@@ -141,13 +145,13 @@ def test_bin_is_the_mean_of_its_steps_without_other_work() -> None:
         {"forward": 900.0 if 0 < flag < 1 << 30 and flag & OTHER_WORK else 4.0}
         for flag in flags.tolist()
     ]
-    rows = StepBinMaker(4).add(dataclasses.replace(step_table(times), flags=flags))
+    rows = StepBinner(4).add_steps(dataclasses.replace(step_table(times), flags=flags))
 
     assert rows is not None
     assert rows.step.tolist() == [0, 4, 8]
     assert rows.flags.tolist() == [0, Flag.EVALUATION, Flag.COLLECTED]
     assert (rows.work_ns.sum(axis=1) / MS).tolist() == [4, 900, 4]
-    single = StepBinMaker(1).add(dataclasses.replace(step_table(times), flags=flags))
+    single = StepBinner(1).add_steps(dataclasses.replace(step_table(times), flags=flags))
     assert single is not None
     assert single.flags.tolist() == flags.tolist()
 
@@ -155,10 +159,10 @@ def test_bin_is_the_mean_of_its_steps_without_other_work() -> None:
 def test_bin_width_does_not_depend_on_how_many_steps_come_at_once() -> None:
     """A replay adds all steps at once and gets the same bins as the live run."""
     table = step_table([{"forward": 5.0 if step < 8 else 50.0} for step in range(64)])
-    whole, live = StepBinMaker(), StepBinMaker()
-    whole.add(table)
+    whole, live = StepBinner(), StepBinner()
+    whole.add_steps(table)
     for step in range(64):
-        live.add(cut(table, step, step + 1))
+        live.add_steps(cut(table, step, step + 1))
 
     assert (whole.width, live.width) == (4, 4)
 
@@ -168,7 +172,9 @@ def test_bins_start_at_multiples_of_their_width() -> None:
 
     The first bin may have fewer steps.
     """
-    rows = StepBinMaker(4).add(step_table([{"host": step} for step in range(3, 12)], first_step=3))
+    rows = StepBinner(4).add_steps(
+        step_table([{"host": step} for step in range(3, 12)], first_step=3)
+    )
 
     assert rows is not None
     assert rows.step.tolist() == [0, 4, 8]
@@ -178,18 +184,22 @@ def test_bins_start_at_multiples_of_their_width() -> None:
 def test_incomplete_bin_is_returned_only_at_the_end() -> None:
     """A short run still has bins at its end."""
     empty = step_table([])
-    assert (StepBinMaker().add(empty), StepBinMaker(4).add(empty), StepBinMaker().rest()) == (
+    assert (
+        StepBinner().add_steps(empty),
+        StepBinner(4).add_steps(empty),
+        StepBinner().pop_incomplete_row(),
+    ) == (
         None,
         None,
         None,
     )
-    assert StepBinMaker(4).add(step_table([STEP] * 3)) is None
-    maker = StepBinMaker()
-    assert maker.add(step_table([STEP] * 5)) is None
-    rows = maker.rest()
+    assert StepBinner(4).add_steps(step_table([STEP] * 3)) is None
+    maker = StepBinner()
+    assert maker.add_steps(step_table([STEP] * 5)) is None
+    rows = maker.pop_incomplete_row()
     assert rows is not None
     assert (rows.width, rows.step.tolist()) == (2, [0, 2, 4])
-    assert maker.rest() is None
+    assert maker.pop_incomplete_row() is None
 
 
 @given(
@@ -216,8 +226,8 @@ def test_bins_are_the_same_however_steps_are_split_into_tables(
         cut(table, begin, end) for begin, end in zip([0, *edges], [*edges, count], strict=True)
     ]
     whole, split = (
-        collected(StepBinMaker(width or 4), [table]),
-        collected(StepBinMaker(width), pieces),
+        collected(StepBinner(width or 4), [table]),
+        collected(StepBinner(width), pieces),
     )
 
     for name, values in whole.items():

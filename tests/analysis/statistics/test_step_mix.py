@@ -19,7 +19,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
     WITHOUT_GRADIENTS,
     StepClasses,
     StepMix,
-    classify,
+    classify_steps,
 )
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Flag
@@ -32,12 +32,12 @@ NORMAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0, "host"
 def mix_of(*tables: StepTable) -> StepMix:
     mix = StepMix()
     for each in tables:
-        mix.add(each)
+        mix.add_steps(each)
     return mix
 
 
 def classes(steps: Sequence[dict[str, Any]], **how: Any) -> StepClasses:
-    return classify([mix_of(mixed_table(steps, **how))])
+    return classify_steps([mix_of(mixed_table(steps, **how))])
 
 
 def loop(count: int, **others: dict[str, Any]) -> list[dict[str, Any]]:
@@ -239,7 +239,7 @@ class TestKindsOfSteps:
     def test_ranks_of_different_speed_make_no_separate_classes(self) -> None:
         """Each rank's steps are compared with its own typical step."""
         fast, slow = ([{"forward": each}] * 60 for each in (20.0, 60.0))
-        found = classify([mix_of(mixed_table(steps)) for steps in (fast, slow)])
+        found = classify_steps([mix_of(mixed_table(steps)) for steps in (fast, slow)])
         assert (found.typical and found.typical.count, found.long, found.short) == (60, (), ())
 
 
@@ -269,7 +269,7 @@ class TestSizes:
         """All ranks wait once for 45 s, and sometimes for 60 ms."""
         waits = loop(200, every40={"communication": 60.0})
         waits[120] = {**NORMAL, "communication": 45_000.0}
-        found = classify([mix_of(mixed_table(waits)) for _ in range(2)])
+        found = classify_steps([mix_of(mixed_table(waits)) for _ in range(2)])
         assert [(each.count, each.steps[0]) for each in found.long] == [(1, 120), (5, 39)]
 
     def test_evaluations_of_similar_duration_are_one_class(self) -> None:
@@ -377,8 +377,8 @@ class TestCauses:
         explained = np.zeros((len(table), len(MEASURED)), np.int64)
         explained[(table.flags & flag) != 0, list(MEASURED).index(flag)] = int(measured_ms * MS)
         mix = StepMix()
-        mix.add(table, explained)
-        (long,) = classify([save_and_load(mix)]).long
+        mix.add_steps(table, explained)
+        (long,) = classify_steps([save_and_load(mix)]).long
         assert long.kinds == kinds
 
 
@@ -408,7 +408,7 @@ class TestSeveralRanks:
         """All ranks make the same steps, which must not be added up."""
         one = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION})
         (alone,) = classes(one).long
-        together = classify([mix_of(mixed_table(one)) for _ in range(4)])
+        together = classify_steps([mix_of(mixed_table(one)) for _ in range(4)])
         (long,) = together.long
         assert (together.count, long.count, long.period) == (100, alone.count, 25)
         assert long.total_ns == pytest.approx(alone.total_ns)
@@ -417,7 +417,9 @@ class TestSeveralRanks:
         """The other ranks wait in communication while one rank evaluates."""
         evaluates = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION | Flag.EVALUATED})
         waits = loop(100, every25={"communication": 100.0})
-        (long,) = classify([mix_of(mixed_table(steps)) for steps in (evaluates, waits, waits)]).long
+        (long,) = classify_steps(
+            [mix_of(mixed_table(steps)) for steps in (evaluates, waits, waits)]
+        ).long
         assert (long.kinds, long.part, long.count, long.period) == (("evaluation",), "host", 4, 25)
 
     def test_one_evaluation_is_one_class_although_ranks_differ_in_longer_parts(self) -> None:
@@ -430,19 +432,21 @@ class TestSeveralRanks:
             for step in (20, 40):
                 steps[step] = {**steps[step], **longer, "flags": flags}
             ranks.append(mix_of(mixed_table(steps)))
-        (long,) = classify(ranks).long
+        (long,) = classify_steps(ranks).long
 
         assert (long.kinds, long.count, long.steps) == ((WITHOUT_GRADIENTS,), 2, (20, 40))
         assert long.part == "host"
 
     def test_wait_without_a_known_cause_is_shown_as_communication(self) -> None:
         waits = loop(100, every25={"communication": 100.0})
-        (long,) = classify([mix_of(mixed_table(waits)), mix_of(mixed_table(waits))]).long
+        (long,) = classify_steps([mix_of(mixed_table(waits)), mix_of(mixed_table(waits))]).long
         assert (long.kinds, long.part, long.count) == ((), "communication", 4)
 
 
 def test_mix_without_steps_has_no_classes() -> None:
-    assert classify([]) == classify([StepMix()]) == StepClasses(0, 0.0, None, 0.0, (), ())
+    assert (
+        classify_steps([]) == classify_steps([StepMix()]) == StepClasses(0, 0.0, None, 0.0, (), ())
+    )
 
 
 def spread_of(found: StepClasses, table: StepTable) -> float:
@@ -478,7 +482,7 @@ def test_merged_mix_equals_a_mix_of_all_steps(steps: list[dict[str, Any]], cut: 
     rest = mix_of(mixed_table(steps[cut:], first_step=cut))
     pieces.merge(save_and_load(rest))
 
-    expected, found = classify([whole]), classify([pieces])
+    expected, found = classify_steps([whole]), classify_steps([pieces])
     assert found.count == expected.count
     assert found.total_ns == pytest.approx(expected.total_ns)
     assert [dataclasses.astuple(each)[:3] for each in found.long] == [
@@ -532,11 +536,11 @@ def test_number_of_histogram_bins_is_limited() -> None:
     mix = StepMix()
     for first in range(0, 100_000, 20_000):
         durations = np.exp(rng.uniform(0, 22, 20_000)) / 1e6
-        mix.add(
+        mix.add_steps(
             mixed_table(
                 [{"forward": each, "flags": 1 << int(rng.integers(7, 16))} for each in durations],
                 first,
             )
         )
     assert len(encode(mix)) < 150_000
-    assert classify([mix]).count == 100_000
+    assert classify_steps([mix]).count == 100_000

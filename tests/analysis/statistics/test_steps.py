@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.recorders import IMPLEMENTATIONS, Rig
-from torchlens_perf.analysis.statistics.steps import assemble_steps, step_traces
+from torchlens_perf.analysis.statistics.steps import assemble_steps, build_step_traces
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -117,7 +117,7 @@ def test_trace_has_all_spans_of_its_step_and_no_others(rig: Rig) -> None:
         rig.span(Kind.SECTION, "part", 5)
         rig.recorder.next_step()
     records = rig.reader.read_records().records
-    (trace,) = step_traces(records, rig.reader.names(), {1, 7})
+    (trace,) = build_step_traces(records, rig.reader.names(), {1, 7})
 
     assert (trace.step, trace.duration_ns) == (1, 10)
     assert [(span.kind, span.name) for span in trace.spans] == [

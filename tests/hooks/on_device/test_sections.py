@@ -51,7 +51,7 @@ def attach(recording: Recording, torch_device: FakeTorchDevice, *, decorated: bo
 def statistics(recording: Recording) -> DeviceStatistics:
     """Return the statistics of sections in the way the sidecar computes them."""
     found = DeviceStatistics()
-    found.add(records_of(recording), recording.interned)
+    found.add_records(records_of(recording), recording.interned)
     return save_and_load(found)
 
 

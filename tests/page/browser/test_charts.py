@@ -22,7 +22,11 @@ from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import enlarged
 from tests.support.page_matrices import Steps, decoded
-from torchlens_perf.analysis.statistics.quantities import amount, duration, percent
+from torchlens_perf.analysis.statistics.quantities import (
+    format_bytes,
+    format_duration,
+    format_percent,
+)
 from torchlens_perf.page.contents import PageContents
 from torchlens_perf.view.theme import FULL_EXCESS, MIN_EXCESS
 
@@ -108,15 +112,15 @@ def test_quantities_in_charts_are_written_as_in_the_report(tab: Tab) -> None:
     """Durations, shares and amounts have the same number of figures as in tables."""
     seconds = [0.0, 3e-9, 4.2e-7, 9.996e-4, 1.2345e-3, 0.0999, 0.1, 1.0, 12.34, 123.4, 9999.0]
     assert [tab.value(f"torchlens.duration({each})") for each in seconds] == [
-        duration(each) for each in seconds
+        format_duration(each) for each in seconds
     ]
     shares = [0.0, 0.0123, 0.0999, 0.1, 0.256, 1.0, 12.0]
     assert [tab.value(f"torchlens.percent({each})") for each in shares] == [
-        percent(each) for each in shares
+        format_percent(each) for each in shares
     ]
     counts = [0, 1, 999, 1000, 123_456, 4.2e9, 7e15]
     assert [tab.value(f"torchlens.amount({each}, 'B')") for each in counts] == [
-        amount(each, "B") for each in counts
+        format_bytes(each, "B") for each in counts
     ]
     assert (
         tab.value("torchlens.duration(NaN)")
@@ -171,7 +175,7 @@ def test_memory_chart_is_scaled_to_the_data_with_its_peak(
         chart.paintPeak({{ fillText: text => found.push(text), measureText: () => ({{ width: 0 }}), beginPath() {{}},
         arc() {{}}, fill() {{}} }}, {{ x: () => 0, y: () => 0, width: 500 }}, {memory.max():.0f});
         return found; }})()""")
-    assert painted == [f"peak {amount(memory.max(), 'B')}, rank {WIDE_SLOW}"]
+    assert painted == [f"peak {format_bytes(memory.max(), 'B')}, rank {WIDE_SLOW}"]
 
 
 def test_heat_map_colours_only_a_detectable_excess(
@@ -219,8 +223,8 @@ def test_heat_map_colours_only_a_detectable_excess(
         assert pixels[5][3] < pixels[6][3] < pixels[7][3] == 255
         words = tab.page.locator("figure[data-chart=heat] ul.legend").inner_text()
         for word in ("slower", "faster"):
-            assert f"{percent(smallest)} {word}" in words
-            assert f"{percent(FULL_EXCESS)} or more {word}" in words
+            assert f"{format_percent(smallest)} {word}" in words
+            assert f"{format_percent(FULL_EXCESS)} or more {word}" in words
     work = np.median(Steps(wide["steps"]).work_s[np.isfinite(Steps(wide["steps"]).work_s)])  # type: ignore[arg-type]
     assert of["quiet"] == pytest.approx(0.025 / work, rel=0.01)
     assert MIN_EXCESS <= of["slow"] < of["quiet"]
@@ -252,7 +256,7 @@ def test_fewer_than_five_ranks_are_drawn_as_lines(
     work = tab.value(f"{compute}.data[1].y[50]")
     assert work == pytest.approx(tab.value("torchlensPage.steps.work[150]"))
     tab.page.mouse.move(*tab.at("compute", 50.4, work))
-    assert f"rank 1: {duration(work)}" in tab.tip()
+    assert f"rank 1: {format_duration(work)}" in tab.tip()
     assert tab.value(f"{compute}.heading.textContent") == "Compute time per step"
     assert tab.problems == []
 
@@ -307,9 +311,9 @@ def test_heat_map_tooltip_has_rank_host_step_value_and_flags(tab: Tab) -> None:
     assert f"rank {SLOW_RANK} on node-0001, step {SINCE_STEP + 20}" in text
     values = {key: tab.value(f"torchlensPage.steps.values('{key}')[{SLOW_RANK} * {STEPS} + {SINCE_STEP + 20}]")
               for key in ("excess", "step", "work")}  # fmt: skip
-    assert f"excess over the other ranks: +{percent(values['excess'])}" in text
-    assert f"step time: {duration(values['step'])}" in text
-    assert f"compute: {duration(values['work'])}" in text
+    assert f"excess over the other ranks: +{format_percent(values['excess'])}" in text
+    assert f"step time: {format_duration(values['step'])}" in text
+    assert f"compute: {format_duration(values['work'])}" in text
     tab.page.mouse.move(2, 300)
     assert tab.tip() == ""
 
@@ -371,7 +375,7 @@ def test_timeline_shows_waits_and_the_last_rank_of_collectives(
     words = tab.page.locator("figure[data-chart=step] figcaption").inner_text()
     longest = max(step["ranks"], key=lambda trace: trace["duration_us"])
     assert words.startswith(
-        f"Step {step['step']} takes {duration(longest['duration_us'] / 1e6)} on rank"
+        f"Step {step['step']} takes {format_duration(longest['duration_us'] / 1e6)} on rank"
     )
     assert words.endswith(f"for rank {SLOW_RANK}.")
 
@@ -392,7 +396,7 @@ def test_collective_tooltip_has_its_last_rank(tab: Tab, shown: PageContents) -> 
     tab.page.mouse.move(*tab.at("step", *place))
     text = tab.tip()
     assert f"last to arrive: rank {joined['last_rank']}" in text
-    assert f"waited {duration((joined['wait_us'][waiter] or 0) / 1e6)}" in text
+    assert f"waited {format_duration((joined['wait_us'][waiter] or 0) / 1e6)}" in text
     assert tab.value(f"{line}.laid.byKey.get({line}.pointed).length") == len(joined["wait_us"])
 
 
@@ -452,7 +456,7 @@ def test_rank_bars_have_the_numbers_of_the_report_and_select_a_rank(
     row = tab.page.locator(f"#phases-host [data-rank='{SLOW_RANK}']")
     forward = row.locator("rect[data-part=forward]")
     assert (
-        f"forward: {duration(rank['typical']['parts']['forward'])}"
+        f"forward: {format_duration(rank['typical']['parts']['forward'])}"
         in forward.locator("title").inner_html()
     )
     longest = max(
@@ -478,7 +482,7 @@ def test_slow_module_is_drawn_as_a_pair_of_bars(tab: Tab, shown: PageContents) -
     bars = tab.page.locator("#modules-bars .bars > div")
     first = bars.nth(0)
     assert first.locator(".label").inner_text() == f"rank {slowest} (slowest)"
-    assert first.locator(".value").inner_text() == duration(row["by_rank"][slowest])
+    assert first.locator(".value").inner_text() == format_duration(row["by_rank"][slowest])
     assert bars.nth(1).locator(".label").inner_text() == "median of the other ranks"
     slower = tab.value("(() => { const made = document.createElement('i'); made.style.color = "
                        "torchlens.colours().slower; document.body.append(made); const found = "

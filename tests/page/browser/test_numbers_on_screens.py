@@ -22,7 +22,7 @@ from tests.page.browser.conftest import TabOf
 from tests.page.browser.tab import need_browser
 from tests.support.page_server import PageServer
 from tests.support.processes import clean_environ
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 
 need_browser()
 TMUX = shutil.which("tmux")
@@ -64,13 +64,13 @@ def facts(run: Path) -> dict[str, str]:
     return {
         "status": "SLOW RANK",
         "rank": f"rank {SLOW} ",
-        "cost": duration(verdict["cost_s_per_step"]),
-        "share": percent(verdict["cost_share"]),
+        "cost": format_duration(verdict["cost_s_per_step"]),
+        "share": format_percent(verdict["cost_share"]),
         "since": f"since step {verdict['held']['since_step']}",
-        "compute of the rank": f"computes {duration(evidence['work_s'])} per step",
-        "compute of the others": f"the other ranks {duration(evidence['others_work_s'])}",
-        "step p50": duration(report["steps"]["p50_s"]),
-        "step p95": duration(report["steps"]["p95_s"]),
+        "compute of the rank": f"computes {format_duration(evidence['work_s'])} per step",
+        "compute of the others": f"the other ranks {format_duration(evidence['others_work_s'])}",
+        "step p50": format_duration(report["steps"]["p50_s"]),
+        "step p95": format_duration(report["steps"]["p95_s"]),
     }
 
 

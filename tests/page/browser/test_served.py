@@ -14,7 +14,7 @@ from tests.page.browser.tab import Tab, need_browser
 from tests.support.leftovers import eventually
 from tests.support.live_simulation import LiveSimulation
 from tests.support.page_server import PageServer
-from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.captures import TRACE, Outcome
 
@@ -104,7 +104,7 @@ def test_live_page_follows_its_run_without_a_reload(
     assert (tab.view()["rank"], tab.view()["steps"]) == (2, [10, 60])
     assert tab.page.inner_text("#verdicts") != before
     share = tab.value("torchlensPage.contents.report.verdicts[0].evidence.share_of_steps")
-    assert f"in {percent(share)} of these steps" in tab.page.inner_text("#verdicts")
+    assert f"in {format_percent(share)} of these steps" in tab.page.inner_text("#verdicts")
     live.end_run()
     tab.until(f"{STATUS} === 'Ended'")
     assert "ended" in tab.page.inner_text("header .facts")

@@ -20,7 +20,7 @@ from tests.page.browser.tab import Tab, need_browser
 from tests.page.conftest import SINCE_STEP, SLOW_RANK, STEPS
 from tests.support.page_contents import LATE_RANK, LATE_STEPS
 from tests.support.page_matrices import Steps
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.page.contents import PageContents
 
 need_browser()
@@ -66,15 +66,15 @@ def test_range_selected_in_the_heat_map_applies_to_the_whole_page(
     assert where in table.locator("table:visible caption").inner_text()
     step_s = Steps(shown["steps"]).step_s()[SLOW_RANK, since:until].mean()
     cells = table.locator("table:visible tbody tr").first.locator("th, td").all_inner_texts()
-    assert cells[:3] == [str(SLOW_RANK), "node-0001", duration(float(step_s))]
+    assert cells[:3] == [str(SLOW_RANK), "node-0001", format_duration(float(step_s))]
     assert (
         f"Selected {where}: rank {SLOW_RANK} has the largest excess"
         in tab.show("heat").inner_text()
     )
     values = np.sort(Steps(shown["steps"]).step_s()[:, since:until], axis=None)
-    longest = duration(float(values[-1]))
+    longest = format_duration(float(values[-1]))
     words = tab.show("steps").inner_text()
-    assert f"Selected {where}: p50 {duration(float(values[values.size // 2 - 1]))}" in words
+    assert f"Selected {where}: p50 {format_duration(float(values[values.size // 2 - 1]))}" in words
     assert f"longest {longest}" in words
     line = tab.show("step").locator("figcaption").inner_text()
     assert since <= tab.value(f"{tab.named('step')}.trace.step") < until

@@ -15,7 +15,7 @@ from tests.support import progress as ranks
 from tests.support.planted import Job, part_of, wider
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
 from torchlens_perf.analysis.collectives.hang import RankProgress
-from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest
+from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest_names
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Flag, Kind
@@ -310,7 +310,11 @@ class TestRows:
         np.testing.assert_allclose(found[1], times_ns[:MAX_MODULES], rtol=1 / 256)
         np.testing.assert_allclose(found[0, :3], times_ns[:3], rtol=1 / 256)
         assert found[0, 3:].tolist() == [0.0] * (MAX_MODULES - 3)
-        assert values["modules"].tolist() == [digest(names[:3]), digest(names[:MAX_MODULES]), 0]
+        assert values["modules"].tolist() == [
+            digest_names(names[:3]),
+            digest_names(names[:MAX_MODULES]),
+            0,
+        ]
 
 
 @pytest.mark.parametrize("per_summary", [ROWS, 7, 1])

@@ -18,10 +18,10 @@ from tests.support.saved import save_and_load
 from tests.support.telemetry import read_gpus, read_links
 from torchlens_perf.analysis.statistics.hardware import (
     GPU_COUNTERS,
-    GpuFacts,
+    GpuProperties,
     GpuSample,
-    Telemetry,
-    growth,
+    HardwareTotals,
+    counter_increases,
 )
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters.in_memory import InMemoryExporter
@@ -46,7 +46,7 @@ class Gpus:
 
     def __init__(self) -> None:
         self.values: dict[str, dict[str, Any]] = {}
-        self.facts: dict[str, GpuFacts] = {}
+        self.facts: dict[str, GpuProperties] = {}
         self.losses: Counter[str] = Counter()
         self.slow_samples: Counter[str] = Counter()
         self.notes: list[str] = []
@@ -66,9 +66,9 @@ class Gpus:
                 samples[uuid] = self._before[uuid] = GpuSample(
                     uuid, monotonic_ns, unix_ns,
                     interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
-                    grown=growth(vars(before) if before is not None else None, values, GPU_COUNTERS), **values,
+                    grown=counter_increases(None if before is None else vars(before), values, GPU_COUNTERS), **values,
                 )  # fmt: skip
-                self.facts[uuid] = GpuFacts("NVIDIA H200", "00000000:1B:00.0")
+                self.facts[uuid] = GpuProperties("NVIDIA H200", "00000000:1B:00.0")
         return samples
 
     def close(self) -> None:
@@ -79,11 +79,11 @@ class Gpus:
 class Rig:
     """A telemetry log with a clock that only the test advances."""
 
-    def __init__(self, run: RunDirectory, root: Path, saved: Telemetry | None = None) -> None:
+    def __init__(self, run: RunDirectory, root: Path, saved: HardwareTotals | None = None) -> None:
         self.gpus = Gpus()
         self.now_ns = 1000 * SECOND
         self.log = TelemetryLog(
-            run, HOST, saved or Telemetry(), self.gpus, LinkTelemetry(root), self.now
+            run, HOST, saved or HardwareTotals(), self.gpus, LinkTelemetry(root), self.now
         )
 
     def now(self) -> Anchor:
@@ -469,7 +469,7 @@ def test_state_of_an_older_version_without_telemetry_can_be_read(
     loaded = node_state.load(path)
 
     assert (loaded.telemetry, [process.gpus for process in loaded.processes.values()]) == (
-        Telemetry(),
+        HardwareTotals(),
         [[]],
     )
     rank.close()

@@ -110,7 +110,7 @@ def main() -> None:
                 torch_device.current_stream = 0
         waited = device.synchronizations - synchronizations
     statistics = DeviceStatistics()
-    statistics.add(records_of(recording), recording.interned)
+    statistics.add_records(records_of(recording), recording.interned)
     merged = {name: len(recording.of(Kind.MERGED, name)) for name in order}
     rows = [
         unpack_row(each, recording.interned)

@@ -46,7 +46,7 @@ def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any)
     A step has parts in ms, "flags", and "cpu" for the lack of a CPU in its forward part.
     """
     statistics = RankStatistics()
-    statistics.add(np.zeros(0, record_dtype()), mixed_table(steps), [], 0)
+    statistics.add_records(np.zeros(0, record_dtype()), mixed_table(steps), [], 0)
     identity = Identity(
         "r", rank, rank, ranks, ranks, 0, "h", 10 + rank, 1, 1, False, "train.py", "", {}
     )

@@ -23,7 +23,7 @@ from torchlens_perf.analysis.collectives.semantics import (
     semantics_of,
 )
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics
-from torchlens_perf.analysis.statistics.robust import spread
+from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.run.sketch import Sketch
 
@@ -306,7 +306,7 @@ def _judge_candidate(candidate: _LinkCandidate, peers: Sequence[LinkStatistics])
         )
     if transfer_ns < MIN_RATIO * usual_ns * max(1.0, by_bytes):
         return None
-    if excess_ns <= SPREAD_FACTOR * spread(medians):
+    if excess_ns <= SPREAD_FACTOR * robust_standard_deviation(medians):
         return None
     if low_ns <= np.median([peer.transfer_ns[2] for peer in peers]):
         return None

@@ -68,7 +68,7 @@ class DeviceStatistics:
     stray_records: int = 0
     """Number of records that were dropped, because other records of the same window were lost."""
 
-    def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+    def add_records(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         """Add the DEVICE, SKETCH and MERGED records. All other records are ignored."""
         windows, stray = from_records(records[records["kind"] == Kind.SKETCH])
         self.stray_records += stray
@@ -78,7 +78,7 @@ class DeviceStatistics:
         for record in records[records["kind"] == Kind.MERGED]:
             row = unpack_row(record, names)
             if row.row == SECTION:
-                self.merged[row.name] = _over_ranks(row)
+                self.merged[row.name] = _merged_row_to_dict(row)
         records = records[records["kind"] == Kind.DEVICE]
         if not len(records):
             return
@@ -109,7 +109,7 @@ class DeviceStatistics:
         self.work.add(steps.own_ns)
 
     @property
-    def steps(self) -> int:
+    def timed_steps(self) -> int:
         """Number of steps for which the device's time is known."""
         return self.phases["step"].count if "step" in self.phases else 0
 
@@ -123,7 +123,7 @@ class DeviceStatistics:
         return self.caught_up / self.behind.count if self.behind.count else None
 
 
-def _over_ranks(row: MergedRow) -> dict[str, int | float]:
+def _merged_row_to_dict(row: MergedRow) -> dict[str, int | float]:
     return {
         "step": row.step,
         "count": row.times,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.step_bins import concatenate
+from torchlens_perf.analysis.statistics.step_bins import concatenate_tables
 from torchlens_perf.run.device.step_parts import PART_OF_SPAN, find_outer_spans
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind
@@ -56,14 +56,14 @@ class _Spans(NamedTuple):
     start_ns: Integers
     duration_ns: Integers
 
-    def where(self, chosen: npt.NDArray[np.bool_] | Integers) -> _Spans:
+    def select(self, chosen: npt.NDArray[np.bool_] | Integers) -> _Spans:
         return _Spans(*(column[chosen] for column in self))
 
-    def and_then(self, later: _Spans) -> _Spans:
+    def concatenated_with(self, later: _Spans) -> _Spans:
         return _Spans(*(np.concatenate(columns) for columns in zip(self, later, strict=True)))
 
 
-def _spans(records: npt.NDArray[np.void], kind: npt.NDArray[np.uint64]) -> _Spans:
+def _spans_from_records(records: npt.NDArray[np.void], kind: npt.NDArray[np.uint64]) -> _Spans:
     columns = (records["step"], kind, records["start_ns"], records["duration_ns"])
     return _Spans(*(column.astype(np.int64) for column in columns))
 
@@ -71,7 +71,7 @@ def _spans(records: npt.NDArray[np.void], kind: npt.NDArray[np.uint64]) -> _Span
 _NONE = _Spans(*(np.zeros(0, np.int64) for _ in _Spans._fields))
 
 
-class DeviceSteps:
+class DeviceStepJoin:
     """Joins the device's times of each step, which arrive late, with the host's records of the
     step.
 
@@ -87,9 +87,9 @@ class DeviceSteps:
         self._device = _NONE
         # The host's newest step.
         self._newest = 0
-        self._host_times = HostTimes()
+        self._host_times = HostTimeEstimator()
 
-    def add(self, records: npt.NDArray[np.void], steps: StepTable) -> StepTable:
+    def add_records(self, records: npt.NDArray[np.void], steps: StepTable) -> StepTable:
         """Add records in the order of the ring, and the host's steps that these records contain.
 
         Return the steps whose device times are complete.
@@ -103,26 +103,30 @@ class DeviceSteps:
             (records["flags"] & Flag.OTHER_THREAD) == 0
         )
         self._hosts.append(steps)
-        self._on_host = self._on_host.and_then(_spans(records[on_host], records["kind"][on_host]))
-        self._device = self._device.and_then(_spans(on_device, on_device["value0"]))
-        host = concatenate(self._hosts)
+        self._on_host = self._on_host.concatenated_with(
+            _spans_from_records(records[on_host], records["kind"][on_host])
+        )
+        self._device = self._device.concatenated_with(
+            _spans_from_records(on_device, on_device["value0"])
+        )
+        host = concatenate_tables(self._hosts)
         whole = self._device.step[self._device.kind == _STEP]
         known = np.isin(host.step, whole)
         self._newest = int(host.step.max(initial=self._newest))
         oldest = self._newest - MAX_BEHIND_STEPS
         done, newest = host.select_rows(known), host.step[known].max(initial=-1)
-        table = device_table(done, self._device, self._on_host, self._host_times)
+        table = build_device_table(done, self._device, self._on_host, self._host_times)
         self._hosts = [host.select_rows(~known & (host.step > oldest))]
         # Device times arrive in the order of steps, so no more times arrive for steps before a
         # complete step.
-        self._device = self._device.where(self._device.step > max(newest, oldest))
+        self._device = self._device.select(self._device.step > max(newest, oldest))
         waiting = np.isin(self._on_host.step, self._hosts[0].step) & (self._on_host.step > newest)
-        self._on_host = self._on_host.where(waiting)
+        self._on_host = self._on_host.select(waiting)
         return table
 
 
-def device_table(
-    host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimes
+def build_device_table(
+    host: StepTable, device: _Spans, on_host: _Spans, host_times: HostTimeEstimator
 ) -> StepTable:
     """Replace the host's times of steps by the device's.
 
@@ -138,35 +142,37 @@ def device_table(
         there = np.flatnonzero(
             (at < len(numbers)) & (numbers[np.minimum(at, len(numbers) - 1)] == spans.step)
         )
-        return spans.where(there), order[at[there]]
+        return spans.select(there), order[at[there]]
 
     parts_ns = np.zeros((len(host), len(PARTS)), np.int64)
     if not len(host):
         return host
-    steps, rows = row_of(device.where(device.kind == _STEP))
+    steps, rows = row_of(device.select(device.kind == _STEP))
     start_ns, duration_ns = np.zeros((2, len(host)), np.int64)
     start_ns[rows], duration_ns[rows] = steps.start_ns, steps.duration_ns
-    spans, rows = row_of(device.where(device.kind != _STEP))
-    outermost, own_ns = _nesting(spans, rows)
-    np.add.at(parts_ns, (rows, _parts(spans.kind, _PART_OF_SPAN)), np.maximum(own_ns, 0))
-    outer, outer_rows = spans.where(outermost), rows[outermost]
+    spans, rows = row_of(device.select(device.kind != _STEP))
+    outermost, own_ns = _outermost_and_own_ns(spans, rows)
+    np.add.at(parts_ns, (rows, _parts_of_kinds(spans.kind, _PART_OF_SPAN)), np.maximum(own_ns, 0))
+    outer, outer_rows = spans.select(outermost), rows[outermost]
     gap_ns = duration_ns.copy()
     np.subtract.at(gap_ns, outer_rows, outer.duration_ns)
     gap_ns = np.maximum(gap_ns, 0)
 
-    phases = _Phases.matched((spans, rows), row_of(on_host), len(host))
-    waits, rows = row_of(on_host.where(np.isin(on_host.kind, list(_PART_OF_GAP))))
+    phases = _MatchedPhases.from_spans((spans, rows), row_of(on_host), len(host))
+    waits, rows = row_of(on_host.select(np.isin(on_host.kind, list(_PART_OF_GAP))))
     ends = waits.start_ns + waits.duration_ns
     in_gap_ns = np.minimum(ends, (start_ns + duration_ns)[rows]) - np.maximum(
         waits.start_ns, start_ns[rows]
     )
     in_gap_ns = np.maximum(in_gap_ns, 0)
-    first, second = _pairs_of_equals(rows, outer_rows)
+    first, second = _indexes_of_equal_pairs(rows, outer_rows)
     both_ns = np.minimum(ends[first], (outer.start_ns + outer.duration_ns)[second])
     both_ns -= np.maximum(waits.start_ns[first], outer.start_ns[second])
     np.subtract.at(in_gap_ns, first, np.maximum(both_ns, 0))
     waited_ns = np.zeros_like(parts_ns)
-    np.add.at(waited_ns, (rows, _parts(waits.kind, _PART_OF_GAP)), np.maximum(in_gap_ns, 0))
+    np.add.at(
+        waited_ns, (rows, _parts_of_kinds(waits.kind, _PART_OF_GAP)), np.maximum(in_gap_ns, 0)
+    )
     # Stalls come first, because a blocking collective inside the data loader is a wait for other
     # ranks.
     for part in (_STALL, _DATA):
@@ -177,14 +183,14 @@ def device_table(
     # A lack of CPU time only delays a device that runs out of work. A device runs out of work in
     # the gap, or in a phase that starts with less lag than the lack of CPU time.
     ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - phases.lag_ns, 0), -1)
-    issue_ns, lag_ns = _host_line(host, phases, start_ns, (waits, rows), host_times)
+    issue_ns, lag_ns = _issue_and_lag_ns(host, phases, start_ns, (waits, rows), host_times)
     return dataclasses.replace(
         host, start_ns=start_ns, duration_ns=duration_ns, parts_ns=parts_ns, ready_ns=ready_ns, issue_ns=issue_ns,
         issue_ready_ns=host.ready_ns, lag_ns=lag_ns,
     )  # fmt: skip
 
 
-class _Phases(NamedTuple):
+class _MatchedPhases(NamedTuple):
     """Phases that were timed on both host and device, sorted by table row and start on the host.
 
     All columns except `lag_ns` have one entry per phase.
@@ -201,9 +207,9 @@ class _Phases(NamedTuple):
     """
 
     @classmethod
-    def matched(
+    def from_spans(
         cls, on_device: tuple[_Spans, Integers], on_host: tuple[_Spans, Integers], count: int
-    ) -> _Phases:
+    ) -> _MatchedPhases:
         """Match the phases of host and device by their order in the step.
 
         Phases of a kind are matched if host and device have the same number of them.
@@ -216,16 +222,16 @@ class _Phases(NamedTuple):
             for spans, rows in (on_device, on_host):
                 at = np.flatnonzero(spans.kind == kind)
                 at = at[np.lexsort((spans.start_ns[at], rows[at]))]
-                sides.append((spans.where(at), rows[at], np.bincount(rows[at], minlength=count)))
+                sides.append((spans.select(at), rows[at], np.bincount(rows[at], minlength=count)))
             same = (sides[0][2] == sides[1][2]) & (sides[0][2] > 0)
             (device, rows), (host, _) = (
-                (spans.where(same[rows]), rows[same[rows]]) for spans, rows, _ in sides
+                (spans.select(same[rows]), rows[same[rows]]) for spans, rows, _ in sides
             )
             lag_ns[same, _PART_OF_SPAN[kind]] = 0
             np.add.at(
                 lag_ns, (rows, _PART_OF_SPAN[kind]), np.maximum(device.start_ns - host.start_ns, 0)
             )
-            found.append((rows, host.kind, _phase_ends(host), _phase_ends(device)))
+            found.append((rows, host.kind, _start_and_end_ns(host), _start_and_end_ns(device)))
         row, kind_of, host_ns, device_ns = (
             np.concatenate(columns) for columns in zip(*found, strict=True)
         )
@@ -233,11 +239,11 @@ class _Phases(NamedTuple):
         return cls(row[order], kind_of[order], host_ns[order], device_ns[order], lag_ns)
 
 
-def _phase_ends(spans: _Spans) -> npt.NDArray[np.int64]:
+def _start_and_end_ns(spans: _Spans) -> npt.NDArray[np.int64]:
     return np.stack([spans.start_ns, spans.start_ns + spans.duration_ns], axis=1)
 
 
-class HostTimes:
+class HostTimeEstimator:
     """Estimates the host's own time in each segment of a step, without time in which the device
     blocked it.
 
@@ -263,7 +269,7 @@ class HostTimes:
         # Times at which the device started or ended spans.
         self._reached_ns = np.zeros(0, np.int64)
 
-    def progresses(
+    def made_progress(
         self, reached_ns: Integers, begin_ns: Integers, end_ns: Integers
     ) -> npt.NDArray[np.bool_]:
         """Return for each interval whether the device started or ended a span in it.
@@ -279,7 +285,7 @@ class HostTimes:
         ]
         return inside
 
-    def own(
+    def estimate_own_ns(
         self,
         taken_ns: Integers,
         lag_ns: Integers,
@@ -325,12 +331,12 @@ class HostTimes:
         return np.where(may_be_full & (self._free >= _FEW_STEPS), stands_in, own_ns)
 
 
-def _host_line(
+def _issue_and_lag_ns(
     host: StepTable,
-    phases: _Phases,
+    phases: _MatchedPhases,
     start_ns: Integers,
     waits: tuple[_Spans, Integers],
-    host_times: HostTimes,
+    host_times: HostTimeEstimator,
 ) -> tuple[Integers, Integers]:
     """Compute the host's issue time and the device's lag for each step and part.
 
@@ -357,7 +363,7 @@ def _host_line(
     for end in (0, 1):
         marks[:, at_phase + end] = phases.host_ns[:, end], phases.device_ns[:, end]
     part = np.full(first[-1], _HOST)
-    part[at_phase] = _parts(phases.kind, _PART_OF_SPAN)
+    part[at_phase] = _parts_of_kinds(phases.kind, _PART_OF_SPAN)
     places = row_of * len(PARTS) + part
     late_ns = np.maximum(marks[1] - marks[0], 0)
     taken_ns = np.append(np.diff(marks[0]), 0)
@@ -365,7 +371,7 @@ def _host_line(
     # Subtract waits of the host: for a collective, which is not own time, or for the data loader,
     # which is a part of its own.
     spans, rows = waits
-    within = _last_before(marks[0], row_of, spans.start_ns, rows)
+    within = _last_indexes_before(marks[0], row_of, spans.start_ns, rows)
     is_data = spans.kind == int(Kind.DATA)
     np.subtract.at(taken_ns, within, spans.duration_ns)
     np.add.at(issue_ns, (rows[is_data], _DATA), spans.duration_ns[is_data])
@@ -383,12 +389,12 @@ def _host_line(
 
     ends, begins = marks[0, 1:], marks[0, :-1]
     may_be_full = np.append((np.minimum(late_ns[:-1], late_ns[1:]) > _QUEUED_NS), False)
-    may_be_full[:-1] &= host_times.progresses(marks[1, marks[1] > 0], begins, ends)
+    may_be_full[:-1] &= host_times.made_progress(marks[1, marks[1] > 0], begins, ends)
     at_end_ns = np.where(part[:-1] == _HOST, late_ns[1:], _LONG_NS)
     own_ns = np.zeros(first[-1])
     for begin, end in itertools.pairwise(first.tolist()):
         inside = slice(begin, end - 1)
-        own_ns[inside] = host_times.own(
+        own_ns[inside] = host_times.estimate_own_ns(
             taken_ns[inside], late_ns[inside], at_end_ns[inside], may_be_full[inside]
         )
     late_ns[first[1:] - 1] = 0
@@ -403,7 +409,7 @@ def _host_line(
     return issue_ns, lag_ns
 
 
-def _last_before(
+def _last_indexes_before(
     times: Integers, rows: Integers, queries: Integers, query_rows: Integers
 ) -> Integers:
     """Return for each query the index of the latest time in the same row that is not after the
@@ -419,7 +425,7 @@ def _last_before(
     return found[len(times) :]
 
 
-def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Integers]:
+def _outermost_and_own_ns(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Integers]:
     """Return for each span whether it is outermost, and its duration without nested spans."""
     outer = np.full(len(rows), -1)
     order = np.argsort(rows, kind="stable")
@@ -435,7 +441,7 @@ def _nesting(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np.bool_], Inte
     return outer < 0, own_ns
 
 
-def _pairs_of_equals(first: Integers, second: Integers) -> tuple[Integers, Integers]:
+def _indexes_of_equal_pairs(first: Integers, second: Integers) -> tuple[Integers, Integers]:
     """Return the indexes of all pairs of equal values in `first` and `second`."""
     order = np.argsort(second, kind="stable")
     begin, end = (np.searchsorted(second[order], first, side) for side in ("left", "right"))
@@ -445,7 +451,7 @@ def _pairs_of_equals(first: Integers, second: Integers) -> tuple[Integers, Integ
     return left, order[np.repeat(begin, counts) + offsets]
 
 
-def _parts(kinds: Integers, part_of: dict[int, int]) -> Integers:
+def _parts_of_kinds(kinds: Integers, part_of: dict[int, int]) -> Integers:
     lookup = np.zeros(max(part_of) + 1, np.int64)
     for kind, part in part_of.items():
         lookup[kind] = part

@@ -181,7 +181,7 @@ Sample = GpuSample | LinkSample | ProcessSample
 
 
 @dataclasses.dataclass(frozen=True)
-class Hardware:
+class HardwareSamples:
     """Samples of a node at one time. `names` are product names of GPUs by UUID, as far as known."""
 
     gpus: tuple[GpuSample, ...]
@@ -189,7 +189,7 @@ class Hardware:
     names: Mapping[str, str]
 
 
-def growth(
+def counter_increases(
     before: Mapping[str, Any] | None, now: Mapping[str, Any], counters: Iterable[str]
 ) -> dict[str, float]:
     """Return the increase of counters between two samples.
@@ -223,7 +223,7 @@ class GpuTotals:
     """For each reason, the number of samples in which clocks were low because of it."""
     last: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    def add(self, sample: GpuSample) -> None:
+    def add_sample(self, sample: GpuSample) -> None:
         self.samples += 1
         for name in GPU_GAUGES:
             value = getattr(sample, name)
@@ -251,7 +251,7 @@ class GpuTotals:
         """Return the mean of the gauge `name`; None if it was never measured."""
         return self.sums[name] / self.counts[name] if name in self.sums else None
 
-    def throttled(self) -> dict[str, float]:
+    def throttled_shares(self) -> dict[str, float]:
         """Return for each reason the fraction of time with throttled clocks.
 
         Reasons for which nothing was measured are missing.
@@ -261,10 +261,12 @@ class GpuTotals:
         """
         shares = {
             "power": self._share_of_time("throttle_power_ns"),
-            "thermal": self._largest(
+            "thermal": self._largest_share_of_time(
                 "throttle_thermal_ns", "throttle_sw_thermal_ns", "throttle_hw_thermal_ns"
             ),
-            "hw_slowdown": self._largest("throttle_hw_thermal_ns", "throttle_hw_power_brake_ns"),
+            "hw_slowdown": self._largest_share_of_time(
+                "throttle_hw_thermal_ns", "throttle_hw_power_brake_ns"
+            ),
             "sync_boost": self._share_of_time("throttle_sync_boost_ns"),
             "board_limit": self._share_of_time("throttle_board_limit_ns"),
             "reliability": self._share_of_time("throttle_reliability_ns"),
@@ -279,16 +281,16 @@ class GpuTotals:
         over_ns = self.grown_ns.get(counter)
         return min(1.0, self.grown[counter] / over_ns) if over_ns else None
 
-    def _largest(self, *counters: str) -> float | None:
+    def _largest_share_of_time(self, *counters: str) -> float | None:
         """Return the largest fraction of time of counters that may increase together."""
         return max(
             (share for share in map(self._share_of_time, counters) if share is not None),
             default=None,
         )
 
-    def signals(self) -> dict[str, float]:
-        """Return the values that gpu_signals() describes."""
-        throttled = self.throttled()
+    def to_signals(self) -> dict[str, float]:
+        """Return the values that compute_gpu_signals() describes."""
+        throttled = self.throttled_shares()
         max_clock_hz, clock_hz = self.most.get("sm_clock_max_hz"), self.mean("sm_clock_hz")
         used, total = self.mean("memory_used_bytes"), self.most.get("memory_total_bytes")
         grown = self.grown.get
@@ -330,7 +332,7 @@ class LinkTotals:
     layer: str | None = None
     rate_bits: int | None = None
 
-    def add(self, sample: LinkSample) -> None:
+    def add_sample(self, sample: LinkSample) -> None:
         self.samples += 1
         self.measured_ns += sample.interval_ns or 0
         self.inactive += sample.active is False
@@ -338,8 +340,8 @@ class LinkTotals:
         for name, more in sample.grown.items():
             self.grown[name] = self.grown.get(name, 0) + more
 
-    def signals(self) -> dict[str, float]:
-        """Return the values that link_signals() describes."""
+    def to_signals(self) -> dict[str, float]:
+        """Return the values that compute_link_signals() describes."""
         found = dict(self.grown)
         errors = _sum_of_known(map(self.grown.get, LINK_ERRORS))
         if errors is not None:
@@ -355,7 +357,7 @@ class LinkTotals:
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuFacts:
+class GpuProperties:
     """Properties of a GPU that do not change."""
 
     name: str | None
@@ -363,12 +365,12 @@ class GpuFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Telemetry:
+class HardwareTotals:
     """A node's hardware statistics over the run, for reports and for a restarted sidecar."""
 
     gpus: dict[str, GpuTotals] = dataclasses.field(default_factory=dict)
     """Totals by UUID. The next three fields are also by UUID."""
-    facts: dict[str, GpuFacts] = dataclasses.field(default_factory=dict)
+    facts: dict[str, GpuProperties] = dataclasses.field(default_factory=dict)
     losses: dict[str, int] = dataclasses.field(default_factory=dict)
     """Number of failed attempts to read the GPU."""
     slow_samples: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -378,7 +380,7 @@ class Telemetry:
     dropped_files: int = 0
 
 
-def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
+def compute_gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
     """Compute values of one GPU from consecutive samples.
 
     Values that were not measured are missing.
@@ -392,11 +394,11 @@ def gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
     """
     totals = GpuTotals()
     for sample in samples:
-        totals.add(sample)
-    return totals.signals()
+        totals.add_sample(sample)
+    return totals.to_signals()
 
 
-def link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
+def compute_link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
     """Compute values of one port from consecutive samples.
 
     Values that were not measured are missing.
@@ -407,8 +409,8 @@ def link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
     """
     totals = LinkTotals()
     for sample in samples:
-        totals.add(sample)
-    return totals.signals()
+        totals.add_sample(sample)
+    return totals.to_signals()
 
 
 def _sum_of_known(values: Iterable[float | None]) -> float | None:

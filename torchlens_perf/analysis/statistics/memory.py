@@ -42,7 +42,7 @@ class MemoryReading(NamedTuple):
     """Number of out-of-memory errors since the start of the process."""
 
 
-class Growth(TypedDict):
+class MemoryGrowth(TypedDict):
     """Growth of allocated memory from step to step."""
 
     bytes_per_step: float
@@ -75,27 +75,27 @@ class MemoryStatistics:
     """The allocator's own counter in the last reading."""
 
     @property
-    def last(self) -> MemoryReading | None:
+    def last_reading(self) -> MemoryReading | None:
         return self.readings[-1] if self.readings else None
 
-    def add(self, records: npt.NDArray[np.void], names: list[str]) -> None:
+    def add_records(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         """Add the readings in MEMORY records. All other records are ignored."""
-        for reading, peak_reserved_bytes in _readings(records, names):
+        for reading, peak_reserved_bytes in _parse_readings(records, names):
             self._add_reading(
-                reading._replace(alloc_retries=self._retries(reading.alloc_retries)),
+                reading._replace(alloc_retries=self._count_retries(reading.alloc_retries)),
                 peak_reserved_bytes,
             )
 
     def _add_reading(self, reading: MemoryReading, peak_reserved_bytes: int | None) -> None:
-        before = self.last
+        before = self.last_reading
         if (
             before is not None
             and (reading.peak_bytes or 0) < (before.peak_bytes or 0)
             and reading.peak_bytes
         ):
             self.peak_resets += 1
-        self.peak_allocated_bytes = _larger_known(self.peak_allocated_bytes, reading.peak_bytes)
-        self.peak_reserved_bytes = _larger_known(self.peak_reserved_bytes, peak_reserved_bytes)
+        self.peak_allocated_bytes = _max_of_known(self.peak_allocated_bytes, reading.peak_bytes)
+        self.peak_reserved_bytes = _max_of_known(self.peak_reserved_bytes, peak_reserved_bytes)
         if before is not None and (self.count - 1) % self._every:
             # The last reading was only kept because it was the newest.
             self.readings.pop()
@@ -106,7 +106,7 @@ class MemoryStatistics:
             self.readings = self.readings[::2]
             self._every *= 2
 
-    def _retries(self, counted: int | None) -> int | None:
+    def _count_retries(self, counted: int | None) -> int | None:
         """Return the number of retries since the first reading.
 
         `counted` is the allocator's own counter, which the user may reset to 0.
@@ -129,7 +129,7 @@ class MemoryStatistics:
         )
         return known + (counted - before if counted >= before else counted)
 
-    def growth(self) -> Growth | None:
+    def estimate_growth(self) -> MemoryGrowth | None:
         """Estimate the growth of the memory allocated at the ends of steps.
 
         Return None if the growth is uncertain, or too slow to fill the device.
@@ -138,7 +138,7 @@ class MemoryStatistics:
             (r.step, r.allocated_bytes) for r in self.readings if r.allocated_bytes is not None
         ]
         known = known[int(len(known) * _SETTLING_SHARE) :]
-        limit = self.last.limit_bytes if self.last is not None else None
+        limit = self.last_reading.limit_bytes if self.last_reading is not None else None
         if len(known) < _MIN_READINGS or not limit:
             return None
         steps, allocated = np.array(known, np.float64).T
@@ -149,11 +149,11 @@ class MemoryStatistics:
         i, j = np.triu_indices(len(steps), 1)
         # Theil-Sen slope.
         per_step = float(np.median((allocated[j] - allocated[i]) / (steps[j] - steps[i])))
-        above = self._above_bytes(int(steps[0]))
+        above = self._largest_peak_difference(int(steps[0]))
         left = max(0.0, limit - allocated[-1] - above) / per_step if per_step > 0 else float("inf")
         if left > _MAX_RUNS * (steps[-1] + 1):
             return None
-        return Growth(
+        return MemoryGrowth(
             bytes_per_step=per_step,
             since_step=int(steps[0]),
             until_step=int(steps[-1]),
@@ -161,7 +161,7 @@ class MemoryStatistics:
             full_at_step=int(steps[-1] + left),
         )
 
-    def _above_bytes(self, since_step: int) -> int:
+    def _largest_peak_difference(self, since_step: int) -> int:
         """Return the largest difference between a peak and the allocation at the end of the step.
 
         A peak that differs from the previous reading's is new. An equal peak may be old, so it is
@@ -179,12 +179,12 @@ class MemoryStatistics:
         return max([0, *(new or above[-1:])])
 
 
-def newest_reading(records: npt.NDArray[np.void], names: list[str]) -> MemoryReading | None:
+def find_newest_reading(records: npt.NDArray[np.void], names: list[str]) -> MemoryReading | None:
     """Return the last reading in these records, with the allocator's own counter of retries."""
-    return next((reading for reading, _ in reversed(_readings(records, names))), None)
+    return next((reading for reading, _ in reversed(_parse_readings(records, names))), None)
 
 
-def _readings(
+def _parse_readings(
     records: npt.NDArray[np.void], names: list[str]
 ) -> list[tuple[MemoryReading, int | None]]:
     """Return the readings in these records, each with the peak of the reserved bytes."""
@@ -194,10 +194,10 @@ def _readings(
         by_time.setdefault(int(record["start_ns"]), {})[
             lookup_name(names, int(record["name_id"]))
         ] = record
-    return [_reading(of_one) for of_one in by_time.values()]
+    return [_parse_reading(of_one) for of_one in by_time.values()]
 
 
-def _reading(records: dict[str, np.void]) -> tuple[MemoryReading, int | None]:
+def _parse_reading(records: dict[str, np.void]) -> tuple[MemoryReading, int | None]:
     def value(name: str, field: str = "value0") -> int | None:
         return int(records[name][field]) if name in records else None
 
@@ -214,11 +214,11 @@ def _reading(records: dict[str, np.void]) -> tuple[MemoryReading, int | None]:
     return reading, value("reserved", "value1")
 
 
-def _larger_known(before: int | None, now: int | None) -> int | None:
+def _max_of_known(before: int | None, now: int | None) -> int | None:
     return max((value for value in (before, now) if value is not None), default=None)
 
 
-def memory_signals(
+def compute_memory_signals(
     readings: Sequence[MemoryReading], first_step: int, last_step: int
 ) -> dict[str, float]:
     """Return values of memory use that may explain why a rank was slow in these steps.
@@ -242,16 +242,16 @@ def memory_signals(
     if inside and len(counted) > 1:
         (step, retries), (until, retries_then) = counted[0], counted[-1]
         signals["alloc_retries_per_step"] = (retries_then - retries) / (until - step)
-    fragmentation = _known_shares(
+    fragmentation = _ratios_of_known(
         (reading.inactive_bytes, reading.reserved_bytes) for reading in inside
     )
     if fragmentation:
         signals["fragmentation_share"] = float(np.median(fragmentation))
-    used = _known_shares((reading.reserved_bytes, reading.limit_bytes) for reading in inside)
+    used = _ratios_of_known((reading.reserved_bytes, reading.limit_bytes) for reading in inside)
     if used:
         signals["memory_used_share"] = max(used)
     return signals
 
 
-def _known_shares(pairs: Iterable[tuple[int | None, int | None]]) -> list[float]:
+def _ratios_of_known(pairs: Iterable[tuple[int | None, int | None]]) -> list[float]:
     return [part / whole for part, whole in pairs if part is not None and whole]

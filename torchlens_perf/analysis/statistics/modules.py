@@ -20,12 +20,12 @@ MAX_MODULES = 64
 _SAMPLE = 256
 
 
-def reported_modules(names: Mapping[str, float]) -> list[str]:
+def select_reported_modules(names: Mapping[str, float]) -> list[str]:
     """Return the names of the modules whose times are sent, in the order of the times."""
     return sorted(names)[:MAX_MODULES]
 
 
-def digest(names: list[str]) -> int:
+def digest_names(names: list[str]) -> int:
     """Return a 32-bit digest of these names; 0 without names."""
     return zlib.crc32("\0".join(names).encode()) or 1 if names else 0
 
@@ -40,14 +40,16 @@ class ModuleTimes:
         self._names: dict[int, list[str]] = {}
         self._times: dict[int, tuple[int, npt.NDArray[np.floating[Any]]]] = {}
 
-    def set_local(self, rank: int, modules_ns: Mapping[str, float]) -> None:
+    def set_times_of_local_rank(self, rank: int, modules_ns: Mapping[str, float]) -> None:
         """Set the times of a rank of this node."""
-        names = reported_modules(modules_ns)
-        key = digest(names)
+        names = select_reported_modules(modules_ns)
+        key = digest_names(names)
         self._names[key] = names
         self._times[rank] = (key, np.array([modules_ns[name] for name in names], np.float32))
 
-    def set_remote(self, rank: int, key: int, times_ns: npt.NDArray[np.floating[Any]]) -> None:
+    def set_times_of_remote_rank(
+        self, rank: int, key: int, times_ns: npt.NDArray[np.floating[Any]]
+    ) -> None:
         """Set the times of a rank of another node.
 
         key: digest of the rank's module names. times_ns: time of each module. Additional values are
@@ -56,7 +58,7 @@ class ModuleTimes:
         # A view would keep the whole received message in memory.
         self._times[rank] = (key, times_ns.copy())
 
-    def excess_ns(self, rank: int) -> dict[str, float]:
+    def excess_over_median_ns(self, rank: int) -> dict[str, float]:
         """Return for each module of a rank the excess in ns over the median of the other ranks.
 
         The result is empty if no other rank has the same modules, or if this node does not know the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchlens_perf.errors import printable as printable
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration with three significant digits and a unit."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
@@ -15,16 +15,16 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"
 
 
-def rounded(value: float) -> str:
+def format_rounded(value: float) -> str:
     """Format a number with at least three significant digits and no exponent: "4,540", "19.4"."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def long_duration(seconds: float) -> str:
+def format_run_duration(seconds: float) -> str:
     """Format the duration of a run: "2 h 01 min", "4 min 10 s".
 
     Durations below a minute are formatted by duration().
@@ -33,10 +33,10 @@ def long_duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else duration(seconds)
+    return f"{minutes} min {rest:02d} s" if minutes else format_duration(seconds)
 
 
-def amount(count: float, unit: str) -> str:
+def format_bytes(count: float, unit: str) -> str:
     """Format a number of bytes, or bytes per second, with a decimal prefix."""
     for prefix in ("", "K", "M", "G", "T"):
         if count < 1000 or prefix == "T":
@@ -49,7 +49,7 @@ def amount(count: float, unit: str) -> str:
     raise AssertionError("unreachable")
 
 
-def coverage_text(share: float, *, any_step: bool) -> str:
+def format_coverage(share: float, *, any_step: bool) -> str:
     """Describe the fraction of steps that were recorded completely.
 
     any_step: False if no step was recorded. `share` is then ignored.
@@ -57,7 +57,7 @@ def coverage_text(share: float, *, any_step: bool) -> str:
     return f"{share:.1%} of steps complete" if any_step else "no step was recorded"
 
 
-def steps_words(since_step: int, until_step: int | None) -> str:
+def format_step_range(since_step: int, until_step: int | None) -> str:
     """Format a range of steps: "since step 40", or "from step 40 to 79".
 
     `until_step` is the first step after the range, or None if the range has not ended.
@@ -69,10 +69,10 @@ def steps_words(since_step: int, until_step: int | None) -> str:
     )
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Format a number with a noun: "1 step", "2 steps", "3 passes"."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
-def duration_or_dash(seconds: float | None) -> str:
-    return "-" if seconds is None else duration(seconds)
+def format_duration_or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else format_duration(seconds)

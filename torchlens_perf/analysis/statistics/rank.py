@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
-from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify
+from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify_steps
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind, lookup_name
 from torchlens_perf.run.sketch import Sketch, add_to_sketches
@@ -28,7 +28,7 @@ TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
 _UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
 # Steps with these flags are left out of all windows, because they do more than train.
 _OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
-# Number of ranges into which StepsOfLength divides each doubling of duration. Each bin of step_mix
+# Number of ranges of DurationRangeSums per doubling of duration. Each bin of step_mix
 # lies completely within one range.
 _LENGTHS_PER_DOUBLING = 2
 _MAX_LENGTHS = 24
@@ -88,7 +88,7 @@ NO_WINDOWS = Windows(
 )
 
 
-class _Row(NamedTuple):
+class _WindowRow(NamedTuple):
     first_step: int
     duration_ns: float
     parts_ns: npt.NDArray[np.float64]
@@ -98,7 +98,7 @@ class _Row(NamedTuple):
     lack_ns: npt.NDArray[np.float64] | None
 
 
-class _Steps(NamedTuple):
+class _StepColumns(NamedTuple):
     """Consecutive steps of one window, as columns."""
 
     step: npt.NDArray[np.int64]
@@ -109,8 +109,8 @@ class _Steps(NamedTuple):
     start_ns: npt.NDArray[np.int64]
     ready_ns: npt.NDArray[np.int64]
 
-    def where(self, chosen: npt.NDArray[np.bool_ | np.int64] | slice) -> _Steps:
-        return _Steps(
+    def select(self, chosen: npt.NDArray[np.bool_ | np.int64] | slice) -> _StepColumns:
+        return _StepColumns(
             self.step[chosen], self.duration_ns[chosen], self.parts_ns[chosen], self.work_ns[chosen],
             self.start_ns[chosen], self.ready_ns[chosen],
         )  # fmt: skip
@@ -131,7 +131,7 @@ class WindowHistory:
         """
         self.width = earlier.width
         self._rows = [
-            _Row._make((*row, all_parts(earlier.lack_ns.get(row[0]))))
+            _WindowRow._make((*row, expand_lack_ns(earlier.lack_ns.get(row[0]))))
             for row in zip(
                 earlier.first_step.tolist(), earlier.duration_ns.tolist(), earlier.parts_ns,
                 earlier.work_sum_ns.tolist(), earlier.work_steps.tolist(), earlier.start_ns.tolist(), strict=True,
@@ -140,9 +140,9 @@ class WindowHistory:
         self._tags = dict(earlier.tags)
         self._warm_from = earlier.warm_from
         # Steps of the window in progress.
-        self._steps: list[_Steps] = []
+        self._steps: list[_StepColumns] = []
 
-    def add(self, table: StepTable) -> None:
+    def add_steps(self, table: StepTable) -> None:
         """Add steps, in order."""
         if not len(table):
             return
@@ -151,17 +151,17 @@ class WindowHistory:
         compared = (table.flags & _OTHER_WORK) == 0
         uncompared_work = ((table.flags & OTHER_WORK) != 0) | (table.step < self._warm_from)
         work_ns = np.where(uncompared_work, np.nan, _work_ns(table))
-        steps = _Steps(
+        steps = _StepColumns(
             table.step, table.duration_ns, table.parts_ns, work_ns, table.start_ns, table.ready_ns
         )
-        steps = steps.where(compared)
+        steps = steps.select(compared)
         begin = 0
         while begin < len(steps.step):
             self._advance_to_step(int(steps.step[begin]))
             # First step of the next window.
             end = (int(steps.step[begin]) // self.width + 1) * self.width
             count = max(1, int(np.searchsorted(steps.step[begin:], end)))
-            self._steps.append(steps.where(slice(begin, begin + count)))
+            self._steps.append(steps.select(slice(begin, begin + count)))
             begin += count
         self._advance_to_step(int(table.step[-1]))
         tagged = (table.flags & TAGS) != 0
@@ -171,16 +171,16 @@ class WindowHistory:
             first = step // self.width * self.width
             self._tags[first] = self._tags.get(first, 0) | (flags & TAGS)
         while len(self._tags) > MAX_WINDOWS:
-            self._merge_neighbours()
+            self._merge_neighbors()
 
-    def windows(self) -> Windows:
+    def to_windows(self) -> Windows:
         """Return all windows.
 
         The window in progress is included if at least half of its steps have ended.
         """
         rows = list(self._rows)
-        if 2 * self._count >= self.width or (self._steps and not rows):
-            _append(rows, self._row())
+        if 2 * self._step_count >= self.width or (self._steps and not rows):
+            _append_or_merge(rows, self._make_row())
         return Windows(
             width=self.width,
             first_step=np.array([row.first_step for row in rows], np.int64),
@@ -203,49 +203,53 @@ class WindowHistory:
     def _advance_to_step(self, step: int) -> None:
         """Close the window in progress if `step` is not in this window."""
         if self._steps and step // self.width != self._first_step // self.width:
-            if 2 * self._count >= self.width:
-                _append(self._rows, self._row())
+            if 2 * self._step_count >= self.width:
+                _append_or_merge(self._rows, self._make_row())
             self._steps.clear()
             if len(self._rows) > MAX_WINDOWS:
-                self._merge_neighbours()
+                self._merge_neighbors()
 
     @property
     def _first_step(self) -> int:
         return int(self._steps[0].step[0])
 
     @property
-    def _count(self) -> int:
+    def _step_count(self) -> int:
         return sum(len(steps.step) for steps in self._steps)
 
-    def _row(self) -> _Row:
+    def _make_row(self) -> _WindowRow:
         several = len(self._steps) > 1
         steps = (
-            _Steps(*map(np.concatenate, zip(*self._steps, strict=True)))
+            _StepColumns(*map(np.concatenate, zip(*self._steps, strict=True)))
             if several
             else self._steps[0]
         )
         count, work_ns = len(steps.step), steps.work_ns[~np.isnan(steps.work_ns)]
         # Use the same mean as for the typical step. Waits for a CPU occur in different phases of
         # different steps, so each phase's median would be zero.
-        middle = steps.where(
+        middle = steps.select(
             np.argsort(steps.duration_ns, kind="stable")[count // 4 : count - count // 4]
         )
         duration_ns, parts_ns = float(middle.duration_ns.mean()), middle.parts_ns.mean(axis=0)
         kept, measured = None, middle.ready_ns[:, 0] >= 0
         if 2 * measured.sum() >= len(measured):
             lack_ns = np.minimum(middle.ready_ns[measured].mean(axis=0), parts_ns)
-            kept = all_parts(
+            kept = expand_lack_ns(
                 lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else []
             )
         first_step = self._first_step // self.width * self.width
         work_sum_ns, start_ns = float(work_ns.sum()), int(steps.start_ns[0])
-        return _Row(first_step, duration_ns, parts_ns, work_sum_ns, len(work_ns), start_ns, kept)
+        return _WindowRow(
+            first_step, duration_ns, parts_ns, work_sum_ns, len(work_ns), start_ns, kept
+        )
 
-    def _merge_neighbours(self) -> None:
+    def _merge_neighbors(self) -> None:
         self.width *= 2
-        merged: list[_Row] = []
+        merged: list[_WindowRow] = []
         for row in self._rows:
-            _append(merged, row._replace(first_step=row.first_step // self.width * self.width))
+            _append_or_merge(
+                merged, row._replace(first_step=row.first_step // self.width * self.width)
+            )
         self._rows = merged
         tags: dict[int, int] = {}
         for step, flags in self._tags.items():
@@ -254,30 +258,30 @@ class WindowHistory:
         self._tags = tags
 
 
-def _append(rows: list[_Row], row: _Row) -> None:
+def _append_or_merge(rows: list[_WindowRow], row: _WindowRow) -> None:
     """Append a row, or merge it into the last row if that row covers the same steps."""
     if not rows or rows[-1].first_step != row.first_step:
         rows.append(row)
         return
     last = rows[-1]
-    rows[-1] = _Row(
+    rows[-1] = _WindowRow(
         row.first_step,
         (last.duration_ns + row.duration_ns) / 2,
         (last.parts_ns + row.parts_ns) / 2,
         last.work_sum_ns + row.work_sum_ns,
         last.work_steps + row.work_steps,
         last.start_ns,
-        _mean_lack(last, row),
+        _mean_lack_ns(last, row),
     )
 
 
-def _mean_lack(*rows: _Row) -> npt.NDArray[np.float64] | None:
+def _mean_lack_ns(*rows: _WindowRow) -> npt.NDArray[np.float64] | None:
     known = [row.lack_ns for row in rows if row.lack_ns is not None]
     mean: npt.NDArray[np.float64] | None = np.mean(known, axis=0) if known else None
     return mean
 
 
-def all_parts(
+def expand_lack_ns(
     lack_ns: Sequence[float] | npt.NDArray[np.float64] | None,
 ) -> npt.NDArray[np.float64] | None:
     """Expand a value of Windows.lack_ns to one number per part; None if it was not measured."""
@@ -291,7 +295,7 @@ def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
     return work
 
 
-def _by_kind_and_name(
+def _group_by_kind_and_name(
     kinds: npt.NDArray[np.uint8], name_ids: npt.NDArray[np.uint32]
 ) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64], list[int]]:
     """Group records by kind and name.
@@ -306,14 +310,14 @@ def _by_kind_and_name(
     return [(key >> 32, key & 0xFFFFFFFF) for key in keys[starts].tolist()], order, starts.tolist()
 
 
-def _length(duration_ns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _duration_range(duration_ns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     length: npt.NDArray[np.int64] = np.floor(
         np.log2(np.maximum(duration_ns, 1)) * _LENGTHS_PER_DOUBLING
     ).astype(int)
     return length
 
 
-def _sums(
+def _sum_by_place_and_name(
     places: npt.NDArray[np.int64],
     name_ids: npt.NDArray[np.integer[Any]],
     values_ns: npt.NDArray[np.int64],
@@ -328,7 +332,7 @@ def _sums(
         yield key >> 32, key & 0xFFFFFFFF, sum_ns
 
 
-def _measured_ns(
+def _section_times_ns(
     records: npt.NDArray[np.void], table: StepTable, names: list[str]
 ) -> npt.NDArray[np.int64]:
     """Return each step's time in the sections of step_mix.MEASURED whose flags occur."""
@@ -348,7 +352,7 @@ def _measured_ns(
 
 
 @dataclasses.dataclass
-class CollectiveCount:
+class CollectiveDurations:
     """Durations and bytes of one operation on one group."""
 
     sketch: Sketch = field(default_factory=Sketch)
@@ -356,7 +360,7 @@ class CollectiveCount:
 
 
 @dataclasses.dataclass
-class StepsOfLength:
+class DurationRangeSums:
     """Sums over steps of similar duration. Times in ns."""
 
     steps: int = 0
@@ -365,7 +369,7 @@ class StepsOfLength:
     """Own forward time of each module."""
     sections: dict[str, int] = field(default_factory=dict)
 
-    def merge(self, other: StepsOfLength) -> None:
+    def merge(self, other: DurationRangeSums) -> None:
         self.steps += other.steps
         self.forward_ns += other.forward_ns
         for mine, theirs in ((self.modules, other.modules), (self.sections, other.sections)):
@@ -395,7 +399,7 @@ class RankStatistics:
     """
     parts: dict[str, Sketch] = field(default_factory=lambda: {part: Sketch() for part in PARTS})
     mix: StepMix = field(default_factory=StepMix)
-    by_length: dict[int, StepsOfLength] = field(default_factory=dict)
+    by_length: dict[int, DurationRangeSums] = field(default_factory=dict)
     """Sums over steps of similar duration. The key has the index of the duration's range in its
     lowest 8 bits, and the flags of _UNUSUAL above.
 
@@ -403,13 +407,13 @@ class RankStatistics:
     very long step does not dominate them.
     """
     usual_steps: int = 0
-    """Number of steps that modules_ns() is averaged over."""
+    """Number of steps that mean_module_times_ns() averages over."""
     modules: dict[str, Sketch] = field(default_factory=dict)
     module_backwards: dict[str, Sketch] = field(default_factory=dict)
     sections: dict[str, Sketch] = field(default_factory=dict)
     section_hosts: dict[str, Sketch] = field(default_factory=dict)
     """For each section, the time of host code outside all phases, in usual steps."""
-    collectives: dict[str, CollectiveCount] = field(default_factory=dict)
+    collectives: dict[str, CollectiveDurations] = field(default_factory=dict)
     other_threads_ns: dict[str, int] = field(default_factory=dict)
     """Time of phases on other threads than the training thread, in all steps after the warm-up."""
     memory_bytes: int = 0
@@ -424,14 +428,14 @@ class RankStatistics:
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
 
-    def add(
+    def add_records(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
     ) -> None:
         """Add the records of complete steps. steps: the result of assemble_steps()."""
         self.records += len(records)
         self.lost += lost
         if len(steps):
-            self._add_steps(steps, _measured_ns(records, steps, names))
+            self._add_steps(steps, _section_times_ns(records, steps, names))
         warm = records[:0]
         if self.first_step is not None:
             is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
@@ -439,10 +443,10 @@ class RankStatistics:
             warm = records if is_warm.all() else records[is_warm]
         self._add_named_sections(warm, names)
         self._add_other_threads(warm)
-        self._add_lengths(records, steps, names)
+        self._add_duration_ranges(records, steps, names)
         self._add_section_hosts(records, steps, names)
-        self.device.add(warm, names)
-        self.memory.add(records, names)
+        self.device.add_records(warm, names)
+        self.memory.add_records(records, names)
 
     def _add_steps(self, table: StepTable, measured_ns: npt.NDArray[np.int64]) -> None:
         if self.first_step is None:
@@ -461,14 +465,14 @@ class RankStatistics:
         self.work.add(_work_ns(table)[with_lack].astype(np.int64))
         for index, part in enumerate(PARTS):
             self.parts[part].add(table.parts_ns[warm, index])
-        self.mix.add(table.select_rows(warm), measured_ns[warm])
+        self.mix.add_steps(table.select_rows(warm), measured_ns[warm])
         self.memory_bytes = int(table.memory_bytes[-1])
         self.memory_max_bytes = max(self.memory_max_bytes, int(table.memory_bytes.max()))
         self.micro_steps = int(np.median(table.micro_steps))
         self.flags_seen |= int(np.bitwise_or.reduce(table.flags))
-        self.history.add(table)
+        self.history.add_steps(table)
 
-    def _usual(self, steps: StepTable) -> npt.NDArray[np.bool_]:
+    def _mask_usual_steps(self, steps: StepTable) -> npt.NDArray[np.bool_]:
         usual = (steps.flags & _UNUSUAL) == 0
         if self.first_step is not None:
             usual &= steps.step >= self.first_step + WARM_UP_STEPS
@@ -484,7 +488,7 @@ class RankStatistics:
         kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
         rows = np.flatnonzero((kinds == Kind.SECTION) & here)
-        usual = self._usual(steps)
+        usual = self._mask_usual_steps(steps)
         rows = rows[np.isin(records["step"][rows], steps.step[usual])]
         if not len(rows):
             return
@@ -507,7 +511,7 @@ class RankStatistics:
             sketch = self.section_hosts.setdefault(lookup_name(names, name_id), Sketch())
             sketch.add(of_step[keys >> 32 == name_id])
 
-    def section_host_ns(self, name: str) -> float:
+    def median_section_host_ns(self, name: str) -> float:
         """Return the median over all usual steps of a section's time in host code.
 
         Steps without the section count as zero.
@@ -518,29 +522,30 @@ class RankStatistics:
         without = max(0, self.usual_steps - found.count)
         return found.quantile_ns((0.5 * self.usual_steps - without) / found.count)
 
-    def _add_lengths(
+    def _add_duration_ranges(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]
     ) -> None:
         """Add sums by step duration, and the calls of modules in usual steps."""
         if self.first_step is None or not len(steps):
             return
         steps = steps.select_rows(steps.step >= self.first_step + WARM_UP_STEPS)
-        lengths = _length(steps.duration_ns) | (steps.flags & _UNUSUAL) << _LENGTH_BITS
+        lengths = _duration_range(steps.duration_ns) | (steps.flags & _UNUSUAL) << _LENGTH_BITS
         found, of_step = np.unique(lengths, return_inverse=True)
         new = [
-            StepsOfLength(count) for count in np.bincount(of_step, minlength=len(found)).tolist()
+            DurationRangeSums(count)
+            for count in np.bincount(of_step, minlength=len(found)).tolist()
         ]
-        self.usual_steps += int(self._usual(steps).sum())
+        self.usual_steps += int(self._mask_usual_steps(steps).sum())
         self._add_modules(records, steps, names, of_step, new)
         rows = np.flatnonzero(records["kind"] == Kind.SECTION)
         rows = rows[np.isin(records["step"][rows], steps.step)]
         at = of_step[np.searchsorted(steps.step, records["step"][rows])]
-        for place, name_id, sum_ns in _sums(
+        for place, name_id, sum_ns in _sum_by_place_and_name(
             at, records["name_id"][rows], records["duration_ns"][rows]
         ):
             new[place].sections[lookup_name(names, name_id)] = sum_ns
         for length, sums in zip(found.tolist(), new, strict=True):
-            self.by_length.setdefault(length, StepsOfLength()).merge(sums)
+            self.by_length.setdefault(length, DurationRangeSums()).merge(sums)
         while len(self.by_length) > _MAX_LENGTHS:
             del self.by_length[min(self.by_length, key=lambda each: self.by_length[each].steps)]
 
@@ -550,7 +555,7 @@ class RankStatistics:
         steps: StepTable,
         names: list[str],
         of_step: npt.NDArray[np.int64],
-        new: list[StepsOfLength],
+        new: list[DurationRangeSums],
     ) -> None:
         """Add the own times of modules called in the forward pass.
 
@@ -573,15 +578,15 @@ class RankStatistics:
         own_ns = records["duration_ns"][rows] - records["nested_ns"][rows]
         passes = kinds == Kind.FORWARD
         forward_ns = records["duration_ns"][rows[passes]] - records["phase_ns"][rows[passes]]
-        for place, _, sum_ns in _sums(
+        for place, _, sum_ns in _sum_by_place_and_name(
             places[passes], np.zeros(len(forward_ns), np.int64), forward_ns
         ):
             new[place].forward_ns = sum_ns
-        for place, name_id, sum_ns in _sums(places, name_ids, own_ns):
+        for place, name_id, sum_ns in _sum_by_place_and_name(places, name_ids, own_ns):
             modules, name = new[place].modules, lookup_name(names, name_id).removeprefix("forward ")
             modules[name] = modules.get(name, 0) + sum_ns
         usual = (steps.flags[at] & _UNUSUAL) == 0
-        found, order, starts = _by_kind_and_name(kinds[usual], name_ids[usual])
+        found, order, starts = _group_by_kind_and_name(kinds[usual], name_ids[usual])
         called = [lookup_name(names, name_id).removeprefix("forward ") for _, name_id in found]
         add_to_sketches(
             [self.modules.setdefault(name, Sketch()) for name in called],
@@ -601,13 +606,15 @@ class RankStatistics:
         rows = np.flatnonzero(np.isin(records["kind"], _NAMED))
         if not len(rows):
             return
-        found, order, starts = _by_kind_and_name(records["kind"][rows], records["name_id"][rows])
+        found, order, starts = _group_by_kind_and_name(
+            records["kind"][rows], records["name_id"][rows]
+        )
         sketches = []
         rows = rows[order]
         for (kind, name_id), its in zip(found, np.split(rows, starts[1:]), strict=True):
             name = lookup_name(names, name_id)
             if kind == Kind.COLLECTIVE:
-                count = self.collectives.setdefault(name, CollectiveCount())
+                count = self.collectives.setdefault(name, CollectiveDurations())
                 count.bytes += int(records["value0"][its].sum())
                 sketches.append(count.sketch)
             else:
@@ -615,12 +622,12 @@ class RankStatistics:
                 sketches.append(table.setdefault(name, Sketch()))
         add_to_sketches(sketches, records["duration_ns"][rows], starts)
 
-    def typical_length(self) -> StepsOfLength:
+    def typical_duration_sums(self) -> DurationRangeSums:
         """Return the sums over steps of about the same duration as the typical step."""
-        typical, whole = classify([self.mix]).typical, StepsOfLength()
+        typical, whole = classify_steps([self.mix]).typical, DurationRangeSums()
         if typical is None:
             return whole
-        first, last = _length(np.array(typical.range_ns)).tolist()
+        first, last = _duration_range(np.array(typical.range_ns)).tolist()
         for length, sums in self.by_length.items():
             if (
                 length >> _LENGTH_BITS == typical.flags & _UNUSUAL
@@ -636,7 +643,7 @@ class RankStatistics:
             return 0.0
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
-    def modules_ns(self) -> dict[str, float]:
+    def mean_module_times_ns(self) -> dict[str, float]:
         """Return each module's mean own forward time per usual step; empty without steps."""
         steps = self.usual_steps
         return (

@@ -17,7 +17,7 @@ UNRELATED = -1
 """Generation of processes that ran in parallel to the job and are not compared."""
 
 
-class Generations:
+class GenerationNumbers:
     """Assigns generation numbers to the processes of one node, in the order of registration.
 
     Use it from one thread only.
@@ -33,16 +33,16 @@ class Generations:
         self._workers: set[tuple[int, int | None]] = set()
         self._pids: set[int] = set()
 
-    def of(self, identity: Identity) -> int:
+    def generation_of(self, identity: Identity) -> int:
         """Return the generation of a process. Generations are counted over all attempts.
 
         Repeated calls for the same process return the same number.
         """
         if identity.key not in self._of:
-            self._of[identity.key] = self._next_generation(identity)
+            self._of[identity.key] = self._assign_generation(identity)
         return self._of[identity.key]
 
-    def _next_generation(self, identity: Identity) -> int:
+    def _assign_generation(self, identity: Identity) -> int:
         worker = identity.launcher_pid, identity.local_rank
         again = identity.rank in self._ranks or identity.world_size != self._world_size
         # Launchers that are not elastic may give every rank the local rank 0.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 TO_SIGMA = 1.4826
 
 
-def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
+def fast_median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
     """Compute np.median() of few values without NaN, several times faster."""
     count = values.shape[axis]
     lower, upper = (count - 1) // 2, count // 2
@@ -22,6 +22,6 @@ def median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
     return middle
 
 
-def spread(values: npt.NDArray[np.floating[Any]]) -> float:
+def robust_standard_deviation(values: npt.NDArray[np.floating[Any]]) -> float:
     """Estimate the standard deviation from the median absolute deviation."""
     return TO_SIGMA * float(np.median(np.abs(values - np.median(values))))

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.analysis.statistics.rank import Windows, all_parts
+from torchlens_perf.analysis.statistics.rank import Windows, expand_lack_ns
 from torchlens_perf.run.records import PARTS
 
 MAX_COLUMNS = 64
@@ -48,7 +48,7 @@ class RunWindows:
     def __len__(self) -> int:
         return len(self.first_steps)
 
-    def covered(self, since: int, until: int | None) -> npt.NDArray[np.bool_]:
+    def columns_between(self, since: int, until: int | None) -> npt.NDArray[np.bool_]:
         """Return for each column whether its middle is in [since, until), or after `since` if
         `until` is None.
 
@@ -62,7 +62,7 @@ class RunWindows:
         return covered
 
 
-def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | None:
+def align_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | None:
     """Put the windows of all ranks on one grid. Return None if there are no windows.
 
     last_step: the newest step of all ranks.
@@ -71,23 +71,28 @@ def run_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | 
     if not ranks:
         return None
     each = [windows[rank] for rank in ranks]
-    width, first, columns = grid(each)
+    width, first, columns = choose_grid(each)
     return RunWindows(
         ranks=ranks,
         width=width,
         first_steps=first + width * np.arange(columns),
-        work_ns=np.stack([_mean_work(of, width, first, columns) for of in each]),
-        parts_ns=np.stack([_means(of.parts_ns, of, width, first, columns) for of in each]),
-        lack_ns=np.stack([_mean_lack(of, width, first, columns) for of in each]),
+        work_ns=np.stack([_mean_work_by_column(of, width, first, columns) for of in each]),
+        parts_ns=np.stack(
+            [_means_by_column(of.parts_ns, of, width, first, columns) for of in each]
+        ),
+        lack_ns=np.stack([_mean_lack_by_column(of, width, first, columns) for of in each]),
         duration_ns=np.stack(
-            [_means(of.duration_ns[:, None], of, width, first, columns)[:, 0] for of in each]
+            [
+                _means_by_column(of.duration_ns[:, None], of, width, first, columns)[:, 0]
+                for of in each
+            ]
         ),
         tags=_tags_by_column(each, width, first, columns),
         last_step=last_step,
     )
 
 
-def grid(windows: list[Windows]) -> tuple[int, int, int]:
+def choose_grid(windows: list[Windows]) -> tuple[int, int, int]:
     """Choose the grid's columns: return their width, first step and number.
 
     Each window of any rank lies completely in one column.
@@ -100,7 +105,7 @@ def grid(windows: list[Windows]) -> tuple[int, int, int]:
     return width, low // width * width, (high - 1) // width - low // width + 1
 
 
-def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats:
+def _mean_work_by_column(windows: Windows, width: int, first: int, columns: int) -> Floats:
     at = (windows.first_step - first) // width
     steps = np.bincount(at, windows.work_steps, columns)
     sums = np.bincount(at, windows.work_sum_ns, columns)
@@ -108,7 +113,9 @@ def _mean_work(windows: Windows, width: int, first: int, columns: int) -> Floats
     return means
 
 
-def _means(values: Floats, windows: Windows, width: int, first: int, columns: int) -> Floats:
+def _means_by_column(
+    values: Floats, windows: Windows, width: int, first: int, columns: int
+) -> Floats:
     """Return means over each column's windows, shape [columns, values]; NaN without a window."""
     return column_means(values, (windows.first_step - first) // width, columns)
 
@@ -122,11 +129,11 @@ def column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Flo
     return means
 
 
-def _mean_lack(windows: Windows, width: int, first: int, columns: int) -> Floats:
+def _mean_lack_by_column(windows: Windows, width: int, first: int, columns: int) -> Floats:
     measured = [
         (step, parts)
         for step, lack in windows.lack_ns.items()
-        if (parts := all_parts(lack)) is not None
+        if (parts := expand_lack_ns(lack)) is not None
     ]
     at = (np.array([step for step, _ in measured], np.int64) - first) // width
     return column_means(

@@ -58,7 +58,7 @@ class StepBins:
         return len(self.step)
 
 
-class StepBinMaker:
+class StepBinner:
     """Builds rows from one rank's steps as they arrive."""
 
     def __init__(self, width: int = 0, min_row_ns: float = MIN_ROW_NS) -> None:
@@ -71,7 +71,7 @@ class StepBinMaker:
         self._min_row_ns = min_row_ns
         self._tables: list[StepTable] = []
 
-    def add(self, table: StepTable) -> StepBins | None:
+    def add_steps(self, table: StepTable) -> StepBins | None:
         """Add finished steps, in order. Return the rows that these steps complete, if any."""
         if len(table):
             self._tables.append(table)
@@ -82,29 +82,32 @@ class StepBinMaker:
             durations = np.concatenate([each.duration_ns for each in self._tables])
             # Use the same steps when a replay adds more steps at once, because it must choose the
             # same width.
-            self.width = row_width(float(np.median(durations[2:_WIDTH_AFTER])), self._min_row_ns)
+            self.width = choose_row_width(
+                float(np.median(durations[2:_WIDTH_AFTER])), self._min_row_ns
+            )
         if not count:
             return None
         steps = np.concatenate([each.step for each in self._tables])
         complete = steps // self.width < (int(steps[-1]) + 1) // self.width
         if not complete.any():
             return None
-        merged = concatenate(self._tables)
+        merged = concatenate_tables(self._tables)
         self._tables = [merged.select_rows(~complete)] if not complete.all() else []
-        return _rows(merged.select_rows(complete), self.width)
+        return _average_rows(merged.select_rows(complete), self.width)
 
-    def rest(self) -> StepBins | None:
+    def pop_incomplete_row(self) -> StepBins | None:
         """Return the last, incomplete row at the end of a run."""
         if not self._tables:
             return None
-        merged = concatenate(self._tables)
+        merged = concatenate_tables(self._tables)
         self._tables = []
-        return _rows(
-            merged, self.width or row_width(float(np.median(merged.duration_ns)), self._min_row_ns)
+        return _average_rows(
+            merged,
+            self.width or choose_row_width(float(np.median(merged.duration_ns)), self._min_row_ns),
         )
 
 
-def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
+def choose_row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
     """Return the number of steps in a row, a power of two, for steps of this duration."""
     width = 1
     while width < WIDEST_ROW and width * step_ns < min_row_ns:
@@ -112,7 +115,7 @@ def row_width(step_ns: float, min_row_ns: float = MIN_ROW_NS) -> int:
     return width
 
 
-def concatenate(tables: list[StepTable]) -> StepTable:
+def concatenate_tables(tables: list[StepTable]) -> StepTable:
     """Concatenate at least one table."""
     fields = [field.name for field in dataclasses.fields(StepTable)]
     return StepTable(
@@ -120,7 +123,7 @@ def concatenate(tables: list[StepTable]) -> StepTable:
     )
 
 
-def _rows(table: StepTable, width: int) -> StepBins:
+def _average_rows(table: StepTable, width: int) -> StepBins:
     keys = table.step // width * width
     if width > 1:
         # A single step with OTHER_WORK, such as one sampled step in 16, must not exclude its whole

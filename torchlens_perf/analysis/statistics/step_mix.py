@@ -135,7 +135,9 @@ class StepMix:
     bins: dict[int, Bin] = dataclasses.field(default_factory=dict)
     """Bins by key: flags in the upper 32 bits, index of the duration in the lower 32 bits."""
 
-    def add(self, table: StepTable, explained_ns: npt.NDArray[np.int64] | None = None) -> None:
+    def add_steps(
+        self, table: StepTable, explained_ns: npt.NDArray[np.int64] | None = None
+    ) -> None:
         """Add steps.
 
         explained_ns: time of each step in each section of MEASURED, if known.
@@ -167,24 +169,24 @@ class StepMix:
                     explained_ns[rows].sum(axis=0).astype(np.float64),
                 )
             self.bins.setdefault(key, Bin()).merge(new)
-        self._thin()
+        self._limit_bins()
 
     def merge(self, other: StepMix) -> None:
         coarsest = min(self.per_doubling, other.per_doubling)
-        self._coarsen(coarsest)
+        self._widen_bins(coarsest)
         self._add_bins(other.bins, coarsest, other.per_doubling)
-        self._thin()
+        self._limit_bins()
 
     def _add_bins(self, bins: Mapping[int, Bin], per_doubling: int, before: int) -> None:
         for key, each in bins.items():
             coarser = key >> 32 << 32 | (key & 0xFFFFFFFF) * per_doubling // before
             self.bins.setdefault(coarser, Bin()).merge(each)
 
-    def _thin(self) -> None:
+    def _limit_bins(self) -> None:
         while len(self.bins) > _MAX_BINS and self.per_doubling > 1:
-            self._coarsen(self.per_doubling // 2)
+            self._widen_bins(self.per_doubling // 2)
 
-    def _coarsen(self, per_doubling: int) -> None:
+    def _widen_bins(self, per_doubling: int) -> None:
         if per_doubling >= self.per_doubling:
             return
         bins, self.bins, before = self.bins, {}, self.per_doubling
@@ -194,7 +196,7 @@ class StepMix:
     def __bool__(self) -> bool:
         return bool(self.bins)
 
-    def by_flags(self) -> dict[int, list[Bin]]:
+    def bins_by_flags(self) -> dict[int, list[Bin]]:
         """Return the bins for each combination of flags, in ascending order of duration."""
         found: dict[int, list[Bin]] = {}
         for key in sorted(self.bins):
@@ -284,7 +286,7 @@ class _UnusualBin:
 _Groups = dict[tuple[tuple[str, ...], str, bool], list[_UnusualBin]]
 
 
-def classify(mixes: Sequence[StepMix]) -> StepClasses:
+def classify_steps(mixes: Sequence[StepMix]) -> StepClasses:
     """Divide the steps of all ranks into common classes.
 
     Each step is compared with the typical step of its own rank.
@@ -300,18 +302,18 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
             flags = _add_rank(place, mix, usual, alike, others)
     if not ranks:
         return StepClasses(0, 0.0, None, 0.0, (), ())
-    usual.sort(key=_mean_ns)
+    usual.sort(key=_mean_duration_ns)
     groups: _Groups = {}
     for (kinds, part, longer), found in others.items():
         for each in found:
             waits = longer and not kinds and part == "communication"
-            cause = _explaining_group(each.bin, others) if waits else None
+            cause = _find_explaining_group(each.bin, others) if waits else None
             same = each if cause is None else dataclasses.replace(each, waits=True)
             groups.setdefault(cause or (kinds, part, longer), []).append(same)
     classes = [
-        _step_class(kinds, similar, ranks)
+        _make_step_class(kinds, similar, ranks)
         for (kinds, _, _), found in groups.items()
-        for similar in (_join_strays(_by_size(found)) if kinds else _by_size(found))
+        for similar in (_join_strays(_split_by_size(found)) if kinds else _split_by_size(found))
     ]
     everything = [*alike, *(each.bin for found in others.values() for each in found)]
     count = round(sum(each.count for each in everything) / ranks)
@@ -319,7 +321,7 @@ def classify(mixes: Sequence[StepMix]) -> StepClasses:
         count=count,
         total_ns=sum(each.duration_ns for each in everything) / ranks,
         typical=dataclasses.replace(
-            _typical(usual, flags),
+            _compute_typical_step(usual, flags),
             count=max(0, count - sum(each.count for each in classes)),
         ),
         alike_mean_ns=sum(each.duration_ns for each in alike) / sum(each.count for each in alike),
@@ -339,20 +341,24 @@ def _add_rank(
 
     Return the flags of the rank's typical step.
     """
-    by_flags = mix.by_flags()
+    by_flags = mix.bins_by_flags()
     counts = {flags: sum(each.count for each in bins) for flags, bins in by_flags.items()}
     base = max(counts, key=lambda flags: (flags in _BASES, counts[flags]))
-    shorter, usual, longer = _divided_by_length(by_flags.pop(base))
-    typical = _typical(usual, base)
+    shorter, usual, longer = _split_by_duration(by_flags.pop(base))
+    typical = _compute_typical_step(usual, base)
     all_usual += usual
     alike += usual
     least_ns = (_GAP - 1) * typical.duration_ns
-    spread_ns = max(least_ns, _mean_ns(usual[-1]) - typical.duration_ns)
+    spread_ns = max(least_ns, _mean_duration_ns(usual[-1]) - typical.duration_ns)
 
     def other(each: Bin) -> _UnusualBin:
-        more_ns = _mean_ns(each) - typical.duration_ns
+        more_ns = _mean_duration_ns(each) - typical.duration_ns
         return _UnusualBin(
-            place, each, _longest_part([each], typical), more_ns, max(abs(more_ns), spread_ns, 1.0)
+            place,
+            each,
+            _part_with_most_difference([each], typical),
+            more_ns,
+            max(abs(more_ns), spread_ns, 1.0),
         )
 
     for found_bin in (*shorter, *longer):
@@ -362,8 +368,8 @@ def _add_rank(
         found = [other(each) for each in bins]
         below = [each for each in found if each.more_ns < -spread_ns]
         for similar in (
-            *_by_size(below),
-            *_by_size([each for each in found if each.more_ns >= -spread_ns]),
+            *_split_by_size(below),
+            *_split_by_size([each for each in found if each.more_ns >= -spread_ns]),
         ):
             count = sum(each.bin.count for each in similar)
             more_ns = sum(each.bin.duration_ns for each in similar) / count - typical.duration_ns
@@ -371,8 +377,8 @@ def _add_rank(
             if abs(more_ns) <= least_ns:
                 alike += [each.bin for each in similar]
                 continue
-            part = _longest_part([each.bin for each in similar], typical)
-            kinds = _kinds(flags & ~base)
+            part = _part_with_most_difference([each.bin for each in similar], typical)
+            kinds = _kinds_of_flags(flags & ~base)
             if more_ns > 0:
                 share = count / counts[flags]
                 kinds = tuple(
@@ -387,7 +393,7 @@ def _add_rank(
     return base
 
 
-def _kinds(flags: int) -> tuple[str, ...]:
+def _kinds_of_flags(flags: int) -> tuple[str, ...]:
     names = tuple(name for flag, name in _NAMES.items() if flags & flag)
     return (
         tuple(name for name in names if name != WITHOUT_GRADIENTS)
@@ -421,7 +427,7 @@ def _may_explain(
     return measured_ns >= least * more_ns
 
 
-def _explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
+def _find_explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
     """Return the key of the group of steps that explains most of these waits.
 
     The group has a known kind of work, in the same steps on a rank that other ranks wait for.
@@ -433,7 +439,7 @@ def _explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str
     return None
 
 
-def _by_size(found: Sequence[_UnusualBin]) -> list[list[_UnusualBin]]:
+def _split_by_size(found: Sequence[_UnusualBin]) -> list[list[_UnusualBin]]:
     """Divide bins at the largest gaps until all bins of a group have similar `size_ns`."""
     done: list[list[_UnusualBin]] = []
     pending = [sorted(found, key=lambda each: each.size_ns)] if found else []
@@ -457,15 +463,15 @@ def _join_strays(groups: list[list[_UnusualBin]]) -> list[list[_UnusualBin]]:
     group. An evaluation that a busy machine slows down thus stays in the class of evaluations.
     Periodic steps stay a class of their own, such as a longer evaluation in each hundredth step.
     """
-    largest = max(groups, key=_count)
+    largest = max(groups, key=_count_steps)
     joined, rest = list(largest), []
     for group in groups:
         small, large = sorted((_mean_size_ns(group), _mean_size_ns(largest)))
         few = (
-            _FEW * _count(group) <= _count(largest)
-            or _period(_known_steps([*joined, *group])) is not None
+            _FEW * _count_steps(group) <= _count_steps(largest)
+            or _find_period(_known_steps([*joined, *group])) is not None
         )
-        stray = few and _period(_known_steps(group)) is None
+        stray = few and _find_period(_known_steps(group)) is None
         if group is not largest and stray and large <= _RANGE * small:
             joined += group
         elif group is not largest:
@@ -473,12 +479,12 @@ def _join_strays(groups: list[list[_UnusualBin]]) -> list[list[_UnusualBin]]:
     return [joined, *rest]
 
 
-def _count(found: Sequence[_UnusualBin]) -> int:
+def _count_steps(found: Sequence[_UnusualBin]) -> int:
     return sum(each.bin.count for each in found)
 
 
 def _mean_size_ns(found: Sequence[_UnusualBin]) -> float:
-    return sum(each.bin.count * each.size_ns for each in found) / _count(found)
+    return sum(each.bin.count * each.size_ns for each in found) / _count_steps(found)
 
 
 def _known_steps(found: Sequence[_UnusualBin]) -> list[int]:
@@ -490,26 +496,26 @@ def _known_steps(found: Sequence[_UnusualBin]) -> list[int]:
     )
 
 
-def _mean_ns(of: Bin) -> float:
+def _mean_duration_ns(of: Bin) -> float:
     return of.duration_ns / of.count
 
 
-def _divided_by_length(bins: Sequence[Bin]) -> tuple[list[Bin], list[Bin], list[Bin]]:
+def _split_by_duration(bins: Sequence[Bin]) -> tuple[list[Bin], list[Bin], list[Bin]]:
     """Return the bins of shorter steps, of the typical class, and of longer steps."""
-    means = [_mean_ns(each) for each in bins]
+    means = [_mean_duration_ns(each) for each in bins]
     cuts = [place for place in range(1, len(bins)) if means[place] >= _GAP * means[place - 1]]
     classes = [list(bins[first:last]) for first, last in itertools.pairwise([0, *cuts, len(bins)])]
     counts = [sum(each.count for each in one) for one in classes]
     chosen = next(index for index, count in enumerate(counts) if count >= _COMPARABLE * max(counts))
     shorter = [each for below in classes[:chosen] for each in below]
     usual, longer = classes[chosen], [each for above in classes[chosen + 1 :] for each in above]
-    low, middle, high = (_quantile(usual, share) for share in (0.25, 0.5, 0.75))
+    low, middle, high = (_duration_quantile_ns(usual, share) for share in (0.25, 0.5, 0.75))
     fence = max(high + _SPREADS * (high - low), _LONG * middle)
-    longer += [each for each in usual if _mean_ns(each) > fence]
-    return shorter, [each for each in usual if _mean_ns(each) <= fence], longer
+    longer += [each for each in usual if _mean_duration_ns(each) > fence]
+    return shorter, [each for each in usual if _mean_duration_ns(each) <= fence], longer
 
 
-def _quantile(bins: Sequence[Bin], share: float) -> float:
+def _duration_quantile_ns(bins: Sequence[Bin], share: float) -> float:
     total, seen = sum(each.count for each in bins), 0
     for each in bins:
         seen += each.count
@@ -518,7 +524,7 @@ def _quantile(bins: Sequence[Bin], share: float) -> float:
     return 0.0
 
 
-def _typical(bins: Sequence[Bin], flags: int) -> TypicalStep:
+def _compute_typical_step(bins: Sequence[Bin], flags: int) -> TypicalStep:
     """Compute the typical step.
 
     bins: bins of the typical class in ascending order of duration.
@@ -548,13 +554,13 @@ def _typical(bins: Sequence[Bin], flags: int) -> TypicalStep:
         ready_ns=ready_ns,
         flags=flags,
         range_ns=(
-            _mean_ns(bins[int(np.argmax(weights > 0))]),
-            _mean_ns(bins[-1 - int(np.argmax(weights[::-1] > 0))]),
+            _mean_duration_ns(bins[int(np.argmax(weights > 0))]),
+            _mean_duration_ns(bins[-1 - int(np.argmax(weights[::-1] > 0))]),
         ),
     )
 
 
-def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
+def _part_with_most_difference(bins: Sequence[Bin], typical: TypicalStep) -> str:
     """Return the part that contributes most to the difference from the typical step."""
     count = sum(each.count for each in bins)
     sign = 1 if sum(each.duration_ns for each in bins) >= count * typical.duration_ns else -1
@@ -572,8 +578,8 @@ def _longest_part(bins: Sequence[Bin], typical: TypicalStep) -> str:
     return LACK_OF_CPU if lack_ns > more[largest] else PARTS[largest]
 
 
-def _step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int) -> StepClass:
-    count = _count(found)
+def _make_step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int) -> StepClass:
+    count = _count_steps(found)
     # The communication time of a rank is only reported if no other part differs, because it is
     # usually a wait for another rank.
     parts = sorted({each.part for each in found} - {"communication"}) or ["communication"]
@@ -592,19 +598,19 @@ def _step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int
         more_ns=total_ns / count,
         total_ns=total_ns / ranks,
         steps=tuple(known),
-        period=_period(known),
-        only=_only_working_mix(found, ranks) if kinds else None,
+        period=_find_period(known),
+        only=_find_only_working_mix(found, ranks) if kinds else None,
     )
 
 
-def _only_working_mix(found: Sequence[_UnusualBin], ranks: int) -> int | None:
+def _find_only_working_mix(found: Sequence[_UnusualBin], ranks: int) -> int | None:
     doing, waiting = (
         {each.mix for each in found if each.waits is waits} for waits in (False, True)
     )
     return min(doing) if len(doing) == 1 and waiting and len(doing | waiting) == ranks else None
 
 
-def _period(steps: Sequence[int]) -> int | None:
+def _find_period(steps: Sequence[int]) -> int | None:
     distances = np.diff(steps)
     if len(distances) < 2:
         return None

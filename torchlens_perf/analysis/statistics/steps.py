@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class HostLine(TypedDict):
+class HostLineColumns(TypedDict):
     """The columns of StepTable that are only filled for steps by the device's clock."""
 
     issue_ns: npt.NDArray[Any]
@@ -52,7 +52,7 @@ _PART_OF_KIND = {
 }
 
 
-def _parts_of_kinds() -> npt.NDArray[np.int64]:
+def _part_of_each_kind() -> npt.NDArray[np.int64]:
     parts = np.full(256, -1)
     for kind, part in _PART_OF_KIND.items():
         parts[kind] = PARTS.index(part)
@@ -67,7 +67,7 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
     """
     ends = np.flatnonzero(records["kind"] == Kind.STEP)
     steps = records[ends]
-    parts = _parts_of_kinds()[records["kind"]]
+    parts = _part_of_each_kind()[records["kind"]]
     parts[(records["flags"] & Flag.OTHER_THREAD) != 0] = -1
     phases = np.flatnonzero(parts >= 0)
     step_of_phase = np.searchsorted(ends, phases)
@@ -91,11 +91,11 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
         workload=(steps["value1"] >> WORKLOAD_SHIFT).astype(np.int64) - 1,
         cpu_ns=cpu_ns,
         ready_ns=ready_ns,
-        **no_host_line(parts_ns, ready_ns),
+        **empty_host_line(parts_ns, ready_ns),
     )
 
 
-def no_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> HostLine:
+def empty_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> HostLineColumns:
     """Return zero columns for steps by the host's clock, shaped like the given columns."""
     return {
         "issue_ns": np.zeros_like(parts_ns),
@@ -112,7 +112,7 @@ def _thread_times(
     of_step = np.searchsorted(ends, times)
     inside = of_step < len(ends)
     times, of_step = times[inside], of_step[inside]
-    parts = _parts_of_thread_times()[records["flags"][times] & 0xFF]
+    parts = _thread_time_part_of_each_kind()[records["flags"][times] & 0xFF]
     tables = []
     for column in ("value0", "value1"):
         table = np.full((len(ends), len(PARTS)), -1, np.int64)
@@ -123,14 +123,14 @@ def _thread_times(
 
 
 @functools.cache
-def _parts_of_thread_times() -> npt.NDArray[np.int64]:
+def _thread_time_part_of_each_kind() -> npt.NDArray[np.int64]:
     """Return the index of the part that the thread times of each kind of phase belong to."""
-    parts = _parts_of_kinds()
+    parts = _part_of_each_kind()
     parts[parts < 0] = PARTS.index("host")
     return parts
 
 
-def step_traces(
+def build_step_traces(
     records: npt.NDArray[np.void],
     names: list[str],
     wanted: set[int],
@@ -163,7 +163,7 @@ def step_traces(
     return traces
 
 
-def span_count(records: npt.NDArray[np.void], step: int) -> int:
+def count_spans(records: npt.NDArray[np.void], step: int) -> int:
     """Return the number of a step's spans in these records, without the step's own span."""
     of_step = records["kind"][records["step"] == step]
     return int(np.count_nonzero(~np.isin(of_step, _NO_SPANS)))

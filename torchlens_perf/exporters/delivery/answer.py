@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 
-class Outcome(enum.Enum):
+class SendOutcome(enum.Enum):
     DELIVERED = "delivered"
     LATER = "later"
     """Retry: the endpoint is unreachable or busy, or the server is no OTLP endpoint."""
@@ -28,10 +28,10 @@ class Outcome(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class SendResult:
     """The result of one attempt to send a request."""
 
-    outcome: Outcome
+    outcome: SendOutcome
     reason: str = ""
     """Reason, for the log, why the request was not delivered."""
     after_s: float | None = None
@@ -44,11 +44,11 @@ class NotDeliveredError(Exception):
     """Raised in an exporter of the SDK to end an export before a retry or success."""
 
 
-def later(reason: str, after_s: float | None = None) -> Answer:
-    return Answer(Outcome.LATER, reason, after_s)
+def retry_later(reason: str, after_s: float | None = None) -> SendResult:
+    return SendResult(SendOutcome.LATER, reason, after_s)
 
 
-def rejected(response: bytes) -> int:
+def count_rejected_items(response: bytes) -> int:
     """Return the number of rejected items in a response, which has one layout for all signals."""
     try:
         return max(
@@ -58,7 +58,7 @@ def rejected(response: bytes) -> int:
         return 0
 
 
-def wait_of(header: str, unix_s: float | None = None) -> float | None:
+def parse_retry_after(header: str, unix_s: float | None = None) -> float | None:
     """Return the delay in seconds (at least 0) in a Retry-After header; None if it is invalid.
 
     The header contains a number of seconds or a date.

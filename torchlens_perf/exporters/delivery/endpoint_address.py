@@ -31,13 +31,13 @@ class EndpointAddress(NamedTuple):
         return self.scheme in _GRPC_SCHEMES
 
     @property
-    def shown(self) -> str:
+    def without_credentials(self) -> str:
         """Scheme, host, port and path in one line, without credentials."""
         separator = "" if not self.scheme else ":" if self.is_grpc_name else "://"
         return printable(f"{self.scheme}{separator}{self.host}{self.path}")
 
 
-def parsed(address: str) -> EndpointAddress:
+def parse_endpoint_address(address: str) -> EndpointAddress:
     """Split any text into the parts of an address, which need not have a scheme."""
     whole = address.strip()
     rest, _, fragment = whole.partition("#")
@@ -58,11 +58,13 @@ def parsed(address: str) -> EndpointAddress:
     if "@" not in authority and "@" in whole and not _HOST_AND_PORT.fullmatch(authority):
         # The password contains "/", "?" or "#", so its start was parsed as the port.
         before, _, last = whole[len(scheme) + len("://") if scheme else 0 :].rpartition("@")
-        return parsed(f"{scheme}://{last}" if scheme else last)._replace(user_info=before)
+        return parse_endpoint_address(f"{scheme}://{last}" if scheme else last)._replace(
+            user_info=before
+        )
     user_info, _, host = authority.rpartition("@")
     return EndpointAddress(scheme, user_info, host, slash + path, query, fragment)
 
 
-def shown(address: str) -> str:
+def remove_credentials(address: str) -> str:
     """Return an address without credentials, which may be printed."""
-    return parsed(address).shown
+    return parse_endpoint_address(address).without_credentials

@@ -11,11 +11,11 @@ from google.rpc.status_pb2 import Status
 
 from torchlens_perf.errors import printable
 from torchlens_perf.exporters.delivery.answer import (
-    Answer,
     NotDeliveredError,
-    Outcome,
-    later,
-    rejected,
+    SendOutcome,
+    SendResult,
+    count_rejected_items,
+    retry_later,
 )
 
 # Reconnect at least every 10 s. gRPC's default of two minutes would delay data after an outage.
@@ -29,17 +29,17 @@ _REFUSES = (
 _MAX_REASON = 200
 
 
-class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class ClassifyingInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
     """Classifies the responses to an exporter's calls.
 
     Failed calls raise NotDeliveredError, so the SDK does not retry by itself.
     """
 
     def __init__(self) -> None:
-        self.answer: Answer | None = None
+        self.answer: SendResult | None = None
         """Result of the last call; None before the first call."""
 
-    def observe(self, exporter: Any) -> None:
+    def intercept_calls_of(self, exporter: Any) -> None:
         """Intercept all calls of an exporter of the SDK.
 
         Raises AttributeError if the SDK's private attributes have changed.
@@ -51,22 +51,23 @@ class ObservedCalls(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         call = continuation(details, request)
         error = call.exception()
         if error is None:
-            self.answer = Answer(
-                Outcome.DELIVERED, rejected=rejected(call.result().SerializeToString())
+            self.answer = SendResult(
+                SendOutcome.DELIVERED,
+                rejected=count_rejected_items(call.result().SerializeToString()),
             )
             return call
-        self.answer = _classify(error)
+        self.answer = _classify_error(error)
         raise NotDeliveredError(self.answer.reason)
 
 
-def _classify(error: Any) -> Answer:
+def _classify_error(error: Any) -> SendResult:
     code, details = error.code(), printable(error.details() or "")[:_MAX_REASON]
     reason = f"gRPC {code.name} {details}".strip()
     if code in _REFUSES:
-        return Answer(Outcome.REFUSED, reason)
+        return SendResult(SendOutcome.REFUSED, reason)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
-        return Answer(Outcome.TOO_LARGE, reason)
-    return later(reason, _retry_delay_s(error))
+        return SendResult(SendOutcome.TOO_LARGE, reason)
+    return retry_later(reason, _retry_delay_s(error))
 
 
 def _retry_delay_s(error: Any) -> float | None:

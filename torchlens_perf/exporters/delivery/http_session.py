@@ -24,12 +24,12 @@ from requests.utils import get_auth_from_url
 
 from torchlens_perf.errors import printable
 from torchlens_perf.exporters.delivery.answer import (
-    Answer,
     NotDeliveredError,
-    Outcome,
-    later,
-    rejected,
-    wait_of,
+    SendOutcome,
+    SendResult,
+    count_rejected_items,
+    parse_retry_after,
+    retry_later,
 )
 
 _PROTOBUF = "application/x-protobuf"
@@ -43,7 +43,7 @@ _CHUNK_BYTES, _MAX_RESPONSE_BYTES = 256, 1 << 16
 _SHUTDOWN_RETRY_S = 0.2
 
 
-class ObservedSession(requests.Session):
+class ClassifyingSession(requests.Session):
     """The HTTP session of one exporter. Not thread-safe."""
 
     def __init__(self, provider: str = "") -> None:
@@ -52,12 +52,12 @@ class ObservedSession(requests.Session):
         provider: name of the credential provider whose session sends the requests; "" for none.
         """
         super().__init__()
-        self.answer: Answer | None = None
+        self.answer: SendResult | None = None
         """Result of the last request; None before the first request."""
         self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         self._provider_session = _load_provider_session(provider) if provider else None
         if not provider:
-            self.auth = _authorize
+            self.auth = _add_credentials
         session = self._provider_session or self
         for prefix, adapter in list(session.adapters.items()):
             # Adapters of a user's provider are kept.
@@ -75,22 +75,22 @@ class ObservedSession(requests.Session):
         # Do not follow redirects, because credentials must not be sent to another server.
         named.update(allow_redirects=False, stream=True)
         timeout_s = float(named.get("timeout") or 10)
-        with self._cut_after(timeout_s) as is_over:
+        with self._close_connections_after(timeout_s) as is_over:
             try:
-                with self._send(method, url, *arguments, **named) as response:
-                    answer = _classify(response, _read_body(response))
+                with self._send_with_session(method, url, *arguments, **named) as response:
+                    answer = _classify_response(response, _read_body(response))
             except Exception as error:
                 # A session of a user's provider may raise any exception.
-                answer = later(f"{type(error).__name__}: {error}")
+                answer = retry_later(f"{type(error).__name__}: {error}")
             # Truncated headers look like a complete response.
             if is_over.is_set():
-                answer = later(f"no whole answer within {timeout_s:.3g} s")
+                answer = retry_later(f"no whole answer within {timeout_s:.3g} s")
         self.answer = answer
-        if answer.outcome is not Outcome.DELIVERED:
+        if answer.outcome is not SendOutcome.DELIVERED:
             raise NotDeliveredError(answer.reason)
         return response
 
-    def _send(self, *arguments: Any, **named: Any) -> requests.Response:
+    def _send_with_session(self, *arguments: Any, **named: Any) -> requests.Response:
         provided = self._provider_session
         if provided is None:
             return super().request(*arguments, **named)
@@ -105,7 +105,7 @@ class ObservedSession(requests.Session):
         return super().merge_environment_settings(url, proxies, stream, own, cert)
 
     @contextlib.contextmanager
-    def _cut_after(self, timeout_s: float) -> Iterator[threading.Event]:
+    def _close_connections_after(self, timeout_s: float) -> Iterator[threading.Event]:
         """Shut all connections down when the timeout passes. The yielded event is then set."""
         ended, is_over = threading.Event(), threading.Event()
 
@@ -160,24 +160,27 @@ def _read_body(response: requests.Response) -> bytes:
     return content
 
 
-def _classify(response: requests.Response, content: bytes) -> Answer:
+def _classify_response(response: requests.Response, content: bytes) -> SendResult:
     status = response.status_code
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if response.ok and not 300 <= status < 400:
         if kind == "text/html":
-            return later("the answer is a web page: this is not an OTLP endpoint")
-        return Answer(Outcome.DELIVERED, rejected=rejected(content) if kind == _PROTOBUF else 0)
+            return retry_later("the answer is a web page: this is not an OTLP endpoint")
+        return SendResult(
+            SendOutcome.DELIVERED,
+            rejected=count_rejected_items(content) if kind == _PROTOBUF else 0,
+        )
     if 300 <= status < 400:
-        return later(f"redirected ({status}); set the endpoint's final address")
-    reason = f"HTTP {status} {_message(content, kind)}".strip()
+        return retry_later(f"redirected ({status}); set the endpoint's final address")
+    reason = f"HTTP {status} {_error_message(content, kind)}".strip()
     if status in _BUSY:
-        return later(reason, wait_of(response.headers.get("Retry-After", "")))
+        return retry_later(reason, parse_retry_after(response.headers.get("Retry-After", "")))
     if status in _MISCONFIGURED:
-        return later(reason)
-    return Answer(Outcome.TOO_LARGE if status == 413 else Outcome.REFUSED, reason)
+        return retry_later(reason)
+    return SendResult(SendOutcome.TOO_LARGE if status == 413 else SendOutcome.REFUSED, reason)
 
 
-def _message(content: bytes, kind: str) -> str:
+def _error_message(content: bytes, kind: str) -> str:
     text = ""
     if kind == _PROTOBUF:
         try:
@@ -189,7 +192,7 @@ def _message(content: bytes, kind: str) -> str:
     return printable(text)[:_MAX_REASON]
 
 
-def _authorize(request: requests.PreparedRequest) -> requests.PreparedRequest:
+def _add_credentials(request: requests.PreparedRequest) -> requests.PreparedRequest:
     """Add the credentials in the endpoint's address to a request that has no Authorization header.
 
     The default authorization of requests would overwrite the user's header by ~/.netrc. Proxies and

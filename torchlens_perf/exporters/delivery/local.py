@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.json_format import MessageToDict
 
-from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later
-from torchlens_perf.exporters.delivery.otlp_requests import message
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_later
+from torchlens_perf.exporters.delivery.otlp_requests import build_message
 from torchlens_perf.run import ownership
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _IDS = frozenset(("traceId", "spanId", "parentSpanId"))
 
 
-def _with_hex_ids(value: Any) -> Any:
+def _convert_ids_to_hex(value: Any) -> Any:
     """Convert ids from the base64 of protobuf's JSON to the hexadecimal digits of OTLP."""
     if isinstance(value, dict):
         return {
-            key: base64.b64decode(each).hex() if key in _IDS else _with_hex_ids(each)
+            key: base64.b64decode(each).hex() if key in _IDS else _convert_ids_to_hex(each)
             for key, each in value.items()
         }
-    return [_with_hex_ids(each) for each in value] if isinstance(value, list) else value
+    return [_convert_ids_to_hex(each) for each in value] if isinstance(value, list) else value
 
 
 class FileTransport:
@@ -41,9 +41,9 @@ class FileTransport:
     def __init__(self, signal: str, path: Path) -> None:
         self._signal, self._path = signal, path
 
-    def send(self, items: Sequence[Item]) -> Answer:
-        value = _with_hex_ids(
-            MessageToDict(message(self._signal, items), use_integers_for_enums=True)
+    def send(self, items: Sequence[Item]) -> SendResult:
+        value = _convert_ids_to_hex(
+            MessageToDict(build_message(self._signal, items), use_integers_for_enums=True)
         )
         line = (json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
         try:
@@ -57,8 +57,8 @@ class FileTransport:
                     file.truncate(end)
                     raise
         except OSError as error:
-            return later(f"{self._path}: {error.strerror}")
-        return Answer(Outcome.DELIVERED)
+            return retry_later(f"{self._path}: {error.strerror}")
+        return SendResult(SendOutcome.DELIVERED)
 
     def close(self) -> None:
         pass

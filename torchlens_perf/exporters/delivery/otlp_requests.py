@@ -44,12 +44,12 @@ _ENCODERS = {
 }
 
 
-def size(items: Iterable[Item]) -> int:
+def count_items(items: Iterable[Item]) -> int:
     """Return the number of spans, metric points or log records in these items."""
-    return sum(_points(item) if isinstance(item, MetricsData) else 1 for item in items)
+    return sum(_count_points(item) if isinstance(item, MetricsData) else 1 for item in items)
 
 
-def _points(data: MetricsData) -> int:
+def _count_points(data: MetricsData) -> int:
     return sum(len(metric.data.data_points) for metric in metrics_of(data))
 
 
@@ -63,7 +63,7 @@ def metrics_of(data: MetricsData) -> list[sdk.Metric]:
     ]
 
 
-def halves(items: Sequence[Item]) -> list[list[Item]]:
+def split_in_halves(items: Sequence[Item]) -> list[list[Item]]:
     """Split the items of a request in two; [] if it has a single item or metric."""
     if len(items) > 1:
         return [list(items[: len(items) // 2]), list(items[len(items) // 2 :])]
@@ -87,7 +87,7 @@ def _slice_of_metrics(data: MetricsData, begin: int, end: int) -> MetricsData:
     return MetricsData([sdk.ResourceMetrics(of.resource, [kept], of.schema_url)])
 
 
-def message(signal: str, items: Sequence[Item]) -> Any:
+def build_message(signal: str, items: Sequence[Item]) -> Any:
     """Build the protobuf message of a request with the encoders of the SDK's exporters."""
     module, name = _ENCODERS[signal]
     encode = getattr(
@@ -96,69 +96,73 @@ def message(signal: str, items: Sequence[Item]) -> Any:
     return encode(items[0] if signal == "metrics" else items)
 
 
-def encode(signal: str, items: Sequence[Item]) -> bytes:
+def encode_request(signal: str, items: Sequence[Item]) -> bytes:
     """Encode items as the bytes of a request."""
-    body: bytes = message(signal, items).SerializeToString()
+    body: bytes = build_message(signal, items).SerializeToString()
     return body
 
 
-def decode(signal: str, body: bytes) -> list[Item]:
+def decode_request(signal: str, body: bytes) -> list[Item]:
     """Decode the bytes of a request to items. Raises ValueError if the bytes are invalid."""
     try:
         if signal == "traces":
-            return list(_spans(ExportTraceServiceRequest.FromString(body)))
+            return list(_decode_spans(ExportTraceServiceRequest.FromString(body)))
         if signal == "logs":
-            return list(_records(ExportLogsServiceRequest.FromString(body)))
-        return [_metrics(ExportMetricsServiceRequest.FromString(body))]
+            return list(_decode_log_records(ExportLogsServiceRequest.FromString(body)))
+        return [_decode_metrics(ExportMetricsServiceRequest.FromString(body))]
     except (DecodeError, KeyError, TypeError) as error:
         raise ValueError(f"not a request of {signal}: {error}") from error
 
 
-def _spans(request: ExportTraceServiceRequest) -> Iterator[ReadableSpan]:
+def _decode_spans(request: ExportTraceServiceRequest) -> Iterator[ReadableSpan]:
     for of_resource in request.resource_spans:
-        resource = _resource(of_resource)
+        resource = _decode_resource(of_resource)
         for of_scope in of_resource.scope_spans:
             for span in of_scope.spans:
-                context = _context(span.trace_id, span.span_id, 0, span.trace_state)
+                context = _decode_span_context(span.trace_id, span.span_id, 0, span.trace_state)
                 parent = (
-                    _context(span.trace_id, span.parent_span_id, span.flags)
+                    _decode_span_context(span.trace_id, span.parent_span_id, span.flags)
                     if span.parent_span_id
                     else None
                 )
                 links = [
-                    Link(_context(each.trace_id, each.span_id, each.flags), _attributes(each))
+                    Link(
+                        _decode_span_context(each.trace_id, each.span_id, each.flags),
+                        _decode_attributes(each),
+                    )
                     for each in span.links
                 ]
                 yield ReadableSpan(
-                    span.name, context, parent, resource, _attributes(span), links=links,
+                    span.name, context, parent, resource, _decode_attributes(span), links=links,
                     status=Status(StatusCode(span.status.code)), start_time=span.start_time_unix_nano,
-                    end_time=span.end_time_unix_nano, instrumentation_scope=_scope(of_scope),
+                    end_time=span.end_time_unix_nano, instrumentation_scope=_decode_scope(of_scope),
                 )  # fmt: skip
 
 
-def _records(request: ExportLogsServiceRequest) -> Iterator[ReadableLogRecord]:
+def _decode_log_records(request: ExportLogsServiceRequest) -> Iterator[ReadableLogRecord]:
     from opentelemetry._logs import LogRecord, SeverityNumber
 
     for of_resource in request.resource_logs:
-        resource = _resource(of_resource)
+        resource = _decode_resource(of_resource)
         for of_scope in of_resource.scope_logs:
             for each in of_scope.log_records:
+                context = _decode_span_context(each.trace_id, each.span_id, 0)
                 record = LogRecord(
                     timestamp=each.time_unix_nano, observed_timestamp=each.observed_time_unix_nano,
-                    context=in_span(_context(each.trace_id, each.span_id, 0)) if each.trace_id else None,
+                    context=context_in_span(context) if each.trace_id else None,
                     severity_text=each.severity_text, severity_number=SeverityNumber(each.severity_number),
-                    body=_value(each.body), attributes=_attributes(each), event_name=each.event_name,
+                    body=_decode_value(each.body), attributes=_decode_attributes(each), event_name=each.event_name,
                 )  # fmt: skip
-                yield ReadableLogRecord(record, resource, _scope(of_scope))
+                yield ReadableLogRecord(record, resource, _decode_scope(of_scope))
 
 
-def _metrics(request: ExportMetricsServiceRequest) -> MetricsData:
+def _decode_metrics(request: ExportMetricsServiceRequest) -> MetricsData:
     return MetricsData(
         [
             sdk.ResourceMetrics(
-                _resource(of),
+                _decode_resource(of),
                 [
-                    sdk.ScopeMetrics(_scope(each), [*map(_metric, each.metrics)], "")
+                    sdk.ScopeMetrics(_decode_scope(each), [*map(_decode_metric, each.metrics)], "")
                     for each in of.scope_metrics
                 ],
                 "",
@@ -176,7 +180,7 @@ _POINTS = {
 }
 
 
-def _metric(metric: Any) -> sdk.Metric:
+def _decode_metric(metric: Any) -> sdk.Metric:
     kind = metric.WhichOneof("data")
     made_of, points_of = _POINTS[kind]
     data = getattr(metric, kind)
@@ -192,21 +196,21 @@ def _metric(metric: Any) -> sdk.Metric:
 def _from_message(kind: type, message: Any, **known: Any) -> Any:
     """Create a dataclass of the SDK from the message's fields with the same names."""
     fields = (field.name for field in dataclasses.fields(kind) if field.name not in known)
-    return kind(**known, **{name: _FIELDS.get(name, _same_value)(message, name) for name in fields})
+    return kind(**known, **{name: _FIELDS.get(name, _copy_value)(message, name) for name in fields})
 
 
-def _same_value(message: Any, name: str) -> Any:
+def _copy_value(message: Any, name: str) -> Any:
     found = getattr(message, name)
     return list(found) if isinstance(found, Sequence) else found
 
 
 _FIELDS: dict[str, Callable[[Any, str], Any]] = {
-    "attributes": lambda message, _: _attributes(message),
+    "attributes": lambda message, _: _decode_attributes(message),
     "filtered_attributes": lambda message, _: {},
     "value": lambda message, _: getattr(message, message.WhichOneof("value")),
     "exemplars": lambda message, _: [_from_message(Exemplar, each) for each in message.exemplars],
-    "trace_id": lambda message, _: _number(message.trace_id),
-    "span_id": lambda message, _: _number(message.span_id),
+    "trace_id": lambda message, _: _decode_id(message.trace_id),
+    "span_id": lambda message, _: _decode_id(message.span_id),
     "positive": lambda message, _: _from_message(sdk.Buckets, message.positive),
     "negative": lambda message, _: _from_message(sdk.Buckets, message.negative),
     "aggregation_temporality": lambda data, _: sdk.AggregationTemporality(
@@ -215,36 +219,38 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def in_span(context: SpanContext) -> Any:
+def context_in_span(context: SpanContext) -> Any:
     """Return a context with a span of this span context as the current span."""
     return set_span_in_context(NonRecordingSpan(context))
 
 
-def _context(trace_id: bytes, span_id: bytes, flags: int, state: str = "") -> SpanContext:
+def _decode_span_context(
+    trace_id: bytes, span_id: bytes, flags: int, state: str = ""
+) -> SpanContext:
     is_remote, kept = bool(flags & _REMOTE), TraceState.from_header([state]) if state else None
     return SpanContext(
-        _number(trace_id), _number(span_id), is_remote, TraceFlags(TraceFlags.SAMPLED), kept
+        _decode_id(trace_id), _decode_id(span_id), is_remote, TraceFlags(TraceFlags.SAMPLED), kept
     )
 
 
-def _number(text: bytes) -> int:
+def _decode_id(text: bytes) -> int:
     return int.from_bytes(text, "big")
 
 
-def _resource(of_resource: Any) -> Resource:
-    return Resource(_attributes(of_resource.resource), of_resource.schema_url)
+def _decode_resource(of_resource: Any) -> Resource:
+    return Resource(_decode_attributes(of_resource.resource), of_resource.schema_url)
 
 
-def _scope(of_scope: Any) -> InstrumentationScope:
+def _decode_scope(of_scope: Any) -> InstrumentationScope:
     return InstrumentationScope(of_scope.scope.name, of_scope.scope.version)
 
 
-def _attributes(holder: Any) -> dict[str, Any]:
-    return {each.key: _value(each.value) for each in holder.attributes}
+def _decode_attributes(holder: Any) -> dict[str, Any]:
+    return {each.key: _decode_value(each.value) for each in holder.attributes}
 
 
-def _value(value: Any) -> Any:
+def _decode_value(value: Any) -> Any:
     kind = value.WhichOneof("value")
     if kind == "array_value":
-        return [_value(each) for each in value.array_value.values]
+        return [_decode_value(each) for each in value.array_value.values]
     return getattr(value, kind) if kind else None

@@ -19,7 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters.delivery.otlp_requests import decode, encode, size
+from torchlens_perf.exporters.delivery.otlp_requests import (
+    count_items,
+    decode_request,
+    encode_request,
+)
 from torchlens_perf.run import ownership
 
 if TYPE_CHECKING:
@@ -31,7 +35,7 @@ _NAME = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class QueuedRequest:
     """Items that are sent together."""
 
     items: Sequence[Item]
@@ -42,7 +46,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class OutboxLimits:
     """The capacity of an outbox."""
 
     memory_items: int = 16384
@@ -59,7 +63,7 @@ class Outbox:
         signal: str,
         batch_items: int = 512,
         delay_s: float = 0.0,
-        room: Room | None = None,
+        room: OutboxLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Continue a queue. Files of an earlier process are delivered first.
@@ -72,13 +76,13 @@ class Outbox:
         self.signal = signal
         self._folder, self._owner = folder, owner or "replay"
         self._batch_items, self._delay_s, self._clock = batch_items, delay_s, clock
-        self._room = Room() if room is None else room
+        self._room = OutboxLimits() if room is None else room
         self._arrived = threading.Condition()
         self._items: deque[Item] = deque()
         self._item_count = 0
         self._oldest_item_s = math.inf
         # Requests in memory, the first of which may be in flight.
-        self._requests: deque[Request] = deque()
+        self._requests: deque[QueuedRequest] = deque()
         self._on_disk = threading.Lock()
         # Path, number of items and number of bytes of each file.
         self._files: deque[tuple[Path, int, int]] = deque()
@@ -87,7 +91,7 @@ class Outbox:
         self._woken = False
         self.dropped = 0
         """Number of items that were dropped: the outbox was full or a file unreadable."""
-        for path, count, number in found(folder, signal, owner):
+        for path, count, number in list_files(folder, signal, owner):
             self._add_file(path, count, path.stat().st_size)
             self._number = max(self._number, number + 1)
 
@@ -98,9 +102,9 @@ class Outbox:
             if was_empty:
                 self._oldest_item_s = self._clock()
             self._items.extend(items)
-            self._item_count += size(items)
+            self._item_count += count_items(items)
             while self._item_count > self._room.memory_items and len(self._items) > 1:
-                oldest = size([self._items.popleft()])
+                oldest = count_items([self._items.popleft()])
                 self._item_count -= oldest
                 self.dropped += oldest
             if was_empty or len(self._items) >= self._batch_items:
@@ -111,13 +115,13 @@ class Outbox:
         """True if all undelivered items are on disk."""
         return self._folder is not None and not self._requests and not self._items
 
-    def waiting(self) -> int:
+    def count_undelivered(self) -> int:
         """Return the number of undelivered items."""
         with self._arrived:
             in_requests = sum(each.count for each in self._requests)
             return self._item_count + in_requests + sum(count for _, count, _ in self._files)
 
-    def due_s(self) -> float:
+    def seconds_until_due(self) -> float:
         """Return the seconds until a request is due if no further items arrive."""
         with self._arrived:
             if self._files or self._requests or len(self._items) >= self._batch_items:
@@ -136,7 +140,7 @@ class Outbox:
             self._woken = True
             self._arrived.notify()
 
-    def oldest(self, *, everything: bool = False) -> Request | None:
+    def next_request(self, *, everything: bool = False) -> QueuedRequest | None:
         """Return the next request without removing it. Unreadable files are dropped and counted.
 
         everything: return a request even if it is not due.
@@ -144,8 +148,10 @@ class Outbox:
         while self._files:
             path, count, size_bytes = self._files[0]
             try:
-                return Request(
-                    decode(self.signal, ownership.read_regular_file(path, self._room.disk_bytes)),
+                return QueuedRequest(
+                    decode_request(
+                        self.signal, ownership.read_regular_file(path, self._room.disk_bytes)
+                    ),
                     count,
                     path,
                 )
@@ -157,17 +163,17 @@ class Outbox:
                 path.unlink(missing_ok=True)
         with self._arrived:
             if not self._requests and (everything or self._is_due()):
-                self._form_request()
+                self._create_request()
             return self._requests[0] if self._requests else None
 
-    def remove(self, request: Request, parts: Sequence[Sequence[Item]] = ()) -> None:
+    def remove(self, request: QueuedRequest, parts: Sequence[Sequence[Item]] = ()) -> None:
         """Remove a request that was delivered, refused or too large.
 
         parts: items of smaller requests that replace a request that was too large. If the request
         was a file, its parts are written to disk before the file is deleted. A process that is
         killed thus loses nothing.
         """
-        smaller = [Request(part, size(part)) for part in parts]
+        smaller = [QueuedRequest(part, count_items(part)) for part in parts]
         if request.path is not None:
             smaller = [part for part in smaller if not self._write_request(part)]
         with self._arrived:
@@ -179,7 +185,7 @@ class Outbox:
                 self._requests.popleft()
             self._requests.extendleft(reversed(smaller))
 
-    def to_disk(self, *, everything: bool = True) -> bool:
+    def write_to_disk(self, *, everything: bool = True) -> bool:
         """Write requests that are due to disk, or all items if `everything` is True.
 
         Return True if all of these requests are on disk.
@@ -188,7 +194,7 @@ class Outbox:
             while True:
                 with self._arrived:
                     if not self._requests and (everything or self._is_due()):
-                        self._form_request()
+                        self._create_request()
                     if not self._requests:
                         return True
                     request = self._requests[0]
@@ -196,7 +202,7 @@ class Outbox:
                     return False
                 with self._arrived:
                     self._requests.popleft()
-                self._make_room()
+                self._drop_oldest_files()
 
     # -- parts
 
@@ -206,19 +212,19 @@ class Outbox:
             or self._clock() - self._oldest_item_s >= self._delay_s
         )
 
-    def _form_request(self) -> None:
+    def _create_request(self) -> None:
         """Create a request from the oldest items. The caller must hold the lock."""
         if self._items:
             taken = [self._items.popleft() for _ in range(min(self._batch_items, len(self._items)))]
-            count = size(taken)
+            count = count_items(taken)
             self._item_count -= count
             self._oldest_item_s = self._clock() if self._items else math.inf
-            self._requests.append(Request(taken, count))
+            self._requests.append(QueuedRequest(taken, count))
 
-    def _write_request(self, request: Request) -> bool:
+    def _write_request(self, request: QueuedRequest) -> bool:
         """Write the request to disk. Return True if this succeeded."""
         try:
-            body = encode(self.signal, request.items)
+            body = encode_request(self.signal, request.items)
             path = self._write_file(body, request.count)
         except OSError:
             return False
@@ -242,7 +248,7 @@ class Outbox:
         self._files.append((path, count, size_bytes))
         self._disk_bytes += size_bytes
 
-    def _make_room(self) -> None:
+    def _drop_oldest_files(self) -> None:
         while self._disk_bytes > self._room.disk_bytes and len(self._files) > 1:
             path, count, size_bytes = self._files[0]
             self._drop_file(count, size_bytes)
@@ -255,11 +261,11 @@ class Outbox:
             self.dropped += count
 
 
-def outbox(run: Path) -> Path:
+def outbox_folder(run: Path) -> Path:
     return run / "outbox"
 
 
-def found(folder: Path | None, signal: str, owner: str = "") -> list[tuple[Path, int, int]]:
+def list_files(folder: Path | None, signal: str, owner: str = "") -> list[tuple[Path, int, int]]:
     """List a signal's files in the outbox, oldest first, as (path, number of items, sequence
     number).
 

@@ -8,11 +8,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.exporters.delivery.answer import Answer, NotDeliveredError, Outcome
+from torchlens_perf.exporters.delivery.answer import NotDeliveredError, SendOutcome, SendResult
 
 if TYPE_CHECKING:
-    from torchlens_perf.exporters.delivery.grpc_calls import ObservedCalls
-    from torchlens_perf.exporters.delivery.http_session import ObservedSession
+    from torchlens_perf.exporters.delivery.grpc_calls import ClassifyingInterceptor
+    from torchlens_perf.exporters.delivery.http_session import ClassifyingSession
     from torchlens_perf.exporters.delivery.otlp_requests import Item
 
 # For each signal, module and class of the OTLP exporter and of the console exporter.
@@ -27,16 +27,19 @@ class SdkTransport:
     """Sends requests through an exporter of the SDK. Not thread-safe."""
 
     def __init__(
-        self, signal: str, exporter: Any, observer: ObservedSession | ObservedCalls | None = None
+        self,
+        signal: str,
+        exporter: Any,
+        observer: ClassifyingSession | ClassifyingInterceptor | None = None,
     ) -> None:
         """observer: classifies the endpoint's responses; None if there is no endpoint."""
         self._signal, self._exporter, self._observer = signal, exporter, observer
         # Drop the SDK's messages about failed responses, because the sender logs these at a limited
         # rate.
         self._logger = logging.getLogger(type(exporter).__module__)
-        self._logger.addFilter(self._is_news)
+        self._logger.addFilter(self._is_unclassified)
 
-    def send(self, items: Sequence[Item]) -> Answer:
+    def send(self, items: Sequence[Item]) -> SendResult:
         if self._observer is not None:
             self._observer.answer = None
         try:
@@ -47,24 +50,24 @@ class SdkTransport:
         if answer is not None:
             return answer
         if result is not None and result.name == "SUCCESS":
-            return Answer(Outcome.DELIVERED)
-        return Answer(Outcome.REFUSED, "the SDK's exporter failed without a response")
+            return SendResult(SendOutcome.DELIVERED)
+        return SendResult(SendOutcome.REFUSED, "the SDK's exporter failed without a response")
 
     def close(self) -> None:
-        self._logger.removeFilter(self._is_news)
+        self._logger.removeFilter(self._is_unclassified)
         self._exporter.shutdown()
 
-    def _is_news(self, record: logging.LogRecord) -> bool:
+    def _is_unclassified(self, record: logging.LogRecord) -> bool:
         return self._observer is None or self._observer.answer is None
 
 
-def over_http(signal: str) -> SdkTransport:
+def create_http_transport(signal: str) -> SdkTransport:
     """Create a transport over HTTP. Raises RuntimeError if the credential provider is missing."""
-    from torchlens_perf.exporters.delivery.http_session import ObservedSession
+    from torchlens_perf.exporters.delivery.http_session import ClassifyingSession
 
     module, name, _, _ = _EXPORTERS[signal]
     provider = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}CREDENTIAL_PROVIDER"
-    session = ObservedSession(
+    session = ClassifyingSession(
         os.environ.get(provider.format(f"{signal.upper()}_"), "")
         or os.environ.get(provider.format(""), "")
     )
@@ -72,18 +75,18 @@ def over_http(signal: str) -> SdkTransport:
     return SdkTransport(signal, getattr(exporters, name)(session=session), session)
 
 
-def over_grpc(signal: str) -> SdkTransport:
+def create_grpc_transport(signal: str) -> SdkTransport:
     """Create a transport over gRPC. The SDK's errors about invalid variables propagate."""
-    from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ObservedCalls
+    from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ClassifyingInterceptor
 
     module, name, _, _ = _EXPORTERS[signal]
     exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.grpc.{module}")
-    exporter, calls = getattr(exporters, name)(channel_options=OPTIONS), ObservedCalls()
-    calls.observe(exporter)
+    exporter, calls = getattr(exporters, name)(channel_options=OPTIONS), ClassifyingInterceptor()
+    calls.intercept_calls_of(exporter)
     return SdkTransport(signal, exporter, calls)
 
 
-def to_console(signal: str) -> SdkTransport:
+def create_console_transport(signal: str) -> SdkTransport:
     """Create a transport that prints items to standard output in the SDK's format."""
     _, _, module, name = _EXPORTERS[signal]
     return SdkTransport(

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters.delivery.answer import Answer, Outcome, later
-from torchlens_perf.exporters.delivery.otlp_requests import halves, size
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_later
+from torchlens_perf.exporters.delivery.otlp_requests import count_items, split_in_halves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.exporters.delivery.otlp_requests import Item
-    from torchlens_perf.exporters.delivery.outbox import Outbox, Request
+    from torchlens_perf.exporters.delivery.outbox import Outbox, QueuedRequest
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -37,7 +37,7 @@ _WAIT_SLICE_S = 0.5
 class Transport(Protocol):
     """A way to send requests to an endpoint."""
 
-    def send(self, items: Sequence[Item]) -> Answer:
+    def send(self, items: Sequence[Item]) -> SendResult:
         """Send items once, within a bounded time."""
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Sender:
         self.put = self.delivered = self.rejected = self.refused = 0
         """Numbers of items: added, delivered, rejected, and in refused requests."""
         # Include the items of an earlier process.
-        self.put = outbox.waiting()
+        self.put = outbox.count_undelivered()
         self._changed = threading.Condition()
         self._closing = self._ended = self._written_by_close = False
         self._next_try_s = 0.0
@@ -76,14 +76,14 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name=f"otlp-{self.signal}", daemon=True)
         self._thread.start()
 
-    def add(self, items: Sequence[Item]) -> None:
+    def queue_items(self, items: Sequence[Item]) -> None:
         """Queue items without waiting. The sidecar's and the sender's thread call it."""
         with self._changed:
-            self.put += size(items)
+            self.put += count_items(items)
         self.outbox.put(items)
 
     @property
-    def failing(self) -> bool:
+    def is_failing(self) -> bool:
         """True if the last attempt to send failed."""
         return self._consecutive_failures > 0
 
@@ -100,13 +100,15 @@ class Sender:
             def wait(slice_s: float) -> bool:
                 return self._changed.wait_for(
                     lambda: (
-                        self.outbox.due_s() > 0 or self._total_failures != failed or self._ended
+                        self.outbox.seconds_until_due() > 0
+                        or self._total_failures != failed
+                        or self._ended
                     ),
                     slice_s,
                 )
 
-            _in_slices(wait, timeout_s)
-        return self.outbox.due_s() > 0
+            _wait_in_slices(wait, timeout_s)
+        return self.outbox.seconds_until_due() > 0
 
     def begin_closing(self) -> None:
         """Make the thread deliver the remaining items and end, without waiting for the thread."""
@@ -119,7 +121,7 @@ class Sender:
     def close(self, timeout_s: float) -> None:
         """Deliver the remaining items within the timeout, and write undelivered items to disk."""
         self.begin_closing()
-        if not _in_slices(self._has_ended, timeout_s):
+        if not _wait_in_slices(self._has_ended, timeout_s):
             self._written_by_close = True
             logger.warning(
                 "the OTLP endpoint did not accept all %s within %g s", self.signal, timeout_s
@@ -148,7 +150,7 @@ class Sender:
     def _send_or_pause(self) -> bool:
         """Send one request or pause once. Return True to continue."""
         final = self._closing
-        due_s = min(self._collect(final), self.outbox.due_s() or _IDLE_S)
+        due_s = min(self._collect(final), self.outbox.seconds_until_due() or _IDLE_S)
         if self._consecutive_failures and not self._closing:
             self._write_undelivered(everything=False)
         pause_s = self._next_try_s - self._clock()
@@ -157,7 +159,7 @@ class Sender:
                 # Wake up regularly during a long pause to write new requests to disk.
                 self._changed.wait(min(pause_s, due_s, _WRITE_INTERVAL_S))
             return True
-        request = self.outbox.oldest(everything=final)
+        request = self.outbox.next_request(everything=final)
         if request is None:
             with self._changed:
                 self._changed.notify_all()
@@ -166,19 +168,19 @@ class Sender:
             return not final
         return self._process_result(request, self._send_once(request)) or not self._closing
 
-    def _send_once(self, request: Request) -> Answer:
+    def _send_once(self, request: QueuedRequest) -> SendResult:
         """Send once. An unexpected exception leads to a retry and does not end the thread."""
         try:
             return self._transport.send(request.items)
         except Exception as error:
-            return later(f"{type(error).__name__}: {error}")
+            return retry_later(f"{type(error).__name__}: {error}")
 
-    def _process_result(self, request: Request, answer: Answer) -> bool:
+    def _process_result(self, request: QueuedRequest, answer: SendResult) -> bool:
         """Process the result of a request. Return False if the request must be retried later."""
         # close() timed out and has written the request to disk.
         if self._written_by_close:
             return False
-        if answer.outcome is Outcome.LATER:
+        if answer.outcome is SendOutcome.LATER:
             self._consecutive_failures += 1
             self._total_failures += 1
             pause_s = min(
@@ -194,10 +196,10 @@ class Sender:
             self._log_failure(answer.reason)
             return False
         parts: list[list[Item]] = []
-        if answer.outcome is Outcome.DELIVERED:
+        if answer.outcome is SendOutcome.DELIVERED:
             self.delivered += request.count - min(answer.rejected, request.count)
             self.rejected += min(answer.rejected, request.count)
-        elif answer.outcome is Outcome.TOO_LARGE and (split := halves(request.items)):
+        elif answer.outcome is SendOutcome.TOO_LARGE and (split := split_in_halves(request.items)):
             parts = split
         else:
             self.refused += request.count
@@ -212,7 +214,7 @@ class Sender:
             logger.info(
                 "the OTLP endpoint accepts %s again; %d items are waiting",
                 self.signal,
-                self.outbox.waiting(),
+                self.outbox.count_undelivered(),
             )
             self._consecutive_failures = 0
         with self._changed:
@@ -220,7 +222,7 @@ class Sender:
         return True
 
     def _write_undelivered(self, *, everything: bool = True) -> None:
-        if not self.outbox.to_disk(everything=everything):
+        if not self.outbox.write_to_disk(everything=everything):
             self._log_failure(
                 "undelivered items cannot be written to the run directory and stay in memory"
             )
@@ -233,7 +235,7 @@ class Sender:
             )
 
 
-def _in_slices(wait: Callable[[float], bool], timeout_s: float) -> bool:
+def _wait_in_slices(wait: Callable[[float], bool], timeout_s: float) -> bool:
     """Call `wait` with short timeouts until it returns True or `timeout_s` passes. Return its last
     result.
 

@@ -27,21 +27,21 @@ _LOOPBACK = "127.0.0.1"
 _LOOPBACK_NAME = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])?(:[0-9]+)?")
 
 
-class Answer(NamedTuple):
+class MetricsResponse(NamedTuple):
     """Body and content type of a response."""
 
     content_type: str
     body: bytes
 
 
-class Address(NamedTuple):
+class ListenAddress(NamedTuple):
     """A numeric IP address and a port. Port 0 selects a free port."""
 
     host: str
     port: int
 
     @classmethod
-    def of(cls, text: str) -> Address:
+    def parse(cls, text: str) -> ListenAddress:
         """Parse "9464" (on loopback), "0.0.0.0:9464", "[::1]:9464" or "localhost:9464"."""
         host, _, port = text.strip().rpartition(":")
         host = host.strip("[]")
@@ -55,13 +55,13 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Endpoint:
+class MetricsServer:
     """The HTTP server, which listens from its creation until close()."""
 
     def __init__(
         self,
-        address: Address,
-        answer: Callable[[str], Answer],
+        address: ListenAddress,
+        answer: Callable[[str], MetricsResponse],
         request_timeout_s: float = 3.0,
         answer_timeout_s: float = 10.0,
     ) -> None:
@@ -81,7 +81,7 @@ class Endpoint:
         except BaseException:
             self._socket.close()
             raise
-        self.address = Address(address.host, self._socket.getsockname()[1])
+        self.address = ListenAddress(address.host, self._socket.getsockname()[1])
         self._answer = answer
         self._request_timeout_s, self._answer_timeout_s = request_timeout_s, answer_timeout_s
         self._closing = False
@@ -113,9 +113,9 @@ class Endpoint:
                     time.sleep(0.1)
                 continue
             with connection, contextlib.suppress(OSError), guard("answering a scrape"):
-                self._handle(connection)
+                self._handle_connection(connection)
 
-    def _handle(self, connection: socket.socket) -> None:
+    def _handle_connection(self, connection: socket.socket) -> None:
         began_s = time.monotonic()
         head = _read_head(connection, began_s + self._request_timeout_s)
         if not head:
@@ -123,7 +123,7 @@ class Endpoint:
         # The timeout limits the whole of sendall().
         connection.settimeout(self._answer_timeout_s)
         method, path, headers = _parse_head(head)
-        status, answer = self._respond(method, path, headers)
+        status, answer = self._make_response(method, path, headers)
         lines = [
             f"HTTP/1.1 {status.value} {status.phrase}",
             f"Content-Type: {answer.content_type}",
@@ -138,21 +138,23 @@ class Endpoint:
         if status is HTTPStatus.OK:
             self.scrapes = [*self.scrapes[-1:], began_s]
 
-    def _respond(
+    def _make_response(
         self, method: str, path: str, headers: Mapping[str, str]
-    ) -> tuple[HTTPStatus, Answer]:
+    ) -> tuple[HTTPStatus, MetricsResponse]:
         if method not in ("GET", "HEAD"):
-            return HTTPStatus.METHOD_NOT_ALLOWED, _text("GET /metrics\n")
-        if self.address.is_loopback and not _names_loopback(headers.get("host", "")):
+            return HTTPStatus.METHOD_NOT_ALLOWED, _text_response("GET /metrics\n")
+        if self.address.is_loopback and not _is_loopback_name(headers.get("host", "")):
             # Prevent DNS rebinding: another website's host name may resolve to this address.
-            return HTTPStatus.MISDIRECTED_REQUEST, _text(
+            return HTTPStatus.MISDIRECTED_REQUEST, _text_response(
                 "The Host header is not a name of this machine's loopback.\n"
             )
         if path.partition("?")[0] != PATH:
-            return HTTPStatus.NOT_FOUND, _text("GET /metrics\n")
+            return HTTPStatus.NOT_FOUND, _text_response("GET /metrics\n")
         with guard("making /metrics"):
             return HTTPStatus.OK, self._answer(headers.get("accept", ""))
-        return HTTPStatus.INTERNAL_SERVER_ERROR, _text("The sidecar's log has the error.\n")
+        return HTTPStatus.INTERNAL_SERVER_ERROR, _text_response(
+            "The sidecar's log has the error.\n"
+        )
 
 
 def _read_head(connection: socket.socket, deadline_s: float) -> bytes:
@@ -181,9 +183,9 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
     return method, rest.partition(" ")[0], headers
 
 
-def _names_loopback(host: str) -> bool:
+def _is_loopback_name(host: str) -> bool:
     return _LOOPBACK_NAME.fullmatch(host.lower()) is not None
 
 
-def _text(text: str) -> Answer:
-    return Answer("text/plain; charset=utf-8", text.encode())
+def _text_response(text: str) -> MetricsResponse:
+    return MetricsResponse("text/plain; charset=utf-8", text.encode())

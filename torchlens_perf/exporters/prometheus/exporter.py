@@ -18,21 +18,25 @@ from prometheus_client.registry import Collector
 from torchlens_perf.errors import guard
 from torchlens_perf.exporters import node_semantics
 from torchlens_perf.exporters.node_figures import (
-    NodeFigures,
-    OwnTimes,
+    NodePoints,
     Points,
+    RecentOwnTimes,
     create_instruments,
-    node_figures,
-    open_alerts,
+    points_of_open_alerts,
+    read_node_points,
 )
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
-from torchlens_perf.exporters.otlp_resource import node_resource
-from torchlens_perf.exporters.prometheus.endpoint import Address, Answer, Endpoint
-from torchlens_perf.exporters.prometheus.families import families
-from torchlens_perf.exporters.series import Meter
+from torchlens_perf.exporters.otlp_resource import build_node_resource
+from torchlens_perf.exporters.prometheus.endpoint import (
+    ListenAddress,
+    MetricsResponse,
+    MetricsServer,
+)
+from torchlens_perf.exporters.prometheus.families import convert_to_families
+from torchlens_perf.exporters.series import ArrayMeter
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import Hardware
+    from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.exporters import Assessment, ExportBatch
     from torchlens_perf.exporters.otlp_metrics import Sampled
     from torchlens_perf.run.identity import Identity
@@ -48,14 +52,14 @@ _MIN_IDLE_RATIO = 100.0
 class PrometheusExporter:
     """Serves /metrics. Methods are called on the sidecar's thread, except _render()."""
 
-    def __init__(self, address: Address, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, address: ListenAddress, clock: Callable[[], float] = time.monotonic) -> None:
         """Start the server. Raises OSError if it cannot listen. clock: returns seconds."""
         self._clock = clock
-        self._meter = Meter(explicit_bounds=True, keeps_examples=True)
+        self._meter = ArrayMeter(explicit_bounds=True, keeps_examples=True)
         self._metrics = NodeMetrics(self._meter, clock)
-        self._figures = NodeFigures({}, frozenset())
-        self._own = OwnTimes()
-        create_instruments(self._meter, self._points)
+        self._figures = NodePoints({}, frozenset())
+        self._own = RecentOwnTimes()
+        create_instruments(self._meter, self._current_points)
         self._process = prometheus_client.ProcessCollector(registry=None)
         self._identity: Identity | None = None
         self._state: NodeState | None = None
@@ -64,11 +68,11 @@ class PrometheusExporter:
         self._update_due_s = float("-inf")
         self._final_updates = 0
         # The newest response, with its time.
-        self._answers: dict[tuple[str, int], tuple[float, Answer]] = {}
-        self._endpoint = Endpoint(address, self._answer)
+        self._answers: dict[tuple[str, int], tuple[float, MetricsResponse]] = {}
+        self._endpoint = MetricsServer(address, self._render)
 
     @property
-    def address(self) -> Address:
+    def address(self) -> ListenAddress:
         """Address of the server. If port 0 was requested, it has the selected port."""
         return self._endpoint.address
 
@@ -88,7 +92,7 @@ class PrometheusExporter:
             self._identity = batch.identity
             self._metrics.export(batch, spans)
             if not batch.again:
-                self._own.add(batch)
+                self._own.add_batch(batch)
 
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("taking the judgement over for /metrics"):
@@ -96,33 +100,33 @@ class PrometheusExporter:
             self._assesses_job = assessment.whole_job
             # Update the alerts first, because a scrape that shows a hang must also show the
             # suspected rank.
-            self._figures = NodeFigures(
-                {**self._figures.points, **self._open_alerts()}, self._figures.gone
+            self._figures = NodePoints(
+                {**self._figures.points, **self._points_of_open_alerts()}, self._figures.gone
             )
             self._metrics.on_assessment(assessment)
 
-    def measured(self, identity: Identity, hardware: Hardware) -> None:
+    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
         with guard("taking the hardware's telemetry over for /metrics"):
-            self._metrics.measured(hardware)
+            self._metrics.record_hardware(hardware)
 
-    def look(self, state: NodeState, *, final: bool = False) -> None:
+    def update_node_points(self, state: NodeState, *, final: bool = False) -> None:
         """Update the node's metrics, at a limited rate because collectives take long to read."""
         began_s = self._clock()
         if began_s < self._update_due_s and not final:
             return
         with guard("looking at the node's state for /metrics"):
-            found = node_figures(state)
+            found = read_node_points(state)
             self._state = state
-            more = {**self._own.points(found.gone), **self._open_alerts()}
-            self._figures = NodeFigures({**found.points, **more}, found.gone)
+            more = {**self._own.mean_points(found.gone), **self._points_of_open_alerts()}
+            self._figures = NodePoints({**found.points, **more}, found.gone)
         self._final_updates += final
         took_s = self._clock() - began_s
         self._update_due_s = self._clock() + max(_UPDATE_INTERVAL_S, _MIN_IDLE_RATIO * took_s)
 
-    def _open_alerts(self) -> dict[str, Points]:
+    def _points_of_open_alerts(self) -> dict[str, Points]:
         if self._state is None or not self._assesses_job or self._identity is None:
             return {node_semantics.OPEN_ALERT: ()}
-        return open_alerts(self._state, self._identity.run_id)
+        return points_of_open_alerts(self._state, self._identity.run_id)
 
     def wait_for_room(self, timeout_s: float) -> bool:
         return True
@@ -133,29 +137,29 @@ class PrometheusExporter:
 
     # -- on the endpoint's thread
 
-    def _points(self, metric: str) -> Points:
+    def _current_points(self, metric: str) -> Points:
         return self._figures.points.get(metric, ())
 
-    def _answer(self, accept: str) -> Answer:
+    def _render(self, accept: str) -> MetricsResponse:
         encode, content_type = choose_encoder(accept)
         what = content_type, self._final_updates
         made_s, answer = self._answers.get(what, (float("-inf"), None))
         now_s = self._clock()
         if answer is None or now_s - made_s >= CACHE_S:
-            answer = Answer(content_type, encode(_Families(self._families)))
+            answer = MetricsResponse(content_type, encode(_FamilyCollector(self._collect_families)))
             self._answers = {what: (now_s, answer)}
         return answer
 
-    def _families(self) -> Iterator[Metric]:
+    def _collect_families(self) -> Iterator[Metric]:
         identity = self._identity
         if identity is not None:
-            yield from families(
-                self._meter.collect(), node_resource(identity).attributes, self._figures.gone
+            yield from convert_to_families(
+                self._meter.collect(), build_node_resource(identity).attributes, self._figures.gone
             )
         yield from self._process.collect()
 
 
-class _Families(Collector):
+class _FamilyCollector(Collector):
     """An adapter that passes metric families to prometheus_client's encoders."""
 
     def __init__(self, found: Callable[[], Iterator[Metric]]) -> None:

@@ -17,7 +17,7 @@ from prometheus_client.samples import Exemplar
 
 from torchlens_perf.errors import printable
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_unit
+from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_unit_suffix
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import HistogramDataPoint
@@ -34,7 +34,7 @@ _RANK = prometheus_name(semantics.RANK)
 Labels = dict[str, str]
 
 
-def families(
+def convert_to_families(
     metrics: Iterable[SdkMetric], resource: Mapping[str, Any], gone: Collection[int] = ()
 ) -> Iterator[Metric]:
     """Yield metric families with their samples, target_info first.
@@ -43,19 +43,19 @@ def families(
     gauges of these ranks are left out, and counters are kept.
     """
     info = Metric("target", "Who serves these metrics: the resource of OpenTelemetry", "info")
-    info.add_sample("target_info", labels_of(resource.items()), 1)
+    info.add_sample("target_info", to_labels(resource.items()), 1)
     yield info
     ended, dropped = {str(rank) for rank in gone}, 0
     for metric in metrics:
         points: list[Any] = list(metric.data.data_points)
         dropped += max(0, len(points) - MAX_POINTS)
         del points[MAX_POINTS:]
-        labelled = [(labels_of((point.attributes or {}).items()), point) for point in points]
+        labelled = [(to_labels((point.attributes or {}).items()), point) for point in points]
         if isinstance(metric.data, Histogram):
-            yield _histogram_family(metric, labelled)
+            yield _convert_histogram(metric, labelled)
         else:
             lasting = metric.name not in _OF_PROCESSES
-            yield _number_family(
+            yield _convert_number(
                 metric, [each for each in labelled if lasting or each[0].get(_RANK) not in ended]
             )
     lost = Metric(
@@ -65,21 +65,21 @@ def families(
     yield lost
 
 
-def labels_of(attributes: Iterable[tuple[str, Any]]) -> Labels:
+def to_labels(attributes: Iterable[tuple[str, Any]]) -> Labels:
     """Convert attributes to labels of limited length without control characters."""
     return {
-        prometheus_name(name): printable(_label_text(value))[:MAX_LABEL]
+        prometheus_name(name): printable(_format_label(value))[:MAX_LABEL]
         for name, value in attributes
     }
 
 
-def _label_text(value: Any) -> str:
+def _format_label(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _number_family(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
+def _convert_number(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
     counts = isinstance(metric.data, Sum) and metric.data.is_monotonic
-    unit = prometheus_unit(metric.unit or "", gauge=isinstance(metric.data, Gauge))
+    unit = prometheus_unit_suffix(metric.unit or "", gauge=isinstance(metric.data, Gauge))
     name = prometheus_name(metric.name, unit)
     found = Metric(name, metric.description or "", "counter" if counts else "gauge", unit)
     for labels, point in points:
@@ -87,10 +87,10 @@ def _number_family(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> M
     return found
 
 
-def _histogram_family(
+def _convert_histogram(
     metric: SdkMetric, points: Sequence[tuple[Labels, HistogramDataPoint]]
 ) -> Metric:
-    unit = prometheus_unit(metric.unit or "", gauge=False)
+    unit = prometheus_unit_suffix(metric.unit or "", gauge=False)
     name, buckets = prometheus_name(metric.name, unit), metric.name not in _WITHOUT_BUCKETS
     found = Metric(name, metric.description or "", "histogram" if buckets else "summary", unit)
     for labels, point in points:
@@ -110,13 +110,13 @@ def _add_buckets(found: Metric, labels: Labels, point: HistogramDataPoint) -> No
     for bucket, count in enumerate(point.bucket_counts):
         until_here += count
         upper = repr(bounds[bucket]) if bucket < len(bounds) else "+Inf"
-        exemplar = _exemplar(newest[bucket]) if bucket in newest else None
+        exemplar = _to_prometheus_exemplar(newest[bucket]) if bucket in newest else None
         found.add_sample(
             f"{found.name}_bucket", {**labels, "le": upper}, until_here, exemplar=exemplar
         )
 
 
-def _exemplar(example: Any) -> Exemplar:
+def _to_prometheus_exemplar(example: Any) -> Exemplar:
     ids = {
         "trace_id": format_trace_id(example.trace_id),
         "span_id": format_span_id(example.span_id),

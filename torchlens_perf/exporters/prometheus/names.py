@@ -16,7 +16,7 @@ _RATIO = "ratio"
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]+")
 
 
-def prometheus_unit(unit: str, *, gauge: bool) -> str:
+def prometheus_unit_suffix(unit: str, *, gauge: bool) -> str:
     """Return the unit suffix of a metric's name, or "". Annotations such as {step} have no suffix.
 
     The suffix of a gauge with unit 1 is "ratio". A sum with unit 1 is a count and has no suffix.
@@ -27,18 +27,18 @@ def prometheus_unit(unit: str, *, gauge: bool) -> str:
 
 
 def prometheus_name(name: str, unit: str = "") -> str:
-    """Return the Prometheus name of a metric or attribute. unit: suffix from prometheus_unit()."""
+    """Return the Prometheus name of a metric or attribute. unit: suffix of the unit."""
     found = _NOT_IN_NAMES.sub("_", name)
     if found[:1].isdigit():
         found = f"_{found}"
     return f"{found}_{unit}" if unit and not found.endswith(f"_{unit}") else found
 
 
-def series_name(name: str, unit: str, *, kind: str) -> str:
+def prometheus_query_name(name: str, unit: str, *, kind: str) -> str:
     """Return the name of a metric in queries. Suffixes of histograms (_bucket, _sum, _count) are
     not added.
 
     unit: OpenTelemetry's unit. kind: "counter", "gauge", "updown" or "histogram".
     """
-    found = prometheus_name(name, prometheus_unit(unit, gauge=kind == "gauge"))
+    found = prometheus_name(name, prometheus_unit_suffix(unit, gauge=kind == "gauge"))
     return f"{found}_total" if kind == "counter" else found

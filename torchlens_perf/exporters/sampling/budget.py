@@ -21,7 +21,7 @@ class SpanBudget:
         self._left = self.capacity
         self._newest_s: float | None = None
 
-    def at(self, time_s: float) -> float:
+    def refill_until(self, time_s: float) -> float:
         """Refill the bucket up to `time_s`. Return the number of spans that may be sent."""
         if self._newest_s is not None and time_s > self._newest_s:
             self._left = min(

@@ -26,14 +26,14 @@ MAX_NAMED = 4
 QUANTILES = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
 
 
-class Row:
+class RankTimes:
     """Mean times in one bin of steps, as arrays by rank; NaN for times that are missing."""
 
     def __init__(self, ranks: int) -> None:
         self.work_ns = np.full(ranks, np.nan, np.float32)
         self.wait_ns = np.full(ranks, np.nan, np.float32)
 
-    def set(self, ranks: npt.NDArray[np.int64], work_ns: _Times, wait_ns: _Times) -> None:
+    def set_times(self, ranks: npt.NDArray[np.int64], work_ns: _Times, wait_ns: _Times) -> None:
         most = int(ranks.max()) + 1
         if most > len(self.work_ns):
             more = np.full(most - len(self.work_ns), np.nan, np.float32)
@@ -44,20 +44,20 @@ class Row:
         self.work_ns[ranks], self.wait_ns[ranks] = work_ns, wait_ns
 
     @property
-    def known(self) -> int:
+    def known_count(self) -> int:
         """Number of ranks whose times have arrived."""
         return int(np.count_nonzero(~np.isnan(self.work_ns)))
 
 
-class RankRows:
+class RecentRankTimes:
     """The newest rows of all ranks that this sidecar compares."""
 
     def __init__(self) -> None:
         # Rows by (bin width, bin number).
-        self._rows: dict[tuple[int, int], Row] = {}
+        self._rows: dict[tuple[int, int], RankTimes] = {}
         self._ranks = 0
 
-    def add(self, block: BinBatch) -> None:
+    def add_batch(self, block: BinBatch) -> None:
         self._ranks = (
             max(self._ranks, int(block.ranks.max()) + 1) if len(block.ranks) else self._ranks
         )
@@ -65,45 +65,45 @@ class RankRows:
         if len(block.ranks) == 1:
             # Ranks of this node are added one at a time.
             for index in range(max(0, rows - _KEPT_ROWS), rows):
-                self._row(block.width, int(block.key[0, index])).set(
+                self._get_or_create_row(block.width, int(block.key[0, index])).set_times(
                     block.ranks, work_ns[0, index], block.wait_ns[0, index]
                 )
             return
         for key in np.unique(block.key[block.key >= 0]).tolist():
             rank, row = np.nonzero(block.key == key)
-            self._row(block.width, key).set(
+            self._get_or_create_row(block.width, key).set_times(
                 block.ranks[rank], work_ns[rank, row], block.wait_ns[rank, row]
             )
 
-    def _row(self, width: int, key: int) -> Row:
+    def _get_or_create_row(self, width: int, key: int) -> RankTimes:
         found = self._rows.get((width, key))
         if found is None:
-            found = self._rows[width, key] = Row(self._ranks)
+            found = self._rows[width, key] = RankTimes(self._ranks)
             while len(self._rows) > _KEPT_ROWS:
                 del self._rows[min(self._rows, key=lambda each: (each[1] + 1) * each[0])]
         return found
 
-    def at(self, step: int) -> Row | None:
+    def times_in_step(self, step: int) -> RankTimes | None:
         """Return the ranks' times in a step, merged from the bins of all widths."""
-        found: Row | None = None
+        found: RankTimes | None = None
         for (width, key), row in self._rows.items():
             if key == step // width:
                 if found is None:
-                    found = Row(self._ranks)
+                    found = RankTimes(self._ranks)
                 there = np.flatnonzero(~np.isnan(row.work_ns))
                 if len(there):
-                    found.set(there, row.work_ns[there], row.wait_ns[there])
+                    found.set_times(there, row.work_ns[there], row.wait_ns[there])
         return found
 
-    def spread_s(self) -> dict[tuple[str, str], float]:
+    def rank_quantiles_s(self) -> dict[tuple[str, str], float]:
         """Return quantiles over ranks in seconds, with keys ("work" or "wait", name of the
         quantile).
 
         The quantiles are computed from the newest row that has times of the most ranks.
         """
         ordered = sorted(self._rows.items(), key=lambda item: -(item[0][1] + 1) * item[0][0])
-        most = max((row.known for _, row in ordered), default=0)
-        row = next((row for _, row in ordered if row.known == most and most > 1), None)
+        most = max((row.known_count for _, row in ordered), default=0)
+        row = next((row for _, row in ordered if row.known_count == most and most > 1), None)
         if row is None:
             return {}
         found = {}
@@ -116,8 +116,8 @@ class RankRows:
         return found
 
 
-def ranks_that_matter(
-    row: Row | None,
+def select_explaining_ranks(
+    row: RankTimes | None,
     slow: Sequence[int],
     places: Mapping[int, Placement],
     within: Collection[int] | None = None,
@@ -143,8 +143,8 @@ def ranks_that_matter(
     work_ns, wait_ns = row.work_ns[there], row.wait_ns[there]
     taken = set(named)
     if wait_ns.max() > wait_ns.min():
-        _take(found, taken, LAST, int(there[int(wait_ns.argmin())]))
-    _take(found, taken, MOST_WORK, int(there[int(work_ns.argmax())]))
+        _add_role(found, taken, LAST, int(there[int(wait_ns.argmin())]))
+    _add_role(found, taken, MOST_WORK, int(there[int(work_ns.argmax())]))
     lead = next(iter(next(iter(found.values()))))
     population = places[lead].population if lead in places else None
     others = [
@@ -157,11 +157,11 @@ def ranks_that_matter(
     if others:
         of_others = work_ns[others]
         middle = int(np.argsort(of_others, kind="stable")[(len(others) - 1) // 2])
-        _take(found, taken, REFERENCE, int(there[others[middle]]))
+        _add_role(found, taken, REFERENCE, int(there[others[middle]]))
     return found
 
 
-def _take(found: dict[str, list[int]], taken: set[int], why: str, rank: int) -> None:
+def _add_role(found: dict[str, list[int]], taken: set[int], why: str, rank: int) -> None:
     if rank not in taken:
         taken.add(rank)
         found[why] = [rank]

@@ -18,13 +18,13 @@ QUANTILE = 0.99
 MIN_EXCESS = 0.1
 
 
-class SlowSteps:
+class SlowStepDetector:
     """Detects slow steps from the durations on one rank, which are similar on all ranks."""
 
     def __init__(self) -> None:
         self._recent_ns: deque[int] = deque(maxlen=WINDOW)
 
-    def add(self, steps: StepTable) -> npt.NDArray[np.bool_]:
+    def find_slow_steps(self, steps: StepTable) -> npt.NDArray[np.bool_]:
         """Add steps, and return a mask of the slow steps.
 
         A step is slow if its duration is above the 99th percentile of the last 512 steps and 10%

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.exporters.sampling.budget import SpanBudget
 from torchlens_perf.exporters.sampling.decision import FIRST, NUMBER, ONLY_KNOWN, SLOW, VERDICT
-from torchlens_perf.exporters.sampling.rank_rows import RankRows, ranks_that_matter
-from torchlens_perf.exporters.sampling.slow_steps import SlowSteps
+from torchlens_perf.exporters.sampling.rank_rows import RecentRankTimes, select_explaining_ranks
+from torchlens_perf.exporters.sampling.slow_steps import SlowStepDetector
 from torchlens_perf.run.records import TracedStep
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _MIN_SPANS = 48
 
 
 @dataclasses.dataclass
-class _Candidate:
+class _StepCandidate:
     because: str
     ended_s: float
     """End of the step by the rank's clock."""
@@ -54,7 +54,7 @@ class JobSnapshot:
     """Ranks of this node that still run steps."""
     world_size: int
     """Number of ranks from which the sampler selects."""
-    rows: RankRows
+    rows: RecentRankTimes
     slow: Sequence[int]
     """Ranks reported as slow, most expensive first."""
     places: Mapping[int, Placement]
@@ -67,8 +67,8 @@ class StepSampler:
         self.budget = SpanBudget(spans_per_s)
         self.samples_slow = True
         """True if slow steps, and steps in which a rank was reported as slow, become candidates."""
-        self._slow_steps = SlowSteps()
-        self._candidates: dict[int, _Candidate] = {}
+        self._slow_steps = SlowStepDetector()
+        self._candidates: dict[int, _StepCandidate] = {}
         self._newest = -1
         self._newest_ended_s = 0.0
         self._last_numbered_end_s = -math.inf
@@ -84,22 +84,22 @@ class StepSampler:
         """
         if not len(steps):
             return
-        slow = self._slow_steps.add(steps).tolist()
+        slow = self._slow_steps.find_slow_steps(steps).tolist()
         ended_s = ((steps.start_ns + steps.duration_ns) / 1e9).tolist()
         for step, is_slow, end_s in zip(steps.step.tolist(), slow, ended_s, strict=True):
-            because = reason(step, every)
+            because = reason_by_number(step, every)
             if not because and is_slow and every and self.samples_slow:
                 because = SLOW
             if because and len(self._candidates) < _MAX_CANDIDATES:
-                self._candidates[step] = _Candidate(because, end_s, now_s)
+                self._candidates[step] = _StepCandidate(because, end_s, now_s)
             elif because:
                 self._count_left_out()
         self._newest, self._newest_ended_s = int(steps.step[-1]), ended_s[-1]
 
-    def verdict_began(self, now_s: float) -> None:
+    def add_newest_step(self, now_s: float) -> None:
         """Make the newest step a candidate, because a rank was reported as slow."""
         if self.samples_slow and self._newest >= 0:
-            self._candidates[self._newest] = _Candidate(VERDICT, self._newest_ended_s, now_s)
+            self._candidates[self._newest] = _StepCandidate(VERDICT, self._newest_ended_s, now_s)
 
     @property
     def decided_to(self) -> int:
@@ -111,12 +111,12 @@ class StepSampler:
         """True if there are undecided candidates."""
         return bool(self._candidates)
 
-    def forget(self, decided_to: int) -> None:
+    def drop_candidates_until(self, decided_to: int) -> None:
         """Drop the candidates up to this step, because another node has decided about them."""
         for step in [step for step in self._candidates if step <= decided_to]:
             del self._candidates[step]
 
-    def choose(
+    def select_steps(
         self,
         attempt: int,
         known: JobSnapshot,
@@ -139,7 +139,7 @@ class StepSampler:
             spans = known.spans(step)
             if not known.running <= spans.keys() and waited_s < _LOCAL_RECORDS_TIMEOUT_S:
                 break
-            chosen = self._decide(
+            chosen = self._decide_candidate(
                 attempt, step, candidate.because, spans, known, waited_s, candidate.ended_s
             )
             if chosen is None:
@@ -153,7 +153,7 @@ class StepSampler:
                 self._count_left_out()
         return found
 
-    def _decide(
+    def _decide_candidate(
         self, attempt: int, step: int, because: str, spans: Mapping[int, int], known: JobSnapshot, waited_s: float,
         ended_s: float,
     ) -> TracedStep | bool | None:  # fmt: skip
@@ -167,12 +167,12 @@ class StepSampler:
         most = max(spans.values()) + 1
         if self.budget.is_unlimited:
             return TracedStep(attempt, step, because, left_out=self._left_out)
-        left = self.budget.at(ended_s) - _RESERVED_SHARE[because] * self.budget.capacity
+        left = self.budget.refill_until(ended_s) - _RESERVED_SHARE[because] * self.budget.capacity
         elsewhere = known.world_size - len(spans)
         allowed = math.ceil(_REMOTE_SPANS_MARGIN * most) if elsewhere > 0 else most
         total = 1 + sum(spans.values()) + len(spans) + max(0, elsewhere) * allowed
         if total <= left:
-            return self._chosen(attempt, step, because, (), allowed - 1, total, ended_s)
+            return self._select_step(attempt, step, because, (), allowed - 1, total, ended_s)
         is_small = total <= (1 - _RESERVED_SHARE[NUMBER]) * self.budget.capacity
         if (
             because == NUMBER
@@ -181,12 +181,12 @@ class StepSampler:
         ):
             # A complete step will fit into the budget later.
             return False
-        row = known.rows.at(step)
+        row = known.rows.times_in_step(step)
         awaited = known.world_size if elsewhere > 0 else len(spans)
-        if (row is None or row.known < awaited) and waited_s < _OTHER_NODES_TIMEOUT_S:
+        if (row is None or row.known_count < awaited) and waited_s < _OTHER_NODES_TIMEOUT_S:
             return None
         within = None if elsewhere > 0 else spans.keys()
-        matter = ranks_that_matter(row, known.slow, known.places, within) or {
+        matter = select_explaining_ranks(row, known.slow, known.places, within) or {
             ONLY_KNOWN: [min(spans)]
         }
         count = sum(map(len, matter.values()))
@@ -196,11 +196,11 @@ class StepSampler:
         if 1 + count * allowed > left:
             return False
         roles = tuple((why, tuple(ranks)) for why, ranks in matter.items())
-        return self._chosen(
+        return self._select_step(
             attempt, step, because, roles, allowed - 1, 1 + count * allowed, ended_s
         )
 
-    def _chosen(
+    def _select_step(
         self, attempt: int, step: int, because: str, roles: tuple[tuple[str, tuple[int, ...]], ...], max_spans: int,
         total: int, ended_s: float,
     ) -> TracedStep:  # fmt: skip
@@ -214,7 +214,7 @@ class StepSampler:
         self.left_out += 1
 
 
-def reason(step: int, every: int) -> str:
+def reason_by_number(step: int, every: int) -> str:
     """Return FIRST or NUMBER if the step is traced because of its number, else ""."""
     if not every:
         return ""

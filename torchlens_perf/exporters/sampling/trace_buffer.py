@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.steps import span_count, step_traces
+from torchlens_perf.analysis.statistics.steps import build_step_traces, count_spans
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -34,13 +34,13 @@ class BufferedSteps:
     names: list[str]
     steps: StepTable
 
-    def trace(self, step: int) -> StepTrace | None:
-        found = step_traces(self.records, self.names, {step}, self.later)
+    def build_trace(self, step: int) -> StepTrace | None:
+        found = build_step_traces(self.records, self.names, {step}, self.later)
         return found[0] if found else None
 
-    def spans(self, step: int) -> int:
+    def count_spans(self, step: int) -> int:
         """Return the number of spans of a step, without the span of the step itself."""
-        return span_count(self.records, step) + span_count(self.later, step)
+        return count_spans(self.records, step) + count_spans(self.later, step)
 
 
 class TraceBuffer:
@@ -51,14 +51,14 @@ class TraceBuffer:
         self._bytes = 0
         self._kept: deque[BufferedSteps] = deque()
 
-    def add(self, shelved: BufferedSteps) -> None:
+    def append_steps(self, shelved: BufferedSteps) -> None:
         """Append at least one step of a process. Steps must be in order."""
         self._kept.append(shelved)
-        self._bytes += _bytes(shelved)
+        self._bytes += _size_bytes(shelved)
         while self._bytes > self._max_bytes and len(self._kept) > 1:
-            self._bytes -= _bytes(self._kept.popleft())
+            self._bytes -= _size_bytes(self._kept.popleft())
 
-    def of(self, step: int) -> list[BufferedSteps]:
+    def entries_with_step(self, step: int) -> list[BufferedSteps]:
         """Return for each rank the newest entry that contains a step."""
         found: dict[int, BufferedSteps] = {}
         for each in self._kept:
@@ -69,10 +69,10 @@ class TraceBuffer:
                 found[each.rank] = each
         return [found[rank] for rank in sorted(found)]
 
-    def spans(self, step: int) -> dict[int, int]:
+    def count_spans_by_rank(self, step: int) -> dict[int, int]:
         """Return the number of spans of a step by rank, without the span of the step itself."""
-        return {each.rank: each.spans(step) for each in self.of(step)}
+        return {each.rank: each.count_spans(step) for each in self.entries_with_step(step)}
 
 
-def _bytes(shelved: BufferedSteps) -> int:
+def _size_bytes(shelved: BufferedSteps) -> int:
     return int(shelved.records.nbytes + shelved.later.nbytes)

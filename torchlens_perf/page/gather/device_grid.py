@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
-from torchlens_perf.analysis.statistics.step_bins import concatenate
+from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
+from torchlens_perf.analysis.statistics.step_bins import concatenate_tables
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.page.gather.step_grid import StepBatch, StepGrid
 from torchlens_perf.run.ring import Flag, Kind
@@ -63,13 +63,13 @@ def build_device_grid(
         return empty
     rank_of = {each.identity.key: rank for rank, each in processes.items()}
     nodes = {each.identity.key: node_of[rank] for rank, each in processes.items()}
-    joins = {key: DeviceSteps() for key in rank_of}
+    joins = {key: DeviceStepJoin() for key in rank_of}
     found: dict[int, list[StepTable]] = defaultdict(list)
     for key, (records, _) in iterate_records(run, nodes, add_errors_to(notes), _KINDS):
-        table = joins[key].add(records, assemble_steps(records))
+        table = joins[key].add_records(records, assemble_steps(records))
         if len(table):
             found[rank_of[key]].append(table)
-    tables = {rank: concatenate(of_rank) for rank, of_rank in found.items()}
+    tables = {rank: concatenate_tables(of_rank) for rank, of_rank in found.items()}
     populations: dict[str, list[int]] = defaultdict(list)
     for rank in tables:
         populations[processes[rank].place.population].append(rank)

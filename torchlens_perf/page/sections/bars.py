@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.view.html import build_figure, shorten
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Bar, sanitize_line
@@ -55,7 +55,7 @@ def _build_bar_row(row: Bar, longest: float, names: Mapping[str, str]) -> list[E
         "div",
         tag("span", row.label, class_="label", title=row.label),
         drawn,
-        tag("span", duration(row.total), class_="value"),
+        tag("span", format_duration(row.total), class_="value"),
         class_="slow" if row.slow else None,
         data_label=row.label if not row.heading else f"{row.heading} {row.label}",
         data_rank=None if row.rank is None else str(row.rank),
@@ -77,8 +77,10 @@ def draw_stacked_bar(
     """
     segments = []
     for part, begin, width in bar.segments(longest):
-        share = percent(bar.seconds[part] / bar.total)
-        words = f"{names[part]}: {duration(bar.seconds[part])}" + (f" ({share})" if shares else "")
+        share = format_percent(bar.seconds[part] / bar.total)
+        words = f"{names[part]}: {format_duration(bar.seconds[part])}" + (
+            f" ({share})" if shares else ""
+        )
         segments.append(
             tag(
                 "rect", tag("title", words), x=f"{begin:.2%}", width=f"{width:.2%}", height="100%",
@@ -94,7 +96,9 @@ def draw_stacked_bar(
 def describe_parts(bar: Bar, names: Mapping[str, str] = _NAMES) -> str:
     """Return the parts of a bar in words: "data 1.00 ms, forward 4.00 ms"."""
     return ", ".join(
-        f"{names[part]} {duration(seconds)}" for part, seconds in bar.seconds.items() if seconds > 0
+        f"{names[part]} {format_duration(seconds)}"
+        for part, seconds in bar.seconds.items()
+        if seconds > 0
     )
 
 

@@ -6,7 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, rounded, steps_words
+from torchlens_perf.analysis.statistics.quantities import (
+    format_bytes,
+    format_rounded,
+    format_step_range,
+)
 from torchlens_perf.page.sections.modules import build_modules_section
 from torchlens_perf.page.sections.phases import build_phases_section
 from torchlens_perf.page.sections.quality import build_quality_section
@@ -24,11 +28,11 @@ _MIN_HEAT_RANKS = 5
 """Fewest ranks for a heat map. Fewer ranks are compared in a line chart."""
 _MAX_TIMES, _MAX_CHARTS = 3, 16
 _UNITS: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "By": ("bytes", lambda value: amount(value, "B")),
-    "By/s": ("bytes per second", lambda value: amount(value, "B/s")),
+    "By": ("bytes", lambda value: format_bytes(value, "B")),
+    "By/s": ("bytes per second", lambda value: format_bytes(value, "B/s")),
     "Cel": ("°C", lambda value: f"{value:.0f} °C"),
     "Hz": ("MHz", lambda value: f"{value / 1e6:.0f} MHz"),
-    "1": ("count", rounded),
+    "1": ("count", format_rounded),
 }
 """The axis label of each UCUM unit, and a function that formats its values."""
 
@@ -52,7 +56,7 @@ def _slow_ranks_caption(slow: Sequence[SlowPeriod]) -> str:
     if not slow:
         return "No slow rank."
     named = [
-        f"rank {each['rank']} {steps_words(each['since_step'], each['until_step'])}"
+        f"rank {each['rank']} {format_step_range(each['since_step'], each['until_step'])}"
         for each in slow[:_MAX_TIMES]
     ]
     rest = f" and {len(slow) - _MAX_TIMES} more times" if len(slow) > _MAX_TIMES else ""
@@ -119,9 +123,9 @@ def _memory_caption(report: Report) -> str:
         max(known, key=lambda rank: known[rank] or 0),
         min(known, key=lambda rank: known[rank] or 0),
     )
-    text = f"The highest peak is {amount(known[most] or 0, 'B')} on rank {most}."
+    text = f"The highest peak is {format_bytes(known[most] or 0, 'B')} on rank {most}."
     if len(known) > 1:
-        text += f" The lowest peak is {amount(known[least] or 0, 'B')} on rank {least}."
+        text += f" The lowest peak is {format_bytes(known[least] or 0, 'B')} on rank {least}."
     growing = [rank["rank"] for rank in report["ranks"] if rank["memory"]["growth"] is not None]
     if growing:
         text += f" Memory grows from step to step on rank {', '.join(map(str, growing[:8]))}."
@@ -143,7 +147,7 @@ def _build_hardware_section(contents: PageContents) -> Element | None:
 def _build_series_figure(title: str, of: Sequence[TimeSeries]) -> Element:
     """Return an empty figure, in which the page's scripts draw one quantity over time."""
     unit = of[0]["unit"]
-    label, show = _UNITS.get(unit, (unit, lambda value: f"{rounded(value)} {unit}"))
+    label, show = _UNITS.get(unit, (unit, lambda value: f"{format_rounded(value)} {unit}"))
     return build_figure(
         "telemetry", title, _means_caption(of, show), data_title=title, data_unit=label
     )

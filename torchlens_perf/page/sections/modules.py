@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.page.sections.bars import build_bar_figure
 from torchlens_perf.page.sections.section import build_tables, ranks_in_verdicts
 from torchlens_perf.view.html import build_section
@@ -99,7 +99,7 @@ def _build_module_figure(rows: Sequence[_ModuleTimes], named: Sequence[int], tit
     if len(most.by_rank) > 1:
         others = "the others" if len(most.by_rank) > 2 else "the other"
         gap = (
-            f"{duration(most.slowest_s)} on rank {most.slowest}, {duration(most.others_s)} on"
+            f"{format_duration(most.slowest_s)} on rank {most.slowest}, {format_duration(most.others_s)} on"
             f" {others}"
         )
         caption = f"Largest gap: {most.name} takes {gap}."

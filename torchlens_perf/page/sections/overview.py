@@ -6,7 +6,12 @@ import datetime
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, long_duration, percent, rounded
+from torchlens_perf.analysis.statistics.quantities import (
+    format_duration,
+    format_percent,
+    format_rounded,
+    format_run_duration,
+)
 from torchlens_perf.page.sections.bars import draw_stacked_bar, draw_swatch
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
@@ -63,16 +68,18 @@ def build_key_figures(report: Report, status: Headline | None) -> Element | None
     tiles: list[Element | None] = (
         []
         if status is None or status.cost_share is None
-        else [_build_tile(percent(status.cost_share), _cost_label(status), status.severity)]
+        else [_build_tile(format_percent(status.cost_share), _cost_label(status), status.severity)]
     )
-    tiles.append(_build_tile(duration(steps["p50_s"]), f"step p50{_p95_text(report)}"))
+    tiles.append(_build_tile(format_duration(steps["p50_s"]), f"step p50{_p95_text(report)}"))
     if steps["mean_s"]:
-        tiles.append(_build_tile(rounded(1 / steps["mean_s"]), "steps per second"))
+        tiles.append(_build_tile(format_rounded(1 / steps["mean_s"]), "steps per second"))
     parts = mean_parts(parts_by_rank(report).values())
     bar = Bar("", {part: parts[part] for part in PARTS if parts.get(part)})
     if bar.total:
         share = sum(parts[part] for part in _COMPUTE) / bar.total
-        tiles.append(_build_tile(percent(share), "of step time in forward, backward and optimizer"))
+        tiles.append(
+            _build_tile(format_percent(share), "of step time in forward, backward and optimizer")
+        )
     tiles.append(_build_compared_ranks_tile(report))
     drawn = _build_step_bar(bar, report) if bar.total else None
     return tag("section", tiles, drawn, class_="tiles", id="figures", aria_label="Key figures")
@@ -87,7 +94,7 @@ def _cost_label(status: Headline) -> str:
 
 def _p95_text(report: Report) -> str:
     p95_s = report["steps"]["p95_s"]
-    return "" if p95_s is None else f", p95 {duration(p95_s)}"
+    return "" if p95_s is None else f", p95 {format_duration(p95_s)}"
 
 
 def _build_compared_ranks_tile(report: Report) -> Element | None:
@@ -108,7 +115,7 @@ def _build_step_bar(bar: Bar, report: Report) -> Element:
             "li",
             draw_swatch(part),
             f"{part_name(report, part, bar.seconds[part])} ",
-            tag("b", percent(share)),
+            tag("b", format_percent(share)),
         )
         for part, _, share in bar.segments(bar.total)
         if share >= _SMALLEST_NAMED
@@ -141,7 +148,7 @@ def _state_text(run: Run) -> str:
     words = f"{words} {_parse_time(ended):%H:%M}"
     if run["started"] is None:
         return words
-    return f"{words}, ran {long_duration((_parse_time(ended) - _parse_time(run['started'])).total_seconds())}"
+    return f"{words}, ran {format_run_duration((_parse_time(ended) - _parse_time(run['started'])).total_seconds())}"
 
 
 def format_minute(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.page.sections.bars import build_bar_figure
 from torchlens_perf.page.sections.section import (
     RANK_TABLES,
@@ -101,10 +101,10 @@ def _phase_caption(rows: list[Bar], report: Report, *, hidden: bool) -> str:
             slow.seconds.values()
         ):
             return (
-                f"Largest gap: {slow.label} spends {duration(slow.seconds[more])} in"
-                f" {NAMES[more].name}; the other ranks average {duration(usual[more])}."
+                f"Largest gap: {slow.label} spends {format_duration(slow.seconds[more])} in"
+                f" {NAMES[more].name}; the other ranks average {format_duration(usual[more])}."
             )
     sums = {part: sum(row.seconds.get(part, 0.0) for row in rows) for part in parts}
     largest = max(sums, key=lambda part: sums[part])
     name = part_name(report, largest, sums[largest] / len(rows))
-    return f"Largest part: {name}, {percent(sums[largest] / total)}."
+    return f"Largest part: {name}, {format_percent(sums[largest] / total)}."

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, coverage_text, duration
+from torchlens_perf.analysis.statistics.quantities import (
+    format_bytes,
+    format_coverage,
+    format_duration,
+)
 from torchlens_perf.page.matrix import LOG_STEP
 from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.view.html import build_section, build_table
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 def build_quality_section(contents: PageContents) -> Element:
     """Return the section with counts of records, notes, and the data that the page leaves out."""
     thinned = contents["thinned"]
-    budget = amount(thinned["budget_bytes"], "B")
+    budget = format_bytes(thinned["budget_bytes"], "B")
     bounds = (
         f"Charts contain at most {budget} of data, exact to {LOG_STEP / 2:.1%}. The run directory"
         " contains all records."
@@ -41,12 +45,16 @@ def _build_figures_table(report: Report) -> Table:
     rows = {
         "records": f"{found['records']:,}",
         "lost records": f"{found['lost']:,}",
-        "lowest coverage of a rank": coverage_text(
+        "lowest coverage of a rank": format_coverage(
             found["coverage"], any_step=report["steps"]["count"] > 0
         ),
         "overhead in the training process": format_overhead(found["overhead_share"]),
-        **({"hook time per step (mean)": duration(sum(tool_s) / len(tool_s))} if tool_s else {}),
-        "sidecar CPU time": duration(found["sidecar_cpu_s"]),
+        **(
+            {"hook time per step (mean)": format_duration(sum(tool_s) / len(tool_s))}
+            if tool_s
+            else {}
+        ),
+        "sidecar CPU time": format_duration(found["sidecar_cpu_s"]),
     }
     measures = Column("measure", list(rows), Quantity.TEXT)
     return Table(

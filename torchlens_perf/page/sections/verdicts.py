@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.view.headline import choose_headline
 from torchlens_perf.view.html import (
     build_details,
@@ -89,7 +89,7 @@ def _build_diagnosis(
 
 
 def _explained_share_text(share: float | None) -> str:
-    return "." if share is None else f": explains {percent(share)} of the loss."
+    return "." if share is None else f": explains {format_percent(share)} of the loss."
 
 
 def _build_stacks(stacks: Mapping[str, Any]) -> list[Element]:

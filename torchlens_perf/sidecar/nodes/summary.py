@@ -20,7 +20,11 @@ import numpy as np
 
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
 from torchlens_perf.analysis.collectives.hang import RankProgress
-from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest, reported_modules
+from torchlens_perf.analysis.statistics.modules import (
+    MAX_MODULES,
+    digest_names,
+    select_reported_modules,
+)
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.records import OWN_PARTS
@@ -159,9 +163,9 @@ def pack_summary(summary: RankSummary) -> bytes:
                 getattr(rows, name)[-count:], duration_ns[:, None]
             )
         value["issue_ready_ns"][:count] = times_to_shares(rows.issue_ready_ns[-count:], duration_ns)
-    names = reported_modules(summary.modules_ns)
+    names = select_reported_modules(summary.modules_ns)
     times = np.array([summary.modules_ns[name] for name in names], "<f4")
-    value["modules"] = digest(names)
+    value["modules"] = digest_names(names)
     value["modules_ns"][: len(names)] = (times.view("<u4") + 0x8000) >> 16  # rounded
     value["signals"] = vector(summary.signals)
     return value.tobytes()

@@ -26,7 +26,7 @@ from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.restarts import Generations
+    from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.verdicts.node_state import NodeState
@@ -53,7 +53,7 @@ class RingSources:
         run: RunDirectory,
         host: str,
         state: NodeState,
-        generations: Generations,
+        generations: GenerationNumbers,
         began: Callable[[Identity, int], None],
         waiting: Mapping[str, WaitingRing],
     ) -> None:
@@ -272,7 +272,7 @@ class RingSources:
         self, path: Path, reader: RingReader, metadata: dict[str, Any]
     ) -> RingSource:
         identity = Identity(**metadata["identity"])
-        before, generation = self._generations.newest, self._generations.of(identity)
+        before, generation = self._generations.newest, self._generations.generation_of(identity)
         if generation > before:
             self._began(identity, generation)
         state = self._state.processes.get(identity.key)

@@ -198,8 +198,8 @@ def _run_until_read(
         background.submit(__import__, "torchlens_perf.sidecar.node").result()
     from torchlens_perf.exporters.otlp_environment import (
         DeferredExporter,
-        exporter_from_environment,
-        wanted_signals,
+        create_exporter_from_environment,
+        read_enabled_signals,
     )
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.metrics_port import MetricsPort
@@ -209,9 +209,11 @@ def _run_until_read(
     tap = TapBuilder(builds=is_live)
     again, failures = True, 0
     while again:
-        wanted = bool(wanted_signals(os.environ))
+        wanted = bool(read_enabled_signals(os.environ))
         exporter = (
-            DeferredExporter(lambda: exporter_from_environment(run, host)) if wanted else None
+            DeferredExporter(lambda: create_exporter_from_environment(run, host))
+            if wanted
+            else None
         )
         sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
@@ -248,12 +250,17 @@ def _replay_records(
     quiet: bool,
 ) -> int:
     from torchlens_perf.config import from_environment
-    from torchlens_perf.exporters.delivery.outbox import found, outbox
-    from torchlens_perf.exporters.otlp_environment import exporter_from_environment, wanted_signals
+    from torchlens_perf.exporters.delivery.outbox import list_files, outbox_folder
+    from torchlens_perf.exporters.otlp_environment import (
+        create_exporter_from_environment,
+        read_enabled_signals,
+    )
     from torchlens_perf.sidecar.replay import deliver_outbox, replay
 
-    waits = any(found(outbox(run.path), signal) for signal in wanted_signals(os.environ))
-    exporter = exporter_from_environment(run)
+    waits = any(
+        list_files(outbox_folder(run.path), signal) for signal in read_enabled_signals(os.environ)
+    )
+    exporter = create_exporter_from_environment(run)
     with replaying as advanced:
         if exporter is not None and waits:
             # A full replay would repeat steps that the backend has already accepted.

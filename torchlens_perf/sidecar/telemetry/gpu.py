@@ -12,7 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torchlens_perf.analysis.statistics.hardware import GPU_COUNTERS, GpuFacts, GpuSample, growth
+from torchlens_perf.analysis.statistics.hardware import (
+    GPU_COUNTERS,
+    GpuProperties,
+    GpuSample,
+    counter_increases,
+)
 from torchlens_perf.run.processes import clock_without_cpu_wait_ns
 from torchlens_perf.sidecar.telemetry.nvml import (
     GONE,
@@ -57,7 +62,7 @@ class GpuTelemetry:
         self._last_xids: dict[str, int] = {}
         self._library_backoff = _RetryDelay()
         self._backoffs: dict[str, _RetryDelay] = {}
-        self.facts: dict[str, GpuFacts] = {}
+        self.facts: dict[str, GpuProperties] = {}
         """Facts about each sampled GPU, by UUID."""
         self.losses: Counter[str] = Counter()
         """Number of times that the driver lost a GPU, by UUID.
@@ -268,7 +273,9 @@ class _OpenGpu:
         self.reports_xids = False
         ask = self._getters.call
         pci = ask("PciInfo")
-        self.facts = GpuFacts(ask("Name"), _decode_text(pci.busId) if pci is not None else None)
+        self.facts = GpuProperties(
+            ask("Name"), _decode_text(pci.busId) if pci is not None else None
+        )
         self._max_clock_hz = _mhz_to_hz(ask("MaxClockInfo", nvml.NVML_CLOCK_SM))
 
     def read_sample(
@@ -321,7 +328,7 @@ class _OpenGpu:
             monotonic_ns=monotonic_ns,
             unix_ns=unix_ns,
             interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
-            grown=growth(known, values, GPU_COUNTERS),
+            grown=counter_increases(known, values, GPU_COUNTERS),
             **values,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from torchlens_perf.analysis.statistics.hardware import LINK_COUNTERS, LinkSample, growth
+from torchlens_perf.analysis.statistics.hardware import LINK_COUNTERS, LinkSample, counter_increases
 from torchlens_perf.run.processes import read_kernel_text
 
 ROOT = Path("/sys/class/infiniband")
@@ -71,7 +71,9 @@ class LinkTelemetry:
                 layer=read_kernel_text(port / "link_layer") or None,
                 active="ACTIVE" in state,
                 rate_bits=_parse_rate(read_kernel_text(port / "rate")),
-                grown=growth(vars(before) if before is not None else None, values, LINK_COUNTERS),
+                grown=counter_increases(
+                    vars(before) if before is not None else None, values, LINK_COUNTERS
+                ),
                 **values,
             )
             samples[sample.name] = self._before[port] = sample

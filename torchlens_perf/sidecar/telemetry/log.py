@@ -13,12 +13,12 @@ from typing import TypeVar
 from torchlens_perf.analysis.statistics.hardware import (
     GpuSample,
     GpuTotals,
-    Hardware,
+    HardwareSamples,
+    HardwareTotals,
     LinkSample,
     LinkTotals,
     ProcessSample,
     Sample,
-    Telemetry,
 )
 from torchlens_perf.run.clock import Anchor, HostClock
 from torchlens_perf.run.directory import RunDirectory
@@ -55,7 +55,7 @@ class TelemetryLog:
         self,
         run: RunDirectory,
         host: str,
-        saved: Telemetry,
+        saved: HardwareTotals,
         gpus: GpuTelemetry | None = None,
         links: LinkTelemetry | None = None,
         now: Callable[[], Anchor] | None = None,
@@ -80,7 +80,7 @@ class TelemetryLog:
 
     def sample_due_sources(
         self, uuids: Collection[str], pids: Mapping[int, int]
-    ) -> Hardware | None:
+    ) -> HardwareSamples | None:
         """Sample GPUs, ports and processes that are due. Return GPU and port samples, or None.
 
         uuids: GPUs to sample. pids: process ids by rank.
@@ -108,17 +108,17 @@ class TelemetryLog:
             return None
         self._add_samples(now, gpus, links)
         names = {uuid: name for uuid in gpus if (name := self._facts[uuid].name)}
-        return Hardware(tuple(gpus.values()), tuple(links.values()), names)
+        return HardwareSamples(tuple(gpus.values()), tuple(links.values()), names)
 
     def _add_samples(
         self, now: Anchor, gpus: Mapping[str, GpuSample], links: Mapping[str, LinkSample]
     ) -> None:
         for uuid, gpu in gpus.items():
-            self._gpu_totals.setdefault(uuid, GpuTotals()).add(gpu)
+            self._gpu_totals.setdefault(uuid, GpuTotals()).add_sample(gpu)
             self._recent.setdefault(uuid, deque(maxlen=_MAX_SAMPLES_IN_MEMORY)).append(gpu)
             self._facts[uuid] = self._gpus.facts[uuid]
         for name, link in links.items():
-            self._link_totals.setdefault(name, LinkTotals()).add(link)
+            self._link_totals.setdefault(name, LinkTotals()).add_sample(link)
             self._recent_links.setdefault(name, deque(maxlen=_MAX_SAMPLES_IN_MEMORY)).append(link)
         self._add_unwritten(now, [*gpus.values(), *links.values()])
 
@@ -182,12 +182,12 @@ class TelemetryLog:
         self._writer.write(samples, telemetry_disk_share(disk_bytes))
         self._unwritten.clear()
 
-    def run_totals(self) -> Telemetry:
+    def run_totals(self) -> HardwareTotals:
         """Return totals of all samples of the run, for the node's state.
 
         Later samples change this object's values.
         """
-        return Telemetry(
+        return HardwareTotals(
             gpus=self._gpu_totals,
             facts=self._facts,
             losses=dict(self._losses + self._gpus.losses),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.verdicts.causes.metrics import CLOCKS, METRICS, named
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 
@@ -147,8 +147,8 @@ def _garbage_collection(case: _Case) -> list[Cause]:
     if explains < _EXPLAINS:
         return []
     text = (
-        f"Python's garbage collector runs in it for {percent(case.mine['gc_share'])} of the time"
-        f"{case.against('gc_share', percent)}"
+        f"Python's garbage collector runs in it for {format_percent(case.mine['gc_share'])} of the time"
+        f"{case.against('gc_share', format_percent)}"
     )
     action = (
         "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect()"
@@ -170,7 +170,7 @@ def _no_cpu(case: _Case) -> list[Cause]:
     if explains < _EXPLAINS:
         return []
     waited = (
-        f"its thread is runnable but has no CPU for {percent(case.mine['cpu_wait_share'])} of the"
+        f"its thread is runnable but has no CPU for {format_percent(case.mine['cpu_wait_share'])} of the"
         " time"
     )
     # Ranks without a quota have no cpu_quota_share, and other programs are sampled only while a
@@ -178,7 +178,7 @@ def _no_cpu(case: _Case) -> list[Cause]:
     quota = case.mine.get("cpu_quota_share", 0.0) - case.usual.get("cpu_quota_share", 0.0)
     neighbours = case.mine.get("neighbour_share")
     if quota >= max(0.1, waits / 2):
-        used_up = percent(case.mine["cpu_quota_share"])
+        used_up = format_percent(case.mine["cpu_quota_share"])
         group = case.details.get("control_group", "")
         text = (
             f"{waited}: its control group {group} uses up its CPU quota in {used_up} of the periods"
@@ -198,7 +198,7 @@ def _no_cpu(case: _Case) -> list[Cause]:
     if neighbours >= _MIN_NEIGHBOURS:
         who = case.details.get("neighbour")
         text = (
-            f"{waited}, while programs other than the job's keep {percent(neighbours)} of its CPUs"
+            f"{waited}, while programs other than the job's keep {format_percent(neighbours)} of its CPUs"
             " busy"
         )
         text += f", most of all {who}" if who else ""
@@ -239,8 +239,8 @@ def _disk(case: _Case) -> list[Cause]:
     if explains < _EXPLAINS or waits < slept / 3:
         return []
     text = (
-        f"it waits for a disk for {percent(case.mine['disk_wait_share'])} of the time"
-        f"{case.against('disk_wait_share', percent)}"
+        f"it waits for a disk for {format_percent(case.mine['disk_wait_share'])} of the time"
+        f"{case.against('disk_wait_share', format_percent)}"
     )
     action = (
         "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data"
@@ -276,7 +276,7 @@ def _memory_pressure(case: _Case, explains: float) -> Cause:
         f"{case.against('major_faults_per_s', '{:.0f}'.format)}"
     )
     if full >= 0.9:
-        text += f"; {percent(full)} of the group's memory limit is in use"
+        text += f"; {format_percent(full)} of the group's memory limit is in use"
     action = (
         "raise the memory limit there, or hold less: fewer workers, smaller prefetch and caches;"
         " see what else takes memory on that node."
@@ -296,8 +296,8 @@ def _cpu_clock(case: _Case) -> list[Cause]:
     if lower < _CLOCK_LOWER or explains < _EXPLAINS:
         return []
     text = (
-        f"its CPU runs at {percent(case.mine['cpu_clock_share'])} of its highest clock, against "
-        f"{percent(case.usual['cpu_clock_share'])} usually"
+        f"its CPU runs at {format_percent(case.mine['cpu_clock_share'])} of its highest clock, against "
+        f"{format_percent(case.usual['cpu_clock_share'])} usually"
     )
     action = (
         "look at the governor (cpupower frequency-info), power limits and temperature of that node."
@@ -330,7 +330,7 @@ def _gpu_clock(case: _Case) -> list[Cause]:
     }
     reason = max(reasons, key=case.more)
     clock = (
-        f"{case.gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {percent(lower)}"
+        f"{case.gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {format_percent(lower)}"
         " below the usual"
     )
     evidence = case.evidence("sm_clock_mhz", "sm_clock_share", *reasons, "temperature_c")
@@ -343,7 +343,7 @@ def _gpu_clock(case: _Case) -> list[Cause]:
     why, action = reasons[reason]
     degrees = case.mine.get("temperature_c")
     hot = f" at {degrees:.0f} C" if reason == "thermal_share" and degrees is not None else ""
-    text = f"{clock}; it was throttled for {percent(case.mine[reason])} of the time, for {why}{hot}"
+    text = f"{clock}; it was throttled for {format_percent(case.mine[reason])} of the time, for {why}{hot}"
     return [
         Cause(
             "gpu_throttled",

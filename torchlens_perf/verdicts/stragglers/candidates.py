@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.robust import spread
+from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
 from torchlens_perf.verdicts.stragglers.episodes import Episode, described, would_gain_ns
 from torchlens_perf.verdicts.stragglers.excess import (
     change_point,
@@ -194,7 +194,9 @@ class ComparedBins:
         ):
             return None
         others = np.delete(series[:, start:].mean(axis=1), index)
-        if len(self.ranks) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * spread(others):
+        if len(
+            self.ranks
+        ) >= _RANKS_WITH_A_SPREAD and mean < SPREAD_FACTOR * robust_standard_deviation(others):
             return None
         steps = len(interval) * self.width
         if steps * self.step_ns < self._min_lasting_ns and steps * mean < self._min_lost_ns:
@@ -307,7 +309,9 @@ class ComparedBins:
         min_ns = max(min_ns, (self.threshold + _POWER) * error_ns)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
             min_ns = max(
-                min_ns, SPREAD_FACTOR * spread(self.series("").mean(axis=1)) + _POWER * error_ns
+                min_ns,
+                SPREAD_FACTOR * robust_standard_deviation(self.series("").mean(axis=1))
+                + _POWER * error_ns,
             )
         if _SURE * rows * self.width * self.step_ns < self._min_lasting_ns:
             min_ns = max(min_ns, self._min_lost_ns / (_SURE * rows * self.width))

@@ -25,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
+from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinner, StepBins
 from torchlens_perf.run.location import describe_location
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
@@ -159,7 +159,7 @@ class JobDetector:
         self.places: dict[int, Placement] = {}
         self.findings: Findings = NOTHING
         self._judge = StragglerDetector()
-        self._makers: dict[int, StepBinMaker] = {}
+        self._makers: dict[int, StepBinner] = {}
         self._has_rows: set[int] = set()
         self._changed = False
 
@@ -171,7 +171,7 @@ class JobDetector:
         Return the completed rows, to be sent to other nodes.
         """
         self.set_place(rank, place)
-        rows = self._makers.setdefault(rank, StepBinMaker(min_row_ns=min_row_ns)).add(table)
+        rows = self._makers.setdefault(rank, StepBinner(min_row_ns=min_row_ns)).add_steps(table)
         return self._add(rank, rows)
 
     def add_block(self, population: str, block: BinBatch) -> None:
@@ -182,7 +182,7 @@ class JobDetector:
 
     def end(self, rank: int) -> StepBins | None:
         """End a rank, whose process has ended. Return its last rows."""
-        rows = self._makers[rank].rest() if rank in self._makers else None
+        rows = self._makers[rank].pop_incomplete_row() if rank in self._makers else None
         self._add(rank, rows)
         self._judge.end(rank)
         self._changed = True
@@ -192,7 +192,7 @@ class JobDetector:
         """Return the findings about all rows so far. final: the run has ended."""
         if final:
             for rank, maker in self._makers.items():
-                self._add(rank, maker.rest())
+                self._add(rank, maker.pop_incomplete_row())
         if self._changed or final:
             self._changed = False
             self.findings = self._earlier.merged_with(self._judge.judge(final=final))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.robust import TO_SIGMA, median
+from torchlens_perf.analysis.statistics.robust import TO_SIGMA, fast_median
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -31,7 +31,7 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
     """Return each value minus the median of the other ranks' values in its row: [ranks, rows]."""
     ranks = len(values)
     if ranks > _FEW_RANKS:
-        over_all: npt.NDArray[np.floating[Any]] = values - median(values, 0)
+        over_all: npt.NDArray[np.floating[Any]] = values - fast_median(values, 0)
         return over_all
     if ranks < 2:
         return np.full(values.shape, np.nan, values.dtype)
@@ -80,11 +80,11 @@ def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
         if count >= 3:
             means = excess[:, : count * length].reshape(len(excess), count, length).mean(axis=2)
             steps = np.abs(np.diff(means, axis=1)) / np.sqrt(2)
-            by_rank = np.sort(median(steps, 1))
+            by_rank = np.sort(fast_median(steps, 1))
             sigma = TO_SIGMA * float(by_rank[(len(by_rank) - 1) // 2]) * float(np.sqrt(length))
             largest = max(largest, sigma if length == 1 else sigma * (1 + 1 / (count - 1)))
         if length == 1:
-            middle = median(excess, 1)[:, None]
+            middle = fast_median(excess, 1)[:, None]
             excess = np.clip(excess, middle - CLIP * largest, middle + CLIP * largest)
     return largest
 

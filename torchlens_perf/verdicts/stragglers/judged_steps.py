@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.device_steps import DeviceSteps
-from torchlens_perf.analysis.statistics.step_bins import concatenate
+from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
+from torchlens_perf.analysis.statistics.step_bins import concatenate_tables
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ class JudgedSteps:
     def __init__(self, by: str = UNDECIDED) -> None:
         """by: the decision of an earlier sidecar."""
         self.by = by
-        self._device = DeviceSteps()
+        self._device = DeviceStepJoin()
         # Steps by the host's clock, until the clock is decided.
         self._held: list[StepTable] = []
 
@@ -47,7 +47,7 @@ class JudgedSteps:
         """
         if self.by == HOST:
             return steps
-        timed = self._device.add(records, steps)
+        timed = self._device.add_records(records, steps)
         if len(timed):
             self.by, self._held = DEVICE, []
         if self.by == DEVICE:
@@ -62,5 +62,5 @@ class JudgedSteps:
         """Return the steps that were held back, by the host's clock, and decide for that clock."""
         if self.by != UNDECIDED or not self._held:
             return None
-        held, self._held, self.by = concatenate(self._held), [], HOST
+        held, self._held, self.by = concatenate_tables(self._held), [], HOST
         return held

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.robust import median
+from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, ComparedBins
 from torchlens_perf.verdicts.stragglers.episodes import Episode, shared_cost_ns
 from torchlens_perf.verdicts.stragglers.excess import change_point, over_since
@@ -139,9 +139,9 @@ class Population:
             self._judge_at(window, frontier + 1)
         # These usual times are only reported, so once a call is enough.
         if self._judged > before and self._recent is not None:
-            self.work_ns = float(median(window.own_ns[self._recent].ravel(), 0))
+            self.work_ns = float(fast_median(window.own_ns[self._recent].ravel(), 0))
             self.own = window.mean_own_time(self._recent)
-            self.wait_ns = float(median(window.wait_ns[self._recent].ravel(), 0))
+            self.wait_ns = float(fast_median(window.wait_ns[self._recent].ravel(), 0))
         self._end_with_ranks(window)
 
     def _judge_at(self, window: SlidingWindow, end: int) -> None:
@@ -155,8 +155,10 @@ class Population:
             present[:: max(1, len(present) // 256)], keys[-64:] % window.columns
         )
         duration_ns, ready_ns = window.duration_ns[recent].ravel(), window.no_cpu_ns[recent].ravel()
-        self.step_ns = float(median(duration_ns, 0))
-        self._running_ns = float(median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0))
+        self.step_ns = float(fast_median(duration_ns, 0))
+        self._running_ns = float(
+            fast_median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0)
+        )
         # A single rank cannot be compared, as in a pipeline with one rank for each stage.
         if len(present) < 2:
             return

@@ -13,7 +13,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, percent
+from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
+    format_duration,
+    format_percent,
+)
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -145,7 +149,7 @@ def spent(
     computing = {part: left[part] for part in _COMPUTE if left.get(part, 0.0) > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
     parts = sorted(computing.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for part, seconds in parts)
+    shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for part, seconds in parts)
     what = (
         f"Computing ({shown})"
         if shown and sum(lack.values()) < _WORTH_NAMING * step_s
@@ -220,8 +224,10 @@ def _lack_longer(lacking: list[LongSteps]) -> str:
     if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
         return ""
     average = " on average" * (count > 1)
-    more = f"{duration(total_s / count)} longer{average}: {duration(total_s)} in total."
-    return f" {counted(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
+    more = (
+        f"{format_duration(total_s / count)} longer{average}: {format_duration(total_s)} in total."
+    )
+    return f" {format_count(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
 
 
 def named_uses(verdict: JudgedVerdict) -> set[str]:
@@ -257,7 +263,7 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
     if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
         text = (
-            f"Waiting for a CPU takes {percent(sampled)} of the time, according to one-second"
+            f"Waiting for a CPU takes {format_percent(sampled)} of the time, according to one-second"
             f" samples. Its place in the step was not measured. Next: {CPU_ACTION}"
         )
         return judged(
@@ -292,14 +298,14 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     cost_s = 0.0 if following is computing else following.seconds
     text = (
         f"{first.what} takes {_share_words(first.seconds, step_s)} of a typical step of"
-        f" {duration(step_s)}{also}."
+        f" {format_duration(step_s)}{also}."
     )
     waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
     text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)}"
     if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
         text += (
             " These figures include waiting for a CPU, which was not measured per step: one-second"
-            f" samples show {percent(sampled)} of the time."
+            f" samples show {format_percent(sampled)} of the time."
         )
     text += f" Next: {following.action}"
     known = [use for use in everything.waits if use.kind != _LACK.kind or _lack_is_measured(report)]
@@ -354,12 +360,12 @@ def _other_threads_s(report: Facts) -> dict[str, float]:
 
 def _phases_shown(parts_s: Mapping[str, float]) -> str:
     return ", ".join(
-        f"{phase_name(phase)} {duration(seconds)}" for phase, seconds in parts_s.items()
+        f"{phase_name(phase)} {format_duration(seconds)}" for phase, seconds in parts_s.items()
     )
 
 
 def _share_words(seconds: float, step_s: float) -> str:
-    return f"{percent(seconds / step_s)} ({duration(seconds)})"
+    return f"{format_percent(seconds / step_s)} ({format_duration(seconds)})"
 
 
 def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
@@ -399,7 +405,7 @@ def _kinds_of_steps(report: Facts) -> str:
     if len(found) < 2:
         return ""
     found.sort(key=lambda each: -each[0])
-    words = ", ".join(f"{count} take {duration(mean_s)}" for count, mean_s in found)
+    words = ", ".join(f"{count} take {format_duration(mean_s)}" for count, mean_s in found)
     number = {2: "Two", 3: "Three"}.get(len(found), "Several")
     return f" {number} kinds of steps: {words}."
 
@@ -473,7 +479,7 @@ def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
     ]
     if not most:
         some = [
-            f'"{name}" ({duration(seconds)})'
+            f'"{name}" ({format_duration(seconds)})'
             for seconds, name in sections
             if seconds >= _SOME * whole_s
         ]
@@ -573,8 +579,8 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
     launch_share = None if own is None else own["launch_share"]
     if launch_share is not None and launch_share >= _MOST:
         text = (
-            f"The {device} waits for its host in {percent(launch_share)} of a step's work"
-            f" ({duration(step_s)}): the host takes longer to issue kernels than the {device} to"
+            f"The {device} waits for its host in {format_percent(launch_share)} of a step's work"
+            f" ({format_duration(step_s)}): the host takes longer to issue kernels than the {device} to"
             f" execute them. Next: {_LAUNCH_ACTION}"
         )
         return judged(
@@ -597,7 +603,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
         computes = f"; computing {_share_words(computing_s, step_s)}" if computing_s else ""
         text = (
             f"{first.what} takes {_share_words(first.seconds, step_s)} of a step on the {device}"
-            f" ({duration(step_s)}){also}{computes}.{_wait_alike(first, waits_s)}{kinds} Next:"
+            f" ({format_duration(step_s)}){also}{computes}.{_wait_alike(first, waits_s)}{kinds} Next:"
             f" {first.action}"
         )
         return judged(
@@ -613,7 +619,7 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
         )
     if share >= _LAUNCH_BOUND:
         text = (
-            f"The {device} waits for the host: it had no work left at the end of {percent(share)}"
+            f"The {device} waits for the host: it had no work left at the end of {format_percent(share)}"
             f" of the forward and backward passes. Next: {_LAUNCH_ACTION}"
         )
         # The cost is not known, because idle time of a device between two kernels is not measured.
@@ -629,14 +635,14 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
             CaughtUpEvidence(share, launch_share),
         )
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
-    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
+    shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for seconds, part in phases)
     also = "".join(f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in worth)
     ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
     following = worth[0] if worth and worth[0].seconds >= _WORTH_DOING * step_s else found.computing
     cost_s = 0.0 if following is found.computing else following.seconds
     text = (
-        f"Computing takes {percent(computing_s / step_s)} of a step on the {device}"
-        f" ({duration(step_s)}: {shown}){also}.{ahead}{kinds} Next: {following.action}"
+        f"Computing takes {format_percent(computing_s / step_s)} of a step on the {device}"
+        f" ({format_duration(step_s)}: {shown}){also}.{ahead}{kinds} Next: {following.action}"
     )
     return judged(
         "compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence
@@ -717,8 +723,8 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
                 " busy."
             )
     text = (
-        f"{often} {takes} {duration(long['more_s'])} longer{each} ({why}):"
-        f" {duration(long['total_s'])} in total, {percent(long['share'])} of all step time. Next:"
+        f"{often} {takes} {format_duration(long['more_s'])} longer{each} ({why}):"
+        f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time. Next:"
         f" {action}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
@@ -760,9 +766,9 @@ def _stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> Jud
         else often
     )
     who = "all other ranks" if report["run"]["world_size"] > 2 else "the other rank"
-    in_all = f" ({duration(long['total_s'])} in total, {percent(long['share'])} of all step time)"
+    in_all = f" ({format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time)"
     text = (
-        f"{which}: {who} waited {duration(long['more_s'])}{' each time' * several} for rank"
+        f"{which}: {who} waited {format_duration(long['more_s'])}{' each time' * several} for rank"
         f" {rank}{in_all}. Next: see what rank {rank} does in"
         f" {'these steps' if several else 'this step'}: wrap parts in perf.section(), and look at"
         " its storage and its other programs."

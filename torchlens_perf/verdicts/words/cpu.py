@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.analysis.statistics.quantities import format_percent
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict
@@ -35,7 +35,9 @@ def _action(report: Facts) -> str:
     begin = "see what else keeps the CPUs busy" if not others else ""
     if share >= _OTHERS:
         busiest = max(others, key=lambda each: each["others_share"] or 0.0)["busiest_other"]
-        begin = f"see which programs outside of the job keep {percent(share)} of its CPUs busy"
+        begin = (
+            f"see which programs outside of the job keep {format_percent(share)} of its CPUs busy"
+        )
         if busiest:
             begin += f", first of all {busiest}"
     threads = {each["threads"] for each in known}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.verdicts.words.evidence import GrowthEvidence, JudgedVerdict, judged
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict
     first_s, last_s = trend["first_third_p50_s"], trend["last_third_p50_s"]
     cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
     text = (
-        f"The step time of the whole job grew by {percent(trend['change'])} over the run:"
-        f" {duration(first_s)} in the first third, {duration(last_s)} in the last. Next: see what"
+        f"The step time of the whole job grew by {format_percent(trend['change'])} over the run:"
+        f" {format_duration(first_s)} in the first third, {format_duration(last_s)} in the last. Next: see what"
         " grows with the step (an episode, a sequence, a list that is never emptied)."
     )
     share, evidence = (

@@ -14,7 +14,7 @@ from torchlens_perf.analysis.collectives.hang import (
     Hang,
     RankProgress,
 )
-from torchlens_perf.analysis.statistics.quantities import duration
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Kind
@@ -65,11 +65,11 @@ def described(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
 def text(hang: Hang) -> str:
     """Return sentences on the hang, on one line."""
     usual = (
-        f"usually {duration(hang.usual_s)}"
+        f"usually {format_duration(hang.usual_s)}"
         if hang.usual_s > 0
         else "the usual time is not known yet"
     )
-    opening = f"No step for {duration(hang.since_s)} ({usual})"
+    opening = f"No step for {format_duration(hang.since_s)} ({usual})"
     if hang.moving:
         there = sorted({rank for ranks in hang.places.values() for rank in ranks})
         opening += (
@@ -142,17 +142,17 @@ def _clause(blocking: BlockingRank, hang: Hang) -> str:
             if blocking.missing
             else ", waiting"
         )
-    old = f", as reported {duration(each.report_age_s)} ago" if each.report_age_s > 0 else ""
+    old = f", as reported {format_duration(each.report_age_s)} ago" if each.report_age_s > 0 else ""
     return {
         "dead": f"died {where}, and {missing}",
         "stopped": f"{missing}: stopped by a signal (process state T) {where}",
         "traced": f"{missing}: held by a debugger (process state t) {where}",
         "silent": (
-            f"stopped reporting when the steps ended, {duration(each.report_age_s)} ago, as did the"
+            f"stopped reporting when the steps ended, {format_duration(each.report_age_s)} ago, as did the"
             f" sidecar of that node; last reported {where}, and {missing}"
         ),
         "closed": f"{missing}: recording ended normally there after {each.step} steps",
-        "busy": f"{missing}: running {where}, last recorded event {duration(each.quiet_s)} ago",
+        "busy": f"{missing}: running {where}, last recorded event {format_duration(each.quiet_s)} ago",
     }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait(each)}")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, percent
+from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
 from torchlens_perf.run.oom_table import LiveMemoryRow, OutOfMemory
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict, OutOfMemoryEvidence, judged
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.memory import Growth
+    from torchlens_perf.analysis.statistics.memory import MemoryGrowth
     from torchlens_perf.verdicts.words.report import Facts, Rank
 
 # Expandable segments are advised if at least this share of the reserved memory is free in pieces.
@@ -74,8 +74,8 @@ def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
         )
     else:
         held = (
-            f"{amount(table['allocated_bytes'], 'B')} were allocated, and"
-            f" {amount(table['inactive_bytes'], 'B')} more were reserved but"
+            f"{format_bytes(table['allocated_bytes'], 'B')} were allocated, and"
+            f" {format_bytes(table['inactive_bytes'], 'B')} more were reserved but"
             f" free.{_largest(table['rows'])}"
         )
     text = (
@@ -89,16 +89,17 @@ def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
 
 def _asked(oom: OutOfMemory) -> str:
     asked, free, limit = (
-        amount(each, "B") for each in (oom["asked_bytes"], oom["free_bytes"], oom["limit_bytes"])
+        format_bytes(each, "B")
+        for each in (oom["asked_bytes"], oom["free_bytes"], oom["limit_bytes"])
     )
     if not _has_a_share(oom):
         return f"{asked} requested, {free} free of {limit}"
     reserved = (
-        f", and had reserved {amount(oom['table']['reserved_bytes'], 'B')}"
+        f", and had reserved {format_bytes(oom['table']['reserved_bytes'], 'B')}"
         if oom["table"] is not None
         else ""
     )
-    whole = amount(oom["device_bytes"], "B")
+    whole = format_bytes(oom["device_bytes"], "B")
     return (
         f"{asked} requested; the process may use {limit} of the device's {whole}{reserved}; {free}"
         " were free"
@@ -119,17 +120,17 @@ def _largest(rows: list[LiveMemoryRow]) -> str:
     if not rows:
         return ""
     blocks = f"{rows[0]['blocks']} block{'s' if rows[0]['blocks'] > 1 else ''}"
-    return f" Most of it: {amount(rows[0]['bytes'], 'B')} in {blocks}, {place(rows[0])}."
+    return f" Most of it: {format_bytes(rows[0]['bytes'], 'B')} in {blocks}, {place(rows[0])}."
 
 
 def place(row: LiveMemoryRow) -> str:
     """Return the place in the code that allocated a row's blocks."""
     if not row["stack"]:
-        return f"of {amount(row['largest_bytes'], 'B')} each, without a Python stack"
+        return f"of {format_bytes(row['largest_bytes'], 'B')} each, without a Python stack"
     return f"{row['module']}, {row['stack'][0]}" if row["module"] else row["stack"][0]
 
 
-def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
+def next_action(oom: OutOfMemory, growth: MemoryGrowth | None) -> str:
     """Return the action that would help, from the owners of the memory."""
     table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
     if table is None:
@@ -143,12 +144,12 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
     fragmented = table["inactive_bytes"] >= _FRAGMENTED_SHARE * table["reserved_bytes"]
     if oom["free_bytes"] < asked and others >= _OTHERS_SHARE * device_bytes:
         return (
-            f"{amount(others, 'B')} of the device were not allocated by torch: look for other"
+            f"{format_bytes(others, 'B')} of the device were not allocated by torch: look for other"
             " processes on it (nvidia-smi), and for libraries that allocate memory themselves."
         )
     if fragmented and not table["expandable"] and free + table["inactive_bytes"] >= asked:
         return (
-            f"{percent(table['inactive_bytes'] / table['reserved_bytes'])} of the reserved memory"
+            f"{format_percent(table['inactive_bytes'] / table['reserved_bytes'])} of the reserved memory"
             " is free, but in pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
     if growth is not None:
@@ -156,13 +157,13 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
     if _has_a_share(oom) and oom["free_bytes"] >= asked:
         return (
             "the process's share of the device is full, but the device is not:"
-            f" {percent(limit / device_bytes)} (torch.cuda.set_per_process_memory_fraction); raise"
+            f" {format_percent(limit / device_bytes)} (torch.cuda.set_per_process_memory_fraction); raise"
             " it, or take a smaller batch."
         )
     if asked >= _ONE_REQUEST_SHARE * limit:
         where = f" at {oom['stack'][0]}" if oom["stack"] else ""
         whole = "the process's share" if _has_a_share(oom) else "the device"
-        return f"one request{where} needs {percent(asked / limit)} of {whole}: compute it in parts."
+        return f"one request{where} needs {format_percent(asked / limit)} of {whole}: compute it in parts."
     if not any(row["stack"] for row in rows):
         return (
             "a smaller batch, activation checkpointing, or sharding (FSDP); "
@@ -177,7 +178,7 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
         return (
             f"checkpoint the activations of {top['module'].rpartition(' > ')[2]}"
             " (torch.utils.checkpoint), which hold"
-            f" {percent(top['bytes'] / table['allocated_bytes'])}, or take a smaller batch."
+            f" {format_percent(top['bytes'] / table['allocated_bytes'])}, or take a smaller batch."
         )
     return (
         "a smaller batch, activation checkpointing, or sharding (FSDP); the table shows what holds"
@@ -185,11 +186,11 @@ def next_action(oom: OutOfMemory, growth: Growth | None) -> str:
     )
 
 
-def _by_growth(growth: Growth | None) -> str:
+def _by_growth(growth: MemoryGrowth | None) -> str:
     if growth is None:
         return ""
     return (
-        f"allocated memory has grown by {amount(growth['bytes_per_step'], 'B')} a step over steps"
+        f"allocated memory has grown by {format_bytes(growth['bytes_per_step'], 'B')} a step over steps"
         f" {growth['since_step']} to {growth['until_step']}: something keeps tensors from step to"
         " step, such as a list of losses without .item() or .detach()."
     )
@@ -215,10 +216,10 @@ def oom_text(oom: OutOfMemory) -> str:
         )
     lines += [
         (
-            f"allocated {amount(table['allocated_bytes'], 'B')}, reserved"
-            f" {amount(table['reserved_bytes'], 'B')}, of which"
-            f" {amount(table['inactive_bytes'], 'B')} are free (largest free block"
-            f" {amount(table['largest_inactive_bytes'], 'B')})"
+            f"allocated {format_bytes(table['allocated_bytes'], 'B')}, reserved"
+            f" {format_bytes(table['reserved_bytes'], 'B')}, of which"
+            f" {format_bytes(table['inactive_bytes'], 'B')} are free (largest free block"
+            f" {format_bytes(table['largest_inactive_bytes'], 'B')})"
         ),
         *(f"  requested at {frame}" for frame in oom["stack"]),
         "",
@@ -227,12 +228,12 @@ def oom_text(oom: OutOfMemory) -> str:
     for row in table["rows"]:
         new = "" if row["new_blocks"] is None else f", {row['new_blocks']} of them new"
         lines.append(
-            f"{amount(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}".rstrip()
+            f"{format_bytes(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}".rstrip()
         )
         lines += [f"{'':12}{frame}" for frame in row["stack"] or (place(row),)]
     if table["other_blocks"]:
         lines.append(
-            f"{amount(table['other_bytes'], 'B'):>10}  {table['other_blocks']} blocks in other"
+            f"{format_bytes(table['other_bytes'], 'B'):>10}  {table['other_blocks']} blocks in other"
             " places"
         )
     if table["history_events"]:

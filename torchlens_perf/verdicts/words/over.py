@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import counted, duration, percent, steps_words
+from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
+    format_duration,
+    format_percent,
+    format_step_range,
+)
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.verdicts.words.evidence import (
     OVER,
@@ -36,14 +41,14 @@ def stretch(
     run. everywhere: True if it was measured in all of the rest.
     """
     share = use.seconds / step_s
-    takes = f"{percent(share)} ({duration(use.seconds)}) of a step of {duration(step_s)}"
-    rest = f"{'' if everywhere else 'where it was measured, '}{duration(rest_s)}"
+    takes = f"{format_percent(share)} ({format_duration(use.seconds)}) of a step of {format_duration(step_s)}"
+    rest = f"{'' if everywhere else 'where it was measured, '}{format_duration(rest_s)}"
     if until_step is None:
         what = use.what[0].lower() + use.what[1:]
         text = f"Since step {since_step}, {what} takes {takes}; before, {rest}. Next: {use.action}"
     else:
         text = (
-            f"{use.what} took {takes} {steps_words(since_step, until_step)}; in the rest of the"
+            f"{use.what} took {takes} {format_step_range(since_step, until_step)}; in the rest of the"
             f" run, {rest}."
         )
     kind = use.kind if until_step is None else f"{use.kind}{OVER}"
@@ -58,8 +63,8 @@ def computing_now(computing: Use, step_s: float, before_s: float, since_step: in
     """
     share = computing.seconds / step_s
     text = (
-        f"Since step {since_step}, computing takes {percent(share)} ({duration(computing.seconds)})"
-        f" of a step of {duration(step_s)}; before, a step took {duration(before_s)}. Next:"
+        f"Since step {since_step}, computing takes {format_percent(share)} ({format_duration(computing.seconds)})"
+        f" of a step of {format_duration(step_s)}; before, a step took {format_duration(before_s)}. Next:"
         f" {computing.action}"
     )
     evidence = StretchEvidence(step_s, computing.seconds, 0.0)
@@ -74,11 +79,13 @@ def hang_over(
     last: its newest alert. steps, total_s: number and time of all steps of the run.
     """
     lost_s, went_on = found.duration_s or 0.0, found.went_on
-    lasted = f" for {duration(lost_s)}" if lost_s else ""
+    lasted = f" for {format_duration(lost_s)}" if lost_s else ""
     then = {True: ", and went on", False: ", and ended in it", None: ""}[went_on]
     finding = last.text.partition(". ")[2]
     share = lost_s / max(total_s, lost_s) if lost_s else 0.0
-    cost = f": {percent(share)} of all step time" if went_on and share >= WORTH_A_LINE else ""
+    cost = (
+        f": {format_percent(share)} of all step time" if went_on and share >= WORTH_A_LINE else ""
+    )
     text = f"The job hung in step {step}{lasted}{then}{cost}. {finding}".rstrip()
     if last.next and (went_on is False or cost):
         text += f" Next: {last.next}"
@@ -104,14 +111,17 @@ def held_words(held: Held | None, started: str | None) -> str:
     """
     if held is None or held["since_step"] is None:
         return ""
-    steps, windows = steps_words(held["since_step"], held["until_step"]), held["windows_judged"]
+    steps, windows = (
+        format_step_range(held["since_step"], held["until_step"]),
+        held["windows_judged"],
+    )
     times = [_clock(each, started) for each in (held["since"], held["until"]) if each is not None]
     at = (
         f" ({' to '.join(times)} UTC)" if times and (not has_ended(held) or len(times) == 2) else ""
     )
     if not windows:
         return f"Held {steps}{at}."
-    some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"
+    some = f"{held['windows_held']} of {format_count(windows, 'window')} of {held['window_steps']} steps"
     return f"Held in {some}, {steps}{at}."
 
 

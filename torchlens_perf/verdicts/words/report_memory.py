@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from torchlens_perf.analysis.statistics.memory import Growth
+from torchlens_perf.analysis.statistics.memory import MemoryGrowth
 
 
 class Retries(TypedDict):
@@ -44,4 +44,4 @@ class Memory(TypedDict):
     max_bytes: int | None
     source: str | None
     device: DeviceMemory | None
-    growth: Growth | None
+    growth: MemoryGrowth | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict, StartupEvidence, judged
@@ -28,9 +28,9 @@ def startup_words(run: Run) -> str:
     if start is None:
         return ""
     rank = f", rank {start['rank']}" if run["world_size"] > 1 else ""
-    warm_up = f"; warm-up steps {duration(start['warm_up_s'])}" if start["warm_up_s"] else ""
+    warm_up = f"; warm-up steps {format_duration(start['warm_up_s'])}" if start["warm_up_s"] else ""
     compiling = (
-        f"; torch.compile took {duration(start['compile_s'])} of the run"
+        f"; torch.compile took {format_duration(start['compile_s'])} of the run"
         if start["compile_s"]
         else ""
     )
@@ -39,7 +39,9 @@ def startup_words(run: Run) -> str:
         if start["interactive"]
         else "since the process started"
     )
-    return f"startup {duration(start['before_first_step_s'])} {since}{rank}{warm_up}{compiling}"
+    return (
+        f"startup {format_duration(start['before_first_step_s'])} {since}{rank}{warm_up}{compiling}"
+    )
 
 
 def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
@@ -56,14 +58,16 @@ def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
     whole_s = start["before_first_step_s"] + start["warm_up_s"] + steps["total_s"]
     if lost_s < _MIN_START_S or lost_s < _WORTH_NAMING * whole_s:
         return []
-    parts = f"{duration(start['before_first_step_s'])} before the first recorded step"
+    parts = f"{format_duration(start['before_first_step_s'])} before the first recorded step"
     if warm_up_s >= _WORTH_NAMING * lost_s:
-        parts += f", and {duration(warm_up_s)} more than usual in the warm-up steps"
+        parts += f", and {format_duration(warm_up_s)} more than usual in the warm-up steps"
     compile_s = start["compile_s"] or 0.0
-    compiling = f"; torch.compile took {duration(compile_s)} in this process" if compile_s else ""
+    compiling = (
+        f"; torch.compile took {format_duration(compile_s)} in this process" if compile_s else ""
+    )
     cpu_wait_s = start["cpu_wait_s"] or 0.0
     waiting = (
-        f"; the main thread waited {duration(cpu_wait_s)} of that for a CPU"
+        f"; the main thread waited {format_duration(cpu_wait_s)} of that for a CPU"
         if cpu_wait_s >= 1.0
         else ""
     )
@@ -80,8 +84,8 @@ def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
             " longer for each start."
         )
     text = (
-        f"The start takes {percent(lost_s / whole_s)} of the run ({duration(lost_s)} of"
-        f" {duration(whole_s)}): {parts}{waiting}{compiling}. Next: {action}"
+        f"The start takes {format_percent(lost_s / whole_s)} of the run ({format_duration(lost_s)} of"
+        f" {format_duration(whole_s)}): {parts}{waiting}{compiling}. Next: {action}"
     )
     before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
     evidence = StartupEvidence(before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU
 from torchlens_perf.verdicts.causes.straggler_groups import MAX_MODULES, MIN_IMBALANCE
@@ -142,8 +142,8 @@ def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> st
         return ""
     return (
         f"The kernels of the collectives do not confirm it: rank {latest} came last in"
-        f" {percent(others[latest])} of them, rank {straggler.lead.rank} in"
-        f" {percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
+        f" {format_percent(others[latest])} of them, rank {straggler.lead.rank} in"
+        f" {format_percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
     )
 
 
@@ -162,7 +162,7 @@ def _only_in_windows(findings: Findings) -> str:
     """Return a clause on ranks that only merged windows show as slow; "" without such ranks."""
     found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:MAX_NAMED]
     each = ", ".join(
-        f"rank {each.rank} (+{duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})"
+        f"rank {each.rank} (+{format_duration(each.excess_ns / 1e9)} a step, in {phase_name(each.phase)})"
         for each in found
     )
     return f", but show {each}" if each else ""
@@ -225,7 +225,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         f"; most of the difference is in {', '.join(map(module_label, modules))}" if modules else ""
     )
     if modules and module_excess_s <= _MAX_MODULE_RATIO * episode.phase_excess_ns / 1e9:
-        where += f" (+{duration(module_excess_s)} a step)"
+        where += f" (+{format_duration(module_excess_s)} a step)"
     cost_s, share = (
         None if straggler.cost_ns is None else straggler.cost_ns / 1e9,
         straggler.cost_share,
@@ -235,7 +235,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
     if cost_s is not None and share is not None:
         too = straggler.slow_too
         it = f"Together with {format_rank_list(too)} it" if too else "It"
-        cost = f"{it} costs the job {duration(cost_s)} a step ({percent(share)})"
+        cost = f"{it} costs the job {format_duration(cost_s)} a step ({format_percent(share)})"
     causes = (
         [each for each in straggler.diagnosis.causes if each.explains is not None]
         if straggler.diagnosis
@@ -297,7 +297,7 @@ def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
             text += f"Not seen on other ranks: {cause.text}; {cause.action} "
             short.append(f"not seen on other ranks: {cause.text}")
         else:
-            explains = percent(min(1.0, cause.explains))
+            explains = format_percent(min(1.0, cause.explains))
             text += (
                 f"{'Also, ' if text else 'Because '}{cause.text} (which explains {explains} of"
                 " it). "
@@ -316,9 +316,12 @@ def _compared_times(episode: Episode, it: str, ranks: int) -> str:
         "its" if it == "it" else f"{it}'s",
     )
     if episode.phase == "cpu":
-        more = duration(episode.excess_ns / 1e9)
+        more = format_duration(episode.excess_ns / 1e9)
         return f"{its} thread was ready but had no CPU for {more} a step more than on {others}"
-    mine, theirs = duration(episode.work_ns / 1e9), duration(episode.others_work_ns / 1e9)
+    mine, theirs = (
+        format_duration(episode.work_ns / 1e9),
+        format_duration(episode.others_work_ns / 1e9),
+    )
     if episode.by_host:
         return (
             f"{its} host needs {mine} a step against {theirs} on {others}, and the device waits"
@@ -333,11 +336,11 @@ def _pattern(episode: Episode) -> str:
     text = ""
     if episode.slow_share < _INTERMITTENT:
         text = (
-            f"; it comes and goes: +{duration(episode.slow_excess_ns / 1e9)} in"
-            f" {percent(episode.slow_share)} of steps"
+            f"; it comes and goes: +{format_duration(episode.slow_excess_ns / 1e9)} in"
+            f" {format_percent(episode.slow_share)} of steps"
         )
     if episode.more_workload > _MORE_WORK:
-        text += f"; its workload is {percent(episode.more_workload)} larger than the others'"
+        text += f"; its workload is {format_percent(episode.more_workload)} larger than the others'"
     return text
 
 
@@ -451,9 +454,9 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Judged
     since = "from the start" if episode.from_start else f"from step {episode.since_step}"
     text = (
         f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step"
-        f" {episode.until_step - 1}: +{duration(episode.excess_ns / 1e9)} a"
-        f" step{_pattern(episode)}, which cost the job {duration(cost_s)} a step"
-        f" ({percent(share)}){', together with ranks slow at that time' if together else ''}. It is"
+        f" {episode.until_step - 1}: +{format_duration(episode.excess_ns / 1e9)} a"
+        f" step{_pattern(episode)}, which cost the job {format_duration(cost_s)} a step"
+        f" ({format_percent(share)}){', together with ranks slow at that time' if together else ''}. It is"
         " over."
     )
     if diagnosis is not None and diagnosis.causes:
@@ -475,8 +478,8 @@ def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
     cost_s, share = found.cost_ns / 1e9, found.cost_ns / findings.step_ns
     text = (
         f"The pipeline is out of balance: stage {found.stage} (ranks {format_ranges(found.ranks)}) has"
-        f" {duration(found.work_ns / 1e9)} of work a step, the other stages"
-        f" {duration(found.others_work_ns / 1e9)}. Next: move layers out of stage {found.stage}."
+        f" {format_duration(found.work_ns / 1e9)} of work a step, the other stages"
+        f" {format_duration(found.others_work_ns / 1e9)}. Next: move layers out of stage {found.stage}."
     )
     evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
     return [judged("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
@@ -503,12 +506,12 @@ def unequal_parts(findings: Findings) -> str:
     one = names.isdecimal()
     rest = f"rank{'s' * (not one)} {names}" if len(names) <= _MAX_NAMES_LENGTH else "the others"
     theirs = (
-        f"{'has' if one else 'have'} {duration(work_ns / 1e9)} and wait{'s' * one}"
-        f" {duration(wait_ns / 1e9)}"
+        f"{'has' if one else 'have'} {format_duration(work_ns / 1e9)} and wait{'s' * one}"
+        f" {format_duration(wait_ns / 1e9)}"
     )
     return (
         f"The ranks were not compared, because they run different models. {who.capitalize()}"
-        f" {largest.ranks} {does} {duration(largest.work_ns / 1e9)} of work a step, {rest}"
+        f" {largest.ranks} {does} {format_duration(largest.work_ns / 1e9)} of work a step, {rest}"
         f" {theirs}{', on average' * (len(others) > 1)}. Next: of a pipeline's stages, move layers"
         f" off {who} {largest.ranks}; if that should be no more work than the others', see what it"
         " is in the table of ranks."
@@ -532,7 +535,7 @@ def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
     clocks = (_BY_BOTH if by_both else _BY_DEVICES) if report["run"]["judged_by"] == DEVICE else ""
     text = (
         f"No slow rank in {count} steps{clocks}. The smallest detectable slowdown is"
-        f" {duration(seen_s)} per step ({percent(share)})."
+        f" {format_duration(seen_s)} per step ({format_percent(share)})."
     )
     confidence, rather = 0.9, _only_in_windows(findings)
     if rather:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.analysis.statistics.quantities import (
-    amount,
-    counted,
-    duration,
-    percent,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
     printable,
 )
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
@@ -139,7 +139,7 @@ def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
     if verdict.kind != "host_bound" or not too_deep:
         return verdict
     text = (
-        f"It is not known where the step's time goes: {counted(too_deep, 'span')} nested deeper"
+        f"It is not known where the step's time goes: {format_count(too_deep, 'span')} nested deeper"
         f" than {MAX_FRAMES} levels were not recorded. They may include phases of the step, which"
         " are counted as host code here. Next: nest sections less deeply, also around the training"
         " loop."
@@ -186,12 +186,12 @@ def _why_no_steps(report: Facts) -> str:
     made, lost = report["steps"]["made"], report["quality"]["lost"]
     if lost:
         steps = (
-            f"{counted(made, 'end_step')} ended, but the records of all of them"
+            f"{format_count(made, 'step')} ended, but the records of all of them"
             if made
             else "Records"
         )
         return (
-            f"{steps} were lost: {counted(lost, 'record')} came faster than the sidecar could read,"
+            f"{steps} were lost: {format_count(lost, 'record')} came faster than the sidecar could read,"
             " and were overwritten. Next: record fewer sections or modules, or raise ring_records."
         )
     if made:
@@ -207,7 +207,7 @@ def _why_no_steps(report: Facts) -> str:
     if report["run"]["live"] and now:
         longest = max(now, key=lambda each: each["step_s"])
         return (
-            f"No step has ended yet: the first one has taken {duration(longest['step_s'])} so far,"
+            f"No step has ended yet: the first one has taken {format_duration(longest['step_s'])} so far,"
             f" and is in {' > '.join(longest['inside'])}. Next: wait for its end."
         )
     return (
@@ -222,7 +222,7 @@ def _only_warm_up(report: Facts) -> JudgedVerdict:
     far = " so far" if report["run"]["live"] else ""
     which = "which is" if steps["count"] == 1 else "all of them"
     text = (
-        f"Only {counted(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
+        f"Only {format_count(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
         f" of each rank){warm_up_words(steps)}. Next: run at least 40 steps."
     )
     return judged("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
@@ -233,9 +233,9 @@ def warm_up_words(steps: Steps) -> str:
     if steps["warm_up_max_s"] is None:
         return ""
     parts = list(steps["warm_up_parts"].items())[:_MAX_WARM_UP_PARTS]
-    shown = ", ".join(f"{phase_name(part)} {percent(share)}" for part, share in parts)
+    shown = ", ".join(f"{phase_name(part)} {format_percent(share)}" for part, share in parts)
     up_to = "" if steps["count"] == 1 else "up to "
-    return f": {up_to}{duration(steps['warm_up_max_s'])}{f', {shown}' if shown else ''}"
+    return f": {up_to}{format_duration(steps['warm_up_max_s'])}{f', {shown}' if shown else ''}"
 
 
 def slow_link_text(findings: LinkFindings) -> str:
@@ -246,19 +246,15 @@ def slow_link_text(findings: LinkFindings) -> str:
     if not findings.links:
         return findings.undecided
     worst = findings.links[0]
-    text = f"{_link(worst)} is slow: {worst.operation} of {amount(worst.bytes, 'B')} takes "
+    text = f"{_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes "
     text += (
-        f"{duration(worst.transfer_ns / 1e9)}, {duration(worst.peers_transfer_ns / 1e9)} on its"
+        f"{format_duration(worst.transfer_ns / 1e9)}, {format_duration(worst.peers_transfer_ns / 1e9)} on its"
         f" {worst.peers} peers"
     )
     if worst.busbw is not None and worst.peers_busbw is not None:
-        text += (
-            f" ({amount(worst.busbw, 'B/s')} against {amount(worst.peers_busbw, 'B/s')} on the bus)"
-        )
+        text += f" ({format_bytes(worst.busbw, 'B/s')} against {format_bytes(worst.peers_busbw, 'B/s')} on the bus)"
     at_most = "at most " if worst.overlapped else ""
-    text += (
-        f"; that cost {at_most}{duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
-    )
+    text += f"; that cost {at_most}{format_duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
     if len(findings.links) > 1:
         text += f" {len(findings.links)} links are slow"
         if findings.shared_ranks:
