@@ -147,18 +147,12 @@ class AlertManager:
         return Assessment(identity, findings, hang, alerts, judge == "")
 
     def queue_assessment(self, assessment: Assessment) -> None:
-        """Queue an assessment for the exporter.
-
-        It replaces the queued one, but keeps that one's alerts.
-        """
+        """Queue an assessment, and keep the alerts of the queued one that it replaces."""
         not_taken = self._untaken.alerts if self._untaken is not None else ()
         self._untaken = dataclasses.replace(assessment, alerts=(*not_taken, *assessment.alerts))
 
     def take_assessment(self) -> Assessment | None:
-        """Return the newest assessment with the alerts since the last call.
-
-        Returns None before the first assessment.
-        """
+        """Return the newest assessment, if any, with the alerts since the last call."""
         found, self._untaken = self._untaken, None
         if found is not None:
             self._untaken = dataclasses.replace(found, alerts=())

@@ -197,18 +197,18 @@ class CaptureRelay:
             elif not runs:
                 captures.ring_request_path(capture.ring).unlink(missing_ok=True)
                 capture.finishing = self._write_files(
-                    capture, _create_failed_outcome(capture, "the process ended")
+                    capture, _build_failure(capture, "the process ended")
                 )
             elif now_s - capture.since_s > LONGEST_S and self._withdraw_request(capture):
                 why = f"no step ended within {LONGEST_S:g} s: {STACKS} shows where the rank is"
-                capture.finishing = self._write_files(capture, _create_failed_outcome(capture, why))
+                capture.finishing = self._write_files(capture, _build_failure(capture, why))
             elif live is not None and now_s - capture.since_s > _ANSWER_TIMEOUT_S:
                 why = (
                     f"begun, but not answered within {_ANSWER_TIMEOUT_S:g} s: the rank is in step"
                     f" {live.step}"
                 )
                 capture.finishing = self._write_files(
-                    capture, _create_failed_outcome(capture, f"{why}; {STACKS} shows where it was")
+                    capture, _build_failure(capture, f"{why}; {STACKS} shows where it was")
                 )
             elif live is not None and self._is_stack_due(capture, live.step, now_s):
                 self._record_stack(capture, live.step, now_s)
@@ -222,7 +222,7 @@ class CaptureRelay:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            return _create_failed_outcome(capture, f"the rank's answer cannot be read: {error}")
+            return _build_failure(capture, f"the rank's answer cannot be read: {error}")
         # The answer may belong to an earlier request that was given up.
         if answer.id not in (capture.request.id, captures.UNREADABLE):
             path.unlink(missing_ok=True)
@@ -253,7 +253,7 @@ class CaptureRelay:
 
     def _finish_now(self, capture: _PendingCapture, why: str) -> None:
         capture.folder.mkdir(parents=True, exist_ok=True)
-        for _ in self._write_files(capture, _create_failed_outcome(capture, why)):
+        for _ in self._write_files(capture, _build_failure(capture, why)):
             pass
 
     def _write_files(self, capture: _PendingCapture, outcome: Outcome) -> Iterator[None]:
@@ -305,5 +305,5 @@ class CaptureRelay:
         logger.info("capture %s of rank %d: %s", outcome.id, outcome.rank, outcome.ended or "done")
 
 
-def _create_failed_outcome(capture: _PendingCapture, why: str) -> Outcome:
+def _build_failure(capture: _PendingCapture, why: str) -> Outcome:
     return Outcome(capture.request.id, capture.rank, ended=why)

@@ -137,10 +137,7 @@ class ClusterLink:
         )
 
     def send_tally(self, tally: bytes, job: JobGeneration) -> None:
-        """Send this node's sums of metrics, called a tally.
-
-        Node 0's exporter adds up all tallies.
-        """
+        """Send this node's sums of metrics (a tally) to node 0, whose exporter adds them up."""
         if tally and self._exchange is not None and not self._is_node_0 and job.ranks:
             self._exchange.post({min(job.ranks): tally})
 
@@ -265,10 +262,7 @@ class ClusterLink:
             self._connect(*role, next(iter(job.ranks.values())).identity)
 
     def _connect(self, endpoints: Endpoints, merges: bool, identity: Identity) -> None:
-        """Open the exchange.
-
-        merges: True if rank 0 is on this node. identity: the identity of any rank of this node.
-        """
+        """Open the exchange. merges: True on node 0. identity: that of any rank of this node."""
         # Import the exchange here, because a job with one node needs neither asyncio nor grpc.
         from torchlens_perf.sidecar.nodes.exchange import Exchange
         from torchlens_perf.sidecar.nodes.rendezvous import store_key_of_watch
@@ -316,10 +310,7 @@ class ClusterLink:
                 logger.warning("node 0's control message cannot be read: %s", error)
 
     def _report_ranks(self, job: JobGeneration) -> None:
-        """Report the progress and new rows of this node's ranks to node 0.
-
-        Node 0 itself sends nothing.
-        """
+        """Report progress and new rows of this node's ranks to node 0, unless this is node 0."""
         while self._exchange is not None and not self._is_node_0:
             payloads, more = {}, False
             for rank, local in job.ranks.items():
@@ -405,8 +396,7 @@ class ClusterLink:
 
         Replaced processes may send summaries too late, and new processes may send them too early.
 
-        received: the post of each summary. generation: the number of this node's process
-        generation.
+        received: the post of each summary. generation: number of this node's process generation.
         """
         now_s, current = time.monotonic(), self.membership.generation_number(generation)
         known: dict[tuple[str, int], bool] = {}

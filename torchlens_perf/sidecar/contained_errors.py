@@ -13,20 +13,14 @@ if TYPE_CHECKING:
 
 
 class ContainedErrors:
-    """Container of errors that end one part of a round.
-
-    Each becomes a note in the node's state. Not thread-safe.
-    """
+    """Container of errors in parts of a round. Errors become notes in the node's state."""
 
     def __init__(self, state: NodeState) -> None:
         self._state = state
 
     @contextlib.contextmanager
     def contain(self, place: str) -> Iterator[None]:
-        """Suppress exceptions, log them, and add a note to the node's state.
-
-        place: a description of the work.
-        """
+        """Log and suppress exceptions, and note them in the node's state. place: the work."""
         before = swallowed.by_place[place]
         try:
             with guard(place):

@@ -1,7 +1,6 @@
 """Choose the ranks that this node's exported metrics describe.
 
-The metrics describe all ranks of the job or the ranks of this node. Node 0 can add up the metrics
-of all nodes.
+The metrics describe all ranks or this node's ranks. Node 0 can add up the metrics of all nodes.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _UNKNOWN_TIMEOUT_S = 15.0
 
 
 class ExportRole:
-    """This node's part in exporting the job's metrics.
-
-    It survives restarts of the job. Not thread-safe.
-    """
+    """This node's part in exporting the job's metrics, over all restarts of the job."""
 
     def __init__(self) -> None:
         self.part: CoveredRanks | None = None

@@ -200,10 +200,7 @@ class JobGeneration:
     def add_remote_summaries(
         self, values: npt.NDArray[np.void], received: Sequence[ReceivedPost], now_s: float
     ) -> None:
-        """Add valid summaries of other nodes' ranks of this generation.
-
-        received: the post of each summary.
-        """
+        """Add valid summaries of other nodes' ranks. received: the post of each summary."""
         hosts = [each.node.split("/")[0] for each in received]
         locations = ["".join(each.node.split("/")[2:]) for each in received]
         ages_s = [each.age_s for each in received]
@@ -236,10 +233,7 @@ class JobGeneration:
     # -- findings
 
     def judge_ranks(self, *, final: bool = False) -> Findings | None:
-        """Return the slow ranks, or None before the first step.
-
-        final: the run has ended.
-        """
+        """Return the slow ranks, or None before the first step. final: the run has ended."""
         found = self.detector.judge(final=final)
         if not self.places:
             return None
@@ -279,10 +273,7 @@ class JobGeneration:
     def diagnose_straggler(
         self, straggler: StragglerGroup, details: Mapping[str, str]
     ) -> Diagnosis:
-        """Return why a rank is slow.
-
-        details: see rules.diagnose(), empty for ranks of other nodes.
-        """
+        """Return why a rank is slow. details: see rules.diagnose(), {} for remote ranks."""
         episode, places = straggler.lead, self.places
         # Compare with ranks that do the same work. In a large job, choose them at random: a regular
         # pattern could select ranks with the same place on their nodes.

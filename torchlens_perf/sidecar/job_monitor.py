@@ -147,10 +147,7 @@ class JobMonitor:
             self.job.add_steps(source.state.identity, source.state.place, judged, places)
 
     def judge_job(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
-        """Judge the ranks, exchange data with other nodes, and search for hangs.
-
-        now_s: CLOCK_MONOTONIC.
-        """
+        """Judge the ranks, exchange data with other nodes, and search for hangs."""
         newest = list(sources.newest_generation())
         with self._errors.contain(_JUDGING):
             uncomparable = self._state.join.uncomparable_groups()
@@ -190,10 +187,7 @@ class JobMonitor:
     def take_traces(
         self, sources: RingSources, now_s: float, *, final: bool = False
     ) -> list[ExportBatch]:
-        """Return the traces to send now.
-
-        final: no more steps and no more choices of node 0 will follow.
-        """
+        """Return the traces to send now. final: no more steps or choices will follow."""
         found, self._last_traces = self._last_traces, []
         running = frozenset(
             each.state.identity.rank for each in sources.newest_generation() if not each.read_to_end

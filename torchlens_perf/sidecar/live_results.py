@@ -145,10 +145,7 @@ class LiveResults:
             self._delivered = now
 
     def _deliver_step_sums(self) -> None:
-        """Deliver sums of step times, without warm-up steps.
-
-        The reader computes differences of sums.
-        """
+        """Deliver sums of step times, without warm-up. Readers compute differences."""
         sources = {source.path: source for source in self._sidecar.sources}
         for path in self._figures:
             source = sources.get(path.with_suffix(".ring"))

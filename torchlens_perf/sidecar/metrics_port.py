@@ -176,8 +176,5 @@ class CombinedExporter:
         return self._first is None or self._first.wait_for_room(timeout_s)
 
     def shutdown(self, timeout_s: float) -> list[str]:
-        """Shut down the first exporter.
-
-        The port stays open until the last values have been scraped.
-        """
+        """Shut down the first exporter. MetricsPort.close() closes the port later."""
         return [] if self._first is None else self._first.shutdown(timeout_s)

@@ -45,10 +45,7 @@ _TAP = "building the native tap on collectives"
 
 
 class Sidecar:
-    """The parts of a sidecar's round, for one node of one run.
-
-    Not thread-safe. Methods do not block for long.
-    """
+    """The parts of a sidecar's round, for one node of one run. Not thread-safe."""
 
     def __init__(
         self,
@@ -95,10 +92,7 @@ class Sidecar:
         return self._exporter is not None
 
     def combine_exporter(self, both: Callable[[Exporter | None], Exporter]) -> None:
-        """Replace the exporter by a combined one.
-
-        both: combines the present exporter (or None) with another.
-        """
+        """Replace the exporter. both: combines the current exporter, or None, with another."""
         self._exporter = both(self._exporter)
 
     # -- one round
@@ -115,17 +109,11 @@ class Sidecar:
         self.records.count_records()
 
     def judge_ranks(self, now_s: float, *, final: bool = False) -> None:
-        """Judge the ranks, exchange data with other nodes, and search for hangs.
-
-        now_s: CLOCK_MONOTONIC.
-        """
+        """Judge the ranks, exchange data with other nodes, and search for hangs."""
         self.monitor.judge_job(self.sources, now_s, final=final)
 
     def join_run(self) -> None:
-        """Move this run into node 0's run directory, if node 0 has reported a different run id.
-
-        Raises OSError.
-        """
+        """Move this run into node 0's run directory, if node 0 has another run id."""
         self.monitor.assign_attempts(self.sources)
         run_id = self.monitor.cluster.membership.run_id
         if run_id != self._joined:
@@ -153,10 +141,7 @@ class Sidecar:
         self._add_notes(self.telemetry.notes)
 
     def build_tap(self, running_s: float) -> None:
-        """Build the native tap for the next run, if ranks did not find it.
-
-        running_s: time since the sidecar began.
-        """
+        """Build the native tap for the next run, if ranks lack it. running_s: the sidecar's age."""
         with self.contain_errors(_TAP):
             self._tap.start_if_due(running_s)
 
@@ -211,10 +196,7 @@ class Sidecar:
             self._exporter.on_assessment(dataclasses.replace(assessment, ended=not live))
 
     def save_records(self) -> None:
-        """Write a segment and the state.
-
-        Remove the rings of processes whose records are all saved.
-        """
+        """Write a segment and the state. Remove rings of processes whose records are all saved."""
         self.records.write_segment()
         self.save_state(durably=True)
         for source in self.sources:
@@ -280,10 +262,7 @@ class Sidecar:
         self.monitor.cluster.close(self.monitor.job)
 
     def write_report_if_due(self, write_status: Callable[[str], None]) -> None:
-        """Write report.txt once rank 0 has ended.
-
-        write_status: shows waiting processes what this sidecar does.
-        """
+        """Write report.txt once rank 0 has ended. write_status: shows the sidecar's work."""
         for source in self.sources:
             key = source.state.identity.key
             if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:

@@ -50,10 +50,7 @@ def lower_thread_priority() -> None:
 
 
 def yield_memory_to_job() -> None:
-    """Limit this process's memory.
-
-    If memory runs out, the kernel kills this process before the job.
-    """
+    """Limit this process's memory, and make the kernel kill it before the job."""
     with contextlib.suppress(OSError, ValueError):
         with open(_OOM_SCORE) as file:
             score = int(file.read())

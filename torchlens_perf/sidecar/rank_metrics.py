@@ -97,10 +97,7 @@ class HardwareSignals:
     def _mark_used(
         self, name: str, samples: Sequence[GpuSample] | Sequence[LinkSample]
     ) -> tuple[Any, float | None]:
-        """Mark samples as used.
-
-        Return the samples, and the time since the last used sample or None.
-        """
+        """Mark samples as used. Return them, and the time since the last used sample or None."""
         if not samples:
             return samples, None
         before, self._seen_ns[name] = self._seen_ns.get(name), samples[-1].monotonic_ns
@@ -169,10 +166,7 @@ class RankMetrics:
         return found
 
     def add_cpu_users(self, source: RingSource, signals: Mapping[str, float]) -> None:
-        """Add other users of a process's CPUs to the process's state.
-
-        signals: the newest sample.
-        """
+        """Add users of a process's CPUs to the process's state. signals: the newest sample."""
         pid, users = source.state.identity.pid, source.state.cpu_users
         users.cpus = self._host.cpu_count(pid) or users.cpus
         users.workers = max(users.workers, self._host.worker_count(pid))

@@ -185,10 +185,7 @@ def _is_rank_traced(chosen: TracedStep, rank: int) -> bool:
 
 
 def _find_saved_diagnosis(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:
-    """Return the diagnosis from the live run.
-
-    A replay cannot diagnose stragglers, because signals are not saved.
-    """
+    """Return the live run's diagnosis. A replay has no signals to make its own."""
     found = (state.findings.diagnosis(group.lead.key) for state in saved)
     return next((each for each in found if each is not None), None)
 
@@ -218,10 +215,7 @@ class _BatchSender:
     def send_alerts(
         self, run: RunDirectory, job: JobGeneration, findings: Findings, saved: list[NodeState]
     ) -> None:
-        """Send the alerts of the whole run. They have the same ids as in the live run.
-
-        saved: the nodes' states.
-        """
+        """Send the alerts of the whole run, with the same ids as in the live run."""
         last = self._last
         if last is None:
             return

@@ -1,8 +1,7 @@
 """Decide when the sidecar does each kind of work.
 
-The job's threads may need all CPUs. The sidecar therefore does each kind of work as rarely as
-readers of the results accept, and more rarely if the work takes long. This module does no I/O and
-reads no clock.
+The job's threads may need all CPUs. The sidecar therefore works as rarely as readers of the results
+accept, and more rarely if the work takes long. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ class Schedule:
             _LATEST_ACCOUNT_S, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE)
         )
         return self._is_due(
-            "account", now_s, max(self._young_run_interval_s(now_s, _ACCOUNT_S), rest_s)
+            "account", now_s, max(self._young_interval_s(now_s, _ACCOUNT_S), rest_s)
         )
 
     def is_judging_due(self, now_s: float, period_s: float) -> bool:
         """Return True if ranks should be judged: once in a period, or sooner in a young run."""
-        return self._is_due("judge", now_s, self._young_run_interval_s(now_s, period_s))
+        return self._is_due("judge", now_s, self._young_interval_s(now_s, period_s))
 
     def is_segment_due(
         self, now_s: float, unkept_records: int, ring_share: float, *, failing: bool = False
@@ -114,6 +113,6 @@ class Schedule:
             self._done_s[what] = now_s
         return due
 
-    def _young_run_interval_s(self, now_s: float, usual_s: float) -> float:
+    def _young_interval_s(self, now_s: float, usual_s: float) -> float:
         """Return the usual interval, or a shorter one while the run is young."""
         return min(usual_s, 0.1 + (now_s - self._started_s) / 10)

@@ -35,8 +35,7 @@ _PR_SET_PDEATHSIG = 1
 class TapBuilder:
     """Builder of the native tap. Not thread-safe.
 
-    One thread must make all calls until finish(), because the child ends with the thread that
-    started it.
+    One thread must make all calls until finish(), because the child ends with its thread.
     """
 
     def __init__(self, *, builds: bool) -> None:
@@ -74,8 +73,7 @@ class TapBuilder:
     def finish(self, timeout_s: float = 600.0) -> None:
         """Start the build if it was not due before. Wait for the child for at most `timeout_s`.
 
-        Called after the last report and the release of the lock, when no process waits for the
-        sidecar.
+        Called after the last report, when no process waits for the sidecar.
         """
         if self._to_be_built:
             self._start_child()

@@ -141,10 +141,7 @@ class TraceSampler:
     def encode_choice(
         self, attempt: int, slow_ranks: tuple[int, ...], max_bytes: int, *, final: bool
     ) -> bytes:
-        """Return the newest choice for other nodes, with as many steps as fit.
-
-        Returns b"" before the first step.
-        """
+        """Return the newest choice for other nodes, or b"" before the first step."""
         if self._sampler is None:
             return b""
         decided_to = EVERYTHING if final else self._sampler.decided_to

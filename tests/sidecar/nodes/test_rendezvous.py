@@ -18,7 +18,7 @@ from torchlens_perf.sidecar.nodes import endpoints as endpoints_module
 from torchlens_perf.sidecar.nodes.endpoints import (
     Endpoints,
     find_listen_addresses,
-    find_published_hosts,
+    find_own_hosts,
     split_address,
 )
 from torchlens_perf.sidecar.nodes.rendezvous import (
@@ -230,7 +230,7 @@ class TestPlaces:
         found = {
             host: (
                 find_listen_addresses(Endpoints((host, 1)))[0],
-                find_published_hosts(
+                find_own_hosts(
                     Endpoints((host, 1)), find_listen_addresses(Endpoints((host, 1)))[0][0]
                 ),
             )

@@ -40,10 +40,7 @@ class CpuNeighbours:
         self._weighted: dict[int, tuple[_ProcessTicks, float]] = {}
 
     def take_sample(self, now_s: float) -> bool:
-        """Take a sample.
-
-        Return True if CPU use could be computed, which needs a recent previous sample.
-        """
+        """Take a sample. Return True if there is a recent previous sample to compare with."""
         processes, busy_ticks = self._read_process_ticks(), self._read_busy_ticks()
         elapsed_s = now_s - self._before_s
         usable = bool(self._processes) and 0.2 < elapsed_s < 10.0

@@ -63,7 +63,7 @@ class ReportSender:
         """
         try:
             if self._call is None:
-                await self._connect_to_node_0()
+                await self._find_node_0()
             wait_s = self._not_before_s - time.monotonic()
             if wait_s > 0:
                 return wait_s
@@ -76,19 +76,12 @@ class ReportSender:
             raise
 
     async def finish(self) -> None:
-        """Send the remaining posts and a note that this sidecar ends. Then close the connection.
-
-        Raises OSError.
-        """
+        """Send the remaining posts, announce the end, and close the connection."""
         try:
             if self._call is None and self._outbox.has_unsent:
                 # Use the last address. A new search may fail, because the job's store has often
                 # ended.
-                await (
-                    self._connect_to_address(*self._last)
-                    if self._last
-                    else self._connect_to_node_0()
-                )
+                await (self._try_address(*self._last) if self._last else self._find_node_0())
             if self._call is not None:
                 while not await self._send_report(leaving=True):
                     pass
@@ -105,7 +98,7 @@ class ReportSender:
             if self._call.done():
                 raise asyncio.InvalidStateError
             found = await asyncio.wait_for(
-                self._send_and_receive(encode(report)), self._timing.operation_s
+                self._get_reply(encode(report)), self._timing.operation_s
             )
         except transport.CALL_ERRORS as error:
             raise ConnectionError(await self._describe_error(error)) from None
@@ -119,7 +112,7 @@ class ReportSender:
         self._not_before_s = now_s + reply.pace_s
         return report.leaving
 
-    async def _send_and_receive(self, data: bytes) -> bytes:
+    async def _get_reply(self, data: bytes) -> bytes:
         await self._call.write(data)
         found = await self._call.read()
         if found is aio.EOF:
@@ -143,7 +136,7 @@ class ReportSender:
     # Errors are stored as text. An exception in a variable would keep its frame, a call and a
     # connection alive.
 
-    async def _connect_to_node_0(self) -> None:
+    async def _find_node_0(self) -> None:
         """Connect to node 0's last known address. If that fails, try all published addresses."""
         candidates = [self._last] if self._last else []
         why = ""
@@ -156,7 +149,7 @@ class ReportSender:
             why = str(error)
         for source, address in candidates:
             try:
-                await self._connect_to_address(source, address)
+                await self._try_address(source, address)
             except OSError as error:
                 why = str(error)
                 continue
@@ -165,7 +158,7 @@ class ReportSender:
             return
         raise ConnectionError(why)
 
-    async def _connect_to_address(self, source: str, address: ExchangeAddress) -> None:
+    async def _try_address(self, source: str, address: ExchangeAddress) -> None:
         why = "node 0's sidecar has no address"
         for host in address.hosts:
             try:
@@ -179,10 +172,7 @@ class ReportSender:
         raise ConnectionError(why)
 
     async def _open_call(self, host: str, address: ExchangeAddress) -> None:
-        """Open a channel and a call.
-
-        Both sides prove that they have the job's token before the other side sends data.
-        """
+        """Open a call after both sides have proved that they have the job's token."""
         where, nonce = (
             transport.format_target(host, address.port),
             os.urandom(transport.NONCE_BYTES),

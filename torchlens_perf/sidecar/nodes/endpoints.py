@@ -89,7 +89,7 @@ def find_listen_addresses(places: Endpoints) -> tuple[list[str], int]:
     return ["::" if towards.startswith(_LOOPBACK) or not towards else towards], 0
 
 
-def find_published_hosts(places: Endpoints, listens_on: str) -> tuple[str, ...]:
+def find_own_hosts(places: Endpoints, listens_on: str) -> tuple[str, ...]:
     """Return names and addresses of this node to publish for other nodes, likeliest first."""
     host = (
         split_address(places.coordinator)[0]
@@ -114,10 +114,7 @@ def find_published_hosts(places: Endpoints, listens_on: str) -> tuple[str, ...]:
 
 
 def _find_own_address_towards(address: str) -> str | None:
-    """Return this node's address on the interface that leads to an address.
-
-    Connecting a UDP socket sends no packet.
-    """
+    """Return this node's address on the interface that leads to another address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.connect((address, 9))

@@ -143,10 +143,7 @@ class Exchange:
 
     @property
     def unreached_s(self) -> float:
-        """Time since this node lost contact with node 0.
-
-        On node 0: time since publishing its address failed.
-        """
+        """Time without contact to node 0. On node 0, time since publishing has failed."""
         with self._lock:
             return (
                 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s

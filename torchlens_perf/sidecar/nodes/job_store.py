@@ -57,10 +57,7 @@ def publish_or_wait_for_value(
 
 
 def main() -> int:
-    """Read a request from stdin, carry it out, and write the answer to stdout.
-
-    Return the exit code.
-    """
+    """Carry out the request from stdin, and write the answer to stdout. Return the exit code."""
     order = json.load(sys.stdin)
     signal.alarm(int(order["lives_s"]) + _GRACE_S)
     try:

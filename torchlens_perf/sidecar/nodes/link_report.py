@@ -46,10 +46,7 @@ def encode_link_report(attempt: int, rows: Sequence[LinkStatistics]) -> tuple[by
 
 
 def decode_link_report(data: bytes, attempt: int, world_size: int) -> list[LinkStatistics]:
-    """Return a node's rows, or [] for another attempt of the job.
-
-    Raises ValueError for invalid data.
-    """
+    """Return a node's rows, or [] for another attempt. Raises ValueError for invalid data."""
     try:
         # Limit the size, because a small message could decompress to a large amount of memory.
         report = _decoder.decode(zlib.decompressobj().decompress(data, _MAX_UNPACKED_BYTES))

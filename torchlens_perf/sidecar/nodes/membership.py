@@ -96,10 +96,7 @@ def match_generations(
 
 
 class Membership:
-    """One node's knowledge of the job's generations.
-
-    Not thread-safe. All times are of one monotonic clock.
-    """
+    """One node's knowledge of the job's generations. All times are of one monotonic clock."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
@@ -122,8 +119,7 @@ class Membership:
     ) -> None:
         """Add a set of this node.
 
-        restarts: number of restarts that the launcher reports. number: the set's generation, if
-        known.
+        restarts: restarts that the launcher reports. number: the set's generation, if known.
         """
         if local in self._own:
             return
@@ -148,10 +144,7 @@ class Membership:
         self._leads = False
 
     def generation_number(self, local: int) -> int:
-        """Return the generation of a set of this node.
-
-        Until node 0 has reported it, return a guess.
-        """
+        """Return the generation of a set of this node, or a guess until node 0 reports it."""
         return self._numbers.get(local, self._guess_number(local))
 
     def age_of_set_s(self, local: int, now_s: float) -> float:

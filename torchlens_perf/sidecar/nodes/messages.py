@@ -255,8 +255,7 @@ class Inbox:
     def receive_report(self, name: str, data: bytes, now_s: float) -> None:
         """Add the posts of a known sender's report. Duplicate posts are ignored.
 
-        Raises ValueError for an invalid report. The sender's count of unreadable reports then
-        grows.
+        Raises ValueError for an invalid report, and counts it as unreadable.
         """
         sender = self._senders[name]
         sender.last_report_s, sender.left = now_s, False
@@ -313,8 +312,7 @@ class Inbox:
     def find_duplicate_names(self) -> list[str]:
         """Return the node names that several live sidecars use at the same time.
 
-        A name is a duplicate if a sidecar reports after another sidecar has connected with this
-        name.
+        A name counts if its old sidecar sends reports after a new one has connected.
         """
         newest, found = {self._own.node: self._own}, set()
         for sender in self._senders.values():

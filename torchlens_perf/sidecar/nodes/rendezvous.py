@@ -3,8 +3,7 @@
 The address is in a setting, in the run directory, or in the job's store. The other nodes use the
 first address that answers with a proof of the job's token. The job's store is a
 torch.distributed.TCPStore, whose client may block without a limit. A child process (job_store.py)
-therefore accesses the store and is killed after a timeout. The sidecar itself does not import
-torch.
+therefore accesses the store, and is killed after a timeout.
 """
 
 from __future__ import annotations
@@ -85,10 +84,7 @@ def create_token(places: Endpoints, key: str) -> str:
 
 
 class Rendezvous:
-    """Access to the places where node 0's address is published.
-
-    Methods do not block. Not thread-safe.
-    """
+    """Access to the places where node 0 publishes its address. Methods do not block."""
 
     def __init__(
         self,
@@ -139,8 +135,7 @@ class Rendezvous:
     def find_addresses(self) -> list[tuple[str, ExchangeAddress]]:
         """Return the published addresses of node 0, each with its source.
 
-        Raises NotPublishedYet if there is no address yet, and OSError if an error prevented the
-        search.
+        Raises NotPublishedYet if there is no address yet, and OSError after an error.
         """
         found, error = [], ""
         if self._places.coordinator:
@@ -173,19 +168,13 @@ class Rendezvous:
         return found
 
     def stop_search(self) -> None:
-        """Stop the search, because node 0 has been found.
-
-        The next call of find_addresses() restarts it.
-        """
+        """Stop the search after node 0 was found. The next find_addresses() restarts it."""
         self._kill_store_process()
         self._not_before_s = _ANY_TIME_S
         self._store_from_s = self._clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
 
     def close(self, *, unpublish: ExchangeAddress | None = None) -> None:
-        """Kill a running child process.
-
-        unpublish: remove the address file if it contains this address.
-        """
+        """Kill the child process. unpublish: remove the file with this address."""
         self._kill_store_process()
         if unpublish is not None and self.address_file is not None:
             with contextlib.suppress(OSError):
@@ -236,10 +225,7 @@ class Rendezvous:
         self._child_until_s = self._clock() + self._timing.store_child_s
 
     def _poll_store_process(self) -> bytes:
-        """Return the value that the child process has found or published.
-
-        Return b"" while it runs and after an error.
-        """
+        """Return the value that the child has found or published. b"" means no value yet."""
         if self._child is None:
             return b""
         if self._child.poll() is None:

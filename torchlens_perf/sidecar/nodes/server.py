@@ -19,11 +19,7 @@ from grpc import aio
 
 from torchlens_perf.run.open_files import raise_open_file_limit
 from torchlens_perf.sidecar.nodes import transport
-from torchlens_perf.sidecar.nodes.endpoints import (
-    Endpoints,
-    find_listen_addresses,
-    find_published_hosts,
-)
+from torchlens_perf.sidecar.nodes.endpoints import Endpoints, find_listen_addresses, find_own_hosts
 from torchlens_perf.sidecar.nodes.messages import Inbox, Reply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous, create_token
 from torchlens_perf.sidecar.nodes.timing import Timing
@@ -121,9 +117,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 continue
             await server.start()
             self._server = server
-            self.address = ExchangeAddress(
-                port, self._token, find_published_hosts(self._endpoints, host)
-            )
+            self.address = ExchangeAddress(port, self._token, find_own_hosts(self._endpoints, host))
             logger.info("listening for other nodes on %s", transport.format_target(host, port))
             return
         raise failed
@@ -131,10 +125,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
     # -- calls
 
     def service(self, call: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        """Choose a call's handler before its payload is read.
-
-        gRPC calls this method for each call.
-        """
+        """Choose a call's handler before its payload is read. gRPC calls this method."""
         if call.method != transport.REPORT:
             return None
         metadata = dict(call.invocation_metadata)

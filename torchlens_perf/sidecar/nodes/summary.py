@@ -112,10 +112,7 @@ class RankSummary:
 
 
 def pack_summary(summary: RankSummary) -> bytes:
-    """Return the summary as bytes.
-
-    Long texts are truncated. Surplus groups and rows are left out.
-    """
+    """Return the summary as bytes. Long texts are cut. Surplus groups and rows are left out."""
     value = np.zeros((), LAYOUT)
     progress, place = summary.progress, summary.place
     value["version"], value["rank"], value["ended"] = VERSION, progress.rank, summary.ended
@@ -264,10 +261,7 @@ def unpack_summaries(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
 
 
 def find_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the summaries that pack_summary() can produce.
-
-    All other summaries are corrupt.
-    """
+    """Return a mask of the valid summaries, which pack_summary() can produce."""
     good = (values["state"] < len(_STATES)) & (values["rank"] < values["world_size"])
     has_row = values["row"] != NO_ROW
     good &= (values["width"] > 0) | ~has_row.any(axis=1)
@@ -346,10 +340,7 @@ def unpack_module_times(values: npt.NDArray[np.void]) -> npt.NDArray[np.float32]
 
 
 def unpack_placement(value: np.void, host: str, location: str = "") -> Placement:
-    """Return the placement of a summary's rank.
-
-    host, location: of the node that sent the summary.
-    """
+    """Return the placement of a summary's rank. host, location: those of its node."""
     coordinates = {
         entry["name"].decode(): int(entry["coordinate"])
         for entry in value["dimensions"]

@@ -119,8 +119,7 @@ class RingSource:
 
         At the end of the ring, all records are returned. If a device is timed, the last complete
         step is kept for the next call, because the device's times arrive one step later. If the
-        step in progress takes long, the last complete step is returned, because no further step may
-        follow.
+        step in progress takes long, the last complete step is returned too.
 
         now_s: the monotonic clock.
         """

@@ -43,10 +43,7 @@ _CLOCK_TICK_NS = 50_000_000
 
 
 class RingSources:
-    """The node's ring files.
-
-    Iterates over opened rings in the order of opening. Not thread-safe.
-    """
+    """The node's ring files. Iterates over opened rings in the order of opening."""
 
     def __init__(
         self,
@@ -177,10 +174,7 @@ class RingSources:
         )
 
     def _list_registered_rings(self) -> list[Path]:
-        """Return the paths of all registered rings.
-
-        The run directory is listed rarely, because its disk may be slow.
-        """
+        """Return the paths of all registered rings. The run directory is rarely listed."""
         now_s = time.monotonic()
         if now_s - self._listed_s >= _LIST_INTERVAL_S:
             self._listed_s = now_s

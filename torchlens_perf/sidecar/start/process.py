@@ -60,8 +60,7 @@ def read_live_run(
 ) -> int:
     """Read the node's rings until its ranks have ended. Return the exit code.
 
-    lock_descriptor: descriptor of the lock file, which the rank that started this process has
-    locked.
+    lock_descriptor: descriptor of the lock file. The rank that started this process locked it.
     rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read
     the run directory.
     """
@@ -367,10 +366,7 @@ def _may_folder_exist(folder: Path) -> bool:
 
 
 def move_log(run: RunDirectory, host: str) -> Path:
-    """Move the log of this node's sidecars into the run directory. Return its path there.
-
-    Raises OSError.
-    """
+    """Move the log of this node's sidecars into the run directory. Return its new path."""
     log, local_log = run.node_log_path(host), sidecar_log_path(sidecar_lock_path(run.run_id))
     with contextlib.suppress(FileNotFoundError):
         text = _read_log_end(local_log)

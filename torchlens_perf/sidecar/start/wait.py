@@ -11,9 +11,8 @@ each ring's header, forty times a second. It starts to read the rings at once in
 
 In the meantime, a thread imports the next modules on idle CPUs (preload.py). Even after a run of a
 few seconds, the report is then ready in time. If no CPU is idle, the thread waits for STARVED_S.
-CPU time that the imports take from ranks costs the job twice as much, because ranks wait for each
-other. The imports therefore start late or when a ring fills, and get a small share of a CPU at
-first.
+Ranks wait for each other, so CPU time for imports costs the job twice as much. Without idle CPUs,
+imports therefore start late or when a ring fills, with a small share of a CPU at first.
 """
 
 from __future__ import annotations
@@ -95,10 +94,7 @@ class RingWatch:
                     self._gone.add(path)  # An earlier sidecar has read this ring to its end.
 
     def _list_rings(self) -> list[str]:
-        """Return the same paths as RunDirectory.local_rings().
-
-        Also look for requests for results.
-        """
+        """Return the paths of RunDirectory.local_rings(). Also look for requests for results."""
         names = os.listdir(self._folder)
         self._has_request = any(name.endswith(_REQUESTS) for name in names)
         links = sorted(name for name in names if name.endswith(_REGISTERED))

@@ -104,10 +104,7 @@ class GpuTelemetry:
         return samples
 
     def _sample_gpu(self, uuid: str, monotonic_ns: int, unix_ns: int) -> GpuSample | None:
-        """Return a sample, or None if the GPU is lost.
-
-        Raises NVMLError if the driver is unloaded.
-        """
+        """Return a sample, or None for a lost GPU. Raises NVMLError for an unloaded driver."""
         nvml, backoff = self._nvml, self._backoffs[uuid]
         begun_ns = self._clock_ns()
         try:
@@ -154,10 +151,7 @@ class GpuTelemetry:
             gpu.reports_xids = self._xids.register_gpu(gpu.handle)
 
     def _init_nvml(self, now_ns: int) -> bool:
-        """Initialise NVML unless the last failure is too recent.
-
-        Return True if NVML is initialised.
-        """
+        """Initialise NVML, if the retry delay is over. Return True if it is initialised."""
         if self._nvml is not None:
             return True
         if now_ns < self._library_backoff.until_ns:
@@ -340,9 +334,7 @@ class _OpenGpu:
         return self._slow_values
 
     def _read_activity(self, now_ns: int) -> dict[str, float]:
-        """Return the GPU's activity from GPM, or {} if the GPU lacks GPM or another tool reserves
-        it.
-        """
+        """Return the GPU's activity from GPM, or {} if GPM is missing or reserved."""
         try:
             if self._gpm is not None:
                 return self._gpm.read()
@@ -371,10 +363,7 @@ class _OpenGpu:
 
 
 class _RetryDelay:
-    """Delay after a failure.
-
-    It begins with one second and doubles with each failure, up to a minute.
-    """
+    """Delay after a failure: one second at first, doubled by each failure up to a minute."""
 
     def __init__(self) -> None:
         self.until_ns = 0
@@ -389,10 +378,7 @@ class _RetryDelay:
 
 
 def _find_handle(nvml: Any, uuid: str) -> Any:
-    """Return NVML's handle of a GPU or MIG instance.
-
-    In torch, both UUIDs have the prefix "GPU-".
-    """
+    """Return the handle of a GPU or MIG instance. torch gives both UUIDs that begin with "GPU-"."""
     try:
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     except nvml.NVMLError as error:

@@ -46,10 +46,7 @@ _T = TypeVar("_T", GpuSample, LinkSample)
 
 
 class TelemetryLog:
-    """Sampler of GPUs, ports and processes that keeps recent samples and totals.
-
-    Not thread-safe.
-    """
+    """Sampler of GPUs, ports and processes that keeps recent samples and totals."""
 
     def __init__(
         self,
@@ -161,10 +158,7 @@ class TelemetryLog:
         return self._gpus.notes
 
     def write_if_due(self, disk_bytes: int, *, final: bool = False) -> None:
-        """Write new samples if a file is due or the run has ended.
-
-        Raises OSError on a full disk.
-        """
+        """Write new samples if a file is due or the run has ended. Raises OSError."""
         if not self._unwritten or self._first_sample_ns is None:
             return
         now_ns = self._now().monotonic_ns
@@ -183,10 +177,7 @@ class TelemetryLog:
         self._unwritten.clear()
 
     def run_totals(self) -> HardwareTotals:
-        """Return totals of all samples of the run, for the node's state.
-
-        Later samples change this object's values.
-        """
+        """Return the totals of all samples of the run. Later samples change this object."""
         return HardwareTotals(
             gpus=self._gpu_totals,
             facts=self._facts,

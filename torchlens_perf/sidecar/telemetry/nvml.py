@@ -117,10 +117,7 @@ def select_fast_fields(driver: str) -> tuple[Field, ...]:
 
 
 class FieldReader:
-    """Reader of several fields of one GPU in one call.
-
-    Later calls leave out fields that the GPU lacks.
-    """
+    """Reader of several fields of a GPU in one call. Missing fields are read only once."""
 
     def __init__(self, nvml: Any, handle: Any, fields: Sequence[Field]) -> None:
         self._nvml = nvml
