@@ -27,10 +27,10 @@ from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import MAX_PAYLOAD_BYTES, Outbox
 from torchlens_perf.sidecar.nodes.rendezvous import Rendezvous, store_key_of_watch
-from torchlens_perf.sidecar.nodes.timing import Timing
+from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 NODES, RANKS, CLIENTS, ROUNDS = int(os.environ.get("NODES", "2048")), 8, 4, 12
-TIMING = Timing(operation_s=20.0, connect_s=20.0)
+TIMING = ExchangeTiming(operation_s=20.0, connect_s=20.0)
 KEY = store_key_of_watch(0)
 # Windows per message, as sent by nodes that post once a second in a job of this size.
 PER_MESSAGE = 3

@@ -122,13 +122,13 @@ class Sources:
     def __iter__(self) -> Iterator[Source]:
         return iter(self._sources)
 
-    def newest_generation(self) -> Iterator[Source]:
+    def newest_rings(self) -> Iterator[Source]:
         return iter(self._sources)
 
     def is_newest(self, source: Source) -> bool:
         return True
 
-    def unfinished(self) -> list[Source]:
+    def unfinished_rings(self) -> list[Source]:
         return self._sources
 
     def read_setting(self, setting: str) -> int:
@@ -189,7 +189,7 @@ class Node:
         """Run one round of the sidecar."""
         self.cluster.exchange_data(self.job, self.clock())
         self.state.findings = self.job.add_groups_and_causes(self.job.judge_ranks() or NOTHING)
-        part = self.role.update(
+        part = self.role.update_part(
             self.cluster.export_part(self.job), self.job.rank_rows, self.cluster.take_tallies(), self.sources,  # type: ignore[arg-type]
             self.clock(),
         )  # fmt: skip

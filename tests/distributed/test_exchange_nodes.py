@@ -26,11 +26,11 @@ from torch.distributed import TCPStore
 
 from tests.support.processes import SCRIPTS, run_warm, torchrun
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, store_key_of_watch
-from torchlens_perf.sidecar.nodes.timing import Timing
+from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 pytestmark = pytest.mark.distributed
 
-TIMING = Timing(
+TIMING = ExchangeTiming(
     operation_s=2.0, connect_s=2.0, beat_s=0.5, look_s=0.1, first_retry_s=0.1, last_retry_s=1.0,
     store_after_s=0.0, store_child_s=30.0, store_again_s=2.0,
 )  # fmt: skip

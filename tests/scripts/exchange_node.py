@@ -15,7 +15,7 @@ from msgspec import structs
 
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
-from torchlens_perf.sidecar.nodes.timing import Timing
+from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 
 def main(settings: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def main(settings: dict[str, Any]) -> None:
         settings["key"],
         settings["node"],
         settings["merges"],
-        timing=Timing(**settings["timing"]),
+        timing=ExchangeTiming(**settings["timing"]),
     )
     number, longest_s = 0, 0.0
     while not stop.wait(0.1):

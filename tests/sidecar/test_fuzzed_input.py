@@ -247,7 +247,7 @@ def test_changed_messages_are_read_or_raise_value_error(number: int, tmp_path: P
     sent, _ = two_nodes(tmp_path)
     payloads = {rank: payload for each in sent.sent for rank, payload in each.payloads.items()}
     control = ControlMessage("a-run", (ProcessGeneration(0, -5.0, 4),))
-    reply = messages.encode(messages.Reply(0.5, control.encode()))
+    reply = messages.encode(messages.ReportReply(0.5, control.encode()))
     view, taken, other_ranks = node_zero(tmp_path, Wire()), 0, 0
     for sequence in range(count):
         if sequence % 250 == 249:
@@ -255,7 +255,7 @@ def test_changed_messages_are_read_or_raise_value_error(number: int, tmp_path: P
             view = node_zero(tmp_path, Wire())
         Collecting.inbox = messages.Inbox("node-0", 0.0)
         Collecting.inbox.add_sender("a", "node-1", 0.0)
-        whole = messages.Report(1.5, 0, False, [messages.Post(0.5, payloads)])
+        whole = messages.NodeReport(1.5, 0, False, [messages.Post(0.5, payloads)])
         with contextlib.suppress(ValueError):
             Collecting.inbox.receive_report("a", changed(messages.encode(whole), draw), 1.0)
             taken += 1

@@ -16,7 +16,7 @@ from torchlens_perf.page.notebook import results_from_run
 from torchlens_perf.run.directory import RunDirectory, create_local_folders
 from torchlens_perf.run.mailbox import ALERTS, ANSWER, RESULTS, STEPS, VIEW, Mailbox
 from torchlens_perf.sidecar import live_results
-from torchlens_perf.sidecar.live_results import LiveResults
+from torchlens_perf.sidecar.live_results import LiveResultDelivery
 from torchlens_perf.sidecar.node import Sidecar
 
 
@@ -28,7 +28,7 @@ class Live:
         self.sidecar: Sidecar = sidecar(run, exporter)[0]
         self.ranks = two_ranks(run)
         self.made = 0
-        self.results = LiveResults(self.sidecar, self._results)
+        self.results = LiveResultDelivery(self.sidecar, self._results)
 
     def _results(self, run: RunDirectory) -> str:
         self.made += 1
@@ -126,7 +126,7 @@ def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
     """The dead process could not remove its mailbox. Views of other processes are updated."""
     died, lives = Rank(run, 0, identity=dead_process()), Rank(run, 1)
     made = sidecar(run)[0]
-    results = LiveResults(made, results_from_run)
+    results = LiveResultDelivery(made, results_from_run)
     view = Mailbox(died.ring_path, VIEW)
     for rank in (died, lives):
         rank.steps(8, **WORK)
@@ -145,7 +145,7 @@ def test_slow_view_is_updated_less_often(live: Live) -> None:
     """A view that took 0.5 s is updated after ten seconds."""
     view = Mailbox(live.ranks[0].ring_path, VIEW)
     seconds = iter([0.0, 0.5] * 2)
-    live.results = LiveResults(live.sidecar, live._results, lambda: next(seconds))
+    live.results = LiveResultDelivery(live.sidecar, live._results, lambda: next(seconds))
     due = []
     for now_s in (0.0, 9.9, 10.1):
         live.steps(4)
@@ -183,7 +183,7 @@ def test_failed_results_are_answered_with_an_empty_text(live: Live) -> None:
     def fails(run: RunDirectory) -> str:
         raise RunStoreError("damaged")
 
-    live.results = LiveResults(live.sidecar, fails)
+    live.results = LiveResultDelivery(live.sidecar, fails)
     box = Mailbox(live.ranks[0].ring_path, ANSWER, RESULTS)
     with pytest.raises(RunStoreError, match="damaged"):
         live.round(1.0)

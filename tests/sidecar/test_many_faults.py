@@ -189,7 +189,7 @@ def readings(payload: bytes) -> Iterator[object]:
     yield summary.unpack_progress(values, ["host"], [0.0])
     yield summary.unpack_placement(values[0], "host")
     yield summary.unpack_module_times(values)
-    yield from summary.group_rows(values)
+    yield from summary.iter_row_batches(values)
 
 
 @pytest.mark.timeout(3600)

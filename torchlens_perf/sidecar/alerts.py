@@ -51,7 +51,7 @@ class SlowLinkMonitor:
         self._due_s = float("-inf")
         self._was_final = False
 
-    def report_and_judge(
+    def update_verdict(
         self,
         state: NodeState,
         cluster: ClusterLink,
@@ -84,7 +84,7 @@ class SlowLinkMonitor:
         reported = [rows]
         if not cluster.judges_alone:
             own, left_out = link_report.encode_link_report(attempt, rows)
-            cluster.report_links(own)
+            cluster.send_link_statistics(own)
             if left_out and _TOO_MANY_GROUPS not in state.notes:
                 state.notes.append(_TOO_MANY_GROUPS)
         for each in cluster.link_reports_of_others():
@@ -132,7 +132,7 @@ class AlertManager:
         the verdict on slow links. The other parameters are those of FindingLog.changes().
         """
 
-        def context() -> SlowRankContext:
+        def build_context() -> SlowRankContext:
             # Import report.build only when needed, because it loads the modules that format tables.
             from torchlens_perf.report.build import build_alert_context
 
@@ -140,7 +140,8 @@ class AlertManager:
 
         alerts = self.log.changes(
             attempt, findings, hang, places, unix_ns, at_step=at_step, last_step=last_step, judge=judge,
-            verdicts=[*imbalance_verdicts(findings), *filter(None, [links])], context=context, diagnosed=diagnosed,
+            verdicts=[*imbalance_verdicts(findings), *filter(None, [links])], diagnosed=diagnosed,
+            context=build_context,
         )  # fmt: skip
         self.newest.extend(alerts)
         self.raised += len(alerts)

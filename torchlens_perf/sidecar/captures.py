@@ -170,11 +170,11 @@ class CaptureRelay:
             capture = _PendingCapture(request, rank, live.ring, live.pid, folder, now_s)
             refusal = captures.why_refused(self._run.captures, request)
             if refusal:
-                self._finish_now(capture, refusal)
+                self._finish_with_failure(capture, refusal)
             elif live.refuses:
-                self._finish_now(capture, "captures are switched off: capture='off'")
+                self._finish_with_failure(capture, "captures are switched off: capture='off'")
             elif any(other.rank == rank for other in self._pending):
-                self._finish_now(capture, "another capture of this rank is in progress")
+                self._finish_with_failure(capture, "another capture of this rank is in progress")
             else:
                 logger.info("asking rank %d for capture %s", rank, request.id)
                 self._record_stack(capture, live.step, now_s)
@@ -251,7 +251,7 @@ class CaptureRelay:
             f"== in step {step}\n{read_all_stacks(capture.pid, _DUMP_TIMEOUT_S)}\n"
         )
 
-    def _finish_now(self, capture: _PendingCapture, why: str) -> None:
+    def _finish_with_failure(self, capture: _PendingCapture, why: str) -> None:
         capture.folder.mkdir(parents=True, exist_ok=True)
         for _ in self._write_files(capture, _build_failure(capture, why)):
             pass

@@ -125,7 +125,7 @@ class ClusterLink:
             self._instructions = instructions
             self._publish_control()
 
-    def report_links(self, links: bytes) -> None:
+    def send_link_statistics(self, links: bytes) -> None:
         """Report statistics of this node's links to node 0, see nodes/link_report.py."""
         if self._exchange is not None and not self._is_node_0:
             self._exchange.set_links(links)

@@ -46,7 +46,7 @@ class ExportRole:
         while len(self.slow_ranks) > MAX_SLOW_RANKS:
             del self.slow_ranks[next(iter(self.slow_ranks))]
 
-    def update(
+    def update_part(
         self,
         part: CoveredRanks | None,
         rows: RecentRankTimes,
@@ -60,14 +60,14 @@ class ExportRole:
         nodes, see NodeRole.
         """
         world_size = max((each.state.identity.world_size for each in sources), default=1)
-        here = len({each.state.identity.rank for each in sources.newest_generation()})
+        here = len({each.state.identity.rank for each in sources.newest_rings()})
         # Keep the last known part until the part of new processes is known.
         self.part = part or self.part
         if self.part is None:
             self._unknown_since_s = (
                 now_s if self._unknown_since_s is None else self._unknown_since_s
             )
-            if now_s - self._unknown_since_s < _UNKNOWN_TIMEOUT_S and sources.unfinished():
+            if now_s - self._unknown_since_s < _UNKNOWN_TIMEOUT_S and sources.unfinished_rings():
                 return None
             self.part = CoveredRanks.WHOLE if here >= world_size else CoveredRanks.ALONE
         standing: frozenset[int] | None = None

@@ -226,7 +226,7 @@ class JobGeneration:
         )
         for index in np.flatnonzero(values["ended"]).tolist():
             self.detector.end(ranks[index])
-        for population, block in summary.group_rows(values):
+        for population, block in summary.iter_row_batches(values):
             self.detector.add_block(population, block)
             self.rank_rows.add_batch(block)
 

@@ -148,7 +148,7 @@ class JobMonitor:
 
     def judge_job(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
         """Judge the ranks, exchange data with other nodes, and search for hangs."""
-        newest = list(sources.newest_generation())
+        newest = list(sources.newest_rings())
         with self._errors.contain(_JUDGING):
             uncomparable = self._state.join.uncomparable_groups()
             for source in newest:
@@ -176,13 +176,13 @@ class JobMonitor:
                 )
         self._state.hang = self.job.hang
         # Alerts contain the job's attempt, which node 0 may not have reported yet.
-        if not self.cluster.awaits_node_0(self.job) or not sources.unfinished():
-            self._update_alerts(newest, sources.unfinished())
+        if not self.cluster.awaits_node_0(self.job) or not sources.unfinished_rings():
+            self._update_alerts(newest, sources.unfinished_rings())
 
     def update_export_part(self, sources: RingSources, now_s: float) -> NodeRole | None:
         """Return the part of the job that this node exports, or None while it is not known."""
         part, tallies = self.cluster.export_part(self.job), self.cluster.take_tallies()
-        return self.role.update(part, self.job.rank_rows, tallies, sources, now_s)
+        return self.role.update_part(part, self.job.rank_rows, tallies, sources, now_s)
 
     def take_traces(
         self, sources: RingSources, now_s: float, *, final: bool = False
@@ -190,7 +190,7 @@ class JobMonitor:
         """Return the traces to send now. final: no more steps or choices will follow."""
         found, self._last_traces = self._last_traces, []
         running = frozenset(
-            each.state.identity.rank for each in sources.newest_generation() if not each.read_to_end
+            each.state.identity.rank for each in sources.newest_rings() if not each.read_to_end
         )
         return found + self._choose_traces(self.job, running, now_s, final=final)
 
@@ -244,7 +244,7 @@ class JobMonitor:
         judge = "" if alone else self._state.host if self.cluster.is_cut_off else None
         links: JudgedVerdict | None = None
         with self._errors.contain("looking for slow links"):
-            links = self._links.report_and_judge(
+            links = self._links.update_verdict(
                 self._state, self.cluster, self.job, time.monotonic(), final=not live
             )
         if judge is not None or self.alerts.log.are_open:

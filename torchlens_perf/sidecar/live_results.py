@@ -34,7 +34,7 @@ _MIN_IDLE_RATIO = 20.0
 _CLOCK_TICK_NS = 50_000_000
 
 
-class LiveResults:
+class LiveResultDelivery:
     """Responder to requests of this node's processes for live results. Not thread-safe."""
 
     def __init__(
@@ -114,7 +114,7 @@ class LiveResults:
             self._deliver_step_sums()
         asked, running = (
             list(self._asked),
-            {source.path for source in self._sidecar.sources.unfinished()},
+            {source.path for source in self._sidecar.sources.unfinished_rings()},
         )
         views = [path for path in self._views if path.with_suffix(".ring") in running]
         counted = sum(source.state.counted for source in self._sidecar.sources)

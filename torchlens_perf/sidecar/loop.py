@@ -15,7 +15,7 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ring
 from torchlens_perf.run.mailbox import REPORT, STEPS
 from torchlens_perf.sidecar import termination
-from torchlens_perf.sidecar.live_results import LiveResults
+from torchlens_perf.sidecar.live_results import LiveResultDelivery
 from torchlens_perf.sidecar.metrics_port import MetricsPort
 from torchlens_perf.sidecar.page_file import write_page_if_wanted
 from torchlens_perf.sidecar.schedule import Schedule
@@ -52,7 +52,7 @@ def run_sidecar(
     The caller must own the lock. If the result is True, the caller still owns it. Otherwise the
     lock is released.
 
-    results: see LiveResults.
+    results: see LiveResultDelivery.
     port: the port for /metrics. The caller closes it.
     background: a thread of low priority for all work that no rank waits for. Without `background`,
     the calling thread does all work.
@@ -122,7 +122,7 @@ class _RoundRunner:
         """True if another sidecar has started for this node."""
         self._sidecar = sidecar
         self._lock = lock
-        self._live = LiveResults(sidecar, results)
+        self._live = LiveResultDelivery(sidecar, results)
         self._started_s = time.monotonic()
         self._schedule = Schedule(self._started_s)
         self._account_took_s = self._save_took_s = 0.0
@@ -196,13 +196,15 @@ class _RoundRunner:
         return more
 
 
-def _sleep_until_event(sources: RingSources, duration_s: float, results: LiveResults) -> bool:
+def _sleep_until_event(
+    sources: RingSources, duration_s: float, results: LiveResultDelivery
+) -> bool:
     """Sleep until the duration is over, a rank ends or makes a request, or SIGTERM arrives.
 
     Return True if a rank has ended.
     """
     until_s = time.monotonic() + duration_s
-    live, ends = sources.unfinished(), termination.is_requested()
+    live, ends = sources.unfinished_rings(), termination.is_requested()
     while (left_s := until_s - time.monotonic()) > 0:
         time.sleep(min(_POLL_INTERVAL_S, left_s))
         if any(source.reader.read_counter(ring.STATE) == ring.State.CLOSED for source in live):

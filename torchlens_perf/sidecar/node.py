@@ -124,7 +124,7 @@ class Sidecar:
 
     def sample_telemetry(self) -> None:
         """Sample live processes, their GPUs and the node's network ports when a sample is due."""
-        sources = self.sources.unfinished()
+        sources = self.sources.unfinished_rings()
         live = [source.state for source in sources]
         if not live or not self.sources.read_setting("telemetry"):
             return
@@ -152,7 +152,7 @@ class Sidecar:
         """
         with self.contain_errors("capturing"):
             ranks, on_verdict = {}, False
-            for source in self.sources.newest_generation():
+            for source in self.sources.newest_rings():
                 identity, setting = source.state.identity, source.settings["capture"]
                 if not source.read_to_end:
                     step, refuses = source.reader.read_counter(ring.STEP), setting == "off"
@@ -173,7 +173,7 @@ class Sidecar:
 
         final: no more data will come from any node.
         """
-        monitor, live = self.monitor, bool(self.sources.unfinished())
+        monitor, live = self.monitor, bool(self.sources.unfinished_rings())
         if monitor.cluster.awaits_node_0(monitor.job) and live:
             return  # Trace ids depend on the attempt, which node 0 has not reported yet.
         if self._exporter is None:
@@ -205,7 +205,7 @@ class Sidecar:
                 source.path.with_suffix(".stack").unlink(missing_ok=True)
                 self.run.remove_ring(source.path)
         self.telemetry.write_if_due(
-            self.sources.read_setting("disk_bytes"), final=not self.sources.unfinished()
+            self.sources.read_setting("disk_bytes"), final=not self.sources.unfinished_rings()
         )
 
     def save_state(self, *, durably: bool = False) -> None:
@@ -266,7 +266,7 @@ class Sidecar:
         for source in self.sources:
             key = source.state.identity.key
             if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:
-                others_run = bool(self.sources.unfinished())
+                others_run = bool(self.sources.unfinished_rings())
                 if (
                     others_run
                     and time.monotonic() - source.ended_monotonic_s < _OTHER_RANKS_TIMEOUT_S

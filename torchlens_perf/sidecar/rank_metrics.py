@@ -140,7 +140,7 @@ class RankMetrics:
             source.state.identity.pid: source.reader.read_counter(ring.GC_NS)
             for source in _select_measurable(running)
         }
-        host = self._host.sample(gc_ns, now_s)
+        host = self._host.take_signals(gc_ns, now_s)
         for pid, signals in host.items():
             asleep_ns, duration_ns = self._asleep.pop(pid, (0, 0))
             if duration_ns:

@@ -91,7 +91,7 @@ class TraceSampler:
             sources.read_setting("export_limit"),
             bool(sources.read_setting("_trace_slow")),
         )
-        if identity.rank == min(each.state.identity.rank for each in sources.newest_generation()):
+        if identity.rank == min(each.state.identity.rank for each in sources.newest_rings()):
             if self._sampler is None:
                 self._sampler, self._budget_of = StepSampler(0), None
             self._sampler.add_steps(steps, every, now_s)

@@ -34,7 +34,7 @@ def sample_signals(signals: HostMetrics, pid: int, samples: int) -> dict[str, fl
     """Sample several times, half a second apart, and return the newest signals."""
     found: dict[int, dict[str, float]] = {}
     for _ in range(samples):
-        found = signals.sample({pid: 0}, time.monotonic())
+        found = signals.take_signals({pid: 0}, time.monotonic())
         for _ in range(6):
             signals.sample_disk_waits([pid], time.monotonic())
             time.sleep(0.1)
@@ -94,11 +94,11 @@ def test_sleeping_process_reports_no_cpu_wait() -> None:
 def test_ended_process_produces_no_signals() -> None:
     with subprocess.Popen(["sleep", "20"]) as process:
         signals = HostMetrics()
-        signals.sample({process.pid: 0}, 0.0)
+        signals.take_signals({process.pid: 0}, 0.0)
         process.kill()
     signals.sample_disk_waits([process.pid], 0.5)
 
-    assert signals.sample({process.pid: 0}, 1.0) == {}
+    assert signals.take_signals({process.pid: 0}, 1.0) == {}
     assert signals.busiest_neighbour(process.pid) == ""
 
 
@@ -133,7 +133,7 @@ def test_rates_and_shares_are_computed_between_two_samples(tmp_path: Path) -> No
     """Page faults of a data loader worker are added."""
     kernel = Kernel(tmp_path)
     signals = HostMetrics(tmp_path)
-    assert signals.sample({kernel.pid: 10**9}, 100.0) == {}
+    assert signals.take_signals({kernel.pid: 10**9}, 100.0) == {}
     for second, state in enumerate(("D", "S", "R", "D")):
         kernel.write(kernel.pid, state)
         signals.sample_disk_waits([kernel.pid], 100 + second / 4)
@@ -142,7 +142,7 @@ def test_rates_and_shares_are_computed_between_two_samples(tmp_path: Path) -> No
     kernel.write(kernel.pid, faults=6, kernel_ticks=TICKS_PER_S // 2, waited_ns=500_000_000)
     kernel.write(kernel.worker, faults=4)
 
-    newest = signals.sample({kernel.pid: 2 * 10**9}, 102.0)[kernel.pid]
+    newest = signals.take_signals({kernel.pid: 2 * 10**9}, 102.0)[kernel.pid]
 
     assert newest["disk_wait_share"] == 0.5
     assert newest["major_faults_per_s"] == 5.0
@@ -150,7 +150,7 @@ def test_rates_and_shares_are_computed_between_two_samples(tmp_path: Path) -> No
     assert newest["cpu_wait_share"] == 0.25
     assert newest["gc_share"] == 0.5
     # The last sample is too recent for a new one.
-    assert signals.sample({kernel.pid: 2 * 10**9}, 102.1)[kernel.pid] is newest
+    assert signals.take_signals({kernel.pid: 2 * 10**9}, 102.1)[kernel.pid] is newest
 
 
 @pytest.mark.parametrize(("state", "share"), [("S", 1.0), ("R", 0.0)])
@@ -160,12 +160,12 @@ def test_disk_wait_of_a_worker_counts_only_while_the_main_thread_sleeps(
     """A running main thread does not wait for its worker."""
     kernel = Kernel(tmp_path)
     signals = HostMetrics(tmp_path)
-    signals.sample({kernel.pid: 0}, 100.0)
+    signals.take_signals({kernel.pid: 0}, 100.0)
     kernel.write(kernel.pid, state)
     kernel.write(kernel.worker, "D")
     signals.sample_disk_waits([kernel.pid], 100.5)
 
-    assert signals.sample({kernel.pid: 0}, 101.0)[kernel.pid]["disk_wait_share"] == share
+    assert signals.take_signals({kernel.pid: 0}, 101.0)[kernel.pid]["disk_wait_share"] == share
 
 
 class Machine:

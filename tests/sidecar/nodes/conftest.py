@@ -14,9 +14,9 @@ from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange
 from torchlens_perf.sidecar.nodes.messages import NodeContact
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous, store_key_of_watch
-from torchlens_perf.sidecar.nodes.timing import Timing
+from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
-FAST = Timing(
+FAST = ExchangeTiming(
     operation_s=2.0, connect_s=2.0, beat_s=0.2, look_s=0.05, first_retry_s=0.05, last_retry_s=0.4
 )
 LONG_S = 60.0  # Only a failing test waits this long.
@@ -38,7 +38,7 @@ class Nodes:
         node: str,
         merges: bool = False,
         key: str = KEY,
-        timing: Timing = FAST,
+        timing: ExchangeTiming = FAST,
         places: Endpoints | None = None,
     ) -> Exchange:
         exchange = Exchange(places or self.places, key, node, merges, timing=timing)

@@ -126,7 +126,7 @@ def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
         state = NodeState(host)
         monkeypatch.setattr(state.join, "operations", lambda host=host: host)
         verdicts.append(
-            SlowLinkMonitor().report_and_judge(state, view.cluster, view.job, 0.0, final=False)
+            SlowLinkMonitor().update_verdict(state, view.cluster, view.job, 0.0, final=False)
         )
     alone, found = verdicts
 
@@ -137,7 +137,7 @@ def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
     for other in (link_report.encode_link_report(1, rows["node-1"])[0], whole[:-9], b""):
         wire.links = {"node-1": other}
         assert (
-            SlowLinkMonitor().report_and_judge(
+            SlowLinkMonitor().update_verdict(
                 state, views[0].cluster, views[0].job, 0.0, final=False
             )
             is None

@@ -16,9 +16,9 @@ from torchlens_perf.sidecar.nodes.messages import (
     MAX_PAYLOAD_BYTES,
     MAX_RANKS,
     Inbox,
+    NodeReport,
     Outbox,
     Post,
-    Report,
     decode_reply,
     decode_report,
     encode,
@@ -58,7 +58,7 @@ class TestWire:
         self, payloads: dict[int, bytes], posted_s: float
     ) -> None:
         """A report is only a little longer than its payloads."""
-        report = Report(1.5e6, 0, False, [Post(posted_s, payloads)])
+        report = NodeReport(1.5e6, 0, False, [Post(posted_s, payloads)])
         data = encode(report)
 
         assert decode_report(data) == report
@@ -73,7 +73,7 @@ class TestWire:
     @given(payloads_of_ranks, st.integers(1, 30))
     def test_truncated_reports_raise_an_error(self, payloads: dict[int, bytes], cut: int) -> None:
         """Reports with additional bytes raise the same error."""
-        data = encode(Report(1.0, 0, False, [Post(1.0, payloads)]))
+        data = encode(NodeReport(1.0, 0, False, [Post(1.0, payloads)]))
         for wrong in (data[:-cut], data + b"x"):
             with pytest.raises(ValueError, match=r"\S"):
                 decode_report(wrong)
@@ -94,7 +94,7 @@ class TestWire:
     def test_report_values_out_of_range_raise_an_error(self, posts: list[Post]) -> None:
         """No sender creates such times, ranks and sizes."""
         with pytest.raises(ValueError, match=r"\S"):
-            decode_report(encode(Report(8.5, 0, False, posts)))
+            decode_report(encode(NodeReport(8.5, 0, False, posts)))
 
     def test_large_posts_are_split_into_several_reports(self) -> None:
         """Only the last report says that the node leaves."""
@@ -237,7 +237,7 @@ class TestAccount:
             for sender in ("a1", "b2"):
                 inbox.receive_report(
                     sender,
-                    encode(Report(float(at), 0, False, [Post(float(at), {at: b""})])),
+                    encode(NodeReport(float(at), 0, False, [Post(float(at), {at: b""})])),
                     float(at),
                 )
 
@@ -253,7 +253,7 @@ class TestAccount:
         _, inbox = outbox_and_inbox()
         for number in range(20, 23):
             outbox.add_post({0: b"%d" % number}, 0.0)
-        outbox.resend_all()
+        outbox.require_resend()
         send(outbox, inbox)
         collected = inbox.collect_posts(0.0)
 

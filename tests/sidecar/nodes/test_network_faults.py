@@ -25,7 +25,7 @@ from tests.sidecar.nodes.conftest import FAST, KEY, LONG_S, Nodes, wait_until
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.exchange import Exchange, _get_event_loop
-from torchlens_perf.sidecar.nodes.messages import Post, Report, encode
+from torchlens_perf.sidecar.nodes.messages import NodeReport, Post, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous
 
 
@@ -216,7 +216,7 @@ class TestNode0:
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
         """Node 0 does not read the payload and adds no node."""
-        data = encode(Report(1.0, 0, False, [Post(0.0, {9: b"theirs"})]))
+        data = encode(NodeReport(1.0, 0, False, [Post(0.0, {9: b"theirs"})]))
         address = nodes.address()
         strangers = [
             RawClient(dataclasses.replace(address, token=token))

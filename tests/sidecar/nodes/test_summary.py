@@ -237,7 +237,7 @@ class TestRows:
                 np.testing.assert_array_equal(joined, getattr(rows, field.name))
 
     def test_newest_rows_are_packed_if_not_all_fit(self) -> None:
-        ((_, block),) = summary.group_rows(received(made_summary(rows=JOB.rows_of(0))))
+        ((_, block),) = summary.iter_row_batches(received(made_summary(rows=JOB.rows_of(0))))
 
         assert block.key.tolist() == [list(range(60 - ROWS, 60))]
 
@@ -252,7 +252,7 @@ class TestRows:
             issue_ns=rows.work_ns / 2,
             lag_ns=rows.work_ns * 100,
         )
-        ((population, block),) = summary.group_rows(received(made_summary(rows=rows)))
+        ((population, block),) = summary.iter_row_batches(received(made_summary(rows=rows)))
 
         assert (population, block.width, block.ranks.tolist()) == (PLACE.population, 4, [5])
         assert block.key[0].tolist() == [0, 1, 2, 3, 4, *[-1] * (ROWS - 5)]
@@ -284,7 +284,8 @@ class TestRows:
             made_summary(6),
         )
         blocks = [
-            (name, block.width, block.ranks.tolist()) for name, block in summary.group_rows(values)
+            (name, block.width, block.ranks.tolist())
+            for name, block in summary.iter_row_batches(values)
         ]
 
         assert sorted(blocks) == [
@@ -292,7 +293,7 @@ class TestRows:
             (PLACE.population, 2, [4]),
             ("other", 1, [3]),
         ]
-        assert list(summary.group_rows(received(made_summary()))) == []
+        assert list(summary.iter_row_batches(received(made_summary()))) == []
 
     def test_module_times_are_unpacked_within_half_a_percent(self) -> None:
         """Times are in the order of the modules' names. A digest identifies the names."""
@@ -327,7 +328,7 @@ def test_verdicts_are_the_same_with_and_without_packing(per_summary: int) -> Non
         values = received(
             *(made_summary(rank, JOB.rows_of(rank, window), Placement()) for rank in range(3))
         )
-        for population, block in summary.group_rows(values):
+        for population, block in summary.iter_row_batches(values):
             judge.add_block(population, block)
         judge.judge()
     travelled = judge.judge(final=True)
@@ -350,7 +351,7 @@ def test_rows_of_different_widths_are_compared_however_they_are_split() -> None:
         for rank in range(3):
             rows = job.rows_of(rank) if rank == 2 else wider(job.rows_of(rank), 4)
             at = np.flatnonzero((rows.step >= first) & (rows.step < first + 5))
-            for population, block in summary.group_rows(
+            for population, block in summary.iter_row_batches(
                 received(made_summary(rank, part_of(rows, at[0], at[-1] + 1), Placement()))
             ):
                 judge.add_block(population, block)

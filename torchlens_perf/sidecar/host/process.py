@@ -76,7 +76,7 @@ class HostMetrics:
                 process.in_disk_wait += self._waits_for_disk(process)
                 process.disk_wait_samples += 1
 
-    def sample(self, gc_ns: Mapping[int, int], now_s: float) -> dict[int, dict[str, float]]:
+    def take_signals(self, gc_ns: Mapping[int, int], now_s: float) -> dict[int, dict[str, float]]:
         """Return the signals since the last call, by pid.
 
         gc_ns: total time of garbage collection by pid.

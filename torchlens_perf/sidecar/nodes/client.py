@@ -17,7 +17,7 @@ from grpc import aio
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.messages import Outbox, decode_reply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, NotPublishedYet, Rendezvous
-from torchlens_perf.sidecar.nodes.timing import Timing
+from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -28,7 +28,7 @@ class ReportSender:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        timing: Timing,
+        timing: ExchangeTiming,
         lock: threading.Lock,
         outbox: Outbox,
         name: tuple[str, str],
@@ -205,7 +205,7 @@ class ReportSender:
             )
         if instance != self._instance:
             with self._lock:
-                self._outbox.resend_all()
+                self._outbox.require_resend()
         self._instance, self._not_before_s = instance, 0.0
 
     def _open_channel(self, where: str) -> aio.Channel:

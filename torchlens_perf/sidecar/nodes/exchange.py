@@ -32,7 +32,7 @@ from torchlens_perf.sidecar.nodes.messages import (
     validate_payloads,
 )
 from torchlens_perf.sidecar.nodes.rendezvous import NotPublishedYet, Rendezvous
-from torchlens_perf.sidecar.nodes.timing import Timing
+from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 
 class _ExchangeSide(Protocol):
@@ -55,7 +55,7 @@ class Exchange:
         node: str,
         merges: bool,
         *,
-        timing: Timing | None = None,
+        timing: ExchangeTiming | None = None,
     ) -> None:
         """Start the exchange on its thread. endpoints: the places where nodes can find node 0.
         key: id of this exchange. It must be the same on all nodes of the job, and differ from that
@@ -68,7 +68,7 @@ class Exchange:
         if endpoints.job_store is not None and not 0 <= endpoints.job_store[1] < 1 << 16:
             raise ValueError(f"invalid port {endpoints.job_store[1]}")
         self._endpoints, self._key, self._node, self._merges = endpoints, key, node, merges
-        self._timing = timing or Timing()
+        self._timing = timing or ExchangeTiming()
         self._lock = threading.Lock()
         self._inbox = Inbox(node, time.monotonic())
         self._outbox = Outbox()

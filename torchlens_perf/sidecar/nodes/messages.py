@@ -40,7 +40,7 @@ class Post(msgspec.Struct, array_like=True, frozen=True, gc=False):
     payloads: Annotated[dict[_Rank, _Payload], msgspec.Meta(max_length=MAX_RANKS)]
 
 
-class Report(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class NodeReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One node's report. A report without posts shows that the sidecar is alive."""
 
     sent_s: float
@@ -55,7 +55,7 @@ class Report(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Statistics of the node's links, see link_report.py, or b"" if node 0 has them already."""
 
 
-class Reply(msgspec.Struct, array_like=True, frozen=True):
+class ReportReply(msgspec.Struct, array_like=True, frozen=True):
     """Node 0's reply to a report."""
 
     pace_s: float
@@ -64,11 +64,11 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
     """Instructions for all nodes, see Exchange.instructions()."""
 
 
-_report, _reply = msgspec.msgpack.Decoder(Report), msgspec.msgpack.Decoder(Reply)
+_report, _reply = msgspec.msgpack.Decoder(NodeReport), msgspec.msgpack.Decoder(ReportReply)
 encode = msgspec.msgpack.Encoder().encode
 
 
-def decode_report(data: bytes) -> Report:
+def decode_report(data: bytes) -> NodeReport:
     """Decode a report. Raises ValueError for invalid data."""
     report = _report.decode(data)
     times = [*(post.posted_s for post in report.posts), report.sent_s]
@@ -77,7 +77,7 @@ def decode_report(data: bytes) -> Report:
     return report
 
 
-def decode_reply(data: bytes) -> Reply:
+def decode_reply(data: bytes) -> ReportReply:
     """Decode a reply. Raises ValueError for invalid data."""
     reply = _reply.decode(data)
     if not 0 <= reply.pace_s <= 60:
@@ -125,11 +125,11 @@ class Outbox:
         """True while the current process of node 0 has not received all posts and links."""
         return self._newest_s > self._received_s or self._links != self._received_links
 
-    def resend_all(self) -> None:
+    def require_resend(self) -> None:
         """Mark all posts as not received, because node 0 has a new process."""
         self._received_s, self._received_links = -math.inf, b""
 
-    def build_report(self, now_s: float, *, leaving: bool = False) -> Report:
+    def build_report(self, now_s: float, *, leaving: bool = False) -> NodeReport:
         """Return a report with changed links and the oldest unconfirmed posts that fit."""
         # The call with the posts in flight has failed.
         lost = [post for post in self._in_flight if post not in self._posts]
@@ -145,9 +145,9 @@ class Outbox:
         self._in_flight = posts
         leaving = leaving and len(posts) == len(waiting)
         links = self._links if self._links != self._received_links else b""
-        return Report(max(now_s, self._newest_s), self.dropped, leaving, posts, links)
+        return NodeReport(max(now_s, self._newest_s), self.dropped, leaving, posts, links)
 
-    def mark_received(self, report: Report) -> None:
+    def mark_received(self, report: NodeReport) -> None:
         """Mark the posts and links of a report as received, because node 0 has replied to it."""
         self._received_links = report.links or self._received_links
         if report.posts:

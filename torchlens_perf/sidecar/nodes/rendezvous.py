@@ -25,7 +25,7 @@ from pathlib import Path
 
 from torchlens_perf.run import children
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints, split_address
-from torchlens_perf.sidecar.nodes.timing import Timing
+from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 _RECORD = re.compile(r"2 (\d{1,5}) ([0-9a-f]{32}) ([^\s]+(?: [^\s]+)*)")
 _MAX_RECORD_BYTES = 4096
@@ -90,12 +90,12 @@ class Rendezvous:
         self,
         places: Endpoints,
         key: str,
-        timing: Timing | None = None,
+        timing: ExchangeTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._places = places
         self._key = key
-        self._timing = timing or Timing()
+        self._timing = timing or ExchangeTiming()
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
         self._child_until_s = 0.0

@@ -20,9 +20,9 @@ from grpc import aio
 from torchlens_perf.run.open_files import raise_open_file_limit
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints, find_listen_addresses, find_own_hosts
-from torchlens_perf.sidecar.nodes.messages import Inbox, Reply, encode
+from torchlens_perf.sidecar.nodes.messages import Inbox, ReportReply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous, create_token
-from torchlens_perf.sidecar.nodes.timing import Timing
+from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -45,7 +45,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
         rendezvous: Rendezvous,
         endpoints: Endpoints,
         key: str,
-        timing: Timing,
+        timing: ExchangeTiming,
         lock: threading.Lock,
         inbox: Inbox,
     ) -> None:
@@ -173,7 +173,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "that report cannot be read"
                     )
-                await context.write(encode(Reply(self._min_report_interval_s(), self.reply)))
+                await context.write(encode(ReportReply(self._min_report_interval_s(), self.reply)))
         finally:
             del last_report_s[task]
 

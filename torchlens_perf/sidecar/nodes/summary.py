@@ -210,7 +210,7 @@ def _unpack_device_place(
     )
 
 
-def _unpack_begun(
+def _unpack_begun_operations(
     groups: list[tuple[bytes, int]], begun: list[int], text: Mapping[bytes, str]
 ) -> dict[str, int]:
     return {
@@ -298,7 +298,7 @@ def _is_utf8(data: bytes) -> bool:
     return True
 
 
-def group_rows(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
+def iter_row_batches(values: npt.NDArray[np.void]) -> Iterator[tuple[str, BinBatch]]:
     """Yield the rows of all summaries, in one batch per row width and population."""
     has_rows = (values["row"] != NO_ROW).any(axis=1)
     for width in np.unique(values["width"][has_rows]).tolist():
@@ -370,7 +370,7 @@ def unpack_progress(
             state=_STATES[state],
             since_mark_s=None if since_mark_s < 0 else since_mark_s,
             all_groups=bool(all_groups),
-            began=_unpack_begun(groups, begun, text) if any(begun) else {},
+            began=_unpack_begun_operations(groups, begun, text) if any(begun) else {},
             device=_unpack_device_place(step, *device) if device[0] else None,
         )
         for (

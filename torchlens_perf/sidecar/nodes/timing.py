@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Timing:
+class ExchangeTiming:
     """Timeouts and intervals in seconds."""
 
     operation_s: float = 2.0

@@ -90,7 +90,7 @@ class RingSource:
         self.delayed_until = int(steps.max())
         return np.isin(records["step"], steps)
 
-    def poll_end(self) -> str:
+    def poll_end_state(self) -> str:
         """Return "closed" or "died" if the process has ended, or "" while it runs."""
         if self.reader.read_counter(ring.STATE) == State.CLOSED:
             return "closed"

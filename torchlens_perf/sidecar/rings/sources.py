@@ -80,14 +80,14 @@ class RingSources:
     def __iter__(self) -> Iterator[RingSource]:
         return iter(self._sources.values())
 
-    def newest_generation(self) -> Iterator[RingSource]:
+    def newest_rings(self) -> Iterator[RingSource]:
         """Iterate over the rings of the newest process generation."""
         return filter(self.is_newest, self)
 
     def is_newest(self, source: RingSource) -> bool:
         return source.generation == self._generations.newest != UNRELATED
 
-    def unfinished(self) -> list[RingSource]:
+    def unfinished_rings(self) -> list[RingSource]:
         """Return the rings that have not been read to their end."""
         return [source for source in self if not source.read_to_end]
 
@@ -95,8 +95,8 @@ class RingSources:
         """Copy new records out of the rings. Return the highest fill level."""
         self._open_new_rings()
         fullest = 0.0
-        for source in self.unfinished():
-            final = source.poll_end()
+        for source in self.unfinished_rings():
+            final = source.poll_end_state()
             try:
                 batch = source.reader.read_records(final=bool(final))
             except (RingError, ValueError, IndexError, OverflowError) as error:
@@ -142,7 +142,7 @@ class RingSources:
         """
         sources = list(self)
         if ends:
-            return bool(self._unfilled or self.unfinished())
+            return bool(self._unfilled or self.unfinished_rings())
         if self._unfilled:
             return True
         if not sources:

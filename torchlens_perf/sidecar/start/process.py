@@ -315,7 +315,7 @@ def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
 
 
 def render_live_results(run: RunDirectory) -> str:
-    """Return the results of a run in progress, see LiveResults. Raises RunStoreError."""
+    """Return the results of a run in progress, see LiveResultDelivery. Raises RunStoreError."""
     from torchlens_perf.page.notebook import results_from_run
 
     return results_from_run(run)
