@@ -247,7 +247,8 @@ def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
     rank.steps(20, **WORK)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            "torchlens_perf.recorder.rank_metadata.job_store", lambda environ: ("127.0.0.1", 1)
+            "torchlens_perf.recorder.rank_metadata.job_store_address",
+            lambda environ: ("127.0.0.1", 1),
         )
         rank.session.publish()
     round_of(made)
