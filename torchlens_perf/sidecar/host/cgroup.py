@@ -19,8 +19,8 @@ _NO_LIMIT = 1 << 60  # Version 1 represents "no limit" by a very large number.
 class ControlGroup:
     """The control group of one process. Each call reads the group's files again.
 
-    Methods return None if the kernel does not provide the value. The constructor looks up the group
-    and the folders that have a memory limit.
+    Methods return None if the kernel does not provide the value. The group and its memory limits
+    are looked up only once.
     """
 
     def __init__(

@@ -112,8 +112,8 @@ def read_all_stacks(pid: int, timeout_s: float = 5.0) -> str:
 def read_source_line(stack: Stack, timeout_s: float = 1.0) -> str:
     """Return the source line of the innermost frame, as it is on disk now.
 
-    Returns "" if the line cannot be read in time. Another process reads it, so that a hung disk
-    does not block the sidecar.
+    Returns "" if the line cannot be read in time. A child process reads the file, because a hung
+    disk would block the sidecar.
     """
     if stack.innermost is None:
         return ""

@@ -206,7 +206,7 @@ class Exchange:
             self._end = end
         retry_s = self._timing.first_retry_s
         while not self._stop.is_set():
-            # Clear the event before the work, so that a post during the work wakes this loop again.
+            # Clear the event before the work. A post during the work then wakes this loop again.
             self._wake.clear()
             try:
                 wait_s = await end.work_once()

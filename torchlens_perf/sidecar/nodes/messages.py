@@ -18,7 +18,7 @@ import msgspec
 
 KEPT_POSTS = 8
 MAX_PAYLOAD_BYTES = 1024
-MAX_RANKS = 512  # Per node, so that a report of one post fits into MAX_MESSAGE_BYTES.
+MAX_RANKS = 512  # Limit per node: one post must fit into MAX_MESSAGE_BYTES.
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_REPLY_BYTES = 1024
 MAX_LINKS_BYTES = 1 << 14

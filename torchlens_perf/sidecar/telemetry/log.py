@@ -38,7 +38,7 @@ _MIN_PROCESS_IDLE_RATIO = 100
 _MAX_SAMPLES_IN_MEMORY = 900  # per GPU or port
 # While the run directory cannot be written, samples wait in memory. The oldest ones are dropped.
 _MAX_UNWRITTEN = 20_000
-# Files are written more often in a young run, so that its first samples are soon on disk.
+# Young runs write files more often, to have their first samples on disk soon.
 _MIN_FILE_PERIOD_NS, _MAX_FILE_PERIOD_NS = 10 * _SECOND_NS, 120 * _SECOND_NS
 _DISK_DIVISOR = 16
 

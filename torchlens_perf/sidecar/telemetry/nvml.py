@@ -125,10 +125,7 @@ class FieldReader:
         self._fields = list(fields)
 
     def read(self) -> dict[str, float]:
-        """Return values by name.
-
-        Fields with the same name are added up. Raises NVMLError if the GPU is gone.
-        """
+        """Return sums of equally named fields. Raises NVMLError if the GPU is gone."""
         if not self._fields:
             return {}
         try:
