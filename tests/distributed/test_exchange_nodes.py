@@ -290,7 +290,7 @@ class TestProcesses:
         first.wait_for_next(1)
         before = address(job_store)
         first.kill()
-        last = first.to_numbers(1)[-1]
+        last = first.numbers(1)[-1]
         other.wait(
             lambda node: any(
                 "node 0's sidecar is not reached" in note for note in node.lines[-1]["notes"]
@@ -301,8 +301,8 @@ class TestProcesses:
         after = address(job_store)
         ends = [other.finish(), second.finish()]
 
-        assert second.to_numbers(1) == sorted(set(second.to_numbers(1)))
-        assert second.to_numbers(1)[-1] > last
+        assert second.numbers(1) == sorted(set(second.numbers(1)))
+        assert second.numbers(1)[-1] > last
         assert (before.token, before.port) != (after.token, after.port)
         assert all(end["in_time"] and end["longest_s"] < BLOCKED_S for end in ends)
 

@@ -241,7 +241,7 @@ class TestReading:
 
         rig.ring.buffer[slot : slot + 4] = b"\0\0\0\0"
         again = RingReader(rig.ring.path)
-        final = again.read(final=True)
+        final = again.read_records(final=True)
 
         assert (final.sequences.tolist(), final.lost) == ([0, 1, 2, 4], 1)
         again.close()

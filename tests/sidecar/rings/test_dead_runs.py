@@ -259,7 +259,7 @@ trainer.kill()
 trainer.wait()
 finished = reader.read_counter(STEP)
 reader.close()
-until(lambda: not list(run._local_files("*")))
+until(lambda: not list(run._find_local_files("*")))
 print(finished)
 """
 
@@ -298,8 +298,8 @@ ring.close()
 %s
 print(keep_ring.copy_ring_to_run(run, HOST, ring, 60))
 ring.release()
-kept, local = run.rings_in_run_directory(HOST), run.local_rings()
-print(os.path.isdir('runs') and [path.name for path in kept], [path.name for path in local])
+kept = os.path.isdir('runs') and [path.name for path in run.rings_in_run_directory(HOST)]
+print(kept, [path.name for path in run.local_rings()])
 """
 
 
