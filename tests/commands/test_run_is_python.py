@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.long import long_but
+from tests.support.long import long_except
 
 ZOO = Path(__file__).parents[1] / "zoo"
 CONSOLE_SCRIPT = Path(sysconfig.get_path("scripts")) / "torchlens-perf"
@@ -356,7 +356,7 @@ def running(request: pytest.FixtureRequest, zoo: Path) -> Iterator[dict[str, Fut
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("name", long_but(USUAL, ALL))
+@pytest.mark.parametrize("name", long_except(USUAL, ALL))
 def test_run_has_the_same_results_as_python_for_unusual_scripts(
     name: str, running: dict[str, Future[str]]
 ) -> None:

@@ -20,13 +20,13 @@ from tests.support.taps import (
     cache,
     compiler,
     copying,
+    environ_with_torch,
     has_ended,
-    load_anew,
+    reset_tap_cache,
     runs,
     tap,
     tap_name,
     tiny_torch,
-    with_torch,
 )
 from torchlens_perf.commands import tap_build
 from torchlens_perf.commands.cli import main
@@ -35,7 +35,7 @@ from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.tap_requirements import BuildError
 
-__all__ = ["cache", "load_anew", "tap"]  # Fixtures.
+__all__ = ["cache", "reset_tap_cache", "tap"]  # Fixtures.
 pytestmark = pytest.mark.skipif(
     not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"
 )
@@ -560,7 +560,7 @@ def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[s
     command = [sys.executable, "-c", PROGRAM, *arguments]
     started = [
         subprocess.Popen(
-            command, env=with_torch(site, **environ), stdout=subprocess.PIPE, text=True
+            command, env=environ_with_torch(site, **environ), stdout=subprocess.PIPE, text=True
         )
         for _ in range(count)
     ]
@@ -579,7 +579,7 @@ def test_one_of_eight_sidecars_builds_the_tap_and_none_waits(
     # The process with the lock keeps it until the seven others have ended.
     command = [sys.executable, "-c", PROGRAM, name]
     first = subprocess.Popen(
-        command, env=with_torch(site, CXX=str(cxx)), stdout=subprocess.PIPE, text=True
+        command, env=environ_with_torch(site, CXX=str(cxx)), stdout=subprocess.PIPE, text=True
     )
     deadline_s = time.monotonic() + 60
     while not runs(cxx) and time.monotonic() < deadline_s:

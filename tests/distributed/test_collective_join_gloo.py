@@ -26,7 +26,7 @@ LATE_S = 0.15
 FLOATS = 4096
 
 
-def be_late(rank: int) -> None:
+def delay_this_rank(rank: int) -> None:
     """Delay this rank."""
     if dist.get_rank() == rank:
         time.sleep(LATE_S)
@@ -44,10 +44,10 @@ def one_rank(folder: Path) -> Recording:
         # Attaching takes longer on some ranks.
         dist.barrier()
         for _ in range(REPEATED):
-            be_late(2)
+            delay_this_rank(2)
             dist.all_reduce(tensor)
             dist.barrier()
-            be_late(1)
+            delay_this_rank(1)
             dist.broadcast(tensor, 1)
             dist.barrier()
             if rank == 0:
@@ -55,7 +55,7 @@ def one_rank(folder: Path) -> Recording:
             elif rank == 1:
                 dist.recv(tensor, 0)
             if rank in (1, 2):
-                be_late(1)
+                delay_this_rank(1)
                 dist.all_reduce(tensor, group=subgroup)
         recording.watch.step()
     return recording

@@ -105,7 +105,7 @@ def inside(inner: Record, outer: Record) -> bool:
     return outer.start_ns <= inner.start_ns and inner.end_ns <= outer.end_ns
 
 
-def be_late(rank: int) -> None:
+def delay_this_rank(rank: int) -> None:
     """Delay this rank."""
     if dist.get_rank() == rank:
         # Sleeping leaves the processor to the other rank.
@@ -246,7 +246,7 @@ def late_rank(folder: Path) -> Recording:
     with recorded(folder) as recording:
         for step in range(STEPS):
             meet(folder.with_name(f"late-{step}"))
-            be_late(1)
+            delay_this_rank(1)
             dist.all_reduce(torch.ones(FLOATS))
             recording.watch.step()
     return recording
@@ -303,7 +303,7 @@ def train(model: nn.Module, folder: Path, late: int | None = None) -> Recording:
     with recorded(folder, model, **EVERYTHING) as recording:
         for _ in range(STEPS):
             if late is not None:
-                be_late(late)
+                delay_this_rank(late)
             model(torch.randn(4, 32)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -16,7 +16,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
 from tests.support.endpoints import serving
-from tests.support.long import long, long_but
+from tests.support.long import long, long_except
 from tests.support.otlp_receiver import Receiver, free_port, wait_for
 from tests.support.recorded_run import TRACEPARENT, Sidecar, train, wait_for_sidecar
 from tests.support.tables import step_table
@@ -285,7 +285,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", *long("grpc")])
-@pytest.mark.parametrize("name", long_but({"colon", "of one signal"}, SECRETS))
+@pytest.mark.parametrize("name", long_except({"colon", "of one signal"}, SECRETS))
 def test_header_values_are_in_no_log_report_state_or_record(
     sidecar: Run, receiver: Receiver, name: str, protocol: str
 ) -> None:

@@ -21,7 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from tests.support.endpoints import answering, dropping, grpc_answering, refusing, serving, silent
-from tests.support.long import long, long_but
+from tests.support.long import long, long_except
 from tests.support.otlp_receiver import Receiver
 from tests.support.processes import ROOT, slowdown
 from tests.support.recorded_run import SCRIPTS, Sidecar, environment, spans_of, wait_for_sidecar
@@ -138,7 +138,7 @@ def live(
         yield ended
 
 
-@pytest.mark.parametrize("fault", long_but(QUICK, LIVE))
+@pytest.mark.parametrize("fault", long_except(QUICK, LIVE))
 def test_faulty_endpoint_delays_the_exit_of_training_by_at_most_1_5_s(
     live: dict[str, Ended], unwatched: Ended, tmp_path: Path, fault: str
 ) -> None:
@@ -167,7 +167,7 @@ def test_faulty_endpoint_delays_the_exit_of_training_by_at_most_1_5_s(
     assert min(more_s) <= longest_s
 
 
-@pytest.mark.parametrize("fault", long_but(QUICK, LIVE))
+@pytest.mark.parametrize("fault", long_except(QUICK, LIVE))
 def test_watch_adds_no_thread_and_no_socket_to_the_training_process(
     live: dict[str, Ended], fault: str
 ) -> None:
@@ -176,7 +176,7 @@ def test_watch_adds_no_thread_and_no_socket_to_the_training_process(
     assert (before, before, []) == (inside, after, libraries)
 
 
-@pytest.mark.parametrize("fault", long_but(QUICK & {*UNDELIVERED}, UNDELIVERED))
+@pytest.mark.parametrize("fault", long_except(QUICK & {*UNDELIVERED}, UNDELIVERED))
 def test_report_counts_undelivered_spans(live: dict[str, Ended], fault: str) -> None:
     """The sidecar ends soon after the job.
 
@@ -246,7 +246,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", long_but({"500", "grpc unavailable"}, WRONG))
+@pytest.mark.parametrize("fault", long_except({"500", "grpc unavailable"}, WRONG))
 def test_every_unsuccessful_response_counts_as_not_delivered(sidecar: Run, fault: str) -> None:
     """The SDK considers some of these responses successful."""
     context, protocol = WRONG[fault]

@@ -89,21 +89,25 @@ def test_numbers_of_simulated_runs_are_equal_on_all_screens(
     )
     record_simulation(simulation, STEPS, run, run.run_id, device)
 
-    hold_together(checked(build_report(run.run_id, node_state.load_all(run))), exporter, tmp_path)
+    check_all_surfaces_agree(
+        checked(build_report(run.run_id, node_state.load_all(run))), exporter, tmp_path
+    )
 
 
 @pytest.mark.parametrize("name", RECORDED_RUNS)
 def test_numbers_of_recorded_runs_are_equal_on_all_screens(name: str, tmp_path: Path) -> None:
-    hold_together(*replayed(name, tmp_path), tmp_path)
+    check_all_surfaces_agree(*replayed(name, tmp_path), tmp_path)
 
 
-def hold_together(report: dict[str, Any], exporter: InMemoryExporter, folder: Path) -> None:
+def check_all_surfaces_agree(
+    report: dict[str, Any], exporter: InMemoryExporter, folder: Path
+) -> None:
     """Check that all screens and exporters agree. folder: the parent of the run directory."""
     for row in report["verdicts"]:
         sentence_has_the_figures_of_its_row(row)
     parts_add_up(report)
     every_surface_has_the_verdicts(report)
-    alerts_and_assessment_have_the_figures_of_the_rows(report, exporter)
+    check_alerts_have_the_figures_of_the_rows(report, exporter)
     loggers_have_the_figures_of_the_rows(report, exporter)
     the_list_of_runs_has_the_first_verdict(report, folder)
 
@@ -210,7 +214,7 @@ def ends_of_sentences(report: dict[str, Any]) -> list[str]:
     return [head.sentence[-30:] for head in build_headlines(cast("Any", report))]
 
 
-def alerts_and_assessment_have_the_figures_of_the_rows(
+def check_alerts_have_the_figures_of_the_rows(
     report: dict[str, Any], exporter: InMemoryExporter
 ) -> None:
     now = {row["rank"]: row for row in report["verdicts"] if row["kind"] == "straggler"}

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.long import long_but
+from tests.support.long import long_except
 from tests.support.model_zoo import CASES, Case, Outcome
 from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.hooks import module as hooks_module
@@ -160,7 +160,7 @@ def assert_harmless(case: Case, folder: Path, **settings: Any) -> Recording:
     return recording
 
 
-@pytest.mark.parametrize("name", long_but(set(CASES) - {"compiled_inductor"}, CASES))
+@pytest.mark.parametrize("name", long_except(set(CASES) - {"compiled_inductor"}, CASES))
 def test_watched_run_with_every_hook_is_bit_identical(name: str, tmp_path: Path) -> None:
     """Compared are parameters, buffers, gradients, optimizers, losses, graphs and
     random numbers.

@@ -20,9 +20,9 @@ import pytest
 
 from tests.support import warm_python
 from tests.support.endpoints import silent
-from tests.support.failing_calls import everything_ended, library
+from tests.support.failing_calls import kill_all_at_end, library
 from tests.support.leftovers import remove_local
-from tests.support.long import long_but
+from tests.support.long import long_except
 from tests.support.processes import SCRIPTS, slowdown
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ QUICK = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    with everything_ended(str(tmp_path)):
+    with kill_all_at_end(str(tmp_path)):
         yield tmp_path
 
 
@@ -82,7 +82,7 @@ def waits(folder: Path, name: str, endpoint: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", long_but(QUICK, FAULTS))
+@pytest.mark.parametrize("name", long_except(QUICK, FAULTS))
 def test_time_that_training_waits_for_a_fault_is_limited(name: str, folder: Path) -> None:
     """The test is repeated, because a fault's delay recurs in each try, and a delay by the machine
     does not.

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchlens_perf as perf
-from tests.support.leftovers import left_behind
+from tests.support.leftovers import remaining_folders
 from tests.support.processes import ROOT, clean_environ, run, run_warm, runs, wait_for_sidecar
 from torchlens_perf import autoload
 from torchlens_perf.config import CHILD
@@ -99,7 +99,7 @@ def test_program_that_is_no_interpreter_is_never_started(
         assert watch.run_dir is None
         assert len(said) == 1
         assert "torchlens_perf is off: no other process can be started: " in said[0]
-        assert left_behind(folder) == []
+        assert remaining_folders(folder) == []
 
 
 @pytest.mark.parametrize(

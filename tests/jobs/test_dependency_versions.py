@@ -61,7 +61,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Environment:
     """Install the wheel with the given versions, using the tests' torch."""
     made = installations.empty_environment(tmp_path)
-    installations.lend(made, [])
+    installations.share_packages(made, [])
     wanted = requirements(wheel)
     if request.param == "lowest":
         pinned = [f"{each.name}=={lowest(each)}" for each in wanted]

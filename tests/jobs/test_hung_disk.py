@@ -21,7 +21,7 @@ import pytest
 
 from tests.recorder.test_late_report import WRITING
 from tests.support import warm_python
-from tests.support.failing_calls import everything_ended, library
+from tests.support.failing_calls import kill_all_at_end, library
 from tests.support.leftovers import eventually, remove_local
 from tests.support.long import long
 from tests.support.processes import (
@@ -47,7 +47,7 @@ _said: list[str] = []
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Path]:
     """Return the folder of run directories, on the hanging disk."""
-    with everything_ended(str(tmp_path)):
+    with kill_all_at_end(str(tmp_path)):
         yield tmp_path / "disk" / "runs"
     while _said:
         remove_local(_said.pop())
@@ -263,7 +263,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     monkeypatch.setenv("FAILING_WITH", "hang")
     monkeypatch.setenv("FAILING_WHILE", str(tmp_path / "hangs"))
     (tmp_path / "hangs").touch()
-    with everything_ended(str(tmp_path)):
+    with kill_all_at_end(str(tmp_path)):
         yield tmp_path / "disk" / "runs", tmp_path / "hangs"
 
 

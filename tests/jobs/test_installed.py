@@ -27,7 +27,7 @@ import pytest
 from tests.support import installations
 from tests.support.installations import PACKAGE, ROOT, Environment
 from tests.support.processes import only_report, report, runs
-from tests.support.taps import compiler, hurried
+from tests.support.taps import compiler, raise_build_priority
 from torchlens_perf.recorder import native_tap
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -92,7 +92,7 @@ def by_wheel(folder: Path) -> tuple[Path, Path, Environment]:
     source = tree(folder)
     wheel = installations.make_wheel(source, folder / "dist")
     environment = installations.empty_environment(folder)
-    installations.lend(environment, requirements(wheel))
+    installations.share_packages(environment, requirements(wheel))
     installations.install(wheel, environment)
     (environment.package / "native").chmod(0o775)
     for script in ("train.py", "train_two_ranks.py"):
@@ -104,7 +104,7 @@ def by_sdist(folder: Path) -> tuple[Path, Environment]:
     """Build the sdist, and install it into another empty environment without a compiler."""
     sdist = installations.make_sdist(tree(folder), folder / "dist")
     environment = installations.empty_environment(folder)
-    installations.lend(environment, requirements(sdist))
+    installations.share_packages(environment, requirements(sdist))
     installations.install(sdist, environment, CC="/bin/false", CXX="/bin/false")
     return sdist, environment
 
@@ -415,7 +415,7 @@ def test_second_run_uses_the_tap_built_by_the_first(
     copies = compiler(tmp_path / "cxx", f'cp {real_tap} "$out"')
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--logs-specs", PACKAGE, str(installed.home / "train_two_ranks.py"), "30"]
-    with hurried(installed.home):
+    with raise_build_priority(installed.home):
         first = installed.run_warm(*command, folder=tmp_path, CXX=str(copies))
         cache = installed.home / ".cache" / PACKAGE
         deadline_s = time.monotonic() + 300

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm_python
-from tests.support.long import long, long_but
+from tests.support.long import long, long_except
 from tests.support.processes import SCRIPTS, report
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
@@ -196,7 +196,7 @@ OFF = {
 
 
 @in_namespaces
-@pytest.mark.parametrize("name", long_but({"read-only"}, OFF))
+@pytest.mark.parametrize("name", long_except({"read-only"}, OFF))
 def test_unwritable_folder_disables_recording_with_one_line(
     name: str, tmp_path: Path, expected: str
 ) -> None:
@@ -250,7 +250,7 @@ ON: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 @in_namespaces
-@pytest.mark.parametrize("name", long_but({"no shared memory", "shared memory is full"}, ON))
+@pytest.mark.parametrize("name", long_except({"no shared memory", "shared memory is full"}, ON))
 def test_run_is_recorded_without_space_for_its_files(
     name: str, tmp_path: Path, expected: str
 ) -> None:

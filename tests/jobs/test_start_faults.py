@@ -23,8 +23,14 @@ from torch import nn
 import torchlens_perf as perf
 from tests.jobs.test_nothing_left_behind import state
 from tests.support.interruptions import failing, functions_called
-from tests.support.leftovers import end_sidecars, is_of_this_process, left_behind, places, remove
-from tests.support.long import long_but
+from tests.support.leftovers import (
+    end_sidecars,
+    is_of_this_process,
+    places,
+    remaining_folders,
+    remove,
+)
+from tests.support.long import long_except
 from tests.support.processes import wait_for_sidecar
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.run import dead_runs, directory
@@ -202,7 +208,7 @@ def test_error_in_any_function_at_the_start_does_not_change_training(
                 "records after Ctrl-C": recording and interrupted,
                 "trains otherwise": not same,
                 f"left files: {places(runs)}": (
-                    not recording and not sidecar and bool(left_behind(runs))
+                    not recording and not sidecar and bool(remaining_folders(runs))
                 ),
             }
             remove(runs)
@@ -323,7 +329,7 @@ SOME_REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", long_but(SOME_REFUSALS, REFUSALS))
+@pytest.mark.parametrize("name", long_except(SOME_REFUSALS, REFUSALS))
 def test_refused_resource_disables_recording_with_one_line(
     name: str,
     tmp_path: Path,
@@ -362,7 +368,7 @@ def test_refused_resource_disables_recording_with_one_line(
     assert told[0].startswith("torchlens_perf is off: ")
     assert said in told[0]
     assert "mistake" not in told[0]
-    assert not left_behind(tmp_path / "runs")
+    assert not remaining_folders(tmp_path / "runs")
     assert not changed(before) - {"folder"}
     with perf.watch(model, dir=str(tmp_path / "runs"), report="off") as watch:
         assert watch.run_dir is not None

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.support.recording import recorded
-from tests.support.taps import cache, copy_of_sources, load_anew, tap
+from tests.support.taps import cache, copy_of_sources, reset_tap_cache, tap
 from torchlens_perf.commands.doctor import LIMITED, OK, Check, run_checks
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 
 # The following imports are fixtures.
-__all__ = ["cache", "load_anew", "tap"]
+__all__ = ["cache", "reset_tap_cache", "tap"]
 SOMEBODY = 54321
 
 pytestmark = pytest.mark.skipif(

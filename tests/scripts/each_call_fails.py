@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchlens_perf as perf
 from tests.jobs.test_nothing_left_behind import state
 from tests.support.failing_calls import FailingCalls
-from tests.support.leftovers import end_sidecars, left_behind, remove
+from tests.support.leftovers import end_sidecars, remaining_folders, remove
 from torchlens_perf.watch import running
 
 folder, with_sidecar, phase, *errors = sys.argv[1:]
@@ -121,7 +121,7 @@ def case(
     if different:
         found["different"] = {name: repr((before[name], after[name]))[:600] for name in different}
     if not recording:
-        found["left"] = left_behind(Path(folder))
+        found["left"] = remaining_folders(Path(folder))
     remove(Path(folder))
     return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.failing_calls import everything_ended, library
+from tests.support.failing_calls import kill_all_at_end, library
 from tests.support.leftovers import eventually
 from tests.support.long import long
 from tests.support.page_server import ENDS_WITHIN_S, IS_READ, ClientWithoutToken, PageServer
@@ -184,7 +184,7 @@ def hanging(tmp_path: Path, runs: Path) -> Iterator[tuple[Path, Path, dict[str, 
     folder, flag = tmp_path / "runs", tmp_path / "hangs"
     for name in ("well", "stuck", "stuck-too"):
         shutil.copytree(runs / "done", folder / name)
-    with everything_ended(str(flag)):
+    with kill_all_at_end(str(flag)):
         yield folder, flag, {
             "LD_PRELOAD": str(library()), "FAILING_PATHS": str(folder / "stuck"), "FAILING_WITH": "hang",
             "FAILING_WHILE": str(flag),

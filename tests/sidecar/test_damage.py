@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from tests.sidecar.test_node import WORK, finish
-from tests.support.failing_calls import everything_ended, library
+from tests.support.failing_calls import kill_all_at_end, library
 from tests.support.figures import note, share
 from tests.support.leftovers import eventually
 from tests.support.long import long
@@ -189,7 +189,7 @@ def failing(
             monkeypatch.setenv(variable, str(value))
         return flag
 
-    with everything_ended(str(tmp_path)):
+    with kill_all_at_end(str(tmp_path)):
         yield make
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.sidecar.test_node import WORK
-from tests.support.failing_calls import everything_ended, library
+from tests.support.failing_calls import kill_all_at_end, library
 from tests.support.leftovers import eventually
 from tests.support.processes import wait_for_sidecar
 from tests.support.ranks import HOST, Rank
@@ -38,7 +38,7 @@ def test_sidecar_makes_few_file_system_calls_while_a_job_trains(
         "FAILING_LOG": log,
     }.items():
         monkeypatch.setenv(name, str(value))
-    with everything_ended(str(log)):
+    with kill_all_at_end(str(log)):
         rank = Rank(run, 0, 1, ring_records=1 << 16)
         sidecar.ensure_running(run, rank.identity)
         assert eventually(run.node_state_path(HOST).exists)

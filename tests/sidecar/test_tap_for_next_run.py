@@ -19,13 +19,13 @@ from tests.support.taps import (
     compiler,
     copying,
     empty_places,
+    environ_with_torch,
     has_ended,
-    hurried,
+    raise_build_priority,
     runs,
     tap,
     tap_name,
     tiny_torch,
-    with_torch,
 )
 from torchlens_perf.recorder import recorder
 from torchlens_perf.report.build import build_report
@@ -65,12 +65,12 @@ def node(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     cache = empty_places(tmp_path, monkeypatch)
     site = tiny_torch(tmp_path / "site")
     cxx = copying(tmp_path / "cxx", tap)
-    for name, value in with_torch(site, CXX=str(cxx)).items():
+    for name, value in environ_with_torch(site, CXX=str(cxx)).items():
         monkeypatch.setenv(name, value)
     # Children search modules in the same folders as this process. As with PYTHONPATH, these folders
     # follow the script's folder.
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(site), *sys.path[1:]])
-    with hurried(tmp_path / "home"):
+    with raise_build_priority(tmp_path / "home"):
         yield Node(tmp_path / "home", cache, site, tap_name(site), cxx)
 
 

@@ -58,7 +58,7 @@ class FailingCalls:
 
 
 @contextlib.contextmanager
-def everything_ended(mark: str) -> Iterator[None]:
+def kill_all_at_end(mark: str) -> Iterator[None]:
     """Kill every process with this text in its environment at the end, because blocked ones never
     end.
     """

@@ -157,7 +157,7 @@ def pip(
     )
 
 
-def lend(environment: Environment, requirements: Iterable[str]) -> None:
+def share_packages(environment: Environment, requirements: Iterable[str]) -> None:
     """Make torch, `requirements` and their dependencies from the test environment importable."""
     lent = environment.folder / "lent"
     lent.mkdir()

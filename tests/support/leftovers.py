@@ -42,7 +42,7 @@ def is_of_this_process(path: Path) -> bool:
     return any(digest in path.name for digest in _DIGESTS)
 
 
-def left_behind(runs: Path, timeout_s: float = 60) -> list[str]:
+def remaining_folders(runs: Path, timeout_s: float = 60) -> list[str]:
     """Return the remaining folders, once child processes that make folders have ended.
 
     A child whose parent stopped waiting still makes its folders and then removes them.

@@ -21,7 +21,7 @@ def long(*cases: Any) -> list[Any]:
     ]
 
 
-def long_but(names: Collection[str], cases: Iterable[str]) -> list[Any]:
+def long_except(names: Collection[str], cases: Iterable[str]) -> list[Any]:
     """Mark all cases except `names` for `make test-long`. Return all cases."""
     assert set(names) <= set(cases)
     return [case if case in names else pytest.param(case, marks=pytest.mark.long) for case in cases]

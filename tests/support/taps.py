@@ -132,17 +132,17 @@ def tap_name(site: Path) -> str:
         "from torchlens_perf.recorder import native_tap; print(native_tap.build_file_name())",
     ]
     return subprocess.run(
-        asked, env=with_torch(site), capture_output=True, text=True, check=True
+        asked, env=environ_with_torch(site), capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
-def with_torch(site: Path, **changed: str) -> dict[str, str]:
+def environ_with_torch(site: Path, **changed: str) -> dict[str, str]:
     """Return an environment in which Python finds the torch in `site` and this package."""
     return {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{_ROOT}", **changed}
 
 
 @contextlib.contextmanager
-def hurried(home: Path) -> Iterator[None]:
+def raise_build_priority(home: Path) -> Iterator[None]:
     """Raise the priority of the builds in `home` to normal if permitted.
 
     On a busy machine, builds with low priority would take minutes.
@@ -191,7 +191,7 @@ def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def load_anew() -> Iterator[None]:
+def reset_tap_cache() -> Iterator[None]:
     """Reset load()'s cache. A cached Python tap would hide the native one from later tests."""
     native_tap.load_tap.cache_clear()
     yield

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.long import long_but
+from tests.support.long import long_except
 from tests.support.processes import only_report, run, run_warm
 
 MODEL = """
@@ -88,7 +88,9 @@ SILENT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", long_but({"inference", "an optimizer that never steps"}, SILENT))
+@pytest.mark.parametrize(
+    "name", long_except({"inference", "an optimizer that never steps"}, SILENT)
+)
 def test_one_line_of_advice_is_printed_if_the_script_has_nothing_to_record(
     name: str, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.collected import of_rank, payloads
+from tests.support.collected import payloads, posts_about_rank
 from torchlens_perf.sidecar.nodes.messages import (
     KEPT_POSTS,
     MAX_MESSAGE_BYTES,
@@ -181,8 +181,10 @@ class TestAccount:
         inbox.add_own_post({0: b"y"}, 108.0)
         collected = inbox.collect_posts(108.5)
 
-        assert [post.age_s for post, _ in of_rank(collected, 1)] == pytest.approx([7.5, 5.5])
-        assert of_rank(collected, 0)[0][0].age_s == pytest.approx(0.5)
+        assert [post.age_s for post, _ in posts_about_rank(collected, 1)] == pytest.approx(
+            [7.5, 5.5]
+        )
+        assert posts_about_rank(collected, 0)[0][0].age_s == pytest.approx(0.5)
 
     def test_drift_of_a_slow_clock_is_not_added_to_ages(self) -> None:
         outbox, inbox = outbox_and_inbox()

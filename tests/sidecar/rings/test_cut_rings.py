@@ -12,7 +12,7 @@ import pytest
 
 from tests.sidecar.test_node import WORK
 from tests.support.leftovers import eventually
-from tests.support.long import long_but
+from tests.support.long import long_except
 from tests.support.processes import ROOT, clean_environ, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from tests.support.warm_python import WarmPython
@@ -58,7 +58,7 @@ def counted(run: RunDirectory) -> dict[int, int]:
     return {each.identity.rank: each.statistics.counted_steps for each in state.processes.values()}
 
 
-@pytest.mark.parametrize("cut", long_but({"to nothing"}, CUTS))
+@pytest.mark.parametrize("cut", long_except({"to nothing"}, CUTS))
 def test_cut_ring_loses_only_its_own_records(cut: str, run: RunDirectory) -> None:
     """The sidecar continues with the other ring. A note names the rank."""
     command = [sys.executable, "-c", OTHER_RANK, str(run.path), str(STEPS)]
