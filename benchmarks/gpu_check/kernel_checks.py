@@ -65,7 +65,7 @@ class Window:
         self.head = (self.tail + np.uint32(stamps)).astype(np.uint32)
         self.inputs = [on_device(each) for each in (self.start_ns, self.duration_ns, self.head)]
         self.tails, self.tails_before = on_device(self.tail), on_device(self.tail)
-        self.bounds = on_device(reduction.compute_mantissa_bounds())
+        self.bounds = on_device(reduction.mantissa_bounds())
         widths = (SUM_ROW, len(LargestColumn), len(ExactColumn))
         self.rows = [
             torch.full((slots, width), -77, dtype=torch.int64, device="cuda") for width in widths

@@ -72,7 +72,7 @@ def reduce_by_kernel(
             duration_ns,
             head,
             tail,
-            reduction.compute_mantissa_bounds(),
+            reduction.mantissa_bounds(),
             *reduced,
             np.uint32(places - 1),
         ],

@@ -143,8 +143,7 @@ class WindowMerger:
         )
 
     def release_host_memory(self) -> None:
-        """Leave page-locked memory and events to the next watch. This method does not call the
-        device.
+        """Leave page-locked memory and events to the next watch, without a call to the device.
 
         Freeing the memory could wait for all work of the device, and the ring may still wait for
         the events. This method must not be called in a forked child.
@@ -156,8 +155,7 @@ class WindowMerger:
     ) -> None:
         """Enqueue a merge. All ranks must call it in the same training step.
 
-        window: True if the ring has just reduced a window. Otherwise this rank contributes no
-        sections.
+        window: True if the ring has just reduced a window. With False, sections are left out.
         known: queue of steps that this rank contributes. The steps are removed.
         step: the number of the step on this rank.
         """
@@ -325,8 +323,7 @@ class _MergeResult:
         return found
 
     def build_step_rows(self, first: int) -> list[MergedRow]:
-        """Return rows for each part of a step: for the slowest rank, and for all ranks with slow
-        work.
+        """Return rows for each part of a step: the slowest rank, and all ranks with slow work.
 
         The part "work" also has a row for the second slowest rank, which limits the gain if the
         slowest rank were faster. first: the slot of the first part.

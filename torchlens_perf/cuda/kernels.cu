@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(32)
     }
 }
 
-/* Returns the bucket of a duration. bounds: the ordered bounds of one octave, see reduction.compute_mantissa_bounds(). The
+/* Returns the bucket of a duration. bounds: the ordered bounds of one octave, see reduction.mantissa_bounds(). The
  * duration is shifted until its highest bit is the 63rd, and compared with the bounds as integers. A logarithm in
  * floating point would be wrong at some bounds. */
 __device__ __forceinline__ int bucket_of(u64 duration_ns, const u64 *bounds)

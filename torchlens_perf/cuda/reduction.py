@@ -81,7 +81,7 @@ def view_tables(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
     return [*tables, words[at:]]
 
 
-def compute_mantissa_bounds() -> npt.NDArray[np.uint64]:
+def mantissa_bounds() -> npt.NDArray[np.uint64]:
     """Return the sorted bounds of one octave, each shifted until its highest bit is the 63rd.
 
     The kernel shifts a duration in the same way and compares it with the bounds. The bounds are

@@ -29,7 +29,7 @@ from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
 from torchlens_perf.cuda.reduction import (
     ROW_WIDTHS,
     ReducedWindow,
-    compute_mantissa_bounds,
+    mantissa_bounds,
     view_tables,
 )
 
@@ -67,8 +67,7 @@ class DeviceRing:
 
         functions: the kernels' handles by name.
         places: the capacity of each slot's ring, a power of two up to 4096, because a window is
-        sorted in shared memory. One place is never read, because another stream may be writing to
-        it.
+        sorted in shared memory. One place is never read: another stream may be writing.
         """
         self._driver = driver
         self._stamp, self._reduce = functions["stamp"], functions["reduce_window"]
@@ -85,7 +84,7 @@ class DeviceRing:
             "tail": 4 * slots,
             "start_ns": 8 * slots * places,
             "duration_ns": 8 * slots * places,
-            "bounds": 8 * len(compute_mantissa_bounds()),
+            "bounds": 8 * len(mantissa_bounds()),
             "rows": 8 * slots * sum(ROW_WIDTHS),
         }
         self._memory: dict[str, int] = {}
@@ -96,7 +95,7 @@ class DeviceRing:
             with driver.temporary_stream() as stream:
                 for name, size in sizes.items():
                     driver.clear_memory(self._memory[name], size, stream)
-                driver.copy_to_device(self._memory["bounds"], compute_mantissa_bounds(), stream)
+                driver.copy_to_device(self._memory["bounds"], mantissa_bounds(), stream)
             self._rows_size = sizes["rows"]
             self._host_memory = driver.allocate_host(self._rows_size)
             self._arrived = driver.create_event()
@@ -130,7 +129,7 @@ class DeviceRing:
 
     @property
     def bounds(self) -> int:
-        """Device address of reduction.compute_mantissa_bounds()."""
+        """Device address of reduction.mantissa_bounds()."""
         return self._memory["bounds"]
 
     @property
@@ -139,8 +138,7 @@ class DeviceRing:
         return list(self._names)
 
     def set_readers_done(self, event: int) -> None:
-        """Set the event after which the rows are no longer read. The next reduction waits for
-        it."""
+        """Set the event after which the rows are no longer read, for the next reduction."""
         self._readers_done = event
 
     def discard_earlier_stamps(self, stream: int) -> None:

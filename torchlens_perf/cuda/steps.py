@@ -65,7 +65,7 @@ class StepReduction:
         host_memory: ReusableMemory,
         memory: tuple[Any, Any],
     ) -> None:
-        """bounds: the device address of reduction.compute_mantissa_bounds().
+        """bounds: the device address of reduction.mantissa_bounds().
 
         host_memory: BLOCK_BYTES of page-locked memory.
         memory: device tensors of 64-bit words: one of BLOCK_WORDS, and one for the tables of ROWS

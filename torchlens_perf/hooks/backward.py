@@ -398,8 +398,8 @@ class BackwardHook:
             if holds_fsdp2 is None:
                 holds_fsdp2 = _contains_fsdp2(module())
             # FSDP2 queues a callback at the first gradient of its result, and computes in that
-            # callback. Our callback is queued again behind it, so the tail does not contain this
-            # computation.
+            # callback. Our callback is queued again behind it, which keeps this computation out of
+            # the tail.
             if not holds_fsdp2 or torch_private.is_autograd_compiled():
                 return
             for tensor in iterate_tensors(result):

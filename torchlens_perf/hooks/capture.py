@@ -19,7 +19,7 @@ from torchlens_perf.errors import HookUnavailable, RunStoreError, guard
 from torchlens_perf.hooks.capture_trace import (
     ProfilerTrace,
     find_other_profiler,
-    is_python_profiled,
+    is_python_traced,
 )
 from torchlens_perf.recorder import torch_instruments, torch_private
 from torchlens_perf.recorder.folder_request import find_folder_problem
@@ -97,7 +97,7 @@ class _CaptureRequests:
     def _continue_capture(self) -> None:
         if (
             self._capture is not None
-            and self._run_and_report_failure(self._capture.continue_at_step_end) is not False
+            and self._run_guarded(self._capture.continue_at_step_end) is not False
         ):
             self._capture = None
             self._session.step_callbacks.remove(self._continue_capture)
@@ -108,13 +108,11 @@ class _CaptureRequests:
             if self._session.recorder.closed:
                 self._capture.abandon_in_fork()
             else:
-                self._run_and_report_failure(
-                    functools.partial(self._capture.finish_and_answer, "the watch ended")
-                )
+                self._run_guarded(functools.partial(self._capture.finish, "the watch ended"))
         self._capture = None
 
     @_OURS
-    def _run_and_report_failure(self, work: Callable[[], object]) -> object:
+    def _run_guarded(self, work: Callable[[], object]) -> object:
         """Call `work`. If `work` raises, stop the profiler and report the error to the sidecar.
 
         Later capture requests are still accepted.
@@ -162,13 +160,13 @@ class _Capture:
         if ended is None or _is_capturing_graph():
             self._trace.begin_next_step(step + 1)
             return False
-        self.finish_and_answer(ended)
+        self.finish(ended)
         return True
 
     def _start_trace(self, step: int) -> bool:
         import torch
 
-        python = self._request.python and not is_python_profiled()
+        python = self._request.python and not is_python_traced()
         if self._request.python and not python:
             self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
         trace, refused = ProfilerTrace(cuda=_is_cuda_used(torch), python=python), ""
@@ -208,7 +206,7 @@ class _Capture:
                     (self._folder / RAW_TRACE).unlink(missing_ok=True)
             self._write_answer(f"it failed: {type(error).__name__}: {error}")
 
-    def finish_and_answer(self, ended: str) -> None:
+    def finish(self, ended: str) -> None:
         trace, self._trace = self._trace, None
         if trace is None:
             self._write_answer(ended)

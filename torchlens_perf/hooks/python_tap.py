@@ -127,8 +127,7 @@ def _create_recording_handler(
         is_async = async_at is None or len(args) <= async_at or bool(args[async_at])
         # In a gather, only the root has tensors in the first argument.
         placed = find_first_tensor(args[1]) if tensor is None and len(args) > 1 else tensor
-        # On a device, waiting for a Work only orders streams, so the wait does not end with the
-        # operation.
+        # On a device, waiting for a Work only orders streams. The operation may end later.
         device = getattr(getattr(placed, "device", None), "type", "cpu")
         on_cpu = device == "cpu"
         end = (

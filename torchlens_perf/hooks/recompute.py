@@ -2,8 +2,7 @@
 
 The recomputed code has one time, even if only a forward method or a function was checkpointed.
 Other implementations of checkpointing are recognized only if they call watched modules again.
-Otherwise their time counts as backward pass, and the report notes that recomputation was not
-measured.
+Otherwise their time counts as backward pass, and the report has a note.
 """
 
 from __future__ import annotations

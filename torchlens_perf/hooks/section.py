@@ -1,5 +1,4 @@
-"""Support sections in compiled code. Without this support, Dynamo breaks the graph at
-`section()`."""
+"""Keep Dynamo from breaking the graph at `section()` in compiled code."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _SECTION, _EXCEPTION = int(Kind.SECTION), int(Flag.EXCEPTION)
-# Collections of younger generations usually take microseconds, so only their total time is
-# recorded.
+# Collections of younger generations take microseconds, so only their total time is recorded.
 _OLDEST_GENERATION = 2
 
 

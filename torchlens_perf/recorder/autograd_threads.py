@@ -10,8 +10,7 @@ _known = threading.local()
 
 
 def is_autograd_thread() -> bool:
-    """Return True if the calling thread is an autograd thread. Return False without Linux's
-    /proc."""
+    """Return True if the calling thread is an autograd thread, or False without /proc."""
     known: bool | None = getattr(_known, "is_autograds", None)
     if known is None:
         try:

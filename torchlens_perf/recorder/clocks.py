@@ -1,5 +1,4 @@
-"""Select the clock of a rank's marks: the host's clock, or the device's once torch uses a
-device."""
+"""Select the clock of a rank's marks: the host's, or the device's once torch uses a device."""
 
 from __future__ import annotations
 
@@ -59,12 +58,11 @@ class Clocks:
         self.stalls: StallMarks | None = None
         """Recorder of the device's waits, or None while `current` is the host's clock."""
         self.collective_listener: CollectiveListener | None = None
-        """Receiver of marks around synchronous device collectives, if no other source reports their
+        """Receiver of marks around synchronous collectives, if no other source reports their
         times."""
 
     def use_clock(self, clock: Clock | None, stalls: StallMarks | None = None) -> None:
-        """Record later marks with this device's clock, or with the host's clock if `clock` is
-        None."""
+        """Record later marks with this clock, or with the host's clock if `clock` is None."""
         self.current, self.stalls = clock or self.host, stalls
 
     def set_collective_listener(self, listener: CollectiveListener | None) -> None:

@@ -20,7 +20,7 @@ _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUA
 
 
 class StepContent(NamedTuple):
-    """What the user's loop did in one step."""
+    """Flags and number of micro-steps of one step."""
 
     flags: int
     micro_steps: int
@@ -52,8 +52,7 @@ class CurrentStep:
         backward_every: int,
     ) -> None:
         self.training_steps = 0
-        """Number of ended training steps. It is equal on all ranks, even if one rank has evaluated
-        before.
+        """Number of ended training steps, which is equal on all ranks.
         """
         self._recorder = recorder
         self._thread = thread
@@ -88,8 +87,7 @@ class CurrentStep:
         self._memory_bytes = memory_bytes
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
-        """Charge overhead that only some steps have to this step. ours: True for overhead of this
-        package."""
+        """Charge overhead that only some steps have to this step. ours: True for our overhead."""
         self._overhead_ns += duration_ns
         if ours:
             self._recorder.add_overhead(duration_ns)

@@ -1,8 +1,7 @@
 """Create folders in a child process of the training process, because a disk may not respond.
 
 The child runs run/make_folders.py, which takes about 15 ms. A call to a network disk without a
-server sleeps in the kernel, where no signal ends it. Only a separate process can therefore limit
-the wait.
+server sleeps in the kernel, where no signal ends it. Only another process can limit the wait.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ class FolderRequest:
     def __init__(self, folders: Sequence[Path], *, shared: bool = False) -> None:
         """Start the child process. Raise RunStoreError if that fails.
 
-        folders: absolute paths that must be writable. Missing folders and their parents are
-        created.
+        folders: absolute paths that must be writable. Missing folders are created.
         shared: True to let the user's group read new folders.
         """
         self._text = b""
@@ -75,8 +73,7 @@ class FolderRequest:
         self.close()
 
     def close(self) -> None:
-        """Remove created folders, unless keep_folders() was called, and cancel the rest of the
-        request.
+        """Remove created folders unless keep_folders() was called, and cancel the request.
 
         Further calls do nothing.
         """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def copy_ring_to_run(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
     """Let a child process copy a closed ring from this node's memory into the run directory.
 
-    After timeout_s the child continues alone. Return the problem, or "" if there is none or the
+    After timeout_s the child continues alone. Return the problem, or "" without a problem or if the
     ring is already there. Raises OSError if no process can be started.
     """
     if ring.path.is_relative_to(run.path):

@@ -59,9 +59,7 @@ def _compute_source_digest() -> str:
 
 
 def find_files(name: str) -> Iterator[tuple[Path, str | None]]:
-    """Yield existing files of that name in order of preference, each with the reason not to load it
-    or None.
-    """
+    """Yield existing files of that name, best first, each with the reason not to load it or None."""
     for place in tap_requirements.tap_folders():
         path = place / name
         try:

@@ -114,8 +114,7 @@ class NcclPlugin:
         self._unseen_graph()
 
     def reset_after_fork(self) -> None:
-        """Reset the plugin in a forked child. Operations in progress belong to the parent
-        process."""
+        """Reset the plugin in a forked child, where the parent's operations never end."""
         self._forked()
 
     def counters(self) -> PluginCounters:
@@ -213,12 +212,10 @@ def find_shared_memory_problem(local_ranks: int, shared_memory: Path = _SHARED_M
 def find_other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
     """Return the plugin that the job has chosen, or None.
 
-    The plugin may be set in the environment or in NCCL's configuration files, or have NCCL's
-    default name."""
+    The plugin may be set by variable or configuration file, or have NCCL's default name."""
     chosen = environ.get(VARIABLE)
     if chosen is not None:
-        # A plugin of this package is not "other", even if a launcher in another environment has set
-        # it.
+        # A plugin of this package is not "other", even if it is from another environment.
         ours = chosen == str(file) or Path(chosen).name.startswith(f"{_MODULE}.")
         return None if ours else f"{VARIABLE}={chosen}"
     own = environ.get("NCCL_CONF_FILE")
@@ -253,15 +250,13 @@ def offer_plugin(environ: MutableMapping[str, str], file: Path) -> str | None:
 
 
 def withdraw_plugin(environ: MutableMapping[str, str], file: Path) -> None:
-    """Remove the plugin from the environment, unless the variable has been changed in the
-    meantime."""
+    """Remove the plugin from the environment, unless the variable has been changed."""
     if environ.get(VARIABLE) == str(file):
         del environ[VARIABLE]
 
 
 def offer_at_import(environ: MutableMapping[str, str], wish: str) -> None:
-    """Offer the plugin at `import torch`, before communicators exist. wish: value of
-    Config.nccl."""
+    """Offer the plugin at `import torch`, before communicators exist. wish: Config.nccl."""
     file, nccl = find_path(), None if wish == "off" else read_nccl_version()
     if (
         file is not None

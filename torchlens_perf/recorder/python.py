@@ -225,8 +225,7 @@ class Recorder:
         return self._thread_time is not None
 
     def computes_backward(self) -> None:
-        """Also measure the calling thread, which computes a backward pass for which the owner
-        waits."""
+        """Also measure the calling thread, which computes the owner's backward pass."""
         if not self.closed and self._thread_time is not None:
             self._thread_time.computes_backward(threading.get_native_id())
 
@@ -580,8 +579,7 @@ class ThreadTime:
     native/thread_time.c)."""
 
     def __init__(self, thread: int) -> None:
-        """thread: the thread's native id. Raises OSError if the kernel does not report the
-        times."""
+        """thread: the thread's native id. Raises OSError if the kernel reports no times."""
         self._thread, self._descriptor = thread, _open_schedstat(thread)
         # Autograd's thread, and the descriptor of the file with its times.
         self._autograd: tuple[int, int] | None = None
@@ -735,8 +733,7 @@ class Section:
 
 
 def _intern_section_name(section: Section, recorder: Recorder) -> None:
-    """Set the section's name id, or 0 on failure. Another thread may end the watch in the
-    meantime."""
+    """Set the section's name id, or 0 on failure. Another thread may end the watch."""
     name_id = 0
     with guard("naming a section"):
         name_id = recorder.intern(section.name)

@@ -176,8 +176,7 @@ class RankMetadata:
         )
 
     def publish_end(self, report: Mapping[str, Any]) -> None:
-        """Publish all facts for the last time. report: format of the report that rank 0
-        requests."""
+        """Publish all facts for the last time. report: rank 0's format of the report."""
         self.publish(settings=self._facts["settings"] | report)
 
 

@@ -78,8 +78,7 @@ def _time_calls(timer: Section, function: Callable[..., Any]) -> Callable[..., A
         or inspect.iscoroutinefunction(function)
         or inspect.isasyncgenfunction(function)
     ):
-        # The body of a coroutine or generator runs interleaved with other code, which one span
-        # would include.
+        # The body of a coroutine or generator runs interleaved with other code.
         raise TypeError(
             f"{function.__qualname__} is a generator or coroutine: use `with section(...)`"
             " inside it"

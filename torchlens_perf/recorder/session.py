@@ -35,8 +35,7 @@ class Hook(Protocol):
     name: str
 
     def attach(self, session: Session) -> AbstractContextManager[None]:
-        """Return a context in which the hook is attached. The exit removes all effects of the
-        hook."""
+        """Return a context in which the hook is attached. The exit detaches the hook."""
 
 
 class Session:

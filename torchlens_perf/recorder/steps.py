@@ -65,8 +65,7 @@ class StepRule:
     - Several optimizers that take turns make one step. The step ends with the last optimizer passed
       to watch() that steps once per turn, or else with the first optimizer that has stepped.
     - If no passed optimizer ever steps, another optimizer ends the steps.
-    - A new optimizer may replace the optimizer that ends the steps, as in a second phase of
-      training.
+    - A new optimizer may replace the one that ends the steps, as in a second phase of training.
     - Until an optimizer has stepped, forward passes without gradients end steps (inference).
     - In a loop without optimizers, backward passes end steps.
     - After the first w.step(), only w.step() ends steps. The first call ends no step if the same
@@ -110,8 +109,7 @@ class StepRule:
         return not ended_already
 
     def _count_step_end(self) -> bool:
-        """Count a step that has ended. Return False, without counting, if only w.step() ends
-        steps."""
+        """Count a step that has ended. Return False if only w.step() ends steps."""
         if not self.manual:
             self._ended, self._learned = self._ended + 1, False
         return not self.manual
@@ -197,8 +195,7 @@ class StepRule:
         return not settled and count >= 2 and count & (count - 1) == 0
 
     def note_missing_optimizer(self, *, alive: bool) -> None:
-        """Note that no optimizer has stepped. alive: True if an optimizer exists that may still
-        step."""
+        """Note that no optimizer has stepped. alive: True if an optimizer exists."""
         self.counts_backwards = not alive or self._backwards >= _MAX_ACCUMULATION
 
     def does_backward_end_step(self) -> bool:
@@ -208,8 +205,7 @@ class StepRule:
         """Note that a watched module that no other module called has returned. In inference this
         may end a step.
 
-        module: the module's id. is_root: True for a whole model, False for a part that is called
-        directly.
+        module: the module's id. is_root: True for a whole model, False for a part.
         """
         if self.trains or self.counts_backwards:
             return False
@@ -231,8 +227,7 @@ class EvaluationRule:
     """Decides which steps contain an evaluation.
 
     A step with forward passes without gradients contains an evaluation, unless at least every
-    second step has such passes. Frequent passes are part of training, such as a target network or a
-    teacher.
+    second step has such passes. Frequent passes are part of training, as with a teacher.
     """
 
     def __init__(self) -> None:
@@ -240,8 +235,7 @@ class EvaluationRule:
         self._without_gradient = 0
 
     def restart(self) -> None:
-        """Start again after the end of steps has moved: the current step contains parts of two
-        steps."""
+        """Start again after the end of steps has moved to another event."""
         self._steps = self._without_gradient = 1
 
     def decide_step_end(self, *, without_gradient: bool) -> bool:

@@ -94,10 +94,10 @@ def is_profiler_on() -> bool:
 
 
 def remove_profiler_callbacks() -> None:
-    """Remove the operator callbacks of a profiler that nobody will end, on all threads.
+    """Remove the operator callbacks of a profiler that will not be ended, on all threads.
 
-    These callbacks would otherwise record until the process ends. Callbacks of other profilers are
-    removed too."""
+    The callbacks would otherwise record until the process ends. Callbacks of all profilers are
+    removed."""
     import torch
 
     torch._C._autograd._clear_callbacks()

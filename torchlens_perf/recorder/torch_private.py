@@ -444,8 +444,7 @@ def skip_package_frames() -> None:
 
 
 def _skip_code_object(code: types.CodeType) -> None:
-    # Has the effect of torch._dynamo.skip(), but does not import torch._dynamo, which takes a
-    # second.
+    # Do the same as torch._dynamo.skip(), without the slow import of torch._dynamo.
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     # Skip this frame, but not the frames that it calls, because these may be the user's.

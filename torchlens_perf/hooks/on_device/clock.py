@@ -97,8 +97,7 @@ class EventClock:
         Counted by Stalls.
         """
         self.open_ended = 0
-        """Number of waits without end mark, and of backward passes without mark of the last
-        gradient.
+        """Number of waits without end mark, and of backward passes without tail mark.
 
         Counted by Stalls.
         """

@@ -55,8 +55,7 @@ _captured: WeakSet[Any] = WeakSet()
 
 
 class NcclHook:
-    """Hook that offers the plugin to NCCL before the first communicator, and switches it on and
-    off.
+    """Hook that offers the plugin to NCCL early, and switches it on and off.
 
     Attach this hook after DeviceTimesHook, which reads the device's clock at the end of a step.
     """

@@ -76,9 +76,8 @@ class SessionStamper:
         self._now_ns = now_ns
         self._ring: DeviceRing | None = None
         self._is_unavailable = False  # True after an error showed that no ring can be created.
-        self._untimed: Counter[str] = (
-            Counter()
-        )  # Number of entered sections without a ring, by name.
+        # Number of entered sections without a ring, by name.
+        self._untimed: Counter[str] = Counter()
         self._ring_device = -1
         self._reduced_ns = 0
         self._merge: WindowMerger | None = None
@@ -177,8 +176,7 @@ class SessionStamper:
         for two reasons:
 
         - The merge's stream would be forked from the captured stream and never joined.
-        - torch allows no collective during a capture, because NCCL's watchdog would query the
-          device.
+        - torch allows no collective during a capture: NCCL's watchdog would query the device.
         """
         if self._device.is_capturing():
             return
@@ -228,9 +226,7 @@ class SessionStamper:
 
     def _drain_ring(self, ring: DeviceRing, merge: WindowMerger | None) -> None:
         if merge is not None:
-            self._enqueue_due_merges(
-                ring, merge
-            )  # Enqueues merges that were postponed by a capture.
+            self._enqueue_due_merges(ring, merge)  # A capture may have postponed merges.
         until_ns = self._now_ns() + _LAST_TIMEOUT_NS
         requested = False
         while self._now_ns() < until_ns:
@@ -284,8 +280,7 @@ class SessionStamper:
             )
 
     def _create_ring_at_step_end(self) -> None:
-        """Create the ring at a step's end if possible. The creation counts as overhead of the
-        step."""
+        """Create the ring at a step's end if possible. This counts as overhead of the step."""
         step = self._session.recorder.step
         if (
             self._is_unavailable

@@ -21,8 +21,7 @@ _STEP, _BACKWARD = int(Kind.STEP), int(Kind.BACKWARD)
 
 
 class StepPartCollector:
-    """Collector of the device spans of each step. Used on the training thread at the end of each
-    step."""
+    """Collector of the device spans of each step. Used on the training thread."""
 
     def __init__(self, known: PendingSteps) -> None:
         """known: queue to which each complete training step is added."""
@@ -32,8 +31,7 @@ class StepPartCollector:
         self._is_truncated = False
 
     def add_span(self, kind: int, step: int, start_ns: int, duration_ns: int) -> None:
-        """Add a span whose device times are known. Spans must be added in the order of their
-        records.
+        """Add a span whose device times are known. Spans must be in the order of their records.
 
         The span of the step itself comes last and completes the step.
         """
@@ -43,8 +41,7 @@ class StepPartCollector:
             if len(self._spans) < MAX_EVENTS:
                 self._spans.append((kind, start_ns, duration_ns))
             else:
-                # Leave out the step, because the time of the missing span would count as another
-                # part.
+                # Leave out the step: the missing span's time would count as another part.
                 self._is_truncated = True
         elif kind == _STEP:
             self._complete_step(duration_ns)
