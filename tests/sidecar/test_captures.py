@@ -368,7 +368,7 @@ def test_captures_are_listed_newest_first(node: Node) -> None:
 def test_pause_for_a_capture_is_not_reported_as_a_late_rank(node: Node) -> None:
     """Other ranks wait in the next step's first collective while the captured rank writes.
 
-    No rank is reported as slow.
+    The report names no slow rank.
     """
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     for rank in ranks:

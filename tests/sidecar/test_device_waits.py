@@ -40,7 +40,7 @@ def sampler_after_a_pause() -> DeviceWaitSampler:
 
 
 def test_host_on_the_same_line_in_all_samples_waits_for_the_device() -> None:
-    """No more samples are taken after that result."""
+    """After the last sample, sampling stops."""
     waits = sampler_after_a_pause()
     for _ in range(SAMPLES):
         assert waits.known == {}

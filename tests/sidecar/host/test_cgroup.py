@@ -63,7 +63,7 @@ def test_version_2_reports_the_tightest_limit_of_nested_groups(machine: Machine)
     assert group.refault_count() == 43
     assert group.quota_periods() == (4, 2)
     assert group.stall_time_us("memory") == 123
-    # The group has no such file, so the value of the whole node is read.
+    # The group has no file for I/O pressure, so the value of the whole node is read.
     assert group.stall_time_us("io") == 456
 
 

@@ -48,7 +48,7 @@ def test_signals_are_made_once_per_hardware_sample(rig: Rig) -> None:
     rig.seconds(1, FIRST)
     second = signals.take_gpu_signals(FIRST, rig.now_ns)
 
-    assert not {name for name in first if "_per_" in name}  # A rate needs two samples.
+    assert not {name for name in first if "_per_" in name}  # A rate is computed from two samples.
     assert first["sm_clock_mhz"] == 1980
     assert second["sm_clock_mhz"] == 1200
     assert second["thermal_share"] == 0.5

@@ -197,7 +197,7 @@ class TestExchange:
         assert counts[1][0] <= counts[0][0]
 
     def test_waiting_post_is_sent_at_close(self, nodes: Nodes) -> None:
-        """The node may not have found node 0 until then."""
+        """The node may not have found node 0 before its close."""
         short = nodes.start(
             "n1", timing=dataclasses.replace(FAST, first_retry_s=100.0, last_retry_s=100.0)
         )

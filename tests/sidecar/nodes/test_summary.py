@@ -74,7 +74,7 @@ class TestSize:
         assert max(sizes) <= MAX_BYTES
 
     def test_summaries_of_other_versions_and_sizes_raise_an_error(self) -> None:
-        """One such summary among valid ones raises the error too."""
+        """A single invalid summary among valid ones raises the error too."""
         good = summary.pack_summary(made_summary())
         assert len(summary.unpack_summaries([good, good])) == 2
         assert len(summary.unpack_summaries([])) == 0
@@ -125,7 +125,7 @@ class TestPlaceAndProgress:
             ),
         ):
             found = pack_and_unpack(sent)
-            # A summary has 16 bits for this value.
+            # A summary stores this value in 16 bits.
             assert found.usual_step_s == pytest.approx(sent.usual_step_s, rel=1e-3)
             assert_close(
                 found, dataclasses.replace(sent, operations={}, usual_step_s=found.usual_step_s)

@@ -61,7 +61,7 @@ def test_written_bytes_are_counted_and_ended_processes_have_no_sample(worker: in
     ended.wait()
     (sample,) = sample_processes({0: ended.pid, 1: worker}, 0, 0)
     assert sample.rank == 1
-    # Bytes written to a memory file system do not count. On a disk, the 8 MiB do.
+    # The 8 MiB count only on a disk, not in a memory file system.
     assert sample.written_bytes is not None
     assert sample.written_bytes == 0 or sample.written_bytes >= 8 * MB
 
