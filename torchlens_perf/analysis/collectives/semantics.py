@@ -130,7 +130,7 @@ class Semantics:
     waits: WaitRelation
     size: SizeRule
     factor: str
-    """Formula of the bus bandwidth's factor, a key in bus_bandwidth_factor(); "" if no data moves."""
+    """Formula of the bus bandwidth's factor, see bus_bandwidth_factor(); "" if no data moves."""
     equal_bytes: bool = True
     """True if all ranks of the operation must have the same number of bytes."""
     equal_dtype: bool = True
