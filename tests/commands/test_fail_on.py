@@ -111,7 +111,7 @@ def test_hanging_job_fails_on_hang_and_is_inconclusive_on_stragglers(
     assert capsys.readouterr().err == "torchlens-perf: --fail-on: found hang\n"
     assert main(["report", str(live.run.path), "--fail-on", "slow-rank"]) == 3
     assert capsys.readouterr().err.endswith(
-        "not enough data for slow-rank: not judged while the job hangs\n"
+        "not enough data for slow-rank: the job hangs, so this was not judged\n"
     )
 
 
@@ -159,7 +159,7 @@ def test_slow_rank_fails_even_if_all_ranks_lack_cpus() -> None:
     ("ranks", "steps", "asked", "line"),
     [
         (1, 0, "hang", "hang: no step was recorded"),
-        (1, 2, "data-bound", "data-bound: all steps are warm-up"),
+        (1, 2, "data-bound", "data-bound: all steps are warm-up steps"),
         (1, 2, "hang", ""),
         (1, 60, "slow-rank", "slow-rank: only one rank"),
         (
@@ -169,7 +169,7 @@ def test_slow_rank_fails_even_if_all_ranks_lack_cpus() -> None:
             "slow-rank: only one rank; slow-link: no links were compared",
         ),
         (1, 12, "growing-steps", "growing-steps: too few steps"),
-        (1, 60, "cpu-contention", "cpu-contention: waits for a CPU were not measured"),
+        (1, 60, "cpu-contention", "cpu-contention: CPU contention was not measured"),
         (2, 8, "slow-rank", "slow-rank: the ranks were not compared"),
     ],
 )

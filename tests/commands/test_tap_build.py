@@ -250,7 +250,7 @@ def test_missing_torch_headers_are_reported_with_the_searched_folder(
 ) -> None:
     """Some distributions omit the headers."""
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    with pytest.raises(BuildError, match="this torch came without its headers") as caught:
+    with pytest.raises(BuildError, match="the installed torch lacks its C") as caught:
         tap_build.build_tap()
 
     assert str(tmp_path / "torch" / "include") in str(caught.value)
@@ -399,7 +399,7 @@ def test_built_tap_that_cannot_be_loaded_is_not_installed(
 ) -> None:
     """The compiler may not fit Python or torch."""
     says('echo nothing > "$out"')
-    with pytest.raises(BuildError, match=r"^what was built cannot be loaded: "):
+    with pytest.raises(BuildError, match=r"^the built tap cannot be loaded: "):
         tap_build.build_tap()
 
     assert not list(tap_requirements.SOURCES.glob("*.so"))
@@ -510,7 +510,7 @@ def test_no_tap_is_built_if_the_ranks_have_another_torch(cache: Path, cxx: Path)
     """The script may import another torch than its sidecar."""
     with pytest.raises(
         BuildError,
-        match="the ranks have another torch than their sidecar: run torchlens-perf build-tap",
+        match="the ranks and their sidecar use different versions of torch: run torchlens-perf",
     ):
         tap_build.build_in_background(native_tap.build_file_name().replace("tap-", "tap-9."))
 
@@ -525,7 +525,7 @@ def test_second_process_does_not_wait_for_a_running_build(
     place = tap_requirements.SOURCES if build is tap_build.build_tap else cache
     with open(place / "tap.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(BuildError, match=r"^another process builds it just now$"):
+        with pytest.raises(BuildError, match=r"^another process is building the tap$"):
             build()
         assert runs(cxx) == []
 
@@ -588,7 +588,7 @@ def test_one_of_eight_sidecars_builds_the_tap_and_none_waits(
     (tmp_path / "go").touch()
 
     assert first.communicate(timeout=60)[0].strip() == str(cache / name)
-    assert others == ["none: another process builds it just now"] * 7
+    assert others == ["none: another process is building the tap"] * 7
     assert processes(1, site, name, CXX=str(cxx)) == [str(cache / name)]
     assert len(runs(cxx)) == 1
     assert made_in(cache) == {name}
@@ -608,4 +608,4 @@ def test_obstacles_to_a_build_are_found_before_torch_is_imported(
     ]
     with open(cache / "tap.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert processes(1, site, "a-tap.so") == ["none: another process builds it just now"]
+        assert processes(1, site, "a-tap.so") == ["none: another process is building the tap"]

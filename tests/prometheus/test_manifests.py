@@ -161,7 +161,7 @@ def test_deploy_files_command_keeps_changed_files_without_force(
     assert capsys.readouterr().out == ""
     (out / "prometheus" / "alerts.yaml").write_text("mine")
     assert main(["deploy-files", "--out", str(out)]) == 2
-    assert "prometheus/alerts.yaml with changes: --force replaces them" in capsys.readouterr().err
+    assert "prometheus/alerts.yaml. --force replaces them" in capsys.readouterr().err
     assert (out / "prometheus" / "alerts.yaml").read_text() == "mine"
     assert main(["deploy-files", "--out", str(out), "--force", "--quiet"]) == 0
     assert (out / "prometheus" / "alerts.yaml").read_text() == RULES.read_text()

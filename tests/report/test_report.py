@@ -450,14 +450,14 @@ def test_each_kind_of_lost_data_has_a_note_with_its_number(run: RunDirectory) ->
 
     for text in (
         "5 records were",
-        "6 spans never",
+        "6 spans have no recorded end",
         "7 spans nested",
         "more distinct names",
         "9 internal errors",
     ):
         assert f"rank 0: {text}" in notes
     assert "Python recorder" in notes
-    assert "4 oldest segments" in notes
+    assert "4 old segments" in notes
     assert "3 of 9 spans were not delivered" in notes
 
 

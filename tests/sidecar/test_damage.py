@@ -70,7 +70,7 @@ def test_report_lists_the_ranks_of_an_unreadable_node_as_missing(
 
     assert value["steps"]["count"] == 50
     (note,) = [note for note in value["quality"]["notes"] if "zz.json" in note]
-    assert note.endswith(": the ranks of that node are missing here")
+    assert note.endswith(". The report lacks the ranks of that node")
 
 
 def test_report_fails_with_one_line_if_no_node_is_readable(

@@ -187,7 +187,7 @@ def test_overwritten_records_are_counted_as_lost(run: RunDirectory) -> None:
     assert value["quality"]["lost"] == 5000 - 1024
     assert value["quality"]["records"] == 1024
     assert value["ranks"][0]["steps"] == 1024 // 5 + (1024 % 5 > 0)
-    assert any("raise ring_records" in note for note in value["quality"]["notes"])
+    assert any("Increase ring_records" in note for note in value["quality"]["notes"])
 
 
 def test_invalid_ring_file_is_noted_and_other_rings_are_read(

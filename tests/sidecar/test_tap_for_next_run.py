@@ -316,8 +316,8 @@ def reported(
 
 
 TAPPED = (
-    "collectives were recorded from Python: about 50 us each, without end times of asynchronous"
-    " ones"
+    "collectives were recorded from Python, which costs about 50 us each and records no end times"
+    " of asynchronous collectives"
 )
 
 

@@ -337,7 +337,7 @@ def test_low_limit_of_open_files_is_an_error_of_simulate(
     monkeypatch.setattr(open_files.resource, "getrlimit", lambda kind: (256, 256))
     monkeypatch.setattr(open_files.resource, "setrlimit", lambda kind, limits: None)
     with pytest.raises(
-        ConfigError, match=r"^640 files must be open at a time, and the limit is 256: "
+        ConfigError, match=r"^640 files must be open at the same time, but the limit is 256: "
     ):
         simulate("--ranks", "256", "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

@@ -413,7 +413,7 @@ def test_wrong_arguments_of_simulate_raise_an_error_of_one_line(
 def test_simulate_does_not_overwrite_a_run_directory(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     with pytest.raises(
-        TorchlensPerfError, match="is a run directory already: choose another --out"
+        TorchlensPerfError, match="already is a run directory: choose another --out"
     ):
         command("--out", str(run.path))
 
@@ -435,6 +435,6 @@ def test_simulated_step_ends_at_the_same_time_on_all_hosts(tmp_path: Path) -> No
 
 
 def test_simulate_options_rows_and_out_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--rows writes no files: leave out --rows or --out"):
+    with pytest.raises(ConfigError, match="--rows writes no files: remove --rows or --out"):
         command("--rows", "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()

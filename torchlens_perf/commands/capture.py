@@ -33,7 +33,7 @@ def add_command(commands: Any) -> None:
         description=(
             "Profile a few steps of some ranks with torch.profiler. The flight recorder, Python"
             " stacks and, on a GPU, a memory snapshot are written too. Training pauses while the"
-            " files are written. Exit code 1: a rank has no trace."
+            " files are written. The exit code is 1 if a rank has no trace."
         ),
     )
     parser.add_argument("run_dir", type=Path)
@@ -45,21 +45,26 @@ def add_command(commands: Any) -> None:
         help="5, 0-3 or 0,5; may be repeated",
     )
     parser.add_argument(
-        "--steps", type=int, default=3, help=f"how many, at most {MAX_STEPS}; default 3"
+        "--steps", type=int, default=3, help=f"number of steps, at most {MAX_STEPS}; default 3"
     )
     parser.add_argument(
-        "--python", action="store_true", help="Python frames and modules in the trace; costs more"
+        "--python",
+        action="store_true",
+        help="record Python frames and modules in the trace, at a higher cost",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=120.0,
         metavar="S",
-        help="longest wait for steps, then for files; default 120",
+        help="timeout in seconds for steps, and again for files; default 120",
     )
     parser.add_argument(
         "--force", action="store_true",
-        help=f"also more than {MAX_RANKS} ranks, and where there are {MAX_KEPT_BYTES >> 30} GiB of captures already",
+        help=(
+            f"allow more than {MAX_RANKS} ranks, and more than {MAX_KEPT_BYTES >> 30} GiB of"
+            " captures"
+        ),
     )  # fmt: skip
     parser.add_argument("--no-wait", action="store_true", help="only ask")
     parser.set_defaults(command=run_capture)
@@ -76,10 +81,7 @@ def run_capture(options: argparse.Namespace) -> int:
             f"asked: ranks {format_ranges(request.ranks)}, {request.steps} steps from step"
             f" {request.from_step} on"
         )
-        print(
-            "meanwhile torch.profiler may write lines of its own into the job's stderr (USDT,"
-            " Kineto)"
-        )
+        print("torch.profiler may write messages (USDT, Kineto) to the job's stderr")
     return (
         0
         if options.no_wait

@@ -1,4 +1,4 @@
-"""The command line. A user's mistake is reported in one line, with exit code 2."""
+"""The command line. Mistakes of the user are reported in one line, with exit code 2."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchlens_perf.store.without_pandas import block_pandas_import
 _INTERRUPTED = 128 + signal.SIGINT
 _GROUPS = {
     "Record a job": {
-        "run": "run a Python script and record it",
+        "run": "record a Python script",
         "capture": "profile a few steps of a live run with torch.profiler",
     },
     "Look at a run": {
@@ -57,10 +57,9 @@ _EXIT_CODES = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code, which after Ctrl-C is 130 as in a shell.
+    """Run one command and return its exit code, which is 130 after Ctrl-C, as in a shell.
 
-    arguments: the command line, for calls from another program. The default is that of this
-    process.
+    arguments: the command line; by default the one of this process.
     """
     is_program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[0] == "run" and arguments[1:2] not in (["-h"], ["--help"]):
             run_command.exec_recorded_python(
                 arguments[1:]
-            )  # The rest is Python's command line, not argparse's.
+            )  # Python parses the rest of the command line.
         parser = _build_parser()
         if not arguments[0].startswith("-") and arguments[0] not in (*_NAMES, results.NAME):
             raise ConfigError(_unknown_command_text(arguments[0]))
@@ -89,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
     except MemoryError:
-        print("torchlens-perf: there is not enough memory for what its files hold", file=sys.stderr)
+        print(
+            "torchlens-perf: there is not enough memory to read the files of the run",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("torchlens-perf: interrupted", file=sys.stderr)
@@ -136,7 +138,7 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments. Raise ConfigError for unknown ones, with a suggestion of this parser."""
+        """Parse arguments. Raise ConfigError for unknown arguments, with a suggestion."""
         found, rest = super().parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             options = re.findall(r"--[a-z][a-z-]*", self.format_usage())
@@ -162,15 +164,20 @@ def _build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     report.add_argument(
-        "run_dir", type=Path, nargs="?", help="a run directory; default: the newest one here"
+        "run_dir", type=Path, nargs="?", help="a run directory; default: the newest run here"
     )
     form = report.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a web page: one file that needs no network"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write the report as a web page in one file that needs no network",
     )
     form.add_argument(
-        "--schema", action="store_true", help="print the JSON schema of --json; needs no run"
+        "--schema",
+        action="store_true",
+        help="print the JSON schema of --json, for which no run is needed",
     )
     report.add_argument(
         "--fail-on",
@@ -178,7 +185,10 @@ def _build_parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="VERDICT,...",
-        help=f"exit with 1 if one of these verdicts holds: {', '.join(fail_on.KINDS)}",
+        help=(
+            "exit with code 1 if the report contains one of these verdicts:"
+            f" {', '.join(fail_on.KINDS)}"
+        ),
     )
     report.set_defaults(command=_run_report)
 
@@ -194,8 +204,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "--host",
         default=None,
         help=(
-            "the node whose ring files are read: its name, as in nodes/NAME.json, or its host's;"
-            " default: this one"
+            "the node whose ring files are read, by its name in nodes/NAME.json or its host name;"
+            " default: this node"
         ),
     )
     sidecar.set_defaults(command=_run_sidecar)
@@ -211,9 +221,10 @@ def _build_parser() -> argparse.ArgumentParser:
         "build-tap",
         description=(
             "Compile the native tap on collectives against the installed torch, with g++, in 10 to"
-            " 30 s. For images and CI: elsewhere the first run of several ranks builds it for the"
-            " next one. Without it, collectives are recorded from Python, at 50 us each, and the"
-            " end of asynchronous ones is missing."
+            " 30 s. Use the command for images and in CI. Elsewhere, the first run with several"
+            " ranks builds the tap for the next run. Without the tap, collectives are recorded"
+            " from Python, which takes 50 us each, and end times of asynchronous collectives are"
+            " missing."
         ),
     )
     build_tap.add_argument("--in-background", metavar="NAME", help=argparse.SUPPRESS)
@@ -222,8 +233,8 @@ def _build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         description=(
-            "Print what a run in this environment records, what it does not record, and what to do."
-            " Exit code 1: something is broken."
+            "Print what a run in this environment records, what it does not record, and what to"
+            " do. The exit code is 1 if something is broken."
         ),
     )
     doctor.add_argument("--verbose", action="store_true", help="print each check")
@@ -241,7 +252,7 @@ def _run_report(options: argparse.Namespace) -> int:
     if options.schema:
         if options.fail_on:
             raise ConfigError(
-                "--fail-on judges a run, and --schema needs none: leave out one of them"
+                "--fail-on needs a run, but --schema does not: remove one of these options"
             )
         report_json.write_json(report_json.build_schema(), sys.stdout)
         return 0

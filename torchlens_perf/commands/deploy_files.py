@@ -43,7 +43,7 @@ def run_deploy_files(options: argparse.Namespace) -> int:
         if changed and not options.force:
             names = ", ".join(map(str, changed))
             raise TorchlensPerfError(
-                f"{options.out} has {names} with changes: --force replaces them"
+                f"{options.out} contains files with changes: {names}. --force replaces them"
             )
         for path, content in shipped.items():
             target = options.out / path

@@ -1,5 +1,4 @@
-"""`torchlens-perf doctor`: show what a run in this environment can record, what it cannot record,
-and the remedies.
+"""`torchlens-perf doctor`: show which data a run in this environment can record, and remedies.
 
 `summarize()` is the command's usual output. With `--verbose` it prints each check.
 """
@@ -117,14 +116,16 @@ def _check_native_recorder() -> Iterator[Check]:
         )
         return
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        finding = "the Python recorder: a free-threaded Python has no native recorder"
+        finding = (
+            "the Python recorder is used, because a free-threaded Python has no native recorder"
+        )
         yield Check(LIMITED, "recorder", finding, "use a Python build with the GIL")
         return
     compiler = shutil.which("cc") or shutil.which("gcc")
     remedy = f"reinstall: {build_install_command(options='--force-reinstall --no-deps')}"
     if compiler is None:
         remedy = "install a C compiler and Python's headers, then " + remedy
-    finding = LOADING_PROBLEM or "the Python recorder: marks cost about ten times more"
+    finding = LOADING_PROBLEM or "the Python recorder is used, which costs about ten times more"
     yield Check(LIMITED, "recorder", finding, remedy)
 
 
@@ -136,12 +137,17 @@ def _check_tap() -> Iterator[Check]:
     cache = os.environ.get("XDG_CACHE_HOME")
     if cache is not None and not os.path.isabs(cache):
         finding = f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored"
-        yield Check(LIMITED, "cache of native code", finding, "unset it, or set an absolute one")
+        yield Check(
+            LIMITED, "cache of native code", finding, "unset the variable, or set an absolute path"
+        )
     if native_tap.load_tap() is not None:
         yield Check(OK, "tap on collectives", "native", records="end of asynchronous collectives")
         return
     problems = "; ".join(native_tap.list_problems())
-    finding = "from Python: costs 50 us a collective, and asynchronous ones have no end time"
+    finding = (
+        "recorded from Python: each collective costs 50 us, and end times of asynchronous"
+        " collectives are missing"
+    )
     finding += f" ({problems})" if problems else ""
     remedy = (
         tap_requirements.why_not_buildable(native_tap.build_file_name())
@@ -200,9 +206,7 @@ def _check_nccl() -> Iterator[Check]:
         remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/guides/gpu.md"
         yield Check(LIMITED, subject, f"not timed with this NCCL: {without}", remedy)
     else:
-        finding = (
-            "timed by the device in every step, after a communicator is created inside a watch"
-        )
+        finding = "timed by the device in every step if communicators are created inside a watch"
         yield Check(OK, subject, finding, records="NCCL kernels")
 
 
@@ -363,11 +367,9 @@ def _check_ring_folder() -> Iterator[Check]:
     place = folders[0].parent
     free = shutil.disk_usage(place).free
     if kinds[0]:
-        finding = (
-            f"in {place}, {free >> 20} MB free; in memory without a name where that is too small"
-        )
+        finding = f"in {place}, {free >> 20} MB free; in unnamed memory if the space is too small"
     else:
-        finding = f"in memory without a name, linked from {place}"
+        finding = f"in unnamed memory, linked from {place}"
     remedy = (
         "with a tmpfs at /dev/shm (docker run --shm-size), ring files survive if rank and sidecar"
         " are both killed"
@@ -385,9 +387,7 @@ def _check_run_directory() -> Iterator[Check]:
         if not existed:
             folder.rmdir()
     except RunStoreError as error:
-        yield Check(
-            BROKEN, _STORED, str(error), "set TORCHLENS_PERF_DIR to a folder that can be written"
-        )
+        yield Check(BROKEN, _STORED, str(error), "set TORCHLENS_PERF_DIR to a writable folder")
         return
     yield Check(OK, _STORED, f"in {folder}")
 
@@ -402,8 +402,8 @@ def _check_export() -> Iterator[Check]:
     signals = read_enabled_signals(os.environ)
     if not signals:
         finding = (
-            "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT); nothing goes over the"
-            " network"
+            "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT), so no data is sent over"
+            " the network"
         )
         yield Check(OK, _EXPORT, finding)
         return

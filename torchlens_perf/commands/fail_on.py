@@ -34,7 +34,7 @@ KINDS = {
 
 
 def parse_verdict_names(text: str) -> list[str]:
-    """Return the names in a comma-separated list. Raises ArgumentTypeError if one is unknown."""
+    """Return the names in a comma-separated list. Raise ArgumentTypeError for an unknown name."""
     found = [each.strip() for each in text.split(",")]
     for name in found:
         if name not in KINDS:
@@ -47,7 +47,10 @@ def parse_verdict_names(text: str) -> list[str]:
 def choose_exit_code(
     asked: Iterable[str], report: Report, states: Sequence[NodeState]
 ) -> tuple[int, str]:
-    """Return 0, FOUND or UNKNOWN, and a line with the reason. states: of the report's nodes."""
+    """Return 0, FOUND or UNKNOWN, and a line with the reason.
+
+    states: states of the report's nodes.
+    """
     asked = list(dict.fromkeys(asked))
     findings = max((state.findings for state in states), key=lambda each: each.compared)
     found = [
@@ -64,8 +67,8 @@ def choose_exit_code(
 def _is_current_verdict(row: VerdictRow, kind: str) -> bool:
     """Return True if a row is a current verdict of this kind.
 
-    A hang that has ended stays current while its cost is worth a line (order.py). A lack of CPUs
-    with a rank replaces the verdict on that slow rank.
+    A hang that has ended stays current while its cost is worth a line (order.py). A verdict on CPU
+    contention of one rank replaces the verdict on that slow rank.
     """
     from torchlens_perf.verdicts.words.evidence import OVER
 
@@ -83,9 +86,9 @@ def _why_unknown(name: str, report: Report, findings: Findings) -> str:
     if name in _STOPS_THE_JOB:
         return ""
     if any(row["kind"] == "hang" for row in rows):
-        return "not judged while the job hangs"
+        return "the job hangs, so this was not judged"
     if steps["p50_s"] is None:
-        return "all steps are warm-up"
+        return "all steps are warm-up steps"
     if name == "slow-rank":
         not_compared = any(isinstance(row["evidence"], NotComparedEvidence) for row in rows)
         if not_compared or findings.compared < 2 or findings.detectable_ns is None:
@@ -101,7 +104,7 @@ def _why_unknown(name: str, report: Report, findings: Findings) -> str:
     if name == "cpu-contention" and steps["sampled_lack_of_cpu"] is None:
         typical = [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
         if all(each["lack_of_cpu"] is None for each in typical):
-            return "waits for a CPU were not measured"
+            return "CPU contention was not measured"
     if name in _LIMITS_THE_STEP and any(row["kind"] == "not_known" for row in rows):
-        return "it is not known where the step's time goes"
+        return "the parts of the step's time are unknown"
     return ""

@@ -1,8 +1,7 @@
-"""The progress of a long command: a line on stderr that appears after a second and is erased at the
-end.
+"""The progress of a long command: a line on stderr, shown after a second and erased at the end.
 
-It is shown on a terminal only, and never with --quiet. Functions that do long work accept a
-callback, `advanced(done, total)`::
+The line is shown only on a terminal, and never with --quiet. Functions that do long work
+accept a callback, `advanced(done, total)`::
 
     with Progress("reading the run", quiet=options.quiet) as progress:
         pages = draw(run, advanced=progress)
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 Advanced: TypeAlias = Callable[[int, "int | None"], object]
 """A callback with the amount of work done and the total amount, or None if that is unknown."""
 
-_AFTER_S = 1.0  # Shorter work shows no line.
+_AFTER_S = 1.0  # Work that takes less time shows no line.
 
 
 def ignore_progress(done: int, total: int | None) -> None:
@@ -41,8 +40,8 @@ class Progress:
     """A context manager that is also the callback. Calls are cheap: make one for each file or
     block.
 
-    Without calls the line shows only the elapsed time. A thread of this process draws it.
-    Meanwhile, other output to the terminal must go through sys.stderr.
+    Without calls the line shows only the elapsed time. A thread of this process draws it. While it
+    runs, other output to the terminal must use sys.stderr.
 
     Ctrl-C raises KeyboardInterrupt. If the exception gets lost, for example in C code that imports
     a module, the next call raises it again.
@@ -54,7 +53,9 @@ class Progress:
         self._done = 0
         self._total: int | None = None
         self._bar: progress.Progress | None = None
-        self._lock = threading.Lock()  # protects _bar and _ended against the timer's thread
+        self._lock = (
+            threading.Lock()
+        )  # The lock protects _bar and _ended against the timer's thread.
         self._ended = False
         self._interrupted = False
         self._before: Any = None  # previous handler of SIGINT

@@ -1,5 +1,4 @@
-"""`torchlens-perf run`: replace this process by Python with the rest of the command line, and
-record it.
+"""`torchlens-perf run`: replace this process by a recorded Python.
 
 ::
 
@@ -27,7 +26,7 @@ from torchlens_perf.startup import sitecustomize
 
 # One argument with short options: flags, then optionally one whose value is the rest or next.
 _SHORT_OPTIONS = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
-_QUIET = "--quiet"  # It cannot be confused with an option of Python, which has none of this name.
+_QUIET = "--quiet"  # Python has no option of this name.
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 # -E and -I make Python ignore PYTHONPATH, and -S disables sitecustomize.
 _NO_SITECUSTOMIZE = re.compile(r"-[^-WX]*[EIS]")
@@ -58,9 +57,9 @@ def add_help(commands: Any) -> None:
             " | -c CODE | -) [ARGS]"
         ),
         description=(
-            "A drop-in for `python`: the script behaves as before, and is recorded. With --quiet,"
-            " which comes first, the report at the end is not printed, and is in the run directory"
-            " only."
+            "A replacement for `python`: the script behaves as before and is recorded. With"
+            " --quiet, which must be the first option, the report is not printed at the end, but"
+            " only written to the run directory."
         ),
     )
 
@@ -144,9 +143,12 @@ def _switch_recording_on(
         if is_autoload_off(environment):
             _warn_not_recording(
                 environment,
-                f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S keeps out what would do without it",
+                f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S disables the other way to start"
+                " recording",
             )
-    elif first != sitecustomize.FOLDER:  # It is the first already if `run` was started by `run`.
+    elif (
+        first != sitecustomize.FOLDER
+    ):  # The folder is already first if `run` was started by `run`.
         if path is not None:
             environment[sitecustomize.USERS_PATH] = path
         environment["PYTHONPATH"] = (

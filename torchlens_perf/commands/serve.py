@@ -30,13 +30,13 @@ def add_command(commands: Any) -> None:
         type=Path,
         nargs="?",
         metavar="DIR",
-        help="a folder of runs, or a run; default: here",
+        help="a folder of runs, or a run; default: the folder where runs are recorded",
     )
     parser.add_argument("--port", type=int, default=0, help="default: a free one")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; any but 127.0.0.1 needs --allow-remote",
+        help="address to listen on; addresses other than 127.0.0.1 need --allow-remote",
     )
     parser.add_argument(
         "--allow-remote",
@@ -65,7 +65,7 @@ def run_serve(options: argparse.Namespace) -> int:
             " that"
         )
     if not 0 <= options.port < 1 << 16:
-        raise ConfigError(f"--port {options.port}: must be from 0 to 65535")
+        raise ConfigError(f"--port must be from 0 to 65535, got {options.port}")
     folder = _choose_folder(options.folder)
     with servers.open_listening_socket(options.host, options.port) as listening:
         with Progress("looking for runs", quiet=options.quiet) as progress:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchlens_perf.simulate.simulation import Simulation, Topology
 
 _MAX_LINES = 16
-_OTHER_FILES = 128  # open files that do not belong to a rank
+_OTHER_FILES = 128  # Number of open files that do not belong to a rank.
 _FLUSH_TIMEOUT_S = 10.0
 _MAX_UNKEPT_RECORDS = 1 << 18
 _EXAMPLES = """faults, each as KIND:NAME=VALUE,...; shares are of a rank's usual work in a step:
@@ -50,41 +50,56 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=int, help="number of ranks; default 8, or as in --topology")
     parser.add_argument(
-        "--topology", help="sizes of the mesh, as in dp=4,tp=2,pp=1; default: data parallel"
+        "--ranks", type=int, help="number of ranks; default: 8, or the ranks of --topology"
+    )
+    parser.add_argument(
+        "--topology",
+        help="sizes of the device mesh, for example dp=4,tp=2,pp=1; default: data parallel only",
     )
     parser.add_argument("--node-size", type=int, default=8, help="ranks on one host; default 8")
     parser.add_argument(
-        "--fault", action="append", default=[], metavar="FAULT", help="see below; may be repeated"
+        "--fault",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="a planted fault, see below; may be repeated",
     )
     parser.add_argument("--steps", type=int, default=200, help="default 200")
     parser.add_argument(
-        "--step-ms", type=float, default=200.0, help="usual work of a rank in a step; default 200"
+        "--step-ms",
+        type=float,
+        default=200.0,
+        help="typical work of a rank per step in ms; default 200",
     )
     parser.add_argument(
         "--noise",
         type=float,
         default=0.1,
-        help="factor of the recorded noise; default 0.1, 2 %% of a step",
+        help="factor for the recorded noise; default 0.1, which is 2 %% of a step",
     )
     parser.add_argument(
         "--spread",
         type=float,
         default=0.003,
-        help="lasting differences between ranks; default 0.003",
+        help="relative size of lasting differences between ranks; default 0.003",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random numbers; default 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers; default 0")
     parser.add_argument(
-        "--device", action="store_true", help="simulate work on a device, judged by its clock"
+        "--device",
+        action="store_true",
+        help="simulate work on devices, which are judged by device time",
     )
     parser.add_argument(
         "--launch-bound",
         action="store_true",
-        help="simulate devices that wait for launches by their hosts; data parallel only",
+        help="simulate devices that wait for kernel launches; only for data parallel ranks",
     )
     parser.add_argument(
-        "--late-steps", type=int, default=1, help="delay of device times, in steps; default 1"
+        "--late-steps",
+        type=int,
+        default=1,
+        help="number of steps by which device times are late; default 1",
     )
     parser.add_argument(
         "--missing", type=float, default=0.0, help="share of steps without device times; default 0"
@@ -93,24 +108,23 @@ def add_command(commands: Any) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="the run directory to make, of 1024 ranks at most; not with --rows",
+        help="the run directory to create, for at most 1024 ranks; not allowed with --rows",
     )
     parser.add_argument(
         "--rows",
         action="store_true",
-        help=(
-            "simulate any number of ranks without files; has no transfer times and finds no slow"
-            " link"
-        ),
+        help=("simulate any number of ranks without files; slow links cannot be found"),
     )
     parser.add_argument(
-        "--json", action="store_true", help="planted faults and the verdicts on them, as JSON only"
+        "--json",
+        action="store_true",
+        help="print the planted faults and the verdicts on them as JSON",
     )
     parser.set_defaults(command=run_simulate)
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    """Run the command. Raises ConfigError for invalid options."""
+    """Run the command. Raise ConfigError for invalid options."""
     from torchlens_perf.simulate.faults import parse_fault
     from torchlens_perf.simulate.launch_bound import Hosts
     from torchlens_perf.simulate.simulation import Simulation
@@ -126,13 +140,17 @@ def run_simulate(options: argparse.Namespace) -> int:
         work_ns=options.step_ms * 1e6,
     )
     if options.late_steps < 0 or not 0 <= options.missing < 1:
-        raise ConfigError("--late-steps must be 0 or more, --missing 0 or more and below 1")
+        raise ConfigError(
+            "--late-steps must be 0 or more, and --missing must be at least 0 and below 1"
+        )
     if options.rows and (options.device or options.launch_bound):
-        raise ConfigError("--rows has no devices: leave out --rows, or --device and --launch-bound")
+        raise ConfigError(
+            "--rows simulates no devices: remove --rows, or --device and --launch-bound"
+        )
     if options.launch_bound:
-        Hosts(simulation.topology)  # It raises for an unsupported topology.
+        Hosts(simulation.topology)  # Hosts() raises ConfigError for an unsupported topology.
     if options.rows and options.out is not None:
-        raise ConfigError("--rows writes no files: leave out --rows or --out")
+        raise ConfigError("--rows writes no files: remove --rows or --out")
     if options.rows:
         with Progress("simulating", quiet=options.quiet) as progress:
             lines, compared = _simulate_without_files(simulation, options, progress)
@@ -156,7 +174,9 @@ def _parse_topology(options: argparse.Namespace) -> Topology:
         for pair in options.topology.split(","):
             name, _, size = pair.partition("=")
             if name not in sizes or not size.isdigit():
-                raise ConfigError(f"--topology is like dp=4,tp=2,pp=1, got {options.topology}")
+                raise ConfigError(
+                    f"--topology {options.topology}: expected sizes such as dp=4,tp=2,pp=1"
+                )
             sizes[name] = int(size)
     topology = Topology(**sizes, node_size=options.node_size)
     if options.ranks is not None and topology.ranks != options.ranks:
@@ -177,13 +197,13 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
 
     if simulation.topology.ranks > MAX_RANKS:
         raise ConfigError(
-            f"--out is for {MAX_RANKS} ranks at most, not {simulation.topology.ranks}: use --rows"
+            f"--out supports at most {MAX_RANKS} ranks, got {simulation.topology.ranks}: use --rows"
         )
     if options.out is None:
-        raise ConfigError("--out DIR is missing: the run directory to make")
+        raise ConfigError("--out DIR is missing: name the run directory to create")
     run = RunDirectory(options.out.absolute())
     if run.nodes.exists():
-        raise RunStoreError(f"{run.path} is a run directory already: choose another --out")
+        raise RunStoreError(f"{run.path} already is a run directory: choose another --out")
     _require_open_files(OPEN_FILES * simulation.topology.ranks + _OTHER_FILES)
     run.create()
     note = (
@@ -218,8 +238,8 @@ def _require_open_files(count: int) -> None:
     limit = raise_open_file_limit()
     if 0 <= limit < count:
         raise ConfigError(
-            f"{count} files must be open at a time, and the limit is {limit}: raise it, or use"
-            " --rows"
+            f"{count} files must be open at the same time, but the limit is {limit}: raise the"
+            " limit, or use --rows"
         )
 
 
@@ -242,7 +262,7 @@ def record_simulation(
     lock = acquire_lock(run)
     try:
         _write_and_read_rings(simulation, steps, run, lock, note, device, advanced)
-    except BaseException:  # Nothing may stay in shared memory, also after Ctrl-C.
+    except BaseException:  # No file may stay in shared memory, even after Ctrl-C.
         lock.remove()
         raise
 

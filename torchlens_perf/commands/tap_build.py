@@ -30,7 +30,7 @@ from torchlens_perf.run.tap_requirements import (
 )
 
 _TIMEOUT_S = 600
-_MAX_CHARACTERS = 300  # of the compiler's output in an error message
+_MAX_CHARACTERS = 300  # Limit of the compiler's output in an error message.
 _UNFINISHED = ".build-"
 _PASSING = (
     "Killed signal",
@@ -76,8 +76,8 @@ def build_in_background(name: str) -> Path:
             raise BuildError(said)
         if native_tap.build_file_name() != name:
             raise BuildError(
-                "the ranks have another torch than their sidecar: run torchlens-perf build-tap with"
-                " theirs"
+                "the ranks and their sidecar use different versions of torch: run torchlens-perf"
+                " build-tap in the environment of the ranks"
             )
         found = native_tap.find_loaded_file()
         if found is not None:
@@ -113,7 +113,7 @@ def _lock_folder(place: Path) -> Iterator[None]:
         os.close(descriptor)
         taken = isinstance(error, BlockingIOError)
         raise BuildError(
-            "another process builds it just now"
+            "another process is building the tap"
             if taken
             else f"{place} cannot be locked: {error.strerror}"
         ) from None
@@ -133,7 +133,7 @@ def _compile(compiler: list[str], place: Path, *, timeout_s: float | None) -> Pa
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
     if not (include / "torch" / "library.h").is_file():
-        raise BuildError(f"this torch came without its headers ({include})")
+        raise BuildError(f"the installed torch lacks its C++ headers ({include})")
     abi = int(getattr(torch, "compiled_with_cxx11_abi", lambda: True)())
     tap = place / native_tap.build_file_name()
     try:
@@ -150,7 +150,7 @@ def _compile(compiler: list[str], place: Path, *, timeout_s: float | None) -> Pa
             native_tap.load_file(result)
             _publish_file(result, tap)
     except ImportError as error:
-        raise _CompilerError(f"what was built cannot be loaded: {error}") from None
+        raise _CompilerError(f"the built tap cannot be loaded: {error}") from None
     except OSError as error:
         raise BuildError(f"{place} cannot be written: {error.strerror or error}") from None
     native_tap.load_tap.cache_clear()

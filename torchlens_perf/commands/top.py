@@ -28,7 +28,7 @@ def add_command(commands: Any) -> None:
         description=(
             "Show a live run: its verdicts, all ranks, and where the step's time goes. The command"
             " only reads the run directory: the job is not disturbed. Without a terminal"
-            " (TERM=dumb, a pipe) it prints what is new, line by line."
+            " (TERM=dumb, a pipe), the command prints new findings line by line."
         ),
     )
     parser.add_argument(
@@ -37,17 +37,22 @@ def add_command(commands: Any) -> None:
         nargs="?",
         help=(
             "a run directory, which may not exist yet, or a folder of runs; default: the live run"
-            " here, or a choice"
+            " here, or a list of runs"
         ),
     )
     parser.add_argument(
-        "--once", action="store_true", help="print one frame as text and exit; needs no Textual"
+        "--once",
+        action="store_true",
+        help="print the screen once as text and exit, without Textual",
     )
     parser.set_defaults(command=run_top)
 
 
 def run_top(options: argparse.Namespace) -> int:
-    """Run the command. Raises RunStoreError without a run, TorchlensPerfError without Textual."""
+    """Run the command.
+
+    Raise RunStoreError if there is no run, TorchlensPerfError if Textual is missing.
+    """
     from torchlens_perf.top.text import Terminal, of_environment
 
     terminal = of_environment()
@@ -57,8 +62,8 @@ def run_top(options: argparse.Namespace) -> int:
         return _run_plain_top(options.run, Terminal(not unicode, color), once=options.once)
     if importlib.util.find_spec("textual") is None:
         raise TorchlensPerfError(
-            f"top needs Textual, which is not installed: {build_install_command('top')}. `top --once`"
-            " works without it"
+            f"top needs Textual, which is not installed: {build_install_command('top')}. `top"
+            " --once` works without Textual"
         )
     _lower_priority()
     from torchlens_perf.top.app import Top
@@ -83,7 +88,7 @@ def _run_plain_top(path: Path | None, terminal: Terminal, *, once: bool) -> int:
         rows = runs_in(folder)
         run = _to_run_directory((live(rows) or rows)[0].path) if rows else None
     if run is None:
-        raise RunStoreError(f"no run in {folder}: name one, torchlens-perf top RUN_DIR")
+        raise RunStoreError(f"there is no run in {folder}: use torchlens-perf top RUN_DIR")
     reader, width = RunReader(run), shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
     shown = PlainTop(sys.stdout, width, terminal)
     if not once:

@@ -2,7 +2,7 @@
 
 Everything that shows a report starts here.
 
-The top level is stable: `schema` is incremented when a field is removed or changes its meaning.
+The top level is stable: `schema` is incremented if a field is removed or its meaning changes.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ MARK_NS = 400.0
 def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ()) -> Report:
     """Return the report on a live or finished run.
 
-    If the run was restarted, it covers the last attempt.
-
-    captures: the result of captures() in captures.py.
+    The report on a restarted run covers the last attempt. captures: the result of capture_rows().
     """
     processes = latest_attempt(nodes)
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
@@ -162,8 +160,7 @@ def _finding_records(nodes: list[NodeState], run: Run) -> FindingRecords:
 def _step_begin_time(
     processes: dict[int, ProcessState], windows: dict[int, Windows], step: int, rank: int | None
 ) -> str | None:
-    """Return the time at which a step began on a rank, or on the first known rank if that one has
-    no data here.
+    """Return the time at which a step began on a rank or, if its data are missing, on another rank.
 
     The time is interpolated between the first steps of windows. After the last window it is
     extrapolated with the step duration of that window. Return None if there is no window.
@@ -184,7 +181,7 @@ def _step_begin_time(
 def _location_names(
     each: JudgedVerdict, processes: dict[int, ProcessState]
 ) -> dict[str, str] | None:
-    """Return the names of a verdict's rank by host, scheduler, container and cloud.
+    """Return names of the rank of a verdict: host, scheduler, container and cloud attributes.
 
     Return None if the verdict has no rank, or if the rank's node shares no disk with this one.
     """
@@ -251,7 +248,7 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
 
 
 def _slowest_startup(processes: dict[int, ProcessState]) -> Startup | None:
-    """Return the start of the rank that took longest until its first recorded step."""
+    """Return the start-up times of the rank that took longest until its first recorded step."""
     found: list[Startup] = []
     for rank, process in processes.items():
         began_ns, first_ns = process.process_began_ns, process.statistics.started_ns
@@ -281,8 +278,8 @@ def _common_total_steps(processes: dict[int, ProcessState]) -> int | None:
 def _node_names(nodes: list[NodeState]) -> list[str]:
     """Return the nodes' host names.
 
-    Several nodes can have one host name, for example pods on the host's network. They are listed by
-    their names in the run directory.
+    Several nodes can have the same host name, for example pods on the host's network. Such nodes
+    are listed by their names in the run directory.
     """
     hosts = [host_of_node(node.host) for node in nodes]
     return sorted(
@@ -319,8 +316,7 @@ def _format_utc(unix_ns: int) -> str:
 def _build_steps(
     processes: dict[int, ProcessState], windows: dict[int, Windows], findings: Findings
 ) -> Steps:
-    """Return step times without the first WARM_UP_STEPS of each rank; `warm_up_max_s` describes
-    those.
+    """Return step times without the first WARM_UP_STEPS of each rank.
 
     windows: each rank's windows by the clock that it is judged by. If the host runs ahead of the
     device, host step times mislead: most steps last as long as issuing their kernels, and a step
@@ -353,9 +349,7 @@ def _build_steps(
 
 
 def _count_made_steps(process: ProcessState) -> int:
-    """Return the number of steps a rank made, recorded or not: its counter, or its records if the
-    run was replayed.
-    """
+    """Return the number of steps that a rank made, including steps that were not recorded."""
     newest = process.statistics.last_step
     return max(process.made_steps, 0 if newest is None else newest + 1)
 
@@ -380,8 +374,8 @@ def _is_inference(process: ProcessState) -> bool:
 
 
 def _step_time_trend(windows: dict[int, Windows]) -> Trend | None:
-    """Return the median step times of the first and the last third of the run; None for a short
-    run.
+    """Return the median step times of the first and the last third of a run; None if it is
+    short.
     """
     usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) >= 7]
     if not usable:
@@ -434,9 +428,7 @@ def _build_rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> R
 
 
 def _build_cpu_facts(process: ProcessState) -> CpuFacts | None:
-    """Return a rank's CPUs and their users, from the sidecar's samples and from the rank; None
-    without data.
-    """
+    """Return the CPUs of a rank and the programs that use them; None without data."""
     found = process.cpu_users
     if not found.cpus and not process.threads:
         return None
@@ -477,13 +469,16 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
         (
             lost_samples,
             (
-                "samples of GPUs and ports could not be written to the run directory; totals"
-                " include them"
+                "samples of GPUs and network ports could not be written to the run directory."
+                " Totals include these samples"
             ),
         ),
-        (dropped_files, f"oldest telemetry files {_REMOVED}; totals include their samples"),
-        (dropped_segments, f"oldest segments of records {_REMOVED}; statistics include them"),
-        (unwritten, "records could not be written to the run directory; statistics include them"),
+        (dropped_files, f"old telemetry files {_REMOVED}. Totals include their samples"),
+        (dropped_segments, f"old segments of records {_REMOVED}. Statistics include these records"),
+        (
+            unwritten,
+            "records could not be written to the run directory. Statistics include these records",
+        ),
     )
     notes += [
         *python_tap_notes(nodes, processes.values()),
@@ -501,11 +496,9 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
 
 
 def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
-    """Return this tool's share of the step time: the measured time of its hooks, plus MARK_NS for
-    each record.
+    """Return this tool's share of the step time: hook time, plus MARK_NS for each record.
 
-    Warm-up steps are left out if there are others: a step that compiles for a minute would hide the
-    cost.
+    Warm-up steps count only if there are no others, since a step that compiles would hide the cost.
     """
     statistics = [process.statistics for process in processes.values()]
     steps, warm_up = (
@@ -533,24 +526,29 @@ def _rank_notes(process: ProcessState) -> list[str]:
     about = f"rank {process.identity.rank}: "
     notes = [*process.notes]
     if process.names_lost:
-        notes.append(f"{about}more distinct names than fit; the surplus is shown as (other)")
+        notes.append(
+            f"{about}too many distinct names were recorded. Further names are shown as (other)"
+        )
     notes += _count_notes(
         (
             process.statistics.lost,
-            "records were overwritten before they were read; raise ring_records",
+            "records were overwritten before the sidecar read them. Increase ring_records",
         ),
-        (process.unbalanced, "spans never ended (an exception in the optimizer, or tasks)"),
+        (
+            process.unbalanced,
+            "spans have no recorded end, for example because the optimizer raised an exception",
+        ),
         (process.too_deep, f"spans nested deeper than {MAX_FRAMES} levels were not recorded"),
         (
             process.internal_errors,
-            "internal errors were caught and did not affect training; see the rank's log",
+            "internal errors were caught and did not affect training. See the rank's log",
         ),
         *count_device_losses(process),
         about=about,
     )
     if not process.native:
         notes.append(
-            "recorded by the Python recorder instead of the native one: see torchlens-perf doctor"
+            "The Python recorder was used instead of the native recorder. See torchlens-perf doctor"
         )
     return notes
 

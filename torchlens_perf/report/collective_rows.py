@@ -62,8 +62,8 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
 def count_last_arrivals(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
     """Return how often each rank was last to arrive.
 
-    Only operations in which every rank waits for all others count: in others, end times do not show
-    the last rank.
+    Only operations in which every rank waits for all others count. End times of other operations do
+    not show the last rank.
     """
     counts: dict[int, list[int]] = {}
     for row in rows:
@@ -83,8 +83,7 @@ def count_last_arrivals(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
 
 
 def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessState]) -> list[str]:
-    """Return notes on nodes that recorded collectives from Python, and on the prospects of the
-    native tap there.
+    """Return notes on nodes that recorded collectives from Python instead of the native tap.
 
     processes: the processes of the reported attempt.
     """
@@ -95,8 +94,8 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
     }
     outlooks = dict.fromkeys(node.tap_outlook for node in nodes if node.host in hosts)
     means = (
-        "collectives were recorded from Python: about 50 us each, without end times of asynchronous"
-        " ones"
+        "collectives were recorded from Python, which costs about 50 us each and records no end"
+        " times of asynchronous collectives"
     )
     return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]
 
@@ -104,10 +103,7 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
 def _build_row(
     statistics: OperationStatistics, counts: dict[_OperationPlace, JoinCounts], *, whole: bool
 ) -> Collective:
-    """Return one row.
-
-    whole: one node has all ranks of the operation; otherwise each node compared its own ranks.
-    """
+    """Return one row. whole: True if one node has all ranks of the operation."""
     key, size = statistics.key, statistics.octave_with_most_bytes()
     bandwidth = None if size is None else statistics.compute_bandwidths(size)
     by_rank = statistics.totals_by_rank()
@@ -168,8 +164,8 @@ def _build_row(
 
 
 def is_chance(last: float, joined: int, lags_ns: Mapping[int, float], rank: int) -> bool:
-    """Return True if a rank is last about as often as chance predicts, and does not have most of
-    the lag.
+    """Return True if a rank is last about as often as by chance and has no large share of the
+    lag.
     """
     even = 1 / max(2, len(lags_ns))
     often = last > joined * even + _DEVIATIONS * math.sqrt(joined * even * (1 - even))

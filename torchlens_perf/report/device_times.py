@@ -1,4 +1,4 @@
-"""Device times in the report: rows of the JSON, and notes on what is missing."""
+"""Device times in the report: rows of the JSON, and notes on missing times."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
 # Reasons for missing device marks, by the names of the counters in hooks/on_device/sections.py.
 _NOT_TIMED = {
     "captured": (
-        "device marks were left out while a CUDA graph was captured; phases of its replays are not"
-        " timed"
+        "device marks were left out while a CUDA graph was captured. Phases of graph replays are"
+        " not timed"
     ),
     "skipped": (
         "device marks were left out, because the device was too far behind or failed, or its clock"
         " could not be anchored"
     ),
     "crowded": (
-        "device marks were left out, because too many earlier marks were unread: steps have many"
-        " waits, and the device is several steps behind"
+        "device marks were left out, because too many earlier marks were unread: the steps contain"
+        " many waits, and the device is several steps behind the host"
     ),
     "aside": (
         "steps are not judged by device time, because their forward or backward pass ran and waited"
         " on another stream than the step's own"
     ),
     "open_ended": (
-        "device stalls are not known, because they were interrupted, or the backward pass did not"
-        " report when its computation ended, as in compiled passes"
+        "device stalls are unknown, because they were interrupted or because the backward pass,"
+        " for example a compiled one, did not report its end"
     ),
-    "unread": "device times were not known when the watch ended",
+    "unread": "device times were still unknown when the watch ended",
 }
 
 
@@ -76,10 +76,10 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
 
 
 def own_device_times(process: ProcessState) -> dict[str, float]:
-    """Return each module's own device seconds in a typical step, without the time of inner modules.
+    """Return the device seconds of each module in a typical step, without inner modules.
 
-    The device times whole calls in sampled steps. Their mean is multiplied by the calls per usual
-    step. Modules without device times are left out.
+    Whole calls are timed in sampled steps. Their mean is multiplied by the calls per typical step.
+    Modules without device times are left out.
     """
     statistics = process.statistics
     if not statistics.usual_steps:
@@ -92,7 +92,7 @@ def own_device_times(process: ProcessState) -> dict[str, float]:
         for name, sketch in statistics.device.modules.items()
         if sketch.count and name in statistics.modules
     }
-    # If there is one root module, it contains all others, though their names do not begin with its
+    # A single root module contains all other modules, though their names do not begin with its
     # name.
     only_root = process.root_modules[0] if len(process.root_modules) == 1 else None
     own_s = {}
@@ -110,10 +110,10 @@ def own_device_times(process: ProcessState) -> dict[str, float]:
 
 
 def device_section_rows(processes: dict[int, ProcessState]) -> list[DeviceSection]:
-    """Return the device sections, most time first.
+    """Return a row for each device section, longest total time first.
 
-    `by_rank` has the mean seconds of one call on each rank whose records are here. `over_all_ranks`
-    is the last window of all ranks, if ranks were merged on the device.
+    `by_rank` has the mean seconds of one call on each known rank. `over_all_ranks` has the last
+    window of all ranks if their times were merged on the device.
     """
     rows: list[DeviceSection] = []
     for name in dict.fromkeys(

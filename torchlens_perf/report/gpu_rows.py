@@ -26,9 +26,7 @@ _GROWN = (
 
 
 def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list[Gpu]:
-    """Return the sampled GPUs in the order of their ranks, with means, maxima and growth; None: not
-    measured.
-    """
+    """Return the sampled GPUs by rank, with means, maxima and growth; None if not measured."""
     rows: list[Gpu] = []
     for node in nodes:
         telemetry = node.telemetry
@@ -66,7 +64,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
 
 
 def link_rows(nodes: list[NodeState]) -> list[Link]:
-    """Return the ports of InfiniBand and RoCE adapters with their counts during the run."""
+    """Return the ports of InfiniBand and RoCE adapters, with their error counts during the run."""
     rows: list[Link] = []
     for node in nodes:
         for name, totals in sorted(node.telemetry.links.items()):

@@ -1,6 +1,4 @@
-"""The heat map of ranks and steps: how much more compute time each rank had than the others, by
-window.
-"""
+"""The heat map of ranks and steps: the excess compute time of each rank in each window of steps."""
 
 from __future__ import annotations
 

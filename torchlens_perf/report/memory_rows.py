@@ -17,10 +17,7 @@ _LAST_STEPS = 1000
 
 
 def memory_row(process: ProcessState) -> Memory:
-    """Return a rank's memory: resident memory on a CPU, allocator memory on a device.
-
-    `device` has the allocator numbers.
-    """
+    """Return a rank's memory: resident memory on a CPU, allocator memory on a device."""
     statistics = process.statistics
     return {
         "last_bytes": statistics.memory_bytes or None,
@@ -52,9 +49,7 @@ def _device_memory_row(memory: MemoryStatistics, last_step: int | None) -> Devic
 
 
 def _recent_retries(memory: MemoryStatistics) -> Retries | None:
-    """Return the allocator retries of the last steps; None if there were none or they were not
-    counted.
-    """
+    """Return the allocator retries of the last steps; None without retries or counts."""
     counted = [
         (each.step, each.alloc_retries)
         for each in memory.readings
@@ -77,8 +72,9 @@ def memory_notes(rank: Rank) -> list[str]:
         retries = device["retries_in"]
         notes.append(
             f"rank {rank['rank']}: {retries['count']} cudaMalloc retries in the last"
-            f" {retries['steps']} steps: at each, the allocator gives its cache back and waits for"
-            " the device; next: PYTORCH_ALLOC_CONF=expandable_segments:True, or a smaller batch"
+            f" {retries['steps']} steps. At each retry, the allocator frees its cache and waits for"
+            " the device. Next: set PYTORCH_ALLOC_CONF=expandable_segments:True, or use a smaller"
+            " batch"
         )
     if growth is not None:
         above = growth["above_bytes"]
@@ -86,16 +82,16 @@ def memory_notes(rank: Rank) -> list[str]:
         notes.append(
             f"rank {rank['rank']}: allocated memory grows by"
             f" {format_bytes(growth['bytes_per_step'], 'B')} a step over steps {growth['since_step']} to"
-            f" {growth['until_step']}{_share_of_device_text(device)}, {peak}and would fill the device at step"
-            f" {growth['full_at_step']}; next: look for tensors that are kept from step to step,"
-            " such as losses without .item() or .detach()"
+            f" {growth['until_step']}{_share_of_device_text(device)}, {peak}and would fill the"
+            f" device at step {growth['full_at_step']}. Next: look for tensors that are kept from"
+            " step to step, such as losses without .item() or .detach()"
         )
     return notes
 
 
 def _share_of_device_text(device: DeviceMemory | None) -> str:
     if device is None or device["allocated_bytes"] is None or not device["limit_bytes"]:
-        # The newest reading may be incomplete.
+        # The newest reading of the memory may be incomplete.
         return ""
     return (
         f" ({format_percent(device['allocated_bytes'] / device['limit_bytes'])} of the device now)"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
-    """Return all timed modules, most own time first: device time if it was measured, else forward
+    """Return all timed modules by own time, largest first. Device time is preferred to forward
     time.
 
     `by_rank`: each rank's own time in a typical step. `backward_by_rank`: each rank's median
@@ -71,10 +71,7 @@ def _own_time_by_module(process: ProcessState) -> dict[str, float]:
 
 
 def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
-    """Return all sections, largest time per typical step first.
-
-    Sections outside typical steps follow by total time.
-    """
+    """Return all sections by time per typical step, then by total time, largest first."""
     rows: list[Section] = []
     alike = {
         rank: process.statistics.typical_duration_sums() for rank, process in processes.items()

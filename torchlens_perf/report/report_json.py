@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.words.report import Facts, Report, VerdictFacts, Ve
 def write_json(value: Mapping[str, Any], file: IO[str]) -> None:
     """Write a report or its schema.
 
-    Raise ValueError for NaN and infinity, which JSON does not have.
+    Raise ValueError for NaN and infinity, which JSON cannot represent.
     """
     json.dump(value, file, indent=1, allow_nan=False, default=to_json_types)
     file.write("\n")
@@ -60,7 +60,7 @@ def build_schema() -> dict[str, Any]:
 def _extend_definition(
     definition: dict[str, Any], kind: type, **more: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the definition of a class: the one of its base class with additional properties."""
+    """Return the definition of a base class, extended by the properties of a derived class."""
     return {
         **definition,
         "title": kind.__name__,

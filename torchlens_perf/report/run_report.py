@@ -1,6 +1,4 @@
-"""The report on a run directory, for the command line and for the sidecar, which writes it for rank
-0.
-"""
+"""The report on a run directory, for the command line and the sidecar."""
 
 from __future__ import annotations
 
@@ -23,9 +21,8 @@ if TYPE_CHECKING:
 def load_report(run: RunDirectory) -> Report:
     """Return the report on the current state files.
 
-    An unusable file is noted, and only its node is left out.
-
-    Raise RunStoreError if there is no file, or no usable one.
+    A node whose file is unusable is left out, with a note. Raise RunStoreError if no file can be
+    used.
     """
     return load_report_and_states(run)[0]
 
@@ -46,7 +43,7 @@ def load_report_and_states(
 def report_from_states(
     run: RunDirectory, states: list[NodeState], unusable: Sequence[str]
 ) -> tuple[Report, list[NodeState]]:
-    """Return the report and the usable states of already loaded ones.
+    """Return the report on loaded states, and those of the states that are usable.
 
     unusable: the reason for each unloadable file.
     """
@@ -66,7 +63,7 @@ def report_from_states(
     notes = report["quality"]["notes"]
     # The sidecar may already have noted some of the unreadable requests.
     notes += [each for each in requests if each not in notes]
-    notes += [f"{each}: the ranks of that node are missing here" for each in unusable]
+    notes += [f"{each}. The report lacks the ranks of that node" for each in unusable]
     return report, states
 
 

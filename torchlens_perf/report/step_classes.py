@@ -1,4 +1,4 @@
-"""Classes of steps and each rank's typical step in the report (see statistics/step_mix.py)."""
+"""Classes of steps, and the typical step of each rank (see statistics/step_mix.py)."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
 
 
 def _join_stalls(rows: list[LongSteps]) -> list[LongSteps]:
-    """Join rows that describe one stall: the steps of the stalled rank and of the ranks that waited
-    for it.
+    """Join rows on the same stall, which has one row for the stalled rank and one for waiting
+    ranks.
 
     Return the costliest row first.
     """
@@ -96,8 +96,8 @@ def _join_stalls(rows: list[LongSteps]) -> list[LongSteps]:
 
 
 def _with_loss_of_job(row: LongSteps, whole_s: float) -> LongSteps:
-    """Return the row with the time that the whole job lost: if one rank stalls, all ranks wait in
-    that step.
+    """Return the row with the time that the whole job lost, since all ranks wait for a stalled
+    rank.
     """
     if row["waited_for"] is None or row["kinds"]:
         return row
@@ -175,8 +175,8 @@ def other_thread_times(statistics: RankStatistics) -> dict[str, float]:
 
 
 def build_phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, Phase]:
-    """Return each part of the step: typical_s and share of the typical step, p50_s and mean_s of
-    all steps.
+    """Return each part of a step: its time in the typical step, and median and mean of all
+    steps.
     """
     return {
         part: {
@@ -192,7 +192,7 @@ def build_phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, 
 def sampled_lack_of_cpu(processes: Iterable[ProcessState]) -> float | None:
     """Return the share of time in which the ranks' main threads were runnable but not scheduled.
 
-    The sidecar samples it once a second. Return None without samples.
+    The sidecar samples this state once a second. Return None without samples.
     """
     sums = [process.cpu_wait for process in processes if process.cpu_wait[1]]
     return sum(waited / samples for waited, samples in sums) / len(sums) if sums else None

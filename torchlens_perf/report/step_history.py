@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def build_step_history(windows: Mapping[int, Windows]) -> StepHistory | None:
-    """Return the report's `history`, in windows like those of `heat`; None if only warm-up steps
-    are known.
+    """Return step times by window for the report's `history`; None if all steps are warm-up
+    steps.
     """
     warm = {rank: each.first_step >= (each.warm_from or 0) for rank, each in windows.items()}
     of_ranks = {rank: windows[rank] for rank, rows in warm.items() if rows.any()}

@@ -38,7 +38,7 @@ class AwaitedRank(NamedTuple):
 
 
 class AwaitedRankFinder:
-    """Find such ranks in the steps of a run. Each rank's typical step is computed on first use."""
+    """Finds ranks that all others waited for. Each rank's typical step is computed on first use."""
 
     def __init__(self, mixes: Mapping[int, StepMix]) -> None:
         """mixes: each rank's steps."""
@@ -46,8 +46,8 @@ class AwaitedRankFinder:
         self._typical: dict[int, TypicalStep | None] = {}
 
     def waited_for(self, steps: Sequence[int], more_ns: float) -> AwaitedRank | None:
-        """Return the rank that all others waited for in all of these steps; None if the ranks
-        differ between steps.
+        """Return the rank that all others waited for in these steps; None if it differs between
+        steps.
 
         more_ns: additional time of these steps over the typical step.
         """
@@ -70,9 +70,7 @@ class AwaitedRankFinder:
         return busy[0] if len(busy) == 1 else None
 
     def _bin(self, step: int, rank: int) -> Bin | None:
-        """Return the bin of a rank's steps that includes this step; None if its
-        number was dropped.
-        """
+        """Return the bin of a rank that contains this step; None if the step was dropped."""
         return next((each for each in self._mixes[rank].bins.values() if step in each.steps), None)
 
     def _lacks_cpu(self, step: int, rank: int, more_ns: float) -> bool:
@@ -83,9 +81,7 @@ class AwaitedRankFinder:
         return float(its.ready_ns.sum()) / its.measured >= _MIN_SHARE * more_ns
 
     def _more(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
-        """Return each part's additional time in ns, compared with the rank's typical step; None if
-        it is not known.
-        """
+        """Return the excess of each part over the rank's typical step in ns; None if unknown."""
         its = self._bin(step, rank)
         if its is None:
             return None

@@ -195,7 +195,7 @@ def test_oldest_telemetry_files_are_removed_beyond_the_disk_limit(
         each for each in build_report("run", [state])["quality"]["notes"] if "telemetry" in each
     ]
     assert note.endswith(
-        "oldest telemetry files were removed to stay below disk_bytes; totals include their samples"
+        "old telemetry files were removed to stay below disk_bytes. Totals include their samples"
     )
 
 
@@ -236,8 +236,8 @@ def test_oldest_unwritten_samples_are_dropped_above_the_limit(
         *range(1004, 1014)
     ]
     assert (
-        "4 samples of GPUs and ports could not be written to the run directory; totals include them"
-        in (build_report("run", [state])["quality"]["notes"])
+        "4 samples of GPUs and network ports could not be written to the run directory. Totals"
+        " include these samples" in (build_report("run", [state])["quality"]["notes"])
     )
 
 
