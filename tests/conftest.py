@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.watch import running
+from torchlens_perf.watch import running_watch
 
 pytest_plugins = [
     "tests.support.device.fixtures",
@@ -82,7 +82,7 @@ def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch, _clean_environment: None)
     monkeypatch.setenv(RAISE, "1")
     before = swallowed.by_place.copy()
     yield
-    left = running()
+    left = running_watch()
     if left is not None:
         left.close()
     assert left is None

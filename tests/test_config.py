@@ -102,7 +102,7 @@ def test_settings_page_lists_all_settings_with_their_defaults() -> None:
         assert shown == (
             str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
         ), field.name
-    others = configuration.variables().keys() - {
+    others = configuration.fields_by_variable().keys() - {
         f"TORCHLENS_PERF_{field.name.upper()}" for field in fields
     }
     assert [name for name in others if f"| `{name}` |" not in page] == []
@@ -164,7 +164,7 @@ def test_old_setting_names_raise_with_a_hint(name: str) -> None:
     ) as of_code:
         perf.watch(**{name: "1"})
     variable = f"TORCHLENS_PERF_{name.upper()}"
-    if variable not in configuration.variables():
+    if variable not in configuration.fields_by_variable():
         with pytest.raises(
             ConfigError, match=f"^{variable} is no longer a setting: ."
         ) as of_environment:
@@ -187,7 +187,9 @@ def test_hints_contain_only_existing_settings() -> None:
         <= names
     )
     assert set(re.findall(r"(\w+)=", hints)) - {*ExchangeUrl._fields} <= names
-    assert set(re.findall(r"TORCHLENS_PERF_\w+", hints)) <= configuration.variables().keys()
+    assert (
+        set(re.findall(r"TORCHLENS_PERF_\w+", hints)) <= configuration.fields_by_variable().keys()
+    )
     with pytest.raises(ConfigError, match=r'use TORCHLENS_PERF_EXCHANGE="grpc://HOST:PORT"$'):
         from_environment({"TORCHLENS_PERF_COORDINATOR": "head:1"})
 

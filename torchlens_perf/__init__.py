@@ -44,7 +44,7 @@ if getattr(_sys, "argv", [])[:2] != [__path__[0], "sidecar"]:  # as in run/child
 
 
 def load(run_dir: "str | _os.PathLike[str]") -> "Run":
-    """Return the results of a run directory, of a live run or of a finished one.
+    """Return the results of a live or finished run from its run directory.
 
         run = perf.load("torchlens-perf/20261121-013205-3fa9c1d2")
         print(run.summary())

@@ -8,7 +8,7 @@ import sys
 
 
 def _take_search_path() -> None:
-    """Search modules in the folders of the parent process.
+    """Search modules in the same folders as the parent process.
 
     Python has put this package's own folder into sys.path, where its modules would shadow top-level
     ones.

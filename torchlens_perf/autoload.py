@@ -22,7 +22,7 @@ from typing import Any
 from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, guard, printable
-from torchlens_perf.output import say
+from torchlens_perf.output import write_to_stderr
 from torchlens_perf.watch import (
     Watch,
     already_printed,
@@ -65,7 +65,7 @@ def arm() -> None:
         if environment.get("collectives", Config.collectives):
             nccl_plugin.offer_at_import(os.environ, environment.get("nccl", Config.nccl))
 
-    first_step.call_after_first_step(_start)
+    first_step.call_after_first_step(_start_watch)
 
 
 def disarm() -> None:
@@ -82,7 +82,7 @@ def disarm() -> None:
         started.stop()
 
 
-def _start(optimizer: Any) -> None:
+def _start_watch(optimizer: Any) -> None:
     global _started
     try:
         _started = start_after_first_step(optimizer)
@@ -91,14 +91,14 @@ def _start(optimizer: Any) -> None:
         _print_not_recording(str(error))
 
 
-def _again_in_child() -> None:
+def _rearm_in_child() -> None:
     """Wait for a step in a forked child of a recorded process, which may train too."""
     if forked_while_recording():
         autoload()
 
 
 # Registered after the handler of watch.py, which clears what the child has inherited.
-os.register_at_fork(after_in_child=_again_in_child)
+os.register_at_fork(after_in_child=_rearm_in_child)
 
 
 # Cached, because the entry point and `run` both call autoload(), and the line must appear once.
@@ -107,4 +107,4 @@ def _print_not_recording(reason: str) -> None:
     already_printed.add(reason)
     # One line per node is enough.
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        say(f"torchlens_perf is off: {printable(reason)}\n")
+        write_to_stderr(f"torchlens_perf is off: {printable(reason)}\n")

@@ -42,7 +42,7 @@ _OLD_NAMES = {
     "memory_history": 'use memory="history"',
     "html": 'use report="page", "quiet", "text" or "off"',
     "exit_timeout_s": "set the variable TORCHLENS_PERF_EXIT_TIMEOUT_S",
-    "total_steps": "callbacks of frameworks know it",
+    "total_steps": "it is set by the callbacks of frameworks",
     "trace_slow": "set the variable TORCHLENS_PERF_TRACE_SLOW",
     "trace_spans_per_s": "use export_limit",
     "metric_series": "use export_limit",
@@ -51,7 +51,7 @@ _NEW_NAME = re.compile(r"\b(exchange|memory|report|trace_every|export_limit)\b")
 _MASKED = re.compile(r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)")
 """Secret parts of a URL, which messages hide."""
 _HOST_AND_PORT = re.compile(r"([^\s:@\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
-# Host names are refused, because looking them up may take long.
+# Host names are refused, because name resolution may take long.
 _LISTENING_ADDRESS = re.compile(
     r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})"
 )
@@ -249,8 +249,8 @@ class Config:
     Beyond the limit, series of the whole job and of slow ranks are exported, and the others are counted. 0: no
     limit."""
 
-    # For callbacks of frameworks, tests and the environment. Variables have these names without the
-    # underscore.
+    # Fields below are only for callbacks of frameworks, tests and environment variables. Variables
+    # have these names without the underscore.
     _exchange_token: str = ""
     _build_tap: bool = True
     """Let the sidecar compile a missing native tap on collectives for the next run."""
@@ -276,9 +276,9 @@ class Config:
             if field.type == "bool":
                 self._check(field.name, isinstance(value, bool), "True or False")
             elif str(field.type).endswith("]") and field.name not in ("dir", "modules"):
-                choices = _choices(field)
+                choices = _literal_choices(field)
                 self._check(
-                    field.name, isinstance(value, str) and value in choices, _one_of(choices)
+                    field.name, isinstance(value, str) and value in choices, _choices_text(choices)
                 )
         good = isinstance(self.prometheus, str) and (
             not self.prometheus or _is_listening_address(self.prometheus)
@@ -338,7 +338,7 @@ class Config:
             )
 
     def _check_exchange(self) -> None:
-        """Move the token out of the URL, so that it is never written or shown."""
+        """Remove the token from the URL, so that the token is never written or shown."""
         token = self._exchange_token
         if self.exchange not in ("auto", "off"):
             try:
@@ -397,18 +397,18 @@ def _is_path(text: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+def _literal_choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
     """Return the choices of a field whose type is Literal[...]."""
     found = ast.literal_eval(str(field.type).removeprefix("Literal"))
     return tuple(found)
 
 
-def _one_of(choices: tuple[str, ...]) -> str:
+def _choices_text(choices: tuple[str, ...]) -> str:
     *others, last = (f'"{each}"' for each in choices)
     return f"{', '.join(others)} or {last}"
 
 
-def _flag(text: str) -> bool:
+def _parse_flag(text: str) -> bool:
     if text.strip().lower() in _ON:
         return True
     if text.strip().lower() in _OFF:
@@ -416,7 +416,7 @@ def _flag(text: str) -> bool:
     raise ValueError("must be 1 or 0")
 
 
-def _modules(text: str) -> str | int | tuple[str, ...]:
+def _parse_modules(text: str) -> str | int | tuple[str, ...]:
     text = text.strip()
     if text in ("auto", "all", "none"):
         return text
@@ -425,7 +425,7 @@ def _modules(text: str) -> str | int | tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float | None": float, "bool": _flag}
+_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float | None": float, "bool": _parse_flag}
 """Functions that parse a variable, by the field's type. Other fields take the text."""
 
 
@@ -433,7 +433,7 @@ def is_on(environ: Mapping[str, str]) -> bool | None:
     """Return whether TORCHLENS_PERF is on or off; None if it is not set. Raise ConfigError for an
     invalid value.
 
-    In processes that this package starts, it is off.
+    The setting is off in processes that this package starts.
     """
     if CHILD in environ:
         return False
@@ -441,7 +441,7 @@ def is_on(environ: Mapping[str, str]) -> bool | None:
     if text is None:
         return None
     try:
-        return _flag(text)
+        return _parse_flag(text)
     except ValueError as error:
         raise ConfigError(f"{SWITCH}={text!r}: {error}") from None
 
@@ -451,7 +451,7 @@ def public_fields() -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(Config) if not field.name.startswith("_")]
 
 
-def variables() -> dict[str, dataclasses.Field[Any]]:
+def fields_by_variable() -> dict[str, dataclasses.Field[Any]]:
     """Return the field of each TORCHLENS_PERF_* variable."""
     fields = [field for field in dataclasses.fields(Config) if field.name != "_total_steps"]
     return {ENVIRONMENT_PREFIX + field.name.lstrip("_").upper(): field for field in fields}
@@ -462,7 +462,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
     Raise ConfigError for an unknown or invalid one.
     """
-    fields = variables()
+    fields = fields_by_variable()
     settings: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _NOT_SETTINGS:
@@ -472,10 +472,10 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             hint = _OLD_NAMES.get(variable.removeprefix(ENVIRONMENT_PREFIX).lower())
             if hint is not None:
                 hint = _NEW_NAME.sub(lambda found: ENVIRONMENT_PREFIX + found[0].upper(), hint)
-            raise ConfigError(f"{variable} is {_no_setting('', hint, variable, fields)}")
+            raise ConfigError(f"{variable} is {_unknown_setting_text('', hint, variable, fields)}")
         try:
             value: Any = (
-                _modules(text)
+                _parse_modules(text)
                 if field.name == "modules"
                 else _PARSERS.get(str(field.type), str)(text)
             )
@@ -507,7 +507,7 @@ def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -
     for name in keywords:
         if name not in known:
             raise ConfigError(
-                f"{name} is {_no_setting(' of watch()', _OLD_NAMES.get(name), name, known)}"
+                f"{name} is {_unknown_setting_text(' of watch()', _OLD_NAMES.get(name), name, known)}"
             )
     if given is not None and not isinstance(given, Config):
         raise ConfigError(f"config={given!r}: must be a torchlens_perf.Config")
@@ -516,7 +516,7 @@ def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -
     return Config(**{**environment, **chosen, **keywords})
 
 
-def _no_setting(
+def _unknown_setting_text(
     whose: str, hint: str | None, name: str, known: Mapping[str, Any] | set[str]
 ) -> str:
     if hint is not None:

@@ -64,7 +64,7 @@ class DeviceError(TorchlensPerfError):
     """A failed device call, or a missing library that is needed for device calls."""
 
 
-def unknown(what: str, word: str, known: Iterable[str]) -> str:
+def unknown_word_text(what: str, word: str, known: Iterable[str]) -> str:
     """Return "unknown WHAT WORD" with the nearest known word as a suggestion. what: for example
     "command".
     """
@@ -92,7 +92,7 @@ def printable(text: str) -> str:
     return "".join("?" if unicodedata.category(c) in _NOT_PRINTED else c for c in text)
 
 
-class Printable:
+class LazyPrintable:
     """Lazy printable(): the text of a value is made only when str() is called."""
 
     def __init__(self, value: object) -> None:
@@ -102,7 +102,7 @@ class Printable:
         return printable(str(self._value))
 
 
-class Swallowed:
+class ErrorCounts:
     """Counts of errors that guard() has caught, by place. One instance per process."""
 
     def __init__(self) -> None:
@@ -127,12 +127,12 @@ class Swallowed:
                 "torchlens_perf: %s failed and was skipped, training goes on: %s: %s",
                 place,
                 type(error).__name__,
-                Printable(error),
+                LazyPrintable(error),
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )
 
 
-swallowed = Swallowed()
+swallowed = ErrorCounts()
 
 
 class switches_off:
@@ -257,6 +257,6 @@ class users_code(guard):
             self._failed = True
             logger.warning(
                 "torchlens_perf: %s raised, and training goes on: %s: %s",
-                Printable(self._place), type(error).__name__, Printable(error), exc_info=error,
+                LazyPrintable(self._place), type(error).__name__, LazyPrintable(error), exc_info=error,
             )  # fmt: skip
         return True

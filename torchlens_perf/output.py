@@ -2,8 +2,8 @@
 raises.
 
 stderr may be closed, None, an object of the user's, a pipe without a reader, or use another
-encoding. None of this may stop a job. Text that cannot be written is lost on stderr, but the run
-directory has it.
+encoding. Output must never stop a job. Text that stderr does not accept is lost there, but is in
+the run directory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_terminal() -> bool:
     return False
 
 
-def say(text: str) -> None:
+def write_to_stderr(text: str) -> None:
     """Write to stderr, if the program has one.
 
     Only exceptions such as KeyboardInterrupt can leave this function.
@@ -46,22 +46,22 @@ def say(text: str) -> None:
     if stream is None:
         return
     with _whatever_it_raises:
-        descriptor = _descriptor(stream)
+        descriptor = _plain_stream_descriptor(stream)
         if descriptor is not None:
             _write(descriptor, text.encode(stream.encoding, "backslashreplace"))
             return
-        stream.write(_encodable(stream, text))
+        stream.write(_replace_unencodable(stream, text))
         flush = getattr(stream, "flush", None)
         if flush is not None:
             flush()
 
 
-def _descriptor(stream: Any) -> int | None:
+def _plain_stream_descriptor(stream: Any) -> int | None:
     """Return the file descriptor of a plain text stream; None for other objects, or if write() was
     replaced.
 
     Writing to the descriptor leaves nothing in the stream's buffer. Python exits with code 120 if
-    it cannot flush that.
+    it cannot flush that buffer.
     """
     if type(stream) is not io.TextIOWrapper or "write" in vars(stream):
         return None
@@ -89,7 +89,7 @@ def _write(descriptor: int, content: bytes) -> None:
             content = content[os.write(descriptor, content[:_CHUNK_BYTES]) :]
 
 
-def _encodable(stream: Any, text: str) -> str:
+def _replace_unencodable(stream: Any, text: str) -> str:
     encoding = getattr(stream, "encoding", None)
     return (
         text.encode(encoding, "backslashreplace").decode(encoding)
@@ -114,7 +114,7 @@ class _GuardedLogger(_Adapter):
                 return
             if not self.logger.hasHandlers() and logging.lastResort is _LAST_RESORT:
                 if _LAST_RESORT is not None and level >= _LAST_RESORT.level:
-                    say(f"{str(msg) % args if args else msg}\n")
+                    write_to_stderr(f"{str(msg) % args if args else msg}\n")
                 return
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.logger.log(level, msg, *args, **kwargs)

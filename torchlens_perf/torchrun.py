@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 from torchlens_perf.config import SWITCH
-from torchlens_perf.output import say
+from torchlens_perf.output import write_to_stderr
 
 
 class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
@@ -24,7 +24,7 @@ class LogsSpecs(DefaultLogsSpecs):  # type: ignore[misc] # torch is not followed
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if is_autoload_off(os.environ):
-            say(
+            write_to_stderr(
                 f"torchlens_perf is off: {AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} keeps it"
                 " out of the workers; unset it, or use `torchrun -m torchlens_perf run SCRIPT`\n"
             )

@@ -97,15 +97,14 @@ def watch(
     The same as a pair of calls is `w = perf.watch(model, optimizer).start()` and `w.stop()`; as a
     decorator, `@perf.watch()` records each call of a function as a run.
 
-    model: the model to time per module, a list of models, or a dictionary of models by name. By
-    default, all models are timed whose parameters an optimizer updates. With several models, module
-    names begin with the model's name.
-    optimizer: the optimizer, or several, whose calls of step() end a step; wrappers of frameworks
-    are accepted. By default, all optimizers count.
+    model: the model to time per module, a list of models, or a dictionary of models by name. The
+    default is all models whose parameters an optimizer updates. With several models, module names
+    begin with the model's name. optimizer: the optimizer, or several, whose calls of step() end a
+    step; wrappers of frameworks are accepted. By default, the steps of all optimizers count.
     settings: fields of Config as keywords, or config=Config(...).
 
     The training thread only writes marks into a memory-mapped file. One sidecar process per node
-    does the rest. With TORCHLENS_PERF=0 nothing is attached. Raise ConfigError for an invalid
+    does all other work. With TORCHLENS_PERF=0 nothing is attached. Raise ConfigError for an invalid
     argument.
     """
     models, optimizers = (
@@ -381,9 +380,8 @@ class Watch(LiveResultMethods):
 
         in_the_middle: True in a loop that has already made its first step (autoload.py).
         after_step_of: the optimizer whose step has just returned; None in a loop without one. Raise
-        ConfigError for an invalid argument before anything is created. Any other failure, also one
-        of the system,
-        is logged as one line: nothing stays attached, and the job continues unrecorded.
+        ConfigError for an invalid argument before anything is created. Any other failure is logged
+        as one line. Nothing stays attached then, and the job continues unrecorded.
         """
         global _session
         with _changing:
@@ -439,11 +437,13 @@ class Watch(LiveResultMethods):
         config, earlier = self._config, _watches_so_far
         _watches_so_far += 1
         with ExitStack() as leaving:
-            leaving.push(functools.partial(_decline, config))
+            leaving.push(functools.partial(_withdraw_from_merging, config))
             if config.sidecar:
                 children.check_sidecar_can_start()
             identity = self._identity = detect_identity(os.environ, directory.claim_run_id, earlier)
-            run = RunDirectory(_absolute(config.dir) / identity.run_id, shared=config.is_shared)
+            run = RunDirectory(
+                _absolute_path(config.dir) / identity.run_id, shared=config.is_shared
+            )
             cleanup.callback(run.remove_empty_local_folders)
             folders = FolderRequest(run.folders, shared=run.shared) if config.sidecar else None
             if folders is None:
@@ -487,8 +487,8 @@ class Watch(LiveResultMethods):
     def _end(self, ended_by: type[BaseException] | None) -> None:
         """Detach and show the report. ended_by: type of the exception that leaves the context.
 
-        Nothing here touches the run directory's disk, which may hang. The only wait is the bounded
-        one for the report.
+        This function does not access the run directory's disk, which may hang. It waits only for
+        the report, for a limited time.
         """
         global _running
         with ExitStack() as changing:
@@ -514,8 +514,8 @@ class Watch(LiveResultMethods):
     ) -> None:
         """Close the session and show the report.
 
-        changing: the lock on starting watches. It is released once everything is detached, before
-        waiting for the report.
+        changing: the lock on starting watches. The lock is released after detaching, before waiting
+        for the report.
         """
         global _session
         identity, mailbox, began_s = session.identity, None, time.monotonic()
@@ -585,7 +585,7 @@ class Watch(LiveResultMethods):
             _running = None
 
 
-def running() -> Watch | None:
+def running_watch() -> Watch | None:
     """Return the watch that is recording in this process, or None."""
     return _running
 
@@ -601,7 +601,7 @@ def _end_early(session: Session) -> None:
     session.ring.release()
 
 
-def _absolute(folder: str | os.PathLike[str]) -> Path:
+def _absolute_path(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).absolute()
     # The working directory may have been removed.
@@ -611,7 +611,7 @@ def _absolute(folder: str | os.PathLike[str]) -> Path:
         ) from None
 
 
-def _decline(
+def _withdraw_from_merging(
     config: Config,
     kind: type[BaseException] | None,
     error: BaseException | None,
@@ -636,8 +636,8 @@ def _warn_not_started() -> None:
 def _log_not_recording(reason: str, identity: Identity | None) -> None:
     """Log the reason once per node: as a warning on the first rank that fails, as info on others.
 
-    identity: this rank's identity, if it is known. Ranks that cannot agree on the first one all
-    warn.
+    identity: this rank's identity, if it is known. If ranks cannot agree on the first rank, all of
+    them warn.
     """
     first = True
     if identity is not None:

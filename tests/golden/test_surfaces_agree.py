@@ -43,7 +43,7 @@ from torchlens_perf.serve.run_list import find_runs, read_lines
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
-from torchlens_perf.top.overview import all_findings
+from torchlens_perf.top.overview import all_finding_lines
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.view.headline import build_headlines, choose_headline
@@ -179,7 +179,7 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
     assert of_summary == [(row["cost_s_per_step"], row["cost_share"]) for row in report["verdicts"]]
     found = build_headlines(cast("Any", report))
     in_top = " ".join(
-        line.plain for line in all_findings(View("x", cast("Any", report), tuple(found)), 4000)
+        line.plain for line in all_finding_lines(View("x", cast("Any", report), tuple(found)), 4000)
     )
     assert shown_in_order(in_top, ends_of_sentences(report))
     assert all(each.cost in in_top for each in found if each.kind.startswith("straggler"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import run
-from torchlens_perf.config import EXCHANGE_TOKEN, variables
+from torchlens_perf.config import EXCHANGE_TOKEN, fields_by_variable
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_resource import build_node_resource
 from torchlens_perf.instrumentation import environment_variables
@@ -116,6 +116,6 @@ def test_entry_points_are_installed_and_list_every_setting() -> None:
         name.removeprefix("OTEL_PYTHON_") for name in dir(listed.load()) if name.startswith("OTEL_")
     }
     # The token must not be an option: all users of a machine can read command lines.
-    settings = variables().keys() - {EXCHANGE_TOKEN}
+    settings = fields_by_variable().keys() - {EXCHANGE_TOKEN}
     assert names == {"TORCHLENS_PERF", "TORCHLENS_PERF_RUN_ID", *settings}
     assert names == {name.removeprefix("OTEL_PYTHON_") for name in environment_variables.VARIABLES}

@@ -36,7 +36,7 @@ from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.run import dead_runs, directory
 from torchlens_perf.run.directory import RunDirectory, find_local_run_folders
 from torchlens_perf.run.sidecar_lock import SidecarLock
-from torchlens_perf.watch import running
+from torchlens_perf.watch import running_watch
 
 PACKAGE = str(Path(perf.__file__).parent)
 
@@ -191,7 +191,7 @@ def test_error_in_any_function_at_the_start_does_not_change_training(
                     watch = begin()
             except KeyboardInterrupt:
                 interrupted = True
-            said, recording = lines(), running() is not None
+            said, recording = lines(), running_watch() is not None
             off += not recording
             # The traceback's frames refer to half-built objects.
             error.__traceback__ = None
@@ -353,7 +353,7 @@ def test_refused_resource_disables_recording_with_one_line(
         settings |= change(tmp_path, changes)
         try:
             with perf.watch(model, **settings) as watch:
-                recording = running()
+                recording = running_watch()
                 parameters = trained(model)
         finally:
             while LIMITS:

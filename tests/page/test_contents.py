@@ -226,12 +226,12 @@ def test_small_budget_widens_columns_and_drops_steps(
     assert small["report"]["verdicts"] == whole["report"]["verdicts"]
     assert (small["steps"]["columns"]["width"] > 1) == (budget_bytes < 80_000)
     if small["steps"]["columns"]["width"] > 1:
-        assert f"means over {small['steps']['columns']['width']} steps" in said
+        assert f"is the mean of {small['steps']['columns']['width']} steps" in said
     fewer = len(whole["traces"]["steps"]) - len(small["traces"]["steps"])
     assert fewer > 0
     assert (
-        f"Of {len(whole['traces']['steps'])} steps that were to be shown whole, {fewer} are left"
-        " out." in said
+        f"Of {len(whole['traces']['steps'])} chosen steps, {fewer} do not fit into the page and are"
+        " left out." in said
     )
     assert whole["thinned"]["sentences"] == []
 
@@ -287,7 +287,7 @@ def test_page_of_files_without_work_uses_own_time(
     assert [
         line
         for line in shown["thinned"]["sentences"]
-        if line.startswith("Recorded by an earlier version")
+        if line.startswith("The run was recorded by an earlier version")
     ] != []
     assert shown["steps"] is not None
     assert before["steps"] is not None
@@ -314,8 +314,7 @@ def test_report_windows_are_shown_if_device_steps_are_too_many(
 
     assert each["thinned"]["sentences"] == []
     assert any(
-        line.startswith("Steps by the devices' clocks are medians")
-        for line in shown["thinned"]["sentences"]
+        line.startswith("Device times are medians") for line in shown["thinned"]["sentences"]
     )
     exact, windows = (
         decoded(found["steps"]["work"], 4) for found in (each, shown) if found["steps"] is not None

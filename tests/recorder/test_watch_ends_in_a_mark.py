@@ -318,7 +318,7 @@ def test_section_without_an_id_is_logged_by_the_python_recorder(
     """The record also has the name "(other)"."""
     rig = Rig(IMPLEMENTATIONS[-1], tmp_path)
     monkeypatch.setenv(errors.RAISE, "0")
-    monkeypatch.setattr(errors, "swallowed", errors.Swallowed())
+    monkeypatch.setattr(errors, "swallowed", errors.ErrorCounts())
     monkeypatch.setattr(errors.swallowed, "on_error", rig.ring.count_internal_error)
 
     def intern(name: str) -> int:

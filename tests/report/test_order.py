@@ -17,7 +17,7 @@ from torchlens_perf.page.notebook import results_as_json
 from torchlens_perf.page.sections.verdicts import build_verdicts_section as cards
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.top.overview import all_findings
+from torchlens_perf.top.overview import all_finding_lines
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Usual
@@ -74,7 +74,9 @@ def test_every_screen_sorts_verdicts_by_cost() -> None:
     assert shown_in_order(in_cell["html"], sentences)
     page = to_html(cards({"report": report, "headlines": found}))  # type: ignore[typeddict-item]
     assert shown_in_order(page, sentences)
-    in_top = " ".join(line.plain for line in all_findings(View("x", report, tuple(found)), 4000))  # type: ignore[arg-type]
+    in_top = " ".join(
+        line.plain for line in all_finding_lines(View("x", report, tuple(found)), 4000)
+    )  # type: ignore[arg-type]
     assert shown_in_order(in_top, sentences)
 
 

@@ -452,7 +452,7 @@ def test_each_kind_of_lost_data_has_a_note_with_its_number(run: RunDirectory) ->
         "5 records were",
         "6 spans have no recorded end",
         "7 spans nested",
-        "more distinct names",
+        "too many distinct names",
         "9 internal errors",
     ):
         assert f"rank 0: {text}" in notes

@@ -20,7 +20,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.serve.run_list import find_runs, read_lines
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.top.live_runs import runs_in
+from torchlens_perf.top.live_runs import list_runs
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
 from torchlens_perf.verdicts.words.startup import startup_words
@@ -79,7 +79,7 @@ def test_rank_that_died_is_in_the_title_of_every_screen(
         rank.begin(Kind.FORWARD, "layer")
     report = report_of(run, state_of(run, ranks, tuple({*range(size)} - {*died})))
     (line,) = read_lines(str(run.path), find_runs(str(run.path)), 10.0)
-    (row,) = runs_in(run.path.parent)
+    (row,) = list_runs(run.path.parent)
 
     for draw in (render_full, render_short):
         title = draw(report, "/r", columns=100, color=False).splitlines()[0]

@@ -21,7 +21,7 @@ from torchlens_perf.results.alerts import AlertCallbacks
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import ALERTS, deliver_text
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.watch import running
+from torchlens_perf.watch import running_watch
 
 STARTED = Alert(
     "1" * 32, "a" * 32, "straggler", "started", "Rank 1 is slow.", "look at its host.", 1_500_000_000, 0,
@@ -173,7 +173,7 @@ def test_forked_child_receives_no_alerts_and_removes_no_file(loop: Loop) -> None
     child = os.fork()
     if child == 0:
         with training(loop.watch.run_dir.parent):
-            ours = not heard.alerts and running()._live_views is None
+            ours = not heard.alerts and running_watch()._live_views is None
         os._exit(0 if ours else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     named(loop.watch._session, STARTED)

@@ -30,7 +30,7 @@ import torchlens_perf as perf
 from tests.jobs.test_nothing_left_behind import state
 from tests.support.failing_calls import FailingCalls
 from tests.support.leftovers import end_sidecars, remaining_folders, remove
-from torchlens_perf.watch import running
+from torchlens_perf.watch import running_watch
 
 folder, with_sidecar, phase, *errors = sys.argv[1:]
 lines: list[str] = []
@@ -111,9 +111,9 @@ def case(
         recording = False
     end_sidecars()
     found |= {"call": failed, "count": counted, "recording": recording, "lines": list(lines)}
-    if running() is not None:
+    if running_watch() is not None:
         found["running"] = True
-        running().close()
+        running_watch().close()
     watch = None
     gc.collect()
     after = state()

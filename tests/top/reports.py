@@ -22,7 +22,7 @@ def view_of(path: Path, ranks: int, *faults: str, blocks: int = 3, **options: in
     """
     with LiveSimulation(path, ranks, *faults, **options) as live:
         live.add_blocks(blocks)
-        return RunReader(live.run).look()
+        return RunReader(live.run).poll()
 
 
 def report_of(view: View) -> Report:

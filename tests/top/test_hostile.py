@@ -17,9 +17,9 @@ from tests.security.test_what_is_printed import assert_harmless, hostile, plante
 from tests.support.live_simulation import LiveSimulation
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top import overview
-from torchlens_perf.top.live_runs import RunRow, run_table, runs_in
+from torchlens_perf.top.live_runs import RunRow, build_run_table, list_runs
 from torchlens_perf.top.rank_screen import rank_lines
-from torchlens_perf.top.ranks import rank_list
+from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.reading import RunReader, View
 from torchlens_perf.top.text import Terminal, cursor_lines
 
@@ -37,12 +37,12 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def all_lines(view: View, width: int, terminal: Terminal) -> list[Text]:
     """Return the lines of every screen."""
-    table, ranks = rank_list(view)
-    texts = overview.overview(view, width, 50, terminal, table, 0)
+    table, ranks = build_rank_list(view)
+    texts = overview.build_overview(view, width, 50, terminal, table, 0)
     for rank in ranks:
         texts += rank_lines(view, rank, width)
-    texts += [*overview.all_findings(view, width), *overview.notes(view, width)]
-    return [*terminal.lines(texts, width), *overview.frame(view, width, terminal)]
+    texts += [*overview.all_finding_lines(view, width), *overview.note_lines(view, width)]
+    return [*terminal.lines(texts, width), *overview.build_frame(view, width, terminal)]
 
 
 @given(
@@ -70,7 +70,7 @@ def test_any_text_of_a_state_is_drawn_as_text(
     value["notes"] = [note, text]
     with contextlib.suppress(UnicodeEncodeError):
         run.node_state_path(HOST).write_text(json.dumps(value))
-    for line in all_lines(RunReader(run).look(), width, Terminal(ascii_only)):
+    for line in all_lines(RunReader(run).poll(), width, Terminal(ascii_only)):
         assert_harmless(line.plain)
         assert "\n" not in line.plain
         assert cell_len(line.plain) <= width
@@ -93,7 +93,7 @@ def test_hostile_names_cannot_control_the_terminal(
         process["statistics"]["modules"] = {f"{text} {name}": each for name, each in names.items()}
         process["open_spans"] = [text]
     run.node_state_path(HOST).write_text(json.dumps(value))
-    view = RunReader(run).look()
+    view = RunReader(run).poll()
     assert view.report is not None, view.trouble
     assert view.report["run"]["program"] == text
     for line in all_lines(view, 80, Terminal()):
@@ -102,7 +102,7 @@ def test_hostile_names_cannot_control_the_terminal(
 
 @given(name=hostile, problem=hostile)
 def test_run_folders_may_have_any_name(name: str, problem: str) -> None:
-    table = run_table([RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem)])
+    table = build_run_table([RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem)])
     for line in cursor_lines(table, 80, 10, 0):
         assert_harmless(line.plain)
 
@@ -117,12 +117,12 @@ def test_folders_that_are_not_runs_do_not_break_the_list(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "begins")
     (tmp_path / "damaged" / "nodes").mkdir(parents=True)
     (tmp_path / "damaged" / "nodes" / "a.json").write_text("{")
-    rows = {row.path.name: row for row in runs_in(tmp_path)}
+    rows = {row.path.name: row for row in list_runs(tmp_path)}
 
     assert set(rows) == {"begins", "damaged"}
     assert (rows["begins"].state, rows["damaged"].state) == ("starting", "damaged")
     assert "cannot be read" in rows["damaged"].about
-    assert runs_in(tmp_path / "nowhere") == []
-    lines = [line.plain for line in cursor_lines(run_table(list(rows.values())), 80, 10, 0)]
+    assert list_runs(tmp_path / "nowhere") == []
+    lines = [line.plain for line in cursor_lines(build_run_table(list(rows.values())), 80, 10, 0)]
     assert any("starting" in line for line in lines)
     assert any("damaged" in line for line in lines)

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from tests.top.reports import changed, report_of, verdict, view_of
 from torchlens_perf.top import overview
-from torchlens_perf.top.pace import pace_words
+from torchlens_perf.top.pace import describe_pace
 from torchlens_perf.top.rank_screen import rank_lines
-from torchlens_perf.top.ranks import rank_list
+from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.reading import View
 from torchlens_perf.top.text import Terminal
 from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
@@ -34,11 +34,11 @@ def view(tmp_path_factory: pytest.TempPathFactory) -> View:
 
 
 def frame(view: View, width: int = 100, terminal: Terminal = UNICODE) -> list[str]:
-    return plain(overview.frame(view, width, terminal))
+    return plain(overview.build_frame(view, width, terminal))
 
 
 def screen(view: View, width: int = 80, height: int = 23) -> list[str]:
-    return plain(overview.overview(view, width, height, UNICODE, rank_list(view)[0], 0))
+    return plain(overview.build_overview(view, width, height, UNICODE, build_rank_list(view)[0], 0))
 
 
 def of_rank(view: View, rank: int, width: int = 100) -> list[str]:
@@ -77,7 +77,7 @@ def test_headline_of_the_first_verdict_is_at_the_top(view: View) -> None:
 
 
 def test_every_rank_has_a_row_with_its_difference_to_others(view: View) -> None:
-    table, ranks = rank_list(view)
+    table, ranks = build_rank_list(view)
     cells = next(each for each in table.columns if each.title == "vs others").texts()
 
     for lines in (screen(view), frame(view)):
@@ -157,16 +157,20 @@ def test_title_shows_whether_the_run_is_live(view: View) -> None:
 
     An ended run has its end and the number of dead ranks.
     """
-    assert overview.run_state(view)[0].startswith("LIVE ")
+    assert overview.run_state_and_style(view)[0].startswith("LIVE ")
     run = {"live": False, "ended": "2026-11-23T09:00:00+00:00"}
     ranks: Any = [{**rank, "state": "closed"} for rank in report_of(view)["ranks"]]
-    at = overview.clock_time("2026-11-23T09:00:00+00:00")
-    assert overview.run_state(with_report(view, **run, ranks=ranks)) == (f"ENDED {at}", "bold")
+    at = overview.format_clock_time("2026-11-23T09:00:00+00:00")
+    assert overview.run_state_and_style(with_report(view, **run, ranks=ranks)) == (
+        f"ENDED {at}",
+        "bold",
+    )
     dead = {**run, "died": [2], "ranks_seen": 4}
     assert (
-        overview.run_state(with_report(view, **dead, ranks=ranks))[0] == f"ENDED {at}, rank 2 died"
+        overview.run_state_and_style(with_report(view, **dead, ranks=ranks))[0]
+        == f"ENDED {at}, rank 2 died"
     )
-    assert overview.run_state(with_report(view, died=[2]))[0].endswith(", rank 2 died")
+    assert overview.run_state_and_style(with_report(view, died=[2]))[0].endswith(", rank 2 died")
 
 
 def test_hanging_run_shows_stacks_instead_of_its_pace(view: View) -> None:
@@ -181,7 +185,7 @@ def test_hanging_run_shows_stacks_instead_of_its_pace(view: View) -> None:
     assert lines[1].startswith("  HANG ")
     assert "b.py:2 g" in joined(lines)
     assert "b.py:2 g" in joined(frame(hangs))
-    assert [each.split()[0] for each in pace_words(report_of(hangs), 0.2)] == [
+    assert [each.split()[0] for each in describe_pace(report_of(hangs), 0.2)] == [
         "96",
         "p50",
         "p95",
@@ -280,15 +284,15 @@ def test_findings_on_a_rank_are_on_its_screen(view: View) -> None:
 
 
 def test_screen_of_all_findings_has_their_durations(view: View) -> None:
-    text = joined(plain(overview.all_findings(view, 100)))
+    text = joined(plain(overview.all_finding_lines(view, 100)))
 
     assert re.search(r"held in \d+ of \d+ windows of \d+ steps, since step 0", text)
 
 
 def test_times_of_other_days_are_shown_with_the_date() -> None:
-    assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=1e9 + 3600)) == len(
+    assert len(overview.format_clock_time("2001-09-09T01:46:40+00:00", now_s=1e9 + 3600)) == len(
         "12:00:00"
     )
-    assert len(overview.clock_time("2001-09-09T01:46:40+00:00", now_s=2e9)) == len(
+    assert len(overview.format_clock_time("2001-09-09T01:46:40+00:00", now_s=2e9)) == len(
         "2001-09-09 01:46"
     )

@@ -9,39 +9,41 @@ import pytest
 from tests.top.reports import report_of, view_of
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.top.pace import (
-    SeenSteps,
-    curve,
-    left_s,
-    pace_words,
-    progress,
+    RecentStepRate,
+    describe_pace,
+    describe_progress,
+    draw_curve,
+    estimate_time_left_s,
+    format_time_left,
     step_times,
-    time_left,
 )
 
 
 def test_time_left_is_remaining_steps_times_mean_step() -> None:
-    assert left_s(400, 1000, 0.5, (0.5, 0.5)) == (300.0,)
-    assert progress(400, 1000) == "400 of 1,000 steps (40%)"
+    assert estimate_time_left_s(400, 1000, 0.5, (0.5, 0.5)) == (300.0,)
+    assert describe_progress(400, 1000) == "400 of 1,000 steps (40%)"
 
 
 def test_second_time_left_is_shown_if_recent_steps_differ() -> None:
-    assert left_s(400, 1000, 0.5, (0.5,) * 8 + (1.0,)) == (300.0, 600.0)
-    assert left_s(400, 1000, 0.5, (0.5,) * 8 + (0.54,)) == (300.0,)
+    assert estimate_time_left_s(400, 1000, 0.5, (0.5,) * 8 + (1.0,)) == (300.0, 600.0)
+    assert estimate_time_left_s(400, 1000, 0.5, (0.5,) * 8 + (0.54,)) == (300.0,)
 
 
 def test_single_slow_window_does_not_change_the_time_left() -> None:
-    assert left_s(400, 1000, 0.5, (0.5,) * 15 + (0.58,)) == (300.0,)
+    assert estimate_time_left_s(400, 1000, 0.5, (0.5,) * 15 + (0.58,)) == (300.0,)
 
 
 def test_no_time_left_is_shown_without_a_valid_total() -> None:
     """The total is missing or too small, or no step has ended."""
-    assert left_s(400, None, 0.5, ()) == left_s(0, 1000, 0.5, ()) == ()
-    assert left_s(400, 1000, None, ()) == left_s(1001, 1000, 0.5, ()) == ()
+    assert estimate_time_left_s(400, None, 0.5, ()) == estimate_time_left_s(0, 1000, 0.5, ()) == ()
+    assert (
+        estimate_time_left_s(400, 1000, None, ()) == estimate_time_left_s(1001, 1000, 0.5, ()) == ()
+    )
 
 
 def test_progress_says_if_the_run_makes_more_steps_than_expected() -> None:
-    assert progress(1001, 1000) == "1,001 steps, more than the 1,000 expected"
-    assert progress(1, None) == "1 step"
+    assert describe_progress(1001, 1000) == "1,001 steps, more than the 1,000 expected"
+    assert describe_progress(1, None) == "1 step"
 
 
 @pytest.mark.parametrize(
@@ -56,26 +58,26 @@ def test_progress_says_if_the_run_makes_more_steps_than_expected() -> None:
     ],
 )
 def test_time_left_is_rounded_to_suitable_units(seconds: float, text: str) -> None:
-    assert time_left(seconds) == text
+    assert format_time_left(seconds) == text
 
 
 def test_curve_has_its_lowest_block_at_the_lowest_value() -> None:
     """The highest value has the highest block."""
-    assert curve([1, 2, 3, 4], 4) == ["▁▃▆█"]
-    assert curve([1, 1, 4, 4], 2) == ["▁█"]
-    assert curve([1, 4], 6) == ["▁▁▁███"]
-    assert curve([1, 1, 1.01], 3) == ["▁▁▁"]
-    assert curve([], 10) == curve([1, 2], 0) == [""]
+    assert draw_curve([1, 2, 3, 4], 4) == ["▁▃▆█"]
+    assert draw_curve([1, 1, 4, 4], 2) == ["▁█"]
+    assert draw_curve([1, 4], 6) == ["▁▁▁███"]
+    assert draw_curve([1, 1, 1.01], 3) == ["▁▁▁"]
+    assert draw_curve([], 10) == draw_curve([1, 2], 0) == [""]
 
 
 def test_upper_line_of_a_curve_continues_the_lower_one() -> None:
     """The upper line has a block only if the lower one is full."""
-    assert curve([1, 2, 3], 3, 2) == [" ▁█", "▁██"]
+    assert draw_curve([1, 2, 3], 3, 2) == [" ▁█", "▁██"]
 
 
 def test_current_pace_is_computed_from_readings_of_the_last_minute() -> None:
     """At first, the pace is computed from the newest window."""
-    seen, second = SeenSteps(), 10**9
+    seen, second = RecentStepRate(), 10**9
     assert seen.add("a", 10, 100 * second) is None
     # The time since the first reading is too short.
     assert seen.add("a", 12, 102 * second) is None
@@ -94,7 +96,11 @@ def test_pace_line_has_steps_rate_and_current_step_time(tmp_path: Path) -> None:
     The rate is that of the newest window or of recent readings.
     """
     report = report_of(view_of(tmp_path / "run", 4, "constant:rank=3,share=0.5,since=64", blocks=4))
-    words, seen, now_s = pace_words(report, None), pace_words(report, 0.25), step_times(report)[-1]
+    words, seen, now_s = (
+        describe_pace(report, None),
+        describe_pace(report, 0.25),
+        step_times(report)[-1],
+    )
 
     assert step_times(report)[0] == pytest.approx(0.21, rel=0.1)
     assert now_s == pytest.approx(0.3, rel=0.1)

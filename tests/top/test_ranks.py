@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.top.reports import changed, report_of, verdict, view_of
-from torchlens_perf.top.ranks import blocks, rank_list
+from torchlens_perf.top.ranks import build_rank_list, draw_blocks
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.verdicts.words.order import ranks_of
@@ -38,7 +38,7 @@ def column(table: Table, title: str) -> Column:
 
 
 def test_slow_rank_is_the_first_row_and_marked(view: View) -> None:
-    table, ranks = rank_list(view)
+    table, ranks = build_rank_list(view)
 
     assert ranks[0] == 3
     assert table.slow == {0}
@@ -46,7 +46,7 @@ def test_slow_rank_is_the_first_row_and_marked(view: View) -> None:
 
 
 def test_ranks_can_be_sorted_by_number(view: View) -> None:
-    table, ranks = rank_list(view, by_number=True)
+    table, ranks = build_rank_list(view, by_number=True)
 
     assert ranks == [0, 1, 2, 3]
     assert table.slow == {3}
@@ -54,7 +54,7 @@ def test_ranks_can_be_sorted_by_number(view: View) -> None:
 
 
 def test_numbers_of_ranks_equal_those_of_the_report(view: View) -> None:
-    report, (table, _) = build_rank_table(report_of(view)), rank_list(view)
+    report, (table, _) = build_rank_table(report_of(view)), build_rank_list(view)
     assert report is not None
 
     assert column(table, "compute").texts() == column(report, "compute").texts()
@@ -62,7 +62,7 @@ def test_numbers_of_ranks_equal_those_of_the_report(view: View) -> None:
 
 def test_difference_of_a_rank_is_to_the_median_of_the_other_ranks(view: View) -> None:
     """The slow rank is compared with the median of the three others."""
-    table, _ = rank_list(view)
+    table, _ = build_rank_list(view)
     compute: Any = column(table, "compute").values
     excess: Any = column(table, "vs others").values
 
@@ -71,7 +71,7 @@ def test_difference_of_a_rank_is_to_the_median_of_the_other_ranks(view: View) ->
 
 
 def test_two_ranks_have_opposite_differences(tmp_path: Path) -> None:
-    table, ranks = rank_list(view_of(tmp_path / "run", 2, "constant:rank=1,share=0.3"))
+    table, ranks = build_rank_list(view_of(tmp_path / "run", 2, "constant:rank=1,share=0.3"))
     excess: Any = column(table, "vs others").values
 
     assert ranks == [1, 0]
@@ -80,7 +80,7 @@ def test_two_ranks_have_opposite_differences(tmp_path: Path) -> None:
 
 def test_rank_without_others_in_its_pipeline_stage_has_no_difference(tmp_path: Path) -> None:
     """Each stage of the pipeline has a single rank."""
-    table, _ = rank_list(view_of(tmp_path / "run", 2, blocks=2, stages=2))
+    table, _ = build_rank_list(view_of(tmp_path / "run", 2, blocks=2, stages=2))
 
     assert column(table, "vs others").texts() == ["-", "-"]
 
@@ -94,7 +94,7 @@ def test_rank_that_others_wait_for_in_a_hang_is_first(view: View) -> None:
             report_of(view)["ranks"], (["backward", "wait"], [], ["x"], ["x"]), strict=True
         )
     ]
-    table, order = rank_list(with_report(view, verdicts=[hang], ranks=ranks))
+    table, order = build_rank_list(with_report(view, verdicts=[hang], ranks=ranks))
 
     assert order[0] == 1
     assert column(table, "inside").values[:2] == ["not timed", "x"]
@@ -102,7 +102,7 @@ def test_rank_that_others_wait_for_in_a_hang_is_first(view: View) -> None:
 
 def test_ranks_that_hang_in_their_first_step_are_listed(view: View) -> None:
     ranks: Any = [{**rank, "typical": None} for rank in report_of(view)["ranks"]]
-    table, order = rank_list(with_report(view, ranks=ranks))
+    table, order = build_rank_list(with_report(view, ranks=ranks))
 
     assert order == [3, 0, 1, 2]
     assert [each.title for each in table.columns[:1]] == ["rank"]
@@ -114,7 +114,7 @@ def test_rank_without_a_step_is_listed_below_the_others(view: View) -> None:
         {**rank, "typical": None} if rank["rank"] == 1 else rank
         for rank in report_of(view)["ranks"]
     ]
-    table, order = rank_list(with_report(view, ranks=ranks, verdicts=[]))
+    table, order = build_rank_list(with_report(view, ranks=ranks, verdicts=[]))
 
     assert (order[0], order[-1]) == (3, 1)
     assert column(table, "compute").texts()[-1] == column(table, "vs others").texts()[-1] == "-"
@@ -122,21 +122,21 @@ def test_rank_without_a_step_is_listed_below_the_others(view: View) -> None:
 
 
 def test_rank_list_is_empty_without_a_report() -> None:
-    assert rank_list(View("run"))[1] == []
+    assert build_rank_list(View("run"))[1] == []
 
 
 def test_excess_over_the_run_is_drawn_as_blocks() -> None:
     """Blocks are full from 30 %, blank if not known, and means of neighbours if there is no
     room.
     """
-    assert blocks([0.0, 0.3, 0.9, None, -0.2], 8) == "▁██ ▁"
-    assert blocks([0.3] * 4 + [0.0] * 4, 2) == "█▁"
-    assert blocks([], 8) == ""
+    assert draw_blocks([0.0, 0.3, 0.9, None, -0.2], 8) == "▁██ ▁"
+    assert draw_blocks([0.3] * 4 + [0.0] * 4, 2) == "█▁"
+    assert draw_blocks([], 8) == ""
 
 
 def test_recently_slow_rank_has_an_excess_in_the_latest_window(tmp_path: Path) -> None:
     """A typical step of the run hardly shows the excess. Ranks without excess have no value."""
-    table, ranks = rank_list(
+    table, ranks = build_rank_list(
         view_of(tmp_path / "run", 4, "constant:rank=2,share=0.3,since=224", blocks=8)
     )
     latest: Any = column(table, "latest excess").values
@@ -154,12 +154,14 @@ def test_latest_window_with_too_few_steps_is_left_out(view: View) -> None:
 
     assert (
         column(
-            rank_list(with_report(view, heat={**heat, "ranks": rows}))[0], "latest excess"
+            build_rank_list(with_report(view, heat={**heat, "ranks": rows}))[0], "latest excess"
         ).values
         == [0.3] * 4
     )
     assert (
-        column(rank_list(with_report(view, heat={**heat, "ranks": old}))[0], "latest excess").values
+        column(
+            build_rank_list(with_report(view, heat={**heat, "ranks": old}))[0], "latest excess"
+        ).values
         == [None] * 4
     )
 
@@ -170,7 +172,7 @@ def test_4096_ranks_are_ordered_in_less_than_two_seconds(view: View) -> None:
     ranks: Any = [{**first, "rank": rank} for rank in range(4096)]
     many = dataclasses.replace(with_report(view, ranks=ranks, verdicts=[]), populations={})
     began_s = time.process_time()
-    _, order = rank_list(many)
+    _, order = build_rank_list(many)
 
     assert len(order) == 4096
     assert time.process_time() - began_s < 2

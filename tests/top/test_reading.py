@@ -40,11 +40,11 @@ def live(tmp_path: Path) -> Iterator[LiveSimulation]:
 def test_reader_waits_for_the_run_directory(tmp_path: Path) -> None:
     """The run is shown once the directory exists and a sidecar has written to it."""
     reader = RunReader(RunDirectory(tmp_path / "run"), monotonic=Clock())
-    assert reader.look().trouble == f"{tmp_path}/run does not exist yet"
+    assert reader.poll().trouble == f"{tmp_path}/run does not exist yet"
     with LiveSimulation(tmp_path / "run", 2) as live:
-        assert "has no data yet" in reader.look().trouble
+        assert "has no data yet" in reader.poll().trouble
         live.add_blocks()
-        view = reader.look()
+        view = reader.poll()
 
     assert (view.trouble, report_of(view)["steps"]["count"]) == ("", 32)
 
@@ -54,14 +54,14 @@ def test_unchanged_files_are_not_read_again(live: LiveSimulation) -> None:
     live.add_blocks()
     other = add_node(live.run, 1)
     reader = RunReader(live.run, monotonic=Clock())
-    view = reader.look()
-    assert reader.look() is view
+    view = reader.poll()
+    assert reader.poll() is view
     before = other.stat()
     # If the unchanged file were read again, the damage would be noticed.
     other.write_bytes(b"x" * before.st_size)
     os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
     live.add_blocks()
-    newer = reader.look()
+    newer = reader.poll()
 
     assert newer is not view
     assert newer.trouble == ""
@@ -74,15 +74,15 @@ def test_damaged_node_is_named_and_others_are_shown(live: LiveSimulation) -> Non
     other = add_node(live.run, 1)
     good = other.read_bytes()
     reader = RunReader(live.run, monotonic=Clock())
-    reader.look()
+    reader.poll()
     other.write_bytes(good[:-100])
-    view = reader.look()
+    view = reader.poll()
 
     assert [rank["rank"] for rank in report_of(view)["ranks"]] == [0, 1]
     assert view.trouble.startswith(f"{other} cannot be read: ")
     assert view.trouble.endswith("the ranks of that node are missing")
     other.write_bytes(good)
-    assert (reader.look().trouble, len(report_of(reader.look())["ranks"])) == ("", 4)
+    assert (reader.poll().trouble, len(report_of(reader.poll())["ranks"])) == ("", 4)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', "\x00"])
@@ -91,14 +91,14 @@ def test_last_view_stays_if_all_files_are_damaged(live: LiveSimulation, text: st
     live.add_blocks()
     path = live.run.node_state_path(HOST)
     reader, good = RunReader(live.run, monotonic=Clock()), path.read_bytes()
-    report = report_of(reader.look())
+    report = report_of(reader.poll())
     path.write_text(text)
     for _ in range(2):
-        assert reader.look().report is report
-        assert str(path) in reader.look().trouble
-    assert RunReader(live.run, monotonic=Clock()).look().report is None
+        assert reader.poll().report is report
+        assert str(path) in reader.poll().trouble
+    assert RunReader(live.run, monotonic=Clock()).poll().report is None
     path.write_bytes(good)
-    assert reader.look().trouble == ""
+    assert reader.poll().trouble == ""
 
 
 def test_inconsistent_files_are_reported_as_a_problem(live: LiveSimulation) -> None:
@@ -110,12 +110,12 @@ def test_inconsistent_files_are_reported_as_a_problem(live: LiveSimulation) -> N
         process["statistics"]["parts"] = {}
     path.write_text(json.dumps(state))
     reader = RunReader(live.run, monotonic=Clock())
-    view = reader.look()
+    view = reader.poll()
 
     assert view.report is None
     assert f"{path} cannot be used: KeyError" in view.trouble
     path.write_bytes(good)
-    assert reader.look().trouble == ""
+    assert reader.poll().trouble == ""
 
 
 def test_removed_run_directory_keeps_the_last_view(live: LiveSimulation) -> None:
@@ -125,30 +125,30 @@ def test_removed_run_directory_keeps_the_last_view(live: LiveSimulation) -> None
     """
     live.add_blocks()
     reader = RunReader(live.run, monotonic=Clock())
-    report = report_of(reader.look())
+    report = report_of(reader.poll())
     kept = shutil.copytree(live.run.path, live.run.path.with_name("kept"))
     shutil.rmtree(live.run.path)
-    view = reader.look()
+    view = reader.poll()
 
     assert view.report is report
     assert view.trouble.startswith(f"{live.run.path} or its files were removed")
     kept.rename(live.run.path)
-    assert reader.look().trouble == ""
+    assert reader.poll().trouble == ""
 
 
 def test_run_is_silent_after_a_minute_without_updates(live: LiveSimulation) -> None:
     live.add_blocks()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
-    view = reader.look()
+    view = reader.poll()
     clock.now_s += SILENT_S - 1
-    assert reader.look() is view
+    assert reader.poll() is view
     clock.now_s += 62
-    assert reader.look().trouble.startswith(
+    assert reader.poll().trouble.startswith(
         "no new data from node-0000 for 2 minutes or more: the sidecar has ended"
     )
     live.add_blocks()
-    assert reader.look().trouble == ""
+    assert reader.poll().trouble == ""
 
 
 def test_run_whose_file_is_old_is_silent_at_once(live: LiveSimulation) -> None:
@@ -156,7 +156,7 @@ def test_run_whose_file_is_old_is_silent_at_once(live: LiveSimulation) -> None:
     live.add_blocks()
     reader = RunReader(live.run, unix=lambda: time.time() + 3600)
 
-    assert "no new data from node-0000 for 1 hour or more" in reader.look().trouble
+    assert "no new data from node-0000 for 1 hour or more" in reader.poll().trouble
 
 
 def test_run_whose_sidecar_writes_rarely_is_not_silent(live: LiveSimulation) -> None:
@@ -167,14 +167,14 @@ def test_run_whose_sidecar_writes_rarely_is_not_silent(live: LiveSimulation) -> 
     live.add_blocks()
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
-    reader.look()
+    reader.poll()
     clock.now_s += 100
     live.add_blocks()
-    reader.look()
+    reader.poll()
     clock.now_s += 299
-    assert reader.look().trouble == ""
+    assert reader.poll().trouble == ""
     clock.now_s += 2
-    assert "no new data" in reader.look().trouble
+    assert "no new data" in reader.poll().trouble
 
 
 def test_ended_run_is_not_silent(live: LiveSimulation) -> None:
@@ -184,7 +184,7 @@ def test_ended_run_is_not_silent(live: LiveSimulation) -> None:
     reader = RunReader(live.run, monotonic=clock)
     clock.now_s += 1e6
 
-    assert (reader.look().trouble, reader.look().has_ended) == ("", True)
+    assert (reader.poll().trouble, reader.poll().has_ended) == ("", True)
 
 
 def test_run_that_takes_long_to_read_is_read_more_rarely(live: LiveSimulation) -> None:
@@ -193,19 +193,19 @@ def test_run_that_takes_long_to_read_is_read_more_rarely(live: LiveSimulation) -
     clock = Clock()
     reader = RunReader(live.run, monotonic=clock)
     clock.each_s = 10.0
-    view = reader.look()
+    view = reader.poll()
     clock.each_s = 0.0
     live.add_blocks()
     clock.now_s += 39.0
-    assert reader.look() is view
+    assert reader.poll() is view
     clock.now_s += 2.0
-    assert reader.look() is not view
+    assert reader.poll() is not view
 
 
 def test_view_has_the_population_of_each_rank(tmp_path: Path) -> None:
     with LiveSimulation(tmp_path / "run", 4, stages=2) as live:
         live.add_blocks()
-        view = RunReader(live.run, monotonic=Clock()).look()
+        view = RunReader(live.run, monotonic=Clock()).poll()
     of = view.populations
 
     assert of[0] == of[1] != of[2] == of[3]

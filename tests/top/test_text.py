@@ -13,7 +13,16 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from tests.support.processes import ROOT
-from torchlens_perf.top.text import Terminal, bar, cursor_lines, fitting, line, part, rule, signed
+from torchlens_perf.top.text import (
+    Terminal,
+    build_difference_column,
+    cursor_lines,
+    draw_bar,
+    draw_rule,
+    join_fitting,
+    select_rows,
+    unwrapped_line,
+)
 from torchlens_perf.view.specs import Column, Quantity, Table
 
 texts = st.one_of(
@@ -57,18 +66,18 @@ def test_wrapped_lines_are_indented_like_the_first() -> None:
 )
 def test_length_of_a_bar_is_exact_to_an_eighth(columns: float, expected: str) -> None:
     """A value above 0 never has an empty bar."""
-    assert bar(columns) == expected
+    assert draw_bar(columns) == expected
 
 
 def test_small_shares_have_bars_of_different_length() -> None:
     """The shares are 1.3 %, 5.2 % and 27 % of twelve columns, the width of bars in the table of
     ranks.
     """
-    assert len({bar(share / 0.3 * 12) for share in (0.003, 0.013, 0.052, 0.27)}) == 4
+    assert len({draw_bar(share / 0.3 * 12) for share in (0.003, 0.013, 0.052, 0.27)}) == 4
 
 
 def test_differences_are_shown_with_a_sign() -> None:
-    column = signed("vs others", [0.05, -0.02, 0.00001, None], 0.1)
+    column = build_difference_column("vs others", [0.05, -0.02, 0.00001, None], 0.1)
 
     assert column.texts() == ["+50.0", "-20.0", "<0.1", "-"]
 
@@ -80,7 +89,7 @@ def table(rows: int) -> Table:
 
 
 def test_selected_row_keeps_its_slow_mark_and_units() -> None:
-    found = part(table(200), [3, 2])
+    found = select_rows(table(200), [3, 2])
 
     assert (list(found.columns[0].values), found.slow) == ([3, 2], frozenset({1}))
     assert found.columns[1].unit == table(200).columns[1].unit == "s"
@@ -115,18 +124,18 @@ def test_selected_row_is_marked_if_names_are_wrapped(at: int) -> None:
 
 
 def test_parts_that_do_not_fit_in_a_line_are_left_out() -> None:
-    assert fitting(["first", "", "a long second part", "third"], 16) == "first   third"
-    assert fitting(["a long first part"], 3) == "a long first part"
+    assert join_fitting(["first", "", "a long second part", "third"], 16) == "first   third"
+    assert join_fitting(["a long first part"], 3) == "a long first part"
 
 
 def test_horizontal_rule_is_as_wide_as_the_terminal() -> None:
-    assert [rule("step\x1b[2J", width).cell_len for width in (20, 40)] == [20, 40]
-    assert "\x1b" not in rule("step\x1b[2J", 40).plain
+    assert [draw_rule("step\x1b[2J", width).cell_len for width in (20, 40)] == [20, 40]
+    assert "\x1b" not in draw_rule("step\x1b[2J", 40).plain
 
 
 def test_ascii_bars_and_charts_have_distinct_characters() -> None:
     """Lengths remain comparable."""
-    (found,) = Terminal(ascii_only=True).lines([line("▶ ██▌ ▁▄█ Größe …")], 40)
+    (found,) = Terminal(ascii_only=True).lines([unwrapped_line("▶ ██▌ ▁▄█ Größe …")], 40)
 
     assert found.plain == "> ##- _~# Gr??e ~"
 
@@ -147,7 +156,7 @@ def test_unicode_is_used_only_if_the_locale_supports_it(
     environment: dict[str, str], is_ascii: bool
 ) -> None:
     """Python may replace the C locale by UTF-8, so the environment at process start counts."""
-    program = "from torchlens_perf.top.text import of_environment; print(of_environment())"
+    program = "from torchlens_perf.top.text import detect_terminal; print(detect_terminal())"
     environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **environment}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=True

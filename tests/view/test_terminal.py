@@ -185,7 +185,7 @@ def test_report_of_a_run_with_all_findings_fits_30_lines() -> None:
 
     assert text.count("\n") == SHORT_LINES
     assert re.search(
-        r"\n     0  .*\n  23 more ranks, compute 16.0 ms\n  The table shows typical steps\. Since"
+        r"\n     0  .*\n  23 more ranks, compute 16.0 ms\n  Typical steps are shown\. Since"
         r" step",
         text,
     )

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from torchlens_perf.commands import capture, deploy_files, fail_on, results, serve, simulate, top
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable, unknown
+from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable, unknown_word_text
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.without_pandas import block_pandas_import
 
@@ -125,7 +125,7 @@ def _versions_text() -> str:
 def _unknown_command_text(name: str) -> str:
     if name.endswith(".py"):
         return f"unknown command {name!r}: did you mean `torchlens-perf run {name}`?"
-    return f"{unknown('command', name, _NAMES)} Commands: {', '.join(_NAMES)}"
+    return f"{unknown_word_text('command', name, _NAMES)} Commands: {', '.join(_NAMES)}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -142,7 +142,7 @@ class _Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if rest and rest[0].startswith("-"):
             options = re.findall(r"--[a-z][a-z-]*", self.format_usage())
-            self.error(unknown("option", rest[0].split("=")[0], options))
+            self.error(unknown_word_text("option", rest[0].split("=")[0], options))
         if rest:
             self.error(f"unexpected argument {rest[0]!r}")
         return found, rest

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.errors import unknown
+from torchlens_perf.errors import unknown_word_text
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
@@ -39,7 +39,7 @@ def parse_verdict_names(text: str) -> list[str]:
     for name in found:
         if name not in KINDS:
             raise argparse.ArgumentTypeError(
-                f"{unknown('verdict', name, KINDS)} Verdicts: {', '.join(KINDS)}"
+                f"{unknown_word_text('verdict', name, KINDS)} Verdicts: {', '.join(KINDS)}"
             )
     return found
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from torchlens_perf import config
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 from torchlens_perf.errors import ConfigError, printable
-from torchlens_perf.output import say
+from torchlens_perf.output import write_to_stderr
 from torchlens_perf.run import children
 from torchlens_perf.startup import sitecustomize
 
@@ -158,4 +158,4 @@ def _switch_recording_on(
 
 def _warn_not_recording(environment: Mapping[str, str], reason: str) -> None:
     if environment.get("LOCAL_RANK", "0") == "0":  # Print once per node.
-        say(f"torchlens_perf is off: {printable(reason)}\n")
+        write_to_stderr(f"torchlens_perf is off: {printable(reason)}\n")

@@ -53,9 +53,9 @@ def run_top(options: argparse.Namespace) -> int:
 
     Raise RunStoreError if there is no run, TorchlensPerfError if Textual is missing.
     """
-    from torchlens_perf.top.text import Terminal, of_environment
+    from torchlens_perf.top.text import Terminal, detect_terminal
 
-    terminal = of_environment()
+    terminal = detect_terminal()
     if options.once or not _is_drawable_terminal():
         unicode = (sys.stdout.encoding or "").lower().startswith("utf") and not terminal.ascii_only
         color = terminal.color and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
@@ -67,11 +67,11 @@ def run_top(options: argparse.Namespace) -> int:
         )
     _lower_priority()
     from torchlens_perf.top.app import Top
-    from torchlens_perf.top.live_runs import live, runs_in
+    from torchlens_perf.top.live_runs import list_runs, select_live_runs
 
     folder, run = _find_folder_and_run(options.run)
     if run is None:
-        found = live(runs_in(folder))
+        found = select_live_runs(list_runs(folder))
         run = _to_run_directory(found[0].path) if len(found) == 1 else None
     app = Top(run, folder.absolute(), terminal)
     app.run(mouse=False)  # Mouse events would disable the terminal's own text selection.
@@ -79,14 +79,14 @@ def run_top(options: argparse.Namespace) -> int:
 
 
 def _run_plain_top(path: Path | None, terminal: Terminal, *, once: bool) -> int:
-    from torchlens_perf.top.live_runs import live, runs_in
+    from torchlens_perf.top.live_runs import list_runs, select_live_runs
     from torchlens_perf.top.plain import PlainTop
     from torchlens_perf.top.reading import RunReader
 
     folder, run = _find_folder_and_run(path)
     if run is None:
-        rows = runs_in(folder)
-        run = _to_run_directory((live(rows) or rows)[0].path) if rows else None
+        rows = list_runs(folder)
+        run = _to_run_directory((select_live_runs(rows) or rows)[0].path) if rows else None
     if run is None:
         raise RunStoreError(f"there is no run in {folder}: use torchlens-perf top RUN_DIR")
     reader, width = RunReader(run), shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
@@ -94,9 +94,9 @@ def _run_plain_top(path: Path | None, terminal: Terminal, *, once: bool) -> int:
     if not once:
         _lower_priority()
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end the command.
-            shown.follow(reader.look)
+            shown.follow(reader.poll)
         return 0
-    view = reader.look()
+    view = reader.poll()
     if view.report is None:
         raise RunStoreError(
             view.trouble if next(run.nodes.glob("*.json"), None) else run.why_unreadable()
@@ -107,12 +107,12 @@ def _run_plain_top(path: Path | None, terminal: Terminal, *, once: bool) -> int:
 
 def _find_folder_and_run(path: Path | None) -> tuple[Path, RunDirectory | None]:
     """Return the folder of runs, and the named run or None."""
-    from torchlens_perf.top.live_runs import default_folder, runs_in
+    from torchlens_perf.top.live_runs import default_folder, list_runs
 
     run = _to_run_directory(path)
     if run is None:
         return default_folder(), None
-    return (run.path, None) if runs_in(run.path) else (run.path.parent, run)
+    return (run.path, None) if list_runs(run.path) else (run.path.parent, run)
 
 
 def _to_run_directory(path: Path | None) -> RunDirectory | None:

@@ -15,14 +15,14 @@ also set TORCHLENS_PERF_X directly.
 
 from __future__ import annotations
 
-from torchlens_perf.config import ENVIRONMENT_PREFIX, EXCHANGE_TOKEN, SWITCH, variables
+from torchlens_perf.config import ENVIRONMENT_PREFIX, EXCHANGE_TOKEN, SWITCH, fields_by_variable
 
 PREFIX = f"OTEL_PYTHON_{SWITCH}"
 
 VARIABLES = (
     PREFIX,
     *(
-        f"OTEL_PYTHON_{variable}" for variable in variables() if variable != EXCHANGE_TOKEN
+        f"OTEL_PYTHON_{variable}" for variable in fields_by_variable() if variable != EXCHANGE_TOKEN
     ),  # seen in `ps`
     f"OTEL_PYTHON_{ENVIRONMENT_PREFIX}RUN_ID",
 )

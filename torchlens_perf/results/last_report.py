@@ -109,7 +109,7 @@ def show_report(
             return None
         text = found or _explain_missing_report(late)
     if cell is None:
-        output.say(text)
+        output.write_to_stderr(text)
         return text
     from torchlens_perf.results.ask import parse_results
 
@@ -137,7 +137,7 @@ class ReportAtExit:
             return
         with guard("the report at the end"):
             timeout_s = None if self._patient else 0.0
-            output.say(
+            output.write_to_stderr(
                 _wait_for_report(self._mailbox, self._late, timeout_s, True, quiet=False)
                 or _explain_missing_report(self._late)
             )
@@ -181,7 +181,7 @@ def _wait_for_report(
                 break
             if not said and now_s >= began_s + SHORT_TIMEOUT_S:
                 said = True
-                output.say("torchlens_perf: writing the report ... (Ctrl-C to skip)\n")
+                output.write_to_stderr("torchlens_perf: writing the report ... (Ctrl-C to skip)\n")
     except KeyboardInterrupt:
         return mailbox.read_new_message()
     return text

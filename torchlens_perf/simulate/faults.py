@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.errors import ConfigError, unknown
+from torchlens_perf.errors import ConfigError, unknown_word_text
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
 
@@ -274,7 +274,7 @@ def parse_fault(text: str) -> Fault:
     kind, _, rest = text.partition(":")
     if kind not in KINDS:
         raise ConfigError(
-            f"--fault {text}: {unknown('fault', kind, KINDS)} Faults: {', '.join(KINDS)}"
+            f"--fault {text}: {unknown_word_text('fault', kind, KINDS)} Faults: {', '.join(KINDS)}"
         )
     fields = {field.name: field for field in dataclasses.fields(KINDS[kind])}
     values: dict[str, Any] = {}
@@ -282,7 +282,7 @@ def parse_fault(text: str) -> Fault:
         name, _, value = pair.partition("=")
         if name not in fields:
             raise ConfigError(
-                f"--fault {text}: {unknown('name', name, fields)} Names of {kind}:"
+                f"--fault {text}: {unknown_word_text('name', name, fields)} Names of {kind}:"
                 f" {', '.join(fields)}"
             )
         values[name] = _value(kind, name, str(fields[name].type), value)

@@ -1,1 +1,4 @@
-"""A live run in a terminal. It only rereads the run directory, so it does not affect the job."""
+"""A live run in a terminal.
+
+The command only reads the run directory, so it does not affect the job.
+"""

@@ -1,6 +1,4 @@
-"""The terminal application: a thread that reads the run directory, and screens that draw lines for
-their size.
-"""
+"""The terminal application: a thread that reads the run directory, and screens that draw lines."""
 
 from __future__ import annotations
 
@@ -19,11 +17,11 @@ from textual.widget import Widget
 
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top import overview
-from torchlens_perf.top.live_runs import RunRow, live, run_table, runs_in
+from torchlens_perf.top.live_runs import RunRow, build_run_table, list_runs, select_live_runs
 from torchlens_perf.top.rank_screen import rank_lines
-from torchlens_perf.top.ranks import rank_list
+from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.reading import RunReader, View
-from torchlens_perf.top.text import Terminal, cursor_lines, line, rule
+from torchlens_perf.top.text import Terminal, cursor_lines, draw_rule, unwrapped_line
 from torchlens_perf.view.headline import choose_headline
 
 LOOK_S = 1.0
@@ -34,19 +32,19 @@ Canvas { width: 100%; height: 100%; background: ansi_default; color: ansi_defaul
 _MOVES = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10, "home": -(1 << 30), "end": 1 << 30}
 _KEYS = (
     ("Up, Down, PgUp, PgDn", "choose a rank, or scroll"),
-    ("Enter", "open it: position, phases, modules, collectives, memory"),
+    ("Enter", "open the rank: activity, phases, modules, collectives, memory"),
     ("Esc", "back"),
-    ("v", "all findings, with the Python stacks of a hang"),
-    ("c", "copy the command, if the terminal has a clipboard"),
-    ("o", "ranks by number, or the slowest first"),
-    ("n", "data quality: what is missing, and why"),
-    ("r", "other runs in the folder"),
+    ("v", "show all findings, with the Python stacks of a hang"),
+    ("c", "copy the suggested command, if the terminal has a clipboard"),
+    ("o", "sort ranks by number or by compute time"),
+    ("n", "show missing data and the reasons"),
+    ("r", "list the other runs in the folder"),
     ("q, Ctrl-C", "quit; the job is not affected"),
 )
 _HELP = (
     (
-        "compute: a typical step without communication wait and CPU contention. vs others: its"
-        " difference to the median of the other ranks that do the same work. latest excess, its"
+        "compute: a typical step without communication wait and CPU contention. vs others: the"
+        " difference from the median of the other ranks that do the same work. latest excess, its"
         " bar, and over the run: this difference as a share, in the latest window of steps and in"
         " all windows; 30 % is a full block."
     ),
@@ -105,7 +103,7 @@ class Top(App[None]):
             self.push_screen(RunsScreen(self))
         # A daemon thread, so that quitting does not wait for a hanging disk.
         threading.Thread(
-            target=self._keep_looking, name="reading the run directory", daemon=True
+            target=self._poll_repeatedly, name="reading the run directory", daemon=True
         ).start()
 
     def on_unmount(self) -> None:
@@ -115,19 +113,21 @@ class Top(App[None]):
     def open_run(self, path: Path) -> None:
         """Show a run."""
         self._start_with(RunDirectory(path))
-        self.look_now()
+        self.poll_now()
         while not isinstance(self.screen, OverviewScreen):
             self.pop_screen()
         self._show()
 
-    def _looked(self, reader: RunReader | None, view: View | None, runs: list[RunRow]) -> None:
-        """Show the result of a look. view: None if the view has not changed."""
+    def _show_poll_result(
+        self, reader: RunReader | None, view: View | None, runs: list[RunRow]
+    ) -> None:
+        """Show the result of a poll. view: None if the view has not changed."""
         self.runs = runs
         if reader is not self._reader:
             # The user has chosen another run in the meantime.
             return
         self.view = view or self.view
-        now_live = live(runs)
+        now_live = select_live_runs(runs)
         if self.opens_next and len(now_live) == 1:
             self.open_run(now_live[0].path)
         # If several runs are live, the user must choose one.
@@ -137,19 +137,19 @@ class Top(App[None]):
     def _fail(self, error: Exception) -> None:
         raise error
 
-    def look_now(self) -> None:
-        """Start the next look now."""
+    def poll_now(self) -> None:
+        """Start the next poll now."""
         self._awake.set()
 
     def _show(self) -> None:
         for screen in self.screen_stack:
-            if isinstance(screen, Shown) and screen.is_mounted:
+            if isinstance(screen, LinesScreen) and screen.is_mounted:
                 screen.update_view()
 
-    def _keep_looking(self) -> None:
+    def _poll_repeatedly(self) -> None:
         """Read the run repeatedly.
 
-        It needs a thread: a look takes seconds for a large job, or hangs with the disk.
+        A poll needs a thread, since it takes seconds for a large job, or hangs with the disk.
         """
         shown: View | None = None
         runs: list[RunRow] = []
@@ -157,15 +157,17 @@ class Top(App[None]):
             self._awake.clear()
             try:
                 reader = self._reader
-                view = reader.look() if reader is not None else None
+                view = reader.poll() if reader is not None else None
                 lists_runs = reader is None or isinstance(self.screen, RunsScreen)
-                found = runs_in(self.folder) if lists_runs else runs
+                found = list_runs(self.folder) if lists_runs else runs
             except Exception as error:
-                # Without new looks the screen would become wrong, so the application ends.
+                # Without new polls the screen would become outdated, so the application ends.
                 self.call_later(self._fail, error)
                 return
             if view is not shown or found != runs:
-                self.call_later(self._looked, reader, view if view is not shown else None, found)
+                self.call_later(
+                    self._show_poll_result, reader, view if view is not shown else None, found
+                )
             shown, runs = view, found
             self._awake.wait(self._look_s)
 
@@ -175,12 +177,12 @@ class Canvas(Widget):
 
     def render(self) -> Text:
         screen = self.screen
-        assert isinstance(screen, Shown)
-        return screen.drawn(*self.size)
+        assert isinstance(screen, LinesScreen)
+        return screen.draw_lines(*self.size)
 
 
-class Shown(Screen[None]):
-    """A screen of lines with a line of keys at the bottom."""
+class LinesScreen(Screen[None]):
+    """A screen of text lines, with a line of key bindings at the bottom."""
 
     BINDINGS: ClassVar[list[Any]] = [
         *(Binding(key, f"move({by})", show=False) for key, by in _MOVES.items()),
@@ -202,14 +204,14 @@ class Shown(Screen[None]):
         for canvas in self.query(Canvas):
             canvas.refresh()
 
-    def drawn(self, width: int, height: int) -> Text:
+    def draw_lines(self, width: int, height: int) -> Text:
         """Return the lines of the screen as one text."""
-        terminal, keys, room = self.top.terminal, line(), max(0, height - 1)
+        terminal, keys, room = self.top.terminal, unwrapped_line(), max(0, height - 1)
         for key, does in (("q", "quit"), *self.KEYS):
-            more = line("  " if keys else "", (key, "bold"), f" {does}")
-            keys = line(keys, more) if len(keys) + len(more) <= width else keys
+            more = unwrapped_line("  " if keys else "", (key, "bold"), f" {does}")
+            keys = unwrapped_line(keys, more) if len(keys) + len(more) <= width else keys
         lines = terminal.lines(self.lines(width, room), width)[:room] if width else []
-        lines += [line()] * (room - len(lines))
+        lines += [unwrapped_line()] * (room - len(lines))
         return Text("\n", no_wrap=True, end="").join(
             [*lines, *terminal.lines([keys], width)][:height]
         )
@@ -226,7 +228,7 @@ class Shown(Screen[None]):
         self.dismiss()
 
 
-class OverviewScreen(Shown):
+class OverviewScreen(LinesScreen):
     """The first screen: an overview of the run."""
 
     KEYS = (
@@ -237,7 +239,7 @@ class OverviewScreen(Shown):
     def __init__(self, top: Top) -> None:
         super().__init__(top)
         self._by_number = False
-        self._table, self._ranks = rank_list(top.view)
+        self._table, self._ranks = build_rank_list(top.view)
 
     def on_mount(self) -> None:
         self.update_view()
@@ -248,12 +250,12 @@ class OverviewScreen(Shown):
         The cursor stays on its rank; a cursor on the first row stays there.
         """
         rank = self._ranks[self.at] if self.at else None
-        self._table, self._ranks = rank_list(self.top.view, by_number=self._by_number)
+        self._table, self._ranks = build_rank_list(self.top.view, by_number=self._by_number)
         self.at = self._ranks.index(rank) if rank in self._ranks else 0
         super().update_view()
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
-        return overview.overview(
+        return overview.build_overview(
             self.top.view, width, height, self.top.terminal, self._table, self.at
         )
 
@@ -270,13 +272,13 @@ class OverviewScreen(Shown):
         """Do nothing, since this is the bottom screen."""
 
     def key_v(self) -> None:
-        self._open("findings", overview.all_findings)
+        self._open("findings", overview.all_finding_lines)
 
     def key_n(self) -> None:
-        self._open("data quality", overview.notes)
+        self._open("data quality", overview.note_lines)
 
     def key_question_mark(self) -> None:
-        keys = [line((f"  {key:<22}", "bold"), does) for key, does in _KEYS]
+        keys = [unwrapped_line((f"  {key:<22}", "bold"), does) for key, does in _KEYS]
         self._open("help", lambda view, width: [*keys, *(Text(f"\n{text}") for text in _HELP)])
 
     def key_r(self) -> None:
@@ -295,7 +297,7 @@ class OverviewScreen(Shown):
         self.top.push_screen(TextScreen(self.top, title, make))
 
 
-class TextScreen(Shown):
+class TextScreen(LinesScreen):
     """A text that scrolls."""
 
     KEYS = (("Esc", "back"), ("Up, Down, PgUp, PgDn", "scroll"))
@@ -306,32 +308,34 @@ class TextScreen(Shown):
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
         view, terminal = self.top.view, self.top.terminal
-        head = terminal.lines([overview.title_line(view, width), *overview.trouble(view)], width)
+        head = terminal.lines(
+            [overview.title_line(view, width), *overview.trouble_lines(view)], width
+        )
         text = terminal.lines(self._make(view, width), width)
         room = max(1, height - len(head) - 1)
         self.at = max(0, min(self.at, len(text) - room))
         part = f"; lines {self.at + 1}-{self.at + room} of {len(text)}" if len(text) > room else ""
-        return [*head, rule(f"{self._title}{part}", width), *text[self.at : self.at + room]]
+        return [*head, draw_rule(f"{self._title}{part}", width), *text[self.at : self.at + room]]
 
     def action_open(self) -> None:
         self.dismiss()
 
 
-class RunsScreen(Shown):
+class RunsScreen(LinesScreen):
     """The list of runs in the folder."""
 
     KEYS = (("Enter", "open"), ("Up, Down", "choose"), ("Esc", "back"))
 
     def on_mount(self) -> None:
-        self.top.look_now()
+        self.top.poll_now()
 
     def lines(self, width: int, height: int) -> Sequence[Text]:
         top, hint = self.top, "; the next live run opens by itself" if self.top.opens_next else ""
-        title = rule(f"runs in {top.folder}{hint}", width)
+        title = draw_rule(f"runs in {top.folder}{hint}", width)
         if not top.runs:
-            return [title, line(("  no run here yet; looking again every second", "dim"))]
+            return [title, unwrapped_line(("  no run here yet; looking again every second", "dim"))]
         self.at = min(self.at, len(top.runs) - 1)
-        return [title, *cursor_lines(run_table(top.runs), width, height - 1, self.at)]
+        return [title, *cursor_lines(build_run_table(top.runs), width, height - 1, self.at)]
 
     def action_open(self) -> None:
         if self.top.runs:

@@ -39,7 +39,7 @@ def default_folder() -> Path:
     return Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
 
 
-def runs_in(folder: Path) -> list[RunRow]:
+def list_runs(folder: Path) -> list[RunRow]:
     """Return the newest runs in a folder, newest first.
 
     Problems of the folder raise no exception.
@@ -47,22 +47,23 @@ def runs_in(folder: Path) -> list[RunRow]:
     found: list[tuple[float, Path]] = []
     try:
         for path in folder.iterdir():
-            if not path.is_symlink() and (changed := _changed(path)) is not None:
+            if not path.is_symlink() and (changed := _last_change_s(path)) is not None:
                 found.append((changed, path))
     except OSError:
         return []
     rows = [RunRow(path, changed) for changed, path in sorted(found, reverse=True)[:_MOST]]
     return [
-        _read(row) if time.time() - row.changed_unix_s < _MAX_READ_AGE_S else row for row in rows
+        _read_run_state(row) if time.time() - row.changed_unix_s < _MAX_READ_AGE_S else row
+        for row in rows
     ]
 
 
-def live(rows: list[RunRow]) -> list[RunRow]:
+def select_live_runs(rows: list[RunRow]) -> list[RunRow]:
     """Return the live runs."""
     return [row for row in rows if row.state == _LIVE]
 
 
-def run_table(rows: list[RunRow]) -> Table:
+def build_run_table(rows: list[RunRow]) -> Table:
     """Return a row for each run; runs that died or are damaged are marked."""
     changed = [time.strftime("%m-%d %H:%M", time.localtime(row.changed_unix_s)) for row in rows]
     columns = [
@@ -79,7 +80,7 @@ def run_table(rows: list[RunRow]) -> Table:
     return Table("runs", "Runs, the newest first", columns, bad, noun="run")
 
 
-def _changed(path: Path) -> float | None:
+def _last_change_s(path: Path) -> float | None:
     """Return the time at which a node last wrote its state; None if this is not a run directory."""
     try:
         with os.scandir(path / "nodes") as entries:
@@ -89,7 +90,7 @@ def _changed(path: Path) -> float | None:
         return None
 
 
-def _read(row: RunRow) -> RunRow:
+def _read_run_state(row: RunRow) -> RunRow:
     """Return the row with data from the first node's file."""
     paths = sorted(RunDirectory(row.path).nodes.glob("*.json"))
     if not paths:

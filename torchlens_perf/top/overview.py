@@ -12,9 +12,9 @@ from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import format_coverage, format_duration
 from torchlens_perf.run.verdicts import format_overhead
-from torchlens_perf.top.pace import curve, pace_words, step_times
-from torchlens_perf.top.ranks import rank_list
-from torchlens_perf.top.text import Terminal, cursor_lines, fitting, line, rule
+from torchlens_perf.top.pace import describe_pace, draw_curve, step_times
+from torchlens_perf.top.ranks import build_rank_list
+from torchlens_perf.top.text import Terminal, cursor_lines, draw_rule, join_fitting, unwrapped_line
 from torchlens_perf.verdicts.words.over import held_words
 from torchlens_perf.verdicts.words.run_state import ranks_words, state_of
 from torchlens_perf.view.headline import Headline, choose_headline
@@ -39,7 +39,7 @@ _MAX_OTHERS, _MAX_RANKS, _MIN_RANKS, _MAX_CHART, _MIN_TABLE = 3, 32, 3, 4, 3
 _FEW_RANKS = 4
 
 
-def overview(
+def build_overview(
     view: View, width: int, height: int, terminal: Terminal, ranks: Table, cursor: int
 ) -> list[Text]:
     """Return the screen in at most `height` lines.
@@ -47,10 +47,10 @@ def overview(
     cursor: the selected row of `ranks`, which is always visible.
     """
     report = view.report
-    lines = terminal.lines([title_line(view, width), *trouble(view)], width)
+    lines = terminal.lines([title_line(view, width), *trouble_lines(view)], width)
     if report is None:
         return lines
-    lines += terminal.lines(findings(view, width), width)
+    lines += terminal.lines(finding_lines(view, width), width)
     stacks = [each for row in report["verdicts"][:1] for each in stack_lines(row, width)]
     lines += stacks if len(lines) + len(stacks) <= height // 2 else []
     bars = bar_lines(
@@ -73,22 +73,26 @@ def _other_tables(report: Report, width: int, room: int) -> list[Text]:
     for table in build_tables(report) if room > _MIN_TABLE + 4 else ():
         rows = min(table.first or table.rows, room - len(lines) - 6)
         if table.key not in ("ranks", "device_times") and rows >= min(_MIN_TABLE, table.rows):
-            lines += [line(), *table_lines(table, width, rows)]
-    return [*lines, line(), quality_line(report, width)] if room >= len(lines) + 2 else lines
+            lines += [unwrapped_line(), *table_lines(table, width, rows)]
+    return (
+        [*lines, unwrapped_line(), quality_line(report, width)] if room >= len(lines) + 2 else lines
+    )
 
 
-def frame(view: View, width: int, terminal: Terminal) -> list[Text]:
+def build_frame(view: View, width: int, terminal: Terminal) -> list[Text]:
     """Return the run with all findings as one frame of any length, for scripts and logs."""
-    texts = [title_line(view, width), *trouble(view)]
+    texts = [title_line(view, width), *trouble_lines(view)]
     if view.report is not None:
-        ranks, _ = rank_list(view)
-        texts += [*all_findings(view, width), *pace_lines(view, width, 1), line()]
+        ranks, _ = build_rank_list(view)
+        texts += [*all_finding_lines(view, width), *pace_lines(view, width, 1), unwrapped_line()]
         texts += (
-            [*table_lines(ranks, width, min(ranks.rows, _MAX_RANKS)), line()] if ranks.rows else []
+            [*table_lines(ranks, width, min(ranks.rows, _MAX_RANKS)), unwrapped_line()]
+            if ranks.rows
+            else []
         )
         main = choose_headline(view.headlines)
         texts += bar_lines(view.report, main, width, color=terminal.color, each=_FEW_RANKS)
-        texts += [line(), *notes(view, width)]
+        texts += [unwrapped_line(), *note_lines(view, width)]
     return terminal.lines(texts, width)
 
 
@@ -97,19 +101,19 @@ def frame(view: View, width: int, terminal: Terminal) -> list[Text]:
 
 def title_line(view: View, width: int) -> Text:
     """Return the title line with the name and the state of the run."""
-    report, (state, style) = view.report, run_state(view)
+    report, (state, style) = view.report, run_state_and_style(view)
     left = f"torchlens-perf top  {view.run_id}"
     if report is not None:
         run = report["run"]
         attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
         program = f"{run['program']}  " if run["program"] else ""
         left = f"{program}{view.run_id}  {ranks_words(run)}{attempt}"
-    found = line((sanitize_line(left), "bold"))
+    found = unwrapped_line((sanitize_line(left), "bold"))
     found.truncate(max(0, width - len(state) - 1), overflow="ellipsis", pad=True)
     return found.append(" ").append(sanitize_line(state), style=style)
 
 
-def run_state(view: View) -> tuple[str, str]:
+def run_state_and_style(view: View) -> tuple[str, str]:
     """Return the state of the run in a few words, and their style."""
     report, bad = view.report, SEVERITIES[BAD].terminal
     if report is None:
@@ -117,13 +121,13 @@ def run_state(view: View) -> tuple[str, str]:
     run = report["run"]
     state, comma, which = state_of(run["live"], run["died"], run["ranks_seen"]).partition(",")
     if not run["live"]:
-        at = clock_time(run["ended"]) if run["ended"] else ""
+        at = format_clock_time(run["ended"]) if run["ended"] else ""
         return f"{state.upper()} {at}".rstrip() + comma + which, bad if run["died"] else "bold"
-    as_of = f" {clock_time(run['as_of'])}" if run["as_of"] else ""
+    as_of = f" {format_clock_time(run['as_of'])}" if run["as_of"] else ""
     return f"LIVE{as_of}{comma}{which}", bad if which else SEVERITIES[GOOD].terminal
 
 
-def trouble(view: View) -> list[Text]:
+def trouble_lines(view: View) -> list[Text]:
     """Return lines on the reason why the view is not up to date; no line if it is."""
     if not view.trouble:
         return []
@@ -131,7 +135,7 @@ def trouble(view: View) -> list[Text]:
     return [Text(sanitize_line(text), style=SEVERITIES[WARNING].terminal)]
 
 
-def clock_time(time: str, now_s: float | None = None) -> str:
+def format_clock_time(time: str, now_s: float | None = None) -> str:
     """Return a time of the report in the local time zone, with the day if it is older than 24
     hours.
     """
@@ -143,7 +147,7 @@ def clock_time(time: str, now_s: float | None = None) -> str:
 # -- findings
 
 
-def findings(view: View, width: int) -> list[Text]:
+def finding_lines(view: View, width: int) -> list[Text]:
     """Return the headline of the run in full, and a line for each other finding."""
     first = choose_headline(view.headlines)
     if first is None:
@@ -159,24 +163,24 @@ def findings(view: View, width: int) -> list[Text]:
         for each in others[:_MAX_OTHERS]
     ]
     more = len(others) - _MAX_OTHERS
-    return [*lines, line((f"  {more} more: press v", "dim"))] if more > 0 else lines
+    return [*lines, unwrapped_line((f"  {more} more: press v", "dim"))] if more > 0 else lines
 
 
-def all_findings(view: View, width: int) -> list[Text]:
-    """Return all headlines in full, with since when they hold, and the Python stacks of a hang."""
+def all_finding_lines(view: View, width: int) -> list[Text]:
+    """Return all headlines in full, with their validity and the Python stacks of a hang."""
     lines, report = list[Text](), view.report
     for of, row in zip(
         view.headlines, report["verdicts"] if report is not None else (), strict=False
     ):
         held = held_words(row["held"], report["run"]["started"] if report is not None else None)
-        lines += [*verdict_lines(of, width, held), *stack_lines(row, width), line()]
+        lines += [*verdict_lines(of, width, held), *stack_lines(row, width), unwrapped_line()]
     return lines
 
 
-def subject(of: Headline) -> Sequence[object]:
+def finding_key(of: Headline) -> Sequence[object]:
     """Return a key that identifies a finding.
 
-    It excludes the figures, which change with every look.
+    The key excludes numbers, which change with every poll.
     """
     facts = dict(of.facts)
     return (
@@ -195,12 +199,12 @@ def pace_lines(view: View, width: int, height: int) -> list[Text]:
     """Return progress and rates, and a chart of `height` lines of step time over the run."""
     assert view.report is not None
     words, values = (
-        fitting(pace_words(view.report, view.seen_s), max(1, width - 4)),
+        join_fitting(describe_pace(view.report, view.seen_s), max(1, width - 4)),
         step_times(view.report),
     )
-    first = rule(words, width)
+    first = draw_rule(words, width)
     if len(values) < 2:
-        return [first, line()]
+        return [first, unwrapped_line()]
     low, high = format_duration(min(values)), format_duration(max(values))
     scale = (
         [high, *[""] * (height - 2), low]
@@ -208,11 +212,14 @@ def pace_lines(view: View, width: int, height: int) -> list[Text]:
         else [low if low == high else f"{low} to {high}"]
     )
     label = "  step time   "
-    rows = curve(values, max(1, width - len(label) - max(map(len, scale)) - 1), height)
+    rows = draw_curve(values, max(1, width - len(label) - max(map(len, scale)) - 1), height)
     drawn = zip([label, *[" " * len(label)] * (height - 1)], rows, scale, strict=True)
     return [
         first,
-        *(line((name, "dim"), (row, "cyan"), (f" {text}", "dim")) for name, row, text in drawn),
+        *(
+            unwrapped_line((name, "dim"), (row, "cyan"), (f" {text}", "dim"))
+            for name, row, text in drawn
+        ),
     ]
 
 
@@ -230,10 +237,12 @@ def quality_line(report: Report, width: int) -> Text:
         f"{count} note{'s' if count != 1 else ''}" if count else "",
         f"sidecars {format_duration(quality['sidecar_cpu_s'])} of CPU time",
     ]
-    return line((fitting(parts, width), SEVERITIES[WARNING].terminal if quality["lost"] else "dim"))
+    return unwrapped_line(
+        (join_fitting(parts, width), SEVERITIES[WARNING].terminal if quality["lost"] else "dim")
+    )
 
 
-def notes(view: View, width: int) -> list[Text]:
+def note_lines(view: View, width: int) -> list[Text]:
     """Return the data quality with all notes."""
     if view.report is None:
         return []

@@ -29,7 +29,7 @@ _RECENT_FRACTION = 8
 _SEEN_NS, _MIN_SEEN_NS = 60_000_000_000, 3_000_000_000
 
 
-def pace_words(report: Report, seen_s: float | None) -> list[str]:
+def describe_pace(report: Report, seen_s: float | None) -> list[str]:
     """Return progress, rates and step times in words.
 
     A hanging or ended run has no rate. seen_s: from SeenSteps.
@@ -39,13 +39,15 @@ def pace_words(report: Report, seen_s: float | None) -> list[str]:
         (rank["last_step"] + 1 for rank in report["ranks"] if rank["last_step"] is not None),
         default=0,
     )
-    words = [progress(made, total) if made else "no step yet"]
+    words = [describe_progress(made, total) if made else "no step yet"]
     if report["run"]["live"] and not any(
         isinstance(row["evidence"], HangEvidence) for row in report["verdicts"]
     ):
         means = [mean for rank in report["ranks"] if (mean := rank["step_s"]["mean_s"]) is not None]
-        left = left_s(made, total, sum(means) / len(means) if means else None, windows_s)
-        words += [f"{' or '.join(dict.fromkeys(map(time_left, left)))} left"] if left else []
+        left = estimate_time_left_s(
+            made, total, sum(means) / len(means) if means else None, windows_s
+        )
+        words += [f"{' or '.join(dict.fromkeys(map(format_time_left, left)))} left"] if left else []
         now_s = seen_s or (windows_s[-1] if windows_s else None)
         words += (
             [f"{format_rounded(1 / now_s)} steps/s", f"now {format_duration(now_s)}"]
@@ -66,7 +68,7 @@ def step_times(report: Report) -> Sequence[float]:
     return report["history"]["median_s"] if report["history"] is not None else ()
 
 
-def progress(made: int, total: int | None) -> str:
+def describe_progress(made: int, total: int | None) -> str:
     """Return the progress in words, such as "1,240 of 10,000 steps (12%)"."""
     if total is None:
         return f"{made:,} step{'s' if made != 1 else ''}"
@@ -75,7 +77,7 @@ def progress(made: int, total: int | None) -> str:
     return f"{made:,} of {total:,} steps ({format_percent(made / total)})"
 
 
-def left_s(
+def estimate_time_left_s(
     made: int, total: int | None, mean_s: float | None, windows_s: Sequence[float]
 ) -> tuple[float, ...]:
     """Return estimates of the time left: by the mean step, and by the newest windows if these
@@ -91,7 +93,7 @@ def left_s(
     return tuple((total - made) * each for each in means)
 
 
-class SeenSteps:
+class RecentStepRate:
     """The step rate of one rank over the last minute.
 
     In a long run, the report's windows are longer than that.
@@ -119,7 +121,7 @@ class SeenSteps:
         return took_ns / steps / 1e9 if steps and took_ns >= _MIN_SEEN_NS else None
 
 
-def time_left(seconds: float) -> str:
+def format_time_left(seconds: float) -> str:
     """Return a long duration in at most two units."""
     minutes = round(seconds / 60)
     if seconds < 90:
@@ -130,7 +132,7 @@ def time_left(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
+def draw_curve(values: Sequence[float], width: int, height: int = 1) -> list[str]:
     """Return `height` lines of `width` blocks.
 
     The curve has no axis: the lowest value is the lowest block.

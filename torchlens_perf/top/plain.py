@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from typing import IO, TYPE_CHECKING
 
 from torchlens_perf.top import overview
-from torchlens_perf.top.pace import pace_words
-from torchlens_perf.top.text import Terminal, line
+from torchlens_perf.top.pace import describe_pace
+from torchlens_perf.top.text import Terminal, unwrapped_line
 from torchlens_perf.view.terminal import lines_to_text, verdict_lines
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ class PlainTop:
 
     def once(self, view: View) -> None:
         """Print one frame."""
-        self._print(overview.frame(view, self._width, self._terminal))
+        self._print(overview.build_frame(view, self._width, self._terminal))
 
     def follow(
         self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)
     ) -> None:
         """Print a frame, then news, and a last frame when the run has ended.
 
-        look: returns the current view, see RunReader.look(). rest: waits until the next look.
+        look: returns the current view, see RunReader.poll(). rest: waits until the next poll.
         """
         shown: View | None = None
         pace_due_s = time.monotonic()
@@ -52,8 +52,11 @@ class PlainTop:
             else:
                 self._print(self._news_lines(view, shown))
                 if view.report is not None and time.monotonic() >= pace_due_s:
-                    words = [overview.run_state(view)[0], *pace_words(view.report, view.seen_s)]
-                    self._print([line("   ".join(words))])
+                    words = [
+                        overview.run_state_and_style(view)[0],
+                        *describe_pace(view.report, view.seen_s),
+                    ]
+                    self._print([unwrapped_line("   ".join(words))])
                     pace_due_s = time.monotonic() + _PACE_EVERY_S
             shown = view
 
@@ -63,10 +66,10 @@ class PlainTop:
         A finding is not new if only its figures have changed.
         """
         if view.trouble != before.trouble:
-            yield from overview.trouble(view)
-        shown = {overview.subject(each) for each in before.headlines}
+            yield from overview.trouble_lines(view)
+        shown = {overview.finding_key(each) for each in before.headlines}
         for each in reversed(view.headlines):
-            if overview.subject(each) not in shown:
+            if overview.finding_key(each) not in shown:
                 yield from verdict_lines(each, self._width)
 
     def _print(self, texts: Iterable[Text]) -> None:

@@ -19,9 +19,9 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_duration_or_dash,
     format_percent,
 )
-from torchlens_perf.top.overview import clock_time
-from torchlens_perf.top.ranks import blocks
-from torchlens_perf.top.text import line, signed
+from torchlens_perf.top.overview import format_clock_time
+from torchlens_perf.top.ranks import draw_blocks
+from torchlens_perf.top.text import build_difference_column, unwrapped_line
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import place
 from torchlens_perf.verdicts.words.order import ranks_of
@@ -59,7 +59,7 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
     for row, of in zip(report["verdicts"], view.headlines, strict=True):
         if number in ranks_of(row):
             held = held_words(row["held"], report["run"]["started"])
-            lines += [line(), *verdict_lines(of, width, held), *stack_lines(row, width)]
+            lines += [unwrapped_line(), *verdict_lines(of, width, held), *stack_lines(row, width)]
     others = {
         each for each in view.populations if view.populations[each] == view.populations.get(number)
     } - {number}
@@ -69,15 +69,17 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
         else {}
     )
     found = [
-        _step_table(rank, report, others),
-        _modules(report, number, others),
+        _build_step_table(rank, report, others),
+        _build_module_table(report, number, others),
         *_tables_of_rank(rank, report),
     ]
     for table in (table for table in found if table is not None):
-        lines += [line(), *table_lines(table, width, table.first or table.rows)]
+        lines += [unwrapped_line(), *table_lines(table, width, table.first or table.rows)]
         lines += [Text(f"  {sanitize_line(table.note)}", style="dim")] if table.note else []
         if table.key == "step" and number in heat and others:
-            lines += [line(("  over the run  ", "dim"), blocks(heat[number], width - 20))]
+            lines += [
+                unwrapped_line(("  over the run  ", "dim"), draw_blocks(heat[number], width - 20))
+            ]
     return lines
 
 
@@ -101,7 +103,7 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
     now, last, memory = rank["now"], rank["arrived_last"], rank["memory"]
     if now is not None:
         within = f" for {format_duration(now['inside_s'])}" if now["inside_s"] is not None else ""
-        at = f"at {clock_time(as_of)}: " if (as_of := report["run"]["as_of"]) else ""
+        at = f"at {format_clock_time(as_of)}: " if (as_of := report["run"]["as_of"]) else ""
         yield (
             f"{at}in step {now['step']} for {format_duration(now['step_s'])},"
             f" {place(now['inside'])}{within}"
@@ -121,7 +123,7 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
     )
 
 
-def _step_table(rank: Rank, report: Report, others: set[int]) -> Table | None:
+def _build_step_table(rank: Rank, report: Report, others: set[int]) -> Table | None:
     """Return the parts of a rank's typical step compared with the median of other ranks, largest
     difference first.
     """
@@ -137,7 +139,11 @@ def _step_table(rank: Rank, report: Report, others: set[int]) -> Table | None:
     of_others = [by_rank[other] for other in others if other in by_rank]
     missing = [] if by_device else [part for part in rank["not_measured"] if part in PARTS]
     rows = [
-        (PARTS[part].name, here.get(part, 0.0), _median(of.get(part, 0.0) for of in of_others))
+        (
+            PARTS[part].name,
+            here.get(part, 0.0),
+            _median_or_none(of.get(part, 0.0) for of in of_others),
+        )
         for part in PARTS
         if part not in missing and (here.get(part) or any(of.get(part) for of in of_others))
     ]
@@ -151,11 +157,11 @@ def _step_table(rank: Rank, report: Report, others: set[int]) -> Table | None:
         else ""
     )
     return dataclasses.replace(
-        _compared("step", title, "phase", rows, sum(here.values())), note=note
+        _build_comparison_table("step", title, "phase", rows, sum(here.values())), note=note
     )
 
 
-def _compared(
+def _build_comparison_table(
     key: str, title: str, what: str, rows: list[tuple[str, float, float | None]], whole_s: float
 ) -> Table:
     """Return a table of times on this rank and others, largest difference first.
@@ -171,32 +177,34 @@ def _compared(
     difference = [None if row[2] is None else row[1] - row[2] for row in rows]
     if any(each is not None for each in difference):
         columns.append(Column("others", [row[2] for row in rows], unit_of=unit_of))
-        columns.append(signed("difference", difference, unit_of))
+        columns.append(build_difference_column("difference", difference, unit_of))
     slow = frozenset(
         at for at, more_s in enumerate(difference) if more_s and more_s >= MIN_EXCESS * whole_s
     )
     return Table(key, title, columns, slow)
 
 
-def _median(values: Iterable[float]) -> float | None:
+def _median_or_none(values: Iterable[float]) -> float | None:
     found = list(values)
     return statistics.median(found) if found else None
 
 
-def _modules(report: Report, number: int, others: set[int]) -> Table | None:
+def _build_module_table(report: Report, number: int, others: set[int]) -> Table | None:
     """Return the modules' own forward times, compared with the median of other ranks."""
     rows = [
         (
             module["name"],
             here,
-            _median(seconds for rank, seconds in module["by_rank"].items() if int(rank) in others),
+            _median_or_none(
+                seconds for rank, seconds in module["by_rank"].items() if int(rank) in others
+            ),
         )
         for module in report["modules"]
         if (here := module["by_rank"].get(str(number))) is not None
     ]
     if not rows:
         return None
-    table = _compared(
+    table = _build_comparison_table(
         "modules", "Modules, forward time per step", "module", rows, sum(row[1] for row in rows)
     )
     return dataclasses.replace(table, first=_MAX_MODULES, noun="module")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.top.text import BLOCKS, bar, part, signed
+from torchlens_perf.top.text import BLOCKS, build_difference_column, draw_bar, select_rows
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.order import ranks_of
@@ -29,7 +29,7 @@ _BAR, _HISTORY, _INSIDE = 12, 16, 40
 _MIN_SHOWN = 0.005
 
 
-def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]:
+def build_rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]:
     """Return a table of all ranks with data, and the rank of each row.
 
     Ranks in a verdict are first.
@@ -61,12 +61,12 @@ def rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list[int]]
         if column.title == "compute" and len(ranks) > 1:
             columns += _excess_columns(ranks, columns[-1], view.populations, report)
     if any(row["kind"] in ("hang", "died") for row in report["verdicts"]):
-        columns[1:1] = _inside(ranks, report)
+        columns[1:1] = _open_span_columns(ranks, report)
     rows = range(len(ranks))
     order = sorted(rows, key=lambda row: ranks[row] if by_number else (ranks[row] not in bad, row))
     slow = frozenset(row for row in rows if ranks[row] in bad)
     found = dataclasses.replace(table, columns=columns, slow=slow, first=None)
-    return part(found, order), [ranks[row] for row in order]
+    return select_rows(found, order), [ranks[row] for row in order]
 
 
 def _excess_columns(
@@ -76,18 +76,20 @@ def _excess_columns(
 
     A rank can be slow only for a while.
     """
-    excess, heat = _excess(ranks, compute.values, populations), report["heat"]
+    excess, heat = _excess_over_others(ranks, compute.values, populations), report["heat"]
     windows = {row["rank"]: row["excess"] for row in heat["ranks"]} if heat is not None else {}
     latest = [
         next((share for share in windows.get(rank, ())[:-3:-1] if share is not None), None)
         for rank in ranks
     ]
     shown = [share if share is not None and share >= _MIN_SHOWN else None for share in latest]
-    bars = [bar(min(1.0, (share or 0.0) / FULL_EXCESS) * _BAR) for share in shown]
-    history = [blocks(windows.get(rank, ()), _HISTORY) for rank in ranks]
-    help_ = "Compute time above the median of the other ranks that do the same work"
+    bars = [draw_bar(min(1.0, (share or 0.0) / FULL_EXCESS) * _BAR) for share in shown]
+    history = [draw_blocks(windows.get(rank, ()), _HISTORY) for rank in ranks]
+    help_ = "Excess of compute time over the median of the other ranks that do the same work"
     columns = [
-        signed("vs others", excess, compute.unit_of, f"{help_}, in a typical step."),
+        build_difference_column(
+            "vs others", excess, compute.unit_of, f"{help_}, in a typical step."
+        ),
         Column(
             "latest excess",
             shown,
@@ -113,7 +115,7 @@ def _excess_columns(
     return columns if windows else columns[:1]
 
 
-def _excess(
+def _excess_over_others(
     ranks: Sequence[int], compute: Sequence[Value], populations: Mapping[int, str]
 ) -> list[float | None]:
     rows_of: dict[str | None, list[int]] = defaultdict(list)
@@ -129,7 +131,7 @@ def _excess(
     return found
 
 
-def blocks(excess: Sequence[float | None], width: int) -> str:
+def draw_blocks(excess: Sequence[float | None], width: int) -> str:
     """Return a line of blocks: shares of excess compute time in windows over the run."""
     found, together = "", max(1, -(-len(excess) // max(1, width)))
     for first in range(0, len(excess), together):
@@ -139,7 +141,7 @@ def blocks(excess: Sequence[float | None], width: int) -> str:
     return found
 
 
-def _inside(ranks: Sequence[int], report: Report) -> list[Column]:
+def _open_span_columns(ranks: Sequence[int], report: Report) -> list[Column]:
     """Return the open spans of each rank, now or at the time when it died."""
     of = {
         rank["rank"]: (rank["now"]["inside"] if rank["now"] else rank["inside"])[-2:]

@@ -1,4 +1,7 @@
-"""Reread the changed files of a run directory. Nothing is written, and no process is contacted."""
+"""Read the changed files of a run directory again.
+
+Nothing is written, and no process is contacted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.run_report import report_from_states
-from torchlens_perf.top.pace import SeenSteps
+from torchlens_perf.top.pace import RecentStepRate
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
 from torchlens_perf.view.headline import Headline, build_headlines
@@ -22,8 +25,8 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
     from torchlens_perf.verdicts.words.report import Report
 
-# Idle time after a look, relative to its duration. For large jobs this limits the CPU use to a
-# fifth of a core.
+# Minimum idle time after a poll, relative to the duration of the poll. For large jobs, this limits
+# the CPU use to a fifth of a core.
 _IDLE_RATIO = 4.0
 _Stamp = tuple[int, int, int]
 
@@ -51,7 +54,7 @@ class View:
 
 
 @dataclasses.dataclass
-class _Node:
+class _NodeFile:
     """One node's file. Times in seconds are by the monotonic clock."""
 
     stamp: _Stamp
@@ -77,14 +80,14 @@ class RunReader:
         with contextlib.suppress(OSError, ValueError):
             self._name = str(run.path.relative_to(Path.cwd()))
         self._monotonic, self._unix = monotonic, unix
-        self._nodes: dict[Path, _Node] = {}
+        self._nodes: dict[Path, _NodeFile] = {}
         self._view = View(run.run_id)
         # True if the view includes all loaded files.
         self._is_made = False
         self._due_s = float("-inf")
-        self._seen = SeenSteps()
+        self._seen = RecentStepRate()
 
-    def look(self) -> View:
+    def poll(self) -> View:
         """Return the current view.
 
         If no file has changed, return the same object, at the cost of a stat() per node.
@@ -151,7 +154,7 @@ class RunReader:
     def _seen_s(self, processes: Mapping[int, ProcessState]) -> float | None:
         """Return the current step time of the first rank.
 
-        Other ranks have about the same, since ranks step together.
+        Other ranks have about the same step time, since ranks step together.
         """
         process = processes[min(processes)] if processes else None
         if (
@@ -198,7 +201,7 @@ class RunReader:
                 else stamp[1] / 1e9
             )
             changed_s -= max(0.0, self._unix() - saved_s)
-        self._nodes[path] = _Node(stamp, state, problem, changed_s, longest_s)
+        self._nodes[path] = _NodeFile(stamp, state, problem, changed_s, longest_s)
 
     def _silent_nodes_warning(self, now_s: float) -> str:
         """Return a warning about nodes with running ranks that have not written for a long time, or

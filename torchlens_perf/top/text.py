@@ -33,7 +33,7 @@ class Terminal:
         """
         lines = []
         for text in texts:
-            for line in [text] if text.no_wrap else _wrapped(text, max(1, width)):
+            for line in [text] if text.no_wrap else _wrap_lines(text, max(1, width)):
                 if self.ascii_only and not line.plain.isascii():
                     plain = line.plain.translate(_ASCII)
                     line.plain = "".join(
@@ -45,7 +45,7 @@ class Terminal:
         return lines
 
 
-def _wrapped(text: Text, width: int) -> Iterable[Text]:
+def _wrap_lines(text: Text, width: int) -> Iterable[Text]:
     """Yield the lines of a text, indented like its first line."""
     indent = min(len(text.plain) - len(text.plain.lstrip(" ")), width // 2)
     for line in text[indent:].wrap(_console, width - indent):
@@ -53,18 +53,20 @@ def _wrapped(text: Text, width: int) -> Iterable[Text]:
         yield line
 
 
-def line(*parts: str | tuple[str, str] | Text) -> Text:
+def unwrapped_line(*parts: str | tuple[str, str] | Text) -> Text:
     """Return a line that is cut off instead of wrapped if it is too long."""
     return Text.assemble(*parts, no_wrap=True)
 
 
-def bar(columns: float) -> str:
+def draw_bar(columns: float) -> str:
     """Return a bar with a resolution of 1/8 column. A value above 0 has at least 1/8 column."""
     whole, rest = divmod(max(1, round(columns * 8)) if columns > 0 else 0, 8)
     return "█" * whole + _EIGHTHS[rest].rstrip()
 
 
-def signed(title: str, values: Sequence[float | None], unit_of: float, help: str = "") -> Column:
+def build_difference_column(
+    title: str, values: Sequence[float | None], unit_of: float, help: str = ""
+) -> Column:
     """Return a column of differences.
 
     A value that the column rounds to "<0.01" or the like has no sign.
@@ -77,7 +79,7 @@ def signed(title: str, values: Sequence[float | None], unit_of: float, help: str
     )
 
 
-def fitting(parts: Sequence[str], width: int) -> str:
+def join_fitting(parts: Sequence[str], width: int) -> str:
     """Return the parts that fit the width, in their order."""
     text = ""
     for part in filter(None, parts):
@@ -87,7 +89,7 @@ def fitting(parts: Sequence[str], width: int) -> str:
     return text
 
 
-def part(table: Table, rows: Sequence[int]) -> Table:
+def select_rows(table: Table, rows: Sequence[int]) -> Table:
     """Return a table with only these rows, in this order. Columns of durations keep their unit."""
     columns = [
         dataclasses.replace(
@@ -109,25 +111,25 @@ def cursor_lines(table: Table, width: int, height: int, at: int) -> list[Text]:
     while rows > 0:
         first = max(0, min(at - rows // 2, table.rows - rows))
         title = f"{table.title}, {at + 1} of {table.rows}" if rows < table.rows else table.title
-        shown = part(table, range(first, first + rows))
+        shown = select_rows(table, range(first, first + rows))
         mark = Column("", ["▶" if row == at - first else " " for row in range(rows)], Quantity.TEXT)
         shown = dataclasses.replace(shown, title=title, columns=[mark, *shown.columns])
         heading, *lines = table_lines(shown, width + 3, rows)
         if len(lines) < height or rows == 1:
             # The column of marks replaces the table's left margin.
-            return [heading, *(line(each.plain[2], each[4:]) for each in lines)][:height]
+            return [heading, *(unwrapped_line(each.plain[2], each[4:]) for each in lines)][:height]
         # Long names are folded to several lines, so fewer rows fit.
         rows = max(1, rows * (height - 1) // len(lines))
     return []
 
 
-def rule(title: str, width: int) -> Text:
+def draw_rule(title: str, width: int) -> Text:
     """Return a separator line with the title of the part below it."""
-    found = line(("── ", "dim"), (sanitize_line(title), "bold"), " ")
+    found = unwrapped_line(("── ", "dim"), (sanitize_line(title), "bold"), " ")
     return found.append("─" * max(0, width - found.cell_len), style="dim")
 
 
-def of_environment() -> Terminal:
+def detect_terminal() -> Terminal:
     """Return the capabilities of this process's terminal, from the locale (Unicode only for UTF-8)
     and NO_COLOR.
     """

@@ -161,7 +161,7 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
             if mean == format_duration_or_dash(compute_s.get(rank)):
                 return ""
             return (
-                f"The table shows typical steps. Since step {since}, rank {rank} computes {mean} on"
+                f"Typical steps are shown. Since step {since}, rank {rank} computes {mean} on"
                 " average."
             )
     return ""

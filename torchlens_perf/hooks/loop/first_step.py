@@ -20,7 +20,7 @@ from typing import Any
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.optimizer import relay
 from torchlens_perf.hooks.loop.trained_models import find_living_optimizers, find_objects_of_type
-from torchlens_perf.output import say
+from torchlens_perf.output import write_to_stderr
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 
@@ -100,7 +100,9 @@ class FirstStepTrigger:
     def _print_if_nothing_recorded(self) -> None:
         with guard("saying that nothing was recorded"):
             if os.getpid() == self._pid and is_user_program() and self._may_have_trained():
-                say(f"torchlens_perf recorded nothing: {self._explain_missing_step()}\n")
+                write_to_stderr(
+                    f"torchlens_perf recorded nothing: {self._explain_missing_step()}\n"
+                )
 
     def _may_have_trained(self) -> bool:
         """Return True if a backward pass has run, or if a model or an optimizer exists.
