@@ -30,14 +30,14 @@ import numpy as np
 
 from benchmarks import other_judges
 from benchmarks.measure import Table
-from torchlens_perf.simulate.faults import Constant, parse_fault
+from torchlens_perf.simulate.faults import ConstantFault, parse_fault
 from torchlens_perf.simulate.simulation import (
     BLOCK,
     Fault,
+    SimulatedSteps,
     Simulation,
-    Steps,
     Topology,
-    recorded_noise,
+    load_recorded_noise,
 )
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -99,18 +99,20 @@ class Job:
             self.stages,
             node_size=max(1, min(8, self.ranks // 4)),
         )
-        noise = self.deviation / recorded_noise().deviation[0]
+        noise = self.deviation / load_recorded_noise().deviation[0]
         return Simulation(topology, faults=faults, seed=seed, noise=noise, spread=self.spread)
 
 
-def judged(run: Simulation, steps: int, seen: Callable[[Steps], None] | None = None) -> Findings:
+def judged(
+    run: Simulation, steps: int, seen: Callable[[SimulatedSteps], None] | None = None
+) -> Findings:
     """Run all steps through the sidecar's judge and return its findings."""
     judge = StragglerDetector()
-    for rank in range(run.topology.ranks):
-        judge.set_place(rank, run.topology.place(rank))
+    for rank in range(run.topology.rank_count):
+        judge.set_place(rank, run.topology.placement(rank))
     findings = judge.judge()
     for part in run.steps(steps):
-        for population, block in part.blocks(1):
+        for population, block in part.detector_rows(1):
             judge.add_block(population, block)
         findings = judge.judge()
         if seen is not None:
@@ -130,7 +132,7 @@ class Others:
         self._best: np.ndarray | None = None
         self._random = np.random.default_rng([seed, 9])
 
-    def see(self, part: Steps) -> None:
+    def see(self, part: SimulatedSteps) -> None:
         skipped = max(0, self._first - part.first_step)
         self._parts.append(part.parts_ns[:, skipped:])
         self._durations.append(part.duration_ns[skipped:])
@@ -162,7 +164,9 @@ def faulty_run(job: Job, seed: int, others: bool = True) -> dict[str, list[bool]
     """
     random = np.random.default_rng([seed, 7])
     rank, since = int(random.integers(job.ranks)), job.since + int(random.integers(BLOCK))
-    run = job.simulation(seed, [Constant(rank=rank, share=job.share, phase=job.phase, since=since)])
+    run = job.simulation(
+        seed, [ConstantFault(rank=rank, share=job.share, phase=job.phase, since=since)]
+    )
     # Start one interval before the fault, for the rules that compare with the past.
     asked = Others(since - WITHIN, seed)
     findings = judged(run, since + 2 * WITHIN, asked.see if others else None)
@@ -368,7 +372,7 @@ def window(options: argparse.Namespace) -> int:
     run = Job(options.ranks, 0.01).simulation(1)
     judge = StragglerDetector()
     for rank in range(options.ranks):
-        judge.set_place(rank, run.topology.place(rank))
+        judge.set_place(rank, run.topology.placement(rank))
     times: list[tuple[float, float]] = []
     history = 12
     for number in range(history + 1):
@@ -376,7 +380,7 @@ def window(options: argparse.Namespace) -> int:
         for first in range(0, BLOCK, 4):
             blocks = [
                 (population, dataclasses.replace(block, **_columns(block, first)))
-                for population, block in part.blocks(1)
+                for population, block in part.detector_rows(1)
             ]
             begun = time.process_time()
             for population, block in blocks:

@@ -49,7 +49,7 @@ from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import CollectedPosts, ReceivedPost
 from torchlens_perf.simulate.faults import parse_fault
-from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
+from torchlens_perf.simulate.simulation import SimulatedSteps, Simulation, Topology
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 
@@ -142,7 +142,7 @@ class Node:
         self, number: int, topology: Topology, wire: Wire, settings: Mapping[str, int], clock: Any
     ) -> None:
         self.topology, host = topology, f"node-{number:04d}"
-        self.ranks = range(number * NODE_SIZE, min((number + 1) * NODE_SIZE, topology.ranks))
+        self.ranks = range(number * NODE_SIZE, min((number + 1) * NODE_SIZE, topology.rank_count))
         self.state = NodeState(host)
         self.cluster, self.job, self.role = (
             ClusterLink(host, open_exchange=wire.open),
@@ -150,7 +150,8 @@ class Node:
             ExportRole(),
         )
         sources = [
-            Source(_process(rank, topology.ranks, host, len(self.ranks))) for rank in self.ranks
+            Source(_process(rank, topology.rank_count, host, len(self.ranks)))
+            for rank in self.ranks
         ]
         self.state.processes = {each.state.identity.key: each.state for each in sources}
         self.sources = Sources(sources, settings)
@@ -170,7 +171,7 @@ class Node:
         self._waiting: list[ExportBatch] = []
         self._is_off_the_exchange = "off" in settings
 
-    def make(self, steps: Steps, start_ns: int, records: Any) -> None:
+    def make(self, steps: SimulatedSteps, start_ns: int, records: Any) -> None:
         """Add the records of these steps to all ranks."""
         for source, rank in zip(self.sources, self.ranks, strict=True):
             identity, table = source.state.identity, table_of(steps, rank, start_ns)
@@ -323,14 +324,14 @@ def send(
     return Sent(nodes, (start_ns - began_ns) / 1e9, wire.bytes)
 
 
-def table_of(steps: Steps, rank: int, start_ns: int) -> StepTable:
+def table_of(steps: SimulatedSteps, rank: int, start_ns: int) -> StepTable:
     """Return a rank's steps as the sidecar reads them, with 16 GiB of memory."""
     return dataclasses.replace(
         simulations.table_of(steps, rank, start_ns), memory_bytes=np.full(len(steps), 1 << 34)
     )
 
 
-def _records(steps: Steps, start_ns: int) -> Any:
+def _records(steps: SimulatedSteps, start_ns: int) -> Any:
     """Return a rank's records of the steps.
 
     All ranks share them, because only their number matters.

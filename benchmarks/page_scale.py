@@ -25,7 +25,7 @@ from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind, record_dtype
 from torchlens_perf.simulate.faults import parse_fault
-from torchlens_perf.simulate.rings import Timeline, groups_of, identity_of
+from torchlens_perf.simulate.rings import Timeline, simulated_groups, simulated_identity
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.store.segments import RecordChunk, RecordOrigin, SegmentWriter
 from torchlens_perf.verdicts.causes.straggler_groups import with_groups
@@ -112,12 +112,12 @@ def write_run(
     """
     run.create()
     simulation = Simulation(topology, faults=[parse_fault(fault)] if fault else [])
-    blocks = [Timeline.of(part) for part in simulation.steps(steps)]
+    blocks = [Timeline.from_steps(part) for part in simulation.steps(steps)]
     judge, states, written = JobDetector(), list[NodeState](), 0
-    for first in range(0, topology.ranks, topology.node_size):
-        node = topology.host(first)
+    for first in range(0, topology.rank_count, topology.node_size):
+        node = topology.host_name(first)
         state, writer = NodeState(node), SegmentWriter(run, node, 1 << 40)
-        members = range(first, min(first + topology.node_size, topology.ranks))
+        members = range(first, min(first + topology.node_size, topology.rank_count))
         state.join.set_ranks(members)
         chunks: list[list[RecordChunk]] = [[] for _ in range(segments)]
         for rank in members:
@@ -166,16 +166,16 @@ def _process(
     starts = _BEGIN_NS + np.concatenate([[0], starts[:-1]])
     records["start_ns"] += starts[records["step"].astype(np.int64)]
     groups: dict[str, ProcessGroup] = {
-        "0": {"ranks": f"0-{topology.ranks - 1}", "description": "default_pg"}
+        "0": {"ranks": f"0-{topology.rank_count - 1}", "description": "default_pg"}
     }
-    for group_name, group in groups_of(topology, rank).items():
+    for group_name, group in simulated_groups(topology, rank).items():
         if group_name != "0":
             groups[group_name] = {
                 "ranks": format_ranges(group.members),
                 "description": group.description,
             }
     process = ProcessState(
-        identity_of(run, topology, rank), Anchor(_BEGIN_NS, 1_790_000_000 * 10**9, 0), RankStatistics(),
+        simulated_identity(run, topology, rank), Anchor(_BEGIN_NS, 1_790_000_000 * 10**9, 0), RankStatistics(),
         counted=len(records) - 1, ended="closed", model=f"pp{topology.coordinates(rank)['pp']}", judged_by=HOST,
         compute_device="cpu", groups=groups,
     )  # fmt: skip

@@ -33,7 +33,7 @@ def record_run(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool 
     anchor = Anchor(10**12, 1_700_000_000_000_000_000, 0)
     ranks = [
         SimulatedRank(run, host, of.topology, rank, anchor, "note")
-        for rank in range(of.topology.ranks)
+        for rank in range(of.topology.rank_count)
     ]
 
     def sidecar() -> Sidecar:
@@ -41,7 +41,7 @@ def record_run(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool 
 
     reader = sidecar()
     for part in of.steps(steps):
-        timeline = Timeline.of(part)
+        timeline = Timeline.from_steps(part)
         for rank in ranks:
             rank.record(timeline)
         reader.read_rings()

@@ -15,8 +15,7 @@ from torchlens_perf.errors import ConfigError
 from torchlens_perf.page.document.write import write_page
 from torchlens_perf.run import open_files
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.simulate.planted import Compared
-from torchlens_perf.simulate.planted import answer as answer_of
+from torchlens_perf.simulate.planted import ReportedVerdicts, compare_faults
 from torchlens_perf.simulate.simulation import Topology
 
 QUIET = ("--noise", "0.03")
@@ -273,13 +272,13 @@ def test_verdict_that_matches_no_fault_is_listed() -> None:
     }
     rows = [{**past, "rank": 5, "since_step": 32}, {**past, "rank": 3, "since_step": 8}]
     fault = "constant:rank=3,share=0.2,since=48"
-    found = answer_of([fault], simulation(fault), 96, Compared(rows, 0.005, None))
+    found = compare_faults([fault], simulation(fault), 96, ReportedVerdicts(rows, 0.005, None))
 
-    assert [each.ranks for each in found.not_planted] == [(5,), (3,)]
+    assert [each.ranks for each in found.unmatched] == [(5,), (3,)]
     assert found.planted[0].missed_ranks == (3,)
     assert (
         "not planted, but named: rank 5, forward, from step 32 to 39, costs 20.0 ms a step"
-        in "\n".join(found.lines())
+        in "\n".join(found.format_lines())
     )
 
 
@@ -288,7 +287,7 @@ def test_cost_of_a_fault_is_the_difference_to_the_run_without_it() -> None:
     with_both = simulation(
         "intermittent:rank=1,share=0.3", "stalls:rank=2,share=2,every=5", topology=Topology(4)
     )
-    first, second = with_both.effects(40)
+    first, second = with_both.fault_effects(40)
     alone = simulation("intermittent:rank=1,share=0.3", topology=Topology(4))
     expected = [
         both.duration_ns - one.duration_ns

@@ -25,7 +25,7 @@ from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.simulate.faults import parse_fault
-from torchlens_perf.simulate.launch_bound import Hosts
+from torchlens_perf.simulate.launch_bound import LaunchBoundJob
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts import node_state
@@ -184,5 +184,5 @@ def test_page_compares_hosts_for_each_step_of_a_short_run(
 
 
 def test_launch_bound_job_with_tensor_parallelism_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="data parallel only"):
-        Hosts(Topology(dp=2, tp=2))
+    with pytest.raises(ConfigError, match="can only be data parallel"):
+        LaunchBoundJob(Topology(dp=2, tp=2))

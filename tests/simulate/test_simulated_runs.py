@@ -49,18 +49,18 @@ def test_recorded_steps_equal_the_simulated_ones(tmp_path: Path) -> None:
     steps = simulation(
         "variable_length:reported=yes", "pauses:share=0.2,every=4", topology=topology, noise=0.5
     ).block(0)  # fmt: skip
-    timeline = Timeline.of(steps)
+    timeline = Timeline.from_steps(steps)
     assert (
         min(timeline.gradients_ns.min(), timeline.norm_ns.min(), timeline.tensor_wait_ns.min()) >= 0
     )
-    for rank in range(topology.ranks):
+    for rank in range(topology.rank_count):
         simulated = SimulatedRank(
             run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note"
         )
         path = run.registered_rings("node-0000")[-1]
         # Ring files are not in shared memory, where an interrupted simulation would leave them.
         assert path.is_relative_to(run.path)
-        simulated.record(timeline)
+        simulated.write_steps(timeline)
         simulated.close()
         reader = RingReader(path)
         table, expected = (
@@ -95,7 +95,7 @@ def test_last_rank_to_arrive_has_the_shortest_collective(tmp_path: Path) -> None
             run, "node-0000", topology, rank, Anchor(10**12, 10**18, 0), "note"
         )
         path = run.registered_rings("node-0000")[-1]
-        simulated.record(Timeline.of(steps))
+        simulated.write_steps(Timeline.from_steps(steps))
         simulated.close()
         reader = RingReader(path)
         records, names = reader.read_records(final=True).records, list(reader.names())

@@ -15,7 +15,7 @@ from torchlens_perf.analysis.statistics.step_bins import StepBinner
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.simulate.rings import Timeline
-from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology, recorded_noise
+from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology, load_recorded_noise
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 WORK_NS = 200e6
@@ -60,14 +60,14 @@ def test_steps_last_equally_long_on_all_ranks(
     """
     topology = Topology(dp, tp, pp)
     # Small topologies have no rank 3, so faults are planted on the last rank.
-    planted = [text.replace("rank=3", f"rank={topology.ranks - 1}") for text in faults]
+    planted = [text.replace("rank=3", f"rank={topology.rank_count - 1}") for text in faults]
     steps = simulation(*planted, topology=topology, noise=noise, seed=seed).block(1)
 
     assert (wait_ns(steps) >= -1).all()
     assert (wait_ns(steps) - steps.tensor_wait_ns.sum(axis=2) >= -1).all()
     assert (steps.tensor_wait_ns >= -1).all()
     assert (steps.parts_ns >= 0).all()
-    timeline = Timeline.of(steps)
+    timeline = Timeline.from_steps(steps)
     assert min(timeline.gradients_ns.min(), timeline.norm_ns.min()) >= 0
     if pp == tp == 1:
         until_gradients, after = (
@@ -76,7 +76,7 @@ def test_steps_last_equally_long_on_all_ranks(
         )
         expected = until_gradients.max(axis=0) + steps.transfer_ns.max(axis=0) + after.max(axis=0)
         assert steps.duration_ns == pytest.approx(expected, rel=1e-4)
-    tables = [table_of(steps, rank) for rank in range(topology.ranks)]
+    tables = [table_of(steps, rank) for rank in range(topology.rank_count)]
     for table in tables:
         assert (table.duration_ns == tables[0].duration_ns).all()
         assert (table.parts_ns.sum(axis=1) == table.duration_ns).all()
@@ -101,7 +101,7 @@ def test_simulated_noise_consists_of_excerpts_of_recordings() -> None:
 
     One excerpt is of a recorded rank, the other one of the deviations common to a recorded run.
     """
-    recorded = recorded_noise()
+    recorded = load_recorded_noise()
     steps = simulation(noise=0.01, spread=0.0, topology=Topology(1)).block(0)
     deviations = (steps.parts_ns[0] / WORK_NS - recorded.profile)[:, recorded.parts] / 0.01
     excerpts, commons = (
@@ -128,7 +128,7 @@ def test_deviation_is_proportional_to_the_noise_setting() -> None:
     # Without noise, all ranks have the same work.
     assert deviations[0] < 1e-6
     assert deviations[2] == pytest.approx(2 * deviations[1], rel=0.05)
-    assert deviations[2] == pytest.approx(0.1 * recorded_noise().deviation[0], rel=0.4)
+    assert deviations[2] == pytest.approx(0.1 * load_recorded_noise().deviation[0], rel=0.4)
 
 
 @pytest.mark.parametrize("text", RANKS_AT_FAULT)
@@ -207,12 +207,12 @@ def test_simulated_step_bins_equal_those_that_the_sidecar_makes(width: int) -> N
     steps = simulation(
         "variable_length:reported=yes", "pauses:share=0.2", topology=Topology(2, 2, 2)
     ).block(2)
-    for population, block in steps.blocks(width):
+    for population, block in steps.detector_rows(width):
         for index, rank in enumerate(block.ranks.tolist()):
             rows = StepBinner(width).add_steps(table_of(steps, rank))
             assert rows is not None
             made = BinBatch.of(rank, rows)
-            assert population == steps.topology.place(rank).population
+            assert population == steps.topology.placement(rank).population
             assert (block.key[index] == made.key[0]).all()
             assert (block.flags[index] == made.flags[0]).all()
             for name in ("duration_ns", "wait_ns", "workload", "parts_ns"):
@@ -226,13 +226,17 @@ def test_ranks_are_numbered_as_in_megatron() -> None:
     topology = Topology(dp=2, tp=2, pp=2, node_size=4)
 
     assert topology.coordinates(5) == {"tp": 1, "dp": 0, "pp": 1}
-    assert (topology.group("tp", 5), topology.group("dp", 5), topology.group("pp", 5)) == (
+    assert (
+        topology.group_ranks("tp", 5),
+        topology.group_ranks("dp", 5),
+        topology.group_ranks("pp", 5),
+    ) == (
         [4, 5],
         [5, 7],
         [1, 5],
     )
-    assert topology.place(5).population != topology.place(1).population
-    assert (topology.host(3), topology.host(4)) == ("node-0000", "node-0001")
+    assert topology.placement(5).population != topology.placement(1).population
+    assert (topology.host_name(3), topology.host_name(4)) == ("node-0000", "node-0001")
 
 
 def test_recorded_noise_in_the_package_is_complete_and_centred() -> None:

@@ -43,7 +43,7 @@ class LiveSimulation:
         topology = Topology(ranks // stages, pp=stages, node_size=node_size)
         self._simulation = Simulation(topology, faults=[parse_fault(each) for each in faults])
         self._blocks = 0
-        host = topology.host(0)
+        host = topology.host_name(0)
         begin = Anchor(10**12, time.time_ns() - seconds_ago * 10**9, 0)
         self.ranks = [
             SimulatedRank(
@@ -61,7 +61,7 @@ class LiveSimulation:
     def add_blocks(self, blocks: int = 1) -> None:
         """Add blocks of 32 steps, then judge and write them."""
         for _ in range(blocks):
-            timeline = Timeline.of(self._simulation.block(self._blocks))
+            timeline = Timeline.from_steps(self._simulation.block(self._blocks))
             self._blocks += 1
             for rank in self.ranks:
                 rank.record(timeline)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torchlens_perf.analysis.statistics.steps import empty_host_line
 from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.simulate.faults import parse_fault
-from torchlens_perf.simulate.simulation import Simulation, Steps, Topology
+from torchlens_perf.simulate.simulation import SimulatedSteps, Simulation, Topology
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
@@ -28,7 +28,7 @@ def judge_run(run: Simulation, steps: int) -> Findings:
     """Return the judge's findings on the run's rows."""
     judge = StragglerDetector()
     for part in run.steps(steps):
-        for population, block in part.blocks(1):
+        for population, block in part.detector_rows(1):
             judge.add_block(population, block)
     return judge.judge(final=True)
 
@@ -41,7 +41,7 @@ def wait_ns(steps: Steps) -> npt.NDArray[np.float64]:
     return found
 
 
-def table_of(steps: Steps, rank: int, start_ns: int = 0) -> StepTable:
+def table_of(steps: SimulatedSteps, rank: int, start_ns: int = 0) -> StepTable:
     """Return the steps of one rank in the form that the sidecar reads.
 
     The first step begins at start_ns.

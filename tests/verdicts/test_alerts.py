@@ -138,7 +138,7 @@ def test_corrected_first_step_of_a_straggler_raises_no_second_alert(restart: int
     blocks = [
         block.between(first, first + 4)
         for part in simulation("drifting:rank=3,share=0.2,over=60,since=40,until=110").steps(160)
-        for _, block in part.blocks(1)
+        for _, block in part.detector_rows(1)
         for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4)
     ]
     judge, log, goes_on = StragglerDetector(), FindingLog("run"), EarlierEpisodes(NOTHING)

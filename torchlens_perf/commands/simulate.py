@@ -23,7 +23,7 @@ from torchlens_perf.run.open_files import raise_open_file_limit
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.sidecar_lock import SidecarLock
-    from torchlens_perf.simulate.planted import Compared
+    from torchlens_perf.simulate.planted import ReportedVerdicts
     from torchlens_perf.simulate.rings import SimulatedDevice
     from torchlens_perf.simulate.simulation import Simulation, Topology
 
@@ -126,7 +126,7 @@ def add_command(commands: Any) -> None:
 def run_simulate(options: argparse.Namespace) -> int:
     """Run the command. Raise ConfigError for invalid options."""
     from torchlens_perf.simulate.faults import parse_fault
-    from torchlens_perf.simulate.launch_bound import Hosts
+    from torchlens_perf.simulate.launch_bound import LaunchBoundJob
     from torchlens_perf.simulate.simulation import Simulation
 
     if options.steps < 1:
@@ -179,10 +179,10 @@ def _parse_topology(options: argparse.Namespace) -> Topology:
                 )
             sizes[name] = int(size)
     topology = Topology(**sizes, node_size=options.node_size)
-    if options.ranks is not None and topology.ranks != options.ranks:
+    if options.ranks is not None and topology.rank_count != options.ranks:
         raise ConfigError(
             f"--ranks {options.ranks} and --topology {options.topology} do not agree:"
-            f" {topology.ranks}"
+            f" {topology.rank_count}"
         )
     return topology
 
@@ -191,11 +191,11 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
     from torchlens_perf.report.report_json import to_json_types
     from torchlens_perf.report.run_report import load_report_and_states
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.simulate.planted import Compared
+    from torchlens_perf.simulate.planted import ReportedVerdicts
     from torchlens_perf.simulate.rings import MAX_RANKS, OPEN_FILES, SimulatedDevice
     from torchlens_perf.view.terminal import print_report
 
-    if simulation.topology.ranks > MAX_RANKS:
+    if simulation.topology.rank_count > MAX_RANKS:
         raise ConfigError(
             f"--out supports at most {MAX_RANKS} ranks, got {simulation.topology.ranks}: use --rows"
         )
@@ -281,7 +281,7 @@ def _write_and_read_rings(
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.node import Sidecar
     from torchlens_perf.sidecar.start.process import write_report
-    from torchlens_perf.simulate.launch_bound import Hosts
+    from torchlens_perf.simulate.launch_bound import LaunchBoundJob
     from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 
     topology = simulation.topology
@@ -293,11 +293,11 @@ def _write_and_read_rings(
     ranks = [
         # All ranks of a sidecar share a monotonic clock, by which collectives are matched.
         SimulatedRank(run, host, topology, rank, Anchor(10**12, begin_unix_ns, 0), note, device)
-        for rank in range(topology.ranks)
+        for rank in range(topology.rank_count)
     ]
     sidecar = Sidecar(run, host, exporter, write_report)
     for part in simulation.steps(steps):
-        timeline = Timeline.of(part) if hosts is None else hosts.ahead(part)
+        timeline = Timeline.from_steps(part) if hosts is None else hosts.run_steps(part)
         for rank in ranks:
             rank.record(timeline)
         sidecar.read_rings()
@@ -316,7 +316,7 @@ def _write_and_read_rings(
 
 def _simulate_without_files(
     simulation: Simulation, options: argparse.Namespace, advanced: Advanced
-) -> tuple[list[str], Compared]:
+) -> tuple[list[str], ReportedVerdicts]:
     """Return the straggler detector's findings as lines of text, and the verdicts."""
     from torchlens_perf.analysis.statistics.quantities import format_duration
     from torchlens_perf.analysis.statistics.step_bins import choose_row_width
@@ -327,12 +327,12 @@ def _simulate_without_files(
     from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
 
     topology, judge, judged_s, steps = simulation.topology, StragglerDetector(), 0.0, options.steps
-    places = {rank: topology.place(rank) for rank in range(topology.ranks)}
+    places = {rank: topology.placement(rank) for rank in range(topology.rank_count)}
     for rank, place in places.items():
         judge.set_place(rank, place)
     width = min(choose_row_width(simulation.work_ns), 32)
     for part in simulation.steps(steps):
-        blocks = list(part.blocks(width))
+        blocks = list(part.detector_rows(width))
         begun_s = time.perf_counter()
         for population, block in blocks:
             judge.add_block(population, block)
@@ -364,9 +364,9 @@ def _simulate_without_files(
         else f"{steps} steps"
     )
     lines.append(
-        f"{topology.ranks} ranks, {lasting}; judged in {1e3 * judged_s / steps:.1f} ms a step"
+        f"{topology.rank_count} ranks, {lasting}; judged in {1e3 * judged_s / steps:.1f} ms a step"
     )
-    return lines, Compared(rows, detectable_s, None)
+    return lines, ReportedVerdicts(rows, detectable_s, None)
 
 
 def _print_planted_faults(
@@ -375,18 +375,18 @@ def _print_planted_faults(
     from torchlens_perf.report.report_json import write_json
     from torchlens_perf.simulate.planted import answer
 
-    found = answer(options.fault, simulation, options.steps, compared)
+    found = compare_faults(options.fault, simulation, options.steps, compared)
     if not options.json:
-        sys.stdout.writelines(f"{line}\n" for line in found.lines())
+        sys.stdout.writelines(f"{line}\n" for line in found.format_lines())
         return
     write_json(
         {
             "run": None if options.rows else str(options.out),
-            "ranks": simulation.topology.ranks,
+            "ranks": simulation.topology.rank_count,
             "steps": options.steps,
             "smallest_detectable_s": compared.detectable_s,
             "planted": found.planted,
-            "not_planted": found.not_planted,
+            "not_planted": found.unmatched,
             "verdicts": compared.rows,
         },
         sys.stdout,

@@ -1,5 +1,5 @@
-"""Comparison of planted faults with the report's verdicts: found faults, and reasons for missed
-ones. Pure."""
+"""Comparison of planted faults with the report's verdicts. For faults that were not found, it gives
+the reason. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
-from torchlens_perf.analysis.statistics.quantities import format_duration, format_step_range
-from torchlens_perf.run.rank_ranges import format_rank_list
-from torchlens_perf.simulate.faults import Link
+from torchlens_perf.analysis.statistics.quantities import duration, steps_words
+from torchlens_perf.run.rank_ranges import rank_list
+from torchlens_perf.simulate.faults import SlowLinkFault
 from torchlens_perf.verdicts.words.order import ranks_of
 from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.simulate.simulation import Effect, Fault, Simulation
+    from torchlens_perf.simulate.simulation import Fault, FaultEffect, Simulation
 
 Row = Mapping[str, Any]
 """A row of the report's `verdicts`, as its JSON has it."""
@@ -30,18 +30,18 @@ _EXPLAINS = 0.5
 _RARE = 0.25
 
 
-def _when(since: int, until: int | None) -> str:
-    return f"in step {since}" if until == since + 1 else format_step_range(since, until)
+def _format_steps(since: int, until: int | None) -> str:
+    return f"in step {since}" if until == since + 1 else steps_words(since, until)
 
 
 @dataclasses.dataclass(frozen=True)
-class NamedBy:
+class NamingVerdict:
     """A verdict of the report that names ranks."""
 
     kind: str
     ranks: tuple[int, ...]
     slow_too: tuple[int, ...]
-    """Other slow ranks that the verdict's cost includes."""
+    """Other slow ranks that are included in the verdict's cost."""
     phase: str | None
     since_step: int | None
     until_step: int | None
@@ -54,7 +54,11 @@ class NamedBy:
             if self.cost_s_per_step is None
             else f"costs {format_duration(self.cost_s_per_step)} a step"
         )
-        when = "" if self.since_step is None else f", {_when(self.since_step, self.until_step)}"
+        when = (
+            ""
+            if self.since_step is None
+            else f", {_format_steps(self.since_step, self.until_step)}"
+        )
         return (
             f"{format_rank_list(self.ranks)}, {self.phase or 'no phase'}{when}, {cost}{too} (verdict"
             f" {self.kind})"
@@ -71,22 +75,23 @@ class PlantedFault:
     """Ranks at fault, or the members of a slow group; empty if no rank is at fault."""
     phase: str | None
     since_step: int | None
-    """First step in which it lasts; None if it does not begin within the run."""
+    """The fault's first step; None if it does not begin within the run."""
     until_step: int | None
-    """None if it lasts until the end of the run."""
+    """The first step after the fault; None if it lasts until the end of the run."""
     work_s_per_step: float
-    """Additional work of one of its ranks, or additional transfer time of a slow group, while it
-    lasts."""
+    """Additional work of a rank at fault, or additional transfer time of a slow group, in the steps
+    of the fault."""
     cost_s_per_step: float
-    """Additional time of the job's step while it lasts, with all other faults planted."""
+    """Additional time of the job's step in the steps of the fault, with all other faults
+    planted."""
     found: bool | None
-    """None if no rank is at fault."""
+    """True if a verdict names any of its ranks; None if no rank is at fault."""
     missed_ranks: tuple[int, ...]
-    named_by: tuple[NamedBy, ...]
+    named_by: tuple[NamingVerdict, ...]
     why_not: str
-    """The reason why some of its ranks were not found; "" if not known, or if all were found."""
+    """The reason why some ranks at fault were not found; "" if unknown, or if all were found."""
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         """Yield the lines of text on this fault."""
         state = {True: "found", False: "not found", None: "no rank is at fault"}[self.found]
         if self.found and self.missed_ranks:
@@ -94,9 +99,9 @@ class PlantedFault:
         yield f"{self.fault}: {state}"
         if self.ranks and self.since_step is not None:
             yield (
-                f"  planted    {format_rank_list(self.ranks)}, {self.phase},"
-                f" {_when(self.since_step, self.until_step)}, +{format_duration(self.work_s_per_step)},"
-                f" costs {format_duration(self.cost_s_per_step)} a step"
+                f"  planted    {rank_list(self.ranks)}, {self.phase},"
+                f" {_format_steps(self.since_step, self.until_step)}, +{duration(self.work_s_per_step)},"
+                f" costs {duration(self.cost_s_per_step)} a step"
             )
         yield from (f"  {'found':10} {each}" for each in self.named_by)
         if self.missed_ranks:
@@ -104,53 +109,57 @@ class PlantedFault:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
-    """The report's verdicts, with the limits of its comparison of ranks and links."""
+class ReportedVerdicts:
+    """The report's verdicts, and the smallest slowdowns that the report can detect."""
 
     rows: Sequence[Row]
     detectable_s: float | None
     """The smallest detectable slowdown; None if no ranks were compared."""
     undecided_links: str | None
-    """The reason why groups were not compared; "" if they were; None without transfer times."""
+    """The reason why process groups were not compared; "" if they were compared; None without
+    transfer times."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class FaultComparison:
     """All planted faults, and the verdicts on slow ranks and links that match none of them."""
 
     planted: tuple[PlantedFault, ...]
-    not_planted: tuple[NamedBy, ...]
+    unmatched: tuple[NamingVerdict, ...]
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of text; none without faults and verdicts."""
+    def format_lines(self) -> Iterator[str]:
+        """Yield lines of text; nothing without faults and unmatched verdicts."""
         counted = [each for each in self.planted if each.found is not None]
         if counted:
             found = sum(bool(each.found) and not each.missed_ranks for each in counted)
             yield f"planted faults: {found} of {len(counted)} found"
         for each in self.planted:
-            yield from each.lines()
-        yield from (f"not planted, but named: {each}" for each in self.not_planted)
+            yield from each.format_lines()
+        yield from (f"not planted, but named: {each}" for each in self.unmatched)
 
 
-def answer(texts: Sequence[str], simulation: Simulation, steps: int, compared: Compared) -> Answer:
+def compare_faults(
+    texts: Sequence[str], simulation: Simulation, steps: int, compared: ReportedVerdicts
+) -> FaultComparison:
     """Compare the planted faults with the verdicts. texts: the faults as the user wrote them."""
-    effects = simulation.effects(steps)
-    lasting = [_lasting(fault, simulation, steps) for fault in simulation.faults]
-    at_fault = np.zeros((simulation.topology.ranks, steps), bool)
+    effects = simulation.fault_effects(steps)
+    lasting = [_ranks_at_fault_by_step(fault, simulation, steps) for fault in simulation.faults]
+    at_fault = np.zeros((simulation.topology.rank_count, steps), bool)
     for ranks_of_step in lasting:
         at_fault |= ranks_of_step
     cases = list(zip(simulation.faults, lasting, effects, strict=True))
     matches = [
-        [index for index, case in enumerate(cases) if _names(row, *case)] for row in compared.rows
+        [index for index, case in enumerate(cases) if _matches_fault(row, *case)]
+        for row in compared.rows
     ]
     credited = [
-        _credited(row, found, cases) for row, found in zip(compared.rows, matches, strict=True)
+        _credit_faults(row, found, cases) for row, found in zip(compared.rows, matches, strict=True)
     ]
     used = {index for index, found in enumerate(matches) if found}
     planted = []
     for number, (text, (fault, of_fault, effect)) in enumerate(zip(texts, cases, strict=True)):
         named = [
-            _named_by(row)
+            _naming_verdict(row)
             for row, found in zip(compared.rows, credited, strict=True)
             if number in found
         ]
@@ -159,39 +168,41 @@ def answer(texts: Sequence[str], simulation: Simulation, steps: int, compared: C
             for found, of_row in zip(matches, credited, strict=True)
         )
         planted.append(
-            _planted(
+            _compare_fault(
                 text, fault, simulation, of_fault, effect, named, compared, at_fault, is_hidden
             )
         )
     wrong = [
-        _named_by(row)
+        _naming_verdict(row)
         for index, row in enumerate(compared.rows)
         if index not in used and row["kind"].startswith(("straggler", "slow_link"))
     ]
-    return Answer(tuple(planted), tuple(wrong))
+    return FaultComparison(tuple(planted), tuple(wrong))
 
 
-def _credited(
-    row: Row, found: Sequence[int], cases: Sequence[tuple[Fault, npt.NDArray[np.bool_], Effect]]
+def _credit_faults(
+    row: Row,
+    found: Sequence[int],
+    cases: Sequence[tuple[Fault, npt.NDArray[np.bool_], FaultEffect]],
 ) -> list[int]:
-    """Return the faults that a verdict counts for, of those that it matches.
+    """Return the faults that a verdict finds, as indices. found: the faults that it matches.
 
-    For each rank and step it counts for one fault only. Faults in the verdict's phase are
-    preferred, then larger ones.
+    For each rank and step, a verdict can find only one fault. Faults in the verdict's phase are
+    preferred, then larger faults.
     """
     if not row["kind"].startswith("straggler"):
         return list(found)
-    named = _named_by(row)
+    named = _naming_verdict(row)
     ranks, steps = [*named.ranks, *named.slow_too], slice(named.since_step, named.until_step)
 
-    def order(number: int) -> tuple[bool, float]:
+    def preference(number: int) -> tuple[bool, float]:
         fault, _, effect = cases[number]
         return getattr(fault, "phase", None) != named.phase, -float(
             effect.work_ns[ranks, steps].sum()
         )
 
     credited, taken = [], np.zeros_like(cases[0][1])
-    for number in sorted(found, key=order):
+    for number in sorted(found, key=preference):
         of_fault = np.zeros_like(taken)
         of_fault[ranks, steps] = cases[number][1][ranks, steps]
         if (of_fault & ~taken).any():
@@ -200,21 +211,27 @@ def _credited(
     return credited
 
 
-def _lasting(fault: Fault, simulation: Simulation, steps: int) -> npt.NDArray[np.bool_]:
-    """Return True for ranks that are at fault, or members of a slow group, in a step: [ranks,
-    steps]."""
+def _ranks_at_fault_by_step(
+    fault: Fault, simulation: Simulation, steps: int
+) -> npt.NDArray[np.bool_]:
+    """Return an array [ranks, steps] that is True where a rank is at fault, or a member of a slow
+    group."""
     topology = simulation.topology
-    found = np.zeros((topology.ranks, steps), bool)
-    group = topology.group(fault.dimension, fault.rank) if isinstance(fault, Link) else []
+    found = np.zeros((topology.rank_count, steps), bool)
+    group = (
+        topology.group_ranks(fault.dimension, fault.rank)
+        if isinstance(fault, SlowLinkFault)
+        else []
+    )
     for step in range(steps):
-        if isinstance(fault, Link):
-            found[group, step] = fault.holds(step)
+        if isinstance(fault, SlowLinkFault):
+            found[group, step] = fault.is_active(step)
         else:
             found[list(fault.slow_ranks(step, topology)), step] = True
     return found
 
 
-def _named_by(row: Row) -> NamedBy:
+def _naming_verdict(row: Row) -> NamingVerdict:
     evidence = row["evidence"]
     until, since, slow_too = None, row["since_step"], tuple(evidence.get("slow_too", ()))
     if row["kind"] == "slow_link":
@@ -226,14 +243,18 @@ def _named_by(row: Row) -> NamedBy:
         ranks = list(ranks_of(row))
         until = evidence.get("until_step")
     phase = row["phase"] or evidence.get("part")
-    return NamedBy(row["kind"], tuple(ranks), slow_too, phase, since, until, row["cost_s_per_step"])
+    return NamingVerdict(
+        row["kind"], tuple(ranks), slow_too, phase, since, until, row["cost_s_per_step"]
+    )
 
 
-def _names(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: Effect) -> bool:
+def _matches_fault(
+    row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: FaultEffect
+) -> bool:
     """Return True if the verdict's kind, ranks and steps match the fault."""
-    kind, named = row["kind"], _named_by(row)
+    kind, named = row["kind"], _naming_verdict(row)
     members = set(np.flatnonzero(lasting.any(axis=1)).tolist())
-    if isinstance(fault, Link):
+    if isinstance(fault, SlowLinkFault):
         links = (
             [each["ranks"] for each in row["evidence"]["links"]]
             if kind == "slow_link"
@@ -257,23 +278,26 @@ def _names(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: Effec
     return bool(lasting[[*named.ranks, *named.slow_too], named.since_step : named.until_step].any())
 
 
-def _planted(
-    text: str, fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: Effect,
-    named: Sequence[NamedBy], compared: Compared, at_fault: npt.NDArray[np.bool_], is_hidden: bool,
+def _compare_fault(
+    text: str, fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: FaultEffect,
+    named: Sequence[NamingVerdict], compared: ReportedVerdicts, at_fault: npt.NDArray[np.bool_], is_hidden: bool,
 ) -> PlantedFault:  # fmt: skip
-    """Return the result for one fault.
+    """Return one fault with the verdicts that find it.
 
-    is_hidden: a verdict on its ranks and steps counts for another fault.
+    is_hidden: True if a verdict on its ranks and steps was assigned to another fault.
     """
-    members, steps = _members(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0))
-    is_link, begun, until = isinstance(fault, Link), bool(len(steps)), None
+    members, steps = (
+        _ranks_of_fault(fault, simulation, lasting),
+        np.flatnonzero(lasting.any(axis=0)),
+    )
+    is_link, begun, until = isinstance(fault, SlowLinkFault), bool(len(steps)), None
     if begun and steps[-1] + 1 < lasting.shape[1]:
         until = int(steps[-1]) + 1
     work_ns = 0.0
     if begun:
         work_ns = (
             fault.share * simulation.work_ns
-            if isinstance(fault, Link)
+            if isinstance(fault, SlowLinkFault)
             else float(effect.work_ns[lasting].mean())
         )
     found = {rank for each in named for rank in (*each.ranks, *each.slow_too)}
@@ -285,7 +309,7 @@ def _planted(
             " one fault"
         )
     elif missed:
-        why = _why_not(fault, simulation, lasting, effect, work_ns, compared, at_fault)
+        why = _reason_not_found(fault, simulation, lasting, effect, work_ns, compared, at_fault)
     return PlantedFault(
         fault=text,
         ranks=members,
@@ -301,28 +325,30 @@ def _planted(
     )
 
 
-def _members(
+def _ranks_of_fault(
     fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_]
 ) -> tuple[int, ...]:
-    """Return the ranks of a fault, also if it does not begin within the run; () if no rank is at
-    fault."""
-    if isinstance(fault, Link):
-        return tuple(simulation.topology.group(fault.dimension, fault.rank))
+    """Return the ranks of a fault; () if no rank is at fault.
+
+    A fault that does not begin within the run has ranks as well.
+    """
+    if isinstance(fault, SlowLinkFault):
+        return tuple(simulation.topology.group_ranks(fault.dimension, fault.rank))
     if lasting.any():
         return tuple(np.flatnonzero(lasting.any(axis=1)).tolist())
     return tuple(sorted(fault.slow_ranks(getattr(fault, "since", 0), simulation.topology)))
 
 
-def _why_not(
-    fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: Effect, work_ns: float,
-    compared: Compared, at_fault: npt.NDArray[np.bool_],
+def _reason_not_found(
+    fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: FaultEffect, work_ns: float,
+    compared: ReportedVerdicts, at_fault: npt.NDArray[np.bool_],
 ) -> str:  # fmt: skip
-    """Return the reason why the fault was not found; "" if it is not known."""
+    """Return the reason why the fault was not found; "" if unknown."""
     count, total = int(lasting.any(axis=0).sum()), lasting.shape[1]
     if not count:
         return f"it does not begin within the {total} steps"
-    if isinstance(fault, Link):
-        return _why_not_link(fault, simulation, compared.undecided_links)
+    if isinstance(fault, SlowLinkFault):
+        return _reason_link_not_found(fault, simulation, compared.undecided_links)
     topology, detectable_s = simulation.topology, compared.detectable_s
     if topology.dp * topology.tp < 2:
         return "not compared: no other rank does the same work"
@@ -361,7 +387,9 @@ def _why_not(
     return ""
 
 
-def _why_not_link(fault: Link, simulation: Simulation, undecided: str | None) -> str:
+def _reason_link_not_found(
+    fault: SlowLinkFault, simulation: Simulation, undecided: str | None
+) -> str:
     if undecided is None:
         return NO_TRANSFERS
     if undecided:

@@ -1,13 +1,13 @@
 """Ring files of simulated ranks, written by the real recorder with a simulated clock.
 
-Everything downstream is as in a real run: the same recorder, the same files, the ordinary sidecar.
-A rank's step is data, forward, backward, the gradients' all-reduce, the optimizer with an
-all-reduce of the gradients' norm over all ranks, and host code. Tensor-parallel neighbours wait for
-each other at the end of forward and of backward.
+All other parts are those of a real run: the recorder, the files, and the sidecar. A rank's step
+consists of data, forward, backward, the all-reduce of gradients, the optimizer, and host code. The
+optimizer begins with an all-reduce of the gradient norm over all ranks. Tensor-parallel neighbours
+wait for each other at the end of forward and of backward.
 
-On a device, the host issues a step's work in little time and waits for the device at the end of the
-step, as for a loss. Device times are reported a few steps later. In a launch-bound job, the device
-waits for its host, which runs ahead (launch_bound.py).
+On a device, the host issues a step's work in little time. It then waits for the device at the end
+of the step, as a loop does that reads the loss. Device times are reported a few steps later. In a
+launch-bound job, the device waits for its host (launch_bound.py).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torchlens_perf.run.identity import DeviceClockQuality, Identity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind
-from torchlens_perf.simulate.launch_bound import AHEAD, PHASES, HostsAhead
+from torchlens_perf.simulate.launch_bound import AHEAD, PHASES, LaunchBoundTimes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.simulate.simulation import Steps, Topology
+    from torchlens_perf.simulate.simulation import SimulatedSteps, Topology
 
 MAX_RANKS = 1024
-# Open files of each rank: one of its recorder and one of the sidecar.
+# Each rank needs an open file in its recorder and another one in the sidecar.
 OPEN_FILES = 2
 _WORLD = "0"
 _LAYERS_PER_STAGE = 4
-# Sizes of gradients, activations, and the gradients' norm.
+# Sizes of gradients (dp), activations (tp), and the gradient norm (world).
 _BYTES = {"dp": 1 << 28, "tp": 1 << 25, "world": 4}
-# A block of steps has about 1,000 records at most, and twice as many with late device times.
+# A block of steps has at most about 1,000 records, and twice as many with device times.
 _RING_RECORDS = 2048
 # Time that the host needs to issue a phase, as a share of the phase's time on the device.
 _ISSUING_SHARE = 0.05
@@ -64,7 +64,7 @@ _PHASES = {
 }
 
 
-class HandClock:
+class ManualClock:
     """A clock that only changes when now_ns is set."""
 
     def __init__(self, now_ns: int) -> None:
@@ -79,18 +79,18 @@ class SimulatedDevice:
     """Settings for the device times of all ranks."""
 
     late_steps: int = 1
-    """Number of steps after which a step's device times are reported."""
+    """Number of later steps after which the device times of a step are reported."""
     missing: float = 0.0
-    """Share of the steps without device times, such as captured steps."""
+    """Share of the steps that have no device times, such as captured steps."""
     launch_bound: bool = False
-    """True if the host needs longer to issue a step than the device to execute it."""
+    """True if the host needs longer to issue a step than the device needs to execute it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The steps of a block with integer times in ns, for all ranks."""
+    """The steps of a block for all ranks, with times as whole nanoseconds."""
 
-    steps: Steps
+    steps: SimulatedSteps
     duration_ns: npt.NDArray[np.int64]
     parts_ns: npt.NDArray[np.int64]
     tensor_wait_ns: npt.NDArray[np.int64]
@@ -100,8 +100,8 @@ class Timeline:
     """The rest of the step's wait, until the slowest rank has arrived: [ranks, steps]."""
 
     @classmethod
-    def of(cls, steps: Steps) -> Timeline:
-        """Divide each rank's wait between the two all-reduces."""
+    def from_steps(cls, steps: SimulatedSteps) -> Timeline:
+        """Divide each rank's wait between the all-reduces of gradients and of their norm."""
         topology = steps.topology
         parts, tensor = steps.parts_ns.astype(np.int64), steps.tensor_wait_ns.astype(np.int64)
         duration = np.round(steps.duration_ns).astype(np.int64)
@@ -118,13 +118,13 @@ class Timeline:
             .astype(np.int64)
             - arrived
         )
-        # Rounding can make the first wait longer than the whole one, by a nanosecond.
+        # Rounding can make the first wait a nanosecond longer than the whole wait.
         gradients = np.minimum(gradients, left) if topology.dp > 1 else np.zeros_like(left)
         return cls(steps, duration, parts, tensor, gradients, left - gradients)
 
 
 class SimulatedRank:
-    """One rank with its ring file and its recorder, which close() closes. Not thread-safe."""
+    """One rank with its ring file and its recorder. close() closes both. Not thread-safe."""
 
     def __init__(
         self,
@@ -140,26 +140,26 @@ class SimulatedRank:
     ) -> None:
         """Create the ring file and the recorder.
 
-        sidecar_host: the host whose sidecar reads the file. begin: start of the first step, by the
-        rank's host clock. device: settings of its device; None for a rank on the CPU. total_steps:
-        the total steps that it reports.
+        sidecar_host: the host whose sidecar reads the file. begin: start of the first step by the
+        host's clock. device: settings of its device; None for a rank on the CPU. total_steps:
+        the total number of steps that the rank reports for the run.
         """
         self.rank = rank
         self._device = device
-        # DEVICE records that are written a few steps later.
+        # Records of kind DEVICE, which are written a few steps later.
         self._unreported: deque[tuple[int, ...]] = deque()
         self._random = np.random.default_rng(rank)
         self._begin_ns = begin.monotonic_ns
-        # Begin of the device's step in progress, and if its times are reported.
+        # The device's step in progress: the time at which it began, and whether it is reported.
         self._device_step: tuple[int, bool] | None = None
-        self.clock = HandClock(begin.monotonic_ns)
-        self.identity = identity_of(run, topology, rank)
+        self.clock = ManualClock(begin.monotonic_ns)
+        self.identity = simulated_identity(run, topology, rank)
         config = Config(
             ring_records=_RING_RECORDS << (device is not None), telemetry=False, capture="off", _build_tap=False,
             exchange="off", report="off", _total_steps=total_steps,
         )  # fmt: skip
-        # The ring file is in the run directory, so an interrupted simulation leaves nothing in
-        # shared memory.
+        # The ring file is in the run directory, because an interrupted simulation must leave
+        # nothing in shared memory.
         ring = create_ring(run, self.identity, config.ring_capacity, keep=True)
         self._session = Session(config, self.identity, ring, self.clock, begin)
         self._recorder, self._intern = self._session.recorder, self._session.intern
@@ -173,7 +173,7 @@ class SimulatedRank:
             modules.append("head")
         self._modules = [self._intern(name) for name in modules]
         self._sequences: dict[str, int] = {}
-        groups = groups_of(topology, rank)
+        groups = simulated_groups(topology, rank)
         self._group_of = {group.dimension: name for name, group in groups.items()}
         for name, group in groups.items():
             self._session.metadata.add_group(name, group.members, group.description)
@@ -188,54 +188,53 @@ class SimulatedRank:
         self._session.note(note)
         run.register_ring(sidecar_host, ring.path)
 
-    def record(self, timeline: Timeline | HostsAhead) -> None:
-        """Write a block of steps.
+    def write_steps(self, timeline: Timeline | LaunchBoundTimes) -> None:
+        """Write a block of steps to the ring file.
 
-        Earlier records that the sidecar has not read may be overwritten.
+        This may overwrite earlier records that the sidecar has not read.
         """
         for index in range(len(timeline.steps)):
-            if isinstance(timeline, HostsAhead):
-                self._step_ahead(timeline, index)
+            if isinstance(timeline, LaunchBoundTimes):
+                self._record_launch_bound_step(timeline, index)
             elif self._device is None:
-                self._step(timeline, index)
+                self._record_host_step(timeline, index)
             else:
-                self._step_on_device(timeline, index)
+                self._record_device_step(timeline, index)
 
     def close(self) -> None:
         self._end_device_step(self.clock.now_ns)
         self._report_device_times(self._recorder.step)
         self._session.close({})
 
-    def _step(self, timeline: Timeline, index: int) -> None:
+    def _record_host_step(self, timeline: Timeline, index: int) -> None:
         end_ns = self.clock.now_ns + int(timeline.duration_ns[index])
         own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
         in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
-        with self._phase("data"):
+        with self._record_phase("data"):
             self.clock.now_ns += own["data"]
-        with self._phase("forward"):
-            self._modules_take(own["forward"])
-            self._wait("tp", in_forward_ns)
+        with self._record_phase("forward"):
+            self._record_modules(own["forward"])
+            self._record_wait("tp", in_forward_ns)
         if own["recompute"]:
-            with self._phase("recompute"):
+            with self._record_phase("recompute"):
                 self.clock.now_ns += own["recompute"]
-        with self._phase("backward"):
+        with self._record_phase("backward"):
             self.clock.now_ns += own["backward"]
-            self._wait("tp", in_backward_ns)
-            self._wait("dp", int(timeline.gradients_ns[self.rank, index]))
-        with self._phase("optimizer"):
-            self._wait("world", int(timeline.norm_ns[self.rank, index]))
+            self._record_wait("tp", in_backward_ns)
+            self._record_wait("dp", int(timeline.gradients_ns[self.rank, index]))
+        with self._record_phase("optimizer"):
+            self._record_wait("world", int(timeline.norm_ns[self.rank, index]))
             self.clock.now_ns += own["optimizer"]
         self._end_step(timeline, index, end_ns)
 
-    def _step_on_device(self, timeline: Timeline, index: int) -> None:
+    def _record_device_step(self, timeline: Timeline, index: int) -> None:
         begin_ns, end_ns = self.clock.now_ns, self.clock.now_ns + int(timeline.duration_ns[index])
         own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
         in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
         gradients_ns, norm_ns = (
             int(each[self.rank, index]) for each in (timeline.gradients_ns, timeline.norm_ns)
         )
-        # The pieces of each phase in the device's order: work, or waits of its stream in
-        # collectives.
+        # The parts of each phase in the device's order: work, or waits in a group's collectives.
         phases = {
             "forward": [(Kind.FORWARD, own["forward"]), ("tp", in_forward_ns)],
             "backward": [
@@ -245,31 +244,33 @@ class SimulatedRank:
             "optimizer": [("world", norm_ns), (Kind.OPTIMIZER, own["optimizer"])],
         }  # fmt: skip
         reported = self._device is not None and self._random.random() >= self._device.missing
-        with self._phase("data"):
+        with self._record_phase("data"):
             self.clock.now_ns += own["data"]
-        # The device had no work until now.
+        # The device has no work before the forward pass.
         at_ns = self.clock.now_ns
         for part, pieces in phases.items():
             phase_ns = at_ns
-            with self._phase(part):
+            with self._record_phase(part):
                 self.clock.now_ns += round(
                     _ISSUING_SHARE * sum(duration_ns for _, duration_ns in pieces)
                 )
             for what, duration_ns in pieces:
                 if isinstance(what, Kind):
                     if what == Kind.RECOMPUTE and duration_ns:
-                        self._on_device(Kind.RECOMPUTE, at_ns, duration_ns, reported=reported)
+                        self._queue_device_span(
+                            Kind.RECOMPUTE, at_ns, duration_ns, reported=reported
+                        )
                 elif what in self._group_of:
-                    self._collective(what, at_ns, duration_ns, Flag.COMPLETED | Flag.DEVICE)
-                    self._on_device(Kind.WAIT, at_ns, duration_ns, reported=reported)
+                    self._record_collective(what, at_ns, duration_ns, Flag.COMPLETED | Flag.DEVICE)
+                    self._queue_device_span(Kind.WAIT, at_ns, duration_ns, reported=reported)
                 at_ns += duration_ns
-            self._on_device(_PHASES[part][0], phase_ns, at_ns - phase_ns, reported=reported)
-        self._on_device(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported)
+            self._queue_device_span(_PHASES[part][0], phase_ns, at_ns - phase_ns, reported=reported)
+        self._queue_device_span(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported)
         step = self._recorder.step
         self._end_step(timeline, index, end_ns)
         self._report_device_times(step - (self._device.late_steps if self._device else 0))
 
-    def _step_ahead(self, timeline: HostsAhead, index: int) -> None:
+    def _record_launch_bound_step(self, timeline: LaunchBoundTimes, index: int) -> None:
         assert self._device is not None
         own = dict(
             zip(
@@ -278,7 +279,7 @@ class SimulatedRank:
                 strict=True,
             )
         )
-        own["forward"] += int(timeline.full_ns[self.rank, index])
+        own["forward"] += int(timeline.queue_wait_ns[self.rank, index])
         own["backward"] += own["recompute"]
         reported = self._random.random() >= self._device.missing
         began_ns, arrived_ns = (
@@ -287,29 +288,33 @@ class SimulatedRank:
         )
         self._end_device_step(began_ns)
         self._device_step = (began_ns, reported)
-        with self._phase("data"):
+        with self._record_phase("data"):
             self.clock.now_ns += own["data"]
         for part, (start_ns, end_ns) in zip(
             PHASES, timeline.phases_ns[self.rank, index].tolist(), strict=True
         ):
-            with self._phase(part):
+            with self._record_phase(part):
                 self.clock.now_ns += own[part]
             start_ns, end_ns = self._begin_ns + start_ns, self._begin_ns + end_ns
             if part == "backward" and "dp" in self._group_of:
-                self._collective(
+                self._record_collective(
                     "dp", arrived_ns, end_ns - arrived_ns, Flag.COMPLETED | Flag.DEVICE
                 )
-                self._on_device(Kind.WAIT, arrived_ns, end_ns - arrived_ns, reported=reported)
-            self._on_device(_PHASES[part][0], start_ns, end_ns - start_ns, reported=reported)
+                self._queue_device_span(
+                    Kind.WAIT, arrived_ns, end_ns - arrived_ns, reported=reported
+                )
+            self._queue_device_span(
+                _PHASES[part][0], start_ns, end_ns - start_ns, reported=reported
+            )
         step = self._recorder.step
         self._end_step(timeline, index, self.clock.now_ns + own["host"])
         self._report_device_times(step - self._device.late_steps - AHEAD)
 
     def _end_device_step(self, end_ns: int) -> None:
-        """Record the device's step in progress, which ends at the begin of the next one."""
+        """Record the device's step in progress. It ends where the next step begins."""
         if self._device_step is not None:
             begin_ns, reported = self._device_step
-            self._on_device(
+            self._queue_device_span(
                 Kind.STEP,
                 begin_ns,
                 end_ns - begin_ns,
@@ -317,7 +322,7 @@ class SimulatedRank:
                 step=self._recorder.step - 1,
             )
 
-    def _on_device(
+    def _queue_device_span(
         self,
         kind: Kind,
         start_ns: int,
@@ -326,8 +331,10 @@ class SimulatedRank:
         reported: bool,
         step: int | None = None,
     ) -> None:
-        """Queue a span by the device's clock for a later report, unless its step is not
-        reported."""
+        """Queue a span by the device's clock, which is written a few steps later.
+
+        reported: False drops the span.
+        """
         behind_ns = max(0, start_ns + duration_ns - self.clock.now_ns)
         if reported:
             step = self._recorder.step if step is None else step
@@ -347,7 +354,7 @@ class SimulatedRank:
         while self._unreported and self._unreported[0][2] <= until_step:
             self._recorder.record_completed(*self._unreported.popleft())
 
-    def _end_step(self, timeline: Timeline | HostsAhead, index: int, end_ns: int) -> None:
+    def _end_step(self, timeline: Timeline | LaunchBoundTimes, index: int, end_ns: int) -> None:
         # The remaining time of the step is host code.
         self.clock.now_ns = end_ns
         workload, flags = (
@@ -357,19 +364,19 @@ class SimulatedRank:
         self._recorder.next_step(flags, 0, 1 | (workload + 1) << WORKLOAD_SHIFT)
 
     @contextmanager
-    def _phase(self, part: str) -> Iterator[None]:
+    def _record_phase(self, part: str) -> Iterator[None]:
         self._recorder.begin(*self._ids[part])
         yield
         self._recorder.end(*self._ids[part])
 
-    def _modules_take(self, own_ns: int) -> None:
+    def _record_modules(self, own_ns: int) -> None:
         for module in self._modules:
             self._recorder.begin(Kind.MODULE, module)
             self.clock.now_ns += own_ns // len(self._modules)
             self._recorder.end(Kind.MODULE, module)
         self.clock.now_ns += own_ns % len(self._modules)
 
-    def _wait(self, dimension: str, wait_ns: int) -> None:
+    def _record_wait(self, dimension: str, wait_ns: int) -> None:
         """Record a collective over a group, and the wait in it."""
         if dimension not in self._group_of:
             return
@@ -377,9 +384,11 @@ class SimulatedRank:
         self._recorder.begin(Kind.WAIT, self._wait_id)
         self.clock.now_ns += wait_ns
         self._recorder.end(Kind.WAIT, self._wait_id)
-        self._collective(dimension, start_ns, wait_ns, Flag.COMPLETED)
+        self._record_collective(dimension, start_ns, wait_ns, Flag.COMPLETED)
 
-    def _collective(self, dimension: str, start_ns: int, duration_ns: int, flags: Flag) -> None:
+    def _record_collective(
+        self, dimension: str, start_ns: int, duration_ns: int, flags: Flag
+    ) -> None:
         group, size = self._group_of[dimension], _BYTES[dimension]
         name_id = self._intern(f"allreduce group={group} dtype=bfloat16")
         sequence = self._sequences[group] = self._sequences.get(group, -1) + 1
@@ -388,29 +397,31 @@ class SimulatedRank:
         )
 
 
-def identity_of(run: RunDirectory, topology: Topology, rank: int) -> Identity:
-    """Return the identity of a rank. Its process is the present one."""
+def simulated_identity(run: RunDirectory, topology: Topology, rank: int) -> Identity:
+    """Return the identity of a rank. Its process id is that of the current process."""
     return Identity(
-        run_id=run.run_id, rank=rank, local_rank=rank % topology.node_size, world_size=topology.ranks,
-        local_world_size=min(topology.node_size, topology.ranks), attempt=0, host=topology.host(rank), pid=os.getpid(),
-        process_started=process_start_ticks(os.getpid()) or 0, launcher_pid=os.getppid(), elastic=False,
-        program="simulation", traceparent="", attributes={}, node=topology.host(rank),
+        run_id=run.run_id, rank=rank, local_rank=rank % topology.node_size, world_size=topology.rank_count,
+        local_world_size=min(topology.node_size, topology.rank_count), attempt=0, host=topology.host_name(rank),
+        pid=os.getpid(), process_started=process_started(os.getpid()) or 0, launcher_pid=os.getppid(), elastic=False,
+        program="simulation", traceparent="", attributes={}, node=topology.host_name(rank),
     )  # fmt: skip
 
 
-class _Group(NamedTuple):
+class _SimulatedGroup(NamedTuple):
     dimension: str
     members: list[int]
     description: str
 
 
-def groups_of(topology: Topology, rank: int) -> dict[str, _Group]:
-    """Return the rank's process groups by name: one for each mesh dimension, and one of all
-    ranks."""
-    groups = {_WORLD: _Group("world", list(range(topology.ranks)), "default_pg")}
+def simulated_groups(topology: Topology, rank: int) -> dict[str, _SimulatedGroup]:
+    """Return the rank's process groups by name.
+
+    One group contains all ranks. The others are those of mesh dimensions with several ranks.
+    """
+    groups = {_WORLD: _SimulatedGroup("world", list(range(topology.rank_count)), "default_pg")}
     for dimension in ("tp", "dp", "pp"):
-        members = topology.group(dimension, rank)
+        members = topology.group_ranks(dimension, rank)
         if len(members) > 1:
             name = f"{dimension}-{members[0]}"
-            groups[name] = _Group(dimension, list(members), f"mesh_{dimension}")
+            groups[name] = _SimulatedGroup(dimension, list(members), f"mesh_{dimension}")
     return groups

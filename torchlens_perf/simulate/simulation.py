@@ -1,9 +1,9 @@
 """Simulated training: the steps of all ranks of a job of any size, with planted faults.
 
-Random variation is resampled from recorded runs (recorded_noise.npz) in excerpts of one block. This
-keeps heavy tails and the correlation of neighbouring steps. Steps are made in blocks. A block
-depends only on the seed and its number, so a run can be made piece by piece, and repeated. Pure: it
-uses no clock, and no other file.
+Steps are computed in blocks. A block depends only on the seed and its number, so blocks can be
+computed separately, and again. Random variation is resampled from recorded runs
+(recorded_noise.npz) in excerpts of one block, which preserves heavy tails and the correlation of
+neighbouring steps. Pure: the module reads no clock and no other file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 # Number of steps in a block.
 BLOCK = 32
 _MIN_STEP_NS, _MAX_STEP_NS = 1_000_000, 600_000_000_000
-# Noise makes no part shorter than this share of its usual time.
+# With noise, a part of the step still lasts at least this share of its usual time.
 _MIN_PART = 0.2
-# Transfer time of the gradients, as a share of the usual work, after all ranks have arrived.
+# Transfer time of the gradients once all ranks have arrived, as a share of the usual work.
 _TRANSFER_SHARE = 0.03
-# The same for activations between tensor-parallel neighbours, in forward and backward together.
+# Transfer time of activations between tensor-parallel neighbours in forward and backward together,
+# as a share of the usual work.
 _TENSOR_TRANSFER_SHARE = 0.02
 # Additional work of the last pipeline stage, which has the head and the loss.
 _LAST_STAGE_SHARE = 0.05
@@ -41,8 +42,8 @@ _MICRO_BATCHES_PER_STAGE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Ranks in Megatron's order: tensor-parallel neighbours first, then data parallel, then
-    pipeline stages."""
+    """The mesh of ranks in Megatron's order: tensor parallel varies fastest, then data parallel,
+    then the pipeline stage."""
 
     dp: int
     tp: int = 1
@@ -58,104 +59,106 @@ class Topology:
                 )
 
     @property
-    def ranks(self) -> int:
+    def rank_count(self) -> int:
         return self.dp * self.tp * self.pp
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's coordinate in each dimension."""
+        """Return a rank's coordinate in each dimension of the mesh."""
         return {
             "tp": rank % self.tp,
             "dp": rank // self.tp % self.dp,
             "pp": rank // (self.tp * self.dp),
         }
 
-    def group(self, dimension: str, rank: int) -> list[int]:
-        """Return the ranks that share all coordinates of this rank except the one of `dimension`,
-        in order."""
-        grid = np.arange(self.ranks).reshape(self.pp, self.dp, self.tp)
+    def group_ranks(self, dimension: str, rank: int) -> list[int]:
+        """Return the sorted ranks that differ from this rank only in their coordinate of
+        `dimension`."""
+        grid = np.arange(self.rank_count).reshape(self.pp, self.dp, self.tp)
         at = self.coordinates(rank)
         where = [slice(None) if name == dimension else at[name] for name in ("pp", "dp", "tp")]
         found: list[int] = grid[tuple(where)].tolist()
         return found
 
-    def node(self, rank: int) -> int:
+    def node_index(self, rank: int) -> int:
         """Return the index of the rank's host."""
         return rank // self.node_size
 
-    def host(self, rank: int) -> str:
-        return f"node-{self.node(rank):04d}"
+    def host_name(self, rank: int) -> str:
+        return f"node-{self.node_index(rank):04d}"
 
-    def place(self, rank: int) -> Placement:
+    def placement(self, rank: int) -> Placement:
         """Return the rank's placement.
 
-        Each pipeline stage is a population, as stages do different work.
+        The ranks of each pipeline stage are a population, because stages do different work.
         """
         at = self.coordinates(rank)
-        return Placement(self.host(rank), f"pp{at['pp']}" if self.pp > 1 else "", at)
+        return Placement(self.host_name(rank), f"pp{at['pp']}" if self.pp > 1 else "", at)
 
 
 @dataclasses.dataclass
-class Draft:
-    """Consecutive steps of all ranks, which faults may change. Times in ns."""
+class DraftSteps:
+    """Consecutive steps of all ranks that faults may change. Times are in ns."""
 
     topology: Topology
     first_step: int
     usual_ns: float
-    """A rank's usual work in a step. The size of a fault is a share of it."""
+    """A rank's usual work in a step. The size of a fault is a share of this time."""
     parts_ns: npt.NDArray[np.float32]
-    """Own work, shape [ranks, steps, len(OWN_PARTS)]."""
+    """Work in each part of the step, without waits for other ranks; shape [ranks, steps,
+    len(OWN_PARTS)]."""
     transfer_ns: npt.NDArray[np.float32]
     """Transfer time of the gradients of the rank's data-parallel group, shape [ranks, steps]."""
     tensor_transfer_ns: npt.NDArray[np.float32]
-    """Transfer time of the activations of its tensor-parallel group, in forward and backward
-    together, same shape."""
+    """Transfer time of the activations of the rank's tensor-parallel group in forward and backward
+    together, shape [ranks, steps]."""
     workload: npt.NDArray[np.int64]
-    """Shape [ranks, steps]; -1 if the job does not report it."""
+    """Number of tokens, shape [ranks, steps]; -1 if the job does not report the number."""
     flags: npt.NDArray[np.int64]
     random: np.random.Generator
 
     @property
-    def step(self) -> npt.NDArray[np.int64]:
+    def step_numbers(self) -> npt.NDArray[np.int64]:
         return np.arange(self.first_step, self.first_step + self.parts_ns.shape[1])
 
-    def copy(self) -> Draft:
-        """Return a copy with arrays of its own. The generator is shared."""
+    def copy(self) -> DraftSteps:
+        """Return a copy with copied arrays. Both share the random number generator."""
         names = ("parts_ns", "transfer_ns", "tensor_transfer_ns", "workload", "flags")
         return dataclasses.replace(self, **{name: getattr(self, name).copy() for name in names})
 
 
 class Fault(Protocol):
-    """A fault that makes ranks slow, or a variation that only looks like one."""
+    """A fault that makes ranks slow, or a variation that only looks like a fault."""
 
-    def check(self, topology: Topology) -> None:
-        """Raise ConfigError if the fault cannot be planted in a job of this topology."""
+    def validate(self, topology: Topology) -> None:
+        """Raise ConfigError if a job of this topology cannot have the fault."""
 
-    def plant(self, draft: Draft) -> None:
-        """Change the draft.
+    def plant_in(self, draft: DraftSteps) -> None:
+        """Add the fault's time to the draft.
 
-        Random numbers come from its generator only, so the same seed gives the same run.
+        Random numbers come only from the draft's generator, so the same seed gives the same run.
         """
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        """Return the ranks at fault in a step, which the detector should name."""
+        """Return the ranks at fault in a step. The detector should name them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
-    """Finished steps of all ranks.
+class SimulatedSteps:
+    """Finished steps of all ranks, with times in ns.
 
-    Times in ns. Work is float32, which is exact to 10 µs for times of minutes.
+    Work is float32, which is precise to 10 µs for a step of several minutes.
     """
 
     topology: Topology
     first_step: int
     duration_ns: npt.NDArray[np.float64]
-    """Shape [steps]: all ranks end a step together."""
+    """Duration of each step, shape [steps]. It is the same for all ranks."""
     parts_ns: npt.NDArray[np.float32]
-    """Own work, shape [ranks, steps, len(OWN_PARTS)]."""
+    """Work in each part of the step, without waits for other ranks; shape [ranks, steps,
+    len(OWN_PARTS)]."""
     tensor_wait_ns: npt.NDArray[np.float64]
-    """Wait for tensor-parallel neighbours, with the transfer, in forward and in backward; [ranks,
-    steps, 2]."""
+    """Wait for tensor-parallel neighbours in forward and in backward, including the transfer; shape
+    [ranks, steps, 2]."""
     transfer_ns: npt.NDArray[np.float32]
     """Transfer time of the gradients of the rank's data-parallel group, shape [ranks, steps]."""
     workload: npt.NDArray[np.int64]
@@ -164,15 +167,15 @@ class Steps:
     def __len__(self) -> int:
         return len(self.duration_ns)
 
-    def head(self, count: int) -> Steps:
+    def head(self, count: int) -> SimulatedSteps:
         columns = ("parts_ns", "tensor_wait_ns", "transfer_ns", "workload", "flags")
         cut = {name: getattr(self, name)[:, :count] for name in columns}
         return dataclasses.replace(self, duration_ns=self.duration_ns[:count], **cut)
 
-    def blocks(self, width: int) -> Iterator[tuple[str, BinBatch]]:
-        """Yield the detector's rows of `width` steps by population.
+    def detector_rows(self, width: int) -> Iterator[tuple[str, BinBatch]]:
+        """Yield each population with its rows for the detector: means over `width` steps.
 
-        Steps that do not fill a row are left out.
+        Steps at the end that do not fill a row are left out.
         """
         topology, count = self.topology, len(self) // width
         if not count:
@@ -183,39 +186,39 @@ class Steps:
         )
         workload = np.where(self.workload >= 0, self.workload, np.nan)
         stage_ranks = topology.tp * topology.dp
-        for first in range(0, topology.ranks, stage_ranks):
+        for first in range(0, topology.rank_count, stage_ranks):
             ranks = np.arange(first, first + stage_ranks)
             shape = (stage_ranks, count)
-            duration_ns = np.broadcast_to(_means(self.duration_ns[None], width), shape)
-            parts_ns, ready_ns = _means(self.parts_ns[ranks], width), np.full(shape, np.nan)
+            duration_ns = np.broadcast_to(_row_means(self.duration_ns[None], width), shape)
+            parts_ns, ready_ns = _row_means(self.parts_ns[ranks], width), np.full(shape, np.nan)
             yield (
-                topology.place(first).population,
+                topology.placement(first).population,
                 BinBatch(
                     width=width,
                     ranks=ranks,
                     key=np.broadcast_to(self.first_step // width + np.arange(count), shape),
                     flags=np.bitwise_or.reduce(flags[ranks], axis=2),
                     duration_ns=duration_ns,
-                    wait_ns=duration_ns - _means(work_ns[ranks], width),
+                    wait_ns=duration_ns - _row_means(work_ns[ranks], width),
                     ready_ns=ready_ns,
-                    workload=_means(workload[ranks], width),
+                    workload=_row_means(workload[ranks], width),
                     parts_ns=parts_ns,
                     **empty_host_line(parts_ns, ready_ns),
                 ),
             )
 
 
-class Effect(NamedTuple):
-    """The time that a fault adds to each step, in ns."""
+class FaultEffect(NamedTuple):
+    """The time in ns that a fault adds to each step."""
 
     work_ns: npt.NDArray[np.float32]
-    """Time added to the ranks' own work, shape [ranks, steps]."""
+    """Time added to the work of each rank, shape [ranks, steps]."""
     cost_ns: npt.NDArray[np.float64]
     """Time added to the duration of the step, shape [steps]."""
 
 
 class Simulation:
-    """A simulated job. Each call of block() computes the block anew."""
+    """A simulated job. Blocks are not cached: each call of block() computes one."""
 
     def __init__(
         self,
@@ -229,20 +232,19 @@ class Simulation:
     ) -> None:
         """Raise ConfigError for invalid values.
 
-        noise: factor on the noise of the recorded runs. spread: standard deviation of lasting
-        differences between ranks, as a share of their work. work_ns: a rank's usual own work in a
-        step.
+        noise: multiple of the noise in the recorded runs. spread: standard deviation of constant
+        differences between ranks, as a share of their work. work_ns: a rank's usual work in a step.
         """
         if seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {seed}")
         if not 0 <= noise <= 4:
-            raise ConfigError(f"noise must be 0 to 4 times what was recorded, got {noise:g}")
+            raise ConfigError(f"noise must be 0 to 4 times the recorded noise, got {noise:g}")
         if not 0 <= spread <= 0.2:
             raise ConfigError(f"spread must be 0 to 0.2 of the work, got {spread:g}")
         if not _MIN_STEP_NS <= work_ns <= _MAX_STEP_NS:
             raise ConfigError(f"a step's work must be 1 ms to 10 min, got {work_ns / 1e6:g} ms")
         for fault in faults:
-            fault.check(topology)
+            fault.validate(topology)
         self.topology = topology
         self.faults = tuple(faults)
         self.seed = seed
@@ -250,53 +252,56 @@ class Simulation:
         self.work_ns = work_ns
         self._tensor_share = _TENSOR_TRANSFER_SHARE if topology.tp > 1 else 0.0
         lasting = (
-            np.random.default_rng([seed, 1]).standard_normal(topology.ranks).astype(np.float32)
+            np.random.default_rng([seed, 1]).standard_normal(topology.rank_count).astype(np.float32)
         )
-        stage = np.arange(topology.ranks) // (topology.tp * topology.dp)
+        stage = np.arange(topology.rank_count) // (topology.tp * topology.dp)
         last = (stage == topology.pp - 1) & (topology.pp > 1)
         self._usual = (1 + spread * lasting.clip(-4, 4)) * np.where(
             last, 1 + _LAST_STAGE_SHARE, 1
         ).astype(np.float32)
 
-    def block(self, number: int) -> Steps:
-        """Return the steps from number * BLOCK to before (number + 1) * BLOCK."""
-        return self._planted(number, None)
+    def block(self, number: int) -> SimulatedSteps:
+        """Return the steps from number * BLOCK up to, but not including, (number + 1) * BLOCK."""
+        return self._compute_block(number, None)
 
-    def effects(self, count: int) -> list[Effect]:
-        """Return the effect of each fault on the first `count` steps, with all other faults
-        planted."""
+    def fault_effects(self, count: int) -> list[FaultEffect]:
+        """Return the effect of each fault on the first `count` steps.
+
+        An effect is the difference between the run with all faults and the run without this fault.
+        """
         work: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.faults]
         cost: list[list[npt.NDArray[np.float64]]] = [[] for _ in self.faults]
         for number in range(-(-count // BLOCK)):
             steps = self.block(number).head(count - number * BLOCK)
             for index in range(len(self.faults)):
-                rest = self._planted(number, index).head(len(steps))
+                rest = self._compute_block(number, index).head(len(steps))
                 work[index].append((steps.parts_ns - rest.parts_ns).sum(axis=2))
                 cost[index].append(steps.duration_ns - rest.duration_ns)
         return [
-            Effect(np.hstack(of_ranks), np.hstack(of_job))
+            FaultEffect(np.hstack(of_ranks), np.hstack(of_job))
             for of_ranks, of_job in zip(work, cost, strict=True)
         ]
 
     def transfer_share(self, dimension: str) -> float:
-        """Return the usual time of a group's transfers in a step, as a share of a rank's usual
+        """Return the usual transfer time of a group in a step, as a share of a rank's usual
         work."""
         return _TRANSFER_SHARE if dimension == "dp" else self._tensor_share
 
-    def _planted(self, number: int, left_out: int | None) -> Steps:
-        """Return a block with all faults except the one with the index `left_out`.
+    def _compute_block(self, number: int, left_out: int | None) -> SimulatedSteps:
+        """Return a block with all faults except the fault with the index `left_out`.
 
-        That fault still draws its random numbers, on a copy, so the others draw the same ones.
+        The omitted fault changes a copy and still draws its random numbers. All other faults
+        therefore draw the same numbers as with it.
         """
         topology = self.topology
         random = np.random.default_rng([self.seed, 2, number])
-        shape = (topology.ranks, BLOCK)
-        usual = recorded_noise().profile * np.float32(self.work_ns)
+        shape = (topology.rank_count, BLOCK)
+        usual = load_recorded_noise().profile * np.float32(self.work_ns)
         parts = self._usual[:, None, None] * usual + np.float32(
             self.noise * self.work_ns
-        ) * self._chance(random)
+        ) * self._draw_noise(random)
         np.maximum(parts, _MIN_PART * usual, out=parts)
-        draft = Draft(
+        draft = DraftSteps(
             topology=topology,
             first_step=number * BLOCK,
             usual_ns=self.work_ns,
@@ -308,10 +313,10 @@ class Simulation:
             random=random,
         )
         for index, fault in enumerate(self.faults):
-            fault.plant(draft if index != left_out else draft.copy())
-        return _finished(draft)
+            fault.plant_in(draft if index != left_out else draft.copy())
+        return _finish_steps(draft)
 
-    def steps(self, count: int) -> Iterator[Steps]:
+    def steps(self, count: int) -> Iterator[SimulatedSteps]:
         """Yield the first `count` steps in blocks. The last block may be shorter."""
         for number in range(-(-count // BLOCK)):
             yield self.block(number).head(count - number * BLOCK)
@@ -319,12 +324,14 @@ class Simulation:
     def slow_ranks(self, step: int) -> frozenset[int]:
         return frozenset().union(*(fault.slow_ranks(step, self.topology) for fault in self.faults))
 
-    def _chance(self, random: np.random.Generator) -> npt.NDArray[np.float32]:
-        """Return noise: an excerpt for each rank, plus one of the recorded common noise: [ranks,
-        BLOCK, own parts]."""
-        recorded = recorded_noise()
+    def _draw_noise(self, random: np.random.Generator) -> npt.NDArray[np.float32]:
+        """Return noise of shape [ranks, BLOCK, len(OWN_PARTS)].
+
+        It is the sum of an excerpt for each rank and one excerpt that is common to all ranks.
+        """
+        recorded = load_recorded_noise()
         streams, length, _ = recorded.individual.shape
-        ranks = self.topology.ranks
+        ranks = self.topology.rank_count
         stream = random.integers(streams, size=ranks)
         begin = random.integers(length - BLOCK + 1, size=ranks)
         run, first = random.integers(len(recorded.common)), random.integers(length - BLOCK + 1)
@@ -335,12 +342,12 @@ class Simulation:
         return widened
 
 
-def _finished(draft: Draft) -> Steps:
-    """Return finished steps, with the waits of all ranks.
+def _finish_steps(draft: DraftSteps) -> SimulatedSteps:
+    """Return the draft's steps with the waits of all ranks.
 
     Tensor-parallel neighbours wait for each other at the end of forward and of backward. Pipeline
-    stages wait for the longest stage. All ranks wait for the last gradients, and at the step's end
-    for the longest optimizer.
+    stages wait for the slowest stage. All ranks wait for the last gradients. At the end of the
+    step, they wait for the slowest optimizer.
     """
     topology, parts = draft.topology, draft.parts_ns
     grid = (topology.pp, topology.dp, topology.tp, parts.shape[1])
@@ -354,20 +361,20 @@ def _finished(draft: Draft) -> Steps:
     ]
     stage_ns = (paces[0] + paces[1])[:, :, 0]
     after_ns = (at["optimizer"] + at["host"]).max(axis=0)
-    # A pipeline of p stages takes the time of m + p - 1 micro-batches in the longest stage for m
-    # micro-batches.
+    # For m micro-batches, a pipeline of p stages takes as long as m + p - 1 micro-batches in its
+    # slowest stage.
     filled = 1 + (topology.pp - 1) / (_MICRO_BATCHES_PER_STAGE * topology.pp)
     duration_ns = filled * stage_ns.max(axis=(0, 1)) + draft.transfer_ns.max(axis=0) + after_ns
-    return Steps(
+    return SimulatedSteps(
         topology, draft.first_step, duration_ns, parts, np.stack(waits, axis=2), draft.transfer_ns, draft.workload,
         draft.flags,
     )  # fmt: skip
 
 
-def _means(values: npt.NDArray[Any], width: int) -> npt.NDArray[np.floating[Any]]:
-    """Return means over `width` steps: [ranks, rows, ...].
+def _row_means(values: npt.NDArray[Any], width: int) -> npt.NDArray[np.floating[Any]]:
+    """Return means over each `width` steps: [ranks, rows, ...].
 
-    Remaining steps at the end are left out.
+    Steps at the end that do not fill a row are left out.
     """
     if width == 1:
         return values
@@ -382,27 +389,28 @@ class RecordedNoise:
     """Deviations in recorded runs, as shares of a rank's usual work."""
 
     profile: npt.NDArray[np.float32]
-    """Each own part's share of the work; sums to 1."""
+    """Share of each of the OWN_PARTS in the work. The shares add up to 1."""
     parts: npt.NDArray[np.int64]
-    """Indices of the own parts that have deviations."""
+    """Indices of the OWN_PARTS that have deviations."""
     individual: npt.NDArray[np.float32]
-    """A rank's deviations from the common ones of its run. Shape [ranks of all runs, steps,
-    parts]."""
+    """Difference between a rank's deviations and the common deviations of its run. Shape [ranks of
+    all runs, steps, parts]."""
     common: npt.NDArray[np.float32]
     """Deviations that all ranks of a run have in common. Shape [runs, steps, parts]."""
 
     @property
     def deviation(self) -> tuple[float, float]:
-        """Standard deviation of a rank's work over its steps, and its estimate by 1.48 median
-        absolute deviations."""
+        """Standard deviation of a rank's work over its steps, and a robust estimate of it: 1.48
+        times the median absolute deviation."""
         total = self.individual.sum(axis=2, dtype=np.float64)
         return float(total.std()), 1.4826 * float(np.median(np.abs(total - np.median(total))))
 
 
 @functools.cache
-def recorded_noise() -> RecordedNoise:
-    """Return the noise that ships with the package. docs/internals/accuracy.md describes its
-    recording.
+def load_recorded_noise() -> RecordedNoise:
+    """Return the noise that ships with the package.
+
+    docs/internals/accuracy.md describes how it was recorded.
     """
     noise = resources.files("torchlens_perf.simulate").joinpath("recorded_noise.npz")
     with noise.open("rb") as file, np.load(file) as data:

@@ -24,7 +24,7 @@ def looks(
     """Yield the findings after every four steps. At step `restart`, another sidecar takes over."""
     judge, goes_on, found = StragglerDetector(), EarlierEpisodes(NOTHING), NOTHING
     for part in simulation(fault, seed=seed, noise=noise).steps(steps):
-        for population, block in part.blocks(1):
+        for population, block in part.detector_rows(1):
             for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4):
                 if first == restart:
                     judge, goes_on = StragglerDetector(), EarlierEpisodes(save_and_load(found))
