@@ -125,7 +125,7 @@ def write_run(
             state.processes[process.identity.key] = process
             written += len(records)
             table = assemble_steps(records)
-            judge.add_steps(rank, process.place, table)
+            judge.add_steps(rank, process.placement, table)
             warm = records[records["step"] >= WARM_UP_STEPS]
             state.join.add_records(rank, warm, _names(), process.groups, 0, process.identity.key)
             for at, part in enumerate(_segments(records, steps, segments)):
@@ -140,7 +140,7 @@ def write_run(
         for each in chunks:
             writer.write(each)
         states.append(state)
-    states[0].findings = with_groups(judge.judge(final=True), judge.places)
+    states[0].findings = add_straggler_groups(judge.judge(final=True), judge.places)
     for state in states:
         state.save(run)
     return written

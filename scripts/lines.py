@@ -27,7 +27,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     (
         "verdicts",
         (
-            "verdicts", "verdicts/stragglers", "verdicts/causes", "verdicts/words", "verdicts/held.py",
+            "verdicts", "verdicts/stragglers", "verdicts/causes", "verdicts/words", "verdicts/verdict_periods.py",
             "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,

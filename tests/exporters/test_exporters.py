@@ -43,8 +43,8 @@ from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
-from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
+from torchlens_perf.verdicts.finding_log import FindingLog, count_stragglers_by_class
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
 MAX_RANK_SERIES = max_ranks_with_own_series(NodeRole().max_series)
@@ -95,9 +95,13 @@ def assessment_of(
     If a log is given, its new alerts are included.
     """
     alerts = (
-        log.changes(0, found, hung, PLACES, 1_700_000_000_000_000_000) if log is not None else ()
+        log.record_changes(0, found, hung, PLACES, 1_700_000_000_000_000_000)
+        if log is not None
+        else ()
     )
-    return Assessment(who or identity(), with_groups(found, PLACES), hung, alerts, whole_job)
+    return Assessment(
+        who or identity(), add_straggler_groups(found, PLACES), hung, alerts, whole_job
+    )
 
 
 # -- nesting of spans

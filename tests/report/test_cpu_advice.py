@@ -22,7 +22,7 @@ from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.verdicts.node_state import CpuUsers
+from torchlens_perf.verdicts.node_state import CpuUsage
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGroup
 
 STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}
@@ -48,37 +48,37 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
     ("users", "threads", "ranks", "words", "never"),
     [
         (
-            CpuUsers(2, 0, [0.0, 5.0], ""),
+            CpuUsage(2, 0, [0.0, 5.0], ""),
             1,
             1,
             ["more CPUs (now 2)."],
             ["threads", "workers", "ranks", "see what"],
         ),
         (
-            CpuUsers(2, 0, [0.0, 5.0], ""),
+            CpuUsage(2, 0, [0.0, 5.0], ""),
             8,
             1,
             ["OMP_NUM_THREADS, now 8", "more CPUs"],
             ["workers", "ranks"],
         ),
-        (CpuUsers(2, 4, [0.0, 5.0], ""), 1, 1, ["num_workers, now 4"], ["threads", "ranks"]),
-        (CpuUsers(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
+        (CpuUsage(2, 4, [0.0, 5.0], ""), 1, 1, ["num_workers, now 4"], ["threads", "ranks"]),
+        (CpuUsage(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
         (
-            CpuUsers(2, 0, [5.0, 10.0], ""),
+            CpuUsage(2, 0, [5.0, 10.0], ""),
             1,
             1,
             ["see which programs outside of the job keep 50%"],
             ["threads"],
         ),
         (
-            CpuUsers(),
+            CpuUsage(),
             0,
             1,
             ["see what else keeps the CPUs busy", "OMP_NUM_THREADS)"],
             ["ranks a node", "workers"],
         ),
         (
-            CpuUsers(),
+            CpuUsage(),
             1,
             1,
             ["see what else keeps the CPUs busy", "more CPUs."],

@@ -19,9 +19,9 @@ from torchlens_perf.analysis.statistics.run_windows import RunWindows
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.judged_windows import JudgedWindows, longest
+from torchlens_perf.verdicts.judged_windows import JudgedWindows, find_mostly_true_slice
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, StragglerGroup, Usual
@@ -318,8 +318,8 @@ def test_only_windows_of_the_current_slow_stage_count() -> None:
     usual = tuple(
         Usual(f"pp{rank}", str(rank), work, 0.0) for rank, work in enumerate((10e6, 40e6, 10e6))
     )
-    judged = with_groups(findings(usual=usual, step_ns=50e6), places)
-    found = JudgedWindows(windows, judged, places, False).out_of_balance()
+    judged = add_straggler_groups(findings(usual=usual, step_ns=50e6), places)
+    found = JudgedWindows(windows, judged, places, False).find_imbalanced_part()
 
     assert found is not None
     assert (found.since_step, found.until_step, found.held.sum(), found.judged.sum()) == (
@@ -408,9 +408,9 @@ def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str)
 
 def test_recovered_slow_link_is_listed_as_earlier() -> None:
     log, link = FindingLog("run"), slow_links((3, 4))
-    log.changes(0, NOTHING, None, PLACES, 5 * SECOND_NS, last_step=40, verdicts=[link])
+    log.record_changes(0, NOTHING, None, PLACES, 5 * SECOND_NS, last_step=40, verdicts=[link])
     for at_s in (6, 90):
-        log.changes(0, NOTHING, None, PLACES, at_s * SECOND_NS, last_step=at_s)
+        log.record_changes(0, NOTHING, None, PLACES, at_s * SECOND_NS, last_step=at_s)
     row = rows(node([usual(200)] * 2, records=log.records))["slow_link_ended"]
 
     assert row["text"] == "No longer: It is slow."
@@ -438,17 +438,17 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
 
     assert (
         held_words(whole, started)
-        == "Held in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
+        == "Period in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
     )
     assert (
         held_words(over, started)
-        == "Held in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
+        == "Period in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
         " 01:02:03 UTC)."
     )
     assert held_words(
         {**whole, "windows_held": 1, "windows_judged": 1, "window_steps": 8}, started
-    ).startswith("Held in 1 of 1 window of 8 steps, ")
-    assert held_words(at_step, started) == "Held since step 64."
+    ).startswith("Period in 1 of 1 window of 8 steps, ")
+    assert held_words(at_step, started) == "Period since step 64."
     assert held_words(None, started) == ""
 
 
@@ -464,7 +464,7 @@ def test_newest_ended_findings_are_listed_as_earlier() -> None:
     words = " ".join(text.partition("  earlier ")[2].split())
 
     assert words.startswith("Rank 1 was slow in the backward pass from step 100 to step 109: ")
-    assert "It is over. Held in 2 of 20 windows of 8 steps, from step 100 to 109 (" in words
+    assert "It is over. Period in 2 of 20 windows of 8 steps, from step 100 to 109 (" in words
     assert "2 more: --json" in words
 
 
@@ -475,7 +475,7 @@ def test_range_of_windows_has_the_largest_difference_to_the_others(held: list[bo
     def worth(begin: int, end: int) -> int:
         return sum(1 if each else -1 for each in held[begin:end])
 
-    found = longest(held)
+    found = find_mostly_true_slice(held)
     best = max(
         (worth(i, j) for i in range(len(held)) for j in range(i + 1, len(held) + 1)), default=0
     )

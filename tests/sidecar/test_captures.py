@@ -34,7 +34,10 @@ from torchlens_perf.run.captures import (
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.captures import LOOK_S, CaptureRelay, LiveRank
 from torchlens_perf.sidecar.node import Sidecar
-from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy, with_groups
+from torchlens_perf.verdicts.causes.straggler_groups import (
+    add_straggler_groups,
+    choose_suspect_and_healthy,
+)
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.view.tables import build_capture_table
 
@@ -412,7 +415,7 @@ def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None
     A restarted sidecar does not request the capture again.
     """
     (node.run.nodes / "node-a.json").touch()
-    found = with_groups(findings(episode(3)), PLACES)
+    found = add_straggler_groups(findings(episode(3)), PLACES)
     for _ in range(2):
         node.relay.request_after_verdict(found, PLACES, node.ranks)
         node.relay = CaptureRelay(node.run)
@@ -453,7 +456,10 @@ def test_slowest_and_nearest_healthy_rank_are_captured(
     """The healthy rank is of the same population, and on the same node if possible."""
     found = findings(*(episode(rank, excess_ns=2e7 + rank, cost_ns=2e7 + rank) for rank in slow))
 
-    assert suspect_and_healthy(with_groups(found, places), places, set(reached)) == chosen
+    assert (
+        choose_suspect_and_healthy(add_straggler_groups(found, places), places, set(reached))
+        == chosen
+    )
 
 
 def _read(node: Node) -> None:

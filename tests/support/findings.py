@@ -100,7 +100,7 @@ def hung(
     log = FindingLog("run")
     for since_s in (12.0, lasted_s):
         now = dataclasses.replace(hang(57, since_s=since_s), stacks=stacks or {})
-        log.changes(attempt, NOTHING, now, PLACES, round((100 + since_s) * 1e9))
+        log.record_changes(attempt, NOTHING, now, PLACES, round((100 + since_s) * 1e9))
     if over:
-        log.changes(attempt, NOTHING, None, PLACES, round((100 + lasted_s) * 1e9))
+        log.record_changes(attempt, NOTHING, None, PLACES, round((100 + lasted_s) * 1e9))
     return log.records

@@ -11,7 +11,7 @@ from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.saved import save_and_load
 from tests.support.simulations import simulation
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.verdicts.finding_log import FindingLog, stragglers_by_class
+from torchlens_perf.verdicts.finding_log import FindingLog, count_stragglers_by_class
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, Findings, Usual
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
@@ -77,7 +77,7 @@ def test_straggler_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
 def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
     cause = Cause("gc", "it collects garbage", "call gc.freeze().", 0.9, {})
     because = Diagnosis((cause,), (), (), {}, {})
-    (started,) = FindingLog("run").changes(
+    (started,) = FindingLog("run").record_changes(
         0, findings(episode()), None, PLACES, NOW_NS, diagnosed=lambda group: because
     )
     (unknown,) = told(FindingLog("run"), findings(episode()))
@@ -312,7 +312,7 @@ def test_hang_raises_its_start_its_updates_and_its_end() -> None:
     (started,) = told(log, NOTHING, hung=hang(kind="apart", ranks=()))
     assert told(log, NOTHING, hung=hang(kind="apart", ranks=(), since_s=20)) == []
     (updated,) = told(log, NOTHING, hung=hang(kind="dead", ranks=(5,), since_s=20))
-    (ended,) = log.changes(0, NOTHING, None, PLACES, NOW_NS + 30 * 10**9)
+    (ended,) = log.record_changes(0, NOTHING, None, PLACES, NOW_NS + 30 * 10**9)
 
     assert [alert.change for alert in (started, updated, ended)] == ["started", "updated", "ended"]
     assert started.about == updated.about == ended.about
@@ -358,7 +358,7 @@ def test_saved_hang_stays_open_until_a_step_ends() -> None:
     log = hanging()
 
     def look(hung: dict | None, at_step: int | None) -> list[tuple[str, float | None]]:
-        raised = log.changes(0, NOTHING, hung, PLACES, NOW_NS, at_step=at_step)
+        raised = log.record_changes(0, NOTHING, hung, PLACES, NOW_NS, at_step=at_step)
         return [(alert.change, alert.duration_s) for alert in raised]
 
     assert look(None, 57) == []
@@ -374,13 +374,13 @@ def test_saved_hang_stays_open_until_a_step_ends() -> None:
 def test_slow_rank_at_the_same_step_of_a_new_attempt_has_another_alert() -> None:
     log = FindingLog("run")
     (first,) = told(log, findings(episode()))
-    ended, second = log.changes(1, findings(episode()), None, PLACES, NOW_NS)
+    ended, second = log.record_changes(1, findings(episode()), None, PLACES, NOW_NS)
     again = restarted(log, findings(episode()))
 
     assert (ended.about, ended.change, second.change) == (first.about, "ended", "started")
     assert ended.sentence.endswith("It is over: the job was restarted.")
     assert second.id != first.id
-    assert again.changes(1, findings(episode()), None, PLACES, NOW_NS) == ()
+    assert again.record_changes(1, findings(episode()), None, PLACES, NOW_NS) == ()
 
 
 def test_another_slow_link_updates_the_open_alert() -> None:
@@ -392,7 +392,7 @@ def test_another_slow_link_updates_the_open_alert() -> None:
         slow_links((0, 1), (2, 3)),
         slow_links((0, 1)),
     ):
-        raised.append(log.changes(0, NOTHING, None, PLACES, NOW_NS, verdicts=[verdict]))
+        raised.append(log.record_changes(0, NOTHING, None, PLACES, NOW_NS, verdicts=[verdict]))
         log = restarted(log)
     (started,), (updated,), *others = raised
 
@@ -412,7 +412,7 @@ def test_verdict_missing_for_less_than_a_minute_stays_open() -> None:
     changes = [
         [
             each.change
-            for each in log.changes(
+            for each in log.record_changes(
                 0, NOTHING, None, PLACES, NOW_NS + at * second, verdicts=verdicts
             )
         ]
@@ -440,7 +440,9 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     raised = [
         [(alert.kind, alert.change, alert.ranks, alert.sentence) for alert in alerts]
         for alerts in (
-            log.changes(0, NOTHING, None, PLACES, NOW_NS + minute * 60 * 10**9, verdicts=verdicts)
+            log.record_changes(
+                0, NOTHING, None, PLACES, NOW_NS + minute * 60 * 10**9, verdicts=verdicts
+            )
             for minute, verdicts in enumerate(([verdict], [changed], [], []))
         )
     ]
@@ -459,7 +461,7 @@ def test_alert_has_the_slow_module_of_the_report() -> None:
         "by_rank": {},
         "backward_by_rank": {"3": 0.030, "1": 0.012, "2": 0.012},
     }
-    (alert,) = FindingLog("run").changes(
+    (alert,) = FindingLog("run").record_changes(
         0, findings(episode()), None, PLACES, NOW_NS, context=lambda: SlowRankContext([module])
     )
     assert "most of the difference is in blocks.3" in alert.sentence
@@ -474,7 +476,7 @@ def test_open_slow_ranks_are_counted_by_class() -> None:
         episode(3, phase="host"),
         episode(4, until=120),
     )
-    assert stragglers_by_class(found) == {
+    assert count_stragglers_by_class(found) == {
         "slow_compute": 1,
         "slow_data": 1,
         "slow_host": 2,
@@ -491,7 +493,7 @@ def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> No
         verdicts = () if judge is None else (links,)
         hung = None if judge is None else hang()
         return list(
-            log.changes(
+            log.record_changes(
                 0,
                 findings(slow, past),
                 hung,
@@ -524,5 +526,5 @@ def test_alerts_of_a_node_that_judges_alone_end_when_another_node_judges() -> No
             alert.sentence.endswith("This alert ends: another node judges this from now on.")
             for alert in ended
         )
-        assert not each.are_open
+        assert not each.has_open_findings
         assert found(None, each) == []

@@ -28,7 +28,7 @@ class Rig:
         *verdicts: JudgedVerdict,
         attempt: int = 0,
     ) -> list[Finding]:
-        alerts = self.log.changes(
+        alerts = self.log.record_changes(
             attempt,
             NOTHING,
             hung,
@@ -68,7 +68,7 @@ def test_hang_is_recorded_with_start_end_duration_and_last_sentence() -> None:
         50.0,
         hang(57, since_s=50).text,
     )
-    assert rig.log.records.holds("hang") is None
+    assert rig.log.records.find_open("hang") is None
 
 
 def test_sidecar_restart_changes_neither_alerts_nor_records() -> None:
@@ -112,7 +112,7 @@ def test_slow_link_ends_a_minute_after_it_was_seen_last() -> None:
         (90, []),
     ):
         rig.look(at_s, at_s, None, *verdicts)
-        held.append(len(rig.log.records.open))
+        held.append(len(rig.log.records.open_findings))
     (noted,) = rig.found
 
     assert held == [0, 1, 1, 1, 0]
@@ -136,7 +136,7 @@ def test_slow_link_that_returns_after_a_minute_is_a_new_finding() -> None:
 def test_stragglers_are_removed_from_the_log_at_their_end() -> None:
     """The detector keeps their episodes."""
     log = FindingLog("run")
-    alerts = log.changes(
+    alerts = log.record_changes(
         0, findings(episode(), episode(5, until=180)), None, PLACES, S, last_step=200
     )
 
@@ -144,7 +144,7 @@ def test_stragglers_are_removed_from_the_log_at_their_end() -> None:
     assert [(each.kind, each.alert.rank, each.since_step) for each in log.records.findings] == [
         ("straggler", 3, 100)
     ]
-    log.changes(
+    log.record_changes(
         0, findings(episode(until=190), episode(5, until=180)), None, PLACES, S, last_step=200
     )
     assert log.records.findings == []

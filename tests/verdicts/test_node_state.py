@@ -25,7 +25,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.node_state import NodeState, encode
 from torchlens_perf.verdicts.stragglers.findings import (
@@ -103,11 +103,11 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
         episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(Usual("a", "0-7", 5e6, 1e6),)
     )
     found = dataclasses.replace(
-        with_groups(slow, PLACES, diagnosed=lambda group: WHY),
+        add_straggler_groups(slow, PLACES, diagnosed=lambda group: WHY),
         imbalance=StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2), diagnoses=((episode(5).key, WHY),),
     )  # fmt: skip
     log = FindingLog("run")
-    log.changes(0, slow, None, PLACES, 0, verdicts=[slow_links((0, 1))])
+    log.record_changes(0, slow, None, PLACES, 0, verdicts=[slow_links((0, 1))])
     return dataclasses.replace(
         sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=found,
         hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}), records=log.records,

@@ -340,7 +340,7 @@ def _simulate_without_files(
         judged_s += time.perf_counter() - begun_s
         advanced(part.first_step + len(part), steps)
     begun_s = time.perf_counter()
-    findings = with_groups(judge.judge(final=True), places)
+    findings = add_straggler_groups(judge.judge(final=True), places)
     judged_s += time.perf_counter() - begun_s
     now, before = straggler_verdicts(SlowRankContext(), findings)
     rows = to_json_types([each.facts() for each in (*now, *before)])

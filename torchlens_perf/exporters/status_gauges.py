@@ -85,7 +85,7 @@ class StatusGauges:
 
     def _observe_straggler_counts(self, options: CallbackOptions) -> Iterator[Observation]:
         findings = self._findings
-        for name, count in stragglers_by_class(findings).items() if findings.compared else ():
+        for name, count in count_stragglers_by_class(findings).items() if findings.compared else ():
             yield Observation(count, {semantics.STRAGGLER_CLASS: name})
 
     def _observe_detectable_slowdown(self, options: CallbackOptions) -> Iterator[Observation]:

@@ -45,13 +45,17 @@ from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.finding_log import FindingRecords
-from torchlens_perf.verdicts.held import VerdictTimes
 from torchlens_perf.verdicts.judged_windows import JudgedWindows
-from torchlens_perf.verdicts.latest_attempt import latest_attempt, links_of, newest_joins
+from torchlens_perf.verdicts.latest_attempt import (
+    joins_of_latest_attempt,
+    processes_of_latest_attempt,
+    slow_links_of_latest_attempt,
+)
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.verdict_periods import VerdictPeriods
 from torchlens_perf.verdicts.words import order, run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.cpu import with_cpu_action
@@ -88,7 +92,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
 
     The report on a restarted run covers the last attempt. captures: the result of capture_rows().
     """
-    processes = latest_attempt(nodes)
+    processes = processes_of_latest_attempt(nodes)
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
     statistics = [each.statistics for each in processes.values()]
     grid = align_windows(
@@ -124,7 +128,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         (node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None
     )
     by_device = facts["steps"]["by"] == DEVICE
-    times = VerdictTimes(
+    times = VerdictPeriods(
         facts,
         windows=(
             None
@@ -146,7 +150,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
             "held": held,
             "is_over": order.is_over(each, held),
         }
-        for each, held, lost_s in times.rows(found)
+        for each, held, lost_s in times.build_rows(found)
     ]
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
 

@@ -16,7 +16,7 @@ from torchlens_perf.analysis.collectives.slow_link import (
 )
 from torchlens_perf.exporters import Assessment
 from torchlens_perf.sidecar.nodes import link_report
-from torchlens_perf.verdicts.slow_links import slow_link_verdict
+from torchlens_perf.verdicts.slow_links import build_slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, imbalance_verdicts
 
@@ -138,7 +138,7 @@ class AlertManager:
 
             return build_alert_context(nodes)
 
-        alerts = self.log.changes(
+        alerts = self.log.record_changes(
             attempt, findings, hang, places, unix_ns, at_step=at_step, last_step=last_step, judge=judge,
             verdicts=[*imbalance_verdicts(findings), *filter(None, [links])], diagnosed=diagnosed,
             context=build_context,

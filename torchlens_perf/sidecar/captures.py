@@ -121,7 +121,7 @@ class CaptureRelay:
             return
         hosts = {host_of_node(state.stem) for state in self._run.nodes.glob("*.json")}
         reached = {rank for rank, place in places.items() if place.host in hosts}
-        chosen = suspect_and_healthy(findings, places, reached)
+        chosen = choose_suspect_and_healthy(findings, places, reached)
         if not chosen:
             return
         self._after_verdict.add(attempt)

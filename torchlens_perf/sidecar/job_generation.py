@@ -21,9 +21,9 @@ from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.sidecar.hang_watch import HangDetector
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.trace_sampler import TraceSampler
-from torchlens_perf.verdicts.causes.metrics import MetricHistory, vector
+from torchlens_perf.verdicts.causes.metrics import MetricHistory, encode_signals
 from torchlens_perf.verdicts.causes.rules import diagnose
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, combined_with_windows
@@ -177,7 +177,7 @@ class JobGeneration:
                 local.progress.step if local.progress else 0
                 for local in map(self.ranks.__getitem__, known)
             ]
-            rows = np.stack([vector(metrics) for metrics in known.values()])
+            rows = np.stack([encode_signals(metrics) for metrics in known.values()])
             self._metrics.add(np.array(list(known)), np.array(steps), rows, now_s)
 
     def end_rank(self, identity: Identity) -> None:
@@ -285,11 +285,11 @@ class JobGeneration:
         ]
         if len(alike) > _MAX_COMPARED_RANKS:
             alike = random.Random(episode.rank).sample(alike, _MAX_COMPARED_RANKS)
-        during = self._metrics.means([episode.rank, *alike], episode.since_step)
+        during = self._metrics.mean_signals([episode.rank, *alike], episode.since_step)
         before = (
             None
             if episode.from_start
-            else self._metrics.usual_before(episode.rank, episode.since_step)
+            else self._metrics.usual_signals_before(episode.rank, episode.since_step)
         )
         return diagnose(episode, during, before, straggler.ranks, details)
 

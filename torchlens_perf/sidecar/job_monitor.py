@@ -121,7 +121,7 @@ class JobMonitor:
         newest: True if no newer process has replaced this process.
         """
         with self._errors.contain(_JUDGING):
-            judged = source.state.judge_by(source.judged, records, steps)
+            judged = source.state.add_judged_steps(source.judged, records, steps)
             if newest:
                 self._add_judged_steps(source, judged)
                 if source.state.identity.rank == 0:
@@ -156,7 +156,7 @@ class JobMonitor:
                 modules_ns = state.statistics.mean_module_times_ns()
                 self.job.set_progress(
                     state.identity,
-                    state.place,
+                    state.placement,
                     progress,
                     state.groups,
                     source.stack_file,
@@ -247,7 +247,7 @@ class JobMonitor:
             links = self._links.update_verdict(
                 self._state, self.cluster, self.job, time.monotonic(), final=not live
             )
-        if judge is not None or self.alerts.log.are_open:
+        if judge is not None or self.alerts.log.has_open_findings:
             with self._errors.contain("raising alerts"):
                 last_steps = [source.state.statistics.last_step for source in newest]
                 details = self._create_details_lookup(newest)

@@ -26,9 +26,12 @@ from torchlens_perf.store import segments
 from torchlens_perf.store.file_names import list_node_files, list_nodes
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.latest_attempt import latest_attempt, links_of
+from torchlens_perf.verdicts.latest_attempt import (
+    processes_of_latest_attempt,
+    slow_links_of_latest_attempt,
+)
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.slow_links import slow_link_verdict
+from torchlens_perf.verdicts.slow_links import build_slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
@@ -121,7 +124,7 @@ def replay(
                     sent = steps_traced_by_number(table.step.tolist(), process.trace_every)
                 sending.send(build_export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():
-            rest = process.judge_by(judged_steps[key])
+            rest = process.add_judged_steps(judged_steps[key])
             if (
                 rest is not None
                 and key not in replaced

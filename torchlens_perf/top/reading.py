@@ -148,7 +148,7 @@ class RunReader:
             report,
             tuple(build_headlines(report, self._name)),
             self._seen_s(processes),
-            populations={rank: process.place.population for rank, process in processes.items()},
+            populations={rank: process.placement.population for rank, process in processes.items()},
         )
 
     def _seen_s(self, processes: Mapping[int, ProcessState]) -> float | None:

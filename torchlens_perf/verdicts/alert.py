@@ -1,6 +1,6 @@
-"""Alerts from findings: id, sentence and numbers.
+"""Builds alerts from findings, with their ids, sentences and numbers. Pure.
 
-Pure; finding_log.py decides when to raise them.
+finding_log.py decides when to raise alerts.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Straggler:
     """One rank that is slow, or several that are slow together."""
 
     key: tuple[int, int]
-    """Episode.key of the rank that was named first. Unlike judged_from_step, it never changes."""
+    """Episode.key of the rank that was named first. It never changes."""
     kind: str
     name: str
     """Kind and name of its StragglerGroup."""
     episodes: tuple[Episode, ...]
-    """The episodes of its ranks, including those that have already ended."""
+    """The episodes of its ranks, including ended episodes."""
 
     @property
-    def lead(self) -> Episode:
+    def slowest_episode(self) -> Episode:
         return max(self.episodes, key=lambda episode: episode.excess_ns)
 
     @property
@@ -57,8 +57,8 @@ class Straggler:
 
 
 @dataclasses.dataclass(frozen=True)
-class AlertContext:
-    """The findings at one time, and the values that alerts on them need."""
+class AlertBuilder:
+    """Build alerts on findings from the values that are known at one time."""
 
     run_id: str
     attempt: int
@@ -68,66 +68,68 @@ class AlertContext:
     context: Callable[[], SlowRankContext]
     diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None
     alone: str = ""
-    """The node that judges only its own ranks, whose alerts are not about the whole job; "": all
-    ranks are judged."""
+    """The name of a node that judges only its own ranks; "" if all ranks of the job are judged."""
     at_step: int | None = None
     """The furthest step in progress; None if no process runs."""
     last_step: int | None = None
     """The newest finished step."""
 
-    def started(
+    def build_straggler_alert(
         self, slow: Straggler, group: StragglerGroup, change: str = STARTED, *parts: object
     ) -> Alert:
         """Return the alert on a straggler.
 
-        group: the same straggler in the newest result of straggler_groups().
+        group: the same straggler, as find_straggler_groups() returned it last.
         """
         if self.diagnosed is not None:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
         verdict = slow_verdict(self.context(), group, self.findings)
-        alert = self._straggler(
+        alert = self._alert_from_straggler_verdict(
             slow, group.lead, change, verdict, verdict.sentence, *parts, ranks=group.ranks
         )
         causes = group.diagnosis.causes if group.diagnosis is not None else ()
         return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
 
-    def ended(self, slow: Straggler) -> Alert:
+    def build_straggler_end_alert(self, slow: Straggler) -> Alert:
         """Return the alert on the end of a straggler whose episodes have all ended."""
         until_step = max(episode.until_step or 0 for episode in slow.episodes)
-        verdict = past_verdict(slow.lead)
+        verdict = past_verdict(slow.slowest_episode)
         text = verdict.text
         if len(slow.episodes) > 1:
-            text = f"{_subject_words(slow)} slow up to step {until_step - 1}. {text}"
+            text = f"{_subject_and_verb(slow)} slow up to step {until_step - 1}. {text}"
         return dataclasses.replace(
-            self._straggler(slow, slow.lead, ENDED, verdict, text, ranks=slow.ranks),
+            self._alert_from_straggler_verdict(
+                slow, slow.slowest_episode, ENDED, verdict, text, ranks=slow.ranks
+            ),
             until_step=until_step,
         )
 
-    def resolved(self, slow: Straggler, why: str) -> Alert:
-        """Return the alert on the end of a straggler whose last step is not known.
+    def build_lost_straggler_alert(self, slow: Straggler, why: str) -> Alert:
+        """Return the alert on the end of a straggler whose last slow step is not known.
 
-        why: a sentence.
+        why: the reason for the end, as a sentence.
         """
-        lead = slow.lead
+        lead = slow.slowest_episode
         text = (
-            f"{_subject_words(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step}"
+            f"{_subject_and_verb(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step}"
             f" on. {why}"
         )
         verdict = past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
-        return self._straggler(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
+        return self._alert_from_straggler_verdict(
+            slow, lead, ENDED, verdict, text, ranks=slow.ranks
+        )
 
-    def _straggler(
+    def _alert_from_straggler_verdict(
         self, slow: Straggler, episode: Episode, change: str, verdict: JudgedVerdict, text: str, *parts: object,
         ranks: tuple[int, ...],
     ) -> Alert:  # fmt: skip
-        """Return an alert on a straggler.
+        """Return an alert on a straggler with the cost of its verdict.
 
-        verdict: gives the cost. The cost of several ranks differs from that of any one of them, and
-        may not be known.
+        The cost of several slow ranks differs from the cost of each, and may not be known.
         """
         about = ("straggler", *slow.key)
         return dataclasses.replace(
-            self._alert(
+            self._build_alert(
                 "straggler", about, change, text, parts, ranks, episode.rank, episode.since_step
             ),
             phase=episode.phase,
@@ -137,45 +139,50 @@ class AlertContext:
             cost_share=verdict.cost_share,
         )
 
-    def _alert(
+    def _build_alert(
         self, kind: str, about: tuple[object, ...], change: str, text: str, parts: tuple[object, ...],
         ranks: tuple[int, ...], rank: int | None, since_step: int | None,
     ) -> Alert:  # fmt: skip
         """Return an alert.
 
-        parts: values that distinguish its id from other alerts of the same change. rank: the
-        suspect.
+        about: values that identify the finding. parts: values that make the ids of several alerts
+        with the same finding and change different. rank: the suspected rank.
         """
         if self.alone:
             about = (*about, self.alone)
             text = f"Only from node {self.alone}, which cannot reach node 0: {text}"
-        key = _hash(self.run_id, self.attempt, *about)
+        key = _digest(self.run_id, self.attempt, *about)
         host = self.places[rank].host if rank is not None and rank in self.places else ""
         sentence, action = split_sentence_and_action(printable(text))
         return Alert(
-            _hash(key, change, *parts), key, kind, change, sentence, action, self.unix_ns, self.attempt, since_step,
+            _digest(key, change, *parts), key, kind, change, sentence, action, self.unix_ns, self.attempt, since_step,
             rank=rank, ranks=ranks, host=host,
         )  # fmt: skip
 
-    def hang(self, hang: OpenHang, change: str, text: str) -> Alert:
+    def build_hang_alert(self, hang: OpenHang, change: str, text: str) -> Alert:
         """Return the alert on a hang."""
         ranks = hang.ranks
         parts = (hang.kind, format_ranges(ranks)) if change == UPDATED else ()
         rank = ranks[0] if ranks else None
-        alert = self._alert(
+        alert = self._build_alert(
             "hang", ("hang", hang.step), change, text, parts, ranks, rank, hang.step
         )
         return dataclasses.replace(alert, cause=hang.kind, duration_s=hang.since_s)
 
-    def hang_over(self, hang: OpenHang, why: str) -> Alert:
-        """Return the alert on the end of a hang. hang: its newest state. why: a sentence."""
-        return self.hang(hang, ENDED, f"The job hung in step {hang.step}. {why}")
+    def build_hang_end_alert(self, hang: OpenHang, why: str) -> Alert:
+        """Return the alert on the end of a hang.
 
-    def verdict(self, verdict: JudgedVerdict, change: str = STARTED, *parts: object) -> Alert:
+        hang: its newest state. why: the reason for the end, as a sentence.
+        """
+        return self.build_hang_alert(hang, ENDED, f"The job hung in step {hang.step}. {why}")
+
+    def build_verdict_alert(
+        self, verdict: JudgedVerdict, change: str = STARTED, *parts: object
+    ) -> Alert:
         """Return the alert on a verdict that is not about a slow rank or a hang.
 
-        All slow links share one alert, because the costliest link changes over time. A newly slow
-        link updates it.
+        All slow links share one alert, because the costliest link changes over time. When another
+        link becomes slow, the alert is updated.
         """
         evidence, cause, scope = verdict.evidence, "", ""
         ranks: tuple[int, ...] = ()
@@ -184,11 +191,11 @@ class AlertContext:
             ranks, cause, scope = evidence.ranks, evidence.cause, evidence.scope
             about = format_ranges(sorted(ranks))
         elif isinstance(evidence, SlowLinkEvidence):
-            # The ranks that all slow links share, or else the ranks of the worst link.
+            # Use the ranks that all slow links share. Without any, use those of the worst link.
             ranks, cause = evidence.shared_ranks or evidence.links[0].ranks, SLOW_COMMUNICATION
         key = verdict.kind, verdict.rank, verdict.phase, verdict.since_step, about
         return dataclasses.replace(
-            self._alert(
+            self._build_alert(
                 verdict.kind,
                 key,
                 change,
@@ -205,27 +212,28 @@ class AlertContext:
             cost_share=verdict.cost_share,
         )
 
-    def verdict_over(self, last: Alert, why: str = "") -> Alert:
+    def build_verdict_end_alert(self, last: Alert, why: str = "") -> Alert:
         """Return the alert on the end of a verdict.
 
-        last: its newest alert. why: a sentence with the reason, by default that it no longer holds.
+        last: its newest alert. why: the reason for the end, as a sentence. By default, the text
+        says that the verdict no longer holds.
         """
         text, uid = (
             f"{last.text} {why}" if why else f"No longer: {last.text}",
-            _hash(last.about, ENDED),
+            _digest(last.about, ENDED),
         )
         return dataclasses.replace(
             last, id=uid, change=ENDED, text=text, next="", unix_ns=self.unix_ns
         )
 
 
-def _subject_words(slow: Straggler) -> str:
+def _subject_and_verb(slow: Straggler) -> str:
     if slow.kind == "node":
         return f"Node {slow.name} (ranks {format_ranges(slow.ranks)}) was"
     if slow.kind == "position":
-        return f"The ranks at {slow.name} ({format_ranges(slow.ranks)}) were"
-    return f"Rank {slow.lead.rank} was"
+        return f"The ranks at {slow.name} ({ranges(slow.ranks)}) were"
+    return f"Rank {slow.slowest_episode.rank} was"
 
 
-def _hash(*parts: object) -> str:
+def _digest(*parts: object) -> str:
     return hashlib.sha256("/".join(str(part) for part in parts).encode()).hexdigest()[:32]

@@ -1,5 +1,5 @@
-"""Judgements of each window of a run: compared ranks, slow ranks, and the limit of the step.
-Pure."""
+"""Judgements of a run's windows: which ranks are compared, which are slow, and what limits the
+step. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.verdicts.causes.straggler_groups import stage_imbalance
+from torchlens_perf.verdicts.causes.straggler_groups import find_stage_imbalance
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.window_excess import window_excess
 from torchlens_perf.verdicts.words.bottleneck import Spent, spent
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.episodes import Episode
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
-    Columns = npt.NDArray[np.bool_]
+    WindowMask = npt.NDArray[np.bool_]
     """Shape [columns]."""
 
-# A verdict still holds if it is absent in at most this many windows at the end of the run.
+# A condition still holds if it is absent in at most this many windows at the end of the run.
 _MAX_ABSENT_AT_END = 1
 
 
-class Stretch(NamedTuple):
+class RunPart(NamedTuple):
     """A part of the run in which a condition held in most windows."""
 
     since_step: int
     until_step: int | None
     """None if the part lasts to the end of the run."""
-    held: Columns
-    """The windows of the part in which the condition held."""
-    judged: Columns
-    """The windows of the whole run that show whether the condition held."""
-    inside: Columns
-    """The judged windows of the part."""
+    held: WindowMask
+    """Windows of this part in which the condition held."""
+    judged: WindowMask
+    """Windows of the whole run in which the condition could be judged."""
+    inside: WindowMask
+    """Windows of this part in which the condition could be judged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,11 @@ class JudgedWindows:
     on_device: bool
     """True if all ranks are judged by their devices' clocks."""
 
-    def compared_with_others(self, rank: int) -> Columns:
+    def windows_comparing_rank(self, rank: int) -> WindowMask:
         """Return the windows in which a rank was compared with others.
 
-        For a rank without windows here, on a node with another disk, return those in which any rank
-        was compared.
+        A rank on a node with another disk has no windows here. For such a rank, return the windows
+        in which any rank was compared.
         """
         here = np.isin(self.windows.ranks, rank)
         return np.asarray(
@@ -68,22 +68,22 @@ class JudgedWindows:
         )
 
     @property
-    def anybody_compared(self) -> Columns:
+    def windows_comparing_any_rank(self) -> WindowMask:
         """The windows in which ranks were compared."""
         return np.asarray(self._is_compared.any(axis=0))
 
     @functools.cached_property
-    def slow_columns(self) -> Columns:
+    def windows_with_slow_rank(self) -> WindowMask:
         """The windows in which any rank was slow."""
         slow = np.zeros(len(self.windows), bool)
         for episode in self.findings.episodes:
-            slow |= self.covered(episode)
+            slow |= self.windows_of_episode(episode)
         return slow
 
-    def covered(self, episode: Episode) -> Columns:
+    def windows_of_episode(self, episode: Episode) -> WindowMask:
         """Return the windows of an episode.
 
-        If it is shorter than a window, return the one in which it began.
+        For an episode shorter than a window, return the window in which it began.
         """
         covered = self.windows.columns_between(episode.since_step, episode.until_step)
         if not covered.any():
@@ -95,25 +95,27 @@ class JudgedWindows:
             ] = True
         return covered
 
-    def limited_by(self, kind: str) -> Stretch | None:
-        """Return the part of the run in which a kind of use limited the step; None if there is no
-        such part.
+    def find_part_limited_by(self, kind: str) -> RunPart | None:
+        """Return the part of the run in which one kind of time limited the step; None if there is
+        no such part.
 
-        The rule is that of the verdict on the whole run (words/bottleneck.py). While one rank holds
-        up the others, it causes their waiting, so only lack of a CPU is judged then.
+        kind: such as "data_bound". The rule is that of the verdict on the whole run
+        (words/bottleneck.py). A slow rank makes other ranks wait, so windows with a slow rank are
+        judged only for a lack of CPUs.
         """
-        judged = np.array([each is not None for each in self.spent])
+        judged = np.array([each is not None for each in self.step_breakdowns])
         if kind == "lack_of_cpu":
             judged &= np.isfinite(self.windows.lack_ns).any(axis=(0, 2))
         else:
-            judged &= ~self.slow_columns
-        return self._stretch(
-            judged, np.array([each is not None and each.limits(kind) for each in self.spent])
+            judged &= ~self.windows_with_slow_rank
+        return self._find_part(
+            judged,
+            np.array([each is not None and each.limits(kind) for each in self.step_breakdowns]),
         )
 
     @functools.cached_property
-    def spent(self) -> list[Spent | None]:
-        """The uses of a usual step's time by column: means over the ranks; None without any."""
+    def step_breakdowns(self) -> list[Spent | None]:
+        """The parts of a usual step in each window, as means over the ranks; None without data."""
         found: list[Spent | None] = []
         windows = self.windows
         for column in range(len(windows)):
@@ -136,8 +138,9 @@ class JudgedWindows:
             found.append(spent(step_s, parts, lack, device=self.on_device))
         return found
 
-    def out_of_balance(self) -> Stretch | None:
-        """Return the part of the run in which the now largest stage was the largest."""
+    def find_imbalanced_part(self) -> RunPart | None:
+        """Return the part of the run in which the pipeline was imbalanced as it is now; None if it
+        is balanced."""
         now = self.findings.imbalance
         if now is None:
             return None
@@ -162,24 +165,24 @@ class JudgedWindows:
                 for population, members in rows.items()
             )
             step_ns = float(np.nanmedian(windows.duration_ns[:, column]))
-            found = stage_imbalance(
+            found = find_stage_imbalance(
                 dataclasses.replace(NOTHING, usual=usual, step_ns=step_ns), self.places
             )
             judged[column], held[column] = True, found is not None and found.stage == now.stage
-        return self._stretch(judged, held)
+        return self._find_part(judged, held)
 
-    def tagged(self, flag: int) -> Columns:
-        """Return the windows in which any rank has a flag of rank.TAGS."""
+    def windows_with_tag(self, flag: int) -> WindowMask:
+        """Return the windows in which any rank has this flag. flag: one of rank.TAGS."""
         return np.array([bool(flags & flag) for flags in self.windows.tags])
 
     @functools.cached_property
-    def _is_compared(self) -> Columns:
-        """True where a rank was compared: shape [ranks, columns]."""
+    def _is_compared(self) -> WindowMask:
+        """True where a rank was compared with others: shape [ranks, windows]."""
         return np.isfinite(window_excess(self.windows, self.places))
 
-    def _stretch(self, judged: Columns, held: Columns) -> Stretch | None:
+    def _find_part(self, judged: WindowMask, held: WindowMask) -> RunPart | None:
         columns = np.flatnonzero(judged)
-        found = longest(held[columns].tolist())
+        found = find_mostly_true_slice(held[columns].tolist())
         if found is None:
             return None
         begin, end = found
@@ -188,15 +191,16 @@ class JudgedWindows:
         until = None
         if len(columns) - end > _MAX_ABSENT_AT_END:
             until = int(self.windows.first_steps[columns[end - 1]]) + self.windows.width
-        return Stretch(
+        return RunPart(
             int(self.windows.first_steps[columns[begin]]), until, held & inside, judged, inside
         )
 
 
-def longest(held: list[bool]) -> tuple[int, int] | None:
-    """Return the slice with the largest surplus of True over False, as (start, end), or None.
+def find_mostly_true_slice(held: list[bool]) -> tuple[int, int] | None:
+    """Return the slice in which True outnumbers False by the most, as (start, end); None without
+    True.
 
-    Of several such slices, return the newest.
+    If several slices are equal, return the last one.
     """
     best, found, since, total = 0, None, 0, 0
     for index, each in enumerate(held):

@@ -1,4 +1,4 @@
-"""The processes and collectives of a job's newest attempt, from its nodes' states. Pure."""
+"""Processes and collectives of a job's latest attempt, from the states of its nodes. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 
-def latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
-    """Return the newest process of each rank, from the newest attempt and world size only.
+def processes_of_latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
+    """Return the newest process of each rank, from the latest attempt and world size.
 
-    Earlier processes may have had other ranks and other steps. Agents that join or leave an elastic
-    job change the world size, which torchrun does not count as an attempt.
+    In earlier attempts, processes may have had other ranks and steps. When agents join or leave an
+    elastic job, the world size changes without a new attempt.
     """
     processes = sorted(
         (process for node in nodes for process in node.processes.values()),
@@ -35,8 +35,8 @@ def latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
     }
 
 
-def newest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
-    """Return the joined collectives of the nodes that have processes of the newest attempt."""
+def joins_of_latest_attempt(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
+    """Return the joined collectives of all nodes that have processes of the latest attempt."""
     attempts = [
         (max((each.identity.attempt for each in node.processes.values()), default=0), node)
         for node in nodes
@@ -45,8 +45,10 @@ def newest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
     return [node.join for attempt, node in attempts if attempt == newest]
 
 
-def links_of(nodes: Sequence[NodeState]) -> LinkFindings:
-    """Return the slow links of the newest attempt."""
-    hosts = {rank: process.identity.host for rank, process in latest_attempt(nodes).items()}
-    operations = merge_operations([join.operations() for join in newest_joins(nodes)])
-    return find_slow_links(build_link_statistics(operations), hosts)
+def slow_links_of_latest_attempt(nodes: Sequence[NodeState]) -> LinkFindings:
+    """Return findings on the slow links of the latest attempt."""
+    hosts = {
+        rank: process.identity.host for rank, process in processes_of_latest_attempt(nodes).items()
+    }
+    operations = merged_operations([join.operations() for join in joins_of_latest_attempt(nodes)])
+    return slow_links(link_statistics(operations), hosts)

@@ -1,6 +1,6 @@
-"""The state of one node's sidecar, as a file.
+"""The state of one node's sidecar, which is saved as a file.
 
-Reports are made from these files, during the run or later.
+Reports are built from these files, during the run or later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from torchlens_perf.verdicts.finding_log import FindingRecords
 SCHEMA = 13
 
 MAX_BYTES = 1 << 28
-"""Largest node state that is read. A rank takes 13 to 100 KB."""
+"""Size of the largest node state that is read. A rank needs 13 to 100 KB."""
 _T = TypeVar("_T")
 
 
@@ -59,25 +59,24 @@ class Activity:
     step_s: float
     """Time since that step began."""
     inside: tuple[str, ...]
-    """The spans that its training thread was inside of, outermost first, without the step."""
+    """The open spans of its training thread, outermost first, without the step."""
     inside_s: float | None
     """Time since the innermost of these spans began; None without spans."""
 
 
 @dataclasses.dataclass
-class CpuUsers:
-    """The use of a process's CPUs, as sampled by the sidecar."""
+class CpuUsage:
+    """Usage of the CPUs of a process, as sampled by the sidecar."""
 
     cpus: int = 0
     """Number of CPUs that the process may use; 0 if not known."""
     workers: int = 0
-    """Highest number of child processes at one time."""
+    """Highest number of child processes at the same time."""
     others: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    """Two sums over the samples in which the process lacked a CPU: the shares of its CPUs that
-    programs outside of the
-    job kept busy, and the number of these samples."""
+    """Two sums over the samples in which the process lacked a CPU: the share of its CPUs that was
+    used by programs outside the job, and the number of samples."""
     busiest_other: str = ""
-    """The busiest of these programs, as "name (pid 7)"."""
+    """The busiest program outside the job, as "name (pid 7)"."""
 
 
 @dataclasses.dataclass
@@ -88,7 +87,7 @@ class ProcessState:
     anchor: Anchor
     statistics: RankStatistics
     counted: int = -1
-    """Sequence number of the last record that the statistics include."""
+    """Sequence number of the last record that is included in the statistics."""
     ended: str = ""
     """"closed" by its watch, "died", or "" while it runs."""
     trace_every: int = 0
@@ -100,14 +99,14 @@ class ProcessState:
     compute_device: str = ""
     """The device of its models: "cpu", "cuda", ...; "" if not known."""
     deeper_modules: bool = False
-    """True if its models have modules below those that are timed."""
+    """True if timed modules of its models have submodules that are not timed."""
     root_modules: list[str] = dataclasses.field(default_factory=list)
-    """The names of its whole models."""
+    """The names of its models themselves."""
     unopened_modules: list[str] = dataclasses.field(default_factory=list)
-    """Timed modules that contain modules which are not timed."""
-    device: DeviceClockQuality = dataclasses.field(default_factory=DeviceClockQuality)
+    """Timed modules whose submodules are not timed."""
+    device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
     judged_by: str = ""
-    """The clock that its steps are judged by, "host" or "device"; "" while undecided."""
+    """The clock by which its steps are judged, "host" or "device"; "" while undecided."""
     notes: list[str] = dataclasses.field(default_factory=list)
     unbalanced: int = 0
     too_deep: int = 0
@@ -117,36 +116,35 @@ class ProcessState:
     made_steps: int = 0
     """Number of finished steps, including those that were not recorded or were lost."""
     process_began_ns: int = 0
-    """Start of the process, by the clock of its records; 0 if not known or not meaningful, see
-    Startup."""
+    """Start of the process by the clock of its records; 0 if not known, or if it is not the start
+    of the run, as in a notebook."""
     compile_s: float | None = None
-    """Time spent in torch.compile so far; None if it was not measured."""
+    """Time spent in torch.compile so far; None if not measured."""
     start_cpu_wait_ns: int | None = None
-    """Time for which the main thread was runnable without a CPU until training began; None if it
-    was not measured."""
+    """Time until training began in which the main thread was runnable but had no CPU; None if not
+    measured."""
     interactive: bool = False
-    """True if a person types into the process, as in a notebook."""
+    """True if a person types code into the process, as in a notebook."""
     open_spans: list[str] = dataclasses.field(default_factory=list)
-    """The spans that a process was inside of when it died."""
+    """The spans that were open when the process died."""
     now: Activity | None = None
     """Activity of a running process when the state was saved; None if ended or simulated."""
     total_steps: int = 0
-    """Total steps of the run, as configured in watch(); 0 if not known."""
+    """Total number of steps of the run, as configured in watch(); 0 if not known."""
     groups: dict[str, ProcessGroup] = dataclasses.field(default_factory=dict)
-    """The process groups that it has used, by name."""
+    """The process groups that the process has used, by name."""
     not_measured: list[str] = dataclasses.field(default_factory=list)
     """Parts of the step that cannot be measured separately."""
     cpu_wait: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    """Two sums over the sidecar's samples: the shares of time in which the main thread was runnable
-    without a CPU, and
-    the number of samples."""
+    """Two sums over the sidecar's samples: the share of time in which the main thread was runnable
+    but had no CPU, and the number of samples."""
     threads: int = 0
     """Number of threads that torch uses for one operation; 0 if not known."""
-    cpu_users: CpuUsers = dataclasses.field(default_factory=CpuUsers)
+    cpu_users: CpuUsage = dataclasses.field(default_factory=CpuUsage)
     missing_tap: str = ""
-    """The missing file of the native tap on collectives; "" if loaded or not needed."""
+    """The missing shared library that records collectives; "" if loaded or not needed."""
     out_of_memory: OutOfMemory | None = None
-    """The newest table from a failed allocation on its device, see
+    """The memory table of the newest failed allocation on its device, see
     hooks/on_device/out_of_memory.py."""
 
     @property
@@ -156,15 +154,15 @@ class ProcessState:
             return True
         return None if not self.compute_device else self.compute_device != "cpu"
 
-    def judge_by(
+    def add_judged_steps(
         self,
         judged: JudgedSteps,
         records: npt.NDArray[np.void] | None = None,
         steps: StepTable | None = None,
     ) -> StepTable | None:
-        """Return the newly known steps to judge the rank by.
+        """Add steps, and return the steps that are newly ready to be judged; None without any.
 
-        Without records, return the steps held back so far.
+        Without arguments, return the steps that have not been returned so far.
         """
         if records is None or steps is None:
             newly = judged.rest()
@@ -181,15 +179,15 @@ class ProcessState:
         return newly
 
     def judged_windows(self) -> Windows:
-        """Return the history of the steps that the rank is judged by."""
+        """Return the windows of the clock by which the rank is judged."""
         statistics = self.statistics
         return (
             statistics.device_history if self.judged_by == DEVICE else statistics.history
         ).to_windows()
 
     @property
-    def place(self) -> Placement:
-        """The rank's placement, which also determines the ranks it is compared with."""
+    def placement(self) -> Placement:
+        """The rank's placement. It determines the ranks with which this rank is compared."""
         return place_of(self.identity, self.model, self.groups, self.judged_by)
 
 
@@ -201,11 +199,11 @@ class NodeState:
     processes: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
     dropped_segments: int = 0
     unwritten_records: int = 0
-    """Records dropped while the run directory could not be written. Statistics include them,
-    segments do not."""
+    """Number of records that could not be written to the run directory. They are included in the
+    statistics only."""
     notes: list[str] = dataclasses.field(default_factory=list)
     passing_notes: list[str] = dataclasses.field(default_factory=list)
-    """Notes on the present situation, such as an unreachable node. A restart clears them."""
+    """Notes on a temporary condition, such as an unreachable node. A restart clears them."""
     sidecar_cpu_s: float = 0.0
     saved_unix_ns: int = 0
     """Time of the last save, by the node's clock; 0 if not known."""
@@ -213,21 +211,21 @@ class NodeState:
     """The node's collectives, joined across its ranks."""
     hang: OpenHang | None = None
     findings: Findings = NOTHING
-    """Findings of this node's straggler detector: about its own ranks, or all on node 0."""
+    """Findings of this node's straggler detector. On node 0, they are about all ranks."""
     records: FindingRecords = dataclasses.field(default_factory=FindingRecords)
     """Findings made during the run, with their times."""
     telemetry: HardwareTotals = dataclasses.field(default_factory=HardwareTotals)
     traced: list[TracedStep] = dataclasses.field(default_factory=list)
-    """The newest steps that were sent as traces, and the parts of them that were sent."""
+    """The newest steps that were exported as traces, with their exported parts."""
     tap_outlook: str = ""
-    """State of the build of the native tap that its ranks lacked, see TapBuilder.update_outlook()."""
+    """A sentence on the build of the shared library that records collectives, if it was missing."""
     schema: int = SCHEMA
 
     def save(self, run: RunDirectory, *, durably: bool = False) -> None:
         """Replace the node's file.
 
-        durably: also sync the file, to survive a power failure. Raises OSError, for example on a
-        full disk.
+        durably: sync the file, which then survives a power failure. Raises OSError, for example if
+        the disk is full.
         """
         path = run.node_state_path(self.host)
         partial = path.with_suffix(".partial")
@@ -239,16 +237,16 @@ class NodeState:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Schema:
+class _SchemaVersion:
     schema: int
 
 
 class DamagedStateError(RunStoreError):
-    """Raised for a readable file that is not a node state of this version."""
+    """A file can be read, but is not a node state of this version."""
 
 
 def load(path: Path) -> NodeState:
-    """Return the state that save() wrote.
+    """Return the node state in a file that NodeState.save() wrote.
 
     Raises RunStoreError if the file cannot be read, DamagedStateError if it is not a valid state.
     """
@@ -261,7 +259,7 @@ def load(path: Path) -> NodeState:
     except OSError as error:
         raise RunStoreError(f"{path} cannot be read: {error.strerror or error}") from None
     try:
-        schema = decode(text, _Schema).schema
+        schema = decode(text, _SchemaVersion).schema
         if schema == SCHEMA:
             return decode(text, NodeState)
     except (msgspec.MsgspecError, *DAMAGED_DATA) as error:
@@ -270,24 +268,27 @@ def load(path: Path) -> NodeState:
 
 
 def load_or_new(run: RunDirectory, host: str) -> NodeState:
-    """Return the saved state of a node, or a new one without any.
+    """Return the saved state of a node, or a new state if no state was saved.
 
-    A damaged file is renamed, and the new state notes that. Raises RunStoreError on a disk error:
-    the file may be readable later.
+    A damaged file is renamed, and the new state has a note on it. Raises RunStoreError on a disk
+    error, after which the file may be readable again.
     """
     path = run.node_state_path(host)
     try:
         return load(path) if path.exists() else NodeState(host)
     except DamagedStateError as error:
         return NodeState(
-            host, notes=[f"{error}. {_set_aside(path)}; data only in that file is missing here"]
+            host,
+            notes=[
+                f"{error}. {_rename_damaged_file(path)}; data only in that file is missing here"
+            ],
         )
     except OSError as error:
         raise RunStoreError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _set_aside(path: Path) -> str:
-    """Rename an unusable file to a free name, and return a sentence with that name.
+def _rename_damaged_file(path: Path) -> str:
+    """Rename a damaged file to an unused name, and return a sentence with the new name.
 
     Raises RunStoreError.
     """
@@ -307,12 +308,12 @@ def load_all(
     unusable: list[str] | None = None,
     advanced: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[NodeState]:
-    """Return the states of all nodes of the run, by host.
+    """Return the states of all nodes of the run, sorted by host.
 
-    unusable: receives a line for each file that cannot be read. With None, such a file raises
-    RunStoreError.
-    advanced: called with the number of files read so far and the number of all files.
-    Raises RunStoreError if there are no readable files.
+    unusable: a list to which a line is appended for each file that cannot be read. If None, such a
+    file raises RunStoreError.
+    advanced: called with the number of the file that is read next, and the number of all files.
+    Raises RunStoreError if no file can be read.
     """
     paths = sorted(run.nodes.glob("*.json"))
     if not paths:
@@ -329,26 +330,26 @@ def load_all(
     return states
 
 
-# -- JSON encoding: msgspec encodes by type, except for the few types handled here
+# -- JSON: msgspec encodes most types. The functions below convert the other types.
 
 
 def encode(value: object) -> bytes:
     """Return the value as JSON.
 
-    Infinity and NaN become null, which decode() refuses for fields that must be numbers.
+    Infinity and NaN become null. decode() rejects null in fields that must be numbers.
     """
-    return msgspec.json.encode(value, enc_hook=_to_plain)
+    return msgspec.json.encode(value, enc_hook=_encode_special_type)
 
 
 def decode(text: bytes, kind: type[_T]) -> _T:
-    """Return the value that encode() was called with.
+    """Return the value that encode() has encoded.
 
     Raises msgspec.MsgspecError for invalid text.
     """
-    return msgspec.json.decode(text, type=kind, dec_hook=_from_plain)
+    return msgspec.json.decode(text, type=kind, dec_hook=_decode_special_type)
 
 
-def _to_plain(value: Any) -> Any:
+def _encode_special_type(value: Any) -> Any:
     if isinstance(value, Sketch):
         return value.to_numbers()
     if isinstance(value, np.ndarray | np.generic):
@@ -360,18 +361,18 @@ def _to_plain(value: Any) -> Any:
     raise NotImplementedError(type(value))
 
 
-def _from_plain(kind: Any, value: Any) -> Any:
+def _decode_special_type(kind: Any, value: Any) -> Any:
     if kind is Sketch:
         return Sketch.from_numbers(value)
     if get_origin(kind) is np.ndarray:
         (dtype,) = get_args(get_args(kind)[1])
         return np.array(value, dtype)
     if kind is WindowHistory:
-        return WindowHistory(_converted(value, Windows))
+        return WindowHistory(_convert(value, Windows))
     if kind is CollectiveJoin:
-        return CollectiveJoin.from_state(_converted(value, JoinState))
+        return CollectiveJoin.going_on_from(_convert(value, JoinState))
     raise NotImplementedError(kind)
 
 
-def _converted(value: Any, kind: type[_T]) -> _T:
-    return msgspec.convert(value, kind, str_keys=True, dec_hook=_from_plain)
+def _convert(value: Any, kind: type[_T]) -> _T:
+    return msgspec.convert(value, kind, str_keys=True, dec_hook=_decode_special_type)

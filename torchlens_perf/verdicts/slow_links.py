@@ -1,4 +1,4 @@
-"""The verdict on slow links, from the collective statistics of a job's nodes. Pure."""
+"""The verdict on slow links, from the statistics of a job's collectives. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 
 
-def slow_link_verdict(
+def build_slow_link_verdict(
     found: LinkFindings, ranks: Collection[RankStatistics]
 ) -> JudgedVerdict | None:
-    """Return the verdict; None if no link is slow.
+    """Return the verdict on slow links; None if no link is slow.
 
-    ranks: the cost is given as a share of their steps.
+    ranks: statistics of the ranks. The verdict's cost is a share of their steps.
     """
     if not found.links:
         return None
-    # The module imports all sentences, which a sidecar rarely needs.
+    # Importing this module takes time, and a sidecar rarely needs it.
     from torchlens_perf.verdicts.words import verdict
 
     steps = merge_sketches(each.step for each in ranks)

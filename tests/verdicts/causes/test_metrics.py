@@ -5,7 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchlens_perf.verdicts.causes.metrics import METRICS, SLOTS, MetricHistory, named, vector
+from torchlens_perf.verdicts.causes.metrics import (
+    METRICS,
+    SLOTS,
+    MetricHistory,
+    encode_signals,
+    measured_signals,
+)
 
 
 def told(history: MetricHistory, second: float, step: int, shares: dict[int, float]) -> None:
@@ -15,16 +21,16 @@ def told(history: MetricHistory, second: float, step: int, shares: dict[int, flo
 
 
 def gc_share(history: MetricHistory, rank: int, since: int, until: int | None = None) -> float:
-    return named(history.means([rank], since, until)[rank])["gc_share"]
+    return measured_signals(history.mean_signals([rank], since, until)[rank])["gc_share"]
 
 
 def test_missing_signals_are_stored_as_nan_and_large_ones_clipped() -> None:
     row = vector({"gc_share": 0.25, "major_faults_per_s": 1e6})
 
-    assert named(row) == {"gc_share": 0.25, "major_faults_per_s": 65504.0}
+    assert measured_signals(row) == {"gc_share": 0.25, "major_faults_per_s": 65504.0}
     assert np.isnan(row).sum() == len(METRICS) - 2
     with pytest.raises(KeyError):
-        vector({"no such signal": 1.0})
+        encode_signals({"no such signal": 1.0})
 
 
 def test_rank_without_signals_has_no_usual_signals() -> None:
@@ -34,10 +40,10 @@ def test_rank_without_signals_has_no_usual_signals() -> None:
         history.add(
             np.array([0, 3]),
             np.full(2, 10 * second),
-            np.stack([vector({"gc_share": 0.1}), vector({})]),
+            np.stack([encode_signals({"gc_share": 0.1}), encode_signals({})]),
             second,
         )
-    found = history.usual_before(3, 100)
+    found = history.usual_signals_before(3, 100)
 
     assert found is not None
     assert np.isnan(found).all()
@@ -62,10 +68,10 @@ def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
     history = MetricHistory()
     for second in range(12):
         values = {"gc_share": 0.5 * (second >= 5), "refaults_per_s": 900.0 * (second >= 5)}
-        row = vector({**values, "sm_clock_mhz": 1000 if second >= 5 else 2000})
+        row = encode_signals({**values, "sm_clock_mhz": 1000 if second >= 5 else 2000})
         history.add(np.array([3]), np.array([10 * second]), row[None], float(second))
 
-    found = history.usual_before(3, 100)
+    found = history.usual_signals_before(3, 100)
     assert found is not None
     assert named(found) == {"gc_share": 0.0, "refaults_per_s": 0.0, "sm_clock_mhz": 2000}
     assert history.usual_before(3, 40) is None  # Three seconds without the first one.
@@ -76,10 +82,10 @@ def test_signal_that_was_always_high_is_usual() -> None:
     history = MetricHistory()
     for second in range(12):
         told(history, float(second), 10 * second, {3: 0.5})
-    found = history.usual_before(3, 100)
+    found = history.usual_signals_before(3, 100)
 
     assert found is not None
-    assert named(found) == {"gc_share": 0.5}
+    assert measured_signals(found) == {"gc_share": 0.5}
 
 
 def test_samples_of_one_second_have_equal_weight() -> None:
@@ -96,10 +102,13 @@ def test_samples_of_one_second_have_equal_weight() -> None:
 def test_missing_samples_do_not_change_a_mean() -> None:
     history = MetricHistory()
     told(history, 0.0, 0, {1: 0.5})
-    history.add(np.array([1]), np.array([10]), vector({"cpu_wait_share": 0.5})[None], 1.0)
+    history.add(np.array([1]), np.array([10]), encode_signals({"cpu_wait_share": 0.5})[None], 1.0)
     told(history, 2.0, 20, {1: 0.25})
 
-    assert named(history.means([1], 0)[1]) == {"gc_share": 0.375, "cpu_wait_share": 0.5}
+    assert measured_signals(history.mean_signals([1], 0)[1]) == {
+        "gc_share": 0.375,
+        "cpu_wait_share": 0.5,
+    }
 
 
 def test_history_has_at_most_32_slots_and_short_ones_for_recent_time() -> None:
@@ -129,18 +138,18 @@ def test_signal_sampled_once_in_five_rounds_counts_once() -> None:
         values = {"gc_share": 0.1} | (
             {"link_errors_per_s": float(round_ % 10 == 0)} if round_ % 5 == 0 else {}
         )
-        history.add(np.array([1]), np.array([round_]), vector(values)[None], float(round_))
+        history.add(np.array([1]), np.array([round_]), encode_signals(values)[None], float(round_))
 
-    assert named(history.means([1], 0)[1])["link_errors_per_s"] == 0.5
+    assert measured_signals(history.mean_signals([1], 0)[1])["link_errors_per_s"] == 0.5
 
 
 def test_usual_rate_of_error_bursts_is_their_mean() -> None:
     """If errors came in bursts before, another burst is no evidence."""
     history = MetricHistory()
     for second in range(100):
-        row = vector({"nvlink_errors_per_s": 3.0 * (second % 20 == 5)})
+        row = encode_signals({"nvlink_errors_per_s": 3.0 * (second % 20 == 5)})
         history.add(np.array([1]), np.array([10 * second]), row[None], float(second))
-    found = history.usual_before(1, 900)
+    found = history.usual_signals_before(1, 900)
 
     assert found is not None
-    assert named(found)["nvlink_errors_per_s"] == pytest.approx(0.15, rel=0.2)
+    assert measured_signals(found)["nvlink_errors_per_s"] == pytest.approx(0.15, rel=0.2)

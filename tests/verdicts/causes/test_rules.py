@@ -12,7 +12,7 @@ from tests.support.planted import places
 from tests.support.saved import save_and_load
 from torchlens_perf.verdicts.causes.metrics import METRICS, vector
 from torchlens_perf.verdicts.causes.rules import diagnose
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, StragglerGroup
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
@@ -47,8 +47,8 @@ def diagnosis(
     rows = {rank: {**HEALTHY, **(others or {})} for rank in range(4)}
     for rank in (SLOW, *together):
         rows[rank] = {**HEALTHY, **changed}
-    during = {rank: vector(row).astype(np.float32) for rank, row in rows.items()}
-    earlier = None if before is None else vector({**HEALTHY, **before}).astype(np.float32)
+    during = {rank: encode_signals(row).astype(np.float32) for rank, row in rows.items()}
+    earlier = None if before is None else encode_signals({**HEALTHY, **before}).astype(np.float32)
     return diagnose(slow or episode(SLOW, phase="host"), during, earlier, together, details)
 
 
@@ -207,7 +207,7 @@ def test_planted_cause_is_the_only_one_in_the_diagnosis(
 def test_diagnosis_of_a_healthy_rank_has_no_cause() -> None:
     """Measured and unmeasured subjects are listed separately."""
     found = diagnosis({})
-    unmeasured = {rank: vector({"gc_share": 0.0}).astype(np.float32) for rank in range(4)}
+    unmeasured = {rank: encode_signals({"gc_share": 0.0}).astype(np.float32) for rank in range(4)}
     on_a_cpu = diagnose(episode(SLOW), unmeasured, None)
 
     assert found.causes == ()
@@ -224,7 +224,7 @@ def test_lack_of_cpu_is_not_ruled_out_for_a_rank_in_phase_cpu() -> None:
     The autograd thread may be the one that waits.
     """
     unmeasured = {
-        rank: vector({"gc_share": 0.0, "cpu_wait_share": 0.0}).astype(np.float32)
+        rank: encode_signals({"gc_share": 0.0, "cpu_wait_share": 0.0}).astype(np.float32)
         for rank in range(4)
     }
 
@@ -299,7 +299,7 @@ def test_signal_without_comparison_is_no_cause_except_a_cpu_quota() -> None:
         if rank != SLOW:
             del row["pcie_replays_per_s"], row["cpu_quota_share"]
     rows[SLOW] |= {"pcie_replays_per_s": 50.0, "cpu_quota_share": 0.5}
-    during = {rank: vector(row).astype(np.float32) for rank, row in rows.items()}
+    during = {rank: encode_signals(row).astype(np.float32) for rank, row in rows.items()}
 
     assert diagnose(episode(SLOW, phase="host"), during, None).causes == ()
     (cause,) = diagnose(episode(SLOW, phase="cpu"), during, None).causes
@@ -388,7 +388,7 @@ def test_lack_of_a_cpu_may_explain_any_phase_of_short_steps() -> None:
     }
     for row in rows.values():
         del row["asleep_share"]
-    during = {rank: vector(row).astype(np.float32) for rank, row in rows.items()}
+    during = {rank: encode_signals(row).astype(np.float32) for rank, row in rows.items()}
 
     (cause,) = diagnose(episode(SLOW), during, None).causes
     assert cause.kind == "busy_neighbour"
@@ -406,7 +406,7 @@ def test_verdict_lists_ruled_out_causes_if_none_was_found() -> None:
 
 def test_diagnosis_is_unchanged_by_the_state_file() -> None:
     slow = episode(SLOW, phase="data")
-    named = with_groups(
+    named = add_straggler_groups(
         findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2})
     )
 

@@ -12,9 +12,9 @@ from tests.support.planted import WORK_NS, Job, places
 from tests.support.saved import save_and_load
 from torchlens_perf.verdicts.causes.straggler_groups import (
     MAX_EXPLAINED,
-    stage_imbalance,
-    straggler_groups,
-    with_groups,
+    add_straggler_groups,
+    find_stage_imbalance,
+    find_straggler_groups,
 )
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, Usual
@@ -83,7 +83,7 @@ def test_cost_of_a_node_with_several_populations_is_the_highest_of_them() -> Non
 def test_cost_of_a_node_with_ranks_never_compared_together_is_unknown() -> None:
     """The node is not sorted last because of the unknown cost."""
     slow = [episode(rank, cost_ns=rank * MS) for rank in (8, 9, 11, 12, 14, 15)]
-    node, rank = straggler_groups([*slow, episode(3, cost_ns=MS)], places(32))
+    node, rank = find_straggler_groups([*slow, episode(3, cost_ns=MS)], places(32))
 
     assert (node.kind, node.cost_ns, node.cost_share) == ("node", None, None)
     assert (rank.kind, rank.cost_ns) == ("rank", MS)
@@ -92,7 +92,7 @@ def test_cost_of_a_node_with_ranks_never_compared_together_is_unknown() -> None:
 def test_three_largest_slow_modules_are_kept_for_the_forward_pass() -> None:
     excess_ns = {"a": 1 * MS, "b": -2 * MS, "c": 5 * MS, "d": 3 * MS, "e": 4 * MS}
     slow = findings(episode(3, phase="forward"), episode(5))
-    forward, backward = with_groups(
+    forward, backward = add_straggler_groups(
         slow, places(8), {3: excess_ns, 5: excess_ns}.__getitem__
     ).groups
 
@@ -105,17 +105,17 @@ def test_three_largest_slow_modules_are_kept_for_the_forward_pass() -> None:
 def test_node_is_reported_if_three_quarters_of_its_ranks_are_slow() -> None:
     """Six of eight slow ranks are a node; five are five ranks."""
     slow = [episode(rank) for rank in (8, 9, 11, 12, 14, 15)]
-    (node,) = straggler_groups(slow, places(32))
+    (node,) = find_straggler_groups(slow, places(32))
 
     assert (node.kind, node.ranks) == ("node", (8, 9, 11, 12, 14, 15))
-    assert [each.kind for each in straggler_groups(slow[1:], places(32))] == ["rank"] * 5
+    assert [each.kind for each in find_straggler_groups(slow[1:], places(32))] == ["rank"] * 5
 
 
 def test_node_is_not_reported_in_a_job_of_one_host_or_for_one_rank() -> None:
     assert [
-        each.kind for each in straggler_groups([episode(rank) for rank in range(8)], places(8))
+        each.kind for each in find_straggler_groups([episode(rank) for rank in range(8)], places(8))
     ] == ["rank"] * 8
-    (found,) = straggler_groups([episode(3)], places(8, node_size=1))
+    (found,) = find_straggler_groups([episode(3)], places(8, node_size=1))
     assert (found.kind, found.host, found.ranks) == ("rank", "node-3", (3,))
 
 
@@ -138,13 +138,13 @@ def test_slow_pipeline_stage_is_not_reported_as_a_mesh_position() -> None:
 
     assert {
         each.kind
-        for each in straggler_groups(slow, places(32, pp=[rank % 8 for rank in range(32)]))
+        for each in find_straggler_groups(slow, places(32, pp=[rank % 8 for rank in range(32)]))
     } == {"rank"}
 
 
 def test_slow_rank_is_in_its_node_group_rather_than_in_a_position_group() -> None:
     members = [*range(8, 16), 3, 19, 27, 20]
-    found = straggler_groups(
+    found = find_straggler_groups(
         [episode(rank) for rank in members], places(32, ep=[rank % 8 for rank in range(32)])
     )
 
@@ -157,7 +157,7 @@ def test_groups_are_ordered_by_cost_then_excess() -> None:
     """Only the first groups get a diagnosis."""
     slow = [episode(rank, cost_ns=rank % 3 * MS, excess_ns=rank * MS) for rank in range(12)]
     why = Diagnosis((), ("garbage collection",), (), {}, {})
-    found = with_groups(
+    found = add_straggler_groups(
         findings(*slow), places(12, node_size=100), diagnosed=lambda group: why
     ).groups
 
@@ -167,7 +167,7 @@ def test_groups_are_ordered_by_cost_then_excess() -> None:
 
 def test_ended_episodes_belong_to_no_group() -> None:
     """Two slow ranks of four are two groups."""
-    assert with_groups(findings(episode(1, until=120)), places(8)).groups == ()
+    assert add_straggler_groups(findings(episode(1, until=120)), places(8)).groups == ()
     job = Job.of(4, 150).slow(1, 20).slow(2, 20).slow(3, 20, rows=slice(0, 60))
 
     assert {each.ranks for each in with_groups(job.judge(), places(4)).groups} == {(1,), (2,)}
@@ -176,10 +176,12 @@ def test_ended_episodes_belong_to_no_group() -> None:
 def test_diagnosis_is_kept_after_the_end_of_an_episode() -> None:
     """The diagnosis is dropped together with the episode."""
     slow, why = episode(1), Diagnosis((), ("garbage collection",), (), {}, {})
-    now = with_groups(findings(slow), places(8), diagnosed=lambda group: why)
+    now = add_straggler_groups(findings(slow), places(8), diagnosed=lambda group: why)
     assert now.diagnosis(slow.key) is why
-    over = with_groups(findings(dataclasses.replace(slow, until_step=120)), places(8), before=now)
-    later = with_groups(
+    over = add_straggler_groups(
+        findings(dataclasses.replace(slow, until_step=120)), places(8), before=now
+    )
+    later = add_straggler_groups(
         findings(dataclasses.replace(slow, until_step=120)),
         places(8),
         before=save_and_load(over),
@@ -187,7 +189,7 @@ def test_diagnosis_is_kept_after_the_end_of_an_episode() -> None:
 
     assert over.groups == later.groups == ()
     assert later.diagnosis(slow.key) == why
-    assert with_groups(findings(), places(8), before=later).diagnosis(slow.key) is None
+    assert add_straggler_groups(findings(), places(8), before=later).diagnosis(slow.key) is None
 
 
 def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Placement]]:
@@ -210,7 +212,7 @@ class TestImbalance:
     def test_imbalance_has_the_stage_with_the_most_work(self, ranks: int) -> None:
         """No rank is slow. Stages with a single rank are compared as well."""
         found, at = pipeline(1.0, 0.9, 1.4, 1.1, ranks=ranks)
-        named = with_groups(found, at)
+        named = add_straggler_groups(found, at)
 
         assert named.groups == ()
         assert named.imbalance is not None
@@ -223,7 +225,7 @@ class TestImbalance:
         """With two stages, the cost is half of their difference."""
         for work, gain in (((1.0, 1.5), 0.25), ((1.0, 0.9, 1.4, 1.1), 0.3)):
             found, at = pipeline(*work)
-            imbalance = stage_imbalance(found, at)
+            imbalance = find_stage_imbalance(found, at)
             assert imbalance is not None
             assert imbalance.stages == len(work)
             assert imbalance.cost_ns == pytest.approx(gain * WORK_NS, rel=0.03)
@@ -231,16 +233,20 @@ class TestImbalance:
     def test_difference_below_a_tenth_of_the_step_is_no_imbalance(self) -> None:
         found, at = pipeline(1.0, 1.0, 1.08)
 
-        assert stage_imbalance(found, at) is None
+        assert find_stage_imbalance(found, at) is None
 
     def test_no_imbalance_without_two_stages_known_ranks_and_steps(self) -> None:
         found, at = pipeline(1.0, 2.0)
-        assert stage_imbalance(found, at) is not None
-        assert stage_imbalance(found, {}) is None
-        assert stage_imbalance(found, {rank: Placement("", "", {"dp": 0}) for rank in at}) is None
-        assert stage_imbalance(found, {rank: Placement("", "", {"pp": 0}) for rank in at}) is None
-        assert stage_imbalance(dataclasses.replace(found, step_ns=0.0), at) is None
-        assert stage_imbalance(NOTHING, {}) is None
+        assert find_stage_imbalance(found, at) is not None
+        assert find_stage_imbalance(found, {}) is None
+        assert (
+            find_stage_imbalance(found, {rank: Placement("", "", {"dp": 0}) for rank in at}) is None
+        )
+        assert (
+            find_stage_imbalance(found, {rank: Placement("", "", {"pp": 0}) for rank in at}) is None
+        )
+        assert find_stage_imbalance(dataclasses.replace(found, step_ns=0.0), at) is None
+        assert find_stage_imbalance(NOTHING, {}) is None
 
     def test_stage_with_several_populations_counts_its_largest_work(self) -> None:
         """All ranks of the stage are listed."""
@@ -249,7 +255,7 @@ class TestImbalance:
             for population, ranks, work in (("a", "0-1", 100), ("b", "2-3", 160), ("c", "4-7", 100))
         )
         found = dataclasses.replace(NOTHING, usual=usual, step_ns=170 * MS)
-        imbalance = stage_imbalance(found, places(8, stage=[0] * 4 + [1] * 4))
+        imbalance = find_stage_imbalance(found, places(8, stage=[0] * 4 + [1] * 4))
 
         assert imbalance is not None
         assert (imbalance.stage, imbalance.ranks, imbalance.work_ns) == (
@@ -262,7 +268,7 @@ class TestImbalance:
 def test_groups_and_imbalance_are_unchanged_by_json() -> None:
     found, at = pipeline(1.0, 1.5)
     slow = [episode(rank) for rank in (1, 8, 9, 10)]
-    both = findings(groups=tuple(straggler_groups(slow, places(16, node_size=4))))
+    both = findings(groups=tuple(find_straggler_groups(slow, places(16, node_size=4))))
     assert {each.kind for each in both.groups} == {"rank", "node"}
     for named in (NOTHING, both, with_groups(found, at)):
         assert save_and_load(named) == named

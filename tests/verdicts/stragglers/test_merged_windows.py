@@ -15,7 +15,7 @@ from tests.support.findings import episode, findings
 from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, pack_row
 from torchlens_perf.run.device.step_parts import ROW_NAMES, StepPart
 from torchlens_perf.run.ring import Kind, record_dtype
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
 from torchlens_perf.verdicts.stragglers.merged_windows import (
     GAP,
@@ -159,7 +159,7 @@ def test_episode_found_in_windows_has_the_slow_part(
 ) -> None:
     (found,) = seen(*[{2: more}] * MIN_WINDOWS).episodes()
     assert (found.phase, found.from_start) == (phase, True)
-    named = with_groups(
+    named = add_straggler_groups(
         dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {}
     )
     (verdict,), _ = straggler_verdicts(SlowRankContext([], "cuda", None), named)
@@ -259,9 +259,9 @@ def test_episode_that_windows_should_show_but_do_not_is_disputed() -> None:
     found = combined_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
     assert [(each.rank, each.disputed) for each in found.episodes] == [(6, True)]
     context = SlowRankContext([], "cuda", "device")
-    (verdict,), _ = straggler_verdicts(context, with_groups(found, ALL))
+    (verdict,), _ = straggler_verdicts(context, add_straggler_groups(found, ALL))
     undisputed = without_windows(found)
-    (before,), _ = straggler_verdicts(context, with_groups(undisputed, ALL))
+    (before,), _ = straggler_verdicts(context, add_straggler_groups(undisputed, ALL))
     assert verdict.confidence == before.confidence / 2
     assert (
         "do not confirm it, but show rank 3 (+9.00 ms a step, in the forward pass). Next: "

@@ -10,7 +10,10 @@ import pytest
 from tests.support.findings import episode, findings
 from tests.support.planted import places
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.verdicts.causes.straggler_groups import straggler_groups, with_groups
+from torchlens_perf.verdicts.causes.straggler_groups import (
+    add_straggler_groups,
+    find_straggler_groups,
+)
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import (
     NOTHING,
@@ -45,7 +48,7 @@ OTHERWISE = "The kernels of the collectives do not confirm it"
 def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> JudgedVerdict:
     """Return the verdict on one slow rank."""
     found = findings(slow, **changed)
-    (now,), before = straggler_verdicts(context, with_groups(found, AT))
+    (now,), before = straggler_verdicts(context, add_straggler_groups(found, AT))
     assert before == []
     return now
 
@@ -127,8 +130,8 @@ def test_last_arrivals_count_only_for_enough_collectives_joined_by_kernels() -> 
 def test_location_of_a_slow_rank_has_the_name_of_its_host_or_node() -> None:
     at = {rank: dataclasses.replace(place, location="switch leaf3") for rank, place in AT.items()}
     slow = [episode(rank, shared_cost_ns=15 * MS) for rank in range(4)]
-    (one,), _ = straggler_verdicts(CONTEXT, with_groups(findings(episode()), at))
-    (node,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*slow), at))
+    (one,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(episode()), at))
+    (node,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow), at))
 
     assert one.sentence.startswith("Rank 3 (node-0, switch leaf3) is slow")
     assert node.sentence.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
@@ -136,7 +139,7 @@ def test_location_of_a_slow_rank_has_the_name_of_its_host_or_node() -> None:
 
 def test_sentence_on_a_rank_slow_since_the_start_has_no_step_and_no_unknown_host() -> None:
     found = findings(episode(1, from_start=True), compared=2)
-    (verdict,), _ = straggler_verdicts(CONTEXT, with_groups(found, {}))
+    (verdict,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(found, {}))
 
     assert verdict.sentence.startswith("Rank 1 is slow in")
     assert ", the other rank 60.0 ms. " in verdict.sentence
@@ -333,11 +336,11 @@ def test_slow_host_has_a_different_sentence_class_and_action() -> None:
 def test_sentence_on_a_node_or_position_has_its_slowest_rank() -> None:
     slow = [episode(rank, excess_ns=rank * MS) for rank in range(4, 8)]
     (node,), _ = straggler_verdicts(
-        CONTEXT, findings(*slow, groups=tuple(straggler_groups(slow, AT)))
+        CONTEXT, findings(*slow, groups=tuple(find_straggler_groups(slow, AT)))
     )
     experts = places(8, node_size=4, ep=[rank % 4 for rank in range(8)])
     slow = [episode(2), episode(6)]
-    together = findings(*slow, groups=tuple(straggler_groups(slow, experts)))
+    together = findings(*slow, groups=tuple(find_straggler_groups(slow, experts)))
     (position,), _ = straggler_verdicts(CONTEXT, together)
 
     assert node.sentence.startswith(
@@ -357,10 +360,10 @@ def test_cost_of_a_node_is_shared_or_unknown() -> None:
     """After the end of the episodes, the cost is reported for each rank."""
     known = [episode(rank, cost_ns=0.4 * MS, shared_cost_ns=19 * MS) for rank in range(4, 8)]
     unknown = [episode(rank, cost_ns=0.4 * MS) for rank in range(4, 8)]
-    (told,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*known), AT))
-    (not_told,), _ = straggler_verdicts(CONTEXT, with_groups(findings(*unknown), AT))
+    (told,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*known), AT))
+    (not_told,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*unknown), AT))
     over = findings(episode(4, until=200, cost_ns=0.4 * MS, shared_cost_ns=19 * MS))
-    _, (was,) = straggler_verdicts(CONTEXT, with_groups(over, AT))
+    _, (was,) = straggler_verdicts(CONTEXT, add_straggler_groups(over, AT))
 
     assert "It costs the job 19.0 ms a step (19%), since step 100." in told.sentence
     assert (told.cost_s_per_step, told.cost_share) == pytest.approx((0.019, 0.19))
@@ -379,8 +382,8 @@ def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
         for rank in (1, 4, 6)
     ]
     found = findings(*slow)
-    now, _ = straggler_verdicts(CONTEXT, with_groups(found, AT))
-    pair, _ = straggler_verdicts(CONTEXT, with_groups(findings(*slow[:2]), AT))
+    now, _ = straggler_verdicts(CONTEXT, add_straggler_groups(found, AT))
+    pair, _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow[:2]), AT))
 
     assert [verdict.rank for verdict in now] == [6, 4, 1]
     assert (
@@ -397,7 +400,7 @@ def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
 def test_slow_ranks_with_different_work_have_separate_costs() -> None:
     at = {rank: dataclasses.replace(place, population=str(rank % 2)) for rank, place in AT.items()}
     found = findings(episode(1), episode(4, cost_ns=5 * MS))
-    now, _ = straggler_verdicts(CONTEXT, with_groups(found, at))
+    now, _ = straggler_verdicts(CONTEXT, add_straggler_groups(found, at))
 
     assert ["It costs the job" in verdict.sentence for verdict in now] == [True, True]
     assert [verdict.cost_s_per_step for verdict in now] == pytest.approx([0.015, 0.005])
@@ -406,10 +409,10 @@ def test_slow_ranks_with_different_work_have_separate_costs() -> None:
 def test_module_excess_from_another_node_is_used_if_the_report_has_none() -> None:
     """The module must explain the excess as well."""
     slow = findings(episode(phase="forward"))
-    told = with_groups(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
+    told = add_straggler_groups(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
     elsewhere = SlowRankContext([module("layers.7", {"0": 0.01, "1": 0.01})])
     here = SlowRankContext([module("layers.2", {"3": 0.03, "0": 0.01, "1": 0.01})])
-    little = with_groups(slow, AT, lambda rank: {"layers.7": 5 * MS})
+    little = add_straggler_groups(slow, AT, lambda rank: {"layers.7": 5 * MS})
     verdicts = [straggler_verdicts(*given)[0][0] for given in (
         (elsewhere, told), (here, told), (elsewhere, little),
     )]  # fmt: skip
@@ -440,7 +443,7 @@ def test_ended_episodes_follow_open_ones_newest_first() -> None:
         episode(2, 60, until=110),
         episode(3, 0, 70, from_start=True),
     ]
-    now, before = straggler_verdicts(CONTEXT, with_groups(findings(*slow), AT))
+    now, before = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow), AT))
 
     assert [verdict.rank for verdict in now] == [5]
     assert [verdict.rank for verdict in before] == [2, 1, 3]

@@ -72,7 +72,7 @@ def build_device_grid(
     tables = {rank: concatenate_tables(of_rank) for rank, of_rank in found.items()}
     populations: dict[str, list[int]] = defaultdict(list)
     for rank in tables:
-        populations[processes[rank].place.population].append(rank)
+        populations[processes[rank].placement.population].append(rank)
     for ranks in populations.values():
         own_ns = own_work_ns([tables[rank] for rank in ranks])
         for rank, work_ns in zip(ranks, own_ns, strict=True):

@@ -28,7 +28,7 @@ from torchlens_perf.analysis.statistics.modules import (
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.verdicts.causes.metrics import METRICS, vector
+from torchlens_perf.verdicts.causes.metrics import METRICS, encode_signals
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import LATE_ROWS, BinBatch
 from torchlens_perf.verdicts.words.hang import device_place
@@ -164,7 +164,7 @@ def pack_summary(summary: RankSummary) -> bytes:
     times = np.array([summary.modules_ns[name] for name in names], "<f4")
     value["modules"] = digest_names(names)
     value["modules_ns"][: len(names)] = (times.view("<u4") + 0x8000) >> 16  # rounded
-    value["signals"] = vector(summary.signals)
+    value["signals"] = encode_signals(summary.signals)
     return value.tobytes()
 
 

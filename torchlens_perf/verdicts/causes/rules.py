@@ -1,9 +1,9 @@
 """Causes of a slow rank, from its signals compared with other ranks' and with its own past. Pure.
 
-A cause that takes time must explain a share of the rank's excess: the time that its signal takes
-more than on other ranks, divided by the excess. Errors of a link and similar signals take no time
-by themselves, so they are only reported as seen on that rank alone. If no cause fits, the diagnosis
-lists what was checked, because a guess would mislead.
+A cause that takes time must explain a share of the rank's excess. This share is the additional time
+of its signal, compared with other ranks, divided by the excess. Link errors and similar signals
+take no measurable time. They are reported if only this rank has them. Without a cause, the
+diagnosis lists the checks, because a guess would mislead.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.quantities import format_percent
-from torchlens_perf.verdicts.causes.metrics import CLOCKS, METRICS, named
+from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.verdicts.causes.metrics import CLOCKS, METRICS, measured_signals
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _CLOCK_LOWER = 0.03
 
 
 WAITS_FOR_CPU = "waits for a CPU"
-# The checks that a message lists, each with the signal that shows whether it was measured.
+# The names of checks in messages. A check was made if its signal was measured.
 _SUBJECTS = (
     ("garbage collection", "gc_share"),
     (WAITS_FOR_CPU, "cpu_wait_share"),
@@ -52,12 +52,13 @@ _SUBJECTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class _Case:
-    """One slow rank: its signals while it is slow, the usual signals, and its episode."""
+class _SlowRankCase:
+    """A slow rank with its episode, its signals while it is slow, and usual signals."""
 
     mine: Mapping[str, float]
     usual: Mapping[str, float]
-    """The other ranks' median or the rank's own past, whichever is nearer: a cause exceeds both."""
+    """The other ranks' median, or the rank's own past if that is nearer to `mine`. A cause must
+    exceed both."""
     others: Mapping[str, float]
     episode: Episode
     details: Mapping[str, str]
@@ -66,22 +67,25 @@ class _Case:
     def gpu(self) -> str:
         return self.details.get("gpu", "its GPU")
 
-    def more(self, signal: str) -> float:
-        """Return the difference between a signal and its usual value; 0 if not measured."""
+    def excess_of(self, signal: str) -> float:
+        """Return by how much a signal exceeds its usual value; 0 if not measured."""
         if signal not in self.mine or signal not in self.usual:
             return 0.0
         return self.mine[signal] - self.usual[signal]
 
-    def explained(self, share_of_time: float) -> float:
+    def share_of_excess(self, share_of_time: float) -> float:
         """Convert a share of the step to a share of the rank's excess."""
         return share_of_time * self.episode.step_ns / max(1.0, self.episode.excess_ns)
 
-    def explained_by_clock(self, lower: float) -> float:
-        """Return the share of the excess explained by a clock that is this share too low."""
+    def share_explained_by_clock(self, lower: float) -> float:
+        """Return the share of the rank's excess that a slow clock explains.
+
+        lower: how far the clock is below its usual value, as a share of that value.
+        """
         return lower * self.episode.work_ns / max(1.0, self.episode.excess_ns)
 
-    def against(self, signal: str, words: Callable[[float], str]) -> str:
-        """Return a clause with the other ranks' value; "" if it is not measured there."""
+    def comparison_clause(self, signal: str, words: Callable[[float], str]) -> str:
+        """Return a clause with the other ranks' value of a signal; "" if it is not measured."""
         return (
             f", against {words(self.others[signal])} on the others" if signal in self.others else ""
         )
@@ -103,23 +107,23 @@ def diagnose(
     """Return the causes of an episode.
 
     during: mean signals of each compared rank over the steps of the episode.
-    before: the slow rank's usual signals before the episode, see MetricHistory.usual_before().
-    together: ranks that are slow at the same time. They are not used for comparison.
-    details: names of things on its node: "neighbour", "control_group", "gpu".
+    before: the slow rank's usual signals before the episode, see MetricHistory.usual_signals_before().
+    together: ranks that are slow at the same time. The rank is not compared with them.
+    details: names on the rank's node, with the keys "neighbour", "control_group" and "gpu".
     """
     rank = episode.rank
     if rank not in during:
         return Diagnosis((), (), tuple(subject for subject, _ in _SUBJECTS), {}, {})
-    mine = named(during[rank])
-    others = _median(
+    mine = measured_signals(during[rank])
+    others = _median_signals(
         [values for other, values in during.items() if other != rank and other not in together]
     )
     usual = dict(others)
     if before is not None:
-        for name, value in named(before).items():
+        for name, value in measured_signals(before).items():
             nearer = min if name in CLOCKS else max
             usual[name] = nearer(usual[name], value) if name in usual else value
-    case = _Case(mine, usual, others, episode, details or {})
+    case = _SlowRankCase(mine, usual, others, episode, details or {})
     found = [cause for rule in _RULES for cause in rule(case)]
     found.sort(key=lambda cause: -(_EXPLAINS if cause.explains is None else cause.explains))
     subjects = [
@@ -130,7 +134,7 @@ def diagnose(
     return Diagnosis(tuple(found[:MAX_CAUSES]), looked_at, not_measured, mine, others)
 
 
-def _median(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
+def _median_signals(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
     if not rows:
         return {}
     table = np.stack(rows)
@@ -138,17 +142,17 @@ def _median(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
     return {METRICS[i]: float(np.nanmedian(table[:, i])) for i in measured.tolist()}
 
 
-# -- rules: each takes a case and returns the causes that it finds
+# -- rules: each returns the causes that it finds in a case
 
 
-def _garbage_collection(case: _Case) -> list[Cause]:
-    share = case.more("gc_share")
-    explains = case.explained(share)
+def _check_garbage_collection(case: _SlowRankCase) -> list[Cause]:
+    share = case.excess_of("gc_share")
+    explains = case.share_of_excess(share)
     if explains < _EXPLAINS:
         return []
     text = (
-        f"Python's garbage collector runs in it for {format_percent(case.mine['gc_share'])} of the time"
-        f"{case.against('gc_share', format_percent)}"
+        f"Python's garbage collector runs in it for {percent(case.mine['gc_share'])} of the time"
+        f"{case.comparison_clause('gc_share', percent)}"
     )
     action = (
         "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect()"
@@ -157,16 +161,16 @@ def _garbage_collection(case: _Case) -> list[Cause]:
     return [Cause("gc", text, action, explains, case.evidence("gc_share"))]
 
 
-def _no_cpu(case: _Case) -> list[Cause]:
-    """Return a cause of a lack of CPU time.
+def _check_cpu_shortage(case: _SlowRankCase) -> list[Cause]:
+    """Return the reason why the rank lacks CPU time as a cause.
 
-    Work does not contain waits for a CPU if they are recorded, so these explain an excess in two
-    cases only: in the phase "cpu", and in steps that are too short to record them.
+    Recorded waits for a CPU are not part of work. They can therefore explain an excess in two cases
+    only: in the phase "cpu", and in steps that are too short to record them.
     """
     if case.episode.phase != "cpu" and "asleep_share" in case.mine:
         return []
-    waits = case.more("cpu_wait_share")
-    explains = case.explained(waits)
+    waits = case.excess_of("cpu_wait_share")
+    explains = case.share_of_excess(waits)
     if explains < _EXPLAINS:
         return []
     waited = (
@@ -193,8 +197,7 @@ def _no_cpu(case: _Case) -> list[Cause]:
     if neighbours is None:
         action = "see what else runs on its CPUs, how many threads it has, and how it is pinned."
         return [Cause("no_cpu", waited, action, explains, evidence)]
-    # The absolute share counts, as other ranks may also have busy neighbours, but wait less because
-    # of them.
+    # This is not compared with other ranks. Their CPUs may be as busy, and they may wait less.
     if neighbours >= _MIN_NEIGHBOURS:
         who = case.details.get("neighbour")
         text = (
@@ -221,26 +224,26 @@ _MEMORY_SIGNALS = (
 )  # fmt: skip
 
 
-def _disk(case: _Case) -> list[Cause]:
+def _check_disk_and_memory(case: _SlowRankCase) -> list[Cause]:
     """Return slow storage or memory pressure as a cause.
 
-    Waiting for evicted pages looks like waiting for files, except for page faults and a full
-    control group.
+    A rank that waits for evicted pages looks as if it waited for files. Only page faults and a full
+    control group show the difference.
     """
-    waits = case.more("disk_wait_share")
-    # The time asleep is measured exactly. The time asleep for a disk comes from samples.
-    slept = case.more("asleep_share") if "asleep_share" in case.mine else waits
-    explains = case.explained(slept)
+    waits = case.excess_of("disk_wait_share")
+    # The total time asleep is measured exactly. The time asleep for a disk is only sampled.
+    slept = case.excess_of("asleep_share") if "asleep_share" in case.mine else waits
+    explains = case.share_of_excess(slept)
     if _has_memory_pressure(case):
         # Reclaiming pages also takes CPU time in the kernel.
-        reclaims = explains + case.explained(max(0.0, case.more("kernel_share")))
+        reclaims = explains + case.share_of_excess(max(0.0, case.excess_of("kernel_share")))
         if reclaims >= _EXPLAINS:
-            return [_memory_pressure(case, reclaims)]
+            return [_build_memory_pressure_cause(case, reclaims)]
     if explains < _EXPLAINS or waits < slept / 3:
         return []
     text = (
-        f"it waits for a disk for {format_percent(case.mine['disk_wait_share'])} of the time"
-        f"{case.against('disk_wait_share', format_percent)}"
+        f"it waits for a disk for {percent(case.mine['disk_wait_share'])} of the time"
+        f"{case.comparison_clause('disk_wait_share', percent)}"
     )
     action = (
         "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data"
@@ -250,21 +253,20 @@ def _disk(case: _Case) -> list[Cause]:
     return [Cause("slow_storage", text, action, explains, case.evidence(*signals))]
 
 
-def _has_memory_pressure(case: _Case) -> bool:
-    """Return True if the rank waits for pages that were evicted, and not for pages that it reads
-    for the first time."""
-    if case.more("major_faults_per_s") < _MIN_FAULTS_PER_S:
+def _has_memory_pressure(case: _SlowRankCase) -> bool:
+    """Return True if the rank waits for evicted pages, and not for pages that it reads first."""
+    if case.excess_of("major_faults_per_s") < _MIN_FAULTS_PER_S:
         return False
     if "refaults_per_s" in case.mine or "memory_stall_share" in case.mine:
         return (
-            case.more("refaults_per_s") >= _MIN_FAULTS_PER_S
-            or case.more("memory_stall_share") >= 0.05
+            case.excess_of("refaults_per_s") >= _MIN_FAULTS_PER_S
+            or case.excess_of("memory_stall_share") >= 0.05
         )
     return case.mine.get("memory_limit_share", 0.0) >= 0.9
 
 
-def _memory_pressure(case: _Case, explains: float) -> Cause:
-    evicts = case.more("refaults_per_s") >= _MIN_FAULTS_PER_S
+def _build_memory_pressure_cause(case: _SlowRankCase, explains: float) -> Cause:
+    evicts = case.excess_of("refaults_per_s") >= _MIN_FAULTS_PER_S
     where = (
         f"its control group {case.details.get('control_group', '')} has to evict pages that it"
         " needs again"
@@ -273,7 +275,7 @@ def _memory_pressure(case: _Case, explains: float) -> Cause:
     text = (
         f"{where if evicts else 'memory is short on its node'}: it waits for "
         f"{case.mine['major_faults_per_s']:.0f} pages a second"
-        f"{case.against('major_faults_per_s', '{:.0f}'.format)}"
+        f"{case.comparison_clause('major_faults_per_s', '{:.0f}'.format)}"
     )
     if full >= 0.9:
         text += f"; {format_percent(full)} of the group's memory limit is in use"
@@ -290,9 +292,9 @@ def _memory_pressure(case: _Case, explains: float) -> Cause:
     )
 
 
-def _cpu_clock(case: _Case) -> list[Cause]:
-    lower = _below(case, "cpu_clock_share")
-    explains = case.explained_by_clock(lower)
+def _check_cpu_clock(case: _SlowRankCase) -> list[Cause]:
+    lower = _clock_deficit(case, "cpu_clock_share")
+    explains = case.share_explained_by_clock(lower)
     if lower < _CLOCK_LOWER or explains < _EXPLAINS:
         return []
     text = (
@@ -305,13 +307,13 @@ def _cpu_clock(case: _Case) -> list[Cause]:
     return [Cause("cpu_clock", text, action, explains, case.evidence("cpu_clock_share"))]
 
 
-def _gpu_clock(case: _Case) -> list[Cause]:
+def _check_gpu_clock(case: _SlowRankCase) -> list[Cause]:
     lower = (
-        _below(case, "sm_clock_share")
+        _clock_deficit(case, "sm_clock_share")
         if "sm_clock_share" in case.mine
-        else _below(case, "sm_clock_mhz")
+        else _clock_deficit(case, "sm_clock_mhz")
     )
-    explains = case.explained_by_clock(lower)
+    explains = case.share_explained_by_clock(lower)
     if not _may_be_device(case) or lower < _CLOCK_LOWER or explains < _EXPLAINS:
         return []
     reasons = {
@@ -328,13 +330,13 @@ def _gpu_clock(case: _Case) -> list[Cause]:
             "compare its power limit with the others' (nvidia-smi -q -d POWER)",
         ),
     }
-    reason = max(reasons, key=case.more)
+    reason = max(reasons, key=case.excess_of)
     clock = (
         f"{case.gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {format_percent(lower)}"
         " below the usual"
     )
     evidence = case.evidence("sm_clock_mhz", "sm_clock_share", *reasons, "temperature_c")
-    if case.more(reason) < 0.05:
+    if case.excess_of(reason) < 0.05:
         action = (
             "compare its clock settings with the others' (nvidia-smi -q -d CLOCK): locked or"
             " application clocks."
@@ -355,12 +357,12 @@ def _gpu_clock(case: _Case) -> list[Cause]:
     ]
 
 
-def _may_be_device(case: _Case) -> bool:
-    """Return True if a device may be the cause: not if the rank waits for data or for a CPU."""
+def _may_be_device(case: _SlowRankCase) -> bool:
+    """Return True unless the rank waits for data or for a CPU, which no device can cause."""
     return case.episode.phase not in ("data", "cpu")
 
 
-# Signals that count errors: kind of the cause, name of the counted events, and action.
+# For each signal that counts errors: the kind of the cause, the name of the errors, and the action.
 _ERRORS = {
     "xids_per_s": (
         "gpu_errors",
@@ -393,7 +395,7 @@ _ERRORS = {
         "look at the cable and port (perfquery, ibdiagnet)",
     ),
 }
-# Smaller rates of these are usual. Every error of the other signals is reported.
+# Smaller rates of these errors are usual. All other errors are reported at any rate.
 _MIN_ERRORS = {
     "pcie_replays_per_s": 1.0,
     "nvlink_errors_per_s": 1 / 60,
@@ -401,10 +403,10 @@ _MIN_ERRORS = {
 }
 
 
-def _errors(case: _Case) -> list[Cause]:
+def _check_error_counters(case: _SlowRankCase) -> list[Cause]:
     found = []
     for signal, (kind, what, action) in _ERRORS.items():
-        more = case.more(signal) if _may_be_device(case) else 0.0
+        more = case.excess_of(signal) if _may_be_device(case) else 0.0
         if (
             more <= 0
             or more < _MIN_ERRORS.get(signal, 0.0)
@@ -412,15 +414,17 @@ def _errors(case: _Case) -> list[Cause]:
         ):
             continue
         text = f"{case.gpu if kind != 'network' else 'its node'} has {what}"
-        # A pending remapping is counted in every sample until a reset, so its rate has no meaning.
+        # A pending remapping is counted in every sample until a reset, so its rate is meaningless.
         if signal != "remapped_rows_per_s":
-            text += f": {_rate_words(case.mine[signal])}{case.against(signal, _rate_words)}"
+            text += (
+                f": {_format_rate(case.mine[signal])}{case.comparison_clause(signal, _format_rate)}"
+            )
         found.append(Cause(kind, text, f"{action}.", None, case.evidence(signal)))
     return found
 
 
-def _allocator(case: _Case) -> list[Cause]:
-    if not _may_be_device(case) or case.more("alloc_retries_per_step") < _MIN_RETRIES_PER_STEP:
+def _check_allocator(case: _SlowRankCase) -> list[Cause]:
+    if not _may_be_device(case) or case.excess_of("alloc_retries_per_step") < _MIN_RETRIES_PER_STEP:
         return []
     every = 1 / case.mine["alloc_retries_per_step"]
     often = "in every step" if every < 1.5 else f"once in {every:.0f} steps"
@@ -435,18 +439,19 @@ def _allocator(case: _Case) -> list[Cause]:
     return [Cause("alloc_retries", text, action, None, case.evidence("alloc_retries_per_step"))]
 
 
-_RULES: tuple[Callable[[_Case], list[Cause]], ...] = (
-    _garbage_collection, _no_cpu, _disk, _cpu_clock, _gpu_clock, _errors, _allocator,
+_RULES: tuple[Callable[[_SlowRankCase], list[Cause]], ...] = (
+    _check_garbage_collection, _check_cpu_shortage, _check_disk_and_memory, _check_cpu_clock,
+    _check_gpu_clock, _check_error_counters, _check_allocator,
 )  # fmt: skip
 
 
-def _below(case: _Case, clock: str) -> float:
+def _clock_deficit(case: _SlowRankCase, clock: str) -> float:
     """Return how far a clock is below its usual value, as a share of that value."""
     mine, usual = case.mine.get(clock), case.usual.get(clock)
     return 1 - mine / usual if mine is not None and usual else 0.0
 
 
-def _rate_words(per_s: float) -> str:
+def _format_rate(per_s: float) -> str:
     for unit, seconds in (("second", 1), ("minute", 60), ("hour", 3600)):
         if per_s * seconds >= 1:
             return f"{per_s * seconds:.0f} {'an' if unit == 'hour' else 'a'} {unit}"
@@ -454,5 +459,5 @@ def _rate_words(per_s: float) -> str:
 
 
 def _without_double_spaces(text: str) -> str:
-    """Remove the double space that an unknown name leaves."""
+    """Remove double spaces, which remain where a name is not known."""
     return " ".join(text.split())

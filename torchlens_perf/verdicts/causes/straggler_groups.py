@@ -1,4 +1,5 @@
-"""Groups of slow ranks: a single rank, a whole node, or a position in the mesh. Pure."""
+"""Groups of slow ranks that have the same cause: a node, a position in the mesh, or a single rank.
+Pure."""
 
 from __future__ import annotations
 
@@ -17,31 +18,31 @@ from torchlens_perf.verdicts.stragglers.findings import (
 )
 from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, groups_of
 
-# Only this many groups, the costliest, get a diagnosis.
+# The number of groups that are diagnosed, beginning with the costliest.
 MAX_EXPLAINED = 8
 MAX_MODULES = 3
-# The excess work of an unbalanced pipeline stage, as a share of the step.
+# A pipeline stage is reported if its excess work is at least this share of the step.
 MIN_IMBALANCE = 0.1
 
 
-def with_groups(
+def add_straggler_groups(
     findings: Findings,
     places: Mapping[int, Placement],
     module_excess_ns: Callable[[int], Mapping[str, float]] | None = None,
     diagnosed: Callable[[StragglerGroup], Diagnosis] | None = None,
     before: Findings = NOTHING,
 ) -> Findings:
-    """Return the findings with groups of slow ranks, their diagnoses, and an overloaded stage.
+    """Return the findings with groups of slow ranks, their diagnoses, and an imbalanced stage.
 
     places: placements of all compared ranks. module_excess_ns: returns a rank's excess time by
-    module. diagnosed: returns the diagnosis of a group. before: earlier findings. Diagnoses of
-    ranks that are no longer slow are carried over.
+    module. diagnosed: returns the diagnosis of a group. before: earlier findings, whose diagnoses
+    of ranks that are no longer slow are kept.
     """
-    groups = straggler_groups(findings.slow_now, places)
+    groups = find_straggler_groups(findings.slow_now, places)
     for index, each in enumerate(groups[:MAX_EXPLAINED]):
         if module_excess_ns is not None and each.lead.phase == "forward":
             each = dataclasses.replace(
-                each, slower_modules_ns=_largest(module_excess_ns(each.lead.rank))
+                each, slower_modules_ns=_largest_excesses(module_excess_ns(each.lead.rank))
             )
         groups[index] = (
             each if diagnosed is None else dataclasses.replace(each, diagnosis=diagnosed(each))
@@ -50,22 +51,22 @@ def with_groups(
     return dataclasses.replace(
         findings,
         groups=tuple(groups),
-        imbalance=stage_imbalance(findings, places),
+        imbalance=find_stage_imbalance(findings, places),
         diagnoses=tuple((key, why) for key, why in kept if why is not None),
     )
 
 
-def _largest(excess_ns: Mapping[str, float]) -> dict[str, float]:
+def _largest_excesses(excess_ns: Mapping[str, float]) -> dict[str, float]:
     above = sorted(((value, name) for name, value in excess_ns.items() if value > 0), reverse=True)
     return {name: value for value, name in above[:MAX_MODULES]}
 
 
-def straggler_groups(
+def find_straggler_groups(
     episodes: Sequence[Episode], places: Mapping[int, Placement]
 ) -> list[StragglerGroup]:
-    """Return the groups to name for these episodes, the costliest first.
+    """Return the groups of the slow ranks in these episodes, the costliest first.
 
-    `places` has all compared ranks.
+    places: placements of all compared ranks, whether slow or not.
     """
     left = {episode.rank: episode for episode in episodes}
     found = [
@@ -96,8 +97,11 @@ def straggler_groups(
     )
 
 
-def stage_imbalance(findings: Findings, places: Mapping[int, Placement]) -> StageImbalance | None:
-    """Return the largest pipeline stage if it exceeds the others by MIN_IMBALANCE."""
+def find_stage_imbalance(
+    findings: Findings, places: Mapping[int, Placement]
+) -> StageImbalance | None:
+    """Return the pipeline stage with the most work if it exceeds the others by MIN_IMBALANCE; else
+    None."""
     stages: dict[str, list[tuple[tuple[int, ...], float]]] = defaultdict(list)
     for usual in findings.usual:
         ranks = parse_ranges(usual.ranks)
@@ -117,14 +121,14 @@ def stage_imbalance(findings: Findings, places: Mapping[int, Placement]) -> Stag
     return StageImbalance(largest, ranks, work[largest], mean, len(work))
 
 
-def suspect_and_healthy(
+def choose_suspect_and_healthy(
     findings: Findings, places: Mapping[int, Placement], within_reach: Collection[int]
 ) -> tuple[int, ...]:
-    """Return a slow rank and a healthy one to compare it with.
+    """Return a slow rank and a healthy rank to compare it with.
 
-    The slow rank leads the costliest group with a rank in `within_reach`. The healthy rank is of
-    the same population, and if possible of the same node, so the node does not differ. Without a
-    healthy rank, return only the slow one. Return () if no rank is slow.
+    The slow rank is the slowest of its group. Groups are considered by descending cost until one
+    has its slowest rank in `within_reach`. The healthy rank does the same work, if possible on the
+    same node. Without a healthy rank, return only the slow rank. Return () if no rank is slow.
     """
     suspect = next(
         (each.lead.rank for each in findings.groups if each.lead.rank in within_reach), None

@@ -18,14 +18,14 @@ from torchlens_perf.verdicts.words.evidence import (
 )
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Held
+    from torchlens_perf.verdicts.words.report import Period
 
 WORTH_A_LINE = 0.05
 """A hang that is over stays among the verdicts that hold if it took at least this share of all
 steps' time."""
 _URGENT = ("out_of_memory", "hang", "died")
 _OF_THE_RUN = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
-Row = tuple[JudgedVerdict, "Held | None", "float | None"]
+Row = tuple[JudgedVerdict, "Period | None", "float | None"]
 """A verdict, its period, and the seconds of job time that it has cost."""
 
 
@@ -57,7 +57,7 @@ def ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
     return () if row["rank"] is None else (row["rank"],)
 
 
-def is_over(verdict: JudgedVerdict, held: Held | None) -> bool:
+def is_over(verdict: JudgedVerdict, held: Period | None) -> bool:
     """Return True if a verdict is about an earlier part of the run only.
 
     A hang that ended counts like a long step: it is not over if its share of the time is at least
@@ -88,7 +88,7 @@ def key(row: Row) -> tuple[int, float]:
 
 
 def lost_s(
-    verdict: JudgedVerdict, held: Held | None, *, steps: int, alike: int, last_step: int | None
+    verdict: JudgedVerdict, held: Period | None, *, steps: int, alike: int, last_step: int | None
 ) -> float | None:
     """Return the seconds of job time that a verdict has cost so far; None if its cost is not known.
 

@@ -23,7 +23,7 @@ from torchlens_perf.verdicts.words.order import WORTH_A_LINE, has_ended
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.bottleneck import Use
-    from torchlens_perf.verdicts.words.report import Held
+    from torchlens_perf.verdicts.words.report import Period
 
 
 def stretch(
@@ -104,7 +104,7 @@ def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None
     )
 
 
-def held_words(held: Held | None, started: str | None) -> str:
+def held_words(held: Period | None, started: str | None) -> str:
     """Return a sentence on the period and the windows of a verdict; "" if not known.
 
     started: start of the run.
@@ -120,9 +120,9 @@ def held_words(held: Held | None, started: str | None) -> str:
         f" ({' to '.join(times)} UTC)" if times and (not has_ended(held) or len(times) == 2) else ""
     )
     if not windows:
-        return f"Held {steps}{at}."
-    some = f"{held['windows_held']} of {format_count(windows, 'window')} of {held['window_steps']} steps"
-    return f"Held in {some}, {steps}{at}."
+        return f"Period {steps}{at}."
+    some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"
+    return f"Period in {some}, {steps}{at}."
 
 
 def _clock(at: str, started: str | None) -> str:

@@ -399,7 +399,7 @@ class Capture(TypedDict):
     left_out: dict[str, str]
 
 
-class Held(TypedDict):
+class Period(TypedDict):
     """The period for which a verdict has held. For a slow rank, that is its episode."""
 
     since_step: int | None
@@ -437,7 +437,7 @@ class VerdictFacts(TypedDict):
     """The cause of a rank's slowness, or the causes ruled out; "" without a diagnosis."""
     where: dict[str, str] | None
     """Names of the rank's location: host, scheduler, container, cloud."""
-    held: Held | None
+    held: Period | None
     """None if the period is not known."""
     is_over: bool
     """True if it is about an earlier part of the run only."""

@@ -1,9 +1,8 @@
-"""Periods for which the report's verdicts have held, and verdicts that held for a part of the run
-only.
+"""Periods of the report's verdicts, and verdicts on a part of the run.
 
-A slow rank's period is its episode. Limits of the step are looked up in the windows of all ranks.
-Hangs, slow links and imbalances were recorded by the sidecar when they were found
-(verdicts/finding_log.py).
+The period of a verdict is the range of steps in which it was true. A slow rank's period is its
+episode. For the limit of the step, such as data loading, the period is found in the windows of all
+ranks. For hangs, slow links and imbalances, the sidecar has recorded it (finding_log.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.judged_windows import JudgedWindows, Stretch
+from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
 from torchlens_perf.verdicts.words import order, over
 from torchlens_perf.verdicts.words.bottleneck import computing_action, named_uses, without_use
 from torchlens_perf.verdicts.words.evidence import (
@@ -36,53 +35,54 @@ from torchlens_perf.verdicts.words.hang import HangEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
-    from torchlens_perf.verdicts.judged_windows import Columns
+    from torchlens_perf.verdicts.judged_windows import WindowMask
     from torchlens_perf.verdicts.stragglers.episodes import Episode
-    from torchlens_perf.verdicts.words.report import Facts, Held
+    from torchlens_perf.verdicts.words.report import Facts, Period
 
-# A limit of a part of the run gets a verdict if it lasts for this many windows, and takes this many
-# times as long as in the rest of the run.
+# A limit of a part of the run has a verdict if the part has at least this many windows, and if the
+# limit takes at least this many times as long as in the rest of the run.
 _MIN_WINDOWS = 4
 _MIN_RATIO_TO_REST = 1.5
 _TAGS = {
     "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
     WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT,
 }  # fmt: skip
-_Found = tuple[JudgedVerdict, "Held | None"]
+_VerdictWithPeriod = tuple[JudgedVerdict, "Period | None"]
 
 
 @dataclasses.dataclass(frozen=True)
-class VerdictTimes:
-    """Periods of verdicts, from the windows of a run and the findings of its sidecar."""
+class VerdictPeriods:
+    """Find the periods of verdicts in the windows of a run and in the findings of its sidecar."""
 
     facts: Facts
     windows: JudgedWindows | None
     """None if the run has no windows."""
     records: FindingRecords
     step_time: Callable[[int, int | None], str | None]
-    """Returns the time at which a step began, in UTC. The second argument is the rank."""
+    """A function that returns the UTC time at which a step began. Its second argument is the
+    rank."""
     time: Callable[[int], str]
-    """Formats UTC nanoseconds."""
+    """A function that formats UTC nanoseconds."""
     first_step: int
     last_step: int | None
 
-    def rows(self, verdicts: Sequence[JudgedVerdict]) -> list[order.Row]:
+    def build_rows(self, verdicts: Sequence[JudgedVerdict]) -> list[order.Row]:
         """Return the report's verdicts in order, each with its period and lost time.
 
-        verdicts: the verdicts on the run as a whole.
+        verdicts: the verdicts on the run as a whole. The result also has verdicts on its parts.
         """
-        noted = self._recorded_before({each.kind for each in verdicts})
+        noted = self._collect_past_findings({each.kind for each in verdicts})
         hung = {each.since_step for each, _ in noted if each.kind == f"hang{OVER}"}
         found = [
-            (each, self._period_in_whole_run(each))
+            (each, self._find_period(each))
             for each in verdicts
-            if not _are_hangs(each.evidence, hung)
+            if not _are_all_hangs(each.evidence, hung)
         ]
-        stretches = self._other_limits(found)
-        # A wait that has a verdict of its own is not also named by the verdict on the typical step.
+        stretches = self._find_temporary_limits(found)
+        # A wait with a separate verdict is not also named by the verdict on the typical step.
         for kind in {each.kind for each, _ in stretches}:
             found = [
-                (without_use(each, kind) if _is_of_typical_step(each) else each, held)
+                (without_use(each, kind) if _is_on_typical_step(each) else each, held)
                 for each, held in found
             ]
         found += [*stretches, *noted]
@@ -99,60 +99,64 @@ class VerdictTimes:
 
     # -- verdicts on the run as a whole
 
-    def _period_in_whole_run(self, verdict: JudgedVerdict) -> Held | None:
+    def _find_period(self, verdict: JudgedVerdict) -> Period | None:
         """Return the period of a verdict on the whole run; None if it is not known."""
         evidence = verdict.evidence
         if verdict.episode is not None:
-            return self._episode(verdict.episode)
+            return self._period_of_episode(verdict.episode)
         if isinstance(evidence, HangEvidence):
-            noted = self.records.holds("hang", evidence.step)
+            noted = self.records.find_open("hang", evidence.step)
             return (
-                self._from_to(evidence.step, None)
+                self._period_between_steps(evidence.step, None)
                 if noted is None
-                else self._recorded_period(noted)
+                else self._period_of_finding(noted)
             )
         if isinstance(evidence, dict) and "time_unix_ns" in evidence:
             return {
-                **self._from_to(evidence["step"], None),
+                **self._period_between_steps(evidence["step"], None),
                 "since": self.time(evidence["time_unix_ns"]),
             }
         if isinstance(evidence, dict) and "kinds" in evidence:
-            return self._long_steps(evidence)
+            return self._period_of_long_steps(evidence)
         if isinstance(evidence, NobodySlowEvidence):
-            return self._nobody_slow()
+            return self._period_without_slow_rank()
         found = None
         if self.windows is not None and isinstance(
             evidence, TypicalStepEvidence | DeviceStepEvidence
         ):
-            found = self.windows.limited_by(verdict.kind)
+            found = self.windows.find_part_limited_by(verdict.kind)
         elif self.windows is not None and verdict.kind == "imbalance":
-            found = self.windows.out_of_balance()
+            found = self.windows.find_imbalanced_part()
         if found is not None:
-            return self._stretch(found)
-        noted = self.records.holds(verdict.kind)
-        return None if noted is None else self._recorded_period(noted)
+            return self._period_of_run_part(found)
+        noted = self.records.find_open(verdict.kind)
+        return None if noted is None else self._period_of_finding(noted)
 
-    def _episode(self, episode: Episode) -> Held:
+    def _period_of_episode(self, episode: Episode) -> Period:
         period = episode.since_step, episode.until_step, episode.rank
         if self.windows is None:
-            return self._from_to(*period)
-        judged = self.windows.compared_with_others(episode.rank)
-        return self._from_to(*period, self.windows.covered(episode) & judged, judged)
+            return self._period_between_steps(*period)
+        judged = self.windows.windows_comparing_rank(episode.rank)
+        return self._period_between_steps(
+            *period, self.windows.windows_of_episode(episode) & judged, judged
+        )
 
-    def _nobody_slow(self) -> Held | None:
-        """Return the period since the last episode, or since the start."""
+    def _period_without_slow_rank(self) -> Period | None:
+        """Return the period since the last slow rank recovered, or since the start."""
         if self.windows is None:
             return None
         ends = [each.until_step or 0 for each in self.windows.findings.slow_before]
-        since, judged = max(ends, default=self.first_step), self.windows.anybody_compared
-        later = self.windows.windows.columns_between(since, None)
-        return self._from_to(since, None, None, judged & later & ~self.windows.slow_columns, judged)
+        since, judged = max(ends, default=self.first_step), self.windows.windows_comparing_any_rank
+        later = self.windows.windows.covered(since, None)
+        return self._period_between_steps(
+            since, None, None, judged & later & ~self.windows.windows_with_slow_rank, judged
+        )
 
-    def _long_steps(self, long: LongSteps) -> Held | None:
-        """Return the windows with steps of a class that comes regularly, if it has a tag.
+    def _period_of_long_steps(self, long: LongSteps) -> Period | None:
+        """Return the period of a class of long steps that recur regularly; None without a tag.
 
-        Windows record what a step did and not how long it took. Without a tag they would also count
-        the steps of other classes and of the warm-up. The sentence on such a class lists its steps
+        Windows have tags for what their steps did, such as evaluation. For a class without a tag,
+        they cannot show in which windows its steps are. The verdict's sentence lists these steps
         instead.
         """
         if (
@@ -162,7 +166,7 @@ class VerdictTimes:
             or long["kinds"][0] not in _TAGS
         ):
             return None
-        tagged = self.windows.tagged(_TAGS[long["kinds"][0]])
+        tagged = self.windows.windows_with_tag(_TAGS[long["kinds"][0]])
         if not tagged.any():
             return None
         windows = self.windows.windows
@@ -170,18 +174,20 @@ class VerdictTimes:
         until: int | None = last + windows.width
         if tagged[-1] or last + windows.width + 2 * long["period"] > windows.last_step:
             until = None
-        return self._from_to(
+        return self._period_between_steps(
             max(self.first_step, since), until, None, tagged, np.ones(len(windows), bool)
         )
 
-    # -- what held for a part of the run
+    # -- verdicts on a part of the run
 
-    def _other_limits(self, whole: Sequence[_Found]) -> list[_Found]:
-        """Return the parts of the run with another limit than the run as a whole.
+    def _find_temporary_limits(
+        self, whole: Sequence[_VerdictWithPeriod]
+    ) -> list[_VerdictWithPeriod]:
+        """Return verdicts on parts of the run that were limited by something else than the rest.
 
-        Limits that the sentence on the whole run names are left out, unless they no longer hold.
+        Limits that the verdict on the whole run names are left out, unless that verdict is over.
         """
-        of_run = [row for row in whole if _is_of_typical_step(row[0])]
+        of_run = [row for row in whole if _is_on_typical_step(row[0])]
         if not of_run:
             return []
         (typical, held), slow = (
@@ -195,20 +201,21 @@ class VerdictTimes:
             for kind in WASTE
             if kind not in named and not (slow and kind == "communication_bound")
         ]
-        found = [row for row in map(self._stretch_of, kinds) if row is not None]
+        found = [row for row in map(self._find_temporary_limit, kinds) if row is not None]
         if is_over and all(order.has_ended(held) for _, held in found):
-            found += self._computing_now()
+            found += self._find_present_compute_limit()
         return found
 
-    def _computing_now(self) -> list[_Found]:
-        """Return a verdict that computing limits the newest steps, if something else did before."""
-        found = None if self.windows is None else self.windows.limited_by("compute_bound")
+    def _find_present_compute_limit(self) -> list[_VerdictWithPeriod]:
+        """Return a verdict if computing limits the newest steps and something else limited the
+        earlier ones; else []."""
+        found = None if self.windows is None else self.windows.find_part_limited_by("compute_bound")
         if self.windows is None or found is None or found.until_step is not None:
             return []
-        columns = list(zip(self.windows.spent, found.inside.tolist(), strict=True))
+        columns = list(zip(self.windows.step_breakdowns, found.inside.tolist(), strict=True))
         inside = [each for each, in_it in columns if each is not None and in_it]
         rest = [each for each, in_it in columns if each is not None and not in_it]
-        held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
+        held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         computing_s = _mean([each.computing.seconds for each in inside])
         computing = dataclasses.replace(
             inside[0].computing, seconds=computing_s, action=computing_action(self.facts)
@@ -217,14 +224,19 @@ class VerdictTimes:
         before_s = _mean([each.step_s for each in rest])
         return [(over.computing_now(computing, step_s, before_s, held["since_step"]), held)]
 
-    def _stretch_of(self, kind: str) -> _Found | None:
+    def _find_temporary_limit(self, kind: str) -> _VerdictWithPeriod | None:
         if self.windows is None:
             return None
-        found = self.windows.limited_by(kind)
+        found = self.windows.find_part_limited_by(kind)
         if found is None or found.inside.sum() < _MIN_WINDOWS:
             return None
         columns = list(
-            zip(self.windows.spent, found.inside.tolist(), found.judged.tolist(), strict=True)
+            zip(
+                self.windows.step_breakdowns,
+                found.inside.tolist(),
+                found.judged.tolist(),
+                strict=True,
+            )
         )
         inside = [each for each, in_it, _ in columns if each is not None and in_it]
         rest = [
@@ -238,7 +250,7 @@ class VerdictTimes:
         )
         if not rest or use_s < _MIN_RATIO_TO_REST * rest_s:
             return None
-        held, step_s = self._stretch(found), _mean([each.step_s for each in inside])
+        held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         use = dataclasses.replace(inside[0].wait(kind), seconds=use_s)
         assert held["since_step"] is not None
         verdict = over.stretch(
@@ -246,10 +258,10 @@ class VerdictTimes:
         )
         return verdict, held
 
-    def _recorded_before(self, shown: set[str]) -> list[_Found]:
-        """Return the findings of the sidecar that are over, the newest first.
+    def _collect_past_findings(self, shown: set[str]) -> list[_VerdictWithPeriod]:
+        """Return verdicts on the sidecar's ended findings, the newest first.
 
-        After the run, these include findings that were open at its end and have no verdict.
+        After the run, findings that were open at its end are included if they have no verdict.
         shown: the kinds of the report's verdicts.
         """
         found = [each for each in self.records.findings[::-1] if each.kind != "straggler"]
@@ -258,13 +270,13 @@ class VerdictTimes:
             for each in found
             if each.is_over or (not self.facts["run"]["live"] and each.kind not in shown)
         ]
-        return [(self._verdict_on_ended(each), self._recorded_period(each)) for each in past]
+        return [(self._build_past_verdict(each), self._period_of_finding(each)) for each in past]
 
-    def _verdict_on_ended(self, noted: Finding) -> JudgedVerdict:
+    def _build_past_verdict(self, noted: Finding) -> JudgedVerdict:
         if noted.kind != "hang" or noted.since_step is None:
             return over.no_longer(noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step)
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
-        # The time of all steps has no warm-up, in which a run may hang as well.
+        # The total time of steps excludes the warm-up, but a run may hang in the warm-up.
         total_s = self.facts["steps"]["total_s"]
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
@@ -279,43 +291,48 @@ class VerdictTimes:
 
     # -- conversion to the report's type
 
-    def _stretch(self, found: Stretch) -> Held:
-        return self._from_to(
+    def _period_of_run_part(self, found: RunPart) -> Period:
+        return self._period_between_steps(
             max(self.first_step, found.since_step), found.until_step, None, found.held, found.judged
         )
 
-    def _recorded_period(self, noted: Finding) -> Held:
+    def _period_of_finding(self, noted: Finding) -> Period:
         until = None if noted.until_unix_ns is None else self.time(noted.until_unix_ns)
-        return _period(noted.since_step, noted.until_step, self.time(noted.since_unix_ns), until)
+        return _make_period(
+            noted.since_step, noted.until_step, self.time(noted.since_unix_ns), until
+        )
 
-    def _from_to(
+    def _period_between_steps(
         self,
         since: int,
         until: int | None,
         rank: int | None = None,
-        held: Columns | None = None,
-        judged: Columns | None = None,
-    ) -> Held:
+        held: WindowMask | None = None,
+        judged: WindowMask | None = None,
+    ) -> Period:
         """Return the period between two steps.
 
-        rank: the rank whose steps give the times. held, judged: windows, if the verdict can be
-        looked up in them.
+        rank: the rank whose steps are used for the times. held: windows in which the verdict was
+        true. judged: windows in which it could be true or false. Both are None without windows.
         """
         until_time = None if until is None else self.step_time(until, rank)
-        value = _period(since, until, self.step_time(since, rank), until_time)
+        value = _make_period(since, until, self.step_time(since, rank), until_time)
         if self.windows is not None and held is not None and judged is not None:
             value["windows_held"], value["windows_judged"] = int(held.sum()), int(judged.sum())
             value["window_steps"] = self.windows.windows.width
         return value
 
 
-def _is_of_typical_step(verdict: JudgedVerdict) -> bool:
+def _is_on_typical_step(verdict: JudgedVerdict) -> bool:
     """Return True for the verdict on the typical step of the whole run."""
     return isinstance(verdict.evidence, TypicalStepEvidence | DeviceStepEvidence)
 
 
-def _are_hangs(evidence: Evidence, hung: set[int | None]) -> bool:
-    """Return True if the evidence is of long steps and the job hung in each of them."""
+def _are_all_hangs(evidence: Evidence, hung: set[int | None]) -> bool:
+    """Return True if the evidence is about long steps and the job hung in all of these steps.
+
+    hung: the steps of hangs.
+    """
     if not isinstance(evidence, dict) or "kinds" not in evidence:
         return False
     steps = evidence["steps"]
@@ -326,9 +343,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _period(
+def _make_period(
     since_step: int | None, until_step: int | None, since: str | None, until: str | None
-) -> Held:
+) -> Period:
     return {
         "since_step": since_step, "until_step": until_step, "windows_held": None, "windows_judged": None,
         "window_steps": None, "since": since, "until": until,
