@@ -52,7 +52,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 def judge(exporter: Exporter, log: FindingLog, found: Findings, hung: dict | None = None) -> int:
     """Assess the job once, as the sidecar does, and return the number of alerts."""
-    alerts = log.changes(0, found, hung, PLACES, time.time_ns())
+    alerts = log.record_changes(0, found, hung, PLACES, time.time_ns())
     exporter.on_assessment(Assessment(identity(), found, hung, alerts))
     return len(alerts)
 

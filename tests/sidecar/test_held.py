@@ -29,7 +29,7 @@ Period = dict[str, Any]
 
 def record_run(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = False) -> None:
     """Record a simulated run that is read by one sidecar or by several ones in turn."""
-    host = of.topology.host(0)
+    host = of.topology.host_name(0)
     anchor = Anchor(10**12, 1_700_000_000_000_000_000, 0)
     ranks = [
         SimulatedRank(run, host, of.topology, rank, anchor, "note")

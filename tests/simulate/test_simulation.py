@@ -211,7 +211,7 @@ def test_simulated_step_bins_equal_those_that_the_sidecar_makes(width: int) -> N
         for index, rank in enumerate(block.ranks.tolist()):
             rows = StepBinner(width).add_steps(table_of(steps, rank))
             assert rows is not None
-            made = BinBatch.of(rank, rows)
+            made = BinBatch.from_rank(rank, rows)
             assert population == steps.topology.placement(rank).population
             assert (block.key[index] == made.key[0]).all()
             assert (block.flags[index] == made.flags[0]).all()

@@ -33,7 +33,7 @@ def judge_run(run: Simulation, steps: int) -> Findings:
     return judge.judge(final=True)
 
 
-def wait_ns(steps: Steps) -> npt.NDArray[np.float64]:
+def wait_ns(steps: SimulatedSteps) -> npt.NDArray[np.float64]:
     """Return the time of each step that is blocked in communication, with shape [ranks, steps]."""
     found: npt.NDArray[np.float64] = steps.duration_ns - steps.parts_ns.sum(
         axis=2, dtype=np.float64

@@ -25,7 +25,7 @@ def told(
     log: FindingLog, found: Findings, *, attempt: int = 0, hung: dict | None = None
 ) -> list[Alert]:
     """Return the alerts that a log raises for the given findings."""
-    return list(log.changes(attempt, found, hung, PLACES, NOW_NS))
+    return list(log.record_changes(attempt, found, hung, PLACES, NOW_NS))
 
 
 def restarted(log: FindingLog, found: Findings = NOTHING) -> FindingLog:
@@ -136,7 +136,7 @@ def test_corrected_first_step_of_a_straggler_raises_no_second_alert(restart: int
     The straggler stays the same live, over a restart and in a replay.
     """
     blocks = [
-        block.between(first, first + 4)
+        block.select_steps(first, first + 4)
         for part in simulation("drifting:rank=3,share=0.2,over=60,since=40,until=110").steps(160)
         for _, block in part.detector_rows(1)
         for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4)
@@ -148,7 +148,7 @@ def test_corrected_first_step_of_a_straggler_raises_no_second_alert(restart: int
             kept = save_and_load(found)
             judge, log, goes_on = StragglerDetector(), restarted(log, kept), EarlierEpisodes(kept)
         judge.add_block("", block)
-        found = goes_on.merged_with(judge.judge())
+        found = goes_on.merge_into(judge.judge())
         since |= {each.since_step for each in found.episodes}
         raised += told(log, found)
     whole = StragglerDetector()
@@ -248,12 +248,12 @@ def test_restarted_sidecar_does_not_repeat_an_alert() -> None:
     (started,) = told(first, findings(slow))
     second = restarted(first, findings(slow))
     goes_on = EarlierEpisodes(findings(slow))
-    assert told(second, goes_on.merged_with(NOTHING)) == []  # Nothing has been judged yet.
+    assert told(second, goes_on.merge_into(NOTHING)) == []  # Nothing has been judged yet.
     again = episode(since=164)
-    assert told(second, goes_on.merged_with(findings(again))) == []
+    assert told(second, goes_on.merge_into(findings(again))) == []
     again = dataclasses.replace(again, until_step=300)
-    (ended,) = told(second, goes_on.merged_with(findings(again)))
-    assert told(second, goes_on.merged_with(findings(again))) == []
+    (ended,) = told(second, goes_on.merge_into(findings(again)))
+    assert told(second, goes_on.merge_into(findings(again))) == []
 
     assert ended.about == started.about
     assert (ended.since_step, ended.until_step) == (100, 300)
@@ -267,9 +267,9 @@ def test_straggler_that_ended_while_no_sidecar_ran_raises_its_end() -> None:
     told(log, before)
     log = restarted(log, before)
     usual = (Usual("same", "0-7", 60e6, 40e6),)
-    assert told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=21e6))) == []
-    (ended,) = told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=19e6)))
-    assert told(log, goes_on.merged_with(findings(usual=usual, detectable_ns=19e6))) == []
+    assert told(log, goes_on.merge_into(findings(usual=usual, detectable_ns=21e6))) == []
+    (ended,) = told(log, goes_on.merge_into(findings(usual=usual, detectable_ns=19e6)))
+    assert told(log, goes_on.merge_into(findings(usual=usual, detectable_ns=19e6))) == []
 
     assert (ended.change, ended.rank, ended.since_step, ended.until_step) == ("ended", 3, 100, 151)
 

@@ -33,7 +33,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     Cause,
     Diagnosis,
     StageImbalance,
-    Usual,
+    UsualTimes,
 )
 from torchlens_perf.verdicts.words.hang import RankStack
 
@@ -100,7 +100,7 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     )
     rig.seconds(12, FIRST)
     slow = findings(
-        episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(Usual("a", "0-7", 5e6, 1e6),)
+        episode(3), episode(5, until=180, cost_ns=1 / 3), usual=(UsualTimes("a", "0-7", 5e6, 1e6),)
     )
     found = dataclasses.replace(
         add_straggler_groups(slow, PLACES, diagnosed=lambda group: WHY),

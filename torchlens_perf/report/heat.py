@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.stragglers.window_excess import window_excess
+from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.run_windows import RunWindows
@@ -41,7 +41,7 @@ def build_heat_map(
     populations = [places[rank].population if rank in places else "" for rank in windows.ranks]
     if len(set(populations)) == len(populations):
         return None
-    excess = window_excess(windows, places)
+    excess = compute_window_excess(windows, places)
     rounded = [
         [round(value, 4) if value == value else None for value in values]
         for values in excess.tolist()

@@ -26,7 +26,7 @@ from torchlens_perf.verdicts.causes.rules import diagnose
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
-from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, combined_with_windows
+from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, combine_with_windows
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class JobGeneration:
     def end_rank(self, identity: Identity) -> None:
         """Mark a rank as ended, after all steps of its process were added."""
         local = self.ranks.get(identity.rank)
-        rows = self.detector.end(identity.rank)
+        rows = self.detector.end_rank(identity.rank)
         if local is not None and local.identity.key == identity.key:
             local.ended = True
             local.unsent += [rows] if rows is not None and self.meeting_points else []
@@ -243,7 +243,7 @@ class JobGeneration:
             or self._windows.seen != self._windows_seen
         ):
             self._judged_from, self._windows_seen = found, self._windows.seen
-            self._judged = combined_with_windows(found, self._windows, self.places)
+            self._judged = combine_with_windows(found, self._windows, self.places)
         return self._judged
 
     def add_groups_and_causes(

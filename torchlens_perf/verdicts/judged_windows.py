@@ -14,8 +14,8 @@ from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import find_stage_imbalance
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
-from torchlens_perf.verdicts.stragglers.window_excess import window_excess
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
+from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
 from torchlens_perf.verdicts.words.bottleneck import Spent, spent
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class JudgedWindows:
             ):
                 continue
             usual = tuple(
-                Usual(
+                UsualTimes(
                     population,
                     format_ranges([windows.ranks[row] for row in members]),
                     float(fast_median(windows.work_ns[members, column], 0)),
@@ -178,7 +178,7 @@ class JudgedWindows:
     @functools.cached_property
     def _is_compared(self) -> WindowMask:
         """True where a rank was compared with others: shape [ranks, windows]."""
-        return np.isfinite(window_excess(self.windows, self.places))
+        return np.isfinite(compute_window_excess(self.windows, self.places))
 
     def _find_part(self, judged: WindowMask, held: WindowMask) -> RunPart | None:
         columns = np.flatnonzero(judged)

@@ -31,7 +31,7 @@ from torchlens_perf.run.identity import DeviceClockQuality, Gpu, Identity, Proce
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.sketch import Sketch
-from torchlens_perf.verdicts.stragglers.detector import place_of
+from torchlens_perf.verdicts.stragglers.detector import build_placement
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, JudgedSteps
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -165,7 +165,7 @@ class ProcessState:
         Without arguments, return the steps that have not been returned so far.
         """
         if records is None or steps is None:
-            newly = judged.rest()
+            newly = judged.decide_for_host()
         else:
             newly = judged.add(records, steps, on_device=self.on_device)
         self.judged_by = judged.by
@@ -188,7 +188,7 @@ class ProcessState:
     @property
     def placement(self) -> Placement:
         """The rank's placement. It determines the ranks with which this rank is compared."""
-        return place_of(self.identity, self.model, self.groups, self.judged_by)
+        return build_placement(self.identity, self.model, self.groups, self.judged_by)
 
 
 @dataclasses.dataclass

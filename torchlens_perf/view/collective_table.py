@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.semantics import SEND_RECV
-from torchlens_perf.verdicts.stragglers.detector import dimension
+from torchlens_perf.verdicts.stragglers.detector import mesh_dimension
 from torchlens_perf.view.rank_tables import slow_ranks
 from torchlens_perf.view.specs import Column, Quantity, Table
 
@@ -85,7 +85,7 @@ def operation_ranks_text(row: Collective) -> str:
         return f"{row['pair'][0]} to {row['pair'][1]}"
     if row["ranks"] is None:
         return f"{row['ranks_seen']} seen"
-    text = f"{row['ranks']} {dimension(row['description'])}".rstrip()
+    text = f"{row['ranks']} {mesh_dimension(row['description'])}".rstrip()
     return text if row["ranks_seen"] == row["ranks"] else f"{text} ({row['ranks_seen']} seen)"
 
 

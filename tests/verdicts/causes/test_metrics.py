@@ -16,7 +16,7 @@ from torchlens_perf.verdicts.causes.metrics import (
 
 def told(history: MetricHistory, second: float, step: int, shares: dict[int, float]) -> None:
     """Add one second with the given `gc_share` of some ranks."""
-    rows = np.stack([vector({"gc_share": share}) for share in shares.values()])
+    rows = np.stack([encode_signals({"gc_share": share}) for share in shares.values()])
     history.add(np.array(list(shares)), np.full(len(shares), step), rows, second)
 
 
@@ -25,7 +25,7 @@ def gc_share(history: MetricHistory, rank: int, since: int, until: int | None = 
 
 
 def test_missing_signals_are_stored_as_nan_and_large_ones_clipped() -> None:
-    row = vector({"gc_share": 0.25, "major_faults_per_s": 1e6})
+    row = encode_signals({"gc_share": 0.25, "major_faults_per_s": 1e6})
 
     assert measured_signals(row) == {"gc_share": 0.25, "major_faults_per_s": 65504.0}
     assert np.isnan(row).sum() == len(METRICS) - 2
@@ -59,7 +59,7 @@ def test_means_exclude_time_slots_with_other_steps() -> None:
     assert gc_share(history, 3, 0, 50) == 0.25
     assert gc_share(history, 0, 0) == 0.0
     assert gc_share(history, 3, 85) == 0.5  # Of the last second, which began with step 90.
-    assert history.means([7], 0) == {}
+    assert history.mean_signals([7], 0) == {}
     assert history.ranks == [0, 3]
 
 
@@ -73,9 +73,9 @@ def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
 
     found = history.usual_signals_before(3, 100)
     assert found is not None
-    assert named(found) == {"gc_share": 0.0, "refaults_per_s": 0.0, "sm_clock_mhz": 2000}
-    assert history.usual_before(3, 40) is None  # Three seconds without the first one.
-    assert history.usual_before(7, 100) is None
+    assert measured_signals(found) == {"gc_share": 0.0, "refaults_per_s": 0.0, "sm_clock_mhz": 2000}
+    assert history.usual_signals_before(3, 40) is None  # Three seconds without the first one.
+    assert history.usual_signals_before(7, 100) is None
 
 
 def test_signal_that_was_always_high_is_usual() -> None:

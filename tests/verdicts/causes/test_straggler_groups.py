@@ -203,7 +203,7 @@ def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Placemen
             at[rank] = Placement("", f"x/pp{stage}", {"pp": stage})
             judge.set_place(rank, at[rank])
     for rank in range(job.ranks):
-        judge.add(rank, job.rows_of(rank))
+        judge.add_rows(rank, job.rows_of(rank))
     return judge.judge(final=True), at
 
 

@@ -452,7 +452,7 @@ class TestBatching:
         judge = StragglerDetector()
         judge.add_block("", self.JOB.block(rows=slice(0, 1)))
         for rank, rows, now in with_splits(data.draw, self.JOB):
-            judge.add(rank, self.JOB.rows_of(rank, rows))
+            judge.add_rows(rank, self.JOB.rows_of(rank, rows))
             if now:
                 judge.judge()
 
@@ -489,7 +489,7 @@ class TestBatching:
                     each, first // each.width, first // each.width + 4 * piece // each.width
                 )
                 for at in range(0, len(part), piece):
-                    judge.add(rows.index(each), part_of(part, at, at + piece))
+                    judge.add_rows(rows.index(each), part_of(part, at, at + piece))
             judge.judge()
         found = judge.judge(final=True)
 
@@ -502,7 +502,7 @@ def judged_in_rows(job: Job, width: int) -> Findings:
     """Return the findings on bins of `width` steps."""
     judge = StragglerDetector()
     for rank in range(job.ranks):
-        judge.add(rank, wider(job.rows_of(rank), width))
+        judge.add_rows(rank, wider(job.rows_of(rank), width))
     return judge.judge(final=True)
 
 
@@ -518,7 +518,7 @@ def streamed(
         for rank in range(job.ranks):
             not_here = hidden.get(rank, slice(0, 0))
             if not not_here.start <= first < not_here.stop:
-                judge.add(rank, job.rows_of(rank, slice(first, first + piece)))
+                judge.add_rows(rank, job.rows_of(rank, slice(first, first + piece)))
         all_found.append(judge.judge())
     return judge, all_found
 
@@ -574,8 +574,8 @@ class TestLateAndMissing:
         job = self.job()
         judge = StragglerDetector()
         for rank in (0, 1, 2):
-            judge.add(rank, job.rows_of(rank))
-        judge.add(3, job.rows_of(3, slice(0, 100)))
+            judge.add_rows(rank, job.rows_of(rank))
+        judge.add_rows(3, job.rows_of(3, slice(0, 100)))
         judge.judge()
         judge.add(3, job.rows_of(3, slice(100, None)))
         late, whole = judge.judge(final=True), job.judge()
@@ -587,9 +587,9 @@ class TestLateAndMissing:
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
-            judge.add(rank, job.rows_of(rank, slice(0, 40 if rank == 3 else 80)))
+            judge.add_rows(rank, job.rows_of(rank, slice(0, 40 if rank == 3 else 80)))
         assert judge.judge().last_step == 39
-        judge.end(3)
+        judge.end_rank(3)
         found = judge.judge()
 
         assert found.last_step == 79
@@ -599,9 +599,9 @@ class TestLateAndMissing:
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
-            judge.add(rank, job.rows_of(rank, slice(0, 120 if rank == 1 else 300)))
+            judge.add_rows(rank, job.rows_of(rank, slice(0, 120 if rank == 1 else 300)))
         assert only(judge.judge()).until_step is None
-        judge.end(1)
+        judge.end_rank(1)
         found = only(judge.judge(final=True))
 
         assert (found.rank, found.last_step, found.until_step) == (1, 119, 120)
@@ -616,10 +616,10 @@ class TestLateAndMissing:
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
-            judge.add(rank, job.rows_of(rank, slice(0, 120 - (fewer if rank == short else 0))))
+            judge.add_rows(rank, job.rows_of(rank, slice(0, 120 - (fewer if rank == short else 0))))
         judge.judge()
         for rank in range(4):  # The ends arrive in another order for each value of `short`.
-            judge.end((short + rank) % 4)
+            judge.end_rank((short + rank) % 4)
             judge.judge()
         found = judge.judge(final=True)
 
@@ -631,7 +631,7 @@ class TestLateAndMissing:
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
-            judge.add(
+            judge.add_rows(
                 rank,
                 (
                     wider(job.rows_of(rank, slice(0, 122)), 2)
@@ -639,7 +639,7 @@ class TestLateAndMissing:
                     else job.rows_of(1, slice(0, 121))
                 ),
             )
-            judge.end(rank)
+            judge.end_rank(rank)
         found = judge.judge(final=True)
 
         assert (only(found).rank, only(found).until_step) == (1, None)
@@ -648,10 +648,10 @@ class TestLateAndMissing:
     def test_steps_of_a_single_remaining_rank_do_not_change_the_comparison(self) -> None:
         job = Job.of(2, 300)
         judge = StragglerDetector()
-        judge.add(0, job.rows_of(0))
-        judge.add(1, job.rows_of(1, slice(0, 60)))
+        judge.add_rows(0, job.rows_of(0))
+        judge.add_rows(1, job.rows_of(1, slice(0, 60)))
         before = judge.judge()
-        judge.end(1)
+        judge.end_rank(1)
         found = judge.judge(final=True)
 
         assert (before.last_step, before.rows, before.compared) == (59, 56, 2)
@@ -711,7 +711,7 @@ class TestPopulations:
         job.parts_ns[4:] *= 1.3
         for rank in range(8):
             judge.set_place(rank, Placement("", f"stage{rank // 4}"))
-            judge.add(rank, job.rows_of(rank))
+            judge.add_rows(rank, job.rows_of(rank))
         found = judge.judge(final=True)
 
         assert found.episodes == ()

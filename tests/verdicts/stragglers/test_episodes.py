@@ -11,7 +11,12 @@ import pytest
 from tests.support.planted import MS, WORK_MS, Job
 from tests.support.saved import save_and_load
 from torchlens_perf.run.records import OWN_PARTS
-from torchlens_perf.verdicts.stragglers.episodes import Episode, described, phase_of, shared_cost_ns
+from torchlens_perf.verdicts.stragglers.episodes import (
+    Episode,
+    compute_shared_cost_ns,
+    described,
+    phase_of_excess,
+)
 from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
 EMPTY = Episode(
@@ -24,8 +29,8 @@ EMPTY = Episode(
 def episode_of(job: Job, rank: int = 1, first: int = 0, phase: str = "") -> Episode:
     """Return the episode of a rank from bin `first` on."""
     window = SlidingWindow(np.arange(job.ranks), 1)
-    window.put(job.block())
-    keys, present = window.comparable(first, job.rows)
+    window.add_rows(job.block())
+    keys, present = window.comparable_rows(first, job.rows)
     series = window.excess_ns if phase != "cpu" else window.ready_ns
     episode = dataclasses.replace(EMPTY, rank=rank, phase=phase)
     others = np.delete(present, rank)
@@ -41,7 +46,7 @@ def parts(**ms: float) -> np.ndarray:
 class TestPhase:
     @pytest.mark.parametrize("phase", OWN_PARTS)
     def test_phase_of_an_episode_is_the_part_with_the_largest_excess(self, phase: str) -> None:
-        found = phase_of(parts(data=1, optimizer=1) + parts(**{phase: 9}), parts(**WORK_MS))
+        found = phase_of_excess(parts(data=1, optimizer=1) + parts(**{phase: 9}), parts(**WORK_MS))
 
         assert found == (phase, pytest.approx((9 + (phase in ("data", "optimizer"))) * MS))
 
@@ -59,17 +64,19 @@ class TestPhase:
     def test_similar_relative_excess_in_forward_and_backward_is_phase_compute(
         self, forward: float, backward: float, phase: str, ms: float
     ) -> None:
-        found = phase_of(parts(forward=forward, backward=backward), parts(**WORK_MS))
+        found = phase_of_excess(parts(forward=forward, backward=backward), parts(**WORK_MS))
 
         assert found == (phase, pytest.approx(ms * MS))
 
     def test_phase_is_backward_if_forward_has_hardly_any_excess(self) -> None:
         usual = parts(forward=5, backward=170)
 
-        assert phase_of(parts(forward=0.5, backward=17), usual)[0] == "backward"
+        assert phase_of_excess(parts(forward=0.5, backward=17), usual)[0] == "backward"
 
     def test_phase_is_another_part_if_its_excess_is_larger(self) -> None:
-        assert phase_of(parts(forward=6, backward=11, data=12), parts(**WORK_MS))[0] == "data"
+        assert (
+            phase_of_excess(parts(forward=6, backward=11, data=12), parts(**WORK_MS))[0] == "data"
+        )
 
 
 def test_measurements_of_a_constant_excess_are_exact() -> None:
@@ -119,9 +126,9 @@ def test_cost_is_the_excess_over_the_second_slowest_rank() -> None:
 def shared(job: Job, *ranks: int, first: int = 0) -> float:
     """Return the shared cost of several ranks from bin `first` on."""
     window = SlidingWindow(np.arange(job.ranks), 1)
-    window.put(job.block())
-    keys, present = window.comparable(first, job.rows)
-    return shared_cost_ns(window, np.array(ranks), np.delete(present, ranks), keys)
+    window.add_rows(job.block())
+    keys, present = window.comparable_rows(first, job.rows)
+    return compute_shared_cost_ns(window, np.array(ranks), np.delete(present, ranks), keys)
 
 
 def test_ranks_that_cost_nothing_alone_have_a_shared_cost() -> None:

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.verdicts.stragglers.excess import (
     CLIP,
-    change_point,
+    detection_threshold,
+    estimate_noise,
     excess_over_others,
+    find_change_point,
+    find_end_of_slowness,
+    find_strongest_intervals,
     is_persistent,
-    noise,
-    over_since,
+    limit_stalls,
     self_normalized_threshold,
-    strongest_interval,
-    threshold,
-    without_stalls,
-    without_workload,
+    subtract_workload_effect,
 )
 
 LEAST = 12
@@ -86,10 +86,10 @@ class TestExcess:
 class TestNoise:
     @pytest.mark.parametrize("ranks", [2, 8, 300, 3000])
     def test_noise_of_normal_values_is_their_standard_deviation(self, ranks: int) -> None:
-        assert noise(50 * normal(ranks, 256)) == pytest.approx(50, rel=0.25)
+        assert estimate_noise(50 * normal(ranks, 256)) == pytest.approx(50, rel=0.25)
 
     def test_noise_excludes_lasting_excess_and_stalls_and_one_noisy_rank(self) -> None:
-        calm = noise(50 * normal(8, 256))
+        calm = estimate_noise(50 * normal(8, 256))
         for change in (
             lambda values: values[3].__iadd__(1e4),
             lambda values: values[3, 100:].__iadd__(1e4),
@@ -99,7 +99,7 @@ class TestNoise:
         ):
             values = 50 * normal(8, 256)
             change(values)
-            assert noise(values) < 1.6 * calm
+            assert estimate_noise(values) < 1.6 * calm
 
     def test_noise_is_higher_for_correlated_bins(self) -> None:
         values = 50 * normal(4, 256)
@@ -107,23 +107,23 @@ class TestNoise:
             values[:, row] += 0.7 * values[:, row - 1]
         apart = np.diff(values, axis=1).std() / np.sqrt(2)
 
-        assert noise(values) > 1.7 * apart
+        assert estimate_noise(values) > 1.7 * apart
 
     def test_noise_of_few_bins_is_not_lower_on_average(self) -> None:
-        few = np.mean([noise(50 * normal(2, 12, seed=seed)) for seed in range(200)])
+        few = np.mean([estimate_noise(50 * normal(2, 12, seed=seed)) for seed in range(200)])
 
         assert 60 < few < 90
 
     def test_noise_is_at_least_one_nanosecond(self) -> None:
-        assert noise(np.zeros((4, 50))) == 1.0
-        assert noise(np.zeros((4, 1))) == 1.0
+        assert estimate_noise(np.zeros((4, 50))) == 1.0
+        assert estimate_noise(np.zeros((4, 1))) == 1.0
 
 
 @given(rows=st.integers(1, 40), seed=st.integers(0, 999), least=st.integers(1, 15))
 def test_strongest_interval_equals_that_of_a_full_search(rows: int, seed: int, least: int) -> None:
     """An interval ends at the newest bin and has at least `least` bins."""
     deviations = 3 * normal(3, rows, seed=seed)
-    found = strongest_interval(deviations, least)
+    found = find_strongest_intervals(deviations, least)
 
     for rank in range(3):
         clipped = np.clip(deviations[rank], -CLIP, CLIP)
@@ -143,29 +143,38 @@ class TestThreshold:
     def test_scores_of_normal_values_stay_below_the_threshold(self, ranks: int) -> None:
         """The highest score in a hundred jobs is at least half of the threshold."""
         strongest = [
-            strongest_interval(normal(ranks, 256, seed=seed), LEAST).z_score.max()
+            find_strongest_intervals(normal(ranks, 256, seed=seed), LEAST).z_score.max()
             for seed in range(100)
         ]
 
-        assert max(strongest) < threshold(ranks)
-        assert max(strongest) > threshold(ranks) / 2
+        assert max(strongest) < detection_threshold(ranks)
+        assert max(strongest) > detection_threshold(ranks) / 2
 
     def test_threshold_grows_slowly_with_the_number_of_ranks(self) -> None:
-        assert threshold(2) < threshold(64) < threshold(16384) < 1.5 * threshold(2)
-        assert self_normalized_threshold(2) < self_normalized_threshold(16384) < threshold(16384)
+        assert (
+            detection_threshold(2)
+            < detection_threshold(64)
+            < detection_threshold(16384)
+            < 1.5 * detection_threshold(2)
+        )
+        assert (
+            self_normalized_threshold(2)
+            < self_normalized_threshold(16384)
+            < detection_threshold(16384)
+        )
 
     def test_score_of_a_single_value_never_reaches_the_threshold(self) -> None:
         deviations = np.zeros((2, 64))
         deviations[0, -LEAST] = 1e9
 
-        assert strongest_interval(deviations, LEAST).z_score[0] < threshold(2) / 3
+        assert find_strongest_intervals(deviations, LEAST).z_score[0] < detection_threshold(2) / 3
 
 
 class TestChangePoint:
     @pytest.mark.parametrize("at", [0, 1, 30, 59])
     def test_change_point_is_exact_without_noise(self, at: int) -> None:
         series = np.where(np.arange(60) >= at, 10.0, 0.0)
-        assert change_point(series, 10.0) == at
+        assert find_change_point(series, 10.0) == at
 
     def test_change_point_is_within_a_few_bins_under_noise(self) -> None:
         """The noise is half of the excess, and a giant stall comes before it."""
@@ -173,7 +182,7 @@ class TestChangePoint:
         for seed in range(100):
             series = 5 * normal(100, seed=seed) + np.where(np.arange(100) >= 60, 10.0, 0.0)
             series[20] += 1e6
-            errors.append(abs(change_point(series, 10.0) - 60))
+            errors.append(abs(find_change_point(series, 10.0) - 60))
 
         assert np.median(errors) <= 2
         assert max(errors) <= 12
@@ -182,9 +191,9 @@ class TestChangePoint:
 class TestOverSince:
     def test_slowness_ends_after_enough_bins_without_excess(self) -> None:
         slow = np.arange(60) < 40
-        assert over_since(slow, 0.95, LEAST) == 40
-        assert over_since(slow[:45], 0.95, LEAST) is None
-        assert over_since(np.ones(60, bool), 1.0, LEAST) is None
+        assert find_end_of_slowness(slow, 0.95, LEAST) == 40
+        assert find_end_of_slowness(slow[:45], 0.95, LEAST) is None
+        assert find_end_of_slowness(np.ones(60, bool), 1.0, LEAST) is None
 
     def test_short_pause_does_not_end_intermittent_slowness(self) -> None:
         """The rank is slow in two of seven bins. A pause of fifty bins ends the episode."""
@@ -192,11 +201,11 @@ class TestOverSince:
         for gap, over in ((12, None), (50, 250)):
             series = slow.copy()
             series[300 - gap :] = False
-            found = over_since(series, 2 / 7, LEAST)
+            found = find_end_of_slowness(series, 2 / 7, LEAST)
             assert found == over if over is None else abs((found or 0) - over) <= 5
 
     def test_too_few_bins_without_excess_do_not_end_slowness(self) -> None:
-        assert over_since(np.zeros(LEAST - 1, bool), 0.95, LEAST) is None
+        assert find_end_of_slowness(np.zeros(LEAST - 1, bool), 0.95, LEAST) is None
 
 
 class TestIsPersistent:
@@ -234,7 +243,7 @@ class TestStalls:
         series = normal(48)
         with_stalls = series.copy()
         with_stalls[[3, 17, 40]] = [50, 1e9, 300]
-        cut = without_stalls(with_stalls, 1.0)
+        cut = limit_stalls(with_stalls, 1.0)
 
         others = np.delete(series, [3, 17, 40])
         assert np.delete(cut, [3, 17, 40]).tolist() == others.tolist()
@@ -252,7 +261,7 @@ class TestStalls:
             np.full(20, 7.0),
             np.zeros(0),
         ):
-            assert (without_stalls(series, 1.0) == series).all()
+            assert (limit_stalls(series, 1.0) == series).all()
 
 
 class TestWorkload:
@@ -265,15 +274,15 @@ class TestWorkload:
 
     def test_excess_explained_by_workload_is_subtracted(self) -> None:
         excess, tokens = self.rows()
-        left = without_workload(excess, tokens, 48)
+        left = subtract_workload_effect(excess, tokens, 48)
 
-        assert noise(left) < noise(excess) / 8
+        assert estimate_noise(left) < estimate_noise(excess) / 8
         assert abs(np.corrcoef(left.ravel(), excess_over_others(tokens).ravel())[0, 1]) < 0.4
 
     def test_excess_that_workload_does_not_explain_is_kept(self) -> None:
         excess, tokens = self.rows()
         excess[2] += 300_000
-        left = without_workload(excess, tokens, 48)
+        left = subtract_workload_effect(excess, tokens, 48)
 
         assert left[2].mean() == pytest.approx(300_000, rel=0.2)
         assert abs(left[1].mean()) < 60_000
@@ -284,7 +293,7 @@ class TestWorkload:
             tokens = 4096 + 100 * normal(4, 200)
             tokens[1, -rows:] += 1500
             excess = excess_over_others(1000 * tokens + 20_000 * normal(4, 200, seed=1))
-            left = without_workload(excess, tokens, 48)
+            left = subtract_workload_effect(excess, tokens, 48)
 
             assert (left[1, -rows + 5 :] == excess[1, -rows + 5 :]).all() == stays
             assert (left[0] != excess[0]).all()
@@ -294,12 +303,15 @@ class TestWorkload:
         excess, tokens = self.rows()
         gaps = tokens.copy()
         gaps[0, [3, 50]], gaps[2, 99] = np.nan, np.nan
-        left, whole = without_workload(excess, gaps, 48), without_workload(excess, tokens, 48)
+        left, whole = (
+            subtract_workload_effect(excess, gaps, 48),
+            subtract_workload_effect(excess, tokens, 48),
+        )
         untold = np.isin(np.arange(100), [3, 50, 99])
 
         assert (left[:, untold] == excess[:, untold]).all()
         np.testing.assert_allclose(left[:, ~untold], whole[:, ~untold], atol=60_000)
-        assert noise(left[:, ~untold]) < noise(excess) / 8
+        assert estimate_noise(left[:, ~untold]) < estimate_noise(excess) / 8
 
     def test_excess_is_unchanged_if_workload_explains_nothing(self) -> None:
         """The workload is unknown, constant, unrelated, or makes a rank faster."""
@@ -312,4 +324,4 @@ class TestWorkload:
             4096 + 400 * normal(4, 100, seed=5),
             -tokens,
         ):
-            assert (without_workload(excess, workload, 48) == excess).all()
+            assert (subtract_workload_effect(excess, workload, 48) == excess).all()

@@ -16,7 +16,7 @@ from tests.support.tables import step_table
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity, digest_module_names
 from torchlens_perf.run.records import StepTable
-from torchlens_perf.verdicts.stragglers.detector import JobDetector, dimension, place_of
+from torchlens_perf.verdicts.stragglers.detector import JobDetector, build_placement, mesh_dimension
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
@@ -49,7 +49,7 @@ class TestPlace:
     def test_mesh_dimension_is_read_from_the_group_description(
         self, description: str, name: str
     ) -> None:
-        assert dimension(description) == name
+        assert mesh_dimension(description) == name
 
     def groups(self, **ranks: str) -> dict[str, Any]:
         return {
@@ -64,31 +64,31 @@ class TestPlace:
         """The default group is not a dimension."""
         groups = self.groups(dp="1-13/4", tp="8-9", cp="0-3")
         groups["9"] = {"description": "default_pg", "ranks": "0-15"}
-        place = place_of(self.who(9, host="node-1"), "net", groups)
+        place = build_placement(self.who(9, host="node-1"), "net", groups)
 
         assert place.coordinates == {"dp": 2, "tp": 1}
         assert place.host == "node-1"
 
     def test_population_depends_on_modules_and_pipeline_stage_only(self) -> None:
-        one = place_of(
+        one = build_placement(
             self.who(0, host="node-0"), "one", self.groups(pp="0,8", tp="0-7")
         ).population
 
         assert (
             one
-            == place_of(
+            == build_placement(
                 self.who(1, host="node-1"), "one", self.groups(pp="1,9", tp="0-7")
             ).population
         )
         assert (
             one
-            != place_of(
+            != build_placement(
                 self.who(8, host="node-0"), "one", self.groups(pp="0,8", tp="8-15")
             ).population
         )
         assert (
             one
-            != place_of(
+            != build_placement(
                 self.who(0, host="node-0"), "other", self.groups(pp="0,8", tp="0-7")
             ).population
         )
@@ -126,12 +126,12 @@ class TestNodeJudge:
         ]
         assert rows[0] is not None
         assert (rows[0].width, len(rows[0])) == (8, 7)
-        last = judge.end(0)
+        last = judge.end_rank(0)
 
         assert last is not None
         assert last.step.tolist() == [56]
-        assert judge.end(0) is None
-        assert judge.end(7) is None
+        assert judge.end_rank(0) is None
+        assert judge.end_rank(7) is None
 
     def test_ended_rank_is_not_waited_for(self) -> None:
         judge = JobDetector()
@@ -140,7 +140,7 @@ class TestNodeJudge:
                 rank, HERE, table(range(80 if rank else 40), rank, forward=2.0 * (rank == 1))
             )
         assert judge.judge().last_step == 39
-        judge.end(0)
+        judge.end_rank(0)
 
         assert judge.judge().last_step == 79
         assert [each.rank for each in judge.findings.episodes] == [1]
@@ -180,7 +180,7 @@ class TestNodeJudge:
         judge = JobDetector()
         for rank in range(4):
             judge.set_place(rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
-            judge.add_block("same", BinBatch.of(rank, job.rows_of(rank)))
+            judge.add_block("same", BinBatch.from_rank(rank, job.rows_of(rank)))
         (found,) = judge.judge().episodes
 
         assert found.rank == 3

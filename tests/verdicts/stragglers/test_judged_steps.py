@@ -48,7 +48,7 @@ def test_rank_on_a_device_is_judged_by_the_device() -> None:
     ]
 
     assert found == [[], [], [], [(1, 8)], [(2, 8)], [(3, 8)]]
-    assert (judge.by, judge.rest()) == (DEVICE, None)
+    assert (judge.by, judge.decide_for_host()) == (DEVICE, None)
 
 
 def test_steps_wait_until_the_device_of_a_rank_is_known() -> None:
@@ -75,7 +75,7 @@ def test_rank_on_a_device_without_times_is_judged_by_the_host() -> None:
 def test_rank_of_a_short_run_is_judged_by_the_host() -> None:
     judge = JudgedSteps()
     assert judged(judge, step(0), on_device=None) == []
-    rest = judge.rest()
+    rest = judge.decide_for_host()
     assert rest is not None
     assert (rest.step.tolist(), judge.by) == ([0], HOST)
     assert JudgedSteps().by == UNDECIDED

@@ -21,8 +21,8 @@ from torchlens_perf.verdicts.stragglers.merged_windows import (
     GAP,
     MIN_WINDOWS,
     MergedWindows,
-    combined_with_windows,
-    without_windows,
+    combine_with_windows,
+    remove_window_findings,
 )
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, Placement
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
@@ -104,7 +104,7 @@ def window(
 def seen(*slow: Slow, ranks: int = 8, **given: Any) -> MergedWindows:
     windows = MergedWindows()
     for number, each in enumerate(slow):
-        windows.add(window(number, each, ranks=ranks, **given), ranks)
+        windows.add_records(window(number, each, ranks=ranks, **given), ranks)
     return windows
 
 
@@ -119,7 +119,7 @@ def test_rank_is_reported_after_three_slow_windows() -> None:
     """
     windows = seen(CLEAN, CLEAN, FORWARD, FORWARD)
     assert windows.episodes() == []
-    windows.add(window(4, FORWARD), 8)
+    windows.add_records(window(4, FORWARD), 8)
     (found,) = windows.episodes()
     assert (found.rank, found.phase, found.by_windows, found.from_start) == (
         3,
@@ -137,9 +137,9 @@ def test_rank_is_reported_after_three_slow_windows() -> None:
     assert (found.others_work_ns, found.work_ns, found.step_ns) == pytest.approx(
         (66 * MS, 75 * MS, 70 * MS)
     )
-    windows.add(window(5, CLEAN), 8)
+    windows.add_records(window(5, CLEAN), 8)
     assert windows.episodes()[0].until_step is None
-    windows.add(window(6, CLEAN), 8)
+    windows.add_records(window(6, CLEAN), 8)
     (found,) = windows.episodes()
     assert (found.until_step, found.slow_share, found.key) == (320, 1.0, (3, 319))
 
@@ -220,13 +220,13 @@ def test_slow_ranks_unknown_to_the_detector_are_added() -> None:
     assert [(each.rank, each.by_windows) for each in found.episodes] == [(1, False), (3, True)]
     assert found.episodes[0] == own
     assert (found.compared, found.unconfirmed) == (8, ())
-    clean = combined_with_windows(
+    clean = combine_with_windows(
         dataclasses.replace(NOTHING, usual=(Usual("", "0-0", 1, 1),)), seen(*[CLEAN] * 3), {}
     )
     assert (clean.episodes, clean.compared, clean.rows) == ((), 8, 3)
     assert clean.detectable_ns == pytest.approx(5 * 0.66 * MS)
     few = judged(ranks=2)
-    assert combined_with_windows(few, seen(*[FORWARD] * 2), NODE) is few
+    assert combine_with_windows(few, seen(*[FORWARD] * 2), NODE) is few
 
 
 def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
@@ -235,8 +235,8 @@ def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
     If windows and detector agree, nothing changes.
     """
     agreed = judged(episode(rank=3, since=0), ranks=8)
-    assert combined_with_windows(agreed, seen(*[FORWARD] * 3), ALL) == agreed
-    nobody = combined_with_windows(judged(ranks=8), seen(*[FORWARD] * 3), ALL)
+    assert combine_with_windows(agreed, seen(*[FORWARD] * 3), ALL) == agreed
+    nobody = combine_with_windows(judged(ranks=8), seen(*[FORWARD] * 3), ALL)
     assert nobody.episodes == ()
     assert [each.rank for each in nobody.unconfirmed] == [3]
     run = {"judged_by": "device", "device": "cuda", "ranks_seen": 8, "live": False}
@@ -248,7 +248,7 @@ def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
         in verdict.sentence
     )
     too_little = judged(ranks=8, detectable_ns=20 * MS)
-    assert combined_with_windows(too_little, seen(*[FORWARD] * 3), ALL) == too_little, (
+    assert combine_with_windows(too_little, seen(*[FORWARD] * 3), ALL) == too_little, (
         "the judge could not have seen it yet"
     )
 
@@ -256,11 +256,11 @@ def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
 def test_episode_that_windows_should_show_but_do_not_is_disputed() -> None:
     """The verdict has the ranks that the windows show instead."""
     windows = seen(*[FORWARD] * 5)
-    found = combined_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
+    found = combine_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
     assert [(each.rank, each.disputed) for each in found.episodes] == [(6, True)]
     context = SlowRankContext([], "cuda", "device")
     (verdict,), _ = straggler_verdicts(context, add_straggler_groups(found, ALL))
-    undisputed = without_windows(found)
+    undisputed = remove_window_findings(found)
     (before,), _ = straggler_verdicts(context, add_straggler_groups(undisputed, ALL))
     assert verdict.confidence == before.confidence / 2
     assert (
@@ -277,10 +277,10 @@ def test_episode_that_windows_should_show_but_do_not_is_disputed() -> None:
     ):
         assert not any(
             each.disputed
-            for each in combined_with_windows(judged(other, ranks=8), windows, ALL).episodes
+            for each in combine_with_windows(judged(other, ranks=8), windows, ALL).episodes
         )
     by_host = {rank: Placement("node-a", "model") for rank in range(8)}
-    on_host = combined_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, by_host)
+    on_host = combine_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, by_host)
     assert not on_host.episodes[0].disputed, "what the hosts did is another question"
 
 
@@ -293,12 +293,12 @@ def test_episode_that_windows_should_show_but_do_not_is_disputed() -> None:
 )
 def test_windows_of_ranks_with_different_work_are_ignored(places: dict[int, Placement]) -> None:
     found = judged(ranks=2)
-    assert combined_with_windows(found, seen(*[FORWARD] * 4), places) is found
+    assert combine_with_windows(found, seen(*[FORWARD] * 4), places) is found
 
 
 def test_restarted_sidecar_drops_episodes_found_in_windows() -> None:
     """An episode may be found again, but does not stay open without new windows."""
-    found = combined_with_windows(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
+    found = combine_with_windows(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
     assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [
         1
     ]
@@ -312,7 +312,7 @@ def test_rank_missing_in_a_full_window_is_neither_disputed_nor_ended() -> None:
     judged_episodes = [
         episode(rank=rank, since=STEPS, excess_ns=(20 + rank) * MS) for rank in range(12)
     ]
-    found = combined_with_windows(
+    found = combine_with_windows(
         judged(*judged_episodes, ranks=ranks), seen(*[slow] * 5, ranks=ranks), places
     )
     overtaken: Slow = {

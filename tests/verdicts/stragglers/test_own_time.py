@@ -11,7 +11,11 @@ from tests.support.planted import WORK_NS, Job
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
-from torchlens_perf.verdicts.stragglers.own_time import Lines, critical_rank, own_time
+from torchlens_perf.verdicts.stragglers.own_time import (
+    PartTimes,
+    compute_own_time,
+    find_critical_ranks,
+)
 from torchlens_perf.verdicts.stragglers.window import BinBatch, SlidingWindow
 
 MS = 1e6
@@ -28,14 +32,16 @@ def forward_ms(device_ms: list[float], issue_ms: list[float], lag_ms: list[float
         np.concatenate([parts(forward=ms) for ms in of_ranks])
         for of_ranks in (device_ms, issue_ms, lag_ms)
     ]
-    own_ns, _ = own_time(Lines(*lines), Lines(*(each[1] for each in lines)))
+    own_ns, _ = compute_own_time(PartTimes(*lines), PartTimes(*(each[1] for each in lines)))
     own_ms: np.ndarray = own_ns.sum(axis=2)[:, 0] / MS
     return own_ms
 
 
 def own_alone_ms(device: np.ndarray, issue: np.ndarray, lag: np.ndarray) -> np.ndarray:
     """Return the own time, by part, of a job with one rank."""
-    own_ns, _ = own_time(Lines(device, issue, lag), Lines(device[0], issue[0], lag[0]))
+    own_ns, _ = compute_own_time(
+        PartTimes(device, issue, lag), PartTimes(device[0], issue[0], lag[0])
+    )
     own_ms: np.ndarray = own_ns / MS
     return own_ms
 
@@ -99,7 +105,7 @@ def test_recomputation_counts_as_issued_in_the_backward_pass() -> None:
 
 
 def test_rank_with_unknown_wait_is_not_the_slowest() -> None:
-    assert critical_rank(np.array([[np.nan, 0.0], [5.0, 1.0]])).tolist() == [1, 0]
+    assert find_critical_ranks(np.array([[np.nan, 0.0], [5.0, 1.0]])).tolist() == [1, 0]
 
 
 def launch_bound(job: Job) -> BinBatch:
@@ -176,9 +182,9 @@ def test_bins_without_host_times_of_all_ranks_are_compared_by_device_times() -> 
     block.issue_ns[:] = 1e12
     block.issue_ns[1, :20] = 0.0
     window = SlidingWindow(np.arange(2), 1)
-    window.put(block)
+    window.add_rows(block)
 
-    window.comparable(0, 40)
+    window.comparable_rows(0, 40)
 
     np.testing.assert_allclose(window.own_ns[:, :20], block.parts_ns[:, :20].sum(axis=2), rtol=1e-6)
     np.testing.assert_allclose(window.own_ns[:, 20:40], 1e12 * len(OWN_PARTS), rtol=1e-3)

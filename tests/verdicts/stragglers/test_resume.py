@@ -128,7 +128,7 @@ def test_episode_below_the_detectable_excess_stays_open_after_a_restart() -> Non
 def test_slowness_after_a_healthy_time_is_another_episode() -> None:
     """All bins arrive at once, as after a long time without a sidecar."""
     goes_on = EarlierEpisodes(findings(episode()))
-    found = goes_on.merged_with(findings(episode(since=400), usual=USUAL, rows=200, last_step=450))
+    found = goes_on.merge_into(findings(episode(since=400), usual=USUAL, rows=200, last_step=450))
     assert [(each.since_step, each.until_step, each.named_step) for each in found.episodes] == [
         (400, None, 412),
         (100, 151, 112),
@@ -138,9 +138,9 @@ def test_slowness_after_a_healthy_time_is_another_episode() -> None:
 def test_slowness_in_the_first_bins_after_a_restart_continues_the_episode() -> None:
     """The number of missed steps makes no difference."""
     goes_on = EarlierEpisodes(findings(episode()))
-    (left,) = goes_on.merged_with(findings(usual=USUAL, rows=12, last_step=920)).episodes
+    (left,) = goes_on.merge_into(findings(usual=USUAL, rows=12, last_step=920)).episodes
     assert left.until_step is None
-    (same,) = goes_on.merged_with(
+    (same,) = goes_on.merge_into(
         findings(episode(since=911), usual=USUAL, rows=16, last_step=924)
     ).episodes
     assert (same.since_step, same.named_step, same.until_step) == (100, 112, None)

@@ -16,7 +16,7 @@ from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.store.reader import add_errors_to
 from torchlens_perf.store.segments import iterate_records
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.stragglers.own_time import own_work_ns
+from torchlens_perf.verdicts.stragglers.own_time import compute_own_work_ns
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -74,7 +74,7 @@ def build_device_grid(
     for rank in tables:
         populations[processes[rank].placement.population].append(rank)
     for ranks in populations.values():
-        own_ns = own_work_ns([tables[rank] for rank in ranks])
+        own_ns = compute_own_work_ns([tables[rank] for rank in ranks])
         for rank, work_ns in zip(ranks, own_ns, strict=True):
             empty.add(_batch_from_steps(tables[rank], empty.row_of[rank], work_ns))
     return empty

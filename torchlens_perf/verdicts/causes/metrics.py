@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 METRICS = (
     "cpu_wait_share",  # share of time: the training thread was runnable without a CPU
     "asleep_share",  # share of the steps' time: the training thread slept outside communication
-    "kernel_share",  # share of time: the training thread ran in the kernel (page faults, system calls)
+    "kernel_share",  # share of time: the training thread ran in the kernel (faults, system calls)
     "neighbour_share",  # share of the rank's CPUs that programs outside the job kept busy
     "cpu_quota_share",  # share of its control group's periods in which the CPU quota was exhausted
     "cpu_clock_share",  # clock of its CPU, as a share of the highest clock
@@ -25,7 +25,7 @@ METRICS = (
     "disk_wait_share",  # share of time: the rank, or its loader worker, was in uninterruptible sleep
     "major_faults_per_s",  # pages that were read from a disk
     "refaults_per_s",  # pages that its control group had evicted and needed again
-    "memory_limit_share",  # used share of its control group's memory limit, without reclaimable memory
+    "memory_limit_share",  # used share of its control group's memory limit, without caches
     "memory_stall_share",  # share of time: its control group, or its node, waited for memory (PSI)
     "sm_clock_mhz",  # SM clock while its GPU was not idle
     "sm_clock_share",  # SM clock as a share of the GPU's highest SM clock

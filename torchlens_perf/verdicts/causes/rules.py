@@ -107,7 +107,7 @@ def diagnose(
     """Return the causes of an episode.
 
     during: mean signals of each compared rank over the steps of the episode.
-    before: the slow rank's usual signals before the episode, see MetricHistory.usual_signals_before().
+    before: the slow rank's usual signals before the episode.
     together: ranks that are slow at the same time. The rank is not compared with them.
     details: names on the rank's node, with the keys "neighbour", "control_group" and "gpu".
     """

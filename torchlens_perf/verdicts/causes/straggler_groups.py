@@ -16,7 +16,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     StageImbalance,
     StragglerGroup,
 )
-from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, groups_of
+from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, group_slow_ranks
 
 # The number of groups that are diagnosed, beginning with the costliest.
 MAX_EXPLAINED = 8
@@ -73,7 +73,7 @@ def find_straggler_groups(
         StragglerGroup(
             kind, name, ranks, max(map(left.pop, ranks), key=lambda episode: episode.excess_ns)
         )
-        for kind, name, ranks in groups_of(left.keys(), places)
+        for kind, name, ranks in group_slow_ranks(left.keys(), places)
     ]
     found += [StragglerGroup("rank", "", (rank,), episode) for rank, episode in left.items()]
     slow_in: dict[str, set[int]] = defaultdict(set)

@@ -1,4 +1,7 @@
-"""Search for slow ranks in the rows of one judgement. Pure; detector.py describes the test."""
+"""Search for slow ranks in the newest rows of their step times. Pure.
+
+detector.py describes the statistical test.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
-from torchlens_perf.verdicts.stragglers.episodes import Episode, described, would_gain_ns
+from torchlens_perf.analysis.statistics.robust import spread
+from torchlens_perf.verdicts.stragglers.episodes import (
+    Episode,
+    gain_without_excess_ns,
+    measure_episode,
+)
 from torchlens_perf.verdicts.stragglers.excess import (
-    change_point,
+    detection_threshold,
+    estimate_noise,
     excess_over_others,
+    find_change_point,
+    find_strongest_intervals,
     is_persistent,
-    noise,
+    limit_stalls,
     self_normalized_threshold,
-    strongest_interval,
-    threshold,
-    without_stalls,
-    without_workload,
+    subtract_workload_effect,
 )
 
 if TYPE_CHECKING:
@@ -26,38 +33,39 @@ if TYPE_CHECKING:
 
     from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
-# The fewest rows of an interval in which a rank is named.
+# A rank is named as slow only for an interval of at least this many rows.
 MIN_ROWS = 12
-# The excess must last this long or add up to this loss. For a second or two, the operating system
-# or another program on the machine slows any rank.
+# The excess must last this long or add up to this loss. The operating system or another program may
+# slow any rank for a second or two.
 MIN_LASTING_NS = 3e9
 MIN_LOST_NS = 1e8
-# A smaller excess, as a share of the step, is not worth a person's time.
+# An excess below this share of the step is not worth investigating.
 MIN_SHARE = 0.03
-# In steps that are long for lack of CPUs, the smallest gain of the job that is worth naming, as a
-# share of the step.
+# If steps are long because CPUs are lacking, a rank is named only if the job would gain at least
+# this share of the step without its excess.
 _MIN_GAIN = 0.0075
-# Factors on the share, time and loss above if all ranks are compared by their hosts' times. Hosts
-# share their processors with other programs. In healthy runs, one host is slower by up to 5 % of
-# the step for seconds.
+# Factors on the share, time and loss above if ranks are compared by host times. Hosts share their
+# CPUs with other programs. Even in healthy runs, a host may be slower by 5 % of the step for some
+# seconds.
 _SHARE_OF_HOSTS, _LASTING_OF_HOSTS, _LOST_OF_HOSTS = 2.0, 5 / 3, 10.0
-# Factor on MIN_SHARE if the ranks' workload differs: it is only explained by a linear fit.
+# Factor on MIN_SHARE if the ranks' workload differs. A linear fit explains its effect only roughly.
 WORKLOAD_FACTOR = 1.5
 # The excess must exceed this many times the spread of the ranks, if there are enough ranks.
 SPREAD_FACTOR = 4.0
 _RANKS_WITH_A_SPREAD = 8
-# More workload than other ranks for this many rows is a finding. Its effect is not subtracted.
+# If a rank has more workload than other ranks for this many rows, this is reported. Its effect is
+# then not subtracted from the rank's excess.
 _LASTING_WORKLOAD = 48
-# An excess that is this many standard errors above the threshold is detected nearly always.
+# An excess that is this many standard errors above the threshold is almost always detected.
 _POWER = 2.0
-# A chosen interval may be shorter than all rows, by up to this factor.
+# The strongest interval may be shorter than all rows, by up to this factor.
 _SURE = 0.8
-# Above this number of candidates in one judgement, the strongest are considered.
+# Only this many candidates are considered, beginning with the strongest.
 _MAX_SUSPECTS = 16
 
 
-class ComparedBins:
-    """The rows of one judgement, which all present ranks have."""
+class SuspectSearch:
+    """Search for slow ranks in the rows that all present ranks have."""
 
     def __init__(
         self,
@@ -70,8 +78,9 @@ class ComparedBins:
     ) -> None:
         """Prepare the excess of all ranks.
 
-        with_workload: first step of open episodes whose excess includes the part that a larger
-        workload explains. step_ns: the usual step. running_ns: the usual step without ready time.
+        with_workload: by rank, the first step of open episodes in which the excess includes the
+        effect of a larger workload. step_ns: duration of the usual step. running_ns: the same
+        without the time in which the rank was runnable but had no CPU.
         """
         self._window = window
         self._present = present
@@ -81,62 +90,70 @@ class ComparedBins:
         self.keys = keys
         self.width = window.width
         self.ranks = window.ranks[present]
-        self.threshold = threshold(len(self.ranks))
+        self.threshold = detection_threshold(len(self.ranks))
         self._excess = window.excess_ns[np.ix_(present, self._at)]
         self._hosts_share = float(window.by_host_share(np.ix_(present, self._at)).max())
         self._scales: dict[str, float] = {}
         self._series = {"": self._excess}
         workload = window.workload[np.ix_(present, self._at)]
         if np.isfinite(workload).all(axis=0).any():
-            self._series[""] = left = without_workload(self._excess, workload, _LASTING_WORKLOAD)
+            self._series[""] = left = subtract_workload_effect(
+                self._excess, workload, _LASTING_WORKLOAD
+            )
             for rank, step in with_workload.items():
                 if (index := self.index_of(rank)) is not None:
-                    left[index, self.row_of(step) :] = self._excess[index, self.row_of(step) :]
+                    left[index, self.row_at_step(step) :] = self._excess[
+                        index, self.row_at_step(step) :
+                    ]
 
-    def has_workload_in(self, index: int, start: int) -> bool:
-        """Return True if no part of the excess from row `start` on was subtracted because of the
-        workload."""
+    def includes_workload_excess(self, index: int, start: int) -> bool:
+        """Return True if the excess from row `start` on includes the effect of the workload."""
         return bool((self._series[""][index, start:] == self._excess[index, start:]).all())
 
     def index_of(self, rank: int) -> int | None:
         index = int(np.searchsorted(self.ranks, rank))
         return index if index < len(self.ranks) and self.ranks[index] == rank else None
 
-    def row_of(self, step: int) -> int:
-        """Return the index of the first row from a step on."""
+    def row_at_step(self, step: int) -> int:
+        """Return the index of the first row that begins at a step or later."""
         return min(int(np.searchsorted(self.keys * self.width, step)), len(self.keys) - 1)
 
-    def series(self, phase: str) -> npt.NDArray[np.floating[Any]]:
-        """Return the excess that a phase is judged by: [ranks, rows]."""
+    def excess_series(self, phase: str) -> npt.NDArray[np.floating[Any]]:
+        """Return the excess in lack of a CPU for the phase "cpu", else the excess in work.
+
+        Its shape is [ranks, rows].
+        """
         kind = "cpu" if phase == "cpu" else ""
         if kind not in self._series:
             ready = np.nan_to_num(self._window.no_cpu_ns[np.ix_(self._present, self._at)])
             self._series[kind] = excess_over_others(ready)
         return self._series[kind]
 
-    def without_stalls(self, phase: str, index: int, start: int) -> npt.NDArray[np.floating[Any]]:
-        """Return the excess of one rank from row `start` on, without single stalls, for means."""
-        return without_stalls(self.series(phase)[index, start:], self.scale(phase))
+    def excess_without_stalls(
+        self, phase: str, index: int, start: int
+    ) -> npt.NDArray[np.floating[Any]]:
+        """Return the excess of one rank from row `start` on, with single stalls reduced."""
+        return limit_stalls(self.excess_series(phase)[index, start:], self.excess_noise(phase))
 
-    def scale(self, phase: str) -> float:
+    def excess_noise(self, phase: str) -> float:
         kind = "cpu" if phase == "cpu" else ""
         if kind not in self._scales:
-            self._scales[kind] = noise(self.series(kind))
+            self._scales[kind] = estimate_noise(self.excess_series(kind))
         return self._scales[kind]
 
-    def suspects(
+    def find_suspects(
         self, phase: str, over: Mapping[int, int], slow: Collection[int]
     ) -> list[tuple[int, int]]:
         """Return the index and the first slow row of each rank that is slow now.
 
-        over: by rank, the step before which rows are ignored. slow: known slow ranks.
+        over: by rank, the step before which rows are ignored. slow: ranks known to be slow.
         """
-        # Excess is compared with the step without ready time, as steps that are long for lack of
-        # CPUs would hide it.
-        min_rows, min_ns = MIN_ROWS, max(self._min_share * self._running_ns, self._min_of_hosts_ns)
+        # The excess is compared with the step without lack of CPUs. Otherwise, steps that are long
+        # because CPUs are lacking would hide it.
+        min_rows, min_ns = MIN_ROWS, max(self._min_share * self._running_ns, self._host_cpu_lack_ns)
         if phase == "cpu":
-            # Scheduling favours ranks by chance for seconds, so lack of a CPU must last longer and
-            # be larger.
+            # The scheduler may favour some ranks for seconds. Lack of a CPU must therefore last
+            # longer and be larger than an excess in work.
             min_rows, min_ns = 8 * MIN_ROWS, 4 * MIN_SHARE * self.step_ns
         if len(self.keys) < min_rows:
             return []
@@ -145,36 +162,43 @@ class ComparedBins:
             and not np.isfinite(self._window.no_cpu_ns[self._present, self._at[-1]]).all()
         ):
             return []
-        # Intervals above zero detect intermittent slowness. But if a rank was always a little
-        # slower, they reach far back and dilute a new excess. Intervals above half of the smallest
-        # excess worth naming do not.
+        # Intervals above zero detect intermittent slowness. However, if a rank was always slightly
+        # slower, such intervals begin early and dilute a new excess. Therefore, also search for
+        # intervals above half of the smallest excess worth naming.
         candidates = [
             each
             for level in (0.0, min_ns / 2)
-            for each in self._candidates(phase, min_rows, level, over)
+            for each in self._find_candidates(phase, min_rows, level, over)
         ]
         unusual = {index for index, _ in candidates} | {self.index_of(rank) for rank in slow}
         found: dict[int, int] = {}
         for index, start in candidates:
-            since = None if index in found else self._slow_since(phase, index, start, min_ns)
-            if since is not None and (phase == "cpu" or self._matters(index, start, unusual)):
+            since = (
+                None if index in found else self._find_first_slow_row(phase, index, start, min_ns)
+            )
+            if since is not None and (
+                phase == "cpu" or self._is_worth_naming(index, start, unusual)
+            ):
                 found[index] = since
         return list(found.items())
 
-    def _candidates(
+    def _find_candidates(
         self, phase: str, min_rows: int, level_ns: float, over: Mapping[int, int]
     ) -> list[tuple[int, int]]:
-        """Return index and first row of ranks whose mean is significantly above the level.
+        """Return the index and the first row of ranks whose mean excess is significantly above the
+        level.
 
-        The strongest rank is first.
+        The rank with the most significant excess is first.
         """
-        scale = self.scale(phase)
-        deviations, level = self.series(phase) / scale, level_ns / scale
-        found = strongest_interval(deviations, min_rows, level)
+        scale = self.excess_noise(phase)
+        deviations, level = self.excess_series(phase) / scale, level_ns / scale
+        found = find_strongest_intervals(deviations, min_rows, level)
         for rank, step in over.items():
-            index, first = self.index_of(rank), self.row_of(step)
+            index, first = self.index_of(rank), self.row_at_step(step)
             if index is not None:
-                again = strongest_interval(deviations[index : index + 1, first:], min_rows, level)
+                again = find_strongest_intervals(
+                    deviations[index : index + 1, first:], min_rows, level
+                )
                 found.start[index], found.z_score[index] = again.start[0] + first, again.z_score[0]
         strongest = np.argsort(-found.z_score, kind="stable")[:_MAX_SUSPECTS].tolist()
         return [
@@ -183,14 +207,20 @@ class ComparedBins:
             if found.z_score[index] >= self.threshold
         ]
 
-    def _slow_since(self, phase: str, index: int, start: int, min_ns: float) -> int | None:
-        """Return the first slow row of a rank that is a candidate from row `start` on, or None."""
+    def _find_first_slow_row(self, phase: str, index: int, start: int, min_ns: float) -> int | None:
+        """Return the first slow row of a candidate; None if it is not slow.
+
+        start: the first row of the candidate's strongest interval.
+        """
         cpu = phase == "cpu"
-        series = self.series(phase)
-        interval = self.without_stalls(phase, index, start)
+        series = self.excess_series(phase)
+        interval = self.excess_without_stalls(phase, index, start)
         mean = float(interval.mean())
         if mean < min_ns or not is_persistent(
-            interval, self.scale(phase), self_normalized_threshold(len(self.ranks)), strict=cpu
+            interval,
+            self.excess_noise(phase),
+            self_normalized_threshold(len(self.ranks)),
+            strict=cpu,
         ):
             return None
         others = np.delete(series[:, start:].mean(axis=1), index)
@@ -201,18 +231,21 @@ class ComparedBins:
         steps = len(interval) * self.width
         if steps * self.step_ns < self._min_lasting_ns and steps * mean < self._min_lost_ns:
             return None
-        if cpu and not self._is_last_for_lack_of_cpu(index, start, interval):
+        if cpu and not self._delays_others_by_lack_of_cpu(index, start, interval):
             return None
-        return start + min(change_point(interval, mean), len(interval) - MIN_ROWS)
+        return start + min(find_change_point(interval, mean), len(interval) - MIN_ROWS)
 
-    def _matters(self, index: int, start: int, unusual: Collection[int | None]) -> bool:
-        """Return True if the excess since row `start` is worth naming in steps that lack CPUs.
+    def _is_worth_naming(self, index: int, start: int, unusual: Collection[int | None]) -> bool:
+        """Return True if the excess from row `start` on is worth naming.
 
-        This requires that the excess is a large enough share of the whole step, or that the job
-        would gain enough without it.
+        The excess must be a large enough share of the whole step, or the job must gain enough
+        without it.
         """
         excess_ns = self._series[""][index, start:]
-        if float(self.without_stalls("", index, start).mean()) >= self._min_share * self.step_ns:
+        if (
+            float(self.excess_without_stalls("", index, start).mean())
+            >= self._min_share * self.step_ns
+        ):
             return True
         usual = [
             place for other, place in enumerate(self._present.tolist()) if other not in unusual
@@ -220,16 +253,16 @@ class ComparedBins:
         if not usual:
             return True
         others = np.array(usual)
-        gain_ns = would_gain_ns(
+        gain_ns = gain_without_excess_ns(
             self._window, int(self._present[index]), others, self.keys[start:], excess_ns
         )
         return gain_ns >= _MIN_GAIN * self.step_ns
 
     @property
     def _min_lasting_ns(self) -> float:
-        """MIN_LASTING_NS, or less if the rows of short steps cover less time."""
+        """The time for which an excess must last. It is shorter if all rows cover less time."""
         return min(
-            MIN_LASTING_NS * self._weighted_by_hosts(_LASTING_OF_HOSTS),
+            MIN_LASTING_NS * self._weight_by_host_share(_LASTING_OF_HOSTS),
             _SURE * self._window.rows * self.width * self.step_ns,
         )
 
@@ -237,24 +270,27 @@ class ComparedBins:
     def _min_share(self) -> float:
         return (
             MIN_SHARE
-            * self._weighted_by_hosts(_SHARE_OF_HOSTS)
+            * self._weight_by_host_share(_SHARE_OF_HOSTS)
             * (1.0 if self._series[""] is self._excess else WORKLOAD_FACTOR)
         )
 
     @property
     def _min_lost_ns(self) -> float:
-        return MIN_LOST_NS * self._weighted_by_hosts(_LOST_OF_HOSTS)
+        return MIN_LOST_NS * self._weight_by_host_share(_LOST_OF_HOSTS)
 
-    def _weighted_by_hosts(self, factor: float) -> float:
-        """Return the factor, weighted by the share of host times in own time."""
+    def _weight_by_host_share(self, factor: float) -> float:
+        """Return the factor if ranks are compared by host times only, and 1 without host times.
+
+        If only a share of their times is host time, return a value in between.
+        """
         return 1 + (factor - 1) * self._hosts_share
 
     @property
-    def _min_of_hosts_ns(self) -> float:
-        """Lack of a CPU of the rank that lacks most, weighted by the share of host times.
+    def _host_cpu_lack_ns(self) -> float:
+        """The longest mean lack of a CPU of any rank, weighted by the share of host times.
 
-        It is measured for the training thread only. The autograd threads of a rank may lack as
-        much.
+        It is measured for the training thread only. The autograd threads may lack a CPU for as
+        long.
         """
         if not self._hosts_share:
             return 0.0
@@ -263,18 +299,18 @@ class ComparedBins:
         )
         return self._hosts_share * float(lack_ns.max())
 
-    def _is_last_for_lack_of_cpu(
+    def _delays_others_by_lack_of_cpu(
         self, index: int, start: int, lack_ns: npt.NDArray[np.floating[Any]]
     ) -> bool:
-        """Return True if the rank lacks a CPU in most steps and the others wait for it."""
+        """Return True if the rank lacks a CPU in most steps and other ranks wait for it."""
         at = np.ix_(self._present, self._at[start:])
         own = self._window.own_ns[at].mean(axis=1) + self._window.no_cpu_ns[at].mean(axis=1)
         return int(own.argmax()) == index and float((lack_ns > lack_ns.mean() / 2).mean()) > 0.6
 
-    def episode(
+    def begin_episode(
         self, rank: int, index: int, start: int, phase: str, *, from_start: bool
     ) -> Episode:
-        """Return a new episode of a rank that is slow from row `start` on."""
+        """Return the new episode of a rank that is slow from row `start` on."""
         last_step = int(self.keys[-1] + 1) * self.width - 1
         episode = Episode(
             rank=rank, phase=phase, judged_from_step=int(self.keys[start]) * self.width, from_start=from_start,
@@ -282,14 +318,14 @@ class ComparedBins:
             work_ns=0.0, others_work_ns=0.0, step_ns=0.0, z_score=0.0, slow_share=0.0, slow_excess_ns=0.0,
             more_workload=0.0,
         )  # fmt: skip
-        return self.described(episode, index, start)
+        return self.measure_episode(episode, index, start)
 
-    def described(self, episode: Episode, index: int, start: int) -> Episode:
+    def measure_episode(self, episode: Episode, index: int, start: int) -> Episode:
         """Return the episode with its measurements from row `start` on."""
-        series = self.series(episode.phase)[index, start:].astype(np.float64)
+        series = self.excess_series(episode.phase)[index, start:].astype(np.float64)
         others = np.delete(self._present, index)
-        scale = self.scale(episode.phase)
-        return described(
+        scale = self.excess_noise(episode.phase)
+        return measure_episode(
             episode,
             self._window,
             int(self._present[index]),
@@ -299,19 +335,18 @@ class ComparedBins:
             scale,
         )
 
-    def detectable_ns(self) -> float:
-        """Return the smallest excess that would have been named, had it lasted through all rows."""
+    def compute_detectable_ns(self) -> float:
+        """Return the smallest excess that would be detected if a rank had it in all rows."""
         rows = len(self.keys)
-        error_ns = self.scale("") / float(np.sqrt(rows))
-        # The excess would make the step itself longer, of which it must be a share.
+        error_ns = self.excess_noise("") / float(np.sqrt(rows))
+        # The excess is compared with a step that includes the excess.
         worth_ns = self._min_share * self.step_ns / (1 - self._min_share)
-        min_ns = max(worth_ns, self._min_of_hosts_ns) + _POWER * error_ns
+        min_ns = max(worth_ns, self._host_cpu_lack_ns) + _POWER * error_ns
         min_ns = max(min_ns, (self.threshold + _POWER) * error_ns)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
             min_ns = max(
                 min_ns,
-                SPREAD_FACTOR * robust_standard_deviation(self.series("").mean(axis=1))
-                + _POWER * error_ns,
+                SPREAD_FACTOR * spread(self.excess_series("").mean(axis=1)) + _POWER * error_ns,
             )
         if _SURE * rows * self.width * self.step_ns < self._min_lasting_ns:
             min_ns = max(min_ns, self._min_lost_ns / (_SURE * rows * self.width))

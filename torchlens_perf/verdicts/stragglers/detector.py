@@ -1,19 +1,21 @@
-"""The straggler detector: it takes rows of all ranks and returns episodes of slow ranks. Pure.
+"""The straggler detector, which compares the work of ranks and returns episodes of slow ranks.
+Pure.
 
-All ranks have the same step times in synchronous training, so a slow rank cannot be found by them.
-The detector compares work: the step without the time blocked in collectives, and without ready time
-(runnable without a CPU). A rank's excess is its work minus the median of the other ranks that do
-the same work in the same step. Slowness of all ranks together therefore cancels out.
+In synchronous training, all ranks have the same step times, so these do not show a slow rank. The
+detector compares work instead. Work is the time of a step without blocking in collectives, and
+without the time in which the rank was runnable but had no CPU. A rank's excess is its work minus
+the median of the other ranks that do the same work in the same step. A slowdown of all ranks
+therefore cancels out. The detector's rows are means over one or several steps.
 
-After every EVERY rows, the detector searches for each rank the interval up to the newest row whose
-mean excess is the most standard errors above a level. The level is zero, and then half of the
-smallest excess that is worth naming. This is a window-limited generalized likelihood ratio test
-(Lai, IEEE Trans. Inf. Theory 44, 1998). Single values are clipped, so no single stall makes a
-verdict. A rank is named if all of these hold:
+After every EVERY rows, the detector considers, for each rank, all intervals up to the newest row.
+It chooses the interval whose mean excess is the most standard errors above a level. The level is
+first zero, and then half of the smallest excess worth naming. This is a window-limited generalized
+likelihood ratio test (Lai, IEEE Trans. Inf. Theory 44, 1998). Single values are clipped, so a
+single stall never makes a rank slow. A rank is named as slow if all of these conditions are true:
 
-- The standard errors are higher than chance gives for this number of ranks and intervals.
-- The excess is worth a person's time, and larger than the usual differences between ranks.
-- The excess lasts through the interval, and longer than usual disturbances.
+- The number of standard errors is too high to be chance for this number of ranks and intervals.
+- The excess is large enough to be investigated, and exceeds the usual differences between ranks.
+- The excess is present throughout the interval, and lasts longer than usual disturbances.
 
 An episode ends when a likelihood ratio test shows that the excess is gone.
 """
@@ -25,12 +27,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinner, StepBins
-from torchlens_perf.run.location import describe_location
-from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
+from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
+from torchlens_perf.run.location import location
+from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, groups_of
+from torchlens_perf.verdicts.stragglers.placement import (
+    BY_DEVICE,
+    STAGES,
+    Placement,
+    group_slow_ranks,
+)
 from torchlens_perf.verdicts.stragglers.population import Population
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.stragglers.window import BinBatch
@@ -43,32 +50,31 @@ _NOT_DIMENSIONS = ("", "undefined", "default_pg")
 
 
 class StragglerDetector:
-    """Compare the ranks of a job within their populations, as rows arrive. Not thread-safe."""
+    """Finds slow ranks by comparing the ranks that do the same work. Not thread-safe."""
 
     def __init__(self) -> None:
         self._populations: dict[str, Population] = {}
         self._place: dict[int, Placement] = {}
 
     def set_place(self, rank: int, place: Placement) -> None:
-        """Set the placement of a rank before its first rows.
-
-        Another population starts without earlier rows.
-        """
+        """Set the placement of a rank. Call this before the rank's first rows are added."""
         self._place[rank] = place
 
-    def add(self, rank: int, rows: StepBins) -> None:
-        """Add rows of a rank, in the order of their steps."""
-        self.add_block(self._place.get(rank, Placement()).population, BinBatch.of(rank, rows))
+    def add_rows(self, rank: int, rows: StepBins) -> None:
+        """Add rows of a rank. Rows must be added in the order of their steps."""
+        self.add_block(
+            self._place.get(rank, Placement()).population, BinBatch.from_rank(rank, rows)
+        )
 
     def add_block(self, population: str, block: BinBatch) -> None:
-        self._populations.setdefault(population, Population()).add(block)
+        self._populations.setdefault(population, Population()).add_rows(block)
 
-    def end(self, rank: int) -> None:
+    def end_rank(self, rank: int) -> None:
         for population in self._populations.values():
-            population.end(rank)
+            population.end_rank(rank)
 
     def judge(self, *, final: bool = False) -> Findings:
-        """Judge the new rows and return all findings. final: the run has ended."""
+        """Judge the new rows and return all findings. final: True if the run has ended."""
         populations = list(self._populations.values())
         usual = []
         for population in populations:
@@ -76,7 +82,7 @@ class StragglerDetector:
         for name, population in self._populations.items():
             if population.step_ns:
                 usual.append(
-                    Usual(
+                    UsualTimes(
                         name,
                         format_ranges(population.ranks),
                         population.work_ns,
@@ -84,7 +90,7 @@ class StragglerDetector:
                         population.own,
                     )
                 )
-        self._share_costs(populations)
+        self._set_shared_costs(populations)
         episodes = [episode for population in populations for episode in population.episodes]
         compared = [population for population in populations if population.compared]
         found = NOTHING.with_episodes(
@@ -106,40 +112,41 @@ class StragglerDetector:
             compared=sum(population.compared for population in compared),
         )
 
-    def _share_costs(self, populations: Sequence[Population]) -> None:
-        """Set the shared costs of slow ranks.
+    def _set_shared_costs(self, populations: Sequence[Population]) -> None:
+        """Set the cost that slow ranks have together.
 
-        Each alone may cost nothing, if the job then waits for another one.
+        The cost of a single slow rank may be zero, because without it, the job would wait for
+        another slow rank.
         """
-        of_each = [population.shared_costs_ns() for population in populations]
+        of_each = [population.compute_shared_costs_ns() for population in populations]
         costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
         shared_ns = {
             rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()
         }
-        # A node or a position may have ranks of several populations, which wait for one another.
-        for group in groups_of(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
+        # The ranks of a node or a position may do different work, but also wait for one another.
+        for group in group_slow_ranks(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
             known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
             shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
         for population in populations:
-            population.share_costs(shared_ns)
+            population.set_shared_costs(shared_ns)
 
 
-def dimension(description: str) -> str:
+def mesh_dimension(description: str) -> str:
     """Return the mesh dimension in a process group's description, such as "tp" for "mesh_tp"."""
     return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
 
 
-def place_of(
+def build_placement(
     identity: Identity, model: str, groups: Mapping[str, ProcessGroup], judged_by: str = ""
 ) -> Placement:
-    """Return a rank's placement: its host, its model and its positions in process groups.
+    """Return a rank's placement, from its host, its model and its positions in process groups.
 
-    judged_by: the clock that its steps are judged by. Host and device times are not compared with
-    one another.
+    judged_by: the clock by which its steps are judged. Ranks with different clocks are not
+    compared.
     """
     coordinates = {}
     for group in groups.values():
-        name, members = dimension(group["description"]), parse_ranges(group["ranks"])
+        name, members = mesh_dimension(group["description"]), parse_ranges(group["ranks"])
         if name and identity.rank in members:
             coordinates[name] = members.index(identity.rank)
     stage = "".join(f"/{name}{coordinates[name]}" for name in STAGES if name in coordinates)
@@ -148,9 +155,9 @@ def place_of(
 
 
 class JobDetector:
-    """Judge the ranks of one generation of processes.
+    """Finds slow ranks among the processes of one attempt, from their steps or from rows.
 
-    A rank's placement is final once its first rows have arrived.
+    A rank's placement cannot change after its first rows.
     """
 
     def __init__(self, earlier: Findings = NOTHING) -> None:
@@ -168,52 +175,52 @@ class JobDetector:
     ) -> StepBins | None:
         """Add finished steps of a rank of this node.
 
-        Return the completed rows, to be sent to other nodes.
+        Return the rows that these steps complete, which are then sent to node 0.
         """
         self.set_place(rank, place)
-        rows = self._makers.setdefault(rank, StepBinner(min_row_ns=min_row_ns)).add_steps(table)
-        return self._add(rank, rows)
+        rows = self._makers.setdefault(rank, StepBinMaker(min_row_ns=min_row_ns)).add(table)
+        return self._add_rows(rank, rows)
 
     def add_block(self, population: str, block: BinBatch) -> None:
-        """Add rows of ranks of other nodes, which set_place() has registered."""
+        """Add rows of ranks of other nodes. Call set_place() for these ranks first."""
         self._judge.add_block(population, block)
         self._has_rows.update(block.ranks.tolist())
         self._changed = True
 
-    def end(self, rank: int) -> StepBins | None:
-        """End a rank, whose process has ended. Return its last rows."""
-        rows = self._makers[rank].pop_incomplete_row() if rank in self._makers else None
-        self._add(rank, rows)
-        self._judge.end(rank)
+    def end_rank(self, rank: int) -> StepBins | None:
+        """Record that a rank's process has ended. Return its last rows."""
+        rows = self._makers[rank].rest() if rank in self._makers else None
+        self._add_rows(rank, rows)
+        self._judge.end_rank(rank)
         self._changed = True
         return rows
 
     def judge(self, *, final: bool = False) -> Findings:
-        """Return the findings about all rows so far. final: the run has ended."""
+        """Return the findings from all rows so far. final: True if the run has ended."""
         if final:
             for rank, maker in self._makers.items():
-                self._add(rank, maker.pop_incomplete_row())
+                self._add_rows(rank, maker.rest())
         if self._changed or final:
             self._changed = False
-            self.findings = self._earlier.merged_with(self._judge.judge(final=final))
+            self.findings = self._earlier.merge_into(self._judge.judge(final=final))
         return self.findings
 
     def has_rows(self, rank: int) -> bool:
-        """Return True if rows of a rank have arrived, so its placement is final."""
+        """Return True if rows of a rank have arrived. Its placement is then final."""
         return rank in self._has_rows
 
     def set_place(self, rank: int, place: Placement) -> None:
-        """Set a rank's placement. This has no effect after its first rows, as it is compared then.
+        """Set a rank's placement, unless rows of the rank have already arrived.
 
-        Models and groups are known within the first steps.
+        Its model and its process groups become known in the first steps.
         """
         if rank not in self._has_rows and self.places.get(rank) != place:
             self.places[rank] = place
             self._judge.set_place(rank, place)
 
-    def _add(self, rank: int, rows: StepBins | None) -> StepBins | None:
+    def _add_rows(self, rank: int, rows: StepBins | None) -> StepBins | None:
         if rows is not None and len(rows):
-            self._judge.add(rank, rows)
+            self._judge.add_rows(rank, rows)
             self._has_rows.add(rank)
             self._changed = True
         return rows

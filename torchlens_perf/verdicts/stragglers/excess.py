@@ -1,5 +1,8 @@
-"""Statistics of the straggler detector: excess over other ranks, its noise, and the strongest
-interval. Pure."""
+"""Statistics of the straggler detector. Pure.
+
+Excess is the time that a rank needs more than the other ranks. A row is a step or a mean over
+several steps.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from torchlens_perf.analysis.statistics.robust import TO_SIGMA, fast_median
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# The most intervals that one judgement tests for each rank.
+# The largest number of intervals that are tested for each rank at one time.
 _MAX_INTERVALS = 256
-# Rows are clipped at this many standard deviations, so that no single row decides.
+# Rows are clipped at this many standard deviations. A single row can therefore not decide.
 CLIP = 4.0
-# False alarms per judgement of a healthy job, by the bound in threshold().
+# The probability that a test of all ranks of a healthy job names a rank, see detection_threshold().
 FALSE_ALARMS = 1e-4
-# Above this number of ranks, the noise is estimated from a sample of them.
+# Above this number of ranks, the noise is estimated from a sample of ranks.
 _SAMPLE = 1024
-# Up to this number of ranks, a rank is compared with the median of the others. With more, its own
-# value hardly changes the median, so all ranks are compared with the median of all.
+# Up to this number of ranks, each rank is compared with the median of the other ranks. With more
+# ranks, the rank's own value hardly changes the median, so the median of all ranks is used.
 _FEW_RANKS = 16
 # The noise is estimated from means over these numbers of neighbouring rows.
 _NEIGHBOURS = (1, 4, 8)
@@ -35,8 +38,8 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
         return over_all
     if ranks < 2:
         return np.full(values.shape, np.nan, values.dtype)
-    # Element i of the others' sorted values is element i of all sorted values, or i + 1 if the rank
-    # comes before it.
+    # Element i of the other ranks' sorted values is element i of all sorted values. If the rank's
+    # own value is sorted before it, it is element i + 1.
     order = values.argsort(axis=0, kind="stable")
     ascending, position = np.take_along_axis(values, order, 0), order.argsort(axis=0)
     lower, upper = (ranks - 2) // 2, (ranks - 1) // 2
@@ -47,10 +50,11 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 
 
 def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the excess of each value over the median of the others in its column, as a share.
+    """Return each value's excess over the median of the other ranks in its column, as a share of
+    this median.
 
-    work: [ranks, columns], of ranks that do the same work. Missing values, and columns of a single
-    rank, give NaN.
+    work: times of [ranks, columns], for ranks that do the same work. The result is NaN for missing
+    values, and in columns with a single rank.
     """
     relative = np.full(work.shape, np.nan)
     for column, values in enumerate(work.T):
@@ -63,14 +67,14 @@ def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return relative
 
 
-def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
-    """Return the standard deviation of the excess from row to row, for use in means over many rows.
+def estimate_noise(excess: npt.NDArray[np.floating[Any]]) -> float:
+    """Return the standard deviation of a rank's excess from row to row.
 
-    It is estimated from differences of neighbouring rows, which a lasting excess does not change.
-    Differences of means over four and eight rows are used as well, as neighbouring rows may be
-    correlated. They are raised where there are few of them. Medians over rows and clipped values
-    make single stalls irrelevant. The result is that of the median rank, because an intermittent
-    excess raises the rank's own noise.
+    It is estimated from differences of neighbouring rows, which do not depend on a constant excess.
+    Neighbouring rows may be correlated, so differences of means over four and eight rows are used
+    as well. If there are few means, their estimate is increased. Medians and clipped values make
+    single stalls irrelevant. The result is that of the median rank, because an intermittent excess
+    increases the noise of the slow rank.
     """
     if len(excess) > _SAMPLE:
         excess = excess[:: len(excess) // _SAMPLE]
@@ -89,47 +93,51 @@ def noise(excess: npt.NDArray[np.floating[Any]]) -> float:
     return largest
 
 
-class Interval(NamedTuple):
-    """For each rank, the interval up to the newest row whose mean is the most standard errors above
-    a level."""
+class StrongestIntervals(NamedTuple):
+    """For each rank, the interval with the most significant mean. All intervals end with the newest
+    row."""
 
     start: npt.NDArray[np.int64]
+    """First row of the interval."""
     z_score: npt.NDArray[np.floating[Any]]
-    """Standard errors above the level."""
+    """Number of standard errors by which the interval's mean exceeds a level."""
 
 
-def strongest_interval(
+def find_strongest_intervals(
     deviations: npt.NDArray[np.floating[Any]], min_rows: int, level: float | np.floating[Any] = 0.0
-) -> Interval:
-    """Return the strongest interval of each rank.
+) -> StrongestIntervals:
+    """Return, for each rank, the interval whose mean is the most standard errors above `level`.
 
-    deviations: [ranks, rows], in standard deviations, as is `level`.
+    deviations: [ranks, rows]. Deviations and level are in standard deviations.
     """
     ranks, rows = deviations.shape
     if rows < min_rows:
-        return Interval(np.zeros(ranks, np.int64), np.full(ranks, -np.inf))
+        return StrongestIntervals(np.zeros(ranks, np.int64), np.full(ranks, -np.inf))
     above = np.clip(deviations - deviations.dtype.type(level), -CLIP, CLIP)
     sums = np.cumsum(above[:, ::-1], axis=1)[:, min_rows - 1 :]
-    # The cast keeps 32 bits, which halves the memory for many ranks.
+    # The cast keeps values at 32 bits, which halves the memory for many ranks.
     strengths = sums / np.sqrt(np.arange(min_rows, rows + 1)).astype(sums.dtype)
     best = strengths.argmax(axis=1)
-    return Interval(rows - min_rows - best, strengths[np.arange(ranks), best])
+    return StrongestIntervals(rows - min_rows - best, strengths[np.arange(ranks), best])
 
 
-def change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int:
+def find_change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int:
     """Return the row at which the mean of the series most likely changed from zero to `mean`.
 
-    This is the maximum likelihood estimate for normal values (Hinkley, Biometrika 57, 1970). Values
-    are clipped at `mean` plus and minus twice the mean.
+    This is the maximum likelihood estimate for normally distributed values (Hinkley, Biometrika 57,
+    1970). Values are clipped to the range from -mean to 3 times the mean.
     """
     gains = np.clip(series, -mean, 3 * mean) - mean / 2
     return len(series) - 1 - int(np.cumsum(gains[::-1]).argmax())
 
 
-def over_since(slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int) -> int | None:
-    """Return the row from which on slow rows are so rare that the slowness is over, or None.
+def find_end_of_slowness(
+    slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int
+) -> int | None:
+    """Return the row from which on slow rows are so rare that the rank has recovered; else None.
 
-    This is a likelihood ratio test of a fifth of the usual share against that share.
+    This is a likelihood ratio test. It tests whether the share of slow rows is a fifth of the usual
+    share.
     """
     usual = min(max(usual_share, 0.05), 0.95)
     rare = usual / 5
@@ -140,13 +148,14 @@ def over_since(slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int) -
     return len(slow) - min_rows - int(sums.argmax())
 
 
-def without_stalls(
+def limit_stalls(
     series: npt.NDArray[np.floating[Any]], scale: float
 ) -> npt.NDArray[np.floating[Any]]:
     """Return the series with single stalls reduced to the largest other value.
 
-    At most one row in 16 is a stall, and only if it is far above the others. scale: noise of the
-    series. A stall of seconds, by storage or a network, would otherwise dominate all means.
+    A stall of seconds, caused by storage or a network, would otherwise dominate all means. At most
+    one row in 16 counts as a stall, and only if it is far above all other rows. scale: noise of the
+    series.
     """
     rare = max(1, len(series) // 16)
     if len(series) <= rare:
@@ -155,19 +164,20 @@ def without_stalls(
     return np.where(series > usual + 2 * CLIP * scale, usual, series)
 
 
-def threshold(ranks: int) -> float:
-    """Return the standard errors that chance does not reach.
+def detection_threshold(ranks: int) -> float:
+    """Return the number of standard errors above which an excess is not due to chance.
 
-    sqrt(2 ln(n / p)) bounds n = ranks x intervals normal values, except with probability p.
+    The largest of n normally distributed values exceeds sqrt(2 ln(n / p)) with a probability of at
+    most p. Here, n is the number of ranks times the number of intervals, and p is FALSE_ALARMS.
     """
     return float(np.sqrt(2 * np.log(ranks * _MAX_INTERVALS / FALSE_ALARMS)))
 
 
 def self_normalized_threshold(ranks: int) -> float:
-    """Return the threshold for standard errors by an interval's own spread.
+    """Return the threshold for standard errors that are computed from the interval's own spread.
 
-    It is the bound of threshold() for one interval of each rank and a probability of 1 in 200. It
-    can be lower, as it is applied only to intervals that have passed threshold().
+    It has the formula of detection_threshold(), for one interval of each rank and a probability of
+    1 in 200. It can be lower, because it is applied only to intervals above detection_threshold().
     """
     return float(np.sqrt(2 * np.log(200 * ranks)))
 
@@ -175,12 +185,12 @@ def self_normalized_threshold(ranks: int) -> float:
 def is_persistent(
     series: npt.NDArray[np.floating[Any]], scale: float, min_errors: float, *, strict: bool = False
 ) -> bool:
-    """Return True if the excess is present in all quarters of an interval but one; strict: in all,
-    and evenly.
+    """Return True if the excess is present in at least three quarters of an interval.
 
-    The excess must also be significant by the interval's own spread, as a few long stalls are not a
-    lasting excess. scale: noise of the series. min_errors: the lowest number of standard errors by
-    the interval's own spread.
+    strict: the excess must be present in all four quarters, and similar in all of them. The excess
+    must also be significant compared with the interval's own spread, because a few long stalls are
+    not a persistent excess. scale: noise of the series. min_errors: the lowest number of standard
+    errors that are computed from this spread.
     """
     mean = float(series.mean())
     clipped = np.clip(series, -2 * CLIP * scale, 2 * CLIP * scale)
@@ -192,16 +202,15 @@ def is_persistent(
     return bool((quarters > 0).all() and (quarters > 0.3 * mean).sum() >= 3)
 
 
-def without_workload(
+def subtract_workload_effect(
     excess: npt.NDArray[np.floating[Any]], workload: npt.NDArray[np.floating[Any]], min_rows: int
 ) -> npt.NDArray[np.floating[Any]]:
-    """Return the excess without the part that a larger workload explains: [ranks, rows], as are
-    both arguments.
+    """Return the excess without the part that a larger workload explains.
 
-    The explained part is one linear fit for all ranks and rows. It is subtracted only if that
-    reduces the excess. It is not subtracted for a rank that has had clearly more workload in the
-    newest `min_rows` or more rows: that is a finding of its own. Rows with an unknown workload
-    (NaN) are not changed.
+    The arguments and the result have the shape [ranks, rows]. The explained part is a linear fit
+    over all ranks and rows. It is subtracted only if that reduces the excess. If a rank has had
+    clearly more workload in at least the newest `min_rows` rows, its excess is kept, because this
+    is reported. Rows with an unknown workload (NaN) are not changed.
     """
     known = np.isfinite(workload).all(axis=0)
     if known.sum() < max(min_rows // 4, known.size / 2):
@@ -218,9 +227,9 @@ def without_workload(
         np.abs(excess[:, known])
     ):
         return excess
-    scale = noise(more)
-    lasting = strongest_interval(more / scale, min_rows)
-    for rank in np.flatnonzero(lasting.z_score > threshold(len(more))).tolist():
+    scale = estimate_noise(more)
+    lasting = find_strongest_intervals(more / scale, min_rows)
+    for rank in np.flatnonzero(lasting.z_score > detection_threshold(len(more))).tolist():
         since = slice(int(lasting.start[rank]), None)
         if is_persistent(
             more[rank, since], scale, self_normalized_threshold(len(more)), strict=True

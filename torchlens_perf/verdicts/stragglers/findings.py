@@ -1,4 +1,4 @@
-"""Findings of the straggler detector: slow ranks, their groups, and their causes. Values only."""
+"""Classes for the findings of the straggler detector: slow ranks, their groups, and causes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 
 
 @dataclasses.dataclass(frozen=True)
-class Usual:
-    """Usual times of a population in a step, in ns: medians over its ranks and the newest rows."""
+class UsualTimes:
+    """Usual times in a step of ranks that do the same work, in ns.
+
+    They are medians over these ranks and the newest rows.
+    """
 
     population: str
     ranks: str
-    """As ranges: "0-7"."""
+    """The ranks as ranges, such as "0-7"."""
     work_ns: float
     wait_ns: float
     own: OwnTime | None = None
-    """Own times by part; None if not known."""
+    """Own times by part, if ranks are judged by their devices; None if not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,25 +34,25 @@ class Cause:
     """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock,
     gpu_throttled, gpu_clock, gpu_errors, pcie, nvlink, network or alloc_retries."""
     text: str
-    """The observation, as a clause after "because"."""
+    """The observation, as a clause that can follow "because"."""
     action: str
     explains: float | None
-    """Share of the rank's excess that it accounts for; None where it cannot be determined."""
+    """Share of the rank's excess that the cause explains; None if it cannot be determined."""
     evidence: Mapping[str, float]
     """Signals of the rank. Keys with the prefix others_ are medians of the other ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The causes of one rank's slowness, the likeliest first."""
+    """The causes of one rank's slowness, most likely cause first."""
 
     causes: tuple[Cause, ...]
     looked_at: tuple[str, ...]
-    """Names of the measured subjects, except the phase that is slow. Without causes, these were
-    ruled out."""
+    """Names of the possible causes that were checked. Without causes, these were ruled out."""
     not_measured: tuple[str, ...]
+    """Names of the possible causes that could not be checked."""
     signals: Mapping[str, float]
-    """All measured signals of the rank: means over the steps in which it is slow."""
+    """The measured signals of the rank, as means over the steps in which it is slow."""
     others_signals: Mapping[str, float]
     """Medians of the other ranks' signals."""
 
@@ -59,9 +62,9 @@ class StragglerGroup:
     """Ranks that are slow together and named by one verdict."""
 
     kind: str
-    """What they have in common: rank, node, or position."""
+    """"node" or "position" if the ranks have this in common; "rank" for a single rank."""
     name: str
-    """The host, or the position as "ep 3"; "" for a rank."""
+    """The host, or the position such as "ep 3"; "" for a single rank."""
     ranks: tuple[int, ...]
     lead: Episode
     """The episode of the slowest rank."""
@@ -69,21 +72,21 @@ class StragglerGroup:
     host: str = ""
     """The host of the slowest rank."""
     location: str = ""
-    """The location of that host, in words."""
+    """The location of this host in the data center, in words."""
     slower_modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """For slowness in the forward pass, the excess of modules on the slowest rank."""
+    """Excess of modules on the slowest rank, if it is slow in the forward pass."""
     diagnosis: Diagnosis | None = None
     """The diagnosis of the slowest rank; None if no diagnosis was made."""
     slow_too: tuple[int, ...] = ()
-    """Other slow ranks that do the same work, if the cost of all of them together is known."""
+    """Other slow ranks that do the same work, if their common cost is known."""
 
     @property
     def cost_ns(self) -> float | None:
-        """Gain of the job per step without all ranks of the group and of `slow_too`; None if not
-        known.
+        """Time by which the step would be shorter without the ranks of the group and of `slow_too`;
+        None if not known.
 
-        It is not the sum of single costs: without one of eight slow ranks, the job waits for the
-        other seven.
+        It differs from the sum of the ranks' costs: without one of eight slow ranks, the job still
+        waits for the other seven.
         """
         return (
             self.lead.cost_ns
@@ -101,69 +104,66 @@ class StragglerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class StageImbalance:
-    """A pipeline stage that has more work than the others. Times in ns per step."""
+    """A pipeline stage that has more work than the others. Times are in ns per step."""
 
     stage: str
     ranks: tuple[int, ...]
     work_ns: float
     others_work_ns: float
-    """The mean of the other stages."""
+    """Mean work of the other stages."""
     stages: int
-    """Number of stages, including this one."""
+    """Number of all stages."""
 
     @property
     def cost_ns(self) -> float:
-        """Gain of the job per step if all stages had the mean work.
-
-        The total work stays the same.
-        """
+        """Time by which the step would be shorter if the same total work were divided equally among
+        the stages."""
         return (self.work_ns - self.others_work_ns) * (self.stages - 1) / self.stages
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """The findings about all ranks at one time."""
+    """The detector's findings on all ranks at one time."""
 
     episodes: tuple[Episode, ...]
     rows: int
     """Number of rows that were compared between ranks."""
     step_ns: float
     detectable_ns: float | None
-    """The smallest excess that would have been named by now, had it lasted through `rows`; None if
-    nothing would."""
+    """The smallest excess that would be detected if a rank had it in all rows; None if no excess
+    can be detected yet."""
     compared: int
     """Number of compared ranks."""
     last_step: int
     steps_needed: int = 0
-    """Number of steps after which ranks with the same work are compared; 0 if no two ranks do the
-    same work."""
-    usual: tuple[Usual, ...] = ()
+    """Number of steps after which ranks are compared; 0 if no two ranks do the same work."""
+    usual: tuple[UsualTimes, ...] = ()
     """Usual times of each population."""
     unconfirmed: tuple[Episode, ...] = ()
-    """Episodes that only windows merged by the devices show, see merged_windows.py."""
+    """Episodes that were found only in windows that devices merged, see merged_windows.py."""
     groups: tuple[StragglerGroup, ...] = ()
-    """The ranks that are slow now, in the groups in which they are reported."""
+    """The ranks that are slow now, as groups that are reported together."""
     imbalance: StageImbalance | None = None
     diagnoses: tuple[tuple[tuple[int, int], Diagnosis], ...] = ()
     """Diagnoses of ranks that are no longer slow, by Episode.key."""
 
     @property
     def slow_now(self) -> tuple[Episode, ...]:
-        """The episodes of ranks that are slow, the costliest first."""
+        """The open episodes of slow ranks, the costliest first."""
         return tuple(each for each in self.episodes if not each.is_over)
 
     @property
     def slow_before(self) -> tuple[Episode, ...]:
-        """The episodes of ranks that are no longer slow in that phase, the costliest first."""
+        """The ended episodes, the costliest first."""
         return tuple(each for each in self.episodes if each.is_over)
 
     def with_episodes(self, episodes: Iterable[Episode], **changed: Any) -> Findings:
-        """Return findings with these episodes, sorted: open ones first, then by descending cost."""
+        """Return the findings with other episodes. Open and costly episodes are sorted first."""
         in_order = tuple(sorted(episodes, key=lambda episode: (episode.is_over, -episode.cost_ns)))
         return dataclasses.replace(self, episodes=in_order, **changed)
 
     def diagnosis(self, key: tuple[int, int]) -> Diagnosis | None:
-        """Return the diagnosis of an episode, open or ended; None without a diagnosis."""
+        """Return the diagnosis of an episode; None without a diagnosis. key: Episode.key."""
         now = (each.diagnosis for each in self.groups if each.lead.key == key)
         return next(now, None) or dict(self.diagnoses).get(key)
 

@@ -1,8 +1,7 @@
-"""The clock that a rank is judged by, host or device, and the rank's steps by that clock. Pure.
+"""The clock by which a rank is judged, host or device, and the rank's steps by this clock. Pure.
 
 A rank that computes on a device is judged by the device's clock if device times are recorded for
-each step. Otherwise it is judged by the host's clock. The clock is decided once, before the first
-rows, and never changes.
+each step. Otherwise, it is judged by the host's clock. This is decided once, in the first steps.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 
 HOST, DEVICE, UNDECIDED = "host", "device", ""
-# A device without any device times after this many steps is not timed.
+# If no device times are recorded in this many steps, there will be no device times.
 SILENT_AFTER_STEPS = 64
-# Number of steps after which the rank's device would be known. The width of rows is chosen by as
-# many steps.
+# After this many steps, it is known whether the rank computes on a device. The width of rows is
+# also chosen after this many steps.
 _KNOWN_AFTER_STEPS = 8
 
 
 class JudgedSteps:
-    """The steps of one process by the clock that it is judged by. add() takes its records in
-    order."""
+    """Selects the steps by which one process is judged. Records must be added in order."""
 
     def __init__(self, by: str = UNDECIDED) -> None:
-        """by: the decision of an earlier sidecar."""
+        """by: the clock that an earlier sidecar has chosen."""
         self.by = by
         self._device = DeviceStepJoin()
         # Steps by the host's clock, until the clock is decided.
@@ -40,10 +38,10 @@ class JudgedSteps:
     def add(
         self, records: npt.NDArray[np.void], steps: StepTable, *, on_device: bool | None
     ) -> StepTable | None:
-        """Return the newly known steps to judge the rank by; None without any.
+        """Add records, and return the steps that are newly ready to be judged; None without any.
 
-        steps: steps of these records, by the host's clock. on_device: True if the rank computes on
-        a device; None if that is not known.
+        steps: the steps of these records by the host's clock. on_device: True if the rank computes
+        on a device; None if not known.
         """
         if self.by == HOST:
             return steps
@@ -55,11 +53,12 @@ class JudgedSteps:
         self._held.append(steps)
         held = sum(map(len, self._held))
         if on_device is False or held >= (SILENT_AFTER_STEPS if on_device else _KNOWN_AFTER_STEPS):
-            return self.rest()
+            return self.decide_for_host()
         return None
 
-    def rest(self) -> StepTable | None:
-        """Return the steps that were held back, by the host's clock, and decide for that clock."""
+    def decide_for_host(self) -> StepTable | None:
+        """Choose the host's clock if none was chosen before. Return the steps that have waited for
+        this decision; None without any."""
         if self.by != UNDECIDED or not self._held:
             return None
         held, self._held, self.by = concatenate_tables(self._held), [], HOST

@@ -1,21 +1,22 @@
-"""Slow ranks by the windows that devices merged over all ranks (aggregate="device"). Pure.
+"""Slow ranks in merged windows: times that devices have merged over all ranks (aggregate="device").
+Pure.
 
-For each window of 64 steps, rank 0 receives the median over the ranks of each part of the device's
-step. It also receives the excess of ranks whose work is an outlier. A rank is slow here if its work
-is an outlier in MIN_WINDOWS consecutive windows, by an excess that is worth naming. Its episode
-ends after QUIET_WINDOWS windows in which its work is no outlier.
+A window has 64 steps. Rank 0 receives, for each part of the device's step, the median over all
+ranks. It also receives the excess of ranks whose work is an outlier. A rank is slow if its work is
+an outlier in MIN_WINDOWS consecutive windows, with an excess worth naming. Its episode ends after
+QUIET_WINDOWS windows in which its work is not an outlier.
 
-If sidecars do not exchange data, these windows are the only source about ranks of other nodes. They
-show less than the straggler detector (detector.py), which has the rows of every rank:
+If sidecars do not exchange data, merged windows are the only data on ranks of other nodes. They
+show less than the straggler detector (detector.py), which has the rows of all ranks:
 
-- The first slow step is known only to a window, plus the number of steps that the device was
-  behind.
-- Only medians are known. Slowness in less than half of the steps is not seen, nor an excess below 1
-  % of the median or five deviations of the ranks.
-- Ranks with the same work are not known. With a known pipeline, or if more than a quarter of the
-  ranks are outliers, no rank is named. Of two ranks, the faster one counts as usual.
-- Host activity is not known. A gap may be data loading, other host code or lack of a CPU. The
-  workload is not known either, and costs are upper bounds.
+- The first slow step is known only as precisely as a window, plus the steps that the device was
+  behind its host.
+- Only medians are known. A rank that is slow in less than half of the steps is not detected. An
+  excess below 1 % of the median, or below five deviations of the ranks, is not detected either.
+- It is not known which ranks do the same work. With a known pipeline, or if more than a quarter of
+  the ranks are outliers, no rank is named. Of two ranks, the faster rank counts as usual.
+- Host activity and workload are not known. A gap may be data loading, other host code or lack of a
+  CPU. Costs are upper bounds.
 - Steps before the start of this sidecar are missing.
 """
 
@@ -39,7 +40,7 @@ from torchlens_perf.verdicts.stragglers.candidates import (
     MIN_ROWS,
     MIN_SHARE,
 )
-from torchlens_perf.verdicts.stragglers.episodes import Episode, phase_of
+from torchlens_perf.verdicts.stragglers.episodes import Episode, phase_of_excess
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES
 
 if TYPE_CHECKING:
@@ -51,39 +52,38 @@ if TYPE_CHECKING:
 MIN_WINDOWS, QUIET_WINDOWS = 3, 2
 # The phase of an episode in which the rank's device waits for its host.
 GAP = "gap"
-# If more than one in this many ranks is an outlier, the ranks do different work.
+# If more than one in this many ranks is an outlier, the ranks are assumed to do different work.
 _RANKS_PER_OUTLIER = 4
-# Number of newest windows that are kept: for the figures of an episode, and to check the detector's
-# episodes.
+# Number of newest windows that are kept, to measure episodes and to check those of the detector.
 _KEPT = 64
 _ROW_OF_PART = {
     "forward": StepPart.FORWARD, "recompute": StepPart.RECOMPUTE, "backward": StepPart.BACKWARD,
     "optimizer": StepPart.OPTIMIZER,
     "host": StepPart.GAP,
 }  # fmt: skip
-# Medians show a rank that is slow in at least this share of the steps.
+# A rank that is slow in at least this share of the steps is visible in medians.
 _SEEN_SHARE = 0.6
-# The constants of rank_scores on the device.
+# These constants have the same values in rank_scores on the device.
 _ROBUST_DEVIATION, _MIN_SPREAD = 1.4826, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
-class _Window:
+class _MergedWindow:
     first_step: int
     last_step: int
     median_ns: npt.NDArray[np.float64]
-    """Medians over the ranks, by row."""
+    """Medians over the ranks, indexed by Row."""
     spread_ns: float
-    """Spread of the ranks' work."""
+    """Spread of work between the ranks."""
     excess_ns: Mapping[int, npt.NDArray[np.float64]]
-    """Excess by rank and row, of the ranks that are slowest in a row and of those whose work is an
-    outlier."""
+    """Excess indexed by Row, for ranks whose work is an outlier, and for the slowest rank of each
+    row."""
     score: Mapping[int, float]
-    """Scores of the work, by rank."""
+    """Outlier scores of work, by rank."""
     has_all: bool
-    """True if the window has all outliers of the work. It has at most eight."""
+    """True if the window contains all ranks whose work is an outlier. It has room for eight."""
 
-    def is_known(self, rank: int) -> bool:
+    def shows_rank(self, rank: int) -> bool:
         """Return True if the window shows whether the work of this rank is an outlier."""
         return self.has_all or rank in self.score
 
@@ -96,10 +96,9 @@ class _Window:
             return False
         return bool(self.excess_ns[rank][StepPart.WORK] >= MIN_SHARE * self.step_ns)
 
-    def gain_ns(self, *ranks: int) -> float:
-        """Return by how much the work of the slowest of these ranks exceeds that of all other
-        ranks."""
-        work = {rank: float(excess[StepPart.WORK]) for rank, excess in self.excess_ns.items()}
+    def gain_without_ns(self, *ranks: int) -> float:
+        """Return by how much the slowest of these ranks exceeds all other ranks in work."""
+        work = {rank: float(excess[Row.WORK]) for rank, excess in self.excess_ns.items()}
         others = [excess for rank, excess in work.items() if rank not in ranks]
         return max(
             0.0,
@@ -108,13 +107,13 @@ class _Window:
 
 
 @dataclasses.dataclass
-class _Slow:
-    """A slow rank, or a candidate."""
+class _SlowRank:
+    """A slow rank, or a rank that may become slow."""
 
     rank: int
     since_step: int
     from_start: bool
-    windows: deque[_Window]
+    windows: deque[_MergedWindow]
     """The newest windows in which the rank was slow."""
     slow: int = 0
     seen: int = 0
@@ -125,22 +124,23 @@ class _Slow:
 
 
 class MergedWindows:
-    """The merged windows of one attempt of a job. add() takes the records of rank 0, in order."""
+    """Finds slow ranks in the merged windows of one attempt of a job. Call add_records() with the
+    records of rank 0 in order."""
 
     def __init__(self) -> None:
         self.ranks = 0
         self.seen = 0
-        """Number of windows in which ranks could be compared."""
-        self.windows: deque[_Window] = deque(maxlen=_KEPT)
+        """Number of windows in which ranks were compared."""
+        self.windows: deque[_MergedWindow] = deque(maxlen=_KEPT)
         """The newest of these windows."""
         self._last_step = -1
-        self._slow: dict[int, _Slow] = {}
-        self._over: list[_Slow] = []
+        self._slow: dict[int, _SlowRank] = {}
+        self._over: list[_SlowRank] = []
 
-    def add(self, records: npt.NDArray[np.void], ranks: int) -> None:
-        """Add records of any kind.
+    def add_records(self, records: npt.NDArray[np.void], ranks: int) -> None:
+        """Add records of any kind, and judge the windows among them.
 
-        The records of one window must come together. ranks: number of ranks of the job.
+        All records of a window must be added in one call. ranks: number of ranks of the job.
         """
         self.ranks = ranks
         merged = [unpack_row(record, []) for record in records[records["kind"] == Kind.MERGED]]
@@ -161,22 +161,21 @@ class MergedWindows:
         shared_ns = None
         if len(now) > 1:
             shared_ns = float(
-                np.mean([window.gain_ns(*(each.rank for each in now)) for window in newest])
+                np.mean([window.gain_without_ns(*(each.rank for each in now)) for window in newest])
             )
-        before = [_episode(each) for each in self._over if each.named_step is not None]
+        before = [_build_episode(each) for each in self._over if each.named_step is not None]
         return [
-            *(dataclasses.replace(_episode(each), shared_cost_ns=shared_ns) for each in now),
+            *(dataclasses.replace(_build_episode(each), shared_cost_ns=shared_ns) for each in now),
             *before,
         ]
 
     def detectable_ns(self) -> float:
-        """Return the smallest excess that would be named, by the newest windows."""
+        """Return the smallest excess that would be detected in the newest windows."""
         newest = list(self.windows)[-MIN_WINDOWS:]
         return max(max(STANDS_OUT * each.spread_ns, MIN_SHARE * each.step_ns) for each in newest)
 
     def disputes(self, episode: Episode) -> bool:
-        """Return True if an episode of the detector should be visible in these windows and is
-        not."""
+        """Return True if a detector's episode should be visible in these windows but is not."""
         if episode.phase == "cpu" or episode.slow_share < _SEEN_SHARE:
             return False
         inside = [each for each in self.windows if each.first_step >= episode.since_step][
@@ -185,21 +184,22 @@ class MergedWindows:
         seen = [
             each
             for each in inside
-            if each.is_known(episode.rank) and episode.excess_ns >= 2 * STANDS_OUT * each.spread_ns
+            if each.shows_rank(episode.rank)
+            and episode.excess_ns >= 2 * STANDS_OUT * each.spread_ns
         ]
         return len(seen) == MIN_WINDOWS and not any(
             each.score.get(episode.rank, 0.0) >= STANDS_OUT for each in seen
         )
 
-    def _judge_window(self, window: _Window) -> None:
+    def _judge_window(self, window: _MergedWindow) -> None:
         is_first, self.seen = not self.seen, self.seen + 1
         self.windows.append(window)
         for rank in window.score:
             if window.is_slow(rank) and rank not in self._slow:
-                self._slow[rank] = _Slow(rank, window.first_step, is_first, deque(maxlen=_KEPT))
+                self._slow[rank] = _SlowRank(rank, window.first_step, is_first, deque(maxlen=_KEPT))
         for rank, slow in list(self._slow.items()):
-            if not window.is_known(rank):
-                # The window does not show the rank, which counts neither as slow nor as not slow.
+            if not window.shows_rank(rank):
+                # The window does not show whether the rank is slow.
                 continue
             slow.seen += 1
             if window.is_slow(rank):
@@ -216,7 +216,7 @@ class MergedWindows:
                 slow.until_step, slow.seen = slow.quiet_since, slow.seen - QUIET_WINDOWS
                 self._over.append(self._slow.pop(rank))
 
-    def _is_worth_naming(self, slow: _Slow) -> bool:
+    def _is_worth_naming(self, slow: _SlowRank) -> bool:
         if len(slow.windows) < MIN_WINDOWS:
             return False
         steps = [each.last_step - each.first_step + 1 for each in slow.windows]
@@ -230,15 +230,15 @@ class MergedWindows:
         return bool(lasted_ns >= MIN_LASTING_NS or sum(lost) >= MIN_LOST_NS)
 
 
-def combined_with_windows(
+def combine_with_windows(
     findings: Findings, windows: MergedWindows, places: Mapping[int, Placement]
 ) -> Findings:
-    """Return the detector's findings, combined with the merged windows. places: placements of the
-    ranks it knows.
+    """Return the detector's findings, combined with those from merged windows.
 
     Slow ranks that only the windows show are added if the detector does not compare all ranks of
-    the job. If it does, they become `unconfirmed`. Episodes that the windows should show and do not
-    become `disputed`.
+    the job. Otherwise, their episodes are `unconfirmed`. The detector's episodes that the windows
+    should show but do not show are `disputed`. places: placements of the ranks that the detector
+    knows.
     """
     if windows.seen < MIN_WINDOWS or _do_different_work(places):
         return findings
@@ -279,11 +279,8 @@ def combined_with_windows(
     )
 
 
-def without_windows(findings: Findings) -> Findings:
-    """Return the detector's findings without merged windows.
-
-    A restarted sidecar has other windows.
-    """
+def remove_window_findings(findings: Findings) -> Findings:
+    """Return the findings without those from merged windows."""
     judged = [
         dataclasses.replace(each, disputed=False)
         for each in findings.episodes
@@ -293,17 +290,16 @@ def without_windows(findings: Findings) -> Findings:
 
 
 def _do_different_work(places: Mapping[int, Placement]) -> bool:
-    """Return True if the ranks are known to be of different stages or to compute different
-    models."""
+    """Return True if the ranks are known to compute different pipeline stages or models."""
     stages = any(name in STAGES for place in places.values() for name in place.coordinates)
     return stages or len({place.population for place in places.values()}) > 1
 
 
 def _make_window(
     first_step: int, last_step: int, rows: list[MergedRow], ranks: int
-) -> _Window | None:
-    """Return a window from its rows; None if ranks cannot be compared in it."""
-    work = next((row for row in rows if row.row == StepPart.WORK), None)
+) -> _MergedWindow | None:
+    """Return a window from its rows; None if its ranks cannot be compared."""
+    work = next((row for row in rows if row.row == Row.WORK), None)
     if (
         work is None
         or work.times < MIN_ROWS * ranks
@@ -321,20 +317,22 @@ def _make_window(
                 score[row.slowest] = row.score
     spread_ns = max(_ROBUST_DEVIATION * work.mad_ns, _MIN_SPREAD * work.median_ns)
     has_all = work.outstanding <= sum(each >= STANDS_OUT for each in score.values())
-    return _Window(first_step, last_step, median_ns, spread_ns, excess_ns, score, has_all)
+    return _MergedWindow(first_step, last_step, median_ns, spread_ns, excess_ns, score, has_all)
 
 
-def _episode(slow: _Slow) -> Episode:
+def _build_episode(slow: _SlowRank) -> Episode:
     windows, rank = list(slow.windows), slow.rank
     excess: Any = np.mean([each.excess_ns[rank] for each in windows], axis=0)
     usual: Any = np.mean([each.median_ns for each in windows], axis=0)
     above, usual_parts = np.zeros(len(OWN_PARTS)), np.zeros(len(OWN_PARTS))
     for part, row in _ROW_OF_PART.items():
         above[OWN_PARTS.index(part)], usual_parts[OWN_PARTS.index(part)] = excess[row], usual[row]
-    # If no part's median is above the others', all parts together are a little slower: it computes
-    # slowly.
-    phase, phase_excess_ns = phase_of(above, usual_parts) if above.any() else ("compute", 0.0)
-    excess_ns = float(excess[StepPart.WORK])
+    # If no part exceeds the usual time, the rank is slightly slower in all parts, which is the
+    # phase "compute".
+    phase, phase_excess_ns = (
+        phase_of_excess(above, usual_parts) if above.any() else ("compute", 0.0)
+    )
+    excess_ns = float(excess[Row.WORK])
     assert slow.named_step is not None
     return Episode(
         rank=rank,
@@ -346,10 +344,10 @@ def _episode(slow: _Slow) -> Episode:
         named_step=slow.named_step,
         excess_ns=excess_ns,
         phase_excess_ns=phase_excess_ns,
-        cost_ns=float(np.mean([each.gain_ns(rank) for each in windows])),
-        work_ns=float(usual[StepPart.WORK]) + excess_ns,
-        others_work_ns=float(usual[StepPart.WORK]),
-        step_ns=float(usual[StepPart.STEP]),
+        cost_ns=float(np.mean([each.gain_without_ns(rank) for each in windows])),
+        work_ns=float(usual[Row.WORK]) + excess_ns,
+        others_work_ns=float(usual[Row.WORK]),
+        step_ns=float(usual[Row.STEP]),
         z_score=float(np.median([each.score[rank] for each in windows])),
         slow_share=slow.slow / slow.seen,
         slow_excess_ns=excess_ns,

@@ -1,20 +1,22 @@
-"""A rank's own time in a step: the time that the step would take if the rank never waited for
-another rank. Pure.
+"""A rank's own time: the time that a step would take if the rank never waited for another rank.
+Pure.
 
-A device executes the work that its host issues. Each mark has two times: when the host issued it,
-and when the device reached it. For each part, the host needs `issue` to issue the work, the device
-needs `busy` to execute it, and the device begins the part `lag` after the host. The device then
-ends the part after the longer of `busy` and `issue - lag`.
+A device executes the work that its host issues. For each part of the step, three times are known:
+the host needs `issue` to issue the work, the device needs `busy` to execute it, and the device
+begins the part `lag` after the host. The device then ends the part after the longer of `busy` and
+`issue - lag`.
 
-The device's own clock shows that time only on the rank that the others wait for, the critical one.
-Another rank waits in a collective while its host goes on. Its lag grows by that wait, and hides the
-host's time in the parts that follow. All ranks are therefore compared with the critical rank's lag:
-max(busy, issue - lag of the critical rank). Where the device is the bottleneck the lag is long and
-the device's time counts. If the host is the bottleneck, the lag is short and its time counts.
+The critical rank is the rank for which all other ranks wait. Only on this rank, the device's clock
+shows the own time. Any other rank waits in a collective while its host issues more work. This wait
+increases its lag, and the lag hides the host's time in later parts. The own time of all ranks is
+therefore computed with the lag of the critical rank: max(busy, issue - lag of the critical rank).
+If devices are the bottleneck, this lag is long and the device's time counts. If hosts are the
+bottleneck, the lag is short and the host's time counts.
 
-If host and device both take long in one part, such as kernels after host code, this maximum is too
-small. Without its larger lag, the rank would need up to that much more time. Within this limit, its
-device time beyond the host's time is assumed to be that of the critical rank.
+If both host and device need much time in one part, for example for kernels after host code, this
+maximum is too small. Without its larger lag, the rank would need more time, at most the difference
+of the lags. Up to this limit, the rank's device time beyond the host's time is assumed to be that
+of the critical rank.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 
 Floats: TypeAlias = "npt.NDArray[np.floating[Any]]"
-# Share of own time above which the devices' own clocks do not show where the time goes.
+# If the devices' clocks hide at least this share of own time, they do not show how a step spends
+# its time.
 _HIDDEN = 0.03
-# The device waits for its host in a part if the host needs at least this share of the part's own
-# time.
+# The device waits for its host in a part of the step if the host needs at least this share of the
+# part's own time.
 _MOST = 0.5
 _LAUNCHES = [place for place, part in enumerate(OWN_PARTS) if part not in ("data", "host")]
 _COMMUNICATION = PARTS.index("communication")
 _BACKWARD, _RECOMPUTE = OWN_PARTS.index("backward"), OWN_PARTS.index("recompute")
 
 
-def critical_rank(wait_ns: Floats) -> npt.NDArray[np.int64]:
-    """Return the index of the rank that the others wait for, by row. It is the one that waits
-    least.
+def find_critical_ranks(wait_ns: Floats) -> npt.NDArray[np.int64]:
+    """Return the index of the critical rank in each row: the rank that waits least.
 
     wait_ns: [ranks, rows].
     """
@@ -56,40 +58,41 @@ def critical_rank(wait_ns: Floats) -> npt.NDArray[np.int64]:
 
 @dataclasses.dataclass(frozen=True)
 class OwnTime:
-    """Own times of ranks that are judged by their devices: means over the ranks and some rows."""
+    """Mean own time of ranks that are judged by their devices, over these ranks and some rows."""
 
     parts_ns: tuple[float, ...]
     """Own time in a step, for each of OWN_PARTS."""
     launch_share: float
     """Share of own time in which the device waits for its host to issue work."""
     hidden_share: float
-    """Share of own time that the device's clock does not show, as hosts go on while devices wait
-    for other ranks."""
+    """Share of own time that the device's clock does not show. Host code is hidden while the device
+    waits for other ranks."""
 
     @property
     def is_hidden(self) -> bool:
-        """True if so much is hidden that the devices' own clocks do not show where the time
-        goes."""
+        """True if the devices' clocks hide too much to show how a step spends its time."""
         return self.hidden_share >= _HIDDEN
 
 
-class Lines(NamedTuple):
-    """Device times without stalls, host times to issue the work, and lags of devices behind hosts:
-    [..., parts]."""
+class PartTimes(NamedTuple):
+    """Times of each part of a step, with the shape [..., parts]."""
 
     device_ns: Floats
+    """Time of the device without waits for other ranks."""
     issue_ns: Floats
+    """Time of the host to issue the work."""
     lag_ns: Floats
+    """Time from the begin of the part on the host to its begin on the device."""
 
 
-def own_time(ranks: Lines, critical: Lines) -> tuple[Floats, npt.NDArray[np.bool_]]:
-    """Return each rank's own time by part, and whether the device waits for its host there: [ranks,
-    rows, parts].
+def compute_own_time(ranks: PartTimes, critical: PartTimes) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Return each rank's own time by part, and whether the device waits for its host in the part.
 
-    ranks: [ranks, rows, parts]. critical: [rows, parts], of the rank that the others wait for.
+    ranks: times of all ranks, [ranks, rows, parts], which is also the shape of the results.
+    critical: times of the critical rank, [rows, parts].
     """
-    busy_ns, host_ns = _busy_and_host(ranks, critical.lag_ns)
-    critical_busy_ns, critical_host_ns = _busy_and_host(critical, critical.lag_ns)
+    busy_ns, host_ns = _busy_and_host_ns(ranks, critical.lag_ns)
+    critical_busy_ns, critical_host_ns = _busy_and_host_ns(critical, critical.lag_ns)
     least_ns = np.maximum(busy_ns, host_ns)
     most_ns = np.maximum(busy_ns + np.clip(ranks.lag_ns - critical.lag_ns, 0, host_ns), least_ns)
     as_critical_ns = np.maximum(critical_busy_ns - critical_host_ns, 0) + host_ns
@@ -97,11 +100,11 @@ def own_time(ranks: Lines, critical: Lines) -> tuple[Floats, npt.NDArray[np.bool
     return own_ns, host_ns >= _MOST * own_ns
 
 
-def own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int64]]:
-    """Return each rank's own time in each of its steps. For steps that not all ranks have, return
-    work.
+def compute_own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int64]]:
+    """Return each rank's own time in each of its steps.
 
-    tables: steps by the devices' clocks, in ascending order, of ranks that do the same work.
+    For steps that not all ranks have, return the device's work. tables: steps by the devices'
+    clocks, in ascending order, of ranks that do the same work.
     """
     work_ns = [table.work_ns for table in tables]
     steps = functools.reduce(np.intersect1d, [table.step for table in tables])
@@ -109,28 +112,31 @@ def own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int64]]:
         return work_ns
     at = [np.searchsorted(table.step, steps) for table in tables]
 
-    def of_all(column: str) -> Floats:
+    def stack_column(column: str) -> Floats:
         values: list[Any] = [
             getattr(table, column)[rows] for table, rows in zip(tables, at, strict=True)
         ]
         return np.stack(values).astype(np.float64)
 
-    issue_ns, lag_ns = (of_all(column)[..., OWN_COLUMNS] for column in ("issue_ns", "lag_ns"))
-    ranks = Lines(of_all("work_by_part_ns"), issue_ns, lag_ns)
-    critical, rows = critical_rank(of_all("parts_ns")[..., _COMMUNICATION]), np.arange(len(steps))
-    own_ns, _ = own_time(ranks, Lines(*(line[critical, rows] for line in ranks)))
+    issue_ns, lag_ns = (stack_column(column)[..., OWN_COLUMNS] for column in ("issue_ns", "lag_ns"))
+    ranks = PartTimes(stack_column("work_by_part_ns"), issue_ns, lag_ns)
+    critical, rows = (
+        find_critical_ranks(stack_column("parts_ns")[..., _COMMUNICATION]),
+        np.arange(len(steps)),
+    )
+    own_ns, _ = compute_own_time(ranks, PartTimes(*(line[critical, rows] for line in ranks)))
     known = (issue_ns > 0).any(axis=2).all(axis=0)
     for rank, rows_of_rank in enumerate(at):
         work_ns[rank][rows_of_rank[known]] = own_ns[rank, known].sum(axis=1)
     return work_ns
 
 
-def mean_own_time(
+def average_own_time(
     own_ns: Floats, by_host: npt.NDArray[np.bool_], device_ns: Floats
 ) -> OwnTime | None:
-    """Return the mean of own times; None if no row is known.
+    """Return the mean own time; None if it is not known in any row.
 
-    All arguments are [ranks, rows, parts].
+    All arguments have the shape [ranks, rows, parts].
     """
     known = np.isfinite(own_ns).all(axis=2)
     own_ns, by_host, device_ns = own_ns[known], by_host[known], device_ns[known]
@@ -144,14 +150,16 @@ def mean_own_time(
     )
 
 
-def _busy_and_host(lines: Lines, critical_lag_ns: Floats) -> tuple[Floats, Floats]:
-    busy_ns, issue_ns = _with_recompute(lines.device_ns), _with_recompute(lines.issue_ns)
+def _busy_and_host_ns(lines: PartTimes, critical_lag_ns: Floats) -> tuple[Floats, Floats]:
+    busy_ns, issue_ns = (
+        _add_recompute_to_backward(lines.device_ns),
+        _add_recompute_to_backward(lines.issue_ns),
+    )
     return busy_ns, np.maximum(issue_ns - critical_lag_ns, 0)
 
 
-def _with_recompute(parts_ns: Floats) -> Floats:
-    """Return the parts with recomputation added to the backward pass, in which the host issues
-    it."""
+def _add_recompute_to_backward(parts_ns: Floats) -> Floats:
+    """Return the parts with recomputation added to the backward pass. The host issues it there."""
     joined = parts_ns.copy()
     joined[..., _BACKWARD] += joined[..., _RECOMPUTE]
     joined[..., _RECOMPUTE] = 0

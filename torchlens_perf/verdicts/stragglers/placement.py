@@ -1,4 +1,4 @@
-"""Placements of ranks, and groups of slow ranks on one node or at one position in the mesh.
+"""Placements of ranks in a job, and groups of slow ranks with the same node or mesh position.
 Pure."""
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-# Names of the mesh dimension of pipeline stages. Stages do different work, so they are not
-# compared.
+# Possible names of the mesh dimension for pipeline stages. Ranks of different stages do different
+# work, and are not compared.
 STAGES = ("pp", "pipeline", "stage")
-# Suffix of the population of ranks that are judged by their devices' clocks.
+# Suffix of the population key of ranks that are judged by their devices' clocks.
 BY_DEVICE = " by device"
-# At least this share of the ranks of a node or position must be slow for it to be named.
+# A node or position is named as slow if at least this share of its ranks is slow.
 MIN_SLOW_SHARE = 0.75
 
 
@@ -23,52 +23,52 @@ class Placement:
 
     host: str = ""
     population: str = ""
-    """Key of the rank's population: ranks with the same key do the same work, and are compared."""
+    """A key for the rank's work. Ranks with the same key do the same work, and are compared."""
     coordinates: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Its position in each dimension of the job's mesh: {"dp": 3, "pp": 0}."""
+    """The rank's position in each dimension of the job's mesh, such as {"dp": 3, "pp": 0}."""
     location: str = ""
-    """Location of its host, in words, see run/location.py."""
+    """Location of the host in the data center, in words, see run/location.py."""
 
 
-class RankGroup(NamedTuple):
-    """Slow ranks with a common cause, the node or the input of the position."""
+class SlowRankGroup(NamedTuple):
+    """Slow ranks that have a node or a mesh position in common."""
 
     kind: str
-    """node, or position."""
+    """"node" or "position"."""
     name: str
-    """The host, or the position as "ep 3"."""
+    """The host, or the position such as "ep 3"."""
     ranks: tuple[int, ...]
     """The slow ranks of the group."""
 
 
-def groups_of(slow: Collection[int], places: Mapping[int, Placement]) -> list[RankGroup]:
+def group_slow_ranks(slow: Collection[int], places: Mapping[int, Placement]) -> list[SlowRankGroup]:
     """Return groups of slow ranks, nodes first.
 
-    A rank is in at most one group. `places` has all compared ranks.
+    A rank is in at most one group. slow: the slow ranks. places: placements of all compared ranks.
     """
     left = set(slow)
-    found: list[RankGroup] = []
-    for kind, name, members in (*_nodes(places), *_positions(places)):
+    found: list[SlowRankGroup] = []
+    for kind, name, members in (*_ranks_by_node(places), *_ranks_by_position(places)):
         ranks = tuple(rank for rank in members if rank in left)
         if (
             len(ranks) >= 2
             and len(ranks) >= MIN_SLOW_SHARE * len(members)
             and len(members) < len(places)
         ):
-            found.append(RankGroup(kind, name, ranks))
+            found.append(SlowRankGroup(kind, name, ranks))
             left.difference_update(ranks)
     return found
 
 
-def _nodes(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
+def _ranks_by_node(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
     by_host = defaultdict(list)
     for rank, place in places.items():
         by_host[place.host].append(rank)
     return [("node", host, ranks) for host, ranks in by_host.items()]
 
 
-def _positions(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
-    """Return the mesh positions whose ranks all do the same part of the model, such as experts."""
+def _ranks_by_position(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
+    """Return the ranks at each mesh position, such as "ep 3". Pipeline stages are left out."""
     by_position = defaultdict(list)
     for rank, place in places.items():
         for name, coordinate in place.coordinates.items():

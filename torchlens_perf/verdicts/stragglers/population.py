@@ -1,4 +1,4 @@
-"""Judgement of the ranks of a population as their step bins arrive, and their episodes. Pure."""
+"""A population: ranks that do the same work. They are judged as their rows arrive. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.robust import fast_median
-from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, ComparedBins
-from torchlens_perf.verdicts.stragglers.episodes import Episode, shared_cost_ns
-from torchlens_perf.verdicts.stragglers.excess import change_point, over_since
+from torchlens_perf.analysis.statistics.robust import median
+from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, SuspectSearch
+from torchlens_perf.verdicts.stragglers.episodes import Episode, compute_shared_cost_ns
+from torchlens_perf.verdicts.stragglers.excess import find_change_point, find_end_of_slowness
 from torchlens_perf.verdicts.stragglers.window import BinBatch, SlidingWindow
 
 if TYPE_CHECKING:
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
     from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 
-# Rows (step bins) from one judgement to the next.
+# Ranks are judged after every this many rows.
 EVERY = 4
 WARM_UP_ROWS = 4
 _CHUNK_ROWS = 32
 
 
 class Population:
-    """Ranks that do the same work, and their episodes."""
+    """Ranks that do the same work, with the episodes in which they were slow."""
 
     def __init__(self) -> None:
         self.episodes: list[Episode] = []
         self._window: SlidingWindow | None = None
         self._pending: list[BinBatch] = []
-        # Numbers of the last and the first judged row.
+        # Numbers of the last judged row and of the first one.
         self._judged = -1
         self._first: int | None = None
         self._ended: set[int] = set()
-        # Open episodes of these ranks include the excess that a larger workload explains.
+        # Ranks whose open episodes include the effect of a larger workload.
         self._with_workload: set[int] = set()
         self.rows = 0
         self.compared = 0
@@ -44,9 +44,9 @@ class Population:
         self.step_ns = self.work_ns = self.wait_ns = 0.0
         self.own: OwnTime | None = None
         self.detectable_ns = float("inf")
-        # Index of the rows that the usual times are computed from.
+        # Index of the rows from which usual times are computed.
         self._recent: tuple[npt.NDArray[np.int64], ...] | None = None
-        # The usual step without ready time.
+        # Duration of the usual step without the time in which a rank had no CPU.
         self._running_ns = 0.0
 
     @property
@@ -55,7 +55,7 @@ class Population:
 
     @property
     def steps_needed(self) -> int:
-        """Number of steps after which its ranks are compared; 0 if it has fewer than two ranks."""
+        """Number of steps after which the ranks are compared; 0 with fewer than two ranks."""
         window = self._window
         return (
             (WARM_UP_ROWS + MIN_ROWS + EVERY) * window.width
@@ -63,28 +63,28 @@ class Population:
             else 0
         )
 
-    def add(self, block: BinBatch) -> None:
-        """Add rows, to be judged by the next judge()."""
+    def add_rows(self, block: BinBatch) -> None:
+        """Add rows, which the next call of judge() judges."""
         if (block.key >= 0).any():
             self._pending.append(block)
 
-    def end(self, rank: int) -> None:
-        """Mark a rank as ended, so that the others are judged without waiting for it."""
+    def end_rank(self, rank: int) -> None:
+        """Mark a rank as ended. The other ranks are then judged without waiting for it."""
         self._ended.add(rank)
 
     def judge(self, *, final: bool = False) -> None:
         """Judge the new rows that all ranks have, in order.
 
-        final: also judge the rows after the last full interval.
+        final: True if the run has ended. The last rows are then judged as well.
         """
         for chunk in self._pending_chunks():
-            self._place(chunk)
-            self._judge_ready(final=False)
-        # Rows may become ready without new ones, when a rank that was waited for has ended.
-        self._judge_ready(final=final)
+            self._put_in_window(chunk)
+            self._judge_complete_rows(final=False)
+        # Rows can also be complete without new rows, because a missing rank has ended.
+        self._judge_complete_rows(final=final)
 
     def _pending_chunks(self) -> list[list[BinBatch]]:
-        """Return the pending rows in chunks that fit into the window."""
+        """Return the pending rows in chunks of steps that fit into the window."""
         pending, self._pending = self._pending, []
         if not pending:
             return []
@@ -95,15 +95,16 @@ class Population:
         if rows[-1] - rows[0] <= _CHUNK_ROWS:
             return [pending]
         chunks = []
-        # Only chunks with rows, as there may be long gaps between them.
+        # There may be long gaps between rows, so only chunks with rows are returned.
         for begin in np.unique(rows // _CHUNK_ROWS * _CHUNK_ROWS).tolist():
             pieces = [
-                block.between(begin * width, (begin + _CHUNK_ROWS) * width) for block in pending
+                block.select_steps(begin * width, (begin + _CHUNK_ROWS) * width)
+                for block in pending
             ]
             chunks.append([block for block in pieces if (block.key >= 0).any()])
         return [chunk for chunk in chunks if chunk]
 
-    def _place(self, chunk: list[BinBatch]) -> None:
+    def _put_in_window(self, chunk: list[BinBatch]) -> None:
         window = self._window
         width = max(
             [block.width for block in chunk] + ([window.width] if window is not None else [])
@@ -116,50 +117,50 @@ class Population:
             self._judged, self._first = -1, None
             window = SlidingWindow(ranks, width)
         elif len(ranks) != len(window.ranks):
-            window = window.with_ranks(ranks)
+            window = window.with_more_ranks(ranks)
         self._window = window
         for block in chunk:
-            window.put(block)
+            window.add_rows(block)
 
-    def _judge_ready(self, *, final: bool) -> None:
+    def _judge_complete_rows(self, *, final: bool) -> None:
         window = self._window
         if window is None or window.newest.max() < 0:
             return
-        frontier = window.frontier(self._ended)
+        frontier = window.newest_complete_row(self._ended)
         if self._first is None:
-            self._first = window.oldest()
+            self._first = window.oldest_row()
             self._judged = self._first - 1
         begin = max(self._judged, frontier - window.rows)
         ends = range((begin + 1) // EVERY * EVERY + EVERY, frontier + 2, EVERY)
         before = self._judged
-        # For a single rank only the usual times are computed, which need the newest rows only.
+        # For a single rank, only usual times are computed. They need only the newest rows.
         for end in ends if len(window.ranks) > 1 else ends[-1:]:
-            self._judge_at(window, end)
+            self._judge_rows_before(window, end)
         if final and frontier > self._judged:
-            self._judge_at(window, frontier + 1)
-        # These usual times are only reported, so once a call is enough.
+            self._judge_rows_before(window, frontier + 1)
+        # These times are only reported, so computing them once for each call is enough.
         if self._judged > before and self._recent is not None:
             self.work_ns = float(fast_median(window.own_ns[self._recent].ravel(), 0))
             self.own = window.mean_own_time(self._recent)
-            self.wait_ns = float(fast_median(window.wait_ns[self._recent].ravel(), 0))
-        self._end_with_ranks(window)
+            self.wait_ns = float(median(window.wait_ns[self._recent].ravel(), 0))
+        self._end_episodes_of_ended_ranks(window)
 
-    def _judge_at(self, window: SlidingWindow, end: int) -> None:
-        """Judge the rows before row number `end`."""
+    def _judge_rows_before(self, window: SlidingWindow, end: int) -> None:
+        """Judge the ranks by the rows before row number `end`."""
         self._judged, self._recent = end - 1, None
         first = self._first or 0
-        keys, present = window.comparable(first + (WARM_UP_ROWS if self._from_start else 0), end)
+        keys, present = window.comparable_rows(
+            first + (WARM_UP_ROWS if self._has_first_steps else 0), end
+        )
         if len(keys) < MIN_ROWS or not len(present):
             return
         self._recent = recent = np.ix_(
             present[:: max(1, len(present) // 256)], keys[-64:] % window.columns
         )
         duration_ns, ready_ns = window.duration_ns[recent].ravel(), window.no_cpu_ns[recent].ravel()
-        self.step_ns = float(fast_median(duration_ns, 0))
-        self._running_ns = float(
-            fast_median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0)
-        )
-        # A single rank cannot be compared, as in a pipeline with one rank for each stage.
+        self.step_ns = float(median(duration_ns, 0))
+        self._running_ns = float(median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0))
+        # A single rank cannot be compared, for example in a pipeline with one rank per stage.
         if len(present) < 2:
             return
         self.rows = max(self.rows, len(keys))
@@ -171,23 +172,23 @@ class Population:
         }
         self._with_workload.intersection_update(open_since)
         with_workload = {rank: open_since[rank] for rank in self._with_workload}
-        rows = ComparedBins(window, present, keys, with_workload, self.step_ns, self._running_ns)
+        rows = SuspectSearch(window, present, keys, with_workload, self.step_ns, self._running_ns)
         self.episodes = [
-            each if each.is_over else self._updated_episode(each, rows) for each in self.episodes
+            each if each.is_over else self._update_episode(each, rows) for each in self.episodes
         ]
         self._begin_episodes(rows)
-        self.detectable_ns = rows.detectable_ns()
+        self.detectable_ns = rows.compute_detectable_ns()
 
     @property
-    def _from_start(self) -> bool:
-        """True if the run's first steps were judged.
+    def _has_first_steps(self) -> bool:
+        """True if the first rows contain the run's first steps.
 
-        The first recorded step may have the number 1, with torchrun.
+        With torchrun, the first recorded step may have the number 1.
         """
         return self._window is not None and (self._first or 0) * self._window.width <= 1
 
-    def _end_with_ranks(self, window: SlidingWindow) -> None:
-        """End the episodes of ranks that have ended while others went on."""
+    def _end_episodes_of_ended_ranks(self, window: SlidingWindow) -> None:
+        """End the episodes of ranks that have ended while other ranks still run."""
         gone = set(window.ranks[window.newest < self._judged].tolist()) & self._ended
         self.episodes = [
             (
@@ -198,16 +199,19 @@ class Population:
             for each in self.episodes
         ]
 
-    def _updated_episode(self, episode: Episode, rows: ComparedBins) -> Episode:
-        """Return an open episode with the newest values, or with its end."""
+    def _update_episode(self, episode: Episode, rows: SuspectSearch) -> Episode:
+        """Return an open episode with new measurements, or with its end if the rank has
+        recovered."""
         index = rows.index_of(episode.rank)
         if index is None:
             return episode
-        begin = rows.row_of(episode.judged_from_step)
-        series = rows.without_stalls(episode.phase, index, begin)
-        over = over_since(series > episode.slow_excess_ns / 2, episode.slow_share, MIN_ROWS)
+        begin = rows.row_at_step(episode.judged_from_step)
+        series = rows.excess_without_stalls(episode.phase, index, begin)
+        over = find_end_of_slowness(
+            series > episode.slow_excess_ns / 2, episode.slow_share, MIN_ROWS
+        )
         worth_ns = MIN_SHARE * self._running_ns
-        # With much noise, the test above cannot show that only little of the excess is left.
+        # With much noise, the test above cannot show that the excess has become small.
         if over is None and series.mean() < worth_ns / 2:
             over = min(int(np.cumsum(series - worth_ns).argmax()) + 1, len(series) - 1)
         if over is not None:
@@ -215,50 +219,50 @@ class Population:
                 episode, until_step=int(rows.keys[begin + over]) * rows.width
             )
         if not episode.from_start and begin >= MIN_ROWS and len(series) < 4 * MIN_ROWS:
-            # At first, the excess may only be significant together with earlier rows. With more
-            # rows, the first slow row can be determined better. It stays after the end of the
-            # rank's previous episode, which was reported.
+            # With more rows, the first slow row can be determined more precisely. The end of the
+            # rank's previous episode was reported, so the new episode must not begin before it.
             before = max(
-                begin - MIN_ROWS, rows.row_of(self._ends_of_last_episodes().get(episode.rank, 0))
+                begin - MIN_ROWS,
+                rows.row_at_step(self._ends_of_last_episodes().get(episode.rank, 0)),
             )
-            begin = before + change_point(
-                rows.without_stalls(episode.phase, index, before), episode.excess_ns
+            begin = before + find_change_point(
+                rows.excess_without_stalls(episode.phase, index, before), episode.excess_ns
             )
             episode = dataclasses.replace(
                 episode, judged_from_step=int(rows.keys[begin]) * rows.width
             )
-        return rows.described(episode, index, begin)
+        return rows.measure_episode(episode, index, begin)
 
-    def _begin_episodes(self, rows: ComparedBins) -> None:
+    def _begin_episodes(self, rows: SuspectSearch) -> None:
         slow = {episode.rank for episode in self.episodes if not episode.is_over}
-        # Rows of earlier episodes are not judged again.
+        # The rows of earlier episodes are not judged again.
         over = self._ends_of_last_episodes()
         for phase in ("", "cpu"):
-            for index, start in rows.suspects(phase, over, slow):
+            for index, start in rows.find_suspects(phase, over, slow):
                 rank = int(rows.ranks[index])
                 if rank not in slow:
                     first = int(rows.keys[0])
                     from_start = (
-                        self._from_start
+                        self._has_first_steps
                         and start == 0
                         and first <= (self._first or 0) + WARM_UP_ROWS
                     )
                     self.episodes.append(
-                        rows.episode(rank, index, start, phase, from_start=from_start)
+                        rows.begin_episode(rank, index, start, phase, from_start=from_start)
                     )
                     slow.add(rank)
-                    if rows.has_workload_in(index, start):
+                    if rows.includes_workload_excess(index, start):
                         self._with_workload.add(rank)
 
     def _ends_of_last_episodes(self) -> dict[int, int]:
-        """Return until_step of each rank's newest ended episode."""
+        """Return, for each rank with an ended episode, the until_step of its newest one."""
         over: dict[int, int] = {}
         for episode in self.episodes:
             if episode.until_step is not None:
                 over[episode.rank] = max(episode.until_step, over.get(episode.rank, 0))
         return over
 
-    def share_costs(self, cost_ns: Mapping[int, float | None]) -> None:
+    def set_shared_costs(self, cost_ns: Mapping[int, float | None]) -> None:
         """Set the shared costs of the open episodes of these ranks."""
         self.episodes = [
             (
@@ -269,23 +273,23 @@ class Population:
             for each in self.episodes
         ]
 
-    def shared_costs_ns(self) -> dict[int, float | None]:
-        """Return the shared cost by slow rank: the gain without all of them, over the steps in
-        which all are slow.
+    def compute_shared_costs_ns(self) -> dict[int, float | None]:
+        """Return the shared cost for each slow rank; None if it is not known.
 
-        A cost is None if it is not known.
+        It is the time by which steps would end earlier without all slow ranks, in the steps in
+        which all of them are slow.
         """
         together, window = [each for each in self.episodes if not each.is_over], self._window
         ranks = [each.rank for each in together]
         if window is None or not together:
             return {}
-        keys, present = window.comparable(
+        keys, present = window.comparable_rows(
             max(each.judged_from_step for each in together) // window.width, self._judged + 1
         )
         slow = np.isin(window.ranks[present], ranks)
         if not len(keys) or not slow.any() or slow.all():
             return dict.fromkeys(ranks)
-        cost_ns = shared_cost_ns(window, present[slow], present[~slow], keys)
-        # A cost never exceeds the excess, as in described(): the job may also wait for a lack of
-        # CPU, which is not work.
+        cost_ns = compute_shared_cost_ns(window, present[slow], present[~slow], keys)
+        # As in measure_episode(), a cost never exceeds the excess: the job may also wait because a
+        # rank lacks a CPU, but that is not part of its excess.
         return dict.fromkeys(ranks, min(cost_ns, max(each.excess_ns for each in together)))

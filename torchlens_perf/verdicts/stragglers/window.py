@@ -1,8 +1,8 @@
-"""The sliding window: the newest rows of all compared ranks, as arrays. Pure.
+"""The sliding window: arrays of the newest rows of all compared ranks. Pure.
 
-Rows arrive for each rank separately, and late. A column has the rows of the same steps, and is
-ready when all ranks have it. Each rank's excess is needed again and again, so it is computed once
-for each column.
+A row is a mean over `width` steps of one rank. Rows of each rank arrive separately, and some arrive
+late. A column contains the rows of all ranks for the same steps. The excess of ranks is used
+repeatedly, so it is computed once for each complete column and stored.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK, StepBins
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.own_time import (
-    Lines,
     OwnTime,
-    critical_rank,
-    mean_own_time,
-    own_time,
+    PartTimes,
+    average_own_time,
+    compute_own_time,
+    find_critical_ranks,
 )
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# A rank that has ended at most this many rows before the others has ended with them.
+# If a rank ends at most this many rows before the other ranks, it counts as ended with them.
 ENDED_ROWS = 4
-# A rank that is more rows behind the others is missing. The judgement does not wait for it.
+# A rank that is more than this many rows behind the others is missing. Judging does not wait for
+# it.
 LATE_ROWS = 64
 _MANY_RANKS = 4096
-# Own times are computed for at most this many rows at once, which limits the memory for many ranks.
+# Own times are computed for at most this many rows at once, to limit the memory for many ranks.
 _ROWS_AT_ONCE = 1 << 16
 # The largest value of a 16-bit float is 65504.
 _LONGEST_S = 6e4
-# Bits of a row's number in a key of rank and row.
+# Number of bits for the row number in an integer that combines rank and row number.
 _KEY_BITS = 32
 _OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
 _OF_ALL = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
 _VALUES = (*_OF_ALL, *_OF_HOST)
 
 
-def judged_rows(ranks: int) -> int:
-    """Return the number of rows of a judgement.
+def max_judged_rows(ranks: int) -> int:
+    """Return the number of newest rows by which ranks are judged.
 
     It is smaller for many ranks, to limit the memory.
     """
@@ -53,15 +54,12 @@ def judged_rows(ranks: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class BinBatch:
-    """Rows of several ranks: arrays [ranks, rows], with the fields of StepBins.
-
-    A key of -1 marks a missing row.
-    """
+    """Rows of several ranks as arrays [ranks, rows], with the fields of StepBins."""
 
     width: int
     ranks: npt.NDArray[np.int64]
     key: npt.NDArray[np.int64]
-    """Row numbers: first step / width."""
+    """Row numbers: first step / width; -1 for a missing row."""
     flags: npt.NDArray[np.int64]
     duration_ns: npt.NDArray[np.floating[Any]]
     wait_ns: npt.NDArray[np.floating[Any]]
@@ -74,7 +72,7 @@ class BinBatch:
     lag_ns: npt.NDArray[np.floating[Any]]
 
     @classmethod
-    def of(cls, rank: int, rows: StepBins) -> BinBatch:
+    def from_rank(cls, rank: int, rows: StepBins) -> BinBatch:
         values = {
             name: getattr(rows, name)[None]
             for name in ("flags", "duration_ns", "wait_ns", "ready_ns", "workload", *_OF_HOST)
@@ -87,8 +85,8 @@ class BinBatch:
             **values,
         )
 
-    def between(self, low: int, high: int) -> BinBatch:
-        """Return the rows of steps from `low` to before `high`."""
+    def select_steps(self, low: int, high: int) -> BinBatch:
+        """Return the batch with only those rows whose first step is in range(low, high)."""
         steps = self.key * self.width
         inside = (self.key >= 0) & (steps >= low) & (steps < high)
         return dataclasses.replace(self, key=np.where(inside, self.key, -1))
@@ -96,9 +94,9 @@ class BinBatch:
 
 @dataclasses.dataclass(frozen=True)
 class _NarrowBins:
-    """Rows that are narrower than the window's, [rows, ...].
+    """Rows of fewer steps than the rows of the window, as arrays [rows, ...].
 
-    The window's rows are means over them.
+    They are kept until they can be averaged to rows of the window.
     """
 
     width: int
@@ -115,10 +113,10 @@ class _NarrowBins:
             block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values
         )
 
-    def merged_with(self, later: _NarrowBins) -> _NarrowBins:
-        """Return the rows of both. Later values replace earlier ones of the same row."""
+    def merge(self, later: _NarrowBins) -> _NarrowBins:
+        """Return the rows of both. If both have the same row, use the one of `later`."""
         known = np.isin(self.rank << _KEY_BITS | self.key, later.rank << _KEY_BITS | later.key)
-        self = self.chosen(~known) if known.any() else self
+        self = self.select(~known) if known.any() else self
         values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
         rank, key, flags = (
             np.concatenate([getattr(self, name), getattr(later, name)])
@@ -126,12 +124,12 @@ class _NarrowBins:
         )
         return _NarrowBins(self.width, rank, key, flags, values)
 
-    def chosen(self, which: npt.NDArray[np.bool_]) -> _NarrowBins:
+    def select(self, which: npt.NDArray[np.bool_]) -> _NarrowBins:
         values = {name: value[which] for name, value in self.values.items()}
         return _NarrowBins(self.width, self.rank[which], self.key[which], self.flags[which], values)
 
-    def widened(self, width: int) -> tuple[BinBatch | None, _NarrowBins]:
-        """Return means over `width` steps, of complete rows, and the remaining rows."""
+    def widen(self, width: int) -> tuple[BinBatch | None, _NarrowBins]:
+        """Return complete rows of `width` steps, and the narrow rows that remain."""
         per = width // self.width
         wide = self.key // per
         pairs, group, count = np.unique(
@@ -139,7 +137,7 @@ class _NarrowBins:
         )
         group = group.reshape(-1)
         full = count == per
-        left = self.chosen(~full[group] & (wide > wide.max() - LATE_ROWS))
+        left = self.select(~full[group] & (wide > wide.max() - LATE_ROWS))
         if not full.any():
             return None, left
         ranks, index = np.unique(pairs[0, full], return_inverse=True)
@@ -160,16 +158,16 @@ class _NarrowBins:
 
 
 class SlidingWindow:
-    """Ring buffers [ranks, columns] with one column for each row number.
+    """Ring buffers [ranks, columns] of the newest rows, with a column for each row number.
 
-    The last column takes missing rows.
+    The additional last column receives the values of missing rows, which are never read.
     """
 
     def __init__(self, ranks: npt.NDArray[np.int64], width: int) -> None:
-        """ranks: ascending."""
+        """ranks: the ranks in ascending order. width: the number of steps of a row."""
         self.ranks = ranks
         self.width = width
-        self.rows = judged_rows(len(ranks))
+        self.rows = max_judged_rows(len(ranks))
         self.columns = self.rows + LATE_ROWS
         shape = (len(ranks), self.columns + 1)
         self.key = np.full(shape, -1, np.int32)
@@ -178,40 +176,42 @@ class SlidingWindow:
             np.full(shape, np.nan, np.float32) for _ in range(4)
         )
         self.parts_ns = np.full((*shape, len(OWN_PARTS)), np.nan, np.float32)
-        # These exist only if ranks are judged by their devices. For other ranks, own time is work.
-        # 16 bits limit the memory for many ranks.
+        # These arrays are empty unless ranks are judged by their devices. For other ranks, own time
+        # is work. 16-bit values limit the memory for many ranks.
         self._issue_s = self._lag_s = np.zeros((0, 0, 0), np.float16)
         self.no_cpu_ns = self.issue_ready_ns = self.ready_ns
         self.own_ns = np.full(shape, np.nan, np.float32)
         self.by_host_ns = np.zeros((0, 0), np.float32)
-        """Own time of the parts in which the device waits for its host; empty without any."""
+        """Own time of the parts in which the device waits for its host; empty unless ranks are
+        judged by their devices."""
         self._critical = np.full(self.columns + 1, -1, np.int64)
-        """Index of the critical rank of each column, for own times; -1 if own time is work."""
+        """Index of the critical rank of each column, see own_time.py; -1 if own time is work."""
         self.excess_ns = np.zeros(shape, np.float32)
         self.newest = np.full(len(ranks), -1, np.int64)
-        # For each column: the row number whose excess has been computed, and if it can be compared.
+        # For each column: the row number for which excess was computed, and whether ranks can be
+        # compared in this row.
         self._computed = np.full(self.columns, -1, np.int64)
         self._good = np.zeros(self.columns, bool)
-        # Indices of the ranks that these were computed for.
+        # Indices of the ranks for which the excess was computed.
         self._compared = np.zeros(0, np.int64)
-        # By width, narrower rows that do not yet complete a row of the window.
+        # Narrower rows, by width. They do not complete a row of the window yet.
         self._narrow: dict[int, _NarrowBins] = {}
 
-    def put(self, block: BinBatch) -> None:
-        """Add rows of ranks that are in the window.
+    def add_rows(self, block: BinBatch) -> None:
+        """Add rows. All their ranks must be in the window.
 
         Narrower rows are kept until they complete a row of the window.
         """
         if block.width != self.width:
             narrow = _NarrowBins.from_batch(block)
             if block.width in self._narrow:
-                narrow = self._narrow[block.width].merged_with(narrow)
-            wide, self._narrow[block.width] = narrow.widened(self.width)
+                narrow = self._narrow[block.width].merge(narrow)
+            wide, self._narrow[block.width] = narrow.widen(self.width)
             if wide is None:
                 return
             block = wide
         if block.issue_ns.any():
-            self._keep_host_times()
+            self._create_host_arrays()
         index = np.searchsorted(self.ranks, block.ranks)[:, None]
         keys = np.where(block.key > block.key.max() - self.columns, block.key, -1)
         at = np.where(keys >= 0, keys % self.columns, self.columns)
@@ -219,7 +219,7 @@ class SlidingWindow:
         for name in self._kept_fields:
             getattr(self, name)[index, at] = getattr(block, name)
         if self._has_host_times:
-            # An unknown lag is a very long one, beyond what 16 bits can hold.
+            # An unknown lag is recorded as a very large value, which must fit into 16 bits.
             self._issue_s[index, at], self._lag_s[index, at] = (
                 np.minimum(each / 1e9, _LONGEST_S) for each in (block.issue_ns, block.lag_ns)
             )
@@ -227,7 +227,7 @@ class SlidingWindow:
         self.key[index, at] = keys
         self.newest[index[:, 0]] = np.maximum(self.newest[index[:, 0]], keys.max(axis=1))
         self._critical[at[keys >= 0]] = -1
-        # Late rows invalidate values that were computed without them.
+        # Excess that was computed without these rows is no longer valid.
         self._computed[at[keys >= 0]] = -1
 
     @property
@@ -238,8 +238,8 @@ class SlidingWindow:
     def _kept_fields(self) -> tuple[str, ...]:
         return (*_OF_ALL, "issue_ready_ns") if self._has_host_times else _OF_ALL
 
-    def _keep_host_times(self) -> None:
-        """Create the arrays for ranks that are judged by their devices."""
+    def _create_host_arrays(self) -> None:
+        """Create the arrays for ranks that are judged by their devices, if they are missing."""
         if not self._has_host_times:
             self._issue_s, self._lag_s = (
                 np.zeros(self.parts_ns.shape, np.float16) for _ in range(2)
@@ -247,40 +247,41 @@ class SlidingWindow:
             self.issue_ready_ns = np.full_like(self.ready_ns, np.nan)
             self.no_cpu_ns, self.by_host_ns = self.ready_ns.copy(), np.zeros_like(self.ready_ns)
 
-    def with_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
+    def with_more_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
         grown = SlidingWindow(ranks, self.width)
         if grown.columns != self.columns:
-            # With this many ranks the window has fewer rows, so it starts empty.
+            # With many ranks, the window has fewer rows. It then starts without rows.
             return grown
         at = np.searchsorted(ranks, self.ranks)
         if self._has_host_times:
-            grown._keep_host_times()
+            grown._create_host_arrays()
             grown._issue_s[at], grown._lag_s[at] = self._issue_s, self._lag_s
         for name in ("key", "flags", "newest", "own_ns", *self._kept_fields):
             getattr(grown, name)[at] = getattr(self, name)
         grown._narrow = self._narrow
         return grown
 
-    def frontier(self, ended: Collection[int]) -> int:
-        """Return the newest row that all ranks have, except ended ranks and those far behind."""
+    def newest_complete_row(self, ended: Collection[int]) -> int:
+        """Return the newest row that all ranks have. Ended ranks and late ranks are ignored."""
         has_ended = np.isin(self.ranks, list(ended))
         newest = self.newest[~has_ended]
         frontier = int(
             newest[newest >= newest.max() - LATE_ROWS].min() if len(newest) else self.newest.max()
         )
-        # Ranks of a job end a row apart, or more with other widths. They are judged to their end.
+        # The ranks of a job may end with different rows. They are judged up to the last row that
+        # all of them have.
         just_ended = self.newest[has_ended & (self.newest >= frontier - ENDED_ROWS)]
         return int(min([frontier, *just_ended]))
 
-    def oldest(self) -> int:
+    def oldest_row(self) -> int:
         keys = self.key[:, :-1]
         return int(keys[keys >= 0].min())
 
-    def comparable(
+    def comparable_rows(
         self, first: int, end: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the comparable row numbers from `first` to before `end`, and the indices of the
-        ranks that have them."""
+        """Return the numbers of comparable rows in range(first, end), and the indices of the ranks
+        that have them."""
         keys = np.arange(max(first, end - self.rows, 0), end)
         present = np.flatnonzero(self.newest >= end - 1)
         if not np.array_equal(present, self._compared):
@@ -298,7 +299,7 @@ class SlidingWindow:
         columns: npt.NDArray[np.int64],
         present: npt.NDArray[np.int64],
     ) -> None:
-        """Compute the excess in the columns of these rows, and whether the rows can be compared."""
+        """Compute the excess in the columns of these rows, and whether ranks can be compared."""
         self._computed[columns] = keys
         self.excess_ns[:, columns] = 0.0
         block = np.ix_(present, columns)
@@ -310,23 +311,25 @@ class SlidingWindow:
             for some in np.array_split(
                 columns[good], -(-good.sum() * len(present) // _ROWS_AT_ONCE)
             ):
-                self._own_time(present, some)
+                self._compute_own_time(present, some)
         if len(present) > 1:
             block = np.ix_(present, columns[good])
             self.excess_ns[block] = excess_over_others(self.own_ns[block].astype(np.float64))
 
-    def _own_time(self, present: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]) -> None:
+    def _compute_own_time(
+        self, present: npt.NDArray[np.int64], columns: npt.NDArray[np.int64]
+    ) -> None:
         """Compute own times in the columns in which all ranks have host times.
 
-        Ranks of other nodes have none.
+        Ranks of other nodes have no host times.
         """
         block = np.ix_(present, columns)
         known: npt.NDArray[np.bool_] = np.asarray(
             (self._issue_s[block] > 0).any(axis=2).all(axis=0)
         )
-        critical = present[critical_rank(self.wait_ns[block])]
+        critical = present[find_critical_ranks(self.wait_ns[block])]
         self._critical[columns] = np.where(known, critical, -1)
-        own_ns, by_host = self.own_parts(block)
+        own_ns, by_host = self.own_time_by_part(block)
         self.own_ns[block] = own_ns.sum(axis=2, dtype=np.float64)
         self.by_host_ns[block] = np.where(by_host, own_ns, 0).sum(axis=2)
         held_up_ns = np.maximum(
@@ -335,22 +338,22 @@ class SlidingWindow:
         ready_ns = self.ready_ns[block]
         self.no_cpu_ns[block] = np.where(known, np.fmax(ready_ns, held_up_ns), ready_ns)
 
-    def own_parts(
+    def own_time_by_part(
         self, block: tuple[npt.NDArray[np.int64], ...]
     ) -> tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.bool_]]:
-        """Return own time by part, and whether the device waits for its host there: [ranks,
-        columns, len(OWN_PARTS)].
+        """Return own time by part, and whether the device waits for its host in the part.
 
-        block: ranks and columns, for which comparable() was called before.
+        Both results have the shape [ranks, columns, len(OWN_PARTS)]. block: indices of ranks and
+        columns, for which comparable_rows() must have been called.
         """
         parts_ns, columns = self.parts_ns[block], block[1].ravel()
         known = self._critical[columns] >= 0
         if not known.any():
             return parts_ns, np.zeros(parts_ns.shape, bool)
         critical = self._critical[columns], columns
-        own_ns, by_host = own_time(
-            Lines(parts_ns, _to_ns(self._issue_s[block]), _to_ns(self._lag_s[block])),
-            Lines(
+        own_ns, by_host = compute_own_time(
+            PartTimes(parts_ns, _to_ns(self._issue_s[block]), _to_ns(self._lag_s[block])),
+            PartTimes(
                 self.parts_ns[critical],
                 _to_ns(self._issue_s[critical]),
                 _to_ns(self._lag_s[critical]),
@@ -359,12 +362,12 @@ class SlidingWindow:
         return np.where(known[:, None], own_ns, parts_ns), by_host & known[:, None]
 
     def mean_own_time(self, block: tuple[npt.NDArray[np.int64], ...]) -> OwnTime | None:
-        """Return mean own times; None if ranks are not judged by their devices.
+        """Return the mean own time; None if ranks are not judged by their devices.
 
-        block: see own_parts().
+        block: indices of ranks and columns, as for own_time_by_part().
         """
         return (
-            mean_own_time(*self.own_parts(block), self.parts_ns[block])
+            average_own_time(*self.own_time_by_part(block), self.parts_ns[block])
             if self._has_host_times
             else None
         )
@@ -372,7 +375,7 @@ class SlidingWindow:
     def by_host_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.float64]:
         """Return the share of each rank's own time in which the device waits for its host: [ranks].
 
-        block: ranks and columns.
+        block: indices of ranks and columns.
         """
         if not self._has_host_times:
             return np.zeros(len(block[0]))

@@ -1,7 +1,7 @@
-"""Relative excess of each rank in windows over the whole run. Pure.
+"""Relative excess of each rank in windows over the whole run, for the heat map and the periods of
+verdicts. Pure.
 
-It is used for the heat map and the history of verdicts. The detector (detector.py) has only the
-newest rows.
+The straggler detector (detector.py) keeps only the newest rows.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
 
-def window_excess(windows: RunWindows, places: Mapping[int, Placement]) -> npt.NDArray[np.float64]:
-    """Return each rank's excess as a share of the median work of the other ranks: [ranks, columns].
+def compute_window_excess(
+    windows: RunWindows, places: Mapping[int, Placement]
+) -> npt.NDArray[np.float64]:
+    """Return each rank's excess as a share of the median work of the other ranks: [ranks, windows].
 
-    It is NaN in windows in which the rank, or all others, have no comparable work.
+    It is NaN in windows in which the rank cannot be compared with another rank.
     """
     populations: dict[str, list[int]] = defaultdict(list)
     for row, rank in enumerate(windows.ranks):
