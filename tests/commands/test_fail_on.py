@@ -16,7 +16,7 @@ from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.fail_on import KINDS, choose_exit_code
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.node_state import NodeState
-from torchlens_perf.verdicts.words.evidence import EVIDENCE, NobodySlowEvidence, NotComparedEvidence
+from torchlens_perf.verdicts.words.evidence import EVIDENCE, NoSlowRankEvidence, NotComparedEvidence
 
 EVERY = ",".join(KINDS)
 ENDED_FAULT = "constant:rank=2,share=0.3,since=32,until=96"

@@ -87,7 +87,7 @@ def test_rank_with_an_endless_kernel_is_named_with_step_and_mark(tmp_path: Path)
     assert [waited for _, waited in told] == [0, 0]
     ranks = {
         number: progress(
-            number, usual_step_s=STEP_S, inside=(), device=device_place(*mark), step=STEPS
+            number, usual_step_s=STEP_S, inside=(), device=device_place_from_mark(*mark), step=STEPS
         )
         for number, (mark, _) in enumerate(told)
     }
@@ -99,5 +99,5 @@ def test_rank_with_an_endless_kernel_is_named_with_step_and_mark(tmp_path: Path)
     assert place.mark.startswith("the beginning of")
     assert (
         f"the device of rank {STUCK} (node-a) is in step {HUNG_AT} after the beginning of"
-        in text(found)
+        in hang_text(found)
     )

@@ -24,7 +24,12 @@ from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, find_mostly_true_slice
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, StragglerGroup, Usual
+from torchlens_perf.verdicts.stragglers.findings import (
+    NOTHING,
+    Findings,
+    StragglerGroup,
+    UsualTimes,
+)
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.over import held_words
@@ -316,7 +321,8 @@ def test_only_windows_of_the_current_slow_stage_count() -> None:
     )  # fmt: skip
     places = {rank: Placement("h", f"pp{rank}", {"pp": rank}) for rank in range(3)}
     usual = tuple(
-        Usual(f"pp{rank}", str(rank), work, 0.0) for rank, work in enumerate((10e6, 40e6, 10e6))
+        UsualTimes(f"pp{rank}", str(rank), work, 0.0)
+        for rank, work in enumerate((10e6, 40e6, 10e6))
     )
     judged = add_straggler_groups(findings(usual=usual, step_ns=50e6), places)
     found = JudgedWindows(windows, judged, places, False).find_imbalanced_part()
@@ -437,19 +443,19 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
     at_step = {**whole, "windows_held": None, "windows_judged": None, "since": None}
 
     assert (
-        held_words(whole, started)
+        describe_period(whole, started)
         == "Period in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
     )
     assert (
-        held_words(over, started)
+        describe_period(over, started)
         == "Period in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
         " 01:02:03 UTC)."
     )
-    assert held_words(
+    assert describe_period(
         {**whole, "windows_held": 1, "windows_judged": 1, "window_steps": 8}, started
     ).startswith("Period in 1 of 1 window of 8 steps, ")
-    assert held_words(at_step, started) == "Period since step 64."
-    assert held_words(None, started) == ""
+    assert describe_period(at_step, started) == "Period since step 64."
+    assert describe_period(None, started) == ""
 
 
 def test_newest_ended_findings_are_listed_as_earlier() -> None:

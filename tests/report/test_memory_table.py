@@ -383,4 +383,4 @@ SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
 def test_each_kind_of_memory_shortage_has_different_advice(
     changed: dict[str, Any], growth: dict[str, Any] | None, words: str
 ) -> None:
-    assert words in next_action(json.loads(json.dumps(oom(**changed))), growth)
+    assert words in build_next_action(json.loads(json.dumps(oom(**changed))), growth)

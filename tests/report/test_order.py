@@ -207,7 +207,10 @@ class TestOneCause:
             [{**BASE, **parts} for _ in range(100)]
             for parts in ({"communication": 30.0}, {"forward": 34.0})
         ]
-        usual_of = (Usual("first", "0", 16 * MS, 30 * MS), Usual("second", "1", 46 * MS, 1 * MS))
+        usual_of = (
+            UsualTimes("first", "0", 16 * MS, 30 * MS),
+            UsualTimes("second", "1", 46 * MS, 1 * MS),
+        )
         report = report_on(
             node(loops, findings(last_step=99, compared=0, usual=usual_of, step_ns=46 * MS))
         )

@@ -126,7 +126,7 @@ def test_live_run_without_updates_is_called_silent(
     report = report_of(run, state_of(run, [rank]))
     written_s = datetime.datetime.fromisoformat(report["run"]["as_of"]).timestamp()
 
-    assert state_words(report["run"], written_s + later_s) == words
+    assert describe_run_state(report["run"], written_s + later_s) == words
 
 
 def test_ranks_that_were_never_seen_are_not_in_the_title(run: RunDirectory) -> None:
@@ -136,7 +136,7 @@ def test_ranks_that_were_never_seen_are_not_in_the_title(run: RunDirectory) -> N
     report = report_of(run, state_of(run, [rank], (0,)))
     (line,) = read_lines(str(run.path), find_runs(str(run.path)), 10.0)
 
-    assert ranks_words(report["run"]) == "only 1 of 8 ranks seen"
+    assert describe_ranks(report["run"]) == "only 1 of 8 ranks seen"
     assert (
         "only 1 of 8 ranks seen, 50 steps, ended"
         in render_full(report, "/r", columns=100, color=False).splitlines()[0]
@@ -181,7 +181,7 @@ def test_long_start_of_a_job_is_a_verdict(
 
     kinds = [verdict["kind"] for verdict in report["verdicts"]]
     assert ("startup" in kinds) is bool(first)
-    line = startup_words(report["run"])
+    line = describe_startup(report["run"])
     assert line.startswith(f"startup {words}")
     assert line in " ".join(render_full(report, "/r", columns=200, color=False).split())
     assert ("torch.compile took" in line) is bool(compile_s)

@@ -183,7 +183,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("growing_steps", evidence.GrowthEvidence): lambda run: NodeState(
         HOST, {"0": state_of(0, 1, GROWING)}
     ),
-    ("not_known", evidence.TooDeepEvidence): lambda run: node({"host": 30.0}, too_deep=5),
+    ("not_known", evidence.DeepSpansEvidence): lambda run: node({"host": 30.0}, too_deep=5),
     ("compute_bound", evidence.TypicalStepEvidence): lambda run: node(),
     ("compute_bound", evidence.DeviceStepEvidence): lambda run: node(
         device_ms={"backward": 19.0, "host": 1.0}
@@ -202,22 +202,22 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("host_bound", evidence.DeviceStepEvidence): lambda run: node(
         device_ms={"forward": 4.0, "host": 30.0}
     ),
-    ("host_bound", evidence.CaughtUpEvidence): lambda run: node(
+    ("host_bound", evidence.LaunchBoundEvidence): lambda run: node(
         device_ms={"forward": 4.0}, caught_up=10
     ),
     ("lack_of_cpu", evidence.TypicalStepEvidence): lambda run: node({"forward": 40.0, "cpu": 30.0}),
     ("lack_of_cpu", evidence.DeviceStepEvidence): lambda run: node(
         CPU, device_ms={"forward": 4.0, "host": 40.0}
     ),
-    ("lack_of_cpu", evidence.SampledEvidence): lambda run: node(cpu_wait=[12.0, 20.0]),
+    ("lack_of_cpu", evidence.SampledCpuLackEvidence): lambda run: node(cpu_wait=[12.0, 20.0]),
     ("long_steps", evidence.LongSteps): lambda run: NodeState(
         HOST, {"0": state_of(0, 1, ONE_LONG)}
     ),
-    ("not_known", evidence.NotKnownEvidence): lambda run: node(compute_device="xpu"),
+    ("not_known", evidence.UntimedDeviceEvidence): lambda run: node(compute_device="xpu"),
     ("not_known", evidence.OtherThreadsEvidence): lambda run: node(
         {"host": 30.0}, other_threads_ns={"forward": 10**9}
     ),
-    ("none", evidence.NobodySlowEvidence): lambda run: node(ranks=2, findings=findings()),
+    ("none", evidence.NoSlowRankEvidence): lambda run: node(ranks=2, findings=findings()),
     ("none", evidence.NotComparedEvidence): lambda run: node(ranks=2, steps=12),
     ("none", evidence.WarmUpEvidence): lambda run: node(steps=2),
     ("not_compared", evidence.NotComparedEvidence): lambda run: node(ranks=2),
@@ -226,23 +226,23 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
         (f"{kind}_ended", evidence.PastEvidence): lambda run, kind=kind: node(records=noted(kind))
         for kind in ("hang", "slow_link", "imbalance")
     },
-    ("compute_bound", evidence.StretchEvidence): lambda run: for_a_while(
+    ("compute_bound", evidence.RunPartEvidence): lambda run: for_a_while(
         {"data": 30.0}, since=0, steps=100
     ),
-    ("data_bound", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}, since=120),
-    ("data_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"data": 30.0}),
-    ("communication_bound", evidence.StretchEvidence): lambda run: for_a_while(
+    ("data_bound", evidence.RunPartEvidence): lambda run: for_a_while({"data": 30.0}, since=120),
+    ("data_bound_ended", evidence.RunPartEvidence): lambda run: for_a_while({"data": 30.0}),
+    ("communication_bound", evidence.RunPartEvidence): lambda run: for_a_while(
         {"communication": 30.0}, since=120
     ),
-    ("communication_bound_ended", evidence.StretchEvidence): lambda run: for_a_while(
+    ("communication_bound_ended", evidence.RunPartEvidence): lambda run: for_a_while(
         {"communication": 30.0}
     ),
-    ("host_bound", evidence.StretchEvidence): lambda run: for_a_while({"host": 30.0}, since=120),
-    ("host_bound_ended", evidence.StretchEvidence): lambda run: for_a_while({"host": 30.0}),
-    ("lack_of_cpu", evidence.StretchEvidence): lambda run: for_a_while(
+    ("host_bound", evidence.RunPartEvidence): lambda run: for_a_while({"host": 30.0}, since=120),
+    ("host_bound_ended", evidence.RunPartEvidence): lambda run: for_a_while({"host": 30.0}),
+    ("lack_of_cpu", evidence.RunPartEvidence): lambda run: for_a_while(
         {"forward": 40.0, "cpu": 30.0}, since=120
     ),
-    ("lack_of_cpu_ended", evidence.StretchEvidence): lambda run: for_a_while(
+    ("lack_of_cpu_ended", evidence.RunPartEvidence): lambda run: for_a_while(
         {"forward": 40.0, "cpu": 30.0}
     ),
 }

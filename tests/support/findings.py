@@ -11,7 +11,7 @@ from torchlens_perf.verdicts.finding_log import FindingLog, FindingRecords
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, SlowLinkEvidence, judged
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, SlowLinkEvidence, make_verdict
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 MS = 1e6
@@ -73,7 +73,7 @@ def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
         for group in groups
     )
     evidence = SlowLinkEvidence(links, (), (), len(links), "")
-    return judged(
+    return make_verdict(
         "slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow. Next: see.", evidence
     )
 

@@ -13,9 +13,15 @@ from tests.support.simulations import simulation
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.verdicts.finding_log import FindingLog, count_stragglers_by_class
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Cause, Diagnosis, Findings, Usual
+from torchlens_perf.verdicts.stragglers.findings import (
+    NOTHING,
+    Cause,
+    Diagnosis,
+    Findings,
+    UsualTimes,
+)
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
-from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, judged
+from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, make_verdict
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext
 
 NOW_NS = 1_700_000_000_000_000_000
@@ -266,7 +272,7 @@ def test_straggler_that_ended_while_no_sidecar_ran_raises_its_end() -> None:
     log, goes_on = FindingLog("run"), EarlierEpisodes(before)
     told(log, before)
     log = restarted(log, before)
-    usual = (Usual("same", "0-7", 60e6, 40e6),)
+    usual = (UsualTimes("same", "0-7", 60e6, 40e6),)
     assert told(log, goes_on.merge_into(findings(usual=usual, detectable_ns=21e6))) == []
     (ended,) = told(log, goes_on.merge_into(findings(usual=usual, detectable_ns=19e6)))
     assert told(log, goes_on.merge_into(findings(usual=usual, detectable_ns=19e6))) == []
@@ -431,7 +437,7 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     """Changed numbers raise no alert."""
     log = FindingLog("run")
     evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
-    verdict = judged(
+    verdict = make_verdict(
         "imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence
     )
     changed = dataclasses.replace(

@@ -324,7 +324,7 @@ def _simulate_without_files(
     from torchlens_perf.simulate.planted import Compared
     from torchlens_perf.verdicts.causes.straggler_groups import with_groups
     from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
-    from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
+    from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_straggler_verdicts
 
     topology, judge, judged_s, steps = simulation.topology, StragglerDetector(), 0.0, options.steps
     places = {rank: topology.placement(rank) for rank in range(topology.rank_count)}

@@ -58,20 +58,20 @@ from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict_periods import VerdictPeriods
 from torchlens_perf.verdicts.words import order, run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import other_threads_note
-from torchlens_perf.verdicts.words.cpu import with_cpu_action
+from torchlens_perf.verdicts.words.cpu import replace_cpu_action
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, last_arrival_shares
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, compute_last_arrival_shares
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import (
-        ArrivedLast,
         Capture,
-        CpuFacts,
+        CpuUse,
         Facts,
+        LastArrivals,
         Quality,
         Rank,
-        RankNow,
+        RankActivity,
         Report,
         Run,
         Startup,
@@ -141,10 +141,10 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
     )
-    found = verdict.verdicts(facts, judging.findings, hang, links)
+    found = verdict.build_verdicts(facts, judging.findings, hang, links)
     rows = [
         {
-            **with_cpu_action(each, facts).facts(),
+            **replace_cpu_action(each, facts).to_report_row(),
             "lost_s": lost_s,
             "where": _location_names(each, processes),
             "held": held,
@@ -446,7 +446,7 @@ def _build_cpu_facts(process: ProcessState) -> CpuFacts | None:
     }
 
 
-def _current_activity(process: ProcessState) -> RankNow | None:
+def _current_activity(process: ProcessState) -> RankActivity | None:
     now = process.now
     if now is None or process.ended:
         return None

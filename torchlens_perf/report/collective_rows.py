@@ -25,7 +25,7 @@ from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-    from torchlens_perf.verdicts.words.report import ArrivedLast, Collective
+    from torchlens_perf.verdicts.words.report import Collective, LastArrivals
 
 _DEVIATIONS = 3.0
 """Standard deviations above the expected count at which a rank is last to arrive too often."""

@@ -10,12 +10,12 @@ from torchlens_perf.analysis.statistics.step_mix import StepClass, classify_step
 from torchlens_perf.report.waited_for import MAX_STEPS, AwaitedRankFinder
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.node_state import ProcessState
-from torchlens_perf.verdicts.words.evidence import joined
+from torchlens_perf.verdicts.words.evidence import join_long_steps
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.evidence import LongSteps
-    from torchlens_perf.verdicts.words.report import AlikeAndLong, OwnStep, Phase, TypicalStep
+    from torchlens_perf.verdicts.words.report import OwnStepTime, Phase, StepClasses, TypicalStep
 
 
 def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> AlikeAndLong:
@@ -88,7 +88,7 @@ def _join_stalls(rows: list[LongSteps]) -> list[LongSteps]:
             found.append(row)
             continue
         other = found[place]
-        both = joined([other, row])
+        both = join_long_steps([other, row])
         if max(len(row["steps"]), len(other["steps"])) <= MAX_STEPS:
             both["count"] = len(both["steps"])
         found[place] = {**both, "period": other["period"] or row["period"]}

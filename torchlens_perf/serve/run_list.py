@@ -313,7 +313,9 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
         len({row["host"] for row in report["ranks"]}),
         steps["count"],
         about["live"],
-        state_of(about["live"], about["died"], about["ranks_seen"]).replace("running", "live", 1),
+        describe_state(about["live"], about["died"], about["ranks_seen"]).replace(
+            "running", "live", 1
+        ),
         about["started"] or "",
         about["program"] or "",
     )

@@ -18,7 +18,7 @@ from torchlens_perf.exporters import Assessment
 from torchlens_perf.sidecar.nodes import link_report
 from torchlens_perf.verdicts.slow_links import build_slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, imbalance_verdicts
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_imbalance_verdicts
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity

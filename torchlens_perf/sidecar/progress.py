@@ -48,7 +48,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         began={
             group.name: group.began - 1 for group in groups if group.began and group.name in issued
         },
-        device=device_place(*mark) if mark is not None else None,
+        device=device_place_from_mark(*mark) if mark is not None else None,
     )
 
 

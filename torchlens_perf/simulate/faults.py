@@ -208,7 +208,7 @@ class PauseVariation(_SlowRanksFault):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlowLinkFault(_TimedFault):
+class LinkFault(_TimedFault):
     """Slow transfers in the data-parallel or tensor-parallel group of `rank`.
 
     The work of its ranks is as usual.
@@ -263,7 +263,7 @@ KINDS: dict[str, type[Any]] = {
     "intermittent": IntermittentFault,
     "moving": MovingFault,
     "node": SlowNodeFault,
-    "link": SlowLinkFault,
+    "link": LinkFault,
     "stalls": DataStallFault,
     "pauses": PauseVariation,
     "variable_length": LengthVariation,

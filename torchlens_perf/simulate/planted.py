@@ -12,8 +12,8 @@ import numpy as np
 from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
 from torchlens_perf.analysis.statistics.quantities import duration, steps_words
 from torchlens_perf.run.rank_ranges import rank_list
-from torchlens_perf.simulate.faults import SlowLinkFault
-from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.simulate.faults import LinkFault
+from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def compare_faults(
 ) -> FaultComparison:
     """Compare the planted faults with the verdicts. texts: the faults as the user wrote them."""
     effects = simulation.fault_effects(steps)
-    lasting = [_ranks_at_fault_by_step(fault, simulation, steps) for fault in simulation.faults]
+    lasting = [_fault_mask(fault, simulation, steps) for fault in simulation.faults]
     at_fault = np.zeros((simulation.topology.rank_count, steps), bool)
     for ranks_of_step in lasting:
         at_fault |= ranks_of_step
@@ -211,20 +211,16 @@ def _credit_faults(
     return credited
 
 
-def _ranks_at_fault_by_step(
-    fault: Fault, simulation: Simulation, steps: int
-) -> npt.NDArray[np.bool_]:
+def _fault_mask(fault: Fault, simulation: Simulation, steps: int) -> npt.NDArray[np.bool_]:
     """Return an array [ranks, steps] that is True where a rank is at fault, or a member of a slow
     group."""
     topology = simulation.topology
     found = np.zeros((topology.rank_count, steps), bool)
     group = (
-        topology.group_ranks(fault.dimension, fault.rank)
-        if isinstance(fault, SlowLinkFault)
-        else []
+        topology.group_ranks(fault.dimension, fault.rank) if isinstance(fault, LinkFault) else []
     )
     for step in range(steps):
-        if isinstance(fault, SlowLinkFault):
+        if isinstance(fault, LinkFault):
             found[group, step] = fault.is_active(step)
         else:
             found[list(fault.slow_ranks(step, topology)), step] = True
@@ -240,7 +236,7 @@ def _naming_verdict(row: Row) -> NamingVerdict:
         ranks = [] if evidence["waited_for"] is None else [evidence["waited_for"]]
         since, until = min(evidence["steps"]), max(evidence["steps"]) + 1
     else:
-        ranks = list(ranks_of(row))
+        ranks = list(ranks_in_row(row))
         until = evidence.get("until_step")
     phase = row["phase"] or evidence.get("part")
     return NamingVerdict(
@@ -254,7 +250,7 @@ def _matches_fault(
     """Return True if the verdict's kind, ranks and steps match the fault."""
     kind, named = row["kind"], _naming_verdict(row)
     members = set(np.flatnonzero(lasting.any(axis=1)).tolist())
-    if isinstance(fault, SlowLinkFault):
+    if isinstance(fault, LinkFault):
         links = (
             [each["ranks"] for each in row["evidence"]["links"]]
             if kind == "slow_link"
@@ -286,18 +282,15 @@ def _compare_fault(
 
     is_hidden: True if a verdict on its ranks and steps was assigned to another fault.
     """
-    members, steps = (
-        _ranks_of_fault(fault, simulation, lasting),
-        np.flatnonzero(lasting.any(axis=0)),
-    )
-    is_link, begun, until = isinstance(fault, SlowLinkFault), bool(len(steps)), None
+    members, steps = (_fault_ranks(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0)))
+    is_link, begun, until = isinstance(fault, LinkFault), bool(len(steps)), None
     if begun and steps[-1] + 1 < lasting.shape[1]:
         until = int(steps[-1]) + 1
     work_ns = 0.0
     if begun:
         work_ns = (
             fault.share * simulation.work_ns
-            if isinstance(fault, SlowLinkFault)
+            if isinstance(fault, LinkFault)
             else float(effect.work_ns[lasting].mean())
         )
     found = {rank for each in named for rank in (*each.ranks, *each.slow_too)}
@@ -325,14 +318,14 @@ def _compare_fault(
     )
 
 
-def _ranks_of_fault(
+def _fault_ranks(
     fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_]
 ) -> tuple[int, ...]:
     """Return the ranks of a fault; () if no rank is at fault.
 
     A fault that does not begin within the run has ranks as well.
     """
-    if isinstance(fault, SlowLinkFault):
+    if isinstance(fault, LinkFault):
         return tuple(simulation.topology.group_ranks(fault.dimension, fault.rank))
     if lasting.any():
         return tuple(np.flatnonzero(lasting.any(axis=1)).tolist())
@@ -347,7 +340,7 @@ def _reason_not_found(
     count, total = int(lasting.any(axis=0).sum()), lasting.shape[1]
     if not count:
         return f"it does not begin within the {total} steps"
-    if isinstance(fault, SlowLinkFault):
+    if isinstance(fault, LinkFault):
         return _reason_link_not_found(fault, simulation, compared.undecided_links)
     topology, detectable_s = simulation.topology, compared.detectable_s
     if topology.dp * topology.tp < 2:
@@ -387,9 +380,7 @@ def _reason_not_found(
     return ""
 
 
-def _reason_link_not_found(
-    fault: SlowLinkFault, simulation: Simulation, undecided: str | None
-) -> str:
+def _reason_link_not_found(fault: LinkFault, simulation: Simulation, undecided: str | None) -> str:
     if undecided is None:
         return NO_TRANSFERS
     if undecided:

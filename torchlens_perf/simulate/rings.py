@@ -257,15 +257,13 @@ class SimulatedRank:
             for what, duration_ns in pieces:
                 if isinstance(what, Kind):
                     if what == Kind.RECOMPUTE and duration_ns:
-                        self._queue_device_span(
-                            Kind.RECOMPUTE, at_ns, duration_ns, reported=reported
-                        )
+                        self._queue_span(Kind.RECOMPUTE, at_ns, duration_ns, reported=reported)
                 elif what in self._group_of:
                     self._record_collective(what, at_ns, duration_ns, Flag.COMPLETED | Flag.DEVICE)
-                    self._queue_device_span(Kind.WAIT, at_ns, duration_ns, reported=reported)
+                    self._queue_span(Kind.WAIT, at_ns, duration_ns, reported=reported)
                 at_ns += duration_ns
-            self._queue_device_span(_PHASES[part][0], phase_ns, at_ns - phase_ns, reported=reported)
-        self._queue_device_span(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported)
+            self._queue_span(_PHASES[part][0], phase_ns, at_ns - phase_ns, reported=reported)
+        self._queue_span(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported)
         step = self._recorder.step
         self._end_step(timeline, index, end_ns)
         self._report_device_times(step - (self._device.late_steps if self._device else 0))
@@ -300,12 +298,8 @@ class SimulatedRank:
                 self._record_collective(
                     "dp", arrived_ns, end_ns - arrived_ns, Flag.COMPLETED | Flag.DEVICE
                 )
-                self._queue_device_span(
-                    Kind.WAIT, arrived_ns, end_ns - arrived_ns, reported=reported
-                )
-            self._queue_device_span(
-                _PHASES[part][0], start_ns, end_ns - start_ns, reported=reported
-            )
+                self._queue_span(Kind.WAIT, arrived_ns, end_ns - arrived_ns, reported=reported)
+            self._queue_span(_PHASES[part][0], start_ns, end_ns - start_ns, reported=reported)
         step = self._recorder.step
         self._end_step(timeline, index, self.clock.now_ns + own["host"])
         self._report_device_times(step - self._device.late_steps - AHEAD)
@@ -314,7 +308,7 @@ class SimulatedRank:
         """Record the device's step in progress. It ends where the next step begins."""
         if self._device_step is not None:
             begin_ns, reported = self._device_step
-            self._queue_device_span(
+            self._queue_span(
                 Kind.STEP,
                 begin_ns,
                 end_ns - begin_ns,
@@ -322,7 +316,7 @@ class SimulatedRank:
                 step=self._recorder.step - 1,
             )
 
-    def _queue_device_span(
+    def _queue_span(
         self,
         kind: Kind,
         start_ns: int,

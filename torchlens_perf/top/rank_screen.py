@@ -109,7 +109,7 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
             f" {place(now['inside'])}{within}"
         )
     elif rank["state"] == "died":
-        yield f"died {place(rank['inside'])}"
+        yield f"died {place_phrase(rank['inside'])}"
     if last is not None:
         yield f"last to arrive in {format_percent(last['share'])} of {last['joined']:,} collectives"
     used = "not measured"

@@ -41,7 +41,7 @@ def build_rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list
         rank
         for row, of in zip(report["verdicts"], view.headlines, strict=True)
         if of.severity == BAD
-        for rank in ranks_of(row)
+        for rank in ranks_in_row(row)
     }
     table = (build_device_table if report["run"]["judged_by"] == DEVICE else build_rank_table)(
         report

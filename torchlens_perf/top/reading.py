@@ -218,7 +218,7 @@ class RunReader:
             return ""
         longest = max(silent, key=lambda host: silent[host])
         more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-        words = f"no new data from {longest}{more} for {ago(silent[longest])} or more"
+        words = f"no new data from {longest}{more} for {format_age(silent[longest])} or more"
         return f"{words}: the sidecar has ended, or cannot write. The figures are old"
 
     def _unreadable_files_warning(self) -> str:

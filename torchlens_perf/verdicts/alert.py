@@ -24,10 +24,10 @@ from torchlens_perf.verdicts.words.evidence import (
 )
 from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
+    build_past_verdict,
+    build_slow_verdict,
     cause_class,
-    past_verdict,
     phase_name,
-    slow_verdict,
 )
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class AlertBuilder:
         """
         if self.diagnosed is not None:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
-        verdict = slow_verdict(self.context(), group, self.findings)
-        alert = self._alert_from_straggler_verdict(
+        verdict = build_slow_verdict(self.context(), group, self.findings)
+        alert = self._straggler_alert(
             slow, group.lead, change, verdict, verdict.sentence, *parts, ranks=group.ranks
         )
         causes = group.diagnosis.causes if group.diagnosis is not None else ()
@@ -93,12 +93,12 @@ class AlertBuilder:
     def build_straggler_end_alert(self, slow: Straggler) -> Alert:
         """Return the alert on the end of a straggler whose episodes have all ended."""
         until_step = max(episode.until_step or 0 for episode in slow.episodes)
-        verdict = past_verdict(slow.slowest_episode)
+        verdict = build_past_verdict(slow.slowest_episode)
         text = verdict.text
         if len(slow.episodes) > 1:
             text = f"{_subject_and_verb(slow)} slow up to step {until_step - 1}. {text}"
         return dataclasses.replace(
-            self._alert_from_straggler_verdict(
+            self._straggler_alert(
                 slow, slow.slowest_episode, ENDED, verdict, text, ranks=slow.ranks
             ),
             until_step=until_step,
@@ -114,12 +114,10 @@ class AlertBuilder:
             f"{_subject_and_verb(slow)} slow in {phase_name(lead.phase)} from step {lead.since_step}"
             f" on. {why}"
         )
-        verdict = past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
-        return self._alert_from_straggler_verdict(
-            slow, lead, ENDED, verdict, text, ranks=slow.ranks
-        )
+        verdict = build_past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
+        return self._straggler_alert(slow, lead, ENDED, verdict, text, ranks=slow.ranks)
 
-    def _alert_from_straggler_verdict(
+    def _straggler_alert(
         self, slow: Straggler, episode: Episode, change: str, verdict: JudgedVerdict, text: str, *parts: object,
         ranks: tuple[int, ...],
     ) -> Alert:  # fmt: skip

@@ -16,7 +16,7 @@ from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import find_stage_imbalance
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
-from torchlens_perf.verdicts.words.bottleneck import Spent, spent
+from torchlens_perf.verdicts.words.bottleneck import StepBreakdown, break_down_step
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -103,20 +103,20 @@ class JudgedWindows:
         (words/bottleneck.py). A slow rank makes other ranks wait, so windows with a slow rank are
         judged only for a lack of CPUs.
         """
-        judged = np.array([each is not None for each in self.step_breakdowns])
+        judged = np.array([each is not None for each in self.breakdowns])
         if kind == "lack_of_cpu":
             judged &= np.isfinite(self.windows.lack_ns).any(axis=(0, 2))
         else:
             judged &= ~self.windows_with_slow_rank
         return self._find_part(
             judged,
-            np.array([each is not None and each.limits(kind) for each in self.step_breakdowns]),
+            np.array([each is not None and each.is_limited_by(kind) for each in self.breakdowns]),
         )
 
     @functools.cached_property
-    def step_breakdowns(self) -> list[Spent | None]:
+    def breakdowns(self) -> list[StepBreakdown | None]:
         """The parts of a usual step in each window, as means over the ranks; None without data."""
-        found: list[Spent | None] = []
+        found: list[StepBreakdown | None] = []
         windows = self.windows
         for column in range(len(windows)):
             there = np.isfinite(windows.duration_ns[:, column])
@@ -135,7 +135,7 @@ class JudgedWindows:
                 for values, some in ((windows.parts_ns, there), (windows.lack_ns, measured))
             )
             step_s = float(windows.duration_ns[there, column].mean()) / 1e9
-            found.append(spent(step_s, parts, lack, device=self.on_device))
+            found.append(break_down_step(step_s, parts, lack, device=self.on_device))
         return found
 
     def find_imbalanced_part(self) -> RunPart | None:

@@ -27,4 +27,6 @@ def build_slow_link_verdict(
 
     steps = merge_sketches(each.step for each in ranks)
     counted = max((each.counted_steps for each in ranks), default=0)
-    return verdict.slow_link(counted, steps.mean_ns() / 1e9 if steps.count else None, found)
+    return verdict.build_link_verdict(
+        counted, steps.mean_ns() / 1e9 if steps.count else None, found
+    )

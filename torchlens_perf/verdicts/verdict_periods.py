@@ -17,16 +17,16 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
-from torchlens_perf.verdicts.words import order, over
-from torchlens_perf.verdicts.words.bottleneck import computing_action, named_uses, without_use
+from torchlens_perf.verdicts.words import order, past_verdicts
+from torchlens_perf.verdicts.words.bottleneck import computing_action, drop_wait_clause, named_kinds
 from torchlens_perf.verdicts.words.evidence import (
+    NOT_COMPUTING_KINDS,
     OVER,
-    WASTE,
     DeviceStepEvidence,
     Evidence,
     JudgedVerdict,
     LongSteps,
-    NobodySlowEvidence,
+    NoSlowRankEvidence,
     PastEvidence,
     StragglerEvidence,
     TypicalStepEvidence,
@@ -82,7 +82,7 @@ class VerdictPeriods:
         # A wait with a separate verdict is not also named by the verdict on the typical step.
         for kind in {each.kind for each, _ in stretches}:
             found = [
-                (without_use(each, kind) if _is_on_typical_step(each) else each, held)
+                (drop_wait_clause(each, kind) if _is_on_typical_step(each) else each, held)
                 for each, held in found
             ]
         found += [*stretches, *noted]
@@ -92,10 +92,10 @@ class VerdictPeriods:
             self.last_step,
         )
         rows = (
-            (each, held, order.lost_s(each, held, steps=steps, alike=alike, last_step=end))
+            (each, held, order.compute_lost_s(each, held, steps=steps, alike=alike, last_step=end))
             for each, held in found
         )
-        return sorted(rows, key=order.key)
+        return sorted(rows, key=order.sort_key)
 
     # -- verdicts on the run as a whole
 
@@ -118,7 +118,7 @@ class VerdictPeriods:
             }
         if isinstance(evidence, dict) and "kinds" in evidence:
             return self._period_of_long_steps(evidence)
-        if isinstance(evidence, NobodySlowEvidence):
+        if isinstance(evidence, NoSlowRankEvidence):
             return self._period_without_slow_rank()
         found = None
         if self.windows is not None and isinstance(
@@ -195,10 +195,10 @@ class VerdictPeriods:
             any(isinstance(each.evidence, StragglerEvidence) for each, _ in whole),
         )
         is_over = order.has_ended(held)
-        named = {typical.kind} if is_over else named_uses(typical)
+        named = {typical.kind} if is_over else named_kinds(typical)
         kinds = [
             kind
-            for kind in WASTE
+            for kind in NOT_COMPUTING_KINDS
             if kind not in named and not (slow and kind == "communication_bound")
         ]
         found = [row for row in map(self._find_temporary_limit, kinds) if row is not None]
@@ -212,7 +212,7 @@ class VerdictPeriods:
         found = None if self.windows is None else self.windows.find_part_limited_by("compute_bound")
         if self.windows is None or found is None or found.until_step is not None:
             return []
-        columns = list(zip(self.windows.step_breakdowns, found.inside.tolist(), strict=True))
+        columns = list(zip(self.windows.breakdowns, found.inside.tolist(), strict=True))
         inside = [each for each, in_it in columns if each is not None and in_it]
         rest = [each for each, in_it in columns if each is not None and not in_it]
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
@@ -222,7 +222,14 @@ class VerdictPeriods:
         )
         assert held["since_step"] is not None
         before_s = _mean([each.step_s for each in rest])
-        return [(over.computing_now(computing, step_s, before_s, held["since_step"]), held)]
+        return [
+            (
+                past_verdicts.build_compute_verdict(
+                    computing, step_s, before_s, held["since_step"]
+                ),
+                held,
+            )
+        ]
 
     def _find_temporary_limit(self, kind: str) -> _VerdictWithPeriod | None:
         if self.windows is None:
@@ -231,12 +238,7 @@ class VerdictPeriods:
         if found is None or found.inside.sum() < _MIN_WINDOWS:
             return None
         columns = list(
-            zip(
-                self.windows.step_breakdowns,
-                found.inside.tolist(),
-                found.judged.tolist(),
-                strict=True,
-            )
+            zip(self.windows.breakdowns, found.inside.tolist(), found.judged.tolist(), strict=True)
         )
         inside = [each for each, in_it, _ in columns if each is not None and in_it]
         rest = [
@@ -246,14 +248,14 @@ class VerdictPeriods:
         if not everywhere and len(rest) < _MIN_WINDOWS:
             return None
         use_s, rest_s = (
-            _mean([each.wait(kind).seconds for each in some]) for some in (inside, rest)
+            _mean([each.wait_of_kind(kind).seconds for each in some]) for some in (inside, rest)
         )
         if not rest or use_s < _MIN_RATIO_TO_REST * rest_s:
             return None
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
-        use = dataclasses.replace(inside[0].wait(kind), seconds=use_s)
+        use = dataclasses.replace(inside[0].wait_of_kind(kind), seconds=use_s)
         assert held["since_step"] is not None
-        verdict = over.stretch(
+        verdict = past_verdicts.build_run_part_verdict(
             use, step_s, rest_s, held["since_step"], held["until_step"], everywhere=everywhere
         )
         return verdict, held
@@ -274,14 +276,16 @@ class VerdictPeriods:
 
     def _build_past_verdict(self, noted: Finding) -> JudgedVerdict:
         if noted.kind != "hang" or noted.since_step is None:
-            return over.no_longer(noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step)
+            return past_verdicts.build_ended_finding_verdict(
+                noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step
+            )
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
         # The total time of steps excludes the warm-up, but a run may hang in the warm-up.
         total_s = self.facts["steps"]["total_s"]
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
         found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
-        return over.hang_over(
+        return past_verdicts.build_ended_hang_verdict(
             noted.since_step,
             noted.alert,
             found,

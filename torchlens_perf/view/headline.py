@@ -20,9 +20,9 @@ from torchlens_perf.analysis.statistics.quantities import (
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.verdicts import split_sentence_and_action
 from torchlens_perf.verdicts.words.evidence import (
+    NOT_COMPUTING_KINDS,
     OVER,
-    WASTE,
-    NobodySlowEvidence,
+    NoSlowRankEvidence,
     StragglerEvidence,
 )
 from torchlens_perf.verdicts.words.order import ended_in_it, ranks_of
@@ -42,7 +42,7 @@ _STATUS: dict[str, tuple[str, str]] = {
     "growing_steps": ("GROWING STEPS", WARNING),
     "long_steps": ("LONG STEPS", WARNING),
     "startup": ("SLOW START", WARNING),
-    **dict.fromkeys(WASTE, ("BOTTLENECK", WARNING)),
+    **dict.fromkeys(NOT_COMPUTING_KINDS, ("BOTTLENECK", WARNING)),
     "compute_bound": ("OK", GOOD),
     "none": ("OK", GOOD),
     "not_compared": ("NOT COMPARED", NEUTRAL),
@@ -143,7 +143,7 @@ def build_headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headli
 
 def _status_and_severity(row: VerdictRow) -> tuple[str, str]:
     kind, evidence = row["kind"], row["evidence"]
-    if ended_in_it(evidence):
+    if is_fatal_hang(evidence):
         return _STATUS["hang"]
     if kind in ("straggler_ended", "straggler_transient"):
         return "SLOW RANK", WARNING
@@ -153,7 +153,7 @@ def _status_and_severity(row: VerdictRow) -> tuple[str, str]:
         return _SCOPES.get(evidence.scope, status), severity
     if kind == "long_steps" and row["rank"] is not None:
         return _STALLS, severity
-    if kind == "none" and not isinstance(evidence, NobodySlowEvidence):
+    if kind == "none" and not isinstance(evidence, NoSlowRankEvidence):
         return "NOT COMPARED", NEUTRAL
     return status, severity
 
@@ -163,7 +163,7 @@ def _verdict_facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
     kind, evidence, ranks, held = (
         row["kind"].removesuffix(OVER),
         row["evidence"],
-        ranks_of(row),
+        ranks_in_row(row),
         row["held"],
     )
     found: list[tuple[str, str]] = []

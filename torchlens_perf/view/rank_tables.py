@@ -9,7 +9,7 @@ from torchlens_perf.analysis.statistics.quantities import format_duration, forma
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
-from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
 from torchlens_perf.view.theme import PARTS
 
@@ -39,7 +39,7 @@ def slow_ranks(report: Report) -> dict[int, int]:
     slow: dict[int, int] = {}
     for place, row in enumerate(report["verdicts"]):
         if row["kind"] == "straggler" and not row["is_over"]:
-            slow |= {rank: place for rank in ranks_of(row) if rank not in slow}
+            slow |= {rank: place for rank in ranks_in_row(row) if rank not in slow}
     return slow
 
 

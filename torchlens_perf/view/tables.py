@@ -365,7 +365,7 @@ def build_out_of_memory_table(report: Report) -> Table | None:
         ):
             blocks, events = held["rows"], held["history_events"]
             columns = [
-                Column("allocated at", [place(each) for each in blocks], Quantity.TEXT),
+                Column("allocated at", [allocation_place(each) for each in blocks], Quantity.TEXT),
                 Column("size", [each["bytes"] for each in blocks], Quantity.BYTES),
                 Column("blocks", [each["blocks"] for each in blocks], Quantity.NUMBER),
             ]

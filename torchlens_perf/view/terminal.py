@@ -34,7 +34,7 @@ from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Heat, HeatRank, Report, VerdictRow
+    from torchlens_perf.verdicts.words.report import Heat, HeatMapRow, Report, VerdictRow
 
 SHORT_LINES = 30
 """The most lines of the short report."""
@@ -160,7 +160,9 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
     for each, row in zip(found, report["verdicts"], strict=True):
         if not each.is_over:
             yield Text("")
-            yield from verdict_lines(each, width, held_words(row["held"], report["run"]["started"]))
+            yield from verdict_lines(
+                each, width, describe_period(row["held"], report["run"]["started"])
+            )
             yield from stack_lines(row, width)
     over = [
         (each, row) for each, row in zip(found, report["verdicts"], strict=True) if each.is_over

@@ -30,7 +30,7 @@ from torchlens_perf.analysis.collectives.hang import (
     hang_limit_s,
 )
 from torchlens_perf.run.ring import CAPTURING
-from torchlens_perf.verdicts.words.hang import text
+from torchlens_perf.verdicts.words.hang import hang_text
 
 # -- when a hang is reported
 
@@ -102,7 +102,7 @@ def test_rank_that_has_not_entered_a_collective_is_blamed() -> None:
     assert hang.needs_action
     assert hang.look_at == (2,)
     assert (
-        text(hang)
+        hang_text(hang)
         == "No step for 12.0 s (usually 62.0 ms). 3 ranks wait in allreduce 57 of group 0; rank 2"
         " (node-b) did not enter it, last inside forward GPT > blocks.3. Next: look at the"
         " Python stack of rank 2 on node-b."
@@ -123,7 +123,7 @@ def test_incomplete_collective_of_unknown_operation_has_only_its_number() -> Non
     )
 
     assert hang.collective == Collective(WORLD, 57, "")
-    assert "3 ranks wait in collective 57 of group 0;" in text(hang)
+    assert "3 ranks wait in collective 57 of group 0;" in hang_text(hang)
 
 
 def test_only_the_rank_furthest_behind_is_blamed() -> None:
@@ -145,11 +145,11 @@ def test_several_missing_ranks_are_blamed_together() -> None:
 
     assert (
         "14 ranks wait in allreduce 57 of group 0; ranks 3 (node-a) and 4 (node-a) did not enter"
-        " it, last inside forward GPT > blocks.3. Next:" in text(hang)
+        " it, last inside forward GPT > blocks.3. Next:" in hang_text(hang)
     )
     assert (
         "; ranks 0 (node-a), 1 (node-a), 2 (node-a), 3 (node-a) and 2 more did not enter it"
-        in text(many)
+        in hang_text(many)
     )
 
 
@@ -158,8 +158,8 @@ def test_only_rank_that_entered_a_collective_may_be_the_faulty_one() -> None:
     hang = found(*(behind(number) for number in (1, 2, 3)))
 
     assert named(hang) == [1, 2, 3]
-    assert text(hang).count("Or only rank 0 should not have entered it.") == 1
-    assert "should not have" not in text(found(behind(2)))
+    assert hang_text(hang).count("Or only rank 0 should not have entered it.") == 1
+    assert "should not have" not in hang_text(found(behind(2)))
 
 
 def test_rank_that_never_used_its_group_is_missing() -> None:
@@ -210,9 +210,9 @@ def test_blocking_ranks_of_different_groups_are_all_blamed() -> None:
     hang = found(*ranks, count=5)
 
     assert (named(hang), hang.collective) == ([1, 4], Collective("b", 8, "broadcast"))
-    assert "2 ranks wait in broadcast 8 of group b;" in text(hang)
-    assert "rank 1 (node-a) did not enter allreduce 3 of group z, last inside" in text(hang)
-    assert "rank 4 (node-c) did not enter it, last inside" in text(hang)
+    assert "2 ranks wait in broadcast 8 of group b;" in hang_text(hang)
+    assert "rank 1 (node-a) did not enter allreduce 3 of group z, last inside" in hang_text(hang)
+    assert "rank 4 (node-c) did not enter it, last inside" in hang_text(hang)
 
 
 def test_blocking_rank_that_waits_points_to_its_network_or_device() -> None:
@@ -222,9 +222,9 @@ def test_blocking_rank_that_waits_points_to_its_network_or_device() -> None:
     assert named(hang) == [2]
     assert (
         "did not enter it, last inside backward, waiting in an operation that all ranks have"
-        " entered." in text(hang)
+        " entered." in hang_text(hang)
     )
-    assert "Next: look at the network and the device of rank 2 on node-b" in text(hang)
+    assert "Next: look at the network and the device of rank 2 on node-b" in hang_text(hang)
 
 
 def test_process_state_of_a_rank_in_uninterruptible_sleep_is_shown() -> None:
@@ -232,12 +232,12 @@ def test_process_state_of_a_rank_in_uninterruptible_sleep_is_shown() -> None:
     hang = found(behind(2, state="uninterruptible", inside=("data",)))
 
     assert hang.asleep == (2,)
-    assert "Asleep in the kernel (process state D: storage or a driver): rank 2." in text(hang)
-    assert "Next: look at dmesg on node-b" in text(hang)
+    assert "Asleep in the kernel (process state D: storage or a driver): rank 2." in hang_text(hang)
+    assert "Next: look at dmesg on node-b" in hang_text(hang)
 
 
 def test_rank_stuck_in_the_data_phase_points_to_its_dataloader() -> None:
-    assert "Next: look at the loader of rank 2 on node-b" in text(
+    assert "Next: look at the loader of rank 2 on node-b" in hang_text(
         found(behind(2, inside=("data",)))
     )
 
@@ -254,7 +254,7 @@ def test_blocking_rank_that_writes_records_is_no_hang() -> None:
     )
     assert (
         "rank 2 (node-b) did not enter it: running inside evaluate, last recorded event 200 ms ago."
-        in text(hang)
+        in hang_text(hang)
     )
 
 
@@ -277,7 +277,9 @@ def test_stopped_rank_is_blamed_with_its_process_state(state: str, words: str, a
     hang = found(behind(2, state=state))
 
     assert (hang.kind, named(hang), hang.waiting) == ("stopped", [2], (0, 1, 3))
-    assert f"did not enter it: {words} inside forward GPT > blocks.3. Next: {action}," in text(hang)
+    assert f"did not enter it: {words} inside forward GPT > blocks.3. Next: {action}," in hang_text(
+        hang
+    )
     assert hang.look_at == (2,)
 
 
@@ -294,7 +296,7 @@ def test_stopped_rank_is_blamed_even_if_it_has_entered() -> None:
     assert hang.blocking[0].missing is None
     assert (
         "3 ranks wait; rank 2 (node-b) entered every collective that others have: stopped by a"
-        " signal" in text(hang)
+        " signal" in hang_text(hang)
     )
 
 
@@ -314,8 +316,8 @@ def test_ranks_that_wait_for_a_stopped_one_are_not_blamed() -> None:
 
 def test_dead_rank_comes_before_a_stopped_one_and_a_silent_node() -> None:
     silent, stopped = on_silent_node(1, 12.3, issued={WORLD: 56}), behind(2, state="stopped")
-    with_dead = text(found(silent, stopped, behind(3, state="dead")))
-    without = text(found(silent, stopped))
+    with_dead = hang_text(found(silent, stopped, behind(3, state="dead")))
+    without = hang_text(found(silent, stopped))
 
     assert re.search(
         "; rank 3 .* died .*; rank 1 .*; rank 2 .* Next: read the end of the log of rank 3",
@@ -331,7 +333,7 @@ def test_dead_rank_is_blamed_with_its_open_spans() -> None:
     assert (hang.kind, named(hang), hang.ended, hang.look_at) == ("dead", [2], (2,), ())
     assert (
         "rank 2 (node-b) died inside forward GPT > blocks.3, and did not enter it. Next: read"
-        " the end" in text(hang)
+        " the end" in hang_text(hang)
     )
 
 
@@ -352,9 +354,9 @@ def test_rank_that_ended_after_fewer_steps_is_blamed() -> None:
     assert (hang.kind, named(hang), hang.waiting) == ("uneven", [1], (0, 2, 3))
     assert (
         "rank 1 (node-a) did not enter it: recording ended normally there after 99 steps."
-        in text(hang)
+        in hang_text(hang)
     )
-    assert "Next: give all ranks the same number of steps" in text(hang)
+    assert "Next: give all ranks the same number of steps" in hang_text(hang)
 
 
 def test_ended_rank_that_entered_all_collectives_is_not_blamed() -> None:
@@ -383,7 +385,7 @@ def test_last_living_rank_outside_collectives_is_blamed() -> None:
     assert (hang.kind, named(hang), hang.waiting, hang.ended) == ("alone", [1], (), (0, 2, 3))
     assert (
         "Rank 1 (node-a) is inside save, and no rank waits for it. 3 ranks have ended. Next: look"
-        " at the Python stack of rank 1 on node-a." in text(hang)
+        " at the Python stack of rank 1 on node-a." in hang_text(hang)
     )
 
 
@@ -401,7 +403,7 @@ def test_node_that_became_silent_with_the_last_step_is_blamed() -> None:
     assert (
         "ranks 2 (node-b) and 3 (node-b) stopped reporting when the steps ended, 12.3 s ago, as did"
         " the sidecar of that node; last reported inside data, and did not enter it. Next: see"
-        " whether node-b can be reached" in text(hang)
+        " whether node-b can be reached" in hang_text(hang)
     )
 
 
@@ -410,7 +412,7 @@ def test_silent_node_is_blamed_even_if_its_ranks_have_entered() -> None:
     hang = found(*(on_silent_node(n, 12.3) for n in (2, 3)))
 
     assert (hang.kind, named(hang)) == ("silent", [2, 3])
-    assert "and entered every collective that others have" in text(hang)
+    assert "and entered every collective that others have" in hang_text(hang)
 
 
 def test_node_that_became_silent_long_before_the_hang_is_not_blamed() -> None:
@@ -419,7 +421,7 @@ def test_node_that_became_silent_long_before_the_hang_is_not_blamed() -> None:
     hang = found(behind(2), stale)
 
     assert (hang.kind, named(hang), hang.waiting, hang.unheard) == ("missing", [2], (0, 1), (3,))
-    assert "No reports from rank 3." in text(hang)
+    assert "No reports from rank 3." in hang_text(hang)
 
 
 def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
@@ -432,7 +434,7 @@ def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
         assert (hang.kind, named(hang), hang.unheard) == ("unheard", [], (3,))
         assert (
             "3 ranks wait in allreduce 57 of group 0 or a later operation; the cause is on the"
-            " ranks without reports" in text(hang)
+            " ranks without reports" in hang_text(hang)
         )
 
 
@@ -463,8 +465,9 @@ def test_node_that_became_silent_during_the_hang_is_still_judged() -> None:
     )
 
     assert (hang.kind, named(hang)) == ("missing", [2])
-    assert "did not enter it, last inside forward GPT > blocks.3, as reported 20.0 s ago." in text(
-        hang
+    assert (
+        "did not enter it, last inside forward GPT > blocks.3, as reported 20.0 s ago."
+        in hang_text(hang)
     )
 
 

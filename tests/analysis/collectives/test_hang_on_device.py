@@ -11,7 +11,7 @@ from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, 
 from torchlens_perf.analysis.collectives.hang import Collective, RankProgress
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.verdicts.words.hang import device_place, text
+from torchlens_perf.verdicts.words.hang import device_place_from_mark, hang_text
 
 FORWARD, BACKWARD = "the beginning of the forward pass", "the beginning of the backward pass"
 ITEM = "`loss.item()`, train (gpt.py:31)"
@@ -42,7 +42,7 @@ def test_rank_whose_kernel_has_not_started_is_blamed() -> None:
         "Ranks 0-3 have entered allreduce 57 of group 0, but on the device of rank 3 (node-b) the"
         " operation's kernel has not begun, although it has on ranks 0-2: an earlier kernel does"
         " not end there. Next: look for the kernel that does not end on rank 3 on node-b: dmesg"
-        " (Xid)" in text(hang)
+        " (Xid)" in hang_text(hang)
     )
 
 
@@ -85,7 +85,7 @@ def test_device_stuck_at_an_earlier_mark_is_blamed() -> None:
         "Ranks 0-3 have entered allreduce 57 of group 0, but the device of rank 3 (node-b) is in"
         " step 99 after the beginning of the forward pass, while the furthest device of ranks 0-2"
         " is in step 99 after the beginning of the backward pass. Next: look for the kernel"
-        in text(hang)
+        in hang_text(hang)
     )
 
 
@@ -103,8 +103,9 @@ def test_device_with_too_few_polls_is_not_stuck() -> None:
     for stood_s in (0.0, 1.9 * USUAL_S):
         hang = found(*others, at(3, 1, stood_s=stood_s))
         assert (hang.kind, named(hang)) == ("together", [])
-        assert "It is not known which device is behind: the training threads were blocked" in text(
-            hang
+        assert (
+            "It is not known which device is behind: the training threads were blocked"
+            in hang_text(hang)
         )
     assert named(found(*others, at(3, 1, stood_s=2.1 * USUAL_S))) == [3]
 
@@ -131,7 +132,7 @@ def test_all_devices_stuck_at_one_mark_are_a_hang_and_no_pause() -> None:
     assert (hang.kind, named(hang)) == ("together", [])
     assert (
         "Their devices are at the same place, in step 99 after the beginning of the backward pass"
-        in text(hang)
+        in hang_text(hang)
     )
     hosts = [at(number, 3, BACKWARD, inside=()) for number in range(4)]
     assert found(*hosts).kind == "together"
@@ -165,9 +166,9 @@ def test_hosts_that_wait_for_devices_without_marks_are_a_hang_without_blame() ->
         " checked them before they began to wait. One device may be stuck in a kernel of its own"
         " while the others wait for it in a collective, or all devices may have long work. The"
         " records cannot distinguish these cases. Next: see which kernel runs on each rank's device"
-        " (cuda-gdb: info cuda kernels)" in text(hang)
+        " (cuda-gdb: info cuda kernels)" in hang_text(hang)
     )
-    assert "by the stack of rank 0." in text(
+    assert "by the stack of rank 0." in hang_text(
         found(at(0, 7, inside=(), stood_s=0.0, waits_in=ITEM), *every(4, inside=())[1:])
     )
 
@@ -201,7 +202,7 @@ def test_rank_that_waits_for_its_device_before_a_collective_is_blamed() -> None:
         "rank 0 (node-a) did not enter it, last outside all recorded spans, waiting for its device"
         " in `loss.item()`, train (gpt.py:31). Next: see which kernel runs on the device of rank 0"
         " on node-a (cuda-gdb: info cuda kernels): a kernel that does not end, or a collective's"
-        " kernel that waits for another rank's device." in text(hang)
+        " kernel that waits for another rank's device." in hang_text(hang)
     )
 
 
@@ -232,7 +233,7 @@ def test_stack_lines_that_wait_for_a_device_are_recognized(source: str, waits: b
 
 
 def test_text_does_not_mention_devices_in_a_job_on_cpus() -> None:
-    assert "device is behind" not in text(found())
+    assert "device is behind" not in hang_text(found())
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_text_does_not_mention_devices_in_a_job_on_cpus() -> None:
 def test_mark_is_described_by_its_phase_or_module(
     place: int, kind: int, is_end: bool, words: str
 ) -> None:
-    found_place = device_place(
+    found_place = device_place_from_mark(
         DeviceMark(12, place, kind, 3, is_end, 5_000_000_000, 7_500_000_000), "blocks.3"
     )
     assert found_place == LastDeviceMark(12, place, words, 2.5, kind, is_end)

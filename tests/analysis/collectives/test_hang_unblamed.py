@@ -30,7 +30,7 @@ def test_groups_used_in_different_order_are_shown_as_a_cycle() -> None:
     assert (
         "Ranks wait for each other in a cycle: rank 0 waits in allreduce 5 of group a for rank 1,"
         " rank 1 waits in allgather 8 of group b for rank 0. Next: make all ranks issue"
-        in text(hang)
+        in hang_text(hang)
     )
 
 
@@ -61,7 +61,7 @@ def test_different_operations_with_one_number_are_shown_as_a_mismatch() -> None:
     assert hang.operations == {"allreduce": (0, 1, 3), "broadcast": (2,)}
     assert (
         "Collective 57 of group 0 differs between ranks: allreduce on ranks 0-1,3, broadcast on"
-        " rank 2. Next: " in text(hang)
+        " rank 2. Next: " in hang_text(hang)
     )
     assert hang.look_at == (2, 0)
 
@@ -93,7 +93,7 @@ def test_no_rank_is_blamed_if_all_are_in_the_same_collective() -> None:
     assert hang.collective == Collective(WORLD, 57, "allreduce")
     assert (
         "All 4 ranks have entered allreduce 57 of group 0: no rank keeps the others waiting. Ranks"
-        " 0-3 are inside backward. Next: look at the network and the devices" in text(hang)
+        " 0-3 are inside backward. Next: look at the network and the devices" in hang_text(hang)
     )
 
 
@@ -106,7 +106,7 @@ def test_no_collective_is_shown_if_waiting_ranks_have_none_in_common() -> None:
     hang = found(*every(2, issued={}, operations={}), count=2)
 
     assert (hang.kind, hang.collective) == ("together", None)
-    assert "Both ranks wait, but no record shows for what." in text(hang)
+    assert "Both ranks wait, but no record shows for what." in hang_text(hang)
 
 
 def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
@@ -116,20 +116,20 @@ def test_all_ranks_in_the_same_section_are_a_pause_and_no_alarm() -> None:
     assert (hang.kind, named(hang), hang.waiting, hang.needs_action) == ("pause", [], (), False)
     assert (
         "Rank 3 is inside torch.save; ranks 0-2 are inside torch.save > write. No rank waits for"
-        " another: a checkpoint" in text(hang)
+        " another: a checkpoint" in hang_text(hang)
     )
 
 
 def test_all_ranks_outside_spans_are_a_pause_and_no_alarm() -> None:
     """The ranks are in code that is not timed."""
-    assert "are outside all recorded spans. No rank waits" in text(found(*every(4, inside=())))
+    assert "are outside all recorded spans. No rank waits" in hang_text(found(*every(4, inside=())))
 
 
 def test_pause_of_a_single_rank_is_shown_with_its_open_span() -> None:
     hang = found(*every(1, inside=("data",)), count=1)
 
     assert (hang.kind, named(hang)) == ("pause", [])
-    assert "Rank 0 is inside data." in text(hang)
+    assert "Rank 0 is inside data." in hang_text(hang)
 
 
 def test_spans_with_the_fewest_ranks_come_first_without_a_collective() -> None:
@@ -144,7 +144,7 @@ def test_spans_with_the_fewest_ranks_come_first_without_a_collective() -> None:
     assert (
         "No recorded collective shows which rank waits for which. Rank 2 is inside forward GPT >"
         " blocks.3; ranks 0-1,3 are inside backward. Next: look at the Python stack of rank 2 first"
-        in text(hang)
+        in hang_text(hang)
     )
 
 
@@ -169,7 +169,7 @@ def test_stuck_rank_is_blamed_while_independent_ranks_make_steps() -> None:
     assert (hang.kind, named(hang), hang.moving) == ("alone", [2], (0, 1, 3))
     assert (
         "on rank 2, while 3 other ranks make steps. Rank 2 (node-b) is inside forward GPT >"
-        " blocks.3, and" in text(hang)
+        " blocks.3, and" in hang_text(hang)
     )
 
 
@@ -180,7 +180,7 @@ def test_idle_server_rank_is_a_hang_only_if_its_process_is_stopped() -> None:
     assert job(behind(2, inside=()), *going_on) is None
     hang = found(behind(2, inside=(), state="stopped"), *going_on)
     assert named(hang) == [2]
-    assert "stopped by a signal" in text(hang)
+    assert "stopped by a signal" in hang_text(hang)
 
 
 def test_no_hang_is_reported_while_other_ranks_almost_reach_the_limit() -> None:
@@ -204,7 +204,7 @@ def test_hang_in_one_of_two_independent_halves_of_a_job_is_found() -> None:
         (4, 5, 6, 7),
     )
     assert hang.unheard == ()
-    assert text(hang).startswith(
+    assert hang_text(hang).startswith(
         "No step for 12.0 s (usually 62.0 ms) on ranks 0-3, while 4 other ranks make steps. "
     )
 
@@ -301,7 +301,7 @@ def test_unreported_operation_is_known_in_a_group_with_one_kind() -> None:
 def test_more_than_four_spans_are_counted_and_nested_spans_shortened() -> None:
     """Nested spans are shown by the names of the outermost and the innermost one."""
     deep = tuple(f"m{i}" for i in range(9))
-    line = text(
+    line = hang_text(
         found(
             *(rank(n, inside=(f"p{n}", *deep), issued={}, operations={}) for n in range(6)), count=6
         )
@@ -312,7 +312,7 @@ def test_more_than_four_spans_are_counted_and_nested_spans_shortened() -> None:
 
 
 def test_more_than_four_ways_of_blocking_are_counted() -> None:
-    line = text(found(*(behind(n, inside=(f"p{n}",)) for n in range(6)), count=8))
+    line = hang_text(found(*(behind(n, inside=(f"p{n}",)) for n in range(6)), count=8))
 
     assert "rank 3 (node-b) did not enter it, last inside p3; 2 more ranks are missing." in line
 
@@ -326,5 +326,5 @@ def test_text_of_a_long_cycle_shows_its_start_and_end() -> None:
     assert (
         "cycle: rank 0 waits in collective 5 of group g0 for rank 1, rank 1 waits in collective 5"
         " of group g1 for rank 2, rank 2 waits in collective 5 of group g2 for rank 3, ..., rank 5"
-        " waits in collective 5 of group g5 for rank 0. Next:" in text(hang)
+        " waits in collective 5 of group g5 for rank 0. Next:" in hang_text(hang)
     )

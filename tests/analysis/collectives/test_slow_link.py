@@ -17,7 +17,7 @@ from torchlens_perf.analysis.collectives.slow_link import (
     find_slow_links,
 )
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.words.verdict import slow_link_text
+from torchlens_perf.verdicts.words.verdict import describe_slow_links
 
 TRANSFER_US = 400
 SEEDS = 40
@@ -119,7 +119,7 @@ def test_rank_common_to_all_slow_groups_is_blamed(seed: int) -> None:
 
     assert {link.ranks for link in found.links} == {ROWS[1], COLUMNS[2]}
     assert found.shared_ranks == (6,)
-    assert "all of them involve rank 6" in slow_link_text(found)
+    assert "all of them involve rank 6" in describe_slow_links(found)
 
 
 def test_node_common_to_all_slow_groups_is_blamed() -> None:

@@ -13,7 +13,7 @@ from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.summary import RankSummary
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.hang import device_place, text
+from torchlens_perf.verdicts.words.hang import device_place_from_mark, hang_text
 
 MS = 1_000_000
 
@@ -21,7 +21,7 @@ MS = 1_000_000
 def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) -> RankProgress:
     """Return the progress of a rank whose device mark is outside all spans."""
     mark = DeviceMark(99, place, int(kind), 3, False, 0, stood_ms * MS)
-    return rank(number, inside=(), device=device_place(mark, "blocks.3"), **changed)
+    return rank(number, inside=(), device=device_place_from_mark(mark, "blocks.3"), **changed)
 
 
 def found_over_nodes(*ranks: RankProgress) -> Hang:
@@ -47,9 +47,9 @@ def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
     where = "module blocks.3" if stuck < 2 else "a module"
     assert (
         f"is in step 99 after the beginning of {where}, while the furthest device of ranks"
-        in text(hang)
+        in hang_text(hang)
     )
-    assert "is in step 99 after the beginning of the backward pass." in text(hang)
+    assert "is in step 99 after the beginning of the backward pass." in hang_text(hang)
 
 
 def test_remote_device_marks_sampled_once_are_not_a_stuck_device() -> None:
@@ -67,4 +67,4 @@ def test_missing_kernel_on_another_node_is_found(stuck: int) -> None:
     ranks = [rank(number, began={WORLD: 57 - (number == stuck)}) for number in range(4)]
     hang = found_over_nodes(*(dataclasses.replace(each, operations={}) for each in ranks))
     assert (hang.kind, named(hang)) == ("device", [stuck])
-    assert f"on the device of rank {stuck}" in text(hang)
+    assert f"on the device of rank {stuck}" in hang_text(hang)

@@ -23,7 +23,7 @@ from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.summary import GROUPS, INSIDE, MAX_BYTES, ROWS, RankSummary
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.hang import device_place
+from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
 PLACE = Placement(
     "node-a",
@@ -139,7 +139,10 @@ class TestPlaceAndProgress:
         self, step: int, kind: int, is_end: bool
     ) -> None:
         sent = ranks.rank(
-            5, device=device_place(DeviceMark(step, 7, kind, 0, is_end, 0, 2_500_000_000), "")
+            5,
+            device=device_place_from_mark(
+                DeviceMark(step, 7, kind, 0, is_end, 0, 2_500_000_000), ""
+            ),
         )
 
         assert_close(pack_and_unpack(sent), dataclasses.replace(sent, operations={}))

@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.causes.rules import diagnose
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, StragglerGroup
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, straggler_verdicts
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_straggler_verdicts
 
 SLOW = 3
 # Signals of a healthy rank. The episode of tests/support/findings.py has an excess of 20 ms in a
@@ -335,7 +335,7 @@ def test_causes_are_ordered_by_the_share_that_they_explain() -> None:
 def verdict(found: Diagnosis, **changed: Any) -> Any:
     slow = episode(SLOW, phase="host", **changed)
     group = StragglerGroup("rank", "", (SLOW,), slow, "node-0", diagnosis=found)
-    (now,), _ = straggler_verdicts(SlowRankContext(()), findings(slow, groups=(group,)))
+    (now,), _ = build_straggler_verdicts(SlowRankContext(()), findings(slow, groups=(group,)))
     return now
 
 

@@ -17,7 +17,7 @@ from torchlens_perf.verdicts.causes.straggler_groups import (
     find_straggler_groups,
 )
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, Usual
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Diagnosis, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 MS = 1e6
@@ -251,7 +251,7 @@ class TestImbalance:
     def test_stage_with_several_populations_counts_its_largest_work(self) -> None:
         """All ranks of the stage are listed."""
         usual = tuple(
-            Usual(population, ranks, work * MS, 0.0)
+            UsualTimes(population, ranks, work * MS, 0.0)
             for population, ranks, work in (("a", "0-1", 100), ("b", "2-3", 160), ("c", "4-7", 100))
         )
         found = dataclasses.replace(NOTHING, usual=usual, step_ns=170 * MS)

@@ -14,7 +14,7 @@ from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.episodes import (
     Episode,
     compute_shared_cost_ns,
-    described,
+    measure_episode,
     phase_of_excess,
 )
 from torchlens_perf.verdicts.stragglers.window import SlidingWindow
@@ -34,7 +34,7 @@ def episode_of(job: Job, rank: int = 1, first: int = 0, phase: str = "") -> Epis
     series = window.excess_ns if phase != "cpu" else window.ready_ns
     episode = dataclasses.replace(EMPTY, rank=rank, phase=phase)
     others = np.delete(present, rank)
-    return described(
+    return measure_episode(
         episode, window, rank, others, keys, series[rank, keys].astype(np.float64), 2 * MS
     )
 

@@ -16,7 +16,7 @@ from torchlens_perf.run.device.merged_rows import STANDS_OUT, MergedRow, pack_ro
 from torchlens_perf.run.device.step_parts import ROW_NAMES, StepPart
 from torchlens_perf.run.ring import Kind, record_dtype
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.merged_windows import (
     GAP,
     MIN_WINDOWS,
@@ -28,8 +28,8 @@ from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, Placement
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
-    no_straggler,
-    straggler_verdicts,
+    build_no_straggler_verdict,
+    build_straggler_verdicts,
 )
 
 MS, STEPS = 1_000_000, 64
@@ -162,7 +162,7 @@ def test_episode_found_in_windows_has_the_slow_part(
     named = add_straggler_groups(
         dataclasses.replace(NOTHING, episodes=(found,), step_ns=70 * MS, compared=8), {}
     )
-    (verdict,), _ = straggler_verdicts(SlowRankContext([], "cuda", None), named)
+    (verdict,), _ = build_straggler_verdicts(SlowRankContext([], "cuda", None), named)
     assert "Rank 2 is slow" in verdict.sentence
     assert "Found in statistics merged on devices" in verdict.sentence
     assert "By host time" not in verdict.sentence
@@ -205,7 +205,7 @@ def test_no_rank_is_reported_without_a_lasting_large_excess(windows: MergedWindo
 
 def judged(*episodes: Any, ranks: int, **changed: Any) -> Findings:
     """Return findings of a detector that compares the given number of ranks."""
-    usual = (Usual("model", f"0-{ranks - 1}", 66 * MS, 4 * MS),)
+    usual = (UsualTimes("model", f"0-{ranks - 1}", 66 * MS, 4 * MS),)
     return findings(*episodes, usual=usual, compared=ranks, **changed)
 
 
@@ -221,7 +221,7 @@ def test_slow_ranks_unknown_to_the_detector_are_added() -> None:
     assert found.episodes[0] == own
     assert (found.compared, found.unconfirmed) == (8, ())
     clean = combine_with_windows(
-        dataclasses.replace(NOTHING, usual=(Usual("", "0-0", 1, 1),)), seen(*[CLEAN] * 3), {}
+        dataclasses.replace(NOTHING, usual=(UsualTimes("", "0-0", 1, 1),)), seen(*[CLEAN] * 3), {}
     )
     assert (clean.episodes, clean.compared, clean.rows) == ((), 8, 3)
     assert clean.detectable_ns == pytest.approx(5 * 0.66 * MS)
@@ -241,7 +241,10 @@ def test_slow_rank_that_only_windows_show_is_unconfirmed() -> None:
     assert [each.rank for each in nobody.unconfirmed] == [3]
     run = {"judged_by": "device", "device": "cuda", "ranks_seen": 8, "live": False}
     facts: Any = {"steps": {"count": 200}, "run": run}
-    verdict, quiet = no_straggler(facts, nobody), no_straggler(facts, judged(ranks=8))
+    verdict, quiet = (
+        build_no_straggler_verdict(facts, nobody),
+        build_no_straggler_verdict(facts, judged(ranks=8)),
+    )
     assert verdict.confidence == quiet.confidence / 2
     assert (
         "do not confirm this, but show rank 3 (+9.00 ms a step, in the forward pass)"
@@ -259,9 +262,9 @@ def test_episode_that_windows_should_show_but_do_not_is_disputed() -> None:
     found = combine_with_windows(judged(episode(rank=6, since=64), ranks=8), windows, ALL)
     assert [(each.rank, each.disputed) for each in found.episodes] == [(6, True)]
     context = SlowRankContext([], "cuda", "device")
-    (verdict,), _ = straggler_verdicts(context, add_straggler_groups(found, ALL))
+    (verdict,), _ = build_straggler_verdicts(context, add_straggler_groups(found, ALL))
     undisputed = remove_window_findings(found)
-    (before,), _ = straggler_verdicts(context, add_straggler_groups(undisputed, ALL))
+    (before,), _ = build_straggler_verdicts(context, add_straggler_groups(undisputed, ALL))
     assert verdict.confidence == before.confidence / 2
     assert (
         "do not confirm it, but show rank 3 (+9.00 ms a step, in the forward pass). Next: "

@@ -12,10 +12,10 @@ from tests.support.findings import episode, findings
 from tests.support.saved import save_and_load
 from tests.support.simulations import simulation
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, Usual
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 
-USUAL = (Usual("same", "0-7", 60e6, 40e6),)
+USUAL = (UsualTimes("same", "0-7", 60e6, 40e6),)
 
 
 def looks(
@@ -84,7 +84,9 @@ def test_episode_ends_if_the_new_detector_would_have_found_it() -> None:
         {"last_step": 180},
         {"detectable_ns": 21e6},
         {"detectable_ns": None},
-        {"usual": (Usual("same", "0-2,4-7", 60e6, 40e6),)},  # The rank's steps were not compared.
+        {
+            "usual": (UsualTimes("same", "0-2,4-7", 60e6, 40e6),)
+        },  # The rank's steps were not compared.
         {"rows": 0, "compared": 0, "detectable_ns": None},
     ):
         (left,) = (

@@ -19,19 +19,19 @@ from torchlens_perf.verdicts.stragglers.findings import (
     NOTHING,
     StageImbalance,
     StragglerGroup,
-    Usual,
+    UsualTimes,
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, NobodySlowEvidence
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, NoSlowRankEvidence
 from torchlens_perf.verdicts.words.stragglers import (
     MAX_PAST,
     SlowRankContext,
+    build_straggler_verdicts,
     cause_class,
-    last_arrival_shares,
+    compute_last_arrival_shares,
     no_straggler,
     phase_name,
-    straggler_verdicts,
 )
 
 MS = 1e6
@@ -48,7 +48,7 @@ OTHERWISE = "The kernels of the collectives do not confirm it"
 def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> JudgedVerdict:
     """Return the verdict on one slow rank."""
     found = findings(slow, **changed)
-    (now,), before = straggler_verdicts(context, add_straggler_groups(found, AT))
+    (now,), before = build_straggler_verdicts(context, add_straggler_groups(found, AT))
     assert before == []
     return now
 
@@ -120,18 +120,18 @@ def test_last_arrivals_count_only_for_enough_collectives_joined_by_kernels() -> 
         }
 
     rows: Any = [row(30, {"0": 6, "1": 24}), row(10, {"0": 10}), row(99, {"0": 99}, whole=False)]
-    assert last_arrival_shares(rows) == pytest.approx({0: 0.4, 1: 0.6})
-    assert last_arrival_shares([*rows, row(99, {"0": 99}, by_device=0)]) == last_arrival_shares(
-        rows
-    )
-    assert last_arrival_shares(rows[1:]) == {}
+    assert compute_last_arrival_shares(rows) == pytest.approx({0: 0.4, 1: 0.6})
+    assert compute_last_arrival_shares(
+        [*rows, row(99, {"0": 99}, by_device=0)]
+    ) == compute_last_arrival_shares(rows)
+    assert compute_last_arrival_shares(rows[1:]) == {}
 
 
 def test_location_of_a_slow_rank_has_the_name_of_its_host_or_node() -> None:
     at = {rank: dataclasses.replace(place, location="switch leaf3") for rank, place in AT.items()}
     slow = [episode(rank, shared_cost_ns=15 * MS) for rank in range(4)]
-    (one,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(episode()), at))
-    (node,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow), at))
+    (one,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(episode()), at))
+    (node,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow), at))
 
     assert one.sentence.startswith("Rank 3 (node-0, switch leaf3) is slow")
     assert node.sentence.startswith("Node node-0 (switch leaf3) is slow (ranks 0-3)")
@@ -139,7 +139,7 @@ def test_location_of_a_slow_rank_has_the_name_of_its_host_or_node() -> None:
 
 def test_sentence_on_a_rank_slow_since_the_start_has_no_step_and_no_unknown_host() -> None:
     found = findings(episode(1, from_start=True), compared=2)
-    (verdict,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(found, {}))
+    (verdict,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(found, {}))
 
     assert verdict.sentence.startswith("Rank 1 is slow in")
     assert ", the other rank 60.0 ms. " in verdict.sentence
@@ -335,13 +335,13 @@ def test_slow_host_has_a_different_sentence_class_and_action() -> None:
 
 def test_sentence_on_a_node_or_position_has_its_slowest_rank() -> None:
     slow = [episode(rank, excess_ns=rank * MS) for rank in range(4, 8)]
-    (node,), _ = straggler_verdicts(
+    (node,), _ = build_straggler_verdicts(
         CONTEXT, findings(*slow, groups=tuple(find_straggler_groups(slow, AT)))
     )
     experts = places(8, node_size=4, ep=[rank % 4 for rank in range(8)])
     slow = [episode(2), episode(6)]
     together = findings(*slow, groups=tuple(find_straggler_groups(slow, experts)))
-    (position,), _ = straggler_verdicts(CONTEXT, together)
+    (position,), _ = build_straggler_verdicts(CONTEXT, together)
 
     assert node.sentence.startswith(
         "Node node-1 is slow (ranks 4-7), most of all rank 7, in the backward pass: "
@@ -360,10 +360,10 @@ def test_cost_of_a_node_is_shared_or_unknown() -> None:
     """After the end of the episodes, the cost is reported for each rank."""
     known = [episode(rank, cost_ns=0.4 * MS, shared_cost_ns=19 * MS) for rank in range(4, 8)]
     unknown = [episode(rank, cost_ns=0.4 * MS) for rank in range(4, 8)]
-    (told,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*known), AT))
-    (not_told,), _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*unknown), AT))
+    (told,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(*known), AT))
+    (not_told,), _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(*unknown), AT))
     over = findings(episode(4, until=200, cost_ns=0.4 * MS, shared_cost_ns=19 * MS))
-    _, (was,) = straggler_verdicts(CONTEXT, add_straggler_groups(over, AT))
+    _, (was,) = build_straggler_verdicts(CONTEXT, add_straggler_groups(over, AT))
 
     assert "It costs the job 19.0 ms a step (19%), since step 100." in told.sentence
     assert (told.cost_s_per_step, told.cost_share) == pytest.approx((0.019, 0.19))
@@ -382,8 +382,8 @@ def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
         for rank in (1, 4, 6)
     ]
     found = findings(*slow)
-    now, _ = straggler_verdicts(CONTEXT, add_straggler_groups(found, AT))
-    pair, _ = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow[:2]), AT))
+    now, _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(found, AT))
+    pair, _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow[:2]), AT))
 
     assert [verdict.rank for verdict in now] == [6, 4, 1]
     assert (
@@ -400,7 +400,7 @@ def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
 def test_slow_ranks_with_different_work_have_separate_costs() -> None:
     at = {rank: dataclasses.replace(place, population=str(rank % 2)) for rank, place in AT.items()}
     found = findings(episode(1), episode(4, cost_ns=5 * MS))
-    now, _ = straggler_verdicts(CONTEXT, add_straggler_groups(found, at))
+    now, _ = build_straggler_verdicts(CONTEXT, add_straggler_groups(found, at))
 
     assert ["It costs the job" in verdict.sentence for verdict in now] == [True, True]
     assert [verdict.cost_s_per_step for verdict in now] == pytest.approx([0.015, 0.005])
@@ -413,7 +413,7 @@ def test_module_excess_from_another_node_is_used_if_the_report_has_none() -> Non
     elsewhere = SlowRankContext([module("layers.7", {"0": 0.01, "1": 0.01})])
     here = SlowRankContext([module("layers.2", {"3": 0.03, "0": 0.01, "1": 0.01})])
     little = add_straggler_groups(slow, AT, lambda rank: {"layers.7": 5 * MS})
-    verdicts = [straggler_verdicts(*given)[0][0] for given in (
+    verdicts = [build_straggler_verdicts(*given)[0][0] for given in (
         (elsewhere, told), (here, told), (elsewhere, little),
     )]  # fmt: skip
 
@@ -424,7 +424,9 @@ def test_module_excess_from_another_node_is_used_if_the_report_has_none() -> Non
 
 def test_sentence_on_an_imbalance_has_the_stage_with_most_work() -> None:
     imbalance = StageImbalance("pp 2", (8, 9, 10, 11), 140 * MS, 100 * MS, stages=4)
-    (verdict,), _ = straggler_verdicts(CONTEXT, findings(step_ns=160 * MS, imbalance=imbalance))
+    (verdict,), _ = build_straggler_verdicts(
+        CONTEXT, findings(step_ns=160 * MS, imbalance=imbalance)
+    )
 
     assert (
         verdict.sentence
@@ -443,7 +445,7 @@ def test_ended_episodes_follow_open_ones_newest_first() -> None:
         episode(2, 60, until=110),
         episode(3, 0, 70, from_start=True),
     ]
-    now, before = straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow), AT))
+    now, before = build_straggler_verdicts(CONTEXT, add_straggler_groups(findings(*slow), AT))
 
     assert [verdict.rank for verdict in now] == [5]
     assert [verdict.rank for verdict in before] == [2, 1, 3]
@@ -466,7 +468,7 @@ def test_number_of_straggler_verdicts_is_limited() -> None:
     slow = [episode(rank, cost_ns=rank * MS) for rank in range(6)]
     over = [episode(rank, since=rank * 10, until=rank * 10 + 5) for rank in range(MAX_PAST + 2)]
     lone = tuple(StragglerGroup("rank", "", (each.rank,), each) for each in reversed(slow))
-    now, before = straggler_verdicts(CONTEXT, findings(*slow, *over, groups=lone))
+    now, before = build_straggler_verdicts(CONTEXT, findings(*slow, *over, groups=lone))
 
     assert [verdict.rank for verdict in now] == [5, 4, 3, 2]
     assert [verdict.rank for verdict in before] == list(range(MAX_PAST + 1, 1, -1))
@@ -496,7 +498,7 @@ class TestNoSlowRank:
             == "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step"
             " (3.0%)."
         )
-        assert verdict.evidence == NobodySlowEvidence(rows=64, detectable_s=0.003, compared=8)
+        assert verdict.evidence == NoSlowRankEvidence(rows=64, detectable_s=0.003, compared=8)
         assert verdict.kind == "none"
 
     def test_too_few_steps_are_reported_with_the_needed_number(self) -> None:
@@ -554,7 +556,7 @@ class TestNoSlowRank:
     ) -> None:
         """No rank is called slow."""
         usual = tuple(
-            Usual(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts
+            UsualTimes(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts
         )
         found = dataclasses.replace(NOTHING, usual=usual, step_ns=50 * MS)
         text = no_straggler(REPORT, found).sentence

@@ -41,7 +41,7 @@ def build_header(report: Report, status: Headline | None) -> Element:
         _state_text(run),
         step_count_text(report),
         *([f"attempt {run['attempt']}"] if run["attempt"] else []),
-        *([words] if (words := startup_words(run)) else []),
+        *([words] if (words := describe_startup(run)) else []),
     ]
     return tag(
         "header",

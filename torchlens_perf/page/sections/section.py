@@ -35,7 +35,7 @@ def ranks_in_verdicts(report: Report) -> list[int]:
     found: list[int] = []
     for verdict in report["verdicts"]:
         if verdict["kind"] in _NAMED and verdict["rank"] is not None:
-            found += [verdict["rank"], *ranks_of(verdict)]
+            found += [verdict["rank"], *ranks_in_row(verdict)]
     return list(dict.fromkeys(found))
 
 

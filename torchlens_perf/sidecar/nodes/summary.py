@@ -31,7 +31,7 @@ from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.causes.metrics import METRICS, encode_signals
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import LATE_ROWS, BinBatch
-from torchlens_perf.verdicts.words.hang import device_place
+from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -204,7 +204,7 @@ def _unpack_device_place(
 ) -> LastDeviceMark:
     """Return the device's place, without the span's name, which a summary does not contain."""
     stood_ns = round(stood_s * 1e9)
-    return device_place(
+    return device_place_from_mark(
         DeviceMark(step - behind + 1, place, mark & ~_IS_END, 0, bool(mark & _IS_END), 0, stood_ns),
         "",
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.run import ownership
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.node_state import ProcessState, decode
-from torchlens_perf.verdicts.words.oom import oom_text
+from torchlens_perf.verdicts.words.oom import format_oom_table
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory

@@ -1,9 +1,9 @@
-"""Verdicts on the use of the steps' time, over all ranks. Shares are of a typical step, or of the
-time of all steps.
+"""Verdicts on how steps spend their time, as means over all ranks. Shares are of a typical step, or
+of all steps.
 
-Computing is the purpose of a job. It is named first, unless a wait or host code takes a quarter of
-the step, or more than computing. Other large uses follow. For work on a device, the device's clock
-determines the limit. Without device times, the verdict is that the limit is not known.
+The purpose of a job is computing. It is named first, unless a wait or host code takes a quarter of
+the step, or more time than computing. Other large parts follow. For work on a device, only the
+device's clock shows the limit. Without device times, the verdict is that the limit is not known.
 """
 
 from __future__ import annotations
@@ -23,56 +23,57 @@ from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
 from torchlens_perf.verdicts.words.evidence import (
-    CaughtUpEvidence,
     DeviceStepEvidence,
     JudgedVerdict,
+    LaunchBoundEvidence,
     LongSteps,
-    NotKnownEvidence,
     OtherThreadsEvidence,
-    SampledEvidence,
+    SampledCpuLackEvidence,
     TypicalStepEvidence,
-    joined,
-    judged,
+    UntimedDeviceEvidence,
+    join_long_steps,
+    make_verdict,
 )
 from torchlens_perf.verdicts.words.stragglers import module_label, phase_name
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, TypicalStep
 
-# Shares of a typical step from which a use is named, is what the advice is about, and is named
-# before computing.
+# The smallest shares of a typical step for which a wait is named, is the subject of the advice, and
+# is named before computing.
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
-# Share of all steps' time from which a class of long steps is named. It is lower if all waited for
-# one known rank.
+# The smallest share of all step time for which a class of long steps is named. It is lower if all
+# other ranks waited for one known rank.
 _LONG_WORTH_NAMING = 0.05
 _STALL_WORTH_NAMING = 0.015
 # Two times are nearly equal if the smaller is at least this share of the larger.
 _NEARLY = 0.8
-# Shares of a step's host code that one section has.
+# Shares of a step's host code for which one section is named as most or as some of it.
 _MOST, _SOME = 0.5, 0.25
-# Sampled lack of CPUs, as a share of the time: from the first on it is mentioned, from the second
-# on it is the limit.
+# From this share of the samples on, lack of a CPU is mentioned.
 _SOME_LACK = 0.05
+# From this share of the samples on, lack of a CPU limits the step.
 _SAMPLED_LACK = 0.25
 _MAX_LONG = 2
-# The most numbers of irregular steps that a sentence lists.
+# A sentence lists at most this many numbers of irregular steps.
 _MAX_NUMBERS = 4
-# Below this share of communication in the typical step, ranks communicate in other steps.
+# If communication takes less than this share of the typical step, ranks communicate in other steps.
 _RARELY = 0.05
-# The fewest steps of a class that counts as a kind of steps.
+# The smallest number of steps that counts as a kind of steps.
 _FEWEST = 5
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
-"""Kinds of long steps that do not explain their length while a rank is slow."""
+"""Kinds of long steps that are not reported while a rank is slow. They do not explain the length of
+the step."""
 _GAP = ("data", "host")
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
-# Share of forward and backward passes at whose end the device had no work left: above the first,
-# the step is limited by launches. Below the second, the host is ahead of the device.
+# Shares of forward and backward passes at whose end the device had no work left. Above the first
+# share, launches limit the step. Below the second share, the host is ahead of the device.
 _LAUNCH_BOUND, _CAUGHT_UP = 0.8, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Use:
-    """A use of a step's time. Seconds are means over the ranks."""
+class TimeShare:
+    """One use of a step's time, such as waiting for data. Seconds are means over the ranks."""
 
     kind: str
     phase: str
@@ -82,63 +83,65 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
-    """The uses of a step of `step_s` seconds.
+class StepBreakdown:
+    """The use of time in a step of `step_s` seconds.
 
-    They add up to it, except for the overhead of recording.
+    The parts add up to the step, except for the overhead of recording.
     """
 
     step_s: float
-    computing: Use
-    waits: list[Use]
-    """All other uses, the largest first."""
+    computing: TimeShare
+    waits: list[TimeShare]
+    """All other parts, the largest first."""
 
     @property
-    def limit(self) -> Use:
-        """The use that is named first: computing, unless a wait takes a quarter of the step, or
-        more than computing."""
+    def limit(self) -> TimeShare:
+        """The part that is named first: computing, unless a wait takes a quarter of the step, or
+        more time than computing."""
         most = self.waits[0]
-        return most if most.seconds >= self._enough_s else self.computing
+        return most if most.seconds >= self._min_limit_s else self.computing
 
-    def limits(self, kind: str) -> bool:
-        """Return True if a kind of use limits the step.
+    def is_limited_by(self, kind: str) -> bool:
+        """Return True if this kind of time limits the step.
 
-        Two waits that take nearly the same time both do.
+        Two waits that take nearly the same time both limit the step.
         """
         if kind == self.computing.kind:
             return self.limit is self.computing
-        return self.wait(kind).seconds >= max(self._enough_s, _NEARLY * self.waits[0].seconds)
+        return self.wait_of_kind(kind).seconds >= max(
+            self._min_limit_s, _NEARLY * self.waits[0].seconds
+        )
 
     @property
-    def _enough_s(self) -> float:
+    def _min_limit_s(self) -> float:
         return min(_WASTE_FIRST * self.step_s, self.computing.seconds)
 
-    def wait(self, kind: str) -> Use:
+    def wait_of_kind(self, kind: str) -> TimeShare:
         """Return the wait of a kind."""
         return next(each for each in self.waits if each.kind == kind)
 
-    def without(self, kind: str) -> Spent:
-        """Return the step without one kind of wait, whose cause has another verdict."""
+    def without_wait(self, kind: str) -> StepBreakdown:
+        """Return the step without one kind of wait, because another verdict explains it."""
         return dataclasses.replace(self, waits=[each for each in self.waits if each.kind != kind])
 
     @property
-    def worth_naming(self) -> list[Use]:
+    def large_waits(self) -> list[TimeShare]:
         return [each for each in self.waits if each.seconds >= _WORTH_NAMING * self.step_s]
 
 
-def spent(
+def break_down_step(
     step_s: float,
     parts_s: Mapping[str, float],
     lack_s: Mapping[str, float],
     *,
     device: bool,
     look_at: str = "",
-) -> Spent:
-    """Return the uses of a step.
+) -> StepBreakdown:
+    """Return how a step spends its time.
 
-    parts_s: seconds of each part. lack_s: seconds of each part in which a thread was runnable
-    without a CPU.
-    device: the parts are by the device's clock. A lack of CPU then counts only between the phases,
+    parts_s: seconds of each part. lack_s: seconds of each part in which a thread was runnable but
+    had no CPU. look_at: the advice if computing limits the step.
+    device: True if parts are by the device's clock. Lack of a CPU then counts only between phases,
     where the device waits for the host.
     """
     lack = {
@@ -158,65 +161,72 @@ def spent(
     waits = [dataclasses.replace(_LACK, seconds=sum(lack.values()))]
     waits += [dataclasses.replace(each, seconds=left.get(each.phase, 0.0)) for each in _WAITS]
     waits.sort(key=lambda use: -use.seconds)
-    use = Use("compute_bound", largest, sum(computing.values()), what, look_at)
-    return Spent(step_s, use, waits)
+    use = TimeShare("compute_bound", largest, sum(computing.values()), what, look_at)
+    return StepBreakdown(step_s, use, waits)
 
 
-def bottlenecks(report: Facts, *, waits_explained: bool = False) -> list[JudgedVerdict]:
-    """Return the verdict on the typical step, and on costly classes of long steps.
+def build_bottleneck_verdicts(
+    report: Facts, *, waits_explained: bool = False
+) -> list[JudgedVerdict]:
+    """Return the verdict on the typical step, and verdicts on costly classes of long steps.
 
-    waits_explained: True if ranks wait in communication for a rank that has another verdict. These
-    waits are left out.
+    waits_explained: True if another verdict names a rank for which other ranks wait. Waits in
+    communication are then left out.
     """
-    typical = _typical(report, waits_explained=waits_explained)
+    typical = _build_typical_step_verdict(report, waits_explained=waits_explained)
     classes = report["steps"]["long"]
-    # With too few typical steps, the usual duration is not known.
+    # With fewer typical steps, the usual duration is not known.
     if report["steps"]["alike"] < _FEWEST:
         classes = [each for each in classes if each["kinds"] or each["waited_for"] is not None]
     if typical.kind == "lack_of_cpu":
-        # This verdict also explains steps that only lack a CPU for longer than the others.
+        # This verdict also explains steps that differ only by a longer lack of a CPU.
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
-        typical = dataclasses.replace(typical, text=f"{typical.text}{_lack_longer(lacking)}")
+        typical = dataclasses.replace(
+            typical, text=f"{typical.text}{_describe_longer_cpu_waits(lacking)}"
+        )
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
-        # The host's step is long if it waits for the device, for example to print a loss.
+        # The host waits for the device in some steps, for example to print a loss. The device's
+        # step is then as long as usual.
         classes = [each for each in classes if each["kinds"]]
     worth = [
         each
-        for each in _by_kind(classes)
+        for each in _join_classes_by_kind(classes)
         if each["share"]
         >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
     ]
-    short_of_cpus = "lack_of_cpu" in named_uses(typical)
+    short_of_cpus = "lack_of_cpu" in named_kinds(typical)
     return [
         typical,
         *(
-            _long_steps_verdict(report, each, short_of_cpus=short_of_cpus)
+            _build_long_steps_verdict(report, each, short_of_cpus=short_of_cpus)
             for each in worth[:_MAX_LONG]
         ),
     ]
 
 
-def _by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
-    """Return the classes, the costliest first. Classes of the same known kind are joined, such as
-    evaluations of two lengths.
+def _join_classes_by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
+    """Return the classes, the costliest first, with those of the same known kind joined.
 
-    Classes of unknown kinds are not joined: steps that take twice as long may do other work.
+    For example, evaluations of two lengths are joined. Classes of unknown kinds are not joined,
+    because steps of different lengths may do different work.
     """
     found: dict[object, list[LongSteps]] = {}
     for each in classes:
         key = (*each["kinds"], each["waited_for"]) if each["kinds"] else id(each)
         found.setdefault(key, []).append(each)
     of_kinds: list[LongSteps] = [
-        each[0] if len(each) == 1 else {**joined(each), "period": None} for each in found.values()
+        each[0] if len(each) == 1 else {**join_long_steps(each), "period": None}
+        for each in found.values()
     ]
     return sorted(of_kinds, key=lambda each: -each["total_s"])
 
 
-def _lack_longer(lacking: list[LongSteps]) -> str:
-    """Return a sentence on steps that lack a CPU for longer than the typical step, or ""."""
+def _describe_longer_cpu_waits(lacking: list[LongSteps]) -> str:
+    """Return a sentence on steps that lack a CPU for longer than the typical step; "" if they take
+    little time."""
     count, total_s = (
         sum(each["count"] for each in lacking),
         sum(each["total_s"] for each in lacking),
@@ -230,8 +240,8 @@ def _lack_longer(lacking: list[LongSteps]) -> str:
     return f" {format_count(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
 
 
-def named_uses(verdict: JudgedVerdict) -> set[str]:
-    """Return the kinds of uses that the sentence on the typical step names."""
+def named_kinds(verdict: JudgedVerdict) -> set[str]:
+    """Return the kinds of time that the verdict on the typical step names."""
     evidence, uses_s = verdict.evidence, dict[str, float]()
     if isinstance(evidence, TypicalStepEvidence):
         uses_s, step_s = dict(evidence.uses_s), evidence.typical_step_s
@@ -244,51 +254,47 @@ def named_uses(verdict: JudgedVerdict) -> set[str]:
     }
 
 
-def without_use(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
-    """Return the verdict on the typical step without the clause on one wait."""
-    what = next((_lower(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
+def drop_wait_clause(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
+    """Return the verdict on the typical step without its clause on one kind of wait."""
+    what = next((_uncapitalize(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
     return dataclasses.replace(
         verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text)
     )
 
 
-def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
+def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     """Return the verdict on the typical step."""
     device = report["run"]["device"]
     if device is not None:
-        return _on_a_device(report, device, waits_explained=waits_explained)
+        return _build_device_verdict(report, device, waits_explained=waits_explained)
     sampled = report["steps"]["sampled_lack_of_cpu"]
-    everything = _on_the_host(report)
-    found = everything.without("communication_bound") if waits_explained else everything
-    step_s, computing, first, worth = found.step_s, found.computing, found.limit, found.worth_naming
+    everything = _break_down_host_step(report)
+    found = everything.without_wait("communication_bound") if waits_explained else everything
+    step_s, computing, first, worth = (
+        found.step_s,
+        found.computing,
+        found.limit,
+        found.large_waits,
+    )
     if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
         text = (
             f"Waiting for a CPU takes {format_percent(sampled)} of the time, according to one-second"
             f" samples. Its place in the step was not measured. Next: {CPU_ACTION}"
         )
-        return judged(
-            "lack_of_cpu",
-            None,
-            "cpu",
-            sampled * step_s,
-            sampled,
-            None,
-            0.8,
-            text,
-            SampledEvidence(sampled),
-        )
-    unrecorded = _on_other_threads(report, found)
+        cost_s, lack = sampled * step_s, SampledCpuLackEvidence(sampled)
+        return make_verdict("lack_of_cpu", None, "cpu", cost_s, sampled, None, 0.8, text, lack)
+    unrecorded = _build_other_threads_verdict(report, found)
     if unrecorded is not None:
         return unrecorded
     worth = [each for each in worth if each is not first]
     if first.kind == "host_bound":
-        first, *rest = _in_sections(report, first, step_s)
+        first, *rest = _split_host_code_by_section(report, first, step_s)
         worth = [*worth, *rest]
     else:
-        worth = [new for old in worth for new in _in_sections(report, old, step_s)]
+        worth = [new for old in worth for new in _split_host_code_by_section(report, old, step_s)]
     also_named = [*worth, computing] if first is not computing and computing.seconds else worth
     also = "".join(
-        f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in also_named
+        f"; {_uncapitalize(each.what)} {_format_share(each.seconds, step_s)}" for each in also_named
     )
     following = (
         worth[0]
@@ -297,11 +303,11 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     )
     cost_s = 0.0 if following is computing else following.seconds
     text = (
-        f"{first.what} takes {_share_words(first.seconds, step_s)} of a typical step of"
-        f" {format_duration(step_s)}{also}."
+        f"{first.what} takes {_format_share(first.seconds, step_s)} of a typical step of"
+        f" {duration(step_s)}{also}."
     )
-    waits_s = [each["parts"].get("communication", 0.0) for each in _typical_steps(report)]
-    text += f"{_wait_alike(first, waits_s)}{_kinds_of_steps(report)}"
+    waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
+    text += f"{_equal_waits_caveat(first, waits_s)}{_describe_kinds_of_steps(report)}"
     if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
         text += (
             " These figures include waiting for a CPU, which was not measured per step: one-second"
@@ -310,28 +316,30 @@ def _typical(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
     text += f" Next: {following.action}"
     known = [use for use in everything.waits if use.kind != _LACK.kind or _lack_is_measured(report)]
     evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *known)})
-    return judged(first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence)
+    return make_verdict(
+        first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence
+    )
 
 
 _ACTION_ON_THREADS = "enter watch() on the thread that trains."
 _ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that another thread loads."
 
 
-def _on_other_threads(report: Facts, found: Spent) -> JudgedVerdict | None:
-    """Return a verdict if host code is the limit while other threads work; else None."""
+def _build_other_threads_verdict(report: Facts, found: StepBreakdown) -> JudgedVerdict | None:
+    """Return a verdict if host code limits the step while other threads work; else None."""
     outside, others = found.limit, _other_threads_s(report)
     if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
         return None
-    shown = _phases_shown(others)
+    shown = _format_phases(others)
     action = _ACTION_ON_DATA_THREAD if others.keys() == {"data"} else _ACTION_ON_THREADS
     text = (
         "What limits the step is not known: threads that are not recorded do part of the work"
         f" ({shown} a step). The recorded thread spends"
-        f" {_share_words(outside.seconds, found.step_s)} of a step outside its own phases, where it"
+        f" {_format_share(outside.seconds, found.step_s)} of a step outside its own phases, where it"
         f" may be waiting for these threads. Next: {action}"
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
-    return judged("not_known", None, None, None, None, None, 0.0, text, evidence)
+    return make_verdict("not_known", None, None, None, None, None, 0.0, text, evidence)
 
 
 def other_threads_note(report: Facts) -> str:
@@ -340,13 +348,13 @@ def other_threads_note(report: Facts) -> str:
     if not others:
         return ""
     return (
-        f"other threads also worked ({_phases_shown(others)} a step); this work is not part of the"
+        f"other threads also worked ({_format_phases(others)} a step); this work is not part of the"
         " step times"
     )
 
 
 def _other_threads_s(report: Facts) -> dict[str, float]:
-    """Return seconds per step of each phase on other threads, as mean over the ranks."""
+    """Return seconds per step of each phase on other threads, as means over the ranks."""
     total_s: dict[str, float] = {}
     for phase, seconds in (
         item for rank in report["ranks"] for item in rank["other_threads"].items()
@@ -358,21 +366,21 @@ def _other_threads_s(report: Facts) -> dict[str, float]:
     }
 
 
-def _phases_shown(parts_s: Mapping[str, float]) -> str:
+def _format_phases(parts_s: Mapping[str, float]) -> str:
     return ", ".join(
         f"{phase_name(phase)} {format_duration(seconds)}" for phase, seconds in parts_s.items()
     )
 
 
-def _share_words(seconds: float, step_s: float) -> str:
-    return f"{format_percent(seconds / step_s)} ({format_duration(seconds)})"
+def _format_share(seconds: float, step_s: float) -> str:
+    return f"{percent(seconds / step_s)} ({duration(seconds)})"
 
 
-def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
-    """Return a caveat if waits in communication limit the step and are equal on all ranks; else "".
+def _equal_waits_caveat(limit: TimeShare, waits_s: Sequence[float]) -> str:
+    """Return a caveat if equal waits in communication on all ranks limit the step; else "".
 
-    waits_s: wait of each rank. All ranks leave a collective together, so equal waits do not exclude
-    one slow sender.
+    waits_s: wait of each rank. All ranks leave a collective together, so one slow sender makes all
+    ranks wait equally long.
     """
     if (
         limit.kind != "communication_bound"
@@ -383,20 +391,20 @@ def _wait_alike(limit: Use, waits_s: Sequence[float]) -> str:
     return " All ranks wait about equally long. A slow link of one rank would look the same."
 
 
-def _kinds_of_steps(report: Facts) -> str:
+def _describe_kinds_of_steps(report: Facts) -> str:
     """Return a sentence if there are several frequent kinds of steps; else ""."""
     steps = report["steps"]
     others = [*steps["long"], *steps["short"]]
     total = steps["alike"] + sum(each["count"] for each in others)
     found = [(steps["alike"], steps["alike_mean_s"] or 0.0)]
-    # Steps that wait for a CPU do the same work as the others. If these waits are not measured,
-    # they may explain why some steps are longer, so such steps must be in the majority to count as
-    # a kind.
+    # Steps that wait for a CPU do the same work as other steps, and are not a kind. If waits for a
+    # CPU are not measured, they may explain why some steps are longer. Such steps count as a kind
+    # only if they are the majority.
     of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
     doubtful = (
         []
         if _lack_is_measured(report)
-        else [each for each in steps["long"] if _is_unexplained(report, each)]
+        else [each for each in steps["long"] if _may_be_cpu_waits(report, each)]
     )
     for each in of_other_kinds:
         if each["count"] >= (_MOST if each in doubtful else _WORTH_NAMING) * total:
@@ -412,22 +420,22 @@ def _kinds_of_steps(report: Facts) -> str:
 
 def _lack_is_measured(report: Facts) -> bool:
     """Return True if the typical step of any rank is long enough to record waits for a CPU."""
-    return any(typical["lack_of_cpu"] is not None for typical in _typical_steps(report))
+    return any(typical["lack_of_cpu"] is not None for typical in _collect_typical_steps(report))
 
 
-def _typical_steps(report: Facts) -> list[TypicalStep]:
+def _collect_typical_steps(report: Facts) -> list[TypicalStep]:
     """Return the typical steps of all ranks that have one."""
     return [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
 
 
-def _on_the_host(report: Facts) -> Spent:
-    """Return the uses of a typical step by the hosts' clocks."""
-    steps = _typical_steps(report)
+def _break_down_host_step(report: Facts) -> StepBreakdown:
+    """Return how a typical step spends its time by the hosts' clocks."""
+    steps = _collect_typical_steps(report)
 
     def mean_s(values: Iterable[Mapping[str, float]], part: str) -> float:
         return sum(each.get(part, 0.0) for each in values) / len(steps)
 
-    return spent(
+    return break_down_step(
         sum(step["s"] for step in steps) / len(steps),
         {part: mean_s((step["parts"] for step in steps), part) for part in PARTS},
         {part: mean_s((step["lack_of_cpu"] or {} for step in steps), part) for part in PARTS},
@@ -447,28 +455,28 @@ _HOST_ACTION = (
     "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in"
     " perf.section()."
 )
-_LACK = Use("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", CPU_ACTION)
+_LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", CPU_ACTION)
 _WAITS = (
-    Use("data_bound", "data", 0.0, "Waiting for data", _DATA_ACTION),
-    Use(
+    TimeShare("data_bound", "data", 0.0, "Waiting for data", _DATA_ACTION),
+    TimeShare(
         "communication_bound",
         "communication",
         0.0,
         "Waiting in communication",
         _COMMUNICATION_ACTION,
     ),
-    Use("host_bound", "host", 0.0, "Host code outside of the phases", _HOST_ACTION),
+    TimeShare("host_bound", "host", 0.0, "Host code outside of the phases", _HOST_ACTION),
 )
 
 
-def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
-    """Return host code split into the section with most of it and the rest; other uses unchanged.
+def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) -> list[TimeShare]:
+    """Return host code as two parts: the section that takes most of its time, and the rest.
 
-    The rest is left out if it is small. Of nested sections, the innermost is named that has most of
-    the time of the outer ones.
+    A small rest is left out. For nested sections, the innermost section that takes most of the time
+    is named. Parts other than host code are returned unchanged.
     """
-    whole_s = sum(step["parts"].get("host", 0.0) for step in _typical_steps(report)) / len(
-        _typical_steps(report)
+    whole_s = sum(step["parts"].get("host", 0.0) for step in _collect_typical_steps(report)) / len(
+        _collect_typical_steps(report)
     )
     sections = [(row["host_s_per_typical_step"] or 0.0, row["name"]) for row in report["sections"]]
     largest_s = max((seconds for seconds, _ in sections), default=0.0)
@@ -488,7 +496,7 @@ def _in_sections(report: Facts, use: Use, step_s: float) -> list[Use]:
     seconds, name = min(most)
     action = _section_action(name)
     if use.seconds < _NEARLY * whole_s:
-        # The use has no waits for a CPU, but the section's time contains them, so it is not shown.
+        # The section's time contains waits for a CPU, but `use` does not. It is not shown.
         return [
             dataclasses.replace(
                 use, what=f'{use.what}, most of it in section "{name}",', action=action
@@ -512,7 +520,7 @@ def _section_action(name: str) -> str:
 
 
 def computing_action(report: Facts) -> str:
-    """Return advice on the module to look at first, and on how to time modules inside it."""
+    """Return the advice to look at the largest module, and how to time modules inside it."""
     if not report["modules"]:
         return "time modules: watch(model)."
     row = report["modules"][0]
@@ -543,21 +551,21 @@ _LAUNCH_ACTION = (
 )
 
 
-def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> JudgedVerdict:
-    """Return the verdict on a step with work on a device, by the device's clock only."""
+def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) -> JudgedVerdict:
+    """Return the verdict on a typical step with work on a device, by the device's clock."""
     timed = [
         rank["device"]
         for rank in report["ranks"]
         if rank["device"] is not None and rank["device"]["parts"]
     ]
     if not timed:
-        return _not_known(report, device)
+        return _build_not_known_verdict(report, device)
     parts = {
         part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS
     }
     step_s, own = sum(parts.values()), report["steps"]["own_time"]
     if own is not None and own["is_hidden"]:
-        # The devices of most ranks wait for one rank, so their clocks do not show that rank's work.
+        # Most devices wait for one rank, so their clocks do not show how long its work takes.
         parts = {
             **parts,
             **own["parts"],
@@ -565,78 +573,54 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
         }
     evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
     waits_s = [each["parts"].get("communication", 0.0) for each in timed]
-    lacks = [typical["lack_of_cpu"] or {} for typical in _typical_steps(report)]
+    lacks = [typical["lack_of_cpu"] or {} for typical in _collect_typical_steps(report)]
     lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
-    found = spent(step_s, parts, lack, device=True, look_at=computing_action(report))
-    found = found.without("communication_bound") if waits_explained else found
-    unrecorded = _on_other_threads(report, found)
+    found = break_down_step(step_s, parts, lack, device=True, look_at=computing_action(report))
+    found = found.without_wait("communication_bound") if waits_explained else found
+    unrecorded = _build_other_threads_verdict(report, found)
     if unrecorded is not None:
         return unrecorded
-    computing_s, worth, first = found.computing.seconds, found.worth_naming, found.limit
-    kinds = _kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
+    computing_s, worth, first = found.computing.seconds, found.large_waits, found.limit
+    kinds = _describe_kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
     caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
     share = sum(caught_up) / len(caught_up) if caught_up else 0.0
     launch_share = None if own is None else own["launch_share"]
+    launches = LaunchBoundEvidence(share, launch_share)
     if launch_share is not None and launch_share >= _MOST:
         text = (
             f"The {device} waits for its host in {format_percent(launch_share)} of a step's work"
             f" ({format_duration(step_s)}): the host takes longer to issue kernels than the {device} to"
             f" execute them. Next: {_LAUNCH_ACTION}"
         )
-        return judged(
-            "host_bound",
-            None,
-            "host",
-            None,
-            None,
-            None,
-            0.8,
-            text,
-            CaughtUpEvidence(share, launch_share),
-        )
+        return make_verdict("host_bound", None, "host", None, None, None, 0.8, text, launches)
     if first is not found.computing:
         also = "".join(
-            f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}"
+            f"; {_uncapitalize(each.what)} {_format_share(each.seconds, step_s)}"
             for each in worth
             if each is not first
         )
-        computes = f"; computing {_share_words(computing_s, step_s)}" if computing_s else ""
+        computes = f"; computing {_format_share(computing_s, step_s)}" if computing_s else ""
         text = (
-            f"{first.what} takes {_share_words(first.seconds, step_s)} of a step on the {device}"
-            f" ({format_duration(step_s)}){also}{computes}.{_wait_alike(first, waits_s)}{kinds} Next:"
+            f"{first.what} takes {_format_share(first.seconds, step_s)} of a step on the {device}"
+            f" ({duration(step_s)}){also}{computes}.{_equal_waits_caveat(first, waits_s)}{kinds} Next:"
             f" {first.action}"
         )
-        return judged(
-            first.kind,
-            None,
-            first.phase,
-            first.seconds,
-            first.seconds / step_s,
-            None,
-            0.8,
-            text,
-            evidence,
+        cost_s = first.seconds
+        return make_verdict(
+            first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.8, text, evidence
         )
     if share >= _LAUNCH_BOUND:
         text = (
             f"The {device} waits for the host: it had no work left at the end of {format_percent(share)}"
             f" of the forward and backward passes. Next: {_LAUNCH_ACTION}"
         )
-        # The cost is not known, because idle time of a device between two kernels is not measured.
-        return judged(
-            "host_bound",
-            None,
-            "host",
-            None,
-            None,
-            None,
-            0.8,
-            text,
-            CaughtUpEvidence(share, launch_share),
-        )
+        # The cost is not known, because idle time between two kernels is not measured.
+        return make_verdict("host_bound", None, "host", None, None, None, 0.8, text, launches)
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
-    shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for seconds, part in phases)
-    also = "".join(f"; {_lower(each.what)} {_share_words(each.seconds, step_s)}" for each in worth)
+    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
+    also = "".join(
+        f"; {_uncapitalize(each.what)} {_format_share(each.seconds, step_s)}" for each in worth
+    )
     ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
     following = worth[0] if worth and worth[0].seconds >= _WORTH_DOING * step_s else found.computing
     cost_s = 0.0 if following is found.computing else following.seconds
@@ -644,52 +628,56 @@ def _on_a_device(report: Facts, device: str, *, waits_explained: bool) -> Judged
         f"Computing takes {format_percent(computing_s / step_s)} of a step on the {device}"
         f" ({format_duration(step_s)}: {shown}){also}.{ahead}{kinds} Next: {following.action}"
     )
-    return judged(
+    return make_verdict(
         "compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence
     )
 
 
-def _not_known(report: Facts, device: str) -> JudgedVerdict:
-    found = _on_the_host(report)
+def _build_not_known_verdict(report: Facts, device: str) -> JudgedVerdict:
+    found = _break_down_host_step(report)
     step_s, largest = (
         found.step_s,
         max((found.computing, *found.waits), key=lambda use: use.seconds),
     )
     text = (
         f"What limits the step is not known: the work is on a device ({device}), and only host time"
-        f" was recorded. {largest.what} takes {_share_words(largest.seconds, step_s)} of a typical"
+        f" was recorded. {largest.what} takes {_format_share(largest.seconds, step_s)} of a typical"
         " step on the host, which may be waiting for the device. Next: record device times"
         ' (device_times="on"), or look at a trace of some steps: torchlens-perf capture.'
     )
-    return judged("not_known", None, None, None, None, None, 0.0, text, NotKnownEvidence(device))
+    return make_verdict(
+        "not_known", None, None, None, None, None, 0.0, text, UntimedDeviceEvidence(device)
+    )
 
 
-def _lower(text: str) -> str:
+def _uncapitalize(text: str) -> str:
     return text[0].lower() + text[1:]
 
 
 # -- long steps
 
 
-def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdict:
+def _build_long_steps_verdict(
+    report: Facts, long: LongSteps, *, short_of_cpus: bool
+) -> JudgedVerdict:
     """Return the verdict on a class of long steps.
 
-    short_of_cpus: True if the verdict on the typical step names waits for a CPU.
+    short_of_cpus: True if the verdict on the typical step names lack of a CPU.
     """
     steps, count = report["steps"], long["count"]
     often = (
         f"One step in {long['period']}" if long["period"] else f"{count} of {steps['count']} steps"
     )
     if not long["period"] and count <= _MAX_NUMBERS:
-        often += f" ({_numbers(long)})"
+        often += f" ({_format_step_numbers(long)})"
     stalling = _stalling_rank(long)
     if stalling is not None:
-        return _stall_verdict(report, long, stalling, often)
+        return _build_stall_verdict(report, long, stalling, often)
     several = len(long["steps"]) > 1
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
-    why = " and ".join(long["kinds"]) or _where(long)
-    action = _long_action(long)
+    why = " and ".join(long["kinds"]) or _part_clause(long)
+    action = _action_on_long_steps(long)
     if (
         long["part"] == "communication"
         and not long["kinds"]
@@ -697,7 +685,7 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         and _rarely_communicates(report)
     ):
         action = (
-            f"see what is different at {_step_numbers(long)}: all ranks exchange data, or one rank"
+            f"see what is different at {_newest_numbers(long)}: all ranks exchange data, or one rank"
             " does other work."
         )
     if long["kinds"] == [WITHOUT_GRADIENTS]:
@@ -709,17 +697,17 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
             "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
         )
         why += f"; only rank {long['waited_for']} does this, and {waits}"
-    if _is_unexplained(report, long):
+    if _may_be_cpu_waits(report, long):
         if short_of_cpus:
             why += ", while there are too few CPUs"
             action = (
-                f"see whether {_step_numbers(long)} still take{'s' * (not several)} longer with"
+                f"see whether {_newest_numbers(long)} still take{'s' * (not several)} longer with"
                 " enough CPUs."
             )
         elif not _lack_is_measured(report):
             why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
             action = (
-                f"see what the loop does at {_step_numbers(long)}, and what else kept the CPUs"
+                f"see what the loop does at {_newest_numbers(long)}, and what else kept the CPUs"
                 " busy."
             )
     text = (
@@ -728,35 +716,37 @@ def _long_steps_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         f" {action}"
     )
     cost_s = long["total_s"] / max(1, steps["count"])
-    return judged("long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long)
+    return make_verdict(
+        "long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long
+    )
 
 
 def _stalling_rank(long: LongSteps) -> int | None:
-    """Return the rank that all others waited for, if its work is of no known kind."""
+    """Return the rank for which all other ranks waited, if the reason is not known; else None."""
     return None if long["kinds"] else long["waited_for"]
 
 
 def _rarely_communicates(report: Facts) -> bool:
     """Return True if the typical step has little communication, as with local SGD."""
-    steps = _typical_steps(report)
+    steps = _collect_typical_steps(report)
     communication_s = sum(step["parts"].get("communication", 0.0) for step in steps)
     return communication_s < _RARELY * sum(step["s"] for step in steps)
 
 
-def _is_unexplained(report: Facts, long: LongSteps) -> bool:
+def _may_be_cpu_waits(report: Facts, long: LongSteps) -> bool:
     """Return True if these steps may be longer only because they waited for a CPU.
 
-    Additional work comes regularly or is of a known kind. A device's own time contains no wait for
-    a CPU.
+    This is not the case if they recur regularly, or if their additional work is known. The times of
+    a device contain waits for a CPU only between the phases.
     """
     parts = _GAP if report["steps"]["by"] == DEVICE else OWN_PARTS
     return not long["kinds"] and not long["period"] and long["part"] in parts
 
 
-def _stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> JudgedVerdict:
-    """Return the verdict on long steps in which all ranks waited for one.
+def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> JudgedVerdict:
+    """Return the verdict on long steps in which all other ranks waited for one rank.
 
-    often: their number, if there are many.
+    often: a phrase with the number of these steps, which is used if there are many.
     """
     steps, several = long["steps"], len(long["steps"]) > 1
     numbers = f"{', '.join(map(str, steps[:-1]))} and {steps[-1]}" if several else str(steps[0])
@@ -774,13 +764,16 @@ def _stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> Jud
         " its storage and its other programs."
     )
     cost_s = long["total_s"] / max(1, report["steps"]["count"])
-    return judged("long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long)
+    return make_verdict(
+        "long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long
+    )
 
 
-def _numbers(long: LongSteps) -> str:
-    """Return the numbers of the steps.
+def _format_step_numbers(long: LongSteps) -> str:
+    """Return a phrase with the numbers of the steps.
 
-    They are of all ranks, while the count is a mean over the ranks.
+    A number is listed if the step is long on any rank. The count is a mean over the ranks, and may
+    therefore differ from the number of listed steps.
     """
     steps, count = long["steps"], long["count"]
     numbers = ", ".join(map(str, steps[:_MAX_NUMBERS])) + (
@@ -796,7 +789,7 @@ def _numbers(long: LongSteps) -> str:
     return f"{which}step{'s' if len(steps) > 1 else ''} {numbers}"
 
 
-def _where(long: LongSteps) -> str:
+def _part_clause(long: LongSteps) -> str:
     return _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
 
 
@@ -814,8 +807,8 @@ _BESIDES_PASSES = {
 }
 
 
-def _passes_action(part: str) -> str:
-    """Return advice for forward passes without gradients for any purpose."""
+def _action_on_passes_without_gradients(part: str) -> str:
+    """Return advice for forward passes without gradients, whose purpose is not known."""
     return {
         "host": "look at what the loop does between these passes.",
         "data": "look at how these passes get their data.",
@@ -823,10 +816,10 @@ def _passes_action(part: str) -> str:
     }.get(part, "make fewer of these passes, or use larger batches in them.")
 
 
-def _long_action(long: LongSteps) -> str:
+def _action_on_long_steps(long: LongSteps) -> str:
     actions = {
         "evaluation": "evaluate less often, or on fewer batches.",
-        WITHOUT_GRADIENTS: _passes_action(long["part"]),
+        WITHOUT_GRADIENTS: _action_on_passes_without_gradients(long["part"]),
         "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
         "compilation": (
             "find what recompiles (TORCH_LOGS=recompiles), and mark varying dimensions as dynamic."
@@ -841,7 +834,7 @@ def _long_action(long: LongSteps) -> str:
     for kind in long["kinds"]:
         if kind in actions:
             return actions[kind]
-    at = _step_numbers(long)
+    at = _newest_numbers(long)
     by_part = {
         LACK_OF_CPU: CPU_ACTION,
         "data": (
@@ -866,8 +859,8 @@ def _long_action(long: LongSteps) -> str:
     return by_part.get(long["part"], f"see what is different at {at}: batch size, sequence length.")
 
 
-def _step_numbers(long: LongSteps) -> str:
-    """Return the numbers of the steps, or of the last ones if there are many."""
+def _newest_numbers(long: LongSteps) -> str:
+    """Return a phrase with the numbers of the newest of these steps."""
     return (
         f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"
     )

@@ -1,4 +1,4 @@
-"""Advice for ranks that lack CPUs, from the known uses of their CPUs. Pure."""
+"""Advice for jobs that lack CPUs, from what is known about the use of their CPUs. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ if TYPE_CHECKING:
 CPU_ACTION = (
     "see what else keeps the CPUs busy; then use fewer threads, workers or ranks, or more CPUs."
 )
-"""The general advice, which with_cpu_action() replaces with advice for the run."""
+"""The general advice. replace_cpu_action() replaces it with advice for the run."""
 # Other programs are named if they keep at least this share of the job's CPUs busy.
 _OTHERS = 0.1
 
 
-def with_cpu_action(verdict: JudgedVerdict, report: Facts) -> JudgedVerdict:
-    """Return the verdict with advice that fits the run, such as no fewer threads than one."""
+def replace_cpu_action(verdict: JudgedVerdict, report: Facts) -> JudgedVerdict:
+    """Return the verdict with advice for this run instead of the general advice.
+
+    For example, a run with one thread is not advised to use fewer threads.
+    """
     if CPU_ACTION not in verdict.next:
         return verdict
-    return dataclasses.replace(verdict, next=verdict.next.replace(CPU_ACTION, _action(report)))
+    return dataclasses.replace(
+        verdict, next=verdict.next.replace(CPU_ACTION, _build_cpu_action(report))
+    )
 
 
-def _action(report: Facts) -> str:
+def _build_cpu_action(report: Facts) -> str:
     known = [rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None]
     others = [each for each in known if each["others_share"] is not None]
     share = sum(each["others_share"] or 0.0 for each in others) / len(others) if others else 0.0
@@ -44,17 +49,18 @@ def _action(report: Facts) -> str:
     workers, cpus = {each["workers"] for each in known}, {each["cpus"] for each in known}
     less = []
     if threads != {1}:
-        less.append(f"fewer threads (OMP_NUM_THREADS{_now(threads)})")
+        less.append(f"fewer threads (OMP_NUM_THREADS{_current_value_clause(threads)})")
     if any(workers - {None, 0}):
-        less.append(f"fewer loader workers (num_workers{_now(workers)})")
+        less.append(f"fewer loader workers (num_workers{_current_value_clause(workers)})")
     if max(Counter(rank["host"] for rank in report["ranks"]).values(), default=0) > 1:
         less.append("fewer ranks a node")
-    more = f"more CPUs{' (' + _now(cpus).removeprefix(', ') + ')' if _now(cpus) else ''}"
+    current = _current_value_clause(cpus).removeprefix(", ")
+    more = f"more CPUs ({current})" if current else "more CPUs"
     ways = f"{', '.join(less)} or {more}" if less else more
     return f"{begin}; then use {ways}." if begin else f"use {ways}."
 
 
-def _now(values: Set[int | None]) -> str:
-    """Return a clause with the present number, if it is known and the same for all ranks."""
+def _current_value_clause(values: Set[int | None]) -> str:
+    """Return a clause with the current number if it is known and equal for all ranks; else ""."""
     (value,) = values if len(values) == 1 else (None,)
     return "" if value is None else f", now {value}"

@@ -1,7 +1,7 @@
-"""Verdicts and their evidence: a type for each kind of evidence in `report --json`.
+"""Verdicts, and a type for each kind of evidence in `report --json`.
 
-Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. Some evidence has a
-field `class` in JSON, which a dataclass cannot have. All types defined here are therefore Structs.
+Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. Some types have a
+field that is named `class` in JSON. Dataclasses do not support that, so the types are Structs.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ class StragglerEvidence(Struct, frozen=True):
     cause: str = field(name="class")
     """slow_compute, slow_data, slow_host, more_work, or imbalance for a position in the mesh."""
     scope: str
-    """rank, node or position."""
+    """What the ranks have in common: rank (a single rank), node or position."""
     ranks: tuple[int, ...]
     slow_too: tuple[int, ...]
-    """Other slow ranks that do the same work. The verdict's cost includes them."""
+    """Other slow ranks that do the same work. They are included in the verdict's cost."""
     work_s: float
     others_work_s: float
     excess_s: float
     phase_excess_s: float
     share_of_steps: float
-    """Share of the steps in which it is slow."""
+    """Share of the steps in which the slowest rank is slow."""
     excess_when_slow_s: float
     standard_errors: float
-    """Standard errors of the mean excess above zero."""
+    """Mean excess, in standard errors."""
     named_at_step: int
     more_workload: float
-    """Share by which it has more workload than the others."""
+    """Additional workload of the slowest rank, as a share of the other ranks' workload."""
     modules: tuple[str, ...]
-    """Modules that explain most of the phase's excess."""
+    """Modules that explain most of the excess in the slow phase."""
     module_excess_s: float
     diagnosis: Diagnosis | None
 
@@ -76,7 +76,7 @@ class OutOfMemoryEvidence(OutOfMemory):
     """Evidence on the first rank that ran out of its device's memory."""
 
     ranks: list[int]
-    """This rank, followed by the other ranks that ran out of memory."""
+    """The first rank, followed by the other ranks that ran out of memory."""
 
 
 @final
@@ -84,24 +84,25 @@ class LongSteps(TypedDict):
     """A class of steps that are longer or shorter than the typical step."""
 
     kinds: list[str]
-    """Additional work of these steps. For longer steps, only work that may be the cause."""
+    """Additional work of these steps, such as evaluation. For longer steps, only work that may be
+    the cause."""
     part: str
-    """The part of the step that makes most of the difference."""
+    """The part of the step with the largest difference."""
     count: int
     steps: list[int]
     waited_for: int | None
-    """The rank that all others waited for in each of these steps; None if it differs or is not
-    known."""
+    """The rank for which all other ranks waited in each of these steps; None if it differs or is
+    not known."""
     period: int | None
     mean_s: float
-    """Their mean duration."""
+    """Mean duration of these steps."""
     more_s: float
     total_s: float
     share: float
 
 
-def joined(classes: Sequence[LongSteps]) -> LongSteps:
-    """Return the union of several classes, with sums and weighted means."""
+def join_long_steps(classes: Sequence[LongSteps]) -> LongSteps:
+    """Return several classes as one, with sums and weighted means."""
     count = sum(each["count"] for each in classes)
     return {
         **classes[0],
@@ -115,106 +116,102 @@ def joined(classes: Sequence[LongSteps]) -> LongSteps:
 
 
 class TypicalStepEvidence(Struct, frozen=True):
-    """Uses of a typical step's time by the hosts' clocks, as means over the ranks."""
+    """The use of time in a typical step by the hosts' clocks, as means over the ranks."""
 
     typical_step_s: float
     uses_s: dict[str, float]
-    """Seconds by the kind of verdict that each use would be."""
+    """Seconds of each use of the time. Keys are kinds of verdicts, such as "data_bound"."""
 
 
 class DeviceStepEvidence(Struct, frozen=True):
-    """Shares of a step by the devices' clocks, as means over the ranks."""
+    """The use of time in a step by the devices' clocks, as means over the ranks."""
 
     device_parts_s: dict[str, float]
-    """Parts that add up to the step: phases; communication, for which the compute stream waited;
-    data and host, for
-    which the device waited between the phases."""
+    """Parts that add up to the step: the phases, communication for which the compute stream waited,
+    and data and host code for which the device waited between the phases."""
 
 
-class StretchEvidence(Struct, frozen=True):
+class RunPartEvidence(Struct, frozen=True):
     """Evidence on a part of the run that was limited by something else than the rest.
 
-    Seconds are per step, from windows, as means over the ranks.
+    Times are seconds per step, as means over the ranks.
     """
 
     step_s: float
     spent_s: float
-    """Seconds of a step that the limit took in this part of the run."""
+    """Time of the limit in this part of the run, such as waiting for data."""
     rest_s: float
-    """The same in the rest of the run."""
+    """Time of the limit in the rest of the run."""
 
 
 class PastEvidence(Struct, frozen=True):
-    """Evidence on a finding that was made during the run and is over."""
+    """Evidence on a finding from an earlier part of the run that has ended."""
 
     ranks: tuple[int, ...]
     duration_s: float | None
     """For a hang, the time without a finished step."""
     went_on: bool | None
-    """For a hang, true if steps were made afterwards."""
+    """For a hang, true if later steps were finished."""
     stacks: Mapping[int, RankStack]
-    """For a hang, the Python stacks that were read during it, by rank."""
+    """For a hang, the Python stacks that were read during the hang, by rank."""
 
 
-class CaughtUpEvidence(Struct, frozen=True):
+class LaunchBoundEvidence(Struct, frozen=True):
     """Evidence on devices that wait for their hosts."""
 
     caught_up: float
-    """Share of the forward and backward passes at whose end a device had no work left."""
+    """Share of forward and backward passes at whose end the device had no work left."""
     launch_share: float | None
-    """Share of a step's work in which the devices wait for their hosts to issue it; None if not
+    """Share of a step's work in which devices wait for their hosts to issue work; None if not
     known."""
 
 
-class SampledEvidence(Struct, frozen=True):
-    """Evidence on a lack of CPUs from the sidecar's samples, for steps too short to record it."""
+class SampledCpuLackEvidence(Struct, frozen=True):
+    """Evidence on lack of CPUs from samples, for steps that are too short to record it."""
 
     sampled: float
-    """Share of the samples in which a main thread was runnable without a CPU."""
+    """Share of the samples in which a main thread was runnable but had no CPU."""
 
 
-class NotKnownEvidence(Struct, frozen=True):
-    """Evidence on work on a device of which only host time was recorded."""
+class UntimedDeviceEvidence(Struct, frozen=True):
+    """Evidence on work on a device whose device times were not recorded."""
 
     device: str
 
 
-class TooDeepEvidence(Struct, frozen=True):
-    """Evidence on steps with spans that were nested too deep to be recorded.
-
-    Their time counts as host code.
-    """
+class DeepSpansEvidence(Struct, frozen=True):
+    """Evidence on spans nested too deep to be recorded. Their time counts as host code."""
 
     too_deep: int
-    """Number of such spans."""
+    """Number of these spans."""
 
 
 class OtherThreadsEvidence(Struct, frozen=True):
-    """Evidence on steps in which unrecorded threads do the work.
+    """Evidence on steps in which threads that are not recorded do the work.
 
-    Seconds are per step, as means over the ranks.
+    Times are seconds per step, as means over the ranks.
     """
 
     step_s: float
     outside_s: float
-    """Time of the recorded thread outside of its phases."""
+    """Time of the recorded thread outside its phases."""
     other_threads_s: dict[str, float]
     """Time of other threads, by phase."""
 
 
-class NobodySlowEvidence(Struct, frozen=True):
+class NoSlowRankEvidence(Struct, frozen=True):
     """Evidence that no compared rank is slow."""
 
     rows: int
     """Number of compared windows of steps."""
     detectable_s: float
-    """The smallest excess per step that would have been named."""
+    """The smallest excess per step that would have been detected."""
     compared: int
     """Number of compared ranks."""
 
 
 class NotComparedEvidence(Struct, frozen=True):
-    """Evidence on ranks that were not compared, or not yet."""
+    """Evidence on ranks that were not compared, or have not been compared yet."""
 
     rows: int
 
@@ -226,13 +223,13 @@ class NoStepsEvidence(Struct, frozen=True):
 
 
 class DiedEvidence(Struct, frozen=True):
-    """Evidence on ranks whose processes ended without closing their watch."""
+    """Evidence on ranks whose processes ended before watch() was closed."""
 
     ranks: tuple[int, ...]
     last_step: int | None
-    """The last finished step of the rank with the fewest steps; None if it finished no step."""
+    """The last finished step of the rank that died first; None if it finished no step."""
     inside: tuple[str, ...]
-    """The spans that this rank was inside of when it died."""
+    """The open spans of this rank when it died."""
 
 
 class StartupEvidence(Struct, frozen=True):
@@ -240,23 +237,23 @@ class StartupEvidence(Struct, frozen=True):
 
     before_first_step_s: float
     warm_up_more_s: float
-    """Time of the warm-up steps beyond the time of as many usual steps."""
+    """Additional time of the warm-up steps, compared with as many usual steps."""
     compile_s: float | None
-    """Time spent in torch.compile by the process; None if it was not measured."""
+    """Time that the process spent in torch.compile; None if not measured."""
     cpu_wait_s: float | None
-    """Time for which the main thread was runnable without a CPU during the start; None if it was
-    not measured."""
+    """Time during the start in which the main thread was runnable but had no CPU; None if not
+    measured."""
     whole_s: float
-    """From the start of the process to the end of its last step."""
+    """Time from the start of the process to the end of its last step."""
 
 
 class GrowthEvidence(Struct, frozen=True):
-    """Evidence on steps that take longer and longer. Medians of the windows of all ranks."""
+    """Evidence on step times that grow over the run. Times are medians over windows."""
 
     first_third_s: float
     last_third_s: float
     later_is_slower: float
-    """Share of all pairs of windows in which the later window is slower."""
+    """Share of all pairs of windows in which steps of the later window take longer."""
 
 
 class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
@@ -273,14 +270,14 @@ Evidence = (
     | LongSteps
     | TypicalStepEvidence
     | DeviceStepEvidence
-    | StretchEvidence
+    | RunPartEvidence
     | PastEvidence
-    | CaughtUpEvidence
-    | SampledEvidence
-    | NotKnownEvidence
-    | TooDeepEvidence
+    | LaunchBoundEvidence
+    | SampledCpuLackEvidence
+    | UntimedDeviceEvidence
+    | DeepSpansEvidence
     | OtherThreadsEvidence
-    | NobodySlowEvidence
+    | NoSlowRankEvidence
     | NotComparedEvidence
     | NoStepsEvidence
     | DiedEvidence
@@ -289,13 +286,13 @@ Evidence = (
     | WarmUpEvidence
 )
 
-_BY_STEP = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
+_BY_STEP = (TypicalStepEvidence, DeviceStepEvidence, RunPartEvidence)
 OVER = "_ended"
-"""Suffix of the kinds of verdicts that no longer hold."""
-WASTE = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
-"""Kinds of verdicts on uses of a step's time other than computing."""
+"""Suffix of the kinds of verdicts that are no longer true."""
+NOT_COMPUTING_KINDS = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
+"""Kinds of verdicts that something other than computing limits the step."""
 
-# All kinds of verdicts with their possible types of evidence. The JSON schema is made from it.
+# The types of evidence that each kind of verdict can have. The JSON schema is built from this.
 EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "straggler": (StragglerEvidence,),
     "straggler_transient": (PastStragglerEvidence,),
@@ -310,39 +307,36 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "compute_bound": _BY_STEP,
     "data_bound": _BY_STEP,
     "communication_bound": _BY_STEP,
-    "host_bound": (*_BY_STEP, CaughtUpEvidence),
-    "lack_of_cpu": (*_BY_STEP, SampledEvidence),
+    "host_bound": (*_BY_STEP, LaunchBoundEvidence),
+    "lack_of_cpu": (*_BY_STEP, SampledCpuLackEvidence),
     "long_steps": (LongSteps,),
-    "not_known": (NotKnownEvidence, TooDeepEvidence, OtherThreadsEvidence),
-    "none": (NobodySlowEvidence, NotComparedEvidence, WarmUpEvidence),
+    "not_known": (UntimedDeviceEvidence, DeepSpansEvidence, OtherThreadsEvidence),
+    "none": (NoSlowRankEvidence, NotComparedEvidence, WarmUpEvidence),
     "not_compared": (NotComparedEvidence,),
     "no_steps": (NoStepsEvidence,),
-    # Findings that are over. Slow ranks have kinds of their own above.
+    # Kinds for ended findings. Those for slow ranks are listed above.
     **dict.fromkeys(
         (f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance")), (PastEvidence,)
     ),
-    **dict.fromkeys((f"{kind}{OVER}" for kind in WASTE), (StretchEvidence,)),
+    **dict.fromkeys((f"{kind}{OVER}" for kind in NOT_COMPUTING_KINDS), (RunPartEvidence,)),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class JudgedVerdict(Verdict):
-    """A verdict with its evidence: one row of the report's `verdicts`.
-
-    The cost of a slow rank includes the ranks in `evidence.slow_too`.
-    """
+    """A verdict with its evidence: one row of the report's `verdicts`."""
 
     confidence: float
     evidence: Evidence
     episode: Episode | None = dataclasses.field(default=None, compare=False)
-    """The episode of a slow rank; None for other kinds. Reports do not contain it."""
+    """The episode of a slow rank; None for other kinds. It is not part of reports."""
     explanation: str = ""
-    """The measurement, without place, cost, time and cause, which are in other fields."""
+    """The measurement. Place, cost, time and cause are in other fields."""
     cause: str = ""
-    """The cause of a rank's slowness, or the causes ruled out; "" without a diagnosis."""
+    """The cause of a rank's slowness, or the causes that were ruled out; "" without a diagnosis."""
 
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of the report's row."""
+    def to_report_row(self) -> dict[str, Any]:
+        """Return the verdict as a row of the report."""
         return {
             "kind": self.kind, "rank": self.rank, "phase": self.phase, "cost_s_per_step": self.cost_s_per_step,
             "cost_share": self.cost_share, "since_step": self.since_step, "confidence": self.confidence,
@@ -351,14 +345,14 @@ class JudgedVerdict(Verdict):
         }  # fmt: skip
 
 
-def judged(
+def make_verdict(
     kind: str, rank: int | None, phase: str | None, cost_s_per_step: float | None, cost_share: float | None,
     since_step: int | None, confidence: float, sentence: str, evidence: Evidence, episode: Episode | None = None,
     explanation: str = "", cause: str = "",
 ) -> JudgedVerdict:  # fmt: skip
     """Return a verdict.
 
-    kind: a key of EVIDENCE. sentence: the text, with the action after "Next: ".
+    kind: a key of EVIDENCE. sentence: the text and, after "Next: ", the action.
     """
     said = split_sentence_and_action(sentence)
     return JudgedVerdict(

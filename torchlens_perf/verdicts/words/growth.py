@@ -1,4 +1,4 @@
-"""Steps that take longer and longer over the run, in words. Pure."""
+"""The verdict on step times that grow over the run. Pure."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
-from torchlens_perf.verdicts.words.evidence import GrowthEvidence, JudgedVerdict, judged
+from torchlens_perf.analysis.statistics.quantities import duration, percent
+from torchlens_perf.verdicts.words.evidence import GrowthEvidence, JudgedVerdict, make_verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
 
 _MIN_CHANGE = 0.25
-"""Growth of the windows' medians from the first to the last third of the run."""
+"""Smallest growth of the step time from the first to the last third of the run."""
 _STEADY = 0.8
-"""Share of all pairs of windows in which the later is slower. A single change halfway has 0.75."""
+"""Smallest share of pairs of windows in which the later window is slower. If the step time changes
+once, in the middle of the run, this share is 0.75."""
 _MIN_WINDOWS = 12
 _MIN_CHANGE_WITHOUT_CPUS = 1.0
-"""_MIN_CHANGE if the ranks lack CPUs: a smaller growth may come from the machine's load."""
+"""Smallest growth if ranks lack CPUs. The load of the machine may cause a smaller growth."""
 
 
-def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict]:
-    """Return a verdict if the steps of the whole job took longer and longer."""
+def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict]:
+    """Return a verdict if the step time of the whole job grew over the run; else []."""
     trend, history = report["steps"]["trend"], report["history"]
     min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
     if (
@@ -37,7 +38,7 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict
     means_s = history["median_s"]
     later = [after > before for before, after in itertools.combinations(means_s, 2)]
     steadiness = sum(later) / len(later)
-    if steadiness < _STEADY or _changes_once(means_s):
+    if steadiness < _STEADY or _is_single_change(means_s):
         return []
     first_s, last_s = trend["first_third_p50_s"], trend["last_third_p50_s"]
     cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
@@ -50,11 +51,11 @@ def growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict
         cost_s * len(means_s) / sum(means_s),
         GrowthEvidence(first_s, last_s, steadiness),
     )
-    return [judged("growing_steps", None, None, cost_s, share, None, 0.8, text, evidence)]
+    return [make_verdict("growing_steps", None, None, cost_s, share, None, 0.8, text, evidence)]
 
 
-def _changes_once(means_s: Sequence[float]) -> bool:
-    """Return True if a single change fits the windows better than steady growth."""
+def _is_single_change(means_s: Sequence[float]) -> bool:
+    """Return True if a single change of the step time fits better than steady growth."""
     sizes = np.log(means_s)
     at = np.arange(len(sizes))
     of_line = float(np.square(sizes - np.polyval(np.polyfit(at, sizes, 1), at)).sum())
@@ -65,9 +66,12 @@ def _changes_once(means_s: Sequence[float]) -> bool:
     return of_step <= of_line
 
 
-def is_growth(report: Facts, verdict: JudgedVerdict) -> bool:
-    """Return True for a verdict on long steps of an unknown kind that are mostly in the last third
-    of the run."""
+def is_explained_by_growth(report: Facts, verdict: JudgedVerdict) -> bool:
+    """Return True if growth explains a verdict on long steps.
+
+    This is the case if the reason for these steps is not known and most of them are in the last
+    third of the run.
+    """
     history, long = report["history"], verdict.evidence
     if (
         history is None

@@ -1,5 +1,5 @@
-"""A hang in words: its duration, the waiting and the blocking ranks, their operations and spans,
-and the action."""
+"""Sentences on a hang: how long it lasts, which ranks wait for which, where they are, and what to
+do."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Kind
 
-# The most ranks with hosts, and the most places, that one sentence lists.
+# A sentence lists at most this many ranks with hosts, and at most this many places.
 _MAX_NAMED = 4
-# The most spans of one place.
+# The largest number of nested spans that a sentence lists.
 _MAX_SPANS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class RankStack:
-    """A rank's Python stack with the innermost line last, or the reason for its absence."""
+    """A rank's Python stack with the innermost line last, or the reason why it is missing."""
 
     lines: tuple[str, ...]
     reason: str
@@ -35,7 +35,7 @@ class RankStack:
 
 @dataclasses.dataclass(frozen=True)
 class HangEvidence:
-    """A hang in progress, as reports show it. See Hang for the fields."""
+    """Evidence on a hang in progress. See Hang for the fields."""
 
     kind: str
     since_s: float
@@ -44,26 +44,26 @@ class HangEvidence:
     """The blocking ranks."""
     waiting: tuple[int, ...]
     stacks: Mapping[int, RankStack]
-    """Stacks of a few relevant ranks."""
+    """Python stacks of a few relevant ranks, by rank."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenHang(HangEvidence):
-    """A hang in progress with its sentence, as node states and alerts contain it."""
+    """A hang in progress with its sentences, for node states and alerts."""
 
     text: str
 
 
-def described(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
-    """Return the hang with its sentence, without the values that only the sentence is made from."""
+def describe_hang(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
+    """Return the hang with its sentences. Values that only the sentences contain are left out."""
     ranks = tuple(each.progress.rank for each in hang.blocking)
     return OpenHang(
-        hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks, text=text(hang)
+        hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks, text=hang_text(hang)
     )
 
 
-def text(hang: Hang) -> str:
-    """Return sentences on the hang, on one line."""
+def hang_text(hang: Hang) -> str:
+    """Return the sentences on a hang as one line."""
     usual = (
         f"usually {format_duration(hang.usual_s)}"
         if hang.usual_s > 0
@@ -73,69 +73,69 @@ def text(hang: Hang) -> str:
     if hang.moving:
         there = sorted({rank for ranks in hang.places.values() for rank in ranks})
         opening += (
-            f" on {_ranks(there)}, while"
-            f" {_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
+            f" on {_format_ranks(there)}, while"
+            f" {_format_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
         )
-    finding = _FINDINGS.get(hang.kind, _blamed)(hang)
-    return f"{opening}. {finding} {_asides(hang)}Next: {_next_action(hang)}"
+    finding = _FINDINGS.get(hang.kind, _describe_blocking_ranks)(hang)
+    return f"{opening}. {finding} {_additional_sentences(hang)}Next: {_next_action(hang)}"
 
 
-def operation(collective: Collective) -> str:
+def collective_name(collective: Collective) -> str:
     """Return the name of a collective, such as "allreduce 57 of group 0"."""
     return (
         f"{collective.operation or 'collective'} {collective.sequence} of group {collective.group}"
     )
 
 
-def place(inside: Sequence[str]) -> str:
-    """Return a phrase for the spans that a rank is inside of."""
+def place_phrase(inside: Sequence[str]) -> str:
+    """Return a phrase with the open spans of a rank, such as "inside backward > wait"."""
     names = list(inside)
     if len(names) > _MAX_SPANS:
         names[2 : 3 - _MAX_SPANS] = ["..."]
     return f"inside {' > '.join(names)}" if names else "outside all recorded spans"
 
 
-# The kind of a hang comes from the gravest problem of its blocking ranks. The message lists ranks
-# with that problem first, and its action is about them.
+# The most serious problem of the blocking ranks determines the kind of a hang. Ranks with this
+# problem are listed first, and the advised action is about them.
 _GRAVE = {"stopped": ("stopped", "traced"), "missing": ("stuck",), "uneven": ("closed",)}
 
 
 # -- the finding
 
 
-def _blamed(hang: Hang) -> str:
+def _describe_blocking_ranks(hang: Hang) -> str:
     waits = ""
     if hang.waiting:
-        waits = _count(len(hang.waiting), "rank waits", "ranks wait")
-        waits += f" in {operation(hang.collective)}; " if hang.collective else "; "
+        waits = _format_count(len(hang.waiting), "rank waits", "ranks wait")
+        waits += f" in {collective_name(hang.collective)}; " if hang.collective else "; "
     clauses: dict[str, list[BlockingRank]] = {}
-    for blocking in sorted(hang.blocking, key=lambda each: not _is_grave(each, hang)):
-        clauses.setdefault(_clause(blocking, hang), []).append(blocking)
+    for blocking in sorted(hang.blocking, key=lambda each: not _has_gravest_problem(each, hang)):
+        clauses.setdefault(_blocking_rank_clause(blocking, hang), []).append(blocking)
     named = [
-        f"{_named(blocking_ranks)} {clause}"
+        f"{_name_ranks_with_hosts(blocking_ranks)} {clause}"
         for clause, blocking_ranks in list(clauses.items())[:_MAX_NAMED]
     ]
     rest = sum(len(blocking_ranks) for blocking_ranks in list(clauses.values())[_MAX_NAMED:])
     if rest:
-        named.append(f"{_count(rest, 'more rank is', 'more ranks are')} missing")
+        named.append(f"{_format_count(rest, 'more rank is', 'more ranks are')} missing")
     found = waits + "; ".join(named) + "."
     missing = sum(blocking.missing == hang.collective for blocking in hang.blocking)
     if hang.kind == "missing" and hang.collective and 2 * len(hang.waiting) <= missing:
-        found += f" Or only {_ranks(hang.waiting)} should not have entered it."
-    return _sentence(found)
+        found += f" Or only {_format_ranks(hang.waiting)} should not have entered it."
+    return _capitalize_first(found)
 
 
-def _clause(blocking: BlockingRank, hang: Hang) -> str:
-    """Return a clause on a blocking rank that is correct for one rank and for several."""
+def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
+    """Return a clause on a blocking rank. It fits one rank and several ranks as the subject."""
     each = blocking.progress
     missing = "entered every collective that others have"
     if blocking.missing:
         missing = (
             "did not enter"
-            f" {'it' if blocking.missing == hang.collective else operation(blocking.missing)}"
+            f" {'it' if blocking.missing == hang.collective else collective_name(blocking.missing)}"
         )
     waits = each.inside[-1:] == (WAIT,)
-    where = place(each.inside[:-1] if waits else each.inside)
+    where = place_phrase(each.inside[:-1] if waits else each.inside)
     if waits:
         where += (
             ", waiting in an operation that all ranks have entered"
@@ -152,48 +152,50 @@ def _clause(blocking: BlockingRank, hang: Hang) -> str:
             f" sidecar of that node; last reported {where}, and {missing}"
         ),
         "closed": f"{missing}: recording ended normally there after {each.step} steps",
-        "busy": f"{missing}: running {where}, last recorded event {format_duration(each.quiet_s)} ago",
-    }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait(each)}")
+        "busy": f"{missing}: running {where}, last recorded event {duration(each.quiet_s)} ago",
+    }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait_clause(each)}")
 
 
-def _device_wait(each: RankProgress) -> str:
+def _device_wait_clause(each: Progress) -> str:
     return f", waiting for its device in {each.waits_in}" if each.waits_in else ""
 
 
-def _mismatch(hang: Hang) -> str:
+def _describe_mismatch(hang: Hang) -> str:
     if hang.operations and hang.collective:
-        who = ", ".join(f"{name} on {_ranks(ranks)}" for name, ranks in hang.operations.items())
-        return f"{_sentence(operation(hang.collective))} differs between ranks: {who}."
+        who = ", ".join(
+            f"{name} on {_format_ranks(ranks)}" for name, ranks in hang.operations.items()
+        )
+        return (
+            f"{_capitalize_first(collective_name(hang.collective))} differs between ranks: {who}."
+        )
     following = [rank for rank, _ in hang.cycle[1:]] + [rank for rank, _ in hang.cycle[:1]]
     steps = zip(hang.cycle, following, strict=True)
     waits = [
-        f"rank {rank} waits in {operation(where)} for rank {other}"
+        f"rank {rank} waits in {collective_name(where)} for rank {other}"
         for (rank, where), other in steps
     ]
     shown = waits if len(waits) <= _MAX_NAMED else [*waits[: _MAX_NAMED - 1], "...", waits[-1]]
     return f"Ranks wait for each other in a cycle: {', '.join(shown)}."
 
 
-def _together(hang: Hang) -> str:
+def _describe_entered_by_all(hang: Hang) -> str:
     count = "Both" if len(hang.waiting) == 2 else f"All {len(hang.waiting)}"
-    if hang.collective is None:
-        return f"{count} ranks wait, but no record shows for what. {_level(hang)}{_places(hang)}"
-    entered = (
-        f"{count} ranks have entered {operation(hang.collective)}: no rank keeps the others"
-        " waiting."
-    )
-    return f"{entered} {_level(hang)}{_places(hang)}"
+    found = f"{count} ranks wait, but no record shows for what."
+    if hang.collective is not None:
+        name = collective_name(hang.collective)
+        found = f"{count} ranks have entered {name}: no rank keeps the others waiting."
+    return f"{found} {_why_no_device_is_named(hang)}{_describe_places(hang)}"
 
 
-def _level(hang: Hang) -> str:
-    """Return a sentence on why no device is named; "" without devices."""
+def _why_no_device_is_named(hang: Hang) -> str:
+    """Return a sentence on why no slow device is named; "" without devices."""
     devices = hang.devices
     if devices is None:
         return ""
     if devices.kind == "level":
         place = next(iter(devices.places.values()))
         return (
-            f"Their devices are at the same place, {_device_place(place)}, so no device is behind"
+            f"Their devices are at the same place, {_device_place_phrase(place)}, so no device is behind"
             " the others. "
         )
     return (
@@ -202,18 +204,18 @@ def _level(hang: Hang) -> str:
     )
 
 
-def _device(hang: Hang) -> str:
+def _describe_slow_devices(hang: Hang) -> str:
     devices = hang.devices
     assert devices is not None
     live = sorted({rank for ranks in hang.places.values() for rank in ranks})
     others = [rank for rank in live if rank not in devices.ranks]
-    entered = f"{_sentence(_ranks(live))} have entered every collective that the others have"
+    entered = f"{_capitalize_first(_format_ranks(live))} have entered every collective that the others have"
     if hang.collective:
-        entered = f"{_sentence(_ranks(live))} have entered {operation(hang.collective)}"
+        entered = f"{_capitalize_first(_format_ranks(live))} have entered {collective_name(hang.collective)}"
     one = len(devices.ranks) == 1
-    who = f"the {'device' if one else 'devices'} of {_named(hang.blocking)}"
+    who = f"the {'device' if one else 'devices'} of {_name_ranks_with_hosts(hang.blocking)}"
     if devices.kind == "kernel":
-        begun = f"the operation's kernel has not begun, although it has on {_ranks(others)}"
+        begun = f"the operation's kernel has not begun, although it has on {_format_ranks(others)}"
         return f"{entered}, but on {who} {begun}: an earlier kernel does not end there."
     here = devices.places[devices.ranks[0]]
     furthest = max(
@@ -221,41 +223,41 @@ def _device(hang: Hang) -> str:
     )
     verb = "is" if one else "are"
     return (
-        f"{entered}, but {who} {verb} {_device_place(here)}, while the furthest device of"
-        f" {_ranks(others)} is {_device_place(furthest)}."
+        f"{entered}, but {who} {verb} {_device_place_phrase(here)}, while the furthest device of"
+        f" {_format_ranks(others)} is {_device_place_phrase(furthest)}."
     )
 
 
-def _device_place(place: LastDeviceMark) -> str:
+def _device_place_phrase(place: DevicePlace) -> str:
     return f"in step {place.step} after {place.mark or f'mark {place.place}'}"
 
 
-def _unheard(hang: Hang) -> str:
-    where = f" in {operation(hang.collective)} or a later operation" if hang.collective else ""
+def _describe_missing_reports(hang: Hang) -> str:
+    where = (
+        f" in {collective_name(hang.collective)} or a later operation" if hang.collective else ""
+    )
     return (
-        f"{_count(len(hang.waiting), 'rank waits', 'ranks wait')}{where}; the cause is on the ranks"
+        f"{_format_count(len(hang.waiting), 'rank waits', 'ranks wait')}{where}; the cause is on the ranks"
         " without reports."
     )
 
 
-def _apart(hang: Hang) -> str:
-    return f"No recorded collective shows which rank waits for which. {_places(hang)}"
+def _describe_unrelated_waits(hang: Hang) -> str:
+    return f"No recorded collective shows which rank waits for which. {_describe_places(hang)}"
 
 
-def _alone(hang: Hang) -> str:
+def _describe_single_rank(hang: Hang) -> str:
     (blocking,) = hang.blocking
-    return (
-        f"{_sentence(_named([blocking]))} is {place(blocking.progress.inside)}, and no rank waits"
-        " for it."
-    )
+    who = _capitalize_first(_name_ranks_with_hosts([blocking]))
+    return f"{who} is {place_phrase(blocking.progress.inside)}, and no rank waits for it."
 
 
-def _blocked(hang: Hang) -> str:
+def _describe_blocked_threads(hang: Hang) -> str:
     devices = hang.devices
     assert devices is not None
-    stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {_ranks(devices.asked)}"
+    stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {_format_ranks(devices.asked)}"
     return (
-        f"{_places(hang)} The training threads wait there for their devices, in {devices.waits_in},"
+        f"{_describe_places(hang)} The training threads wait there for their devices, in {devices.waits_in},"
         f" by the {stacks}. It is not known what the devices execute: the threads last checked them"
         " before they began to wait. One device may be stuck in a kernel of its own while the"
         " others wait for it in a collective, or all devices may have long work. The records"
@@ -263,44 +265,45 @@ def _blocked(hang: Hang) -> str:
     )
 
 
-def _pause(hang: Hang) -> str:
+def _describe_pause(hang: Hang) -> str:
     return (
-        f"{_places(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or"
+        f"{_describe_places(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or"
         " a server without requests looks like this."
     )
 
 
 _FINDINGS: dict[str, Callable[[Hang], str]] = {
-    "mismatch": _mismatch, "device": _device, "together": _together, "unheard": _unheard, "apart": _apart,
-    "alone": _alone, "blocked": _blocked, "pause": _pause,
+    "mismatch": _describe_mismatch, "device": _describe_slow_devices, "together": _describe_entered_by_all,
+    "unheard": _describe_missing_reports, "apart": _describe_unrelated_waits, "alone": _describe_single_rank,
+    "blocked": _describe_blocked_threads, "pause": _describe_pause,
 }  # fmt: skip
 
 
-def _places(hang: Hang) -> str:
-    """Return a sentence on the places of ranks.
+def _describe_places(hang: Hang) -> str:
+    """Return a sentence on the open spans of all ranks.
 
-    Places with few ranks are first, as they differ from the others.
+    Spans of only a few ranks are listed first, because they are unusual.
     """
     order = sorted(hang.places.items(), key=lambda item: (len(item[1]), item[1]))
     parts = [
-        f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place(inside)}"
+        f"{_format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place_phrase(inside)}"
         for inside, ranks in order
     ]
     if len(parts) > _MAX_NAMED:
-        parts[_MAX_NAMED:] = [f"and {_count(len(parts) - _MAX_NAMED, 'more place', 'more places')}"]
-    return _sentence("; ".join(parts)) + "."
+        parts[_MAX_NAMED:] = [
+            f"and {_format_count(len(parts) - _MAX_NAMED, 'more place', 'more places')}"
+        ]
+    return _capitalize_first("; ".join(parts)) + "."
 
 
-def _asides(hang: Hang) -> str:
+def _additional_sentences(hang: Hang) -> str:
     asides = ""
     if hang.asleep:
-        asides += (
-            f"Asleep in the kernel (process state D: storage or a driver): {_ranks(hang.asleep)}. "
-        )
+        asides += f"Asleep in the kernel (process state D: storage or a driver): {_format_ranks(hang.asleep)}. "
     if hang.unheard:
-        asides += f"No reports from {_ranks(hang.unheard)}. "
+        asides += f"No reports from {_format_ranks(hang.unheard)}. "
     if hang.ended and hang.kind in ("alone", "blocked", "pause", "apart", "together"):
-        asides += f"{_count(len(hang.ended), 'rank has', 'ranks have')} ended. "
+        asides += f"{_format_count(len(hang.ended), 'rank has', 'ranks have')} ended. "
     return asides
 
 
@@ -318,10 +321,10 @@ _UNNAMED_SPANS: dict[int, str] = {
 }  # fmt: skip
 
 
-def device_place(mark: DeviceMark, name: str) -> LastDeviceMark:
-    """Return the place of a rank's device from a mark in its ring file.
+def device_place_from_mark(mark: DeviceMark, name: str) -> DevicePlace:
+    """Return the place that a rank's device has reached, from the newest mark in the ring file.
 
-    name: of the mark's span; "" if not known.
+    name: the name of the span that the mark begins or ends; "" if not known.
     """
     span = _SPANS.get(mark.kind, "")
     if mark.kind in _NAMED_SPANS:
@@ -338,8 +341,11 @@ def device_place(mark: DeviceMark, name: str) -> LastDeviceMark:
 
 def _next_action(hang: Hang) -> str:
     if hang.blocking:
-        return _action_on(
-            next((each for each in hang.blocking if _is_grave(each, hang)), hang.blocking[0])
+        return _action_on_blocking_rank(
+            next(
+                (each for each in hang.blocking if _has_gravest_problem(each, hang)),
+                hang.blocking[0],
+            )
         )
     look = (
         f"look at the Python stack of rank {hang.look_at[0]}"
@@ -371,11 +377,11 @@ def _next_action(hang: Hang) -> str:
     return f"{look} first; the ranks may wait in a point-to-point or an unrecorded operation."
 
 
-def _is_grave(blocking: BlockingRank, hang: Hang) -> bool:
+def _has_gravest_problem(blocking: BlockingRank, hang: Hang) -> bool:
     return blocking.problem in _GRAVE.get(hang.kind, (hang.kind,))
 
 
-def _action_on(blocking: BlockingRank) -> str:
+def _action_on_blocking_rank(blocking: BlockingRank) -> str:
     each = blocking.progress
     who = f"rank {each.rank} on {each.host}"
     if blocking.problem == "device":
@@ -423,8 +429,8 @@ def _action_on(blocking: BlockingRank) -> str:
 # -- names
 
 
-def _named(blocking_ranks: Sequence[BlockingRank]) -> str:
-    """Return ranks with their hosts, such as "ranks 2 (node-b) and 3 (node-b)"."""
+def _name_ranks_with_hosts(blocking_ranks: Sequence[BlockingRank]) -> str:
+    """Return a phrase such as "ranks 2 (node-b) and 3 (node-b)"."""
     names = [f"{each.progress.rank} ({each.progress.host})" for each in blocking_ranks]
     rest = len(names) - _MAX_NAMED
     if rest > 0:
@@ -434,13 +440,13 @@ def _named(blocking_ranks: Sequence[BlockingRank]) -> str:
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(ranks)}"
+def _format_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
 
 
-def _sentence(words: str) -> str:
+def _capitalize_first(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _count(count: int, one: str, several: str) -> str:
+def _format_count(count: int, one: str, several: str) -> str:
     return f"{count} {one if count == 1 else several}"

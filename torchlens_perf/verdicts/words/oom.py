@@ -1,45 +1,51 @@
-"""An out-of-memory error in words: rank, step, request, owners of the memory, and the action."""
+"""Sentences on an out-of-memory error: rank, step, request, owners of the memory, and action."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
-from torchlens_perf.run.oom_table import LiveMemoryRow, OutOfMemory
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, OutOfMemoryEvidence, judged
+from torchlens_perf.analysis.statistics.quantities import amount, percent
+from torchlens_perf.run.oom_table import LiveRow, OutOfMemory
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, OutOfMemoryEvidence, make_verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.memory import MemoryGrowth
     from torchlens_perf.verdicts.words.report import Facts, Rank
 
-# Expandable segments are advised if at least this share of the reserved memory is free in pieces.
+# Expandable segments are advised if at least this share of the reserved memory is free but
+# fragmented.
 _FRAGMENTED_SHARE = 0.1
-# The advice is about one request, the blocks of one place, or other users of the device, from these
-# shares on.
+# The advice is about the failed request if it needs at least this share of the device.
 _ONE_REQUEST_SHARE = 0.25
+# The advice is about one place in the code if it has allocated at least this share of the memory.
 _ONE_PLACE_SHARE = 0.3
+# The advice is about other users of the device if they use at least this share of it.
 _OTHERS_SHARE = 0.2
 _MANY_BLOCKS = 2
-# The driver may report two sizes of one device, which differ by the memory that it reserves for
-# itself.
+# The driver may report the size of a device with and without memory that it reserves for itself.
 _ALL_SHARE = 0.98
 
 
-def out_of_memory_verdicts(report: Facts) -> list[JudgedVerdict]:
-    """Return a verdict on the first rank that ran out of device memory and did not recover."""
-    ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if ended_by_it(rank)]
+def build_out_of_memory_verdicts(report: Facts) -> list[JudgedVerdict]:
+    """Return a verdict on the first rank that ran out of device memory and did not recover; else
+    []."""
+    ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if was_ended_by_oom(rank)]
     found = [(oom, rank) for oom, rank in ended if oom is not None]
     if not found:
         return []
     oom, first = min(found, key=lambda each: each[0]["time_unix_ns"])
-    return [_verdict(first, oom, also=[rank["rank"] for _, rank in found if rank is not first])]
+    return [
+        _build_oom_verdict(
+            first, oom, also=[rank["rank"] for _, rank in found if rank is not first]
+        )
+    ]
 
 
-def ended_by_it(rank: Rank) -> bool:
+def was_ended_by_oom(rank: Rank) -> bool:
     """Return True if a rank ran out of memory and did not recover.
 
-    It recovered if a later step was finished, or if its watch was closed after the error was
-    caught.
+    A rank has recovered if it finished a later step, or if the script caught the error and closed
+    watch().
     """
     oom = rank["out_of_memory"]
     if oom is None or (oom.get("caught") and rank["state"] == "closed"):
@@ -48,9 +54,9 @@ def ended_by_it(rank: Rank) -> bool:
 
 
 def out_of_memory_note(rank: Rank) -> str | None:
-    """Return a note on a rank that ran out of memory and went on; else None."""
+    """Return a note on a rank that ran out of memory and recovered; else None."""
     oom = rank["out_of_memory"]
-    if oom is None or ended_by_it(rank):
+    if oom is None or was_ended_by_oom(rank):
         return None
     went_on = (
         "went on"
@@ -58,12 +64,12 @@ def out_of_memory_note(rank: Rank) -> str | None:
         else "ended without an error"
     )
     return (
-        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_asked(oom)}, and"
+        f"rank {rank['rank']} ran out of device memory in step {oom['step']}, {_describe_request(oom)}, and"
         f" {went_on}: see {oom['file']}"
     )
 
 
-def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
+def _build_oom_verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
     table = oom["table"]
     inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
     others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
@@ -74,25 +80,27 @@ def _verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
         )
     else:
         held = (
-            f"{format_bytes(table['allocated_bytes'], 'B')} were allocated, and"
-            f" {format_bytes(table['inactive_bytes'], 'B')} more were reserved but"
-            f" free.{_largest(table['rows'])}"
+            f"{amount(table['allocated_bytes'], 'B')} were allocated, and"
+            f" {amount(table['inactive_bytes'], 'B')} more were reserved but"
+            f" free.{_describe_largest_owner(table['rows'])}"
         )
     text = (
         f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step"
-        f" {oom['step']}{inside}: {_asked(oom)}. {held}{others} Next:"
-        f" {next_action(oom, rank['memory']['growth'])}"
+        f" {oom['step']}{inside}: {_describe_request(oom)}. {held}{others} Next:"
+        f" {build_next_action(oom, rank['memory']['growth'])}"
     )
     evidence: OutOfMemoryEvidence = {**oom, "ranks": [rank["rank"], *also]}
-    return judged("out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence)
+    return make_verdict(
+        "out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence
+    )
 
 
-def _asked(oom: OutOfMemory) -> str:
+def _describe_request(oom: OutOfMemory) -> str:
     asked, free, limit = (
         format_bytes(each, "B")
         for each in (oom["asked_bytes"], oom["free_bytes"], oom["limit_bytes"])
     )
-    if not _has_a_share(oom):
+    if not _has_memory_fraction(oom):
         return f"{asked} requested, {free} free of {limit}"
     reserved = (
         f", and had reserved {format_bytes(oom['table']['reserved_bytes'], 'B')}"
@@ -106,9 +114,9 @@ def _asked(oom: OutOfMemory) -> str:
     )
 
 
-def _has_a_share(oom: OutOfMemory) -> bool:
-    """Return True if the process is limited to a share of the device
-    (torch.cuda.set_per_process_memory_fraction)."""
+def _has_memory_fraction(oom: OutOfMemory) -> bool:
+    """Return True if torch.cuda.set_per_process_memory_fraction() limits the process to a share of
+    the device."""
     return oom["limit_bytes"] < _ALL_SHARE * _device_bytes(oom)
 
 
@@ -116,26 +124,26 @@ def _device_bytes(oom: OutOfMemory) -> int:
     return oom.get("device_bytes") or oom["limit_bytes"]
 
 
-def _largest(rows: list[LiveMemoryRow]) -> str:
+def _describe_largest_owner(rows: list[LiveRow]) -> str:
     if not rows:
         return ""
     blocks = f"{rows[0]['blocks']} block{'s' if rows[0]['blocks'] > 1 else ''}"
-    return f" Most of it: {format_bytes(rows[0]['bytes'], 'B')} in {blocks}, {place(rows[0])}."
+    return f" Most of it: {amount(rows[0]['bytes'], 'B')} in {blocks}, {allocation_place(rows[0])}."
 
 
-def place(row: LiveMemoryRow) -> str:
-    """Return the place in the code that allocated a row's blocks."""
+def allocation_place(row: LiveRow) -> str:
+    """Return a phrase for the place in the code that allocated a row's blocks."""
     if not row["stack"]:
         return f"of {format_bytes(row['largest_bytes'], 'B')} each, without a Python stack"
     return f"{row['module']}, {row['stack'][0]}" if row["module"] else row["stack"][0]
 
 
-def next_action(oom: OutOfMemory, growth: MemoryGrowth | None) -> str:
-    """Return the action that would help, from the owners of the memory."""
+def build_next_action(oom: OutOfMemory, growth: Growth | None) -> str:
+    """Return the action that is likely to help, considering what uses the memory."""
     table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
     if table is None:
         return (
-            _by_growth(growth)
+            _describe_growth(growth)
             or f"see {oom['earlier']}; use a smaller batch, checkpointing, or sharding (FSDP)."
         )
     rows, device_bytes = table["rows"], _device_bytes(oom)
@@ -153,8 +161,8 @@ def next_action(oom: OutOfMemory, growth: MemoryGrowth | None) -> str:
             " is free, but in pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
     if growth is not None:
-        return _by_growth(growth)
-    if _has_a_share(oom) and oom["free_bytes"] >= asked:
+        return _describe_growth(growth)
+    if _has_memory_fraction(oom) and oom["free_bytes"] >= asked:
         return (
             "the process's share of the device is full, but the device is not:"
             f" {format_percent(limit / device_bytes)} (torch.cuda.set_per_process_memory_fraction); raise"
@@ -162,8 +170,8 @@ def next_action(oom: OutOfMemory, growth: MemoryGrowth | None) -> str:
         )
     if asked >= _ONE_REQUEST_SHARE * limit:
         where = f" at {oom['stack'][0]}" if oom["stack"] else ""
-        whole = "the process's share" if _has_a_share(oom) else "the device"
-        return f"one request{where} needs {format_percent(asked / limit)} of {whole}: compute it in parts."
+        whole = "the process's share" if _has_memory_fraction(oom) else "the device"
+        return f"one request{where} needs {percent(asked / limit)} of {whole}: compute it in parts."
     if not any(row["stack"] for row in rows):
         return (
             "a smaller batch, activation checkpointing, or sharding (FSDP); "
@@ -186,7 +194,7 @@ def next_action(oom: OutOfMemory, growth: MemoryGrowth | None) -> str:
     )
 
 
-def _by_growth(growth: MemoryGrowth | None) -> str:
+def _describe_growth(growth: Growth | None) -> str:
     if growth is None:
         return ""
     return (
@@ -196,15 +204,15 @@ def _by_growth(growth: MemoryGrowth | None) -> str:
     )
 
 
-def oom_text(oom: OutOfMemory) -> str:
-    """Return the table as plain text, for reading without the report."""
+def format_oom_table(oom: OutOfMemory) -> str:
+    """Return the table of memory owners as plain text, to be read without a report."""
     table = oom["table"]
     lines = [
         (
             f"rank {oom['rank']} ({oom['host']}), step {oom['step']}, device {oom['device']}: out"
             " of memory"
         ),
-        _asked(oom),
+        _describe_request(oom),
         *([f"errors without a table: {oom['untold']}"] if oom["untold"] else []),
     ]
     if table is None:
@@ -230,7 +238,7 @@ def oom_text(oom: OutOfMemory) -> str:
         lines.append(
             f"{format_bytes(row['bytes'], 'B'):>10}  {row['blocks']} blocks{new}  {row['module']}".rstrip()
         )
-        lines += [f"{'':12}{frame}" for frame in row["stack"] or (place(row),)]
+        lines += [f"{'':12}{frame}" for frame in row["stack"] or (allocation_place(row),)]
     if table["other_blocks"]:
         lines.append(
             f"{format_bytes(table['other_bytes'], 'B'):>10}  {table['other_blocks']} blocks in other"

@@ -1,7 +1,4 @@
-"""The order of verdicts: by the seconds of job time that each has cost.
-
-All screens show them in this order. Pure.
-"""
+"""The order of verdicts on all screens: by the seconds of job time that each has cost. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torchlens_perf.verdicts.words.evidence import (
     DeviceStepEvidence,
     JudgedVerdict,
     PastEvidence,
-    StretchEvidence,
+    RunPartEvidence,
     TypicalStepEvidence,
 )
 
@@ -21,33 +18,32 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Period
 
 WORTH_A_LINE = 0.05
-"""A hang that is over stays among the verdicts that hold if it took at least this share of all
-steps' time."""
+"""An ended hang is still listed with current verdicts if it took at least this share of all step
+time."""
 _URGENT = ("out_of_memory", "hang", "died")
-_OF_THE_RUN = (TypicalStepEvidence, DeviceStepEvidence, StretchEvidence)
+_OF_THE_RUN = (TypicalStepEvidence, DeviceStepEvidence, RunPartEvidence)
 Row = tuple[JudgedVerdict, "Period | None", "float | None"]
 """A verdict, its period, and the seconds of job time that it has cost."""
 
 
-def ended_in_it(evidence: Any) -> bool:
-    """Return True for a hang from which the run did not recover."""
+def is_fatal_hang(evidence: Any) -> bool:
+    """Return True for evidence on a hang from which the run did not recover."""
     return isinstance(evidence, PastEvidence) and evidence.went_on is False
 
 
-class Lasting(TypedDict):
-    """A condition that has held since a step."""
+class PeriodEnd(TypedDict):
+    """The end of a period: the first step after it, or None while it lasts."""
 
     until_step: int | None
 
 
-def has_ended(period: Lasting | None) -> bool:
-    """Return True if the condition is known to have ended."""
+def has_ended(period: PeriodEnd | None) -> bool:
+    """Return True if the period is known to have ended."""
     return period is not None and period["until_step"] is not None
 
 
-def ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ranks of a row of the report's `verdicts`, or of its JSON; () for the job as a
-    whole."""
+def ranks_in_row(row: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ranks of a row of the report's `verdicts`; () for a verdict on the whole job."""
     evidence = row["evidence"]
     ranks = (
         evidence.get("ranks") if isinstance(evidence, dict) else getattr(evidence, "ranks", None)
@@ -58,13 +54,13 @@ def ranks_of(row: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def is_over(verdict: JudgedVerdict, held: Period | None) -> bool:
-    """Return True if a verdict is about an earlier part of the run only.
+    """Return True if a verdict is only about an earlier part of the run.
 
-    A hang that ended counts like a long step: it is not over if its share of the time is at least
-    WORTH_A_LINE.
+    An ended hang is like a long step: if it took at least the share WORTH_A_LINE of all step time,
+    return False.
     """
     kind, evidence = verdict.kind, verdict.evidence
-    if ended_in_it(evidence):
+    if is_fatal_hang(evidence):
         return False
     if kind == f"hang{OVER}":
         return (verdict.cost_share or 0.0) < WORTH_A_LINE
@@ -73,26 +69,26 @@ def is_over(verdict: JudgedVerdict, held: Period | None) -> bool:
     return kind.endswith(OVER) or kind == "straggler_transient"
 
 
-def key(row: Row) -> tuple[int, float]:
-    """Return the sort key of a verdict: first those that stop the job, then those that hold, then
-    those that are over.
+def sort_key(row: Row) -> tuple[int, float]:
+    """Return the sort key of a verdict.
 
-    Within these groups, the costliest is first.
+    Verdicts on what stops the job are first, then current verdicts, then past verdicts. Within each
+    group, the costliest verdict is first.
     """
     verdict, held, lost_s = row
-    if verdict.kind in _URGENT or ended_in_it(verdict.evidence):
-        # A hang comes before deaths: processes of a job that hangs are killed, and a hang after a
-        # death names the rank.
+    if verdict.kind in _URGENT or is_fatal_hang(verdict.evidence):
+        # Hangs are listed before deaths. Processes of a job that hangs are often killed, and the
+        # verdict on a hang names ranks that died before it.
         return 0, 1.0 if verdict.kind == "died" else 0.0
     return 2 if is_over(verdict, held) else 1, -(lost_s or 0.0)
 
 
-def lost_s(
+def compute_lost_s(
     verdict: JudgedVerdict, held: Period | None, *, steps: int, alike: int, last_step: int | None
 ) -> float | None:
-    """Return the seconds of job time that a verdict has cost so far; None if its cost is not known.
+    """Return the seconds of job time that a verdict's cause has cost so far; None if not known.
 
-    steps: number of steps of the run. alike: number of typical steps. last_step: the newest step.
+    held: the verdict's period. steps: number of steps of the run. alike: number of typical steps.
     """
     cost_s, evidence = verdict.cost_s_per_step, verdict.evidence
     if cost_s is None:

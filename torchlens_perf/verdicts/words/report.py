@@ -1,8 +1,9 @@
-"""The fields of `report --json`, which are also the input of sentences and tables. Types only.
+"""Types of `report --json`, from which sentences and tables are built as well.
 
-`torchlens-perf report --schema` prints them as a JSON schema. Names end in their units: `_s`
+`torchlens-perf report --schema` prints these types as a JSON schema. Names end in their units: `_s`
 seconds, `_ns` nanoseconds, `_bytes`, `_hz`. A share is between 0 and 1. None (null in JSON) means
-not measured or not known. Keys of `by_rank` are ranks as strings, because JSON has no other keys.
+not measured or not known. The keys of `by_rank` are ranks as strings, because JSON keys are
+strings.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchlens_perf.verdicts.words.report_memory import Memory
 
 
 class Distribution(TypedDict):
-    """Quantiles and mean of durations; None without any value.
+    """Quantiles and mean of durations. All are None without durations.
 
     Quantiles have an error of at most 1.1 %.
     """
@@ -30,23 +31,23 @@ class Distribution(TypedDict):
 
 
 class Startup(TypedDict):
-    """Time from the start of the process to its first recorded step, of the slowest rank."""
+    """Startup of the rank whose first recorded step began last."""
 
     rank: int
     before_first_step_s: float
     warm_up_s: float
-    """Time of the warm-up steps."""
+    """Total time of the warm-up steps."""
     compile_s: float | None
-    """Time spent in torch.compile by the process, also in recorded steps; None if unknown."""
+    """Time spent in torch.compile, also in recorded steps; None if not known."""
     cpu_wait_s: float | None
-    """Time for which the main thread was runnable without a CPU until training began; None if it
-    was not measured."""
+    """Time until training began in which the main thread was runnable but had no CPU; None if not
+    measured."""
     interactive: bool
-    """True if a person types into the process, as in a notebook. Its start may be idle."""
+    """True if a person types code into the process, as in a notebook. Startup may then be idle."""
 
 
 class Run(TypedDict):
-    """The run as a whole."""
+    """Properties and state of the whole run."""
 
     id: str
     program: str | None
@@ -59,89 +60,93 @@ class Run(TypedDict):
     as_of: str | None
     """Time at which the newest node state of this report was written."""
     total_steps: int | None
-    """Total steps of the run, if all ranks were configured with the same number."""
+    """Total number of steps, if all ranks were configured with the same number."""
     live: bool
     state: str
-    """running, ended, or died (ended, and a rank did not close its watch)."""
+    """running, ended, or died (ended, but a rank died)."""
     died: list[int]
-    """Ranks whose process ended without closing its watch."""
+    """Ranks whose process ended before watch() was closed."""
     ranks_seen: int
-    """Number of ranks in this report, of world_size ranks."""
+    """Number of ranks in this report. It may be less than world_size."""
     startup: Startup | None
-    """None if not known for any rank: no step, a simulated run, or a second watch."""
+    """None if not known, for example for a simulated run or a second watch()."""
     device: str | None
     """"GPU", or torch's name of another kind of device; None for a CPU."""
     judged_by: str | None
-    """The clock that the ranks are judged by: host, device, "host and device"; None while that is
-    not decided."""
+    """The clock by which the ranks are judged: "host", "device", or "host and device"; None while
+    undecided."""
     deeper_modules: bool
-    """True if there are modules below those that are timed."""
+    """True if timed modules have submodules that are not timed."""
 
 
 class Trend(TypedDict):
-    """Step times of the first and the last third of the run."""
+    """Step times of the first and of the last third of the run."""
 
     first_third_p50_s: float
     last_third_p50_s: float
     change: float
 
 
-class AlikeAndLong(TypedDict):
-    """Classes of a rank's steps, as means over the ranks.
+class StepClasses(TypedDict):
+    """Classes of steps with a similar duration, as means over the ranks.
 
-    Each step after the warm-up is in one class. The counts of `alike`, `long` and `short` add up to
-    the number of these steps. The sum of count times mean duration over all classes is total_s.
+    Each step after the warm-up is in one class: `alike`, or one of `long` and `short`. The counts
+    of all classes add up to the number of these steps, and their times add up to total_s.
     """
 
     total_s: float
     """Time of all steps after the warm-up."""
     warm_up: int
-    """Number of warm-up steps, which are in no class."""
+    """Number of warm-up steps. They are not in a class."""
     alike: int
-    """Number of steps in the class of the typical step."""
+    """Number of typical steps."""
     alike_mean_s: float | None
-    """Mean duration of these steps; None if there is no such step."""
+    """Mean duration of typical steps; None without typical steps."""
     long: list[LongSteps]
     short: list[LongSteps]
     """Classes of shorter steps. Their more_s, total_s and share are negative."""
 
 
-class Steps(Distribution, AlikeAndLong):
+class Steps(Distribution, StepClasses):
     """Steps of all ranks, without the warm-up.
 
-    Times are by the devices' clocks if all ranks are judged by those.
+    Times are by the devices' clocks if all ranks are judged by their devices.
     """
 
     count: int
     by: str
-    """The clock of all times except the warm-up: "host" or "device"."""
+    """The clock of all times except those of the warm-up: "host" or "device"."""
     warm_up_max_s: float | None
     warm_up_parts: dict[str, float]
-    """Each part's share of the warm-up steps' time."""
+    """Share of each part in the time of the warm-up steps."""
     made: int
-    """Highest number of finished steps of a rank, including unrecorded and lost ones."""
+    """Highest number of steps that a rank has finished, including steps without records."""
     trend: Trend | None
     inference: bool
     micro_steps: int
     sampled_lack_of_cpu: float | None
-    own_time: OwnStep | None
+    own_time: OwnStepTime | None
 
 
-class OwnStep(TypedDict):
-    """Own time of a step, from the times of devices and hosts: means over the newest steps."""
+class OwnStepTime(TypedDict):
+    """Own time of a step: the time that it would take if ranks never waited for other ranks.
+
+    It is computed from the times of devices and hosts, as a mean over the newest steps.
+    """
 
     parts: dict[str, float]
     """Own time by part, in seconds."""
     launch_share: float
     """Share of own time in which devices wait for their hosts to issue work."""
     hidden_share: float
-    """Share of own time that devices do not show, as hosts run ahead of waiting devices."""
+    """Share of own time that the devices' clocks do not show. Host code is hidden while a device
+    waits for other ranks."""
     is_hidden: bool
-    """True if so much is hidden that the devices' own clocks do not show where the time goes."""
+    """True if devices' clocks hide too much to show how a step spends its time."""
 
 
 class TypicalStep(TypedDict):
-    """One rank's typical step. The parts add up to s."""
+    """The typical step of one rank. Its parts add up to s."""
 
     s: float
     own_s: float
@@ -151,7 +156,7 @@ class TypicalStep(TypedDict):
 
 
 class Phase(TypedDict):
-    """One part of a step. typical_s and share are of the typical step, the others of all steps."""
+    """One part of a step. typical_s and share are from typical steps, p50_s and mean_s from all."""
 
     typical_s: float
     share: float
@@ -160,7 +165,7 @@ class Phase(TypedDict):
 
 
 class DevicePhase(TypedDict):
-    """One phase by the device's clock."""
+    """Time of one phase by the device's clock."""
 
     p50_s: float
     s_per_step: float
@@ -175,20 +180,20 @@ class DeviceTimes(TypedDict):
     step_s: Distribution
     phases: dict[str, DevicePhase]
     work_s: Distribution | None
-    """Training steps without the waits of the compute stream for other ranks; None if not judged by
-    the device."""
+    """Training steps without the time in which the compute stream waits for other ranks; None if
+    the rank is not judged by its device."""
     parts: dict[str, float]
-    """Parts of these steps, in seconds per step. communication is the waiting for other ranks; data
-    and host are the
-    times in which the device waited without work. Empty if the rank is not judged by its device."""
+    """Parts of training steps, in seconds per step. communication is waiting for other ranks. data
+    and host are times in which the device had no work. Empty if the rank is not judged by its
+    device."""
     behind_s: Distribution
     caught_up: float | None
 
 
-class ArrivedLast(TypedDict):
-    """Number and share of collectives to which a rank came last.
+class LastArrivals(TypedDict):
+    """Number and share of collectives in which a rank arrived last.
 
-    Only collectives are counted whose group is on one node, and in which all ranks wait for all.
+    Only collectives of groups on one node are counted, and only if they synchronize all ranks.
     """
 
     count: int
@@ -196,49 +201,51 @@ class ArrivedLast(TypedDict):
     share: float
 
 
-class RankNow(TypedDict):
-    """Activity of a running rank when its node's state was written."""
+class RankActivity(TypedDict):
+    """Activity of a running rank at the time when the state of its node was written."""
 
     step: int
     """The step in progress."""
     step_s: float
     """Time since that step began."""
     inside: list[str]
-    """The spans that its training thread was inside of, outermost first."""
+    """The open spans of the training thread, outermost first."""
     inside_s: float | None
-    """Time since the innermost span began."""
+    """Time since the innermost open span began."""
 
 
-class CpuFacts(TypedDict):
-    """Use of a rank's CPUs."""
+class CpuUse(TypedDict):
+    """Usage of the CPUs of one rank."""
 
     cpus: int | None
     """Number of CPUs that the rank may use; None if the sidecar has not sampled the rank."""
     threads: int | None
     """Number of threads that torch uses for one operation."""
     workers: int | None
-    """Highest number of child processes at one time, such as loader workers; None like `cpus`."""
+    """Highest number of child processes at the same time, such as loader workers; None if the
+    sidecar has not sampled the rank."""
     others_share: float | None
-    """Share of its CPUs that programs outside of the job kept busy; None if it did not wait."""
+    """Share of the rank's CPUs that was used by programs outside the job while the rank waited for
+    a CPU; None if it never waited."""
     busiest_other: str
-    """The busiest of these programs that is visible, as "name (pid 7)"; "" if none is."""
+    """The busiest visible program outside the job, as "name (pid 7)"; "" if not known."""
 
 
 class Rank(TypedDict):
-    """One rank."""
+    """State and measurements of one rank."""
 
     rank: int
     host: str
     local_rank: int | None
-    """None if the launcher does not set it."""
+    """None if the launcher does not set the local rank."""
     pid: int
     attempt: int
     state: str
     """running, closed or died."""
     inside: list[str]
-    """The spans that a process was inside of when it died."""
-    now: RankNow | None
-    """None for a process that has ended."""
+    """The spans that were open when the process died."""
+    now: RankActivity | None
+    """None if the process has ended."""
     steps: int
     first_step: int | None
     last_step: int | None
@@ -248,28 +255,29 @@ class Rank(TypedDict):
     typical: TypicalStep | None
     phases: dict[str, Phase]
     other_threads: dict[str, float]
-    """Seconds per step of phases on threads other than the recorded one. They are not part of the
-    step's time."""
+    """Seconds per step of phases on other threads than the recorded thread. They are not part of
+    the step's time."""
     not_measured: list[str]
-    """Measurements that are missing."""
+    """Names of missing measurements."""
     memory: Memory
     out_of_memory: OutOfMemory | None
     device: DeviceTimes | None
-    arrived_last: ArrivedLast | None
-    """None if it is not known for any collective."""
+    arrived_last: LastArrivals | None
+    """None if the last rank is not known for any collective."""
     wait_s_per_step: float | None
-    """Time that a typical step is blocked in communication, by the clock that the rank is judged
-    by; None without communication, or if it is not measured."""
-    cpu: CpuFacts | None
-    """None if nothing is known."""
+    """Time for which a typical step is blocked in communication, by the clock by which the rank is
+    judged; None without communication, or if not measured."""
+    cpu: CpuUse | None
+    """None if not known."""
     coverage: float
     lost: int
 
 
-class HeatRank(TypedDict):
-    """A row of the heat map.
+class HeatMapRow(TypedDict):
+    """The row of one rank in the heat map.
 
-    slow: pairs of first slow step and first healthy step, None while it is slow.
+    slow: ranges of slow steps, each as the first slow step and the first healthy step after it. The
+    latter is None while the rank is slow.
     """
 
     rank: int
@@ -283,13 +291,13 @@ class Heat(TypedDict):
     width: int
     first_steps: list[int]
     tags: list[list[str]]
-    ranks: list[HeatRank]
+    ranks: list[HeatMapRow]
 
 
 class StepHistory(TypedDict):
-    """Step times in windows of `width` steps, without the warm-up and steps with other work.
+    """Step times in windows of `width` steps. Only usual steps are included.
 
-    Median and extremes are over the ranks' usual steps in each window.
+    Median, fastest and slowest are over the usual steps of all ranks in each window.
     """
 
     width: int
@@ -300,13 +308,13 @@ class StepHistory(TypedDict):
 
 
 class Module(TypedDict):
-    """One timed module."""
+    """Times of one module."""
 
     name: str
     is_root: bool
-    """True for a whole model. Its own time is that of its forward() outside of timed modules."""
+    """True for a whole model. Its own time is the time of its forward() outside timed modules."""
     has_untimed: bool
-    """True if there are modules inside that are not timed."""
+    """True if the module has submodules that are not timed."""
     calls: int
     own_s: Distribution
     own_s_per_step: float
@@ -319,7 +327,7 @@ class Module(TypedDict):
 
 
 class Section(TypedDict):
-    """One section that the user has defined."""
+    """Times of one section that the script has defined."""
 
     name: str
     calls: int
@@ -327,16 +335,16 @@ class Section(TypedDict):
     s_per_step: float
     by_rank: dict[str, float]
     host_s_per_typical_step: float | None
-    """Its time outside of all phases: the median over the usual steps, as mean over the ranks; None
-    without usual
-    steps."""
+    """Time of the section outside all phases, as the median over usual steps and the mean over
+    ranks; None without usual steps."""
     device_s: Distribution | None
 
 
 class DeviceSection(TypedDict):
-    """One device section.
+    """Times of one device section.
 
-    over_all_ranks: its last window, if windows of all ranks were merged on the devices.
+    over_all_ranks: times of the last window that devices have merged over all ranks; None without
+    merged windows.
     """
 
     name: str
@@ -347,7 +355,7 @@ class DeviceSection(TypedDict):
 
 
 class Collective(TypedDict):
-    """One kind of collective operation, with one data type and one group or pair of ranks."""
+    """Times of one collective operation with one data type in one group, or between two ranks."""
 
     operation: str
     group: str
@@ -378,7 +386,7 @@ class Collective(TypedDict):
 
 
 class CapturedFile(TypedDict):
-    """A file of a capture. The path is relative to the run directory."""
+    """A file of a capture. Its path is relative to the run directory."""
 
     path: str
     bytes: int
@@ -400,20 +408,21 @@ class Capture(TypedDict):
 
 
 class Period(TypedDict):
-    """The period for which a verdict has held. For a slow rank, that is its episode."""
+    """The period in which a verdict is true. For a slow rank, it is the rank's episode."""
 
     since_step: int | None
     until_step: int | None
-    """The first step in which it no longer held; None while it holds."""
+    """The first step in which the verdict is no longer true; None while it is true."""
     windows_held: int | None
-    """Number of windows between these steps in which it held."""
+    """Number of windows between these steps in which the verdict is true."""
     windows_judged: int | None
-    """Number of windows of the whole run that show whether it held; None without windows."""
+    """Number of windows of the whole run that show whether the verdict is true; None without
+    windows."""
     window_steps: int | None
     """Number of steps in a window."""
     since: str | None
-    """Time at which that step began, in UTC. Inside a window it is interpolated by the duration of
-    a usual step."""
+    """Time at which since_step began, in UTC. Within a window, it is interpolated from the usual
+    duration of a step."""
     until: str | None
 
 
@@ -426,25 +435,25 @@ class VerdictFacts(TypedDict):
     cost_s_per_step: float | None
     cost_share: float | None
     lost_s: float | None
-    """Seconds of job time that it has cost so far, which orders verdicts; None if unknown."""
+    """Seconds of job time that the cause has cost so far; None if not known. Verdicts are sorted by
+    this cost."""
     since_step: int | None
     confidence: float
     text: str
     explanation: str
-    """The measurement. Place, cost, time, cause and action are in other fields, for screens that
-    show them apart."""
+    """The measurement. Place, cost, time, cause and action are in other fields."""
     cause: str
-    """The cause of a rank's slowness, or the causes ruled out; "" without a diagnosis."""
+    """The cause of a rank's slowness, or the causes that were ruled out; "" without a diagnosis."""
     where: dict[str, str] | None
-    """Names of the rank's location: host, scheduler, container, cloud."""
+    """Names for the rank's location: host, scheduler, container, cloud."""
     held: Period | None
     """None if the period is not known."""
     is_over: bool
-    """True if it is about an earlier part of the run only."""
+    """True if the verdict is only about an earlier part of the run."""
 
 
 class VerdictRow(VerdictFacts):
-    """A verdict with its evidence. The type of evidence depends on the kind."""
+    """A verdict with its evidence. The type of the evidence depends on `kind`."""
 
     evidence: Evidence
 
@@ -455,7 +464,7 @@ class Quality(TypedDict):
     records: int
     lost: int
     too_deep: int
-    """Spans that were nested too deep to be recorded."""
+    """Number of spans that were nested too deep to be recorded."""
     coverage: float
     overhead_share: float | None
     sidecar_cpu_s: float
@@ -463,7 +472,7 @@ class Quality(TypedDict):
 
 
 class Facts(TypedDict):
-    """The report before its verdicts."""
+    """A report without its verdicts."""
 
     schema: int
     run: Run

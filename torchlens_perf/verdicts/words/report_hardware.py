@@ -1,4 +1,4 @@
-"""Types of `report --json` for GPUs and network ports. See report.py."""
+"""Types for GPUs and network ports in `report --json`. See report.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypedDict
 
 
 class Gpu(TypedDict):
-    """One GPU over the run: means, extremes, and increases of counters."""
+    """Means, extremes and counter increases of one GPU over the run."""
 
     uuid: str
     name: str | None
@@ -34,7 +34,7 @@ class Gpu(TypedDict):
     temperature_max_c: float | None
     power_max_w: float | None
     throttled: dict[str, float]
-    """Share of the time in which clocks were lowered, by reason."""
+    """Share of the time in which clocks were lowered, for each reason."""
     energy_j: float | None
     xids: float | None
     ecc_corrected: float | None
@@ -55,7 +55,7 @@ class Gpu(TypedDict):
 
 
 class Link(TypedDict):
-    """One network port over the run."""
+    """Means and errors of one network port over the run."""
 
     port: str
     host: str

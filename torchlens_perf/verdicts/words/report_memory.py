@@ -1,4 +1,4 @@
-"""Types of `report --json` for a rank's memory. See report.py."""
+"""Types for a rank's memory in `report --json`. See report.py."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from torchlens_perf.analysis.statistics.memory import MemoryGrowth
 
 
 class Retries(TypedDict):
-    """cudaMalloc retries in the last steps."""
+    """Number of cudaMalloc retries in the last `steps` steps."""
 
     count: int
     steps: int
 
 
 class DeviceMemory(TypedDict):
-    """The newest reading of the allocator, and extremes over the run."""
+    """The newest values of the device allocator, and extremes over the run."""
 
     step: int
     allocated_bytes: int | None
     reserved_bytes: int | None
     inactive_bytes: int | None
-    """Memory in free blocks that cannot be returned to the device."""
+    """Memory of free blocks that cannot be returned to the device."""
     peak_bytes: int | None
-    """Highest allocation since the job last reset the allocator's peaks."""
+    """Highest allocated memory since the job last reset the allocator's peaks."""
     limit_bytes: int | None
-    """Device memory that the process may use."""
+    """Device memory that the process is allowed to use."""
     alloc_retries: int | None
     ooms: int | None
     age_steps: int | None

@@ -1,4 +1,4 @@
-"""The start of a run in words: the time before the first recorded step, and torch.compile."""
+"""Sentences on the startup of a run: the time before the first recorded step, and torch.compile."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, StartupEvidence, judged
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, StartupEvidence, make_verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Run
 
 _MIN_START_S = 60.0
-"""A shorter start is shown without a verdict: importing torch takes tens of seconds."""
+"""A shorter startup has no verdict. Importing torch may take tens of seconds."""
 _WORTH_NAMING = 0.25
-"""Share of the time until the end of the last step from which the start gets a verdict."""
+"""Startup has a verdict if it takes at least this share of the run."""
 _COMPILES_MUCH = 0.25
-"""Share of the start from which the advice is about torch.compile."""
+"""The advice is about torch.compile if it takes at least this share of the startup."""
 _WAITS_MUCH = 0.25
-"""Share of the start from which the advice is about CPUs."""
+"""The advice is about CPUs if waiting for a CPU takes at least this share of the startup."""
 
 
-def startup_words(run: Run) -> str:
-    """Return the line on the start of the run; "" if it is not known."""
+def describe_startup(run: Run) -> str:
+    """Return a line on the startup of the run; "" if not known."""
     start = run["startup"]
     if start is None:
         return ""
@@ -44,10 +44,10 @@ def startup_words(run: Run) -> str:
     )
 
 
-def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
-    """Return a verdict on the start of an ended run, if it took long and a large share of the run.
+def build_startup_verdicts(report: Facts) -> list[JudgedVerdict]:
+    """Return a verdict if the startup of an ended run took a long time and a large share of it.
 
-    There is no verdict without a step after the warm-up, as the usual duration is not known.
+    Without steps after the warm-up, the usual duration of a step is not known. Return [] then.
     """
     start, steps, run = report["run"]["startup"], report["steps"], report["run"]
     if start is None or start["interactive"] or run["live"] or steps["p50_s"] is None:
@@ -90,7 +90,7 @@ def startup_verdicts(report: Facts) -> list[JudgedVerdict]:
     before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
     evidence = StartupEvidence(before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s)
     return [
-        judged(
+        make_verdict(
             "startup",
             None,
             None,

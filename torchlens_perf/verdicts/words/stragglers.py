@@ -1,5 +1,4 @@
-"""Verdicts on slow ranks: sentences on the rank, the phase, the first step, the cost and the next
-action."""
+"""Verdicts on slow ranks, with their sentences: rank, phase, first step, cost and next action."""
 
 from __future__ import annotations
 
@@ -18,45 +17,45 @@ from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.words.evidence import (
     ImbalanceEvidence,
     JudgedVerdict,
-    NobodySlowEvidence,
+    NoSlowRankEvidence,
     NotComparedEvidence,
     PastStragglerEvidence,
     StragglerEvidence,
-    judged,
+    make_verdict,
 )
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Collective, Facts, Module
 
 MAX_NAMED = 4
-# Number of steps that the advice asks for. Short steps need more, because several of them are
-# compared at a time.
+# The advice is to run at least this many steps. Short steps are averaged before they are compared,
+# so more of them are needed.
 _MIN_STEPS = 40
-# The most ended episodes that get a verdict. The newest are kept.
+# Only this many ended episodes have a verdict, beginning with the newest.
 MAX_PAST = 64
 # An ended episode of at most this many steps is transient.
 _SHORT_STEPS = 30
-# Below this share of slow steps, the slowness is intermittent.
+# A rank is intermittently slow if less than this share of its steps is slow.
 _INTERMITTENT = 0.6
 _MORE_WORK = 0.05
-# A rank contradicts the verdict on another if it came last in this share of the collectives.
+# A verdict is in doubt if another rank arrived last in at least this share of the collectives.
 _LAST_IN_MOST = 0.6
 _MIN_JOINED = 20
-# A stage has too much work if the others wait for at least this share of the difference.
+# Ranks have too much work if the other ranks wait for at least this share of the difference.
 _WAITS_FOR_IT = 0.5
 _MAX_NAMES_LENGTH = 40
 _COMPUTING = ("forward", "recompute", "backward", "compute", "optimizer")
-# The shared cost of an ended episode is reported if it is at least this many times the episode's
-# own cost.
+# For an ended episode, the cost of all ranks that were slow together is reported if it is at least
+# this many times the cost of the single rank.
 _MIN_SHARED_RATIO = 2.0
 _BY_DEVICES, _BY_BOTH = ", by the devices' clocks", ", by the clocks of hosts and devices"
-# Times of modules are from typical steps and contain lack of a CPU. The excess is from the slow
-# steps, without lack of a CPU. If the modules' excess is more than this many times the phase's
-# excess, only the modules' names are shown.
+# Times of modules are from typical steps, and include lack of a CPU. The excess of a phase is from
+# slow steps, and excludes it. If the modules' excess is more than this many times the phase's
+# excess, only the names of the modules are shown.
 _MAX_MODULE_RATIO = 1.1
 _ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
-# The times of modules to compare for each slow phase, by the host's clock and by the device's
-# clock. Devices do not time the modules of a backward pass.
+# For each slow phase, the times of modules that are compared, by the host's clock and by the
+# device's clock. Devices do not time modules in the backward pass.
 _BY_RANK: dict[str, tuple[_ModuleTimes, ...]] = {
     "forward": ("by_rank",), "backward": ("backward_by_rank",), "compute": ("by_rank", "backward_by_rank"),
 }  # fmt: skip
@@ -72,46 +71,50 @@ class SlowRankContext(NamedTuple):
     judged_by: str | None = None
     """See Run.judged_by."""
     last_arrival_shares: Mapping[int, float] = {}
-    """Result of last_arrival_shares()."""
+    """Result of compute_last_arrival_shares()."""
     lacks_cpu: bool = False
-    """True if another verdict is that the ranks wait for CPUs. It is not listed as ruled out."""
+    """True if another verdict reports that ranks wait for CPUs. Sentences then do not list this
+    cause as ruled out."""
 
 
-def straggler_verdicts(
+def build_straggler_verdicts(
     context: SlowRankContext, findings: Findings
 ) -> tuple[list[JudgedVerdict], list[JudgedVerdict]]:
-    """Return verdicts on ranks that are slow now, and on ranks that were slow before."""
-    now = [slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
+    """Return verdicts on ranks that are slow now, and verdicts on ranks that were slow before."""
+    now = [build_slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
     before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
-    past = [past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
-    return [*now, *imbalance_verdicts(findings)], past
+    past = [build_past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
+    return [*now, *build_imbalance_verdicts(findings)], past
 
 
-def slow_verdict(
+def build_slow_verdict(
     context: SlowRankContext, straggler: StragglerGroup, findings: Findings
 ) -> JudgedVerdict:
-    """Return the verdict on ranks that are slow now, with a note if another measurement does not
-    confirm it."""
-    verdict, lead = _slow(context, straggler, findings), straggler.lead
+    """Return the verdict on ranks that are slow now.
+
+    If another measurement does not confirm it, the verdict says so.
+    """
+    verdict, lead = _build_verdict_on_group(context, straggler, findings), straggler.lead
     if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
-        verdict = _doubted(verdict, "Compared by host time only, not by device time.")
+        verdict = _add_doubt(verdict, "Compared by host time only, not by device time.")
     if lead.by_windows:
-        return _with_sentence(
+        return _append_sentence(
             verdict, "Found in statistics merged on devices; the rank's own records are missing."
         )
     if lead.disputed:
-        return _doubted(
-            verdict, f"Statistics merged on devices do not confirm it{_only_in_windows(findings)}."
+        return _add_doubt(
+            verdict,
+            f"Statistics merged on devices do not confirm it{_unconfirmed_ranks_clause(findings)}.",
         )
-    others = _others_came_last(context, straggler) if context.judged_by == DEVICE else ""
-    return _doubted(verdict, others) if others else verdict
+    others = _contradicting_last_arrivals(context, straggler) if context.judged_by == DEVICE else ""
+    return _add_doubt(verdict, others) if others else verdict
 
 
-def last_arrival_shares(rows: Sequence[Collective]) -> dict[int, float]:
-    """Return the share of collectives to which each rank came last, by the times of their kernels.
+def compute_last_arrival_shares(rows: Sequence[Collective]) -> dict[int, float]:
+    """Return the share of collectives in which each rank arrived last, by the times of kernels.
 
-    rows: the report's collectives. Those with ranks on several nodes are left out. The result is
-    empty if too few are left.
+    rows: the report's collectives. Collectives over several nodes are ignored. The result is empty
+    if too few collectives remain.
     """
     by_kernels = [
         row for row in rows if row["joined_whole"] and 0 < row["by_device"] == row["ended"]
@@ -126,8 +129,8 @@ def last_arrival_shares(rows: Sequence[Collective]) -> dict[int, float]:
     return last
 
 
-def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> str:
-    """Return a sentence if another rank than the slow one comes last to most collectives; else
+def _contradicting_last_arrivals(context: SlowRankContext, straggler: StragglerGroup) -> str:
+    """Return a sentence if a rank other than the slow ranks arrives last in most collectives; else
     ""."""
     others = {
         rank: share
@@ -147,18 +150,18 @@ def _others_came_last(context: SlowRankContext, straggler: StragglerGroup) -> st
     )
 
 
-def _with_sentence(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
-    """Return the verdict with another sentence."""
+def _append_sentence(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
+    """Return the verdict with an additional sentence."""
     explanation = f"{verdict.explanation} {said}" if verdict.explanation else ""
     return dataclasses.replace(verdict, text=f"{verdict.text} {said}", explanation=explanation)
 
 
-def _doubted(verdict: JudgedVerdict, why: str) -> JudgedVerdict:
-    """Return the verdict with a reason for doubt, and half of its confidence."""
-    return dataclasses.replace(_with_sentence(verdict, why), confidence=verdict.confidence / 2)
+def _add_doubt(verdict: JudgedVerdict, why: str) -> JudgedVerdict:
+    """Return the verdict with a sentence that puts it in doubt, and with half its confidence."""
+    return dataclasses.replace(_append_sentence(verdict, why), confidence=verdict.confidence / 2)
 
 
-def _only_in_windows(findings: Findings) -> str:
+def _unconfirmed_ranks_clause(findings: Findings) -> str:
     """Return a clause on ranks that only merged windows show as slow; "" without such ranks."""
     found = sorted(findings.unconfirmed, key=lambda each: -each.excess_ns)[:MAX_NAMED]
     each = ", ".join(
@@ -169,7 +172,7 @@ def _only_in_windows(findings: Findings) -> str:
 
 
 def phase_name(phase: str) -> str:
-    """Return the name of a part of the step in sentences."""
+    """Return the name of a part of the step for use in a sentence."""
     return {
         "data": "data loading",
         "forward": "the forward pass",
@@ -186,7 +189,7 @@ def phase_name(phase: str) -> str:
 
 
 def cause_class(episode: Episode) -> str:
-    """Return the class of an episode: slow_compute, slow_data, slow_host, or more_work."""
+    """Return the class of an episode's cause: slow_compute, slow_data, slow_host, or more_work."""
     if episode.more_workload > _MORE_WORK:
         return "more_work"
     if episode.phase == "data":
@@ -199,12 +202,13 @@ def cause_class(episode: Episode) -> str:
 
 
 def module_label(name: str) -> str:
-    """Return a module's name for sentences: "module 1" if the name is a number, as in
-    nn.Sequential."""
+    """Return a module's name for a sentence. A number, as in nn.Sequential, becomes "module 1"."""
     return f"module {name}" if name.replace(".", "").isdigit() else name
 
 
-def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Findings) -> JudgedVerdict:
+def _build_verdict_on_group(
+    context: SlowRankContext, straggler: StragglerGroup, findings: Findings
+) -> JudgedVerdict:
     episode = straggler.lead
     host = ", ".join(filter(None, (straggler.host, straggler.location)))
     at = f" ({straggler.location})" if straggler.location else ""
@@ -220,7 +224,7 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         )
     else:
         who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
-    modules, module_excess_s = _modules_of(context, straggler)
+    modules, module_excess_s = _find_slower_modules(context, straggler)
     where = (
         f"; most of the difference is in {', '.join(map(module_label, modules))}" if modules else ""
     )
@@ -242,11 +246,11 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         else []
     )
     it = "it" if straggler.kind == "rank" else f"rank {episode.rank}"
-    against = _compared_times(episode, it, findings.compared)
-    found = f"{who} in {phase_name(episode.phase)}: {against}{where}{_pattern(episode)}."
-    because, cause = _because(straggler, lacks_cpu=context.lacks_cpu)
-    named = _compared_times(episode, f"rank {episode.rank}", findings.compared)
-    explanation = f"{named[0].upper()}{named[1:]}{where}{_pattern(episode)}."
+    against = _compare_times(episode, it, findings.compared)
+    found = f"{who} in {phase_name(episode.phase)}: {against}{where}{_pattern_clause(episode)}."
+    because, cause = _describe_causes(straggler, lacks_cpu=context.lacks_cpu)
+    named = _compare_times(episode, f"rank {episode.rank}", findings.compared)
+    explanation = f"{named[0].upper()}{named[1:]}{where}{_pattern_clause(episode)}."
     action = causes[0].action if causes else _next_action(episode, modules, straggler)
     text = f"{found} {cost}, {since}. {because}Next: {action}"
     evidence = StragglerEvidence(
@@ -267,17 +271,17 @@ def _slow(context: SlowRankContext, straggler: StragglerGroup, findings: Finding
         module_excess_s=module_excess_s,
         diagnosis=straggler.diagnosis,
     )
-    confidence, since_step = _confidence(episode), episode.since_step
-    return judged(
+    confidence, since_step = _compute_confidence(episode), episode.since_step
+    return make_verdict(
         "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence, episode,
         explanation, cause,
     )  # fmt: skip
 
 
-def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
-    """Return the causes, or the list of checks that found none: as sentences, and as short text.
+def _describe_causes(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
+    """Return the causes as sentences and as a short text.
 
-    lacks_cpu: see SlowRankContext.
+    Without causes, both list the checks. lacks_cpu: see SlowRankContext.
     """
     diagnosis = straggler.diagnosis
     if diagnosis is None:
@@ -306,10 +310,10 @@ def _because(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
     return text, "; ".join(short)
 
 
-def _compared_times(episode: Episode, it: str, ranks: int) -> str:
-    """Return a clause with the times of the slow rank and of the others.
+def _compare_times(episode: Episode, it: str, ranks: int) -> str:
+    """Return a clause that compares the times of the slow rank and of the other ranks.
 
-    it: the sentence's name for the slow rank.
+    it: the phrase for the slow rank, such as "it" or "rank 3". ranks: number of compared ranks.
     """
     others, its = (
         "the other rank" if ranks == 2 else "the other ranks",
@@ -332,7 +336,7 @@ def _compared_times(episode: Episode, it: str, ranks: int) -> str:
     return f"{it} takes {mine} per step without communication wait, {others} {theirs}"
 
 
-def _pattern(episode: Episode) -> str:
+def _pattern_clause(episode: Episode) -> str:
     text = ""
     if episode.slow_share < _INTERMITTENT:
         text = (
@@ -344,8 +348,8 @@ def _pattern(episode: Episode) -> str:
     return text
 
 
-def _confidence(episode: Episode) -> float:
-    """Return the confidence: 0.5 at five standard errors or fewer, and close to 1 for many."""
+def _compute_confidence(episode: Episode) -> float:
+    """Return 0.5 for an excess of five standard errors or less, and up to 1 for a larger one."""
     return 1 - 0.5 * min(1.0, (5.0 / max(episode.z_score, 1e-9)) ** 2)
 
 
@@ -400,14 +404,16 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
     return actions[episode.phase]
 
 
-def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[list[str], float]:
-    """Return the fewest modules, at most three, that explain most of the phase's excess, and their
+def _find_slower_modules(
+    context: SlowRankContext, straggler: StragglerGroup
+) -> tuple[list[str], float]:
+    """Return up to three modules that explain most of the excess in the slow phase, and their
     excess.
 
-    Times are by the clock that the rank is judged by. If the report has no times of the rank, as
-    nodes may not share a disk, the excess received by the detector's node is used. On a device,
-    modules are not named if these are more than half of all modules, or if one of them is a whole
-    model: a model's own forward() time is not that of a module.
+    Times are by the clock by which the rank is judged. If nodes do not share a disk, the report may
+    have no times of the rank. The excess that the detector's node has received is then used. On a
+    device, no modules are returned if they would be more than half of all modules, or if one of
+    them is a whole model.
     """
     episode = straggler.lead
     on_device = context.judged_by == DEVICE and not episode.by_host
@@ -443,7 +449,7 @@ def _modules_of(context: SlowRankContext, straggler: StragglerGroup) -> tuple[li
     return [], 0.0
 
 
-def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> JudgedVerdict:
+def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> JudgedVerdict:
     """Return the verdict on a rank that is no longer slow."""
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
@@ -454,9 +460,9 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Judged
     since = "from the start" if episode.from_start else f"from step {episode.since_step}"
     text = (
         f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step"
-        f" {episode.until_step - 1}: +{format_duration(episode.excess_ns / 1e9)} a"
-        f" step{_pattern(episode)}, which cost the job {format_duration(cost_s)} a step"
-        f" ({format_percent(share)}){', together with ranks slow at that time' if together else ''}. It is"
+        f" {episode.until_step - 1}: +{duration(episode.excess_ns / 1e9)} a"
+        f" step{_pattern_clause(episode)}, which cost the job {duration(cost_s)} a step"
+        f" ({percent(share)}){', together with ranks slow at that time' if together else ''}. It is"
         " over."
     )
     if diagnosis is not None and diagnosis.causes:
@@ -464,14 +470,14 @@ def past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Judged
     evidence = PastStragglerEvidence(
         cause_class(episode), episode.until_step, episode.excess_ns / 1e9, diagnosis
     )
-    return judged(
-        f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step, _confidence(episode), text,
-        evidence, episode,
+    return make_verdict(
+        f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step,
+        _compute_confidence(episode), text, evidence, episode,
     )  # fmt: skip
 
 
-def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
-    """Return the verdict on a pipeline stage that has more work than the others, if any."""
+def build_imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
+    """Return a verdict if a pipeline stage has more work than the others; else []."""
     found = findings.imbalance
     if found is None:
         return []
@@ -482,18 +488,18 @@ def imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
         f" {format_duration(found.others_work_ns / 1e9)}. Next: move layers out of stage {found.stage}."
     )
     evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
-    return [judged("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
+    return [make_verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
 
 
-def unequal_parts(findings: Findings) -> str:
-    """Return a sentence on ranks with more work than others of another model, such as pipeline
-    stages; "" without any.
+def describe_unequal_work(findings: Findings) -> str:
+    """Return a sentence if ranks with one model have more work than ranks with other models, as in
+    a pipeline; else "".
 
-    They are not called slow, as the right amount of work is not known.
+    Such ranks are not called slow, because it is not known how much work they should have.
     """
     parts = sorted(findings.usual, key=lambda part: -part.work_ns)
     if len(parts) < 2 or len({part.population.endswith(BY_DEVICE) for part in parts}) > 1:
-        # Host and device times cannot be compared with one another.
+        # Host times cannot be compared with device times.
         return ""
     largest, others = parts[0], parts[1:]
     work_ns = sum(part.work_ns for part in others) / len(others)
@@ -518,9 +524,11 @@ def unequal_parts(findings: Findings) -> str:
     )
 
 
-def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
-    """Return the verdict that no rank is slow, with the smallest detectable slowdown, or that it is
-    not known."""
+def build_no_straggler_verdict(report: Facts, findings: Findings) -> JudgedVerdict:
+    """Return the verdict that no rank is slow, with the smallest detectable slowdown.
+
+    If ranks were not compared, the verdict says so.
+    """
     count, why = report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
         text = (
@@ -528,7 +536,7 @@ def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
             f" from noise yet. Next: run at least {_steps_needed(findings)} steps."
         )
         kind, not_compared = "not_compared" if why else "none", NotComparedEvidence(findings.rows)
-        return judged(kind, None, None, 0.0, 0.0, None, 0.0, why or text, not_compared)
+        return make_verdict(kind, None, None, 0.0, 0.0, None, 0.0, why or text, not_compared)
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     by_both = any(each.own and each.own.is_hidden for each in findings.usual)
@@ -537,14 +545,14 @@ def no_straggler(report: Facts, findings: Findings) -> JudgedVerdict:
         f"No slow rank in {count} steps{clocks}. The smallest detectable slowdown is"
         f" {format_duration(seen_s)} per step ({format_percent(share)})."
     )
-    confidence, rather = 0.9, _only_in_windows(findings)
+    confidence, rather = 0.9, _unconfirmed_ranks_clause(findings)
     if rather:
         confidence, text = (
             confidence / 2,
             f"{text} Statistics merged on devices do not confirm this{rather}.",
         )
-    evidence = NobodySlowEvidence(findings.rows, seen_s, findings.compared)
-    return judged("none", None, None, 0.0, 0.0, None, confidence, text, evidence)
+    evidence = NoSlowRankEvidence(findings.rows, seen_s, findings.compared)
+    return make_verdict("none", None, None, 0.0, 0.0, None, confidence, text, evidence)
 
 
 def _steps_needed(findings: Findings) -> int:
@@ -552,7 +560,8 @@ def _steps_needed(findings: Findings) -> int:
 
 
 def _why_not_compared(report: Facts, findings: Findings) -> str:
-    """Return the reason why ranks were not compared, and advice; "" if they were or will be."""
+    """Return the reason why ranks were not compared, and advice. Return "" if they were compared,
+    or will be after more steps."""
     run = report["run"]
     if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
         return (
@@ -583,4 +592,4 @@ def _why_not_compared(report: Facts, findings: Findings) -> str:
         "The ranks were not compared: they do different work, or were not recorded at the same"
         " time."
     )
-    return unequal_parts(findings) or text
+    return describe_unequal_work(findings) or text

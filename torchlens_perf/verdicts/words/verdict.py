@@ -1,4 +1,4 @@
-"""The report's verdicts: sentences on the cause, the cost, the first step and the next action."""
+"""The report's verdicts, with their sentences: cause, cost, first step and next action."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import MAX_FRAMES
 from torchlens_perf.verdicts.stragglers.findings import Findings
-from torchlens_perf.verdicts.words.bottleneck import bottlenecks, named_uses
+from torchlens_perf.verdicts.words.bottleneck import build_bottleneck_verdicts, named_kinds
 from torchlens_perf.verdicts.words.evidence import (
-    WASTE,
+    NOT_COMPUTING_KINDS,
+    DeepSpansEvidence,
     JudgedVerdict,
     NoStepsEvidence,
     SlowLinkEvidence,
-    TooDeepEvidence,
     WarmUpEvidence,
-    judged,
+    make_verdict,
 )
-from torchlens_perf.verdicts.words.growth import growth_verdicts, is_growth
+from torchlens_perf.verdicts.words.growth import build_growth_verdicts, is_explained_by_growth
 from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang
-from torchlens_perf.verdicts.words.oom import out_of_memory_verdicts
-from torchlens_perf.verdicts.words.run_state import died_verdicts
-from torchlens_perf.verdicts.words.startup import startup_verdicts
+from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
+from torchlens_perf.verdicts.words.run_state import build_died_verdicts
+from torchlens_perf.verdicts.words.startup import build_startup_verdicts
 from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
-    last_arrival_shares,
-    no_straggler,
+    build_no_straggler_verdict,
+    build_straggler_verdicts,
+    compute_last_arrival_shares,
+    describe_unequal_work,
     phase_name,
-    straggler_verdicts,
-    unequal_parts,
 )
 
 if TYPE_CHECKING:
@@ -46,76 +46,74 @@ if TYPE_CHECKING:
 
 _MAX_WARM_UP_PARTS = 3
 
-# If a rank was slow in at least this share of the steps, it explains the waits of the whole run.
+# A rank that was slow in at least this share of the steps explains the waits of the whole run.
 _MOST_STEPS = 0.5
 
 
-def verdicts(
-    report: Facts,
-    findings: Findings,
-    hang: OpenHang | None,
-    links: LinkFindings,
+def build_verdicts(
+    report: Facts, findings: Findings, hang: OpenHang | None, links: LinkFindings
 ) -> list[JudgedVerdict]:
-    """Return the report's verdicts, each about another cause.
+    """Return the report's verdicts in any order. Each has a different cause.
 
-    The list is never empty. order.py sorts it.
+    There is always at least one verdict.
     """
-    out_of_memory = out_of_memory_verdicts(report)
+    out_of_memory = build_out_of_memory_verdicts(report)
     if hang is not None:
-        return [*out_of_memory, _hang(hang)]
-    out_of_memory += died_verdicts(report)
+        return [*out_of_memory, _build_hang_verdict(hang)]
+    out_of_memory += build_died_verdicts(report)
     if not report["steps"]["count"]:
-        return out_of_memory or [_no_steps(report)]
-    start = startup_verdicts(report)
+        return out_of_memory or [_build_no_steps_verdict(report)]
+    start = build_startup_verdicts(report)
     if report["steps"]["p50_s"] is None:
-        return [*out_of_memory, *start, _only_warm_up(report)]
+        return [*out_of_memory, *start, _build_only_warm_up_verdict(report)]
     run = report["run"]
     context = SlowRankContext(
         report["modules"],
         run["device"],
         run["judged_by"],
-        last_arrival_shares(report["collectives"]),
+        compute_last_arrival_shares(report["collectives"]),
     )
-    now, before = straggler_verdicts(context, findings)
+    now, before = build_straggler_verdicts(context, findings)
     if links.links:
-        now.append(slow_link(report["steps"]["count"], report["steps"]["mean_s"], links))
-    # While one rank holds up the others, it causes their waiting. If it did for most of the run, it
-    # explains the waits of the whole run.
+        now.append(build_link_verdict(report["steps"]["count"], report["steps"]["mean_s"], links))
+    # While one rank is slow, the other ranks wait for it. If it was slow in most steps, it explains
+    # the waits of the whole run.
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST_STEPS
-    explained = bool(now) or slow_before or bool(not findings.compared and unequal_parts(findings))
-    typical, *long = bottlenecks(report, waits_explained=explained)
+    explained = (
+        bool(now) or slow_before or bool(not findings.compared and describe_unequal_work(findings))
+    )
+    typical, *long = build_bottleneck_verdicts(report, waits_explained=explained)
     grows: list[JudgedVerdict] = []
-    # A rank that becomes slow makes the later steps longer, which is not growth.
+    # A rank that becomes slow makes later steps longer, but the step time does not grow steadily.
     if not now and not slow_before:
-        grows = growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_uses(typical))
+        grows = build_growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_kinds(typical))
     if grows:
-        long = [each for each in long if not is_growth(report, each)]
-    typical = _unless_too_deep(report, typical)
-    if now and "lack_of_cpu" in named_uses(typical):
-        of_ranks, before = straggler_verdicts(context._replace(lacks_cpu=True), findings)
+        long = [each for each in long if not is_explained_by_growth(report, each)]
+    typical = _replace_if_spans_too_deep(report, typical)
+    if now and "lack_of_cpu" in named_kinds(typical):
+        of_ranks, before = build_straggler_verdicts(context._replace(lacks_cpu=True), findings)
         now = [*of_ranks, *now[len(of_ranks) :]]
     if now:
-        return [*out_of_memory, *start, *_one_of_each_cause(now, typical), *grows, *long, *before]
-    found = [no_straggler(report, findings)] if run["world_size"] > 1 else []
+        return [*out_of_memory, *start, *_merge_same_causes(now, typical), *grows, *long, *before]
+    found = [build_no_straggler_verdict(report, findings)] if run["world_size"] > 1 else []
     return [*out_of_memory, *start, *found, typical, *grows, *long, *before]
 
 
 def _share_slow_before(findings: Findings, steps: int) -> float:
-    """Return the longest ended slowness of a rank, as a share of all steps."""
+    """Return the length of the longest ended episode of a slow rank, as a share of all steps."""
     over = findings.slow_before
     return max(
         (each.until_step - each.since_step for each in over if each.until_step), default=0
     ) / max(1, steps)
 
 
-def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> list[JudgedVerdict]:
-    """Return the verdicts on slow ranks and on the typical step. If both have one cause, return
-    only the costlier.
+def _merge_same_causes(slow: list[JudgedVerdict], typical: JudgedVerdict) -> list[JudgedVerdict]:
+    """Return the verdicts on slow ranks and on the typical step, but only one for each cause.
 
-    The typical step is a mean over all ranks, which contains the excess of a slow rank. Only a
-    larger mean is a finding of its own.
+    The typical step is a mean over all ranks, so it includes the excess of slow ranks. If both
+    verdicts are about the same wait, only the costlier verdict is returned.
     """
-    if typical.kind not in WASTE or not typical.cost_s_per_step:
+    if typical.kind not in NOT_COMPUTING_KINDS or not typical.cost_s_per_step:
         return slow
     phases = ("data", "host", "gap") if typical.phase in ("data", "host") else (typical.phase,)
     same = [each for each in slow if each.kind == "straggler" and each.phase in phases]
@@ -126,15 +124,18 @@ def _one_of_each_cause(slow: list[JudgedVerdict], typical: JudgedVerdict) -> lis
         return slow
     if typical.kind != "lack_of_cpu" or not same:
         return [*slow, typical]
-    # All ranks lack CPUs, and these lack them for longer.
+    # All ranks lack CPUs, and the slow ranks lack them for longer than the others.
     ranks = ", ".join(str(each.rank) for each in same)
     most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} longest."
     merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{typical.text} {most}")
     return [*(each for each in slow if each not in same), merged]
 
 
-def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
-    """Return the verdict, or "not known" for host code if unrecorded spans may be phases."""
+def _replace_if_spans_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
+    """Return the verdict, or a verdict that the limit is not known.
+
+    The limit is not known if it is host code, but spans that were nested too deep may be phases.
+    """
     too_deep = report["quality"]["too_deep"]
     if verdict.kind != "host_bound" or not too_deep:
         return verdict
@@ -144,11 +145,13 @@ def _unless_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
         " are counted as host code here. Next: nest sections less deeply, also around the training"
         " loop."
     )
-    return judged("not_known", None, None, None, None, None, 0.5, text, TooDeepEvidence(too_deep))
+    return make_verdict(
+        "not_known", None, None, None, None, None, 0.5, text, DeepSpansEvidence(too_deep)
+    )
 
 
-def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> JudgedVerdict:
-    """Return the verdict on slow links, of which there is at least one.
+def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) -> JudgedVerdict:
+    """Return the verdict on slow links. links: findings with at least one slow link.
 
     steps: number of steps. mean_s: mean duration of a step.
     """
@@ -159,37 +162,37 @@ def slow_link(steps: int, mean_s: float | None, links: LinkFindings) -> JudgedVe
         else f"ranks {format_ranges(worst.ranks)}"
     )
     action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
-    text = f"{slow_link_text(links)} Next: {action}"
+    text = f"{describe_slow_links(links)} Next: {action}"
     cost_s = worst.cost_ns / 1e9 / max(1, steps)
     share = cost_s / mean_s if mean_s else 0.0
     evidence = SlowLinkEvidence(
         links.links, links.shared_ranks, links.shared_nodes, links.compared, links.undecided
     )
-    return judged("slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence)
+    return make_verdict(
+        "slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence
+    )
 
 
-def _hang(hang: OpenHang) -> JudgedVerdict:
+def _build_hang_verdict(hang: OpenHang) -> JudgedVerdict:
     rank = hang.ranks[0] if hang.ranks else None
     evidence = HangEvidence(
         hang.kind, hang.since_s, hang.step, hang.ranks, hang.waiting, hang.stacks
     )
-    return judged("hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, evidence)
+    return make_verdict("hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, evidence)
 
 
-def _no_steps(report: Facts) -> JudgedVerdict:
+def _build_no_steps_verdict(report: Facts) -> JudgedVerdict:
     evidence = NoStepsEvidence(report["quality"]["records"])
-    return judged("no_steps", None, None, 0.0, 0.0, None, 1.0, _why_no_steps(report), evidence)
+    return make_verdict(
+        "no_steps", None, None, 0.0, 0.0, None, 1.0, _why_no_steps(report), evidence
+    )
 
 
 def _why_no_steps(report: Facts) -> str:
-    """Say why no step is counted: none was made, none has ended yet, or none is left."""
+    """Return a sentence on why no step was measured, with the next action."""
     made, lost = report["steps"]["made"], report["quality"]["lost"]
     if lost:
-        steps = (
-            f"{format_count(made, 'step')} ended, but the records of all of them"
-            if made
-            else "Records"
-        )
+        steps = f"All records of {counted(made, 'finished step')}" if made else "Records"
         return (
             f"{steps} were lost: {format_count(lost, 'record')} came faster than the sidecar could read,"
             " and were overwritten. Next: record fewer sections or modules, or raise ring_records."
@@ -217,19 +220,19 @@ def _why_no_steps(report: Facts) -> str:
     )
 
 
-def _only_warm_up(report: Facts) -> JudgedVerdict:
+def _build_only_warm_up_verdict(report: Facts) -> JudgedVerdict:
     steps = report["steps"]
     far = " so far" if report["run"]["live"] else ""
     which = "which is" if steps["count"] == 1 else "all of them"
     text = (
-        f"Only {format_count(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
-        f" of each rank){warm_up_words(steps)}. Next: run at least 40 steps."
+        f"Only {counted(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
+        f" of each rank){describe_warm_up(steps)}. Next: run at least 40 steps."
     )
-    return judged("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
+    return make_verdict("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
 
 
-def warm_up_words(steps: Steps) -> str:
-    """Return the duration of the warm-up steps and their largest parts; "" if not known."""
+def describe_warm_up(steps: Steps) -> str:
+    """Return a clause with the duration of warm-up steps and their largest parts; "" if unknown."""
     if steps["warm_up_max_s"] is None:
         return ""
     parts = list(steps["warm_up_parts"].items())[:_MAX_WARM_UP_PARTS]
@@ -238,15 +241,15 @@ def warm_up_words(steps: Steps) -> str:
     return f": {up_to}{format_duration(steps['warm_up_max_s'])}{f', {shown}' if shown else ''}"
 
 
-def slow_link_text(findings: LinkFindings) -> str:
+def describe_slow_links(findings: LinkFindings) -> str:
     """Return a sentence on the slow links; "" if no link is slow.
 
-    If nothing could be decided, return the reason.
+    If links could not be compared, return the reason.
     """
     if not findings.links:
         return findings.undecided
     worst = findings.links[0]
-    text = f"{_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes "
+    text = f"{_name_link(worst)} is slow: {worst.operation} of {amount(worst.bytes, 'B')} takes "
     text += (
         f"{format_duration(worst.transfer_ns / 1e9)}, {format_duration(worst.peers_transfer_ns / 1e9)} on its"
         f" {worst.peers} peers"
@@ -265,7 +268,7 @@ def slow_link_text(findings: LinkFindings) -> str:
     return text
 
 
-def _link(link: SlowLink) -> str:
+def _name_link(link: SlowLink) -> str:
     if link.pair:
         return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
     return f"the communication of ranks {format_ranges(link.ranks)}"

@@ -1,4 +1,4 @@
-"""Verdicts on a part of the run, and sentences on the period of a verdict. Pure."""
+"""Verdicts on earlier parts of the run, and sentences on the period of a verdict. Pure."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torchlens_perf.verdicts.words.evidence import (
     OVER,
     JudgedVerdict,
     PastEvidence,
-    StretchEvidence,
-    judged,
+    RunPartEvidence,
+    make_verdict,
 )
 from torchlens_perf.verdicts.words.order import WORTH_A_LINE, has_ended
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.bottleneck import Use
+    from torchlens_perf.verdicts.words.bottleneck import TimeShare
     from torchlens_perf.verdicts.words.report import Period
 
 
-def stretch(
-    use: Use,
+def build_run_part_verdict(
+    use: TimeShare,
     step_s: float,
     rest_s: float,
     since_step: int,
@@ -35,10 +35,11 @@ def stretch(
     *,
     everywhere: bool = True,
 ) -> JudgedVerdict:
-    """Return a verdict on a use that limited the steps from since_step to before until_step.
+    """Return a verdict on what limited the steps in range(since_step, until_step).
 
-    until_step: None for the end of the run. rest_s: time of the use per step in the rest of the
-    run. everywhere: True if it was measured in all of the rest.
+    until_step: None if it still limits them. use: its time per step in this part of the run.
+    rest_s: its time per step in the rest of the run. everywhere: True if it was measured in the
+    whole rest of the run.
     """
     share = use.seconds / step_s
     takes = f"{format_percent(share)} ({format_duration(use.seconds)}) of a step of {format_duration(step_s)}"
@@ -52,14 +53,16 @@ def stretch(
             f" run, {rest}."
         )
     kind = use.kind if until_step is None else f"{use.kind}{OVER}"
-    evidence = StretchEvidence(step_s, use.seconds, rest_s)
-    return judged(kind, None, use.phase, use.seconds, share, since_step, 0.8, text, evidence)
+    evidence = RunPartEvidence(step_s, use.seconds, rest_s)
+    return make_verdict(kind, None, use.phase, use.seconds, share, since_step, 0.8, text, evidence)
 
 
-def computing_now(computing: Use, step_s: float, before_s: float, since_step: int) -> JudgedVerdict:
-    """Return a verdict that computing limits the newest steps, and something else the earlier ones.
+def build_compute_verdict(
+    computing: TimeShare, step_s: float, before_s: float, since_step: int
+) -> JudgedVerdict:
+    """Return a verdict that computing limits the newest steps, but did not limit earlier steps.
 
-    before_s: duration of an earlier step.
+    before_s: mean duration of an earlier step.
     """
     share = computing.seconds / step_s
     text = (
@@ -67,16 +70,18 @@ def computing_now(computing: Use, step_s: float, before_s: float, since_step: in
         f" of a step of {format_duration(step_s)}; before, a step took {format_duration(before_s)}. Next:"
         f" {computing.action}"
     )
-    evidence = StretchEvidence(step_s, computing.seconds, 0.0)
-    return judged(computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence)
+    evidence = RunPartEvidence(step_s, computing.seconds, 0.0)
+    return make_verdict(
+        computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence
+    )
 
 
-def hang_over(
+def build_ended_hang_verdict(
     step: int, last: Alert, found: PastEvidence, *, steps: int, total_s: float
 ) -> JudgedVerdict:
-    """Return a verdict on a hang that is over.
+    """Return a verdict on a hang that has ended.
 
-    last: its newest alert. steps, total_s: number and time of all steps of the run.
+    last: the newest alert on the hang. steps, total_s: number and time of all steps of the run.
     """
     lost_s, went_on = found.duration_s or 0.0, found.went_on
     lasted = f" for {format_duration(lost_s)}" if lost_s else ""
@@ -90,32 +95,32 @@ def hang_over(
     if last.next and (went_on is False or cost):
         text += f" Next: {last.next}"
     rank = found.ranks[0] if found.ranks else None
-    return judged(f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, found)
+    return make_verdict(
+        f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, found
+    )
 
 
-def no_longer(kind: str, text: str, ranks: Sequence[int], since_step: int | None) -> JudgedVerdict:
-    """Return a verdict on a finding that was made during the run and is over.
-
-    text: its newest sentence.
-    """
+def build_ended_finding_verdict(
+    kind: str, text: str, ranks: Sequence[int], since_step: int | None
+) -> JudgedVerdict:
+    """Return a verdict on a finding that has ended. text: the newest sentence on it."""
     evidence = PastEvidence(tuple(ranks), None, None, {})
-    return judged(
+    return make_verdict(
         f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {text}", evidence
     )
 
 
-def held_words(held: Period | None, started: str | None) -> str:
-    """Return a sentence on the period and the windows of a verdict; "" if not known.
+def describe_period(held: Period | None, started: str | None) -> str:
+    """Return a sentence on the period of a verdict, with its windows; "" if not known.
 
-    started: start of the run.
+    started: start time of the run.
     """
     if held is None or held["since_step"] is None:
         return ""
-    steps, windows = (
-        format_step_range(held["since_step"], held["until_step"]),
-        held["windows_judged"],
-    )
-    times = [_clock(each, started) for each in (held["since"], held["until"]) if each is not None]
+    steps, windows = steps_words(held["since_step"], held["until_step"]), held["windows_judged"]
+    times = [
+        _time_of_day(each, started) for each in (held["since"], held["until"]) if each is not None
+    ]
     at = (
         f" ({' to '.join(times)} UTC)" if times and (not has_ended(held) or len(times) == 2) else ""
     )
@@ -125,10 +130,10 @@ def held_words(held: Period | None, started: str | None) -> str:
     return f"Period in {some}, {steps}{at}."
 
 
-def _clock(at: str, started: str | None) -> str:
+def _time_of_day(at: str, started: str | None) -> str:
     """Return the time of day of an ISO timestamp.
 
-    The date is added if it is not the run's first day.
+    The date is added if it is not the date on which the run started.
     """
     day, _, clock = at.partition("T")
     seconds = clock[:8]
