@@ -30,7 +30,7 @@ from torchlens_perf.verdicts.words.stragglers import (
     build_straggler_verdicts,
     cause_class,
     compute_last_arrival_shares,
-    no_straggler,
+    build_no_straggler_verdict,
     phase_name,
 )
 
@@ -484,14 +484,14 @@ def test_confidence_is_one_half_at_the_threshold_and_grows_above() -> None:
 
 def test_cost_share_is_zero_if_the_step_time_is_unknown() -> None:
     assert verdict_on(episode(step_ns=0.0)).cost_share == 0.0
-    assert no_straggler(REPORT, findings(step_ns=0.0)).sentence.startswith(
+    assert build_no_straggler_verdict(REPORT, findings(step_ns=0.0)).sentence.startswith(
         "No slow rank in 200 steps. The smallest detectable slowdown is 3.00 ms per step (0.0%)."
     )
 
 
 class TestNoSlowRank:
     def test_verdict_without_slow_ranks_has_the_smallest_detectable_slowdown(self) -> None:
-        verdict = no_straggler(REPORT, findings())
+        verdict = build_no_straggler_verdict(REPORT, findings())
 
         assert (
             verdict.sentence
@@ -503,24 +503,24 @@ class TestNoSlowRank:
 
     def test_too_few_steps_are_reported_with_the_needed_number(self) -> None:
         for found in (NOTHING, findings(detectable_ns=None)):
-            verdict = no_straggler({**REPORT, "steps": {"count": 12}}, found)
+            verdict = build_no_straggler_verdict({**REPORT, "steps": {"count": 12}}, found)
             assert verdict.sentence.startswith("Too few steps to compare the ranks (12): ")
             assert "Next: run at least 40 steps." in verdict.sentence
             assert verdict.confidence == 0.0
 
     def test_more_steps_are_needed_if_steps_are_short(self) -> None:
         """Several short steps make one step bin."""
-        text = no_straggler(
+        text = build_no_straggler_verdict(
             {**REPORT, "steps": {"count": 60}}, dataclasses.replace(NOTHING, steps_needed=160)
         ).sentence
 
         assert text.startswith("Too few steps to compare the ranks (60): ")
         assert "Next: run at least 160 steps." in text
-        enough = no_straggler(REPORT, dataclasses.replace(NOTHING, steps_needed=160)).sentence
+        enough = build_no_straggler_verdict(REPORT, dataclasses.replace(NOTHING, steps_needed=160)).sentence
         assert enough.startswith("The ranks were not compared")
 
     def test_ranks_never_compared_are_reported_without_asking_for_more_steps(self) -> None:
-        text = no_straggler(REPORT, NOTHING).sentence
+        text = build_no_straggler_verdict(REPORT, NOTHING).sentence
 
         assert text.startswith("The ranks were not compared")
         assert "40 steps" not in text
@@ -559,7 +559,7 @@ class TestNoSlowRank:
             UsualTimes(f"m{ranks}", ranks, work * MS, wait * MS) for ranks, work, wait in parts
         )
         found = dataclasses.replace(NOTHING, usual=usual, step_ns=50 * MS)
-        text = no_straggler(REPORT, found).sentence
+        text = build_no_straggler_verdict(REPORT, found).sentence
         if expected:
             assert expected in text
             assert text.startswith(
@@ -575,5 +575,5 @@ class TestNoSlowRank:
         if len(usual) > 1:
             assert (
                 "of work a step"
-                not in no_straggler(REPORT, dataclasses.replace(found, usual=mixed)).sentence
+                not in build_no_straggler_verdict(REPORT, dataclasses.replace(found, usual=mixed)).sentence
             )
