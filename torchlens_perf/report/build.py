@@ -47,9 +47,9 @@ from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.judged_windows import JudgedWindows
 from torchlens_perf.verdicts.latest_attempt import (
-    joins_of_latest_attempt,
-    processes_of_latest_attempt,
-    slow_links_of_latest_attempt,
+    find_slow_links,
+    latest_joins,
+    latest_processes,
 )
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -92,7 +92,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
 
     The report on a restarted run covers the last attempt. captures: the result of capture_rows().
     """
-    processes = processes_of_latest_attempt(nodes)
+    processes = latest_processes(nodes)
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
     statistics = [each.statistics for each in processes.values()]
     grid = align_windows(

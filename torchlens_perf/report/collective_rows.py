@@ -36,7 +36,7 @@ _OperationPlace = tuple[GroupKey, tuple[int, int] | None]
 def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     """Return a row for each operation, dtype and group (or pair of ranks), most bytes first.
 
-    joins: one per node, see joins_of_latest_attempt().
+    joins: one per node, see latest_joins().
 
     - `count` and `bytes` are sums over the records of all ranks.
     - `joined` counts operations that were compared between ranks. If `joined_whole` is false, each

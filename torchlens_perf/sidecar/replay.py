@@ -27,8 +27,8 @@ from torchlens_perf.store.file_names import list_node_files, list_nodes
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.latest_attempt import (
-    processes_of_latest_attempt,
-    slow_links_of_latest_attempt,
+    find_slow_links,
+    latest_processes,
 )
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.slow_links import build_slow_link_verdict

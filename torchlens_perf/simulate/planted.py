@@ -30,7 +30,7 @@ _EXPLAINS = 0.5
 _RARE = 0.25
 
 
-def _format_steps(since: int, until: int | None) -> str:
+def _steps_text(since: int, until: int | None) -> str:
     return f"in step {since}" if until == since + 1 else steps_words(since, until)
 
 
@@ -55,9 +55,7 @@ class NamingVerdict:
             else f"costs {format_duration(self.cost_s_per_step)} a step"
         )
         when = (
-            ""
-            if self.since_step is None
-            else f", {_format_steps(self.since_step, self.until_step)}"
+            "" if self.since_step is None else f", {_steps_text(self.since_step, self.until_step)}"
         )
         return (
             f"{format_rank_list(self.ranks)}, {self.phase or 'no phase'}{when}, {cost}{too} (verdict"
@@ -82,8 +80,7 @@ class PlantedFault:
     """Additional work of a rank at fault, or additional transfer time of a slow group, in the steps
     of the fault."""
     cost_s_per_step: float
-    """Additional time of the job's step in the steps of the fault, with all other faults
-    planted."""
+    """Additional time of the job's step in the steps of the fault."""
     found: bool | None
     """True if a verdict names any of its ranks; None if no rank is at fault."""
     missed_ranks: tuple[int, ...]
@@ -100,7 +97,7 @@ class PlantedFault:
         if self.ranks and self.since_step is not None:
             yield (
                 f"  planted    {rank_list(self.ranks)}, {self.phase},"
-                f" {_format_steps(self.since_step, self.until_step)}, +{duration(self.work_s_per_step)},"
+                f" {_steps_text(self.since_step, self.until_step)}, +{duration(self.work_s_per_step)},"
                 f" costs {duration(self.cost_s_per_step)} a step"
             )
         yield from (f"  {'found':10} {each}" for each in self.named_by)
@@ -149,7 +146,7 @@ def compare_faults(
         at_fault |= ranks_of_step
     cases = list(zip(simulation.faults, lasting, effects, strict=True))
     matches = [
-        [index for index, case in enumerate(cases) if _matches_fault(row, *case)]
+        [index for index, case in enumerate(cases) if _is_match(row, *case)]
         for row in compared.rows
     ]
     credited = [
@@ -244,9 +241,7 @@ def _naming_verdict(row: Row) -> NamingVerdict:
     )
 
 
-def _matches_fault(
-    row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: FaultEffect
-) -> bool:
+def _is_match(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: FaultEffect) -> bool:
     """Return True if the verdict's kind, ranks and steps match the fault."""
     kind, named = row["kind"], _naming_verdict(row)
     members = set(np.flatnonzero(lasting.any(axis=1)).tolist())
@@ -282,7 +277,7 @@ def _compare_fault(
 
     is_hidden: True if a verdict on its ranks and steps was assigned to another fault.
     """
-    members, steps = (_fault_ranks(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0)))
+    members, steps = _fault_ranks(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0))
     is_link, begun, until = isinstance(fault, LinkFault), bool(len(steps)), None
     if begun and steps[-1] + 1 < lasting.shape[1]:
         until = int(steps[-1]) + 1

@@ -325,10 +325,7 @@ class SimulatedRank:
         reported: bool,
         step: int | None = None,
     ) -> None:
-        """Queue a span by the device's clock, which is written a few steps later.
-
-        reported: False drops the span.
-        """
+        """Queue a span by the device's clock to be written later, or drop it if not `reported`."""
         behind_ns = max(0, start_ns + duration_ns - self.clock.now_ns)
         if reported:
             step = self._recorder.step if step is None else step
@@ -408,10 +405,8 @@ class _SimulatedGroup(NamedTuple):
 
 
 def simulated_groups(topology: Topology, rank: int) -> dict[str, _SimulatedGroup]:
-    """Return the rank's process groups by name.
-
-    One group contains all ranks. The others are those of mesh dimensions with several ranks.
-    """
+    """Return the rank's process groups by name: one of all ranks, and one for each mesh dimension
+    with several ranks."""
     groups = {_WORLD: _SimulatedGroup("world", list(range(topology.rank_count)), "default_pg")}
     for dimension in ("tp", "dp", "pp"):
         members = topology.group_ranks(dimension, rank)

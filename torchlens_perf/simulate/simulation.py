@@ -104,8 +104,7 @@ class DraftSteps:
     usual_ns: float
     """A rank's usual work in a step. The size of a fault is a share of this time."""
     parts_ns: npt.NDArray[np.float32]
-    """Work in each part of the step, without waits for other ranks; shape [ranks, steps,
-    len(OWN_PARTS)]."""
+    """Work in each of OWN_PARTS, shape [ranks, steps, parts]."""
     transfer_ns: npt.NDArray[np.float32]
     """Transfer time of the gradients of the rank's data-parallel group, shape [ranks, steps]."""
     tensor_transfer_ns: npt.NDArray[np.float32]
@@ -154,8 +153,7 @@ class SimulatedSteps:
     duration_ns: npt.NDArray[np.float64]
     """Duration of each step, shape [steps]. It is the same for all ranks."""
     parts_ns: npt.NDArray[np.float32]
-    """Work in each part of the step, without waits for other ranks; shape [ranks, steps,
-    len(OWN_PARTS)]."""
+    """Work in each of OWN_PARTS, shape [ranks, steps, parts]."""
     tensor_wait_ns: npt.NDArray[np.float64]
     """Wait for tensor-parallel neighbours in forward and in backward, including the transfer; shape
     [ranks, steps, 2]."""
@@ -265,10 +263,8 @@ class Simulation:
         return self._compute_block(number, None)
 
     def fault_effects(self, count: int) -> list[FaultEffect]:
-        """Return the effect of each fault on the first `count` steps.
-
-        An effect is the difference between the run with all faults and the run without this fault.
-        """
+        """Return the effect of each fault on the first `count` steps: the difference to the run
+        without it."""
         work: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.faults]
         cost: list[list[npt.NDArray[np.float64]]] = [[] for _ in self.faults]
         for number in range(-(-count // BLOCK)):
@@ -290,8 +286,7 @@ class Simulation:
     def _compute_block(self, number: int, left_out: int | None) -> SimulatedSteps:
         """Return a block with all faults except the fault with the index `left_out`.
 
-        The omitted fault changes a copy and still draws its random numbers. All other faults
-        therefore draw the same numbers as with it.
+        The omitted fault changes a copy but draws random numbers, so other faults draw the same.
         """
         topology = self.topology
         random = np.random.default_rng([self.seed, 2, number])
@@ -325,10 +320,8 @@ class Simulation:
         return frozenset().union(*(fault.slow_ranks(step, self.topology) for fault in self.faults))
 
     def _draw_noise(self, random: np.random.Generator) -> npt.NDArray[np.float32]:
-        """Return noise of shape [ranks, BLOCK, len(OWN_PARTS)].
-
-        It is the sum of an excerpt for each rank and one excerpt that is common to all ranks.
-        """
+        """Return noise [ranks, BLOCK, len(OWN_PARTS)]: a separate excerpt for each rank, plus an
+        excerpt that is common to all ranks."""
         recorded = load_recorded_noise()
         streams, length, _ = recorded.individual.shape
         ranks = self.topology.rank_count
@@ -408,10 +401,7 @@ class RecordedNoise:
 
 @functools.cache
 def load_recorded_noise() -> RecordedNoise:
-    """Return the noise that ships with the package.
-
-    docs/internals/accuracy.md describes how it was recorded.
-    """
+    """Return the noise in the package. docs/internals/accuracy.md describes how it was recorded."""
     noise = resources.files("torchlens_perf.simulate").joinpath("recorded_noise.npz")
     with noise.open("rb") as file, np.load(file) as data:
         return RecordedNoise(

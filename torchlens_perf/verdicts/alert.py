@@ -168,10 +168,7 @@ class AlertBuilder:
         return dataclasses.replace(alert, cause=hang.kind, duration_s=hang.since_s)
 
     def build_hang_end_alert(self, hang: OpenHang, why: str) -> Alert:
-        """Return the alert on the end of a hang.
-
-        hang: its newest state. why: the reason for the end, as a sentence.
-        """
+        """Return the alert on the end of a hang. why: the reason for the end, as a sentence."""
         return self.build_hang_alert(hang, ENDED, f"The job hung in step {hang.step}. {why}")
 
     def build_verdict_alert(

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 # Above this number of findings, the oldest ended findings are removed.
 MAX_KEPT = 32
 _CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
-# A verdict close to its threshold appears and disappears. Its finding ends after this time without
-# the verdict.
+# A verdict close to its threshold appears and disappears. It ends after this time of absence.
 _MAX_ABSENCE_NS = 60_000_000_000
 
 
@@ -200,10 +199,7 @@ class FindingLog:
         return alert
 
     def _close_all(self, now: AlertBuilder, why: str) -> Iterator[Alert]:
-        """End all open findings.
-
-        This is done when the ranks have new processes, or when another node begins to judge them.
-        """
+        """End all open findings, because ranks have new processes or another node judges them."""
         before = dataclasses.replace(now, attempt=self.records.attempt, alone=self.records.alone)
         order = {"straggler": 0, "hang": 1}
         for each in sorted(
@@ -270,7 +266,7 @@ class FindingLog:
             new = tuple(episode for episode in named if episode.rank in group.ranks)
             if group.kind == "rank":
                 for episode in new:
-                    yield self._open_straggler_finding(now, group, episode.key, (episode,))
+                    yield self._open_straggler(now, group, episode.key, (episode,))
             elif new:
                 together = {episode.key for episode in then if episode.rank in group.ranks}
                 open_now = self._open_stragglers
@@ -289,11 +285,9 @@ class FindingLog:
                     )
                     yield finding.alert
                 else:
-                    yield self._open_straggler_finding(
-                        now, group, min(episode.key for episode in new), new
-                    )
+                    yield self._open_straggler(now, group, min(episode.key for episode in new), new)
 
-    def _open_straggler_finding(
+    def _open_straggler(
         self,
         now: AlertBuilder,
         group: StragglerGroup,
@@ -313,8 +307,7 @@ class FindingLog:
         if before is not None and before.hang is not None:
             stands_still = now.at_step is not None and now.at_step <= before.hang.step
             if hang is None and self._hang_is_saved and stands_still:
-                # A restarted sidecar measures a hang from the sidecar's start, so it needs time to
-                # find the hang again.
+                # A restarted sidecar measures from its own start, and has not found the hang yet.
                 return
             if hang is None or hang.step != before.hang.step:
                 why = "It is over: steps continue, or the processes have ended."

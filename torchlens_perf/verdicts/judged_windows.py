@@ -13,7 +13,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.verdicts.causes.straggler_groups import find_stage_imbalance
+from torchlens_perf.verdicts.causes.straggler_groups import find_imbalance
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
 from torchlens_perf.verdicts.words.bottleneck import StepBreakdown, break_down_step
@@ -68,12 +68,12 @@ class JudgedWindows:
         )
 
     @property
-    def windows_comparing_any_rank(self) -> WindowMask:
+    def compared_windows(self) -> WindowMask:
         """The windows in which ranks were compared."""
         return np.asarray(self._is_compared.any(axis=0))
 
     @functools.cached_property
-    def windows_with_slow_rank(self) -> WindowMask:
+    def slow_windows(self) -> WindowMask:
         """The windows in which any rank was slow."""
         slow = np.zeros(len(self.windows), bool)
         for episode in self.findings.episodes:
@@ -107,7 +107,7 @@ class JudgedWindows:
         if kind == "lack_of_cpu":
             judged &= np.isfinite(self.windows.lack_ns).any(axis=(0, 2))
         else:
-            judged &= ~self.windows_with_slow_rank
+            judged &= ~self.slow_windows
         return self._find_part(
             judged,
             np.array([each is not None and each.is_limited_by(kind) for each in self.breakdowns]),
@@ -139,8 +139,7 @@ class JudgedWindows:
         return found
 
     def find_imbalanced_part(self) -> RunPart | None:
-        """Return the part of the run in which the pipeline was imbalanced as it is now; None if it
-        is balanced."""
+        """Return the part of the run with the present imbalance of the pipeline, or None."""
         now = self.findings.imbalance
         if now is None:
             return None
@@ -165,7 +164,7 @@ class JudgedWindows:
                 for population, members in rows.items()
             )
             step_ns = float(np.nanmedian(windows.duration_ns[:, column]))
-            found = find_stage_imbalance(
+            found = find_imbalance(
                 dataclasses.replace(NOTHING, usual=usual, step_ns=step_ns), self.places
             )
             judged[column], held[column] = True, found is not None and found.stage == now.stage

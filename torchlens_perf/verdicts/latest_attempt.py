@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
 
-def processes_of_latest_attempt(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
+def latest_processes(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
     """Return the newest process of each rank, from the latest attempt and world size.
 
     In earlier attempts, processes may have had other ranks and steps. When agents join or leave an
@@ -35,7 +35,7 @@ def processes_of_latest_attempt(nodes: Iterable[NodeState]) -> dict[int, Process
     }
 
 
-def joins_of_latest_attempt(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
+def latest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
     """Return the joined collectives of all nodes that have processes of the latest attempt."""
     attempts = [
         (max((each.identity.attempt for each in node.processes.values()), default=0), node)
@@ -45,10 +45,8 @@ def joins_of_latest_attempt(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
     return [node.join for attempt, node in attempts if attempt == newest]
 
 
-def slow_links_of_latest_attempt(nodes: Sequence[NodeState]) -> LinkFindings:
+def find_slow_links(nodes: Sequence[NodeState]) -> LinkFindings:
     """Return findings on the slow links of the latest attempt."""
-    hosts = {
-        rank: process.identity.host for rank, process in processes_of_latest_attempt(nodes).items()
-    }
-    operations = merged_operations([join.operations() for join in joins_of_latest_attempt(nodes)])
+    hosts = {rank: process.identity.host for rank, process in latest_processes(nodes).items()}
+    operations = merged_operations([join.operations() for join in latest_joins(nodes)])
     return slow_links(link_statistics(operations), hosts)

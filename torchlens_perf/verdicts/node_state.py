@@ -278,16 +278,13 @@ def load_or_new(run: RunDirectory, host: str) -> NodeState:
         return load(path) if path.exists() else NodeState(host)
     except DamagedStateError as error:
         return NodeState(
-            host,
-            notes=[
-                f"{error}. {_rename_damaged_file(path)}; data only in that file is missing here"
-            ],
+            host, notes=[f"{error}. {_rename_file(path)}; data only in that file is missing here"]
         )
     except OSError as error:
         raise RunStoreError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _rename_damaged_file(path: Path) -> str:
+def _rename_file(path: Path) -> str:
     """Rename a damaged file to an unused name, and return a sentence with the new name.
 
     Raises RunStoreError.

@@ -17,7 +17,7 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
-from torchlens_perf.verdicts.words import order, past_verdicts
+from torchlens_perf.verdicts.words import order, past
 from torchlens_perf.verdicts.words.bottleneck import computing_action, drop_wait_clause, named_kinds
 from torchlens_perf.verdicts.words.evidence import (
     NOT_COMPUTING_KINDS,
@@ -47,7 +47,7 @@ _TAGS = {
     "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
     WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT,
 }  # fmt: skip
-_VerdictWithPeriod = tuple[JudgedVerdict, "Period | None"]
+_PeriodVerdict = tuple[JudgedVerdict, "Period | None"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,13 +107,13 @@ class VerdictPeriods:
         if isinstance(evidence, HangEvidence):
             noted = self.records.find_open("hang", evidence.step)
             return (
-                self._period_between_steps(evidence.step, None)
+                self._period_between(evidence.step, None)
                 if noted is None
                 else self._period_of_finding(noted)
             )
         if isinstance(evidence, dict) and "time_unix_ns" in evidence:
             return {
-                **self._period_between_steps(evidence["step"], None),
+                **self._period_between(evidence["step"], None),
                 "since": self.time(evidence["time_unix_ns"]),
             }
         if isinstance(evidence, dict) and "kinds" in evidence:
@@ -135,9 +135,9 @@ class VerdictPeriods:
     def _period_of_episode(self, episode: Episode) -> Period:
         period = episode.since_step, episode.until_step, episode.rank
         if self.windows is None:
-            return self._period_between_steps(*period)
+            return self._period_between(*period)
         judged = self.windows.windows_comparing_rank(episode.rank)
-        return self._period_between_steps(
+        return self._period_between(
             *period, self.windows.windows_of_episode(episode) & judged, judged
         )
 
@@ -146,10 +146,10 @@ class VerdictPeriods:
         if self.windows is None:
             return None
         ends = [each.until_step or 0 for each in self.windows.findings.slow_before]
-        since, judged = max(ends, default=self.first_step), self.windows.windows_comparing_any_rank
+        since, judged = max(ends, default=self.first_step), self.windows.compared_windows
         later = self.windows.windows.covered(since, None)
-        return self._period_between_steps(
-            since, None, None, judged & later & ~self.windows.windows_with_slow_rank, judged
+        return self._period_between(
+            since, None, None, judged & later & ~self.windows.slow_windows, judged
         )
 
     def _period_of_long_steps(self, long: LongSteps) -> Period | None:
@@ -174,15 +174,13 @@ class VerdictPeriods:
         until: int | None = last + windows.width
         if tagged[-1] or last + windows.width + 2 * long["period"] > windows.last_step:
             until = None
-        return self._period_between_steps(
+        return self._period_between(
             max(self.first_step, since), until, None, tagged, np.ones(len(windows), bool)
         )
 
     # -- verdicts on a part of the run
 
-    def _find_temporary_limits(
-        self, whole: Sequence[_VerdictWithPeriod]
-    ) -> list[_VerdictWithPeriod]:
+    def _find_temporary_limits(self, whole: Sequence[_PeriodVerdict]) -> list[_PeriodVerdict]:
         """Return verdicts on parts of the run that were limited by something else than the rest.
 
         Limits that the verdict on the whole run names are left out, unless that verdict is over.
@@ -206,9 +204,8 @@ class VerdictPeriods:
             found += self._find_present_compute_limit()
         return found
 
-    def _find_present_compute_limit(self) -> list[_VerdictWithPeriod]:
-        """Return a verdict if computing limits the newest steps and something else limited the
-        earlier ones; else []."""
+    def _find_present_compute_limit(self) -> list[_PeriodVerdict]:
+        """Return a verdict if computing limits the newest steps but not the earlier ones."""
         found = None if self.windows is None else self.windows.find_part_limited_by("compute_bound")
         if self.windows is None or found is None or found.until_step is not None:
             return []
@@ -222,16 +219,9 @@ class VerdictPeriods:
         )
         assert held["since_step"] is not None
         before_s = _mean([each.step_s for each in rest])
-        return [
-            (
-                past_verdicts.build_compute_verdict(
-                    computing, step_s, before_s, held["since_step"]
-                ),
-                held,
-            )
-        ]
+        return [(past.build_compute_verdict(computing, step_s, before_s, held["since_step"]), held)]
 
-    def _find_temporary_limit(self, kind: str) -> _VerdictWithPeriod | None:
+    def _find_temporary_limit(self, kind: str) -> _PeriodVerdict | None:
         if self.windows is None:
             return None
         found = self.windows.find_part_limited_by(kind)
@@ -255,12 +245,12 @@ class VerdictPeriods:
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         use = dataclasses.replace(inside[0].wait_of_kind(kind), seconds=use_s)
         assert held["since_step"] is not None
-        verdict = past_verdicts.build_run_part_verdict(
+        verdict = past.build_run_part_verdict(
             use, step_s, rest_s, held["since_step"], held["until_step"], everywhere=everywhere
         )
         return verdict, held
 
-    def _collect_past_findings(self, shown: set[str]) -> list[_VerdictWithPeriod]:
+    def _collect_past_findings(self, shown: set[str]) -> list[_PeriodVerdict]:
         """Return verdicts on the sidecar's ended findings, the newest first.
 
         After the run, findings that were open at its end are included if they have no verdict.
@@ -276,7 +266,7 @@ class VerdictPeriods:
 
     def _build_past_verdict(self, noted: Finding) -> JudgedVerdict:
         if noted.kind != "hang" or noted.since_step is None:
-            return past_verdicts.build_ended_finding_verdict(
+            return past.build_ended_verdict(
                 noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step
             )
         went_on = None if self.last_step is None else self.last_step >= noted.since_step
@@ -285,7 +275,7 @@ class VerdictPeriods:
         if noted.since_step < self.first_step + WARM_UP_STEPS:
             total_s += noted.duration_s or 0.0
         found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
-        return past_verdicts.build_ended_hang_verdict(
+        return past.build_ended_hang_verdict(
             noted.since_step,
             noted.alert,
             found,
@@ -296,7 +286,7 @@ class VerdictPeriods:
     # -- conversion to the report's type
 
     def _period_of_run_part(self, found: RunPart) -> Period:
-        return self._period_between_steps(
+        return self._period_between(
             max(self.first_step, found.since_step), found.until_step, None, found.held, found.judged
         )
 
@@ -306,7 +296,7 @@ class VerdictPeriods:
             noted.since_step, noted.until_step, self.time(noted.since_unix_ns), until
         )
 
-    def _period_between_steps(
+    def _period_between(
         self,
         since: int,
         until: int | None,
@@ -333,10 +323,7 @@ def _is_on_typical_step(verdict: JudgedVerdict) -> bool:
 
 
 def _are_all_hangs(evidence: Evidence, hung: set[int | None]) -> bool:
-    """Return True if the evidence is about long steps and the job hung in all of these steps.
-
-    hung: the steps of hangs.
-    """
+    """Return True for evidence on long steps if all of them are in `hung`, the steps of hangs."""
     if not isinstance(evidence, dict) or "kinds" not in evidence:
         return False
     steps = evidence["steps"]

@@ -13,7 +13,7 @@ from tests.support.saved import save_and_load
 from torchlens_perf.verdicts.causes.straggler_groups import (
     MAX_EXPLAINED,
     add_straggler_groups,
-    find_stage_imbalance,
+    find_imbalance,
     find_straggler_groups,
 )
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
@@ -225,7 +225,7 @@ class TestImbalance:
         """With two stages, the cost is half of their difference."""
         for work, gain in (((1.0, 1.5), 0.25), ((1.0, 0.9, 1.4, 1.1), 0.3)):
             found, at = pipeline(*work)
-            imbalance = find_stage_imbalance(found, at)
+            imbalance = find_imbalance(found, at)
             assert imbalance is not None
             assert imbalance.stages == len(work)
             assert imbalance.cost_ns == pytest.approx(gain * WORK_NS, rel=0.03)
@@ -233,20 +233,16 @@ class TestImbalance:
     def test_difference_below_a_tenth_of_the_step_is_no_imbalance(self) -> None:
         found, at = pipeline(1.0, 1.0, 1.08)
 
-        assert find_stage_imbalance(found, at) is None
+        assert find_imbalance(found, at) is None
 
     def test_no_imbalance_without_two_stages_known_ranks_and_steps(self) -> None:
         found, at = pipeline(1.0, 2.0)
-        assert find_stage_imbalance(found, at) is not None
-        assert find_stage_imbalance(found, {}) is None
-        assert (
-            find_stage_imbalance(found, {rank: Placement("", "", {"dp": 0}) for rank in at}) is None
-        )
-        assert (
-            find_stage_imbalance(found, {rank: Placement("", "", {"pp": 0}) for rank in at}) is None
-        )
-        assert find_stage_imbalance(dataclasses.replace(found, step_ns=0.0), at) is None
-        assert find_stage_imbalance(NOTHING, {}) is None
+        assert find_imbalance(found, at) is not None
+        assert find_imbalance(found, {}) is None
+        assert find_imbalance(found, {rank: Placement("", "", {"dp": 0}) for rank in at}) is None
+        assert find_imbalance(found, {rank: Placement("", "", {"pp": 0}) for rank in at}) is None
+        assert find_imbalance(dataclasses.replace(found, step_ns=0.0), at) is None
+        assert find_imbalance(NOTHING, {}) is None
 
     def test_stage_with_several_populations_counts_its_largest_work(self) -> None:
         """All ranks of the stage are listed."""
@@ -255,7 +251,7 @@ class TestImbalance:
             for population, ranks, work in (("a", "0-1", 100), ("b", "2-3", 160), ("c", "4-7", 100))
         )
         found = dataclasses.replace(NOTHING, usual=usual, step_ns=170 * MS)
-        imbalance = find_stage_imbalance(found, places(8, stage=[0] * 4 + [1] * 4))
+        imbalance = find_imbalance(found, places(8, stage=[0] * 4 + [1] * 4))
 
         assert imbalance is not None
         assert (imbalance.stage, imbalance.ranks, imbalance.work_ns) == (

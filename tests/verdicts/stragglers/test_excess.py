@@ -14,11 +14,11 @@ from torchlens_perf.verdicts.stragglers.excess import (
     estimate_noise,
     excess_over_others,
     find_change_point,
-    find_end_of_slowness,
+    find_recovery,
     find_strongest_intervals,
     is_persistent,
     limit_stalls,
-    self_normalized_threshold,
+    persistence_threshold,
     subtract_workload_effect,
 )
 
@@ -157,11 +157,7 @@ class TestThreshold:
             < detection_threshold(16384)
             < 1.5 * detection_threshold(2)
         )
-        assert (
-            self_normalized_threshold(2)
-            < self_normalized_threshold(16384)
-            < detection_threshold(16384)
-        )
+        assert persistence_threshold(2) < persistence_threshold(16384) < detection_threshold(16384)
 
     def test_score_of_a_single_value_never_reaches_the_threshold(self) -> None:
         deviations = np.zeros((2, 64))
@@ -191,9 +187,9 @@ class TestChangePoint:
 class TestOverSince:
     def test_slowness_ends_after_enough_bins_without_excess(self) -> None:
         slow = np.arange(60) < 40
-        assert find_end_of_slowness(slow, 0.95, LEAST) == 40
-        assert find_end_of_slowness(slow[:45], 0.95, LEAST) is None
-        assert find_end_of_slowness(np.ones(60, bool), 1.0, LEAST) is None
+        assert find_recovery(slow, 0.95, LEAST) == 40
+        assert find_recovery(slow[:45], 0.95, LEAST) is None
+        assert find_recovery(np.ones(60, bool), 1.0, LEAST) is None
 
     def test_short_pause_does_not_end_intermittent_slowness(self) -> None:
         """The rank is slow in two of seven bins. A pause of fifty bins ends the episode."""
@@ -201,11 +197,11 @@ class TestOverSince:
         for gap, over in ((12, None), (50, 250)):
             series = slow.copy()
             series[300 - gap :] = False
-            found = find_end_of_slowness(series, 2 / 7, LEAST)
+            found = find_recovery(series, 2 / 7, LEAST)
             assert found == over if over is None else abs((found or 0) - over) <= 5
 
     def test_too_few_bins_without_excess_do_not_end_slowness(self) -> None:
-        assert find_end_of_slowness(np.zeros(LEAST - 1, bool), 0.95, LEAST) is None
+        assert find_recovery(np.zeros(LEAST - 1, bool), 0.95, LEAST) is None
 
 
 class TestIsPersistent:

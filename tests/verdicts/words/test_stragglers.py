@@ -27,10 +27,10 @@ from torchlens_perf.verdicts.words.evidence import JudgedVerdict, NoSlowRankEvid
 from torchlens_perf.verdicts.words.stragglers import (
     MAX_PAST,
     SlowRankContext,
+    build_no_straggler_verdict,
     build_straggler_verdicts,
     cause_class,
     compute_last_arrival_shares,
-    build_no_straggler_verdict,
     phase_name,
 )
 
@@ -516,7 +516,9 @@ class TestNoSlowRank:
 
         assert text.startswith("Too few steps to compare the ranks (60): ")
         assert "Next: run at least 160 steps." in text
-        enough = build_no_straggler_verdict(REPORT, dataclasses.replace(NOTHING, steps_needed=160)).sentence
+        enough = build_no_straggler_verdict(
+            REPORT, dataclasses.replace(NOTHING, steps_needed=160)
+        ).sentence
         assert enough.startswith("The ranks were not compared")
 
     def test_ranks_never_compared_are_reported_without_asking_for_more_steps(self) -> None:
@@ -575,5 +577,7 @@ class TestNoSlowRank:
         if len(usual) > 1:
             assert (
                 "of work a step"
-                not in build_no_straggler_verdict(REPORT, dataclasses.replace(found, usual=mixed)).sentence
+                not in build_no_straggler_verdict(
+                    REPORT, dataclasses.replace(found, usual=mixed)
+                ).sentence
             )

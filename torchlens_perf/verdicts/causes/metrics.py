@@ -44,15 +44,13 @@ METRICS = (
 # For these signals, a lower value is worse.
 CLOCKS = ("cpu_clock_share", "sm_clock_mhz", "sm_clock_share")
 SLOTS = 32
-# A rank is compared with its own past only if that lasts at least this long. A shorter time may be
-# the job's start.
+# A rank is compared with its own past if that lasts at least this long.
 MIN_BEFORE_S = 4.0
 _FIRST_SLOT_S = 1.0
 _MAX_COUNTED = 60_000
 _INDEX = {name: index for index, name in enumerate(METRICS)}
 _IS_CLOCK = np.array([name in CLOCKS for name in METRICS])
-# Signals that count rare events. Page faults are missing here, because they last as long as their
-# cause.
+# Signals that count rare events. Page faults are not rare while their cause lasts.
 _BURSTS = (
     "ecc_errors_per_s", "remapped_rows_per_s", "xids_per_s", "pcie_replays_per_s", "nvlink_errors_per_s",
     "link_errors_per_s", "alloc_retries_per_step",
@@ -118,11 +116,9 @@ class _TimeSlot:
 
 
 class MetricHistory:
-    """The signals of all ranks over the run, in at most SLOTS ranges of time. Older ranges are
-    longer.
+    """The signals of all ranks over the run, in at most SLOTS ranges of time.
 
-    Times are by the clock of the detector's node. Each range also has the first and the last step
-    that was in progress.
+    Older ranges are longer. Times are by the clock of the detector's node.
     """
 
     def __init__(self) -> None:

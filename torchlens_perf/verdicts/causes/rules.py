@@ -78,10 +78,7 @@ class _SlowRankCase:
         return share_of_time * self.episode.step_ns / max(1.0, self.episode.excess_ns)
 
     def share_explained_by_clock(self, lower: float) -> float:
-        """Return the share of the rank's excess that a slow clock explains.
-
-        lower: how far the clock is below its usual value, as a share of that value.
-        """
+        """Return the share of the excess explained by a clock that is `lower` below usual."""
         return lower * self.episode.work_ns / max(1.0, self.episode.excess_ns)
 
     def comparison_clause(self, signal: str, words: Callable[[float], str]) -> str:

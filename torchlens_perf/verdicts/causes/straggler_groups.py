@@ -16,7 +16,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     StageImbalance,
     StragglerGroup,
 )
-from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, group_slow_ranks
+from torchlens_perf.verdicts.stragglers.placement import STAGES, Placement, group_slow
 
 # The number of groups that are diagnosed, beginning with the costliest.
 MAX_EXPLAINED = 8
@@ -51,7 +51,7 @@ def add_straggler_groups(
     return dataclasses.replace(
         findings,
         groups=tuple(groups),
-        imbalance=find_stage_imbalance(findings, places),
+        imbalance=find_imbalance(findings, places),
         diagnoses=tuple((key, why) for key, why in kept if why is not None),
     )
 
@@ -73,7 +73,7 @@ def find_straggler_groups(
         StragglerGroup(
             kind, name, ranks, max(map(left.pop, ranks), key=lambda episode: episode.excess_ns)
         )
-        for kind, name, ranks in group_slow_ranks(left.keys(), places)
+        for kind, name, ranks in group_slow(left.keys(), places)
     ]
     found += [StragglerGroup("rank", "", (rank,), episode) for rank, episode in left.items()]
     slow_in: dict[str, set[int]] = defaultdict(set)
@@ -97,9 +97,7 @@ def find_straggler_groups(
     )
 
 
-def find_stage_imbalance(
-    findings: Findings, places: Mapping[int, Placement]
-) -> StageImbalance | None:
+def find_imbalance(findings: Findings, places: Mapping[int, Placement]) -> StageImbalance | None:
     """Return the pipeline stage with the most work if it exceeds the others by MIN_IMBALANCE; else
     None."""
     stages: dict[str, list[tuple[tuple[int, ...], float]]] = defaultdict(list)

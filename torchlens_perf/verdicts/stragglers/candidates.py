@@ -1,7 +1,4 @@
-"""Search for slow ranks in the newest rows of their step times. Pure.
-
-detector.py describes the statistical test.
-"""
+"""Search for slow ranks in their newest rows. Pure. detector.py describes the statistical test."""
 
 from __future__ import annotations
 
@@ -11,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.analysis.statistics.robust import spread
-from torchlens_perf.verdicts.stragglers.episodes import (
-    Episode,
-    gain_without_excess_ns,
-    measure_episode,
-)
+from torchlens_perf.verdicts.stragglers.episodes import Episode, measure_episode, possible_gain_ns
 from torchlens_perf.verdicts.stragglers.excess import (
     detection_threshold,
     estimate_noise,
@@ -24,7 +17,7 @@ from torchlens_perf.verdicts.stragglers.excess import (
     find_strongest_intervals,
     is_persistent,
     limit_stalls,
-    self_normalized_threshold,
+    persistence_threshold,
     subtract_workload_effect,
 )
 
@@ -78,9 +71,9 @@ class SuspectSearch:
     ) -> None:
         """Prepare the excess of all ranks.
 
-        with_workload: by rank, the first step of open episodes in which the excess includes the
-        effect of a larger workload. step_ns: duration of the usual step. running_ns: the same
-        without the time in which the rank was runnable but had no CPU.
+        with_workload: by rank, the first step of open episodes whose excess includes the effect of
+        a larger workload. step_ns: usual duration of a step. running_ns: the same without lack of a
+        CPU.
         """
         self._window = window
         self._present = present
@@ -102,9 +95,7 @@ class SuspectSearch:
             )
             for rank, step in with_workload.items():
                 if (index := self.index_of(rank)) is not None:
-                    left[index, self.row_at_step(step) :] = self._excess[
-                        index, self.row_at_step(step) :
-                    ]
+                    left[index, self.row_at(step) :] = self._excess[index, self.row_at(step) :]
 
     def includes_workload_excess(self, index: int, start: int) -> bool:
         """Return True if the excess from row `start` on includes the effect of the workload."""
@@ -114,28 +105,23 @@ class SuspectSearch:
         index = int(np.searchsorted(self.ranks, rank))
         return index if index < len(self.ranks) and self.ranks[index] == rank else None
 
-    def row_at_step(self, step: int) -> int:
+    def row_at(self, step: int) -> int:
         """Return the index of the first row that begins at a step or later."""
         return min(int(np.searchsorted(self.keys * self.width, step)), len(self.keys) - 1)
 
     def excess_series(self, phase: str) -> npt.NDArray[np.floating[Any]]:
-        """Return the excess in lack of a CPU for the phase "cpu", else the excess in work.
-
-        Its shape is [ranks, rows].
-        """
+        """Return the excess [ranks, rows]: in lack of a CPU for the phase "cpu", else in work."""
         kind = "cpu" if phase == "cpu" else ""
         if kind not in self._series:
             ready = np.nan_to_num(self._window.no_cpu_ns[np.ix_(self._present, self._at)])
             self._series[kind] = excess_over_others(ready)
         return self._series[kind]
 
-    def excess_without_stalls(
-        self, phase: str, index: int, start: int
-    ) -> npt.NDArray[np.floating[Any]]:
+    def calmed_excess(self, phase: str, index: int, start: int) -> npt.NDArray[np.floating[Any]]:
         """Return the excess of one rank from row `start` on, with single stalls reduced."""
-        return limit_stalls(self.excess_series(phase)[index, start:], self.excess_noise(phase))
+        return limit_stalls(self.excess_series(phase)[index, start:], self.noise_of(phase))
 
-    def excess_noise(self, phase: str) -> float:
+    def noise_of(self, phase: str) -> float:
         kind = "cpu" if phase == "cpu" else ""
         if kind not in self._scales:
             self._scales[kind] = estimate_noise(self.excess_series(kind))
@@ -173,9 +159,7 @@ class SuspectSearch:
         unusual = {index for index, _ in candidates} | {self.index_of(rank) for rank in slow}
         found: dict[int, int] = {}
         for index, start in candidates:
-            since = (
-                None if index in found else self._find_first_slow_row(phase, index, start, min_ns)
-            )
+            since = None if index in found else self._first_slow_row(phase, index, start, min_ns)
             if since is not None and (
                 phase == "cpu" or self._is_worth_naming(index, start, unusual)
             ):
@@ -185,16 +169,15 @@ class SuspectSearch:
     def _find_candidates(
         self, phase: str, min_rows: int, level_ns: float, over: Mapping[int, int]
     ) -> list[tuple[int, int]]:
-        """Return the index and the first row of ranks whose mean excess is significantly above the
-        level.
+        """Return index and first row of ranks whose mean excess is significantly above the level.
 
         The rank with the most significant excess is first.
         """
-        scale = self.excess_noise(phase)
+        scale = self.noise_of(phase)
         deviations, level = self.excess_series(phase) / scale, level_ns / scale
         found = find_strongest_intervals(deviations, min_rows, level)
         for rank, step in over.items():
-            index, first = self.index_of(rank), self.row_at_step(step)
+            index, first = self.index_of(rank), self.row_at(step)
             if index is not None:
                 again = find_strongest_intervals(
                     deviations[index : index + 1, first:], min_rows, level
@@ -207,20 +190,14 @@ class SuspectSearch:
             if found.z_score[index] >= self.threshold
         ]
 
-    def _find_first_slow_row(self, phase: str, index: int, start: int, min_ns: float) -> int | None:
-        """Return the first slow row of a candidate; None if it is not slow.
-
-        start: the first row of the candidate's strongest interval.
-        """
+    def _first_slow_row(self, phase: str, index: int, start: int, min_ns: float) -> int | None:
+        """Return the first slow row of a candidate whose interval begins at `start`, or None."""
         cpu = phase == "cpu"
         series = self.excess_series(phase)
-        interval = self.excess_without_stalls(phase, index, start)
+        interval = self.calmed_excess(phase, index, start)
         mean = float(interval.mean())
         if mean < min_ns or not is_persistent(
-            interval,
-            self.excess_noise(phase),
-            self_normalized_threshold(len(self.ranks)),
-            strict=cpu,
+            interval, self.noise_of(phase), persistence_threshold(len(self.ranks)), strict=cpu
         ):
             return None
         others = np.delete(series[:, start:].mean(axis=1), index)
@@ -242,10 +219,7 @@ class SuspectSearch:
         without it.
         """
         excess_ns = self._series[""][index, start:]
-        if (
-            float(self.excess_without_stalls("", index, start).mean())
-            >= self._min_share * self.step_ns
-        ):
+        if float(self.calmed_excess("", index, start).mean()) >= self._min_share * self.step_ns:
             return True
         usual = [
             place for other, place in enumerate(self._present.tolist()) if other not in unusual
@@ -253,7 +227,7 @@ class SuspectSearch:
         if not usual:
             return True
         others = np.array(usual)
-        gain_ns = gain_without_excess_ns(
+        gain_ns = possible_gain_ns(
             self._window, int(self._present[index]), others, self.keys[start:], excess_ns
         )
         return gain_ns >= _MIN_GAIN * self.step_ns
@@ -324,7 +298,7 @@ class SuspectSearch:
         """Return the episode with its measurements from row `start` on."""
         series = self.excess_series(episode.phase)[index, start:].astype(np.float64)
         others = np.delete(self._present, index)
-        scale = self.excess_noise(episode.phase)
+        scale = self.noise_of(episode.phase)
         return measure_episode(
             episode,
             self._window,
@@ -338,7 +312,7 @@ class SuspectSearch:
     def compute_detectable_ns(self) -> float:
         """Return the smallest excess that would be detected if a rank had it in all rows."""
         rows = len(self.keys)
-        error_ns = self.excess_noise("") / float(np.sqrt(rows))
+        error_ns = self.noise_of("") / float(np.sqrt(rows))
         # The excess is compared with a step that includes the excess.
         worth_ns = self._min_share * self.step_ns / (1 - self._min_share)
         min_ns = max(worth_ns, self._host_cpu_lack_ns) + _POWER * error_ns

@@ -32,12 +32,7 @@ from torchlens_perf.run.location import location
 from torchlens_perf.run.rank_ranges import parse_ranges, ranges
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.stragglers.placement import (
-    BY_DEVICE,
-    STAGES,
-    Placement,
-    group_slow_ranks,
-)
+from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, group_slow
 from torchlens_perf.verdicts.stragglers.population import Population
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.stragglers.window import BinBatch
@@ -124,7 +119,7 @@ class StragglerDetector:
             rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()
         }
         # The ranks of a node or a position may do different work, but also wait for one another.
-        for group in group_slow_ranks(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
+        for group in group_slow(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
             known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
             shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
         for population in populations:

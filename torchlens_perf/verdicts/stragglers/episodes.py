@@ -130,13 +130,11 @@ def measure_episode(
     if phase != "cpu":
         above = (parts - usual_parts)[slow].mean(axis=0) if slow.any() else np.zeros(len(OWN_PARTS))
         max_ratio = (
-            _MAX_RATIO_ON_HOSTS if _is_limited_by_host(parts, its_host[0], _COMPUTE) else _MAX_RATIO
+            _MAX_RATIO_ON_HOSTS if _is_host_bound(parts, its_host[0], _COMPUTE) else _MAX_RATIO
         )
         phase, part_ns = phase_of_excess(above, usual_parts.mean(axis=0), max_ratio)
         phase_excess_ns = part_ns * slow_share
-        by_host = _is_limited_by_host(
-            parts, its_host[0], _COMPUTE if phase == "compute" else (phase,)
-        )
+        by_host = _is_host_bound(parts, its_host[0], _COMPUTE if phase == "compute" else (phase,))
     return dataclasses.replace(
         episode,
         phase=phase,
@@ -162,7 +160,7 @@ def measure_episode(
     )
 
 
-def gain_without_excess_ns(
+def possible_gain_ns(
     window: SlidingWindow,
     index: int,
     others: npt.NDArray[np.int64],
@@ -209,7 +207,7 @@ def _work_and_ready_ns(
     return window.own_ns[place] + np.nan_to_num(window.no_cpu_ns[place])
 
 
-def _is_limited_by_host(
+def _is_host_bound(
     own_ns: npt.NDArray[np.float64], by_host: npt.NDArray[np.bool_], phases: Sequence[str]
 ) -> bool:
     """Return True if the device waits for its host in most of the time of these phases.

@@ -1,8 +1,5 @@
-"""Statistics of the straggler detector. Pure.
-
-Excess is the time that a rank needs more than the other ranks. A row is a step or a mean over
-several steps.
-"""
+"""Statistics of the straggler detector. Excess is the additional time of a rank compared with other
+ranks. Pure."""
 
 from __future__ import annotations
 
@@ -50,11 +47,10 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 
 
 def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return each value's excess over the median of the other ranks in its column, as a share of
-    this median.
+    """Return each value's excess over the median of the other ranks, as a share of this median.
 
-    work: times of [ranks, columns], for ranks that do the same work. The result is NaN for missing
-    values, and in columns with a single rank.
+    work: [ranks, columns], for ranks that do the same work. The result is NaN for missing values,
+    and in columns with a single rank.
     """
     relative = np.full(work.shape, np.nan)
     for column, values in enumerate(work.T):
@@ -94,8 +90,7 @@ def estimate_noise(excess: npt.NDArray[np.floating[Any]]) -> float:
 
 
 class StrongestIntervals(NamedTuple):
-    """For each rank, the interval with the most significant mean. All intervals end with the newest
-    row."""
+    """For each rank, the interval up to the newest row that has the most significant mean."""
 
     start: npt.NDArray[np.int64]
     """First row of the interval."""
@@ -131,9 +126,7 @@ def find_change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int
     return len(series) - 1 - int(np.cumsum(gains[::-1]).argmax())
 
 
-def find_end_of_slowness(
-    slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int
-) -> int | None:
+def find_recovery(slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int) -> int | None:
     """Return the row from which on slow rows are so rare that the rank has recovered; else None.
 
     This is a likelihood ratio test. It tests whether the share of slow rows is a fifth of the usual
@@ -173,7 +166,7 @@ def detection_threshold(ranks: int) -> float:
     return float(np.sqrt(2 * np.log(ranks * _MAX_INTERVALS / FALSE_ALARMS)))
 
 
-def self_normalized_threshold(ranks: int) -> float:
+def persistence_threshold(ranks: int) -> float:
     """Return the threshold for standard errors that are computed from the interval's own spread.
 
     It has the formula of detection_threshold(), for one interval of each rank and a probability of
@@ -231,8 +224,6 @@ def subtract_workload_effect(
     lasting = find_strongest_intervals(more / scale, min_rows)
     for rank in np.flatnonzero(lasting.z_score > detection_threshold(len(more))).tolist():
         since = slice(int(lasting.start[rank]), None)
-        if is_persistent(
-            more[rank, since], scale, self_normalized_threshold(len(more)), strict=True
-        ):
+        if is_persistent(more[rank, since], scale, persistence_threshold(len(more)), strict=True):
             left[rank, since] = excess[rank, since]
     return left

@@ -12,10 +12,7 @@ from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 
 @dataclasses.dataclass(frozen=True)
 class UsualTimes:
-    """Usual times in a step of ranks that do the same work, in ns.
-
-    They are medians over these ranks and the newest rows.
-    """
+    """Median times of the newest steps of ranks that do the same work, in ns."""
 
     population: str
     ranks: str

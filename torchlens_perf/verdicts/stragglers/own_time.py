@@ -120,10 +120,8 @@ def compute_own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int6
 
     issue_ns, lag_ns = (stack_column(column)[..., OWN_COLUMNS] for column in ("issue_ns", "lag_ns"))
     ranks = PartTimes(stack_column("work_by_part_ns"), issue_ns, lag_ns)
-    critical, rows = (
-        find_critical_ranks(stack_column("parts_ns")[..., _COMMUNICATION]),
-        np.arange(len(steps)),
-    )
+    critical = find_critical_ranks(stack_column("parts_ns")[..., _COMMUNICATION])
+    rows = np.arange(len(steps))
     own_ns, _ = compute_own_time(ranks, PartTimes(*(line[critical, rows] for line in ranks)))
     known = (issue_ns > 0).any(axis=2).all(axis=0)
     for rank, rows_of_rank in enumerate(at):
@@ -151,14 +149,11 @@ def average_own_time(
 
 
 def _busy_and_host_ns(lines: PartTimes, critical_lag_ns: Floats) -> tuple[Floats, Floats]:
-    busy_ns, issue_ns = (
-        _add_recompute_to_backward(lines.device_ns),
-        _add_recompute_to_backward(lines.issue_ns),
-    )
+    busy_ns, issue_ns = _join_recompute(lines.device_ns), _join_recompute(lines.issue_ns)
     return busy_ns, np.maximum(issue_ns - critical_lag_ns, 0)
 
 
-def _add_recompute_to_backward(parts_ns: Floats) -> Floats:
+def _join_recompute(parts_ns: Floats) -> Floats:
     """Return the parts with recomputation added to the backward pass. The host issues it there."""
     joined = parts_ns.copy()
     joined[..., _BACKWARD] += joined[..., _RECOMPUTE]

@@ -41,7 +41,7 @@ class SlowRankGroup(NamedTuple):
     """The slow ranks of the group."""
 
 
-def group_slow_ranks(slow: Collection[int], places: Mapping[int, Placement]) -> list[SlowRankGroup]:
+def group_slow(slow: Collection[int], places: Mapping[int, Placement]) -> list[SlowRankGroup]:
     """Return groups of slow ranks, nodes first.
 
     A rank is in at most one group. slow: the slow ranks. places: placements of all compared ranks.

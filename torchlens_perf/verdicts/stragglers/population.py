@@ -11,7 +11,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.robust import median
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, SuspectSearch
 from torchlens_perf.verdicts.stragglers.episodes import Episode, compute_shared_cost_ns
-from torchlens_perf.verdicts.stragglers.excess import find_change_point, find_end_of_slowness
+from torchlens_perf.verdicts.stragglers.excess import find_change_point, find_recovery
 from torchlens_perf.verdicts.stragglers.window import BinBatch, SlidingWindow
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Population:
         self._judged, self._recent = end - 1, None
         first = self._first or 0
         keys, present = window.comparable_rows(
-            first + (WARM_UP_ROWS if self._has_first_steps else 0), end
+            first + (WARM_UP_ROWS if self._sees_first_steps else 0), end
         )
         if len(keys) < MIN_ROWS or not len(present):
             return
@@ -180,7 +180,7 @@ class Population:
         self.detectable_ns = rows.compute_detectable_ns()
 
     @property
-    def _has_first_steps(self) -> bool:
+    def _sees_first_steps(self) -> bool:
         """True if the first rows contain the run's first steps.
 
         With torchrun, the first recorded step may have the number 1.
@@ -205,11 +205,9 @@ class Population:
         index = rows.index_of(episode.rank)
         if index is None:
             return episode
-        begin = rows.row_at_step(episode.judged_from_step)
-        series = rows.excess_without_stalls(episode.phase, index, begin)
-        over = find_end_of_slowness(
-            series > episode.slow_excess_ns / 2, episode.slow_share, MIN_ROWS
-        )
+        begin = rows.row_at(episode.judged_from_step)
+        series = rows.calmed_excess(episode.phase, index, begin)
+        over = find_recovery(series > episode.slow_excess_ns / 2, episode.slow_share, MIN_ROWS)
         worth_ns = MIN_SHARE * self._running_ns
         # With much noise, the test above cannot show that the excess has become small.
         if over is None and series.mean() < worth_ns / 2:
@@ -222,11 +220,10 @@ class Population:
             # With more rows, the first slow row can be determined more precisely. The end of the
             # rank's previous episode was reported, so the new episode must not begin before it.
             before = max(
-                begin - MIN_ROWS,
-                rows.row_at_step(self._ends_of_last_episodes().get(episode.rank, 0)),
+                begin - MIN_ROWS, rows.row_at(self._ends_of_last_episodes().get(episode.rank, 0))
             )
             begin = before + find_change_point(
-                rows.excess_without_stalls(episode.phase, index, before), episode.excess_ns
+                rows.calmed_excess(episode.phase, index, before), episode.excess_ns
             )
             episode = dataclasses.replace(
                 episode, judged_from_step=int(rows.keys[begin]) * rows.width
@@ -243,7 +240,7 @@ class Population:
                 if rank not in slow:
                     first = int(rows.keys[0])
                     from_start = (
-                        self._has_first_steps
+                        self._sees_first_steps
                         and start == 0
                         and first <= (self._first or 0) + WARM_UP_ROWS
                     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS
-from torchlens_perf.verdicts.stragglers.excess import detection_threshold, self_normalized_threshold
+from torchlens_perf.verdicts.stragglers.excess import detection_threshold, persistence_threshold
 from torchlens_perf.verdicts.stragglers.merged_windows import remove_window_findings
 
 if TYPE_CHECKING:
@@ -103,9 +103,7 @@ def _has_recovered(before: Episode, now: Findings, since_step: int) -> bool:
         return False
     # To detect intermittent slowness, more rows are needed, see is_persistent().
     rare = (1 - before.slow_share) / max(before.slow_share, 0.01)
-    min_rows = min(
-        _MAX_ROWS, max(MIN_ROWS, 2 * self_normalized_threshold(now.compared) ** 2 * rare)
-    )
+    min_rows = min(_MAX_ROWS, max(MIN_ROWS, 2 * persistence_threshold(now.compared) ** 2 * rare))
     if now.rows < (_MAX_ROWS if before.phase == "cpu" else min_rows):
         return False
     if now.last_step - since_step < _steps_to_be_named_again(before, now.compared):

@@ -50,10 +50,8 @@ _STALL_WORTH_NAMING = 0.015
 _NEARLY = 0.8
 # Shares of a step's host code for which one section is named as most or as some of it.
 _MOST, _SOME = 0.5, 0.25
-# From this share of the samples on, lack of a CPU is mentioned.
-_SOME_LACK = 0.05
-# From this share of the samples on, lack of a CPU limits the step.
-_SAMPLED_LACK = 0.25
+# Shares of samples without a CPU for which this lack is mentioned, and is the limit of the step.
+_SOME_LACK, _SAMPLED_LACK = 0.05, 0.25
 _MAX_LONG = 2
 # A sentence lists at most this many numbers of irregular steps.
 _MAX_NUMBERS = 4
@@ -62,8 +60,7 @@ _RARELY = 0.05
 # The smallest number of steps that counts as a kind of steps.
 _FEWEST = 5
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
-"""Kinds of long steps that are not reported while a rank is slow. They do not explain the length of
-the step."""
+"""Kinds of long steps that are not reported while a rank is slow."""
 _GAP = ("data", "host")
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
 # Shares of forward and backward passes at whose end the device had no work left. Above the first
@@ -165,9 +162,7 @@ def break_down_step(
     return StepBreakdown(step_s, use, waits)
 
 
-def build_bottleneck_verdicts(
-    report: Facts, *, waits_explained: bool = False
-) -> list[JudgedVerdict]:
+def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list[JudgedVerdict]:
     """Return the verdict on the typical step, and verdicts on costly classes of long steps.
 
     waits_explained: True if another verdict names a rank for which other ranks wait. Waits in
@@ -182,9 +177,7 @@ def build_bottleneck_verdicts(
         # This verdict also explains steps that differ only by a longer lack of a CPU.
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
-        typical = dataclasses.replace(
-            typical, text=f"{typical.text}{_describe_longer_cpu_waits(lacking)}"
-        )
+        typical = dataclasses.replace(typical, text=f"{typical.text}{_longer_cpu_waits(lacking)}")
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
@@ -201,7 +194,7 @@ def build_bottleneck_verdicts(
     return [
         typical,
         *(
-            _build_long_steps_verdict(report, each, short_of_cpus=short_of_cpus)
+            _build_long_verdict(report, each, short_of_cpus=short_of_cpus)
             for each in worth[:_MAX_LONG]
         ),
     ]
@@ -224,9 +217,8 @@ def _join_classes_by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
     return sorted(of_kinds, key=lambda each: -each["total_s"])
 
 
-def _describe_longer_cpu_waits(lacking: list[LongSteps]) -> str:
-    """Return a sentence on steps that lack a CPU for longer than the typical step; "" if they take
-    little time."""
+def _longer_cpu_waits(lacking: list[LongSteps]) -> str:
+    """Return a sentence on steps that lack a CPU for longer than the typical step, or ""."""
     count, total_s = (
         sum(each["count"] for each in lacking),
         sum(each["total_s"] for each in lacking),
@@ -270,12 +262,8 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
     sampled = report["steps"]["sampled_lack_of_cpu"]
     everything = _break_down_host_step(report)
     found = everything.without_wait("communication_bound") if waits_explained else everything
-    step_s, computing, first, worth = (
-        found.step_s,
-        found.computing,
-        found.limit,
-        found.large_waits,
-    )
+    step_s, computing = found.step_s, found.computing
+    first, worth = found.limit, found.large_waits
     if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
         text = (
             f"Waiting for a CPU takes {format_percent(sampled)} of the time, according to one-second"
@@ -657,9 +645,7 @@ def _uncapitalize(text: str) -> str:
 # -- long steps
 
 
-def _build_long_steps_verdict(
-    report: Facts, long: LongSteps, *, short_of_cpus: bool
-) -> JudgedVerdict:
+def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdict:
     """Return the verdict on a class of long steps.
 
     short_of_cpus: True if the verdict on the typical step names lack of a CPU.

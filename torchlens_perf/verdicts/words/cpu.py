@@ -22,18 +22,13 @@ _OTHERS = 0.1
 
 
 def replace_cpu_action(verdict: JudgedVerdict, report: Facts) -> JudgedVerdict:
-    """Return the verdict with advice for this run instead of the general advice.
-
-    For example, a run with one thread is not advised to use fewer threads.
-    """
+    """Return the verdict with advice for this run instead of the general advice."""
     if CPU_ACTION not in verdict.next:
         return verdict
-    return dataclasses.replace(
-        verdict, next=verdict.next.replace(CPU_ACTION, _build_cpu_action(report))
-    )
+    return dataclasses.replace(verdict, next=verdict.next.replace(CPU_ACTION, _cpu_action(report)))
 
 
-def _build_cpu_action(report: Facts) -> str:
+def _cpu_action(report: Facts) -> str:
     known = [rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None]
     others = [each for each in known if each["others_share"] is not None]
     share = sum(each["others_share"] or 0.0 for each in others) / len(others) if others else 0.0

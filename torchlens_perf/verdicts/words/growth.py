@@ -67,11 +67,8 @@ def _is_single_change(means_s: Sequence[float]) -> bool:
 
 
 def is_explained_by_growth(report: Facts, verdict: JudgedVerdict) -> bool:
-    """Return True if growth explains a verdict on long steps.
-
-    This is the case if the reason for these steps is not known and most of them are in the last
-    third of the run.
-    """
+    """Return True for a verdict on long steps without another reason if most of these steps are in
+    the last third of the run."""
     history, long = report["history"], verdict.evidence
     if (
         history is None

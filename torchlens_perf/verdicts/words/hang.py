@@ -109,7 +109,7 @@ def _describe_blocking_ranks(hang: Hang) -> str:
         waits = _format_count(len(hang.waiting), "rank waits", "ranks wait")
         waits += f" in {collective_name(hang.collective)}; " if hang.collective else "; "
     clauses: dict[str, list[BlockingRank]] = {}
-    for blocking in sorted(hang.blocking, key=lambda each: not _has_gravest_problem(each, hang)):
+    for blocking in sorted(hang.blocking, key=lambda each: not _has_main_problem(each, hang)):
         clauses.setdefault(_blocking_rank_clause(blocking, hang), []).append(blocking)
     named = [
         f"{_name_ranks_with_hosts(blocking_ranks)} {clause}"
@@ -122,7 +122,7 @@ def _describe_blocking_ranks(hang: Hang) -> str:
     missing = sum(blocking.missing == hang.collective for blocking in hang.blocking)
     if hang.kind == "missing" and hang.collective and 2 * len(hang.waiting) <= missing:
         found += f" Or only {_format_ranks(hang.waiting)} should not have entered it."
-    return _capitalize_first(found)
+    return _capitalize(found)
 
 
 def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
@@ -165,9 +165,7 @@ def _describe_mismatch(hang: Hang) -> str:
         who = ", ".join(
             f"{name} on {_format_ranks(ranks)}" for name, ranks in hang.operations.items()
         )
-        return (
-            f"{_capitalize_first(collective_name(hang.collective))} differs between ranks: {who}."
-        )
+        return f"{_capitalize(collective_name(hang.collective))} differs between ranks: {who}."
     following = [rank for rank, _ in hang.cycle[1:]] + [rank for rank, _ in hang.cycle[:1]]
     steps = zip(hang.cycle, following, strict=True)
     waits = [
@@ -209,9 +207,13 @@ def _describe_slow_devices(hang: Hang) -> str:
     assert devices is not None
     live = sorted({rank for ranks in hang.places.values() for rank in ranks})
     others = [rank for rank in live if rank not in devices.ranks]
-    entered = f"{_capitalize_first(_format_ranks(live))} have entered every collective that the others have"
+    entered = (
+        f"{_capitalize(_format_ranks(live))} have entered every collective that the others have"
+    )
     if hang.collective:
-        entered = f"{_capitalize_first(_format_ranks(live))} have entered {collective_name(hang.collective)}"
+        entered = (
+            f"{_capitalize(_format_ranks(live))} have entered {collective_name(hang.collective)}"
+        )
     one = len(devices.ranks) == 1
     who = f"the {'device' if one else 'devices'} of {_name_ranks_with_hosts(hang.blocking)}"
     if devices.kind == "kernel":
@@ -248,7 +250,7 @@ def _describe_unrelated_waits(hang: Hang) -> str:
 
 def _describe_single_rank(hang: Hang) -> str:
     (blocking,) = hang.blocking
-    who = _capitalize_first(_name_ranks_with_hosts([blocking]))
+    who = _capitalize(_name_ranks_with_hosts([blocking]))
     return f"{who} is {place_phrase(blocking.progress.inside)}, and no rank waits for it."
 
 
@@ -293,7 +295,7 @@ def _describe_places(hang: Hang) -> str:
         parts[_MAX_NAMED:] = [
             f"and {_format_count(len(parts) - _MAX_NAMED, 'more place', 'more places')}"
         ]
-    return _capitalize_first("; ".join(parts)) + "."
+    return _capitalize("; ".join(parts)) + "."
 
 
 def _additional_sentences(hang: Hang) -> str:
@@ -343,8 +345,7 @@ def _next_action(hang: Hang) -> str:
     if hang.blocking:
         return _action_on_blocking_rank(
             next(
-                (each for each in hang.blocking if _has_gravest_problem(each, hang)),
-                hang.blocking[0],
+                (each for each in hang.blocking if _has_main_problem(each, hang)), hang.blocking[0]
             )
         )
     look = (
@@ -377,7 +378,7 @@ def _next_action(hang: Hang) -> str:
     return f"{look} first; the ranks may wait in a point-to-point or an unrecorded operation."
 
 
-def _has_gravest_problem(blocking: BlockingRank, hang: Hang) -> bool:
+def _has_main_problem(blocking: BlockingRank, hang: Hang) -> bool:
     return blocking.problem in _GRAVE.get(hang.kind, (hang.kind,))
 
 
@@ -444,7 +445,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
 
 
-def _capitalize_first(words: str) -> str:
+def _capitalize(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 

@@ -27,8 +27,7 @@ _ALL_SHARE = 0.98
 
 
 def build_out_of_memory_verdicts(report: Facts) -> list[JudgedVerdict]:
-    """Return a verdict on the first rank that ran out of device memory and did not recover; else
-    []."""
+    """Return a verdict on the first rank that ran out of device memory and did not recover."""
     ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if was_ended_by_oom(rank)]
     found = [(oom, rank) for oom, rank in ended if oom is not None]
     if not found:

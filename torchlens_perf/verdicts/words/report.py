@@ -129,10 +129,7 @@ class Steps(Distribution, StepClasses):
 
 
 class OwnStepTime(TypedDict):
-    """Own time of a step: the time that it would take if ranks never waited for other ranks.
-
-    It is computed from the times of devices and hosts, as a mean over the newest steps.
-    """
+    """Mean time that the newest steps would take if ranks never waited for other ranks."""
 
     parts: dict[str, float]
     """Own time by part, in seconds."""
@@ -222,8 +219,7 @@ class CpuUse(TypedDict):
     threads: int | None
     """Number of threads that torch uses for one operation."""
     workers: int | None
-    """Highest number of child processes at the same time, such as loader workers; None if the
-    sidecar has not sampled the rank."""
+    """Highest number of child processes at the same time; None if not sampled."""
     others_share: float | None
     """Share of the rank's CPUs that was used by programs outside the job while the rank waited for
     a CPU; None if it never waited."""
@@ -276,8 +272,7 @@ class Rank(TypedDict):
 class HeatMapRow(TypedDict):
     """The row of one rank in the heat map.
 
-    slow: ranges of slow steps, each as the first slow step and the first healthy step after it. The
-    latter is None while the rank is slow.
+    slow: ranges of slow steps: the first slow step, and the first healthy step after it or None.
     """
 
     rank: int
@@ -343,8 +338,7 @@ class Section(TypedDict):
 class DeviceSection(TypedDict):
     """Times of one device section.
 
-    over_all_ranks: times of the last window that devices have merged over all ranks; None without
-    merged windows.
+    over_all_ranks: times of the last window that devices have merged over all ranks, or None.
     """
 
     name: str
@@ -416,8 +410,7 @@ class Period(TypedDict):
     windows_held: int | None
     """Number of windows between these steps in which the verdict is true."""
     windows_judged: int | None
-    """Number of windows of the whole run that show whether the verdict is true; None without
-    windows."""
+    """Number of windows that show whether the verdict is true; None without windows."""
     window_steps: int | None
     """Number of steps in a window."""
     since: str | None
@@ -435,8 +428,7 @@ class VerdictFacts(TypedDict):
     cost_s_per_step: float | None
     cost_share: float | None
     lost_s: float | None
-    """Seconds of job time that the cause has cost so far; None if not known. Verdicts are sorted by
-    this cost."""
+    """Seconds of job time that the cause has cost so far; None if not known."""
     since_step: int | None
     confidence: float
     text: str

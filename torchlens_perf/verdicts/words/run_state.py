@@ -93,9 +93,7 @@ def build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
     ranks = tuple(rank["rank"] for rank in died)
     who = f"Rank {ranks[0]} ({first['host']})" if len(ranks) == 1 else f"Ranks {ranges(ranks)}"
     where = (
-        _where_it_died(first)
-        if len(ranks) == 1
-        else f"(rank {first['rank']} {_where_it_died(first)})"
+        _death_place(first) if len(ranks) == 1 else f"(rank {first['rank']} {_death_place(first)})"
     )
     text = (
         f"{who} died {where}: a signal, a crash or os._exit() ended the process before its watch."
@@ -110,7 +108,7 @@ def build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
     ]
 
 
-def _where_it_died(rank: Rank) -> str:
+def _death_place(rank: Rank) -> str:
     after = (
         "before its first step ended"
         if rank["last_step"] is None

@@ -90,10 +90,7 @@ def build_straggler_verdicts(
 def build_slow_verdict(
     context: SlowRankContext, straggler: StragglerGroup, findings: Findings
 ) -> JudgedVerdict:
-    """Return the verdict on ranks that are slow now.
-
-    If another measurement does not confirm it, the verdict says so.
-    """
+    """Return the verdict on ranks that are slow now, with any doubt from other measurements."""
     verdict, lead = _build_verdict_on_group(context, straggler, findings), straggler.lead
     if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
         verdict = _add_doubt(verdict, "Compared by host time only, not by device time.")
@@ -130,8 +127,7 @@ def compute_last_arrival_shares(rows: Sequence[Collective]) -> dict[int, float]:
 
 
 def _contradicting_last_arrivals(context: SlowRankContext, straggler: StragglerGroup) -> str:
-    """Return a sentence if a rank other than the slow ranks arrives last in most collectives; else
-    ""."""
+    """Return a sentence if a rank that is not slow arrives last in most collectives; else ""."""
     others = {
         rank: share
         for rank, share in context.last_arrival_shares.items()
@@ -525,10 +521,7 @@ def describe_unequal_work(findings: Findings) -> str:
 
 
 def build_no_straggler_verdict(report: Facts, findings: Findings) -> JudgedVerdict:
-    """Return the verdict that no rank is slow, with the smallest detectable slowdown.
-
-    If ranks were not compared, the verdict says so.
-    """
+    """Return the verdict that no rank is slow, or that ranks were not compared."""
     count, why = report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
         text = (
@@ -560,8 +553,7 @@ def _steps_needed(findings: Findings) -> int:
 
 
 def _why_not_compared(report: Facts, findings: Findings) -> str:
-    """Return the reason why ranks were not compared, and advice. Return "" if they were compared,
-    or will be after more steps."""
+    """Return why ranks were not compared, with advice; "" if they were or will be compared."""
     run = report["run"]
     if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
         return (

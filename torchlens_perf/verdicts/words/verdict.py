@@ -17,7 +17,7 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import MAX_FRAMES
 from torchlens_perf.verdicts.stragglers.findings import Findings
-from torchlens_perf.verdicts.words.bottleneck import build_bottleneck_verdicts, named_kinds
+from torchlens_perf.verdicts.words.bottleneck import build_step_verdicts, named_kinds
 from torchlens_perf.verdicts.words.evidence import (
     NOT_COMPUTING_KINDS,
     DeepSpansEvidence,
@@ -82,7 +82,7 @@ def build_verdicts(
     explained = (
         bool(now) or slow_before or bool(not findings.compared and describe_unequal_work(findings))
     )
-    typical, *long = build_bottleneck_verdicts(report, waits_explained=explained)
+    typical, *long = build_step_verdicts(report, waits_explained=explained)
     grows: list[JudgedVerdict] = []
     # A rank that becomes slow makes later steps longer, but the step time does not grow steadily.
     if not now and not slow_before:

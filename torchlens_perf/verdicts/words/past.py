@@ -100,7 +100,7 @@ def build_ended_hang_verdict(
     )
 
 
-def build_ended_finding_verdict(
+def build_ended_verdict(
     kind: str, text: str, ranks: Sequence[int], since_step: int | None
 ) -> JudgedVerdict:
     """Return a verdict on a finding that has ended. text: the newest sentence on it."""
