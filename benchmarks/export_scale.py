@@ -175,7 +175,7 @@ class Node:
         """Add the records of these steps to all ranks."""
         for source, rank in zip(self.sources, self.ranks, strict=True):
             identity, table = source.state.identity, table_of(steps, rank, start_ns)
-            place = self.topology.place(rank)
+            place = self.topology.placement(rank)
             self.job.add_steps(
                 identity, place, table, None if self._is_off_the_exchange else _PLACES
             )

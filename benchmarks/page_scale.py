@@ -28,7 +28,7 @@ from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import Timeline, simulated_groups, simulated_identity
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.store.segments import RecordChunk, RecordOrigin, SegmentWriter
-from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.detector import JobDetector
 from torchlens_perf.verdicts.stragglers.judged_steps import HOST

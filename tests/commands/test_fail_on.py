@@ -130,7 +130,7 @@ def test_ended_hang_fails_only_if_it_was_costly_or_at_the_end(
 @pytest.mark.parametrize(("kind", "code"), [("none", 0), ("not_compared", 3)])
 def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code: int) -> None:
     """A verdict states that the ranks were not compared."""
-    evidence = NobodySlowEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
+    evidence = NoSlowRankEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
     row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
     report: Any = {
         "verdicts": [row],

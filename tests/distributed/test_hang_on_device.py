@@ -21,7 +21,7 @@ from tests.support.recording import recorded
 from torchlens_perf.analysis.collectives.hang import find_hang
 from torchlens_perf.run.clock import DeviceMark, read_device_mark
 from torchlens_perf.run.ring import RingReader
-from torchlens_perf.verdicts.words.hang import device_place, text
+from torchlens_perf.verdicts.words.hang import device_place_from_mark, hang_text
 
 pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 HUNG_AT, STEPS, STUCK, STEP_S = 16, 22, 1, 0.05

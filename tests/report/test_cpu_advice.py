@@ -35,7 +35,7 @@ def action(loops: list[list[dict[str, Any]]], users: CpuUsers, threads: int = 0)
 
 
 def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
-    said = action([[STARVED] * 60], CpuUsers(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
+    said = action([[STARVED] * 60], CpuUsage(2, 0, [1.9, 2.0], "stress-ng (pid 7)"), 1)
 
     assert (
         said
@@ -96,7 +96,7 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
     ],
 )
 def test_advice_on_cpus_has_only_applicable_changes(
-    users: CpuUsers, threads: int, ranks: int, words: list[str], never: list[str]
+    users: CpuUsage, threads: int, ranks: int, words: list[str], never: list[str]
 ) -> None:
     said = action([[STARVED] * 60] * ranks, users, threads)
 

@@ -444,17 +444,17 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
 
     assert (
         describe_period(whole, started)
-        == "Period in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
+        == "Held in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
     )
     assert (
         describe_period(over, started)
-        == "Period in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
+        == "Held in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
         " 01:02:03 UTC)."
     )
     assert describe_period(
         {**whole, "windows_held": 1, "windows_judged": 1, "window_steps": 8}, started
-    ).startswith("Period in 1 of 1 window of 8 steps, ")
-    assert describe_period(at_step, started) == "Period since step 64."
+    ).startswith("Held in 1 of 1 window of 8 steps, ")
+    assert describe_period(at_step, started) == "Held since step 64."
     assert describe_period(None, started) == ""
 
 
@@ -470,7 +470,7 @@ def test_newest_ended_findings_are_listed_as_earlier() -> None:
     words = " ".join(text.partition("  earlier ")[2].split())
 
     assert words.startswith("Rank 1 was slow in the backward pass from step 100 to step 109: ")
-    assert "It is over. Period in 2 of 20 windows of 8 steps, from step 100 to 109 (" in words
+    assert "It is over. Held in 2 of 20 windows of 8 steps, from step 100 to 109 (" in words
     assert "2 more: --json" in words
 
 

@@ -289,7 +289,7 @@ def test_run_without_steps_is_explained_by_lost_records(run: RunDirectory) -> No
 
     (verdict,) = report["verdicts"]
     assert verdict["kind"] == "no_steps"
-    assert verdict["text"].startswith("60 steps ended, but the records of all of them were lost: ")
+    assert verdict["text"].startswith("All records of 60 finished steps were lost: ")
     assert "watch()" not in verdict["text"]
 
 

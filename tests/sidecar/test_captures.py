@@ -431,7 +431,7 @@ def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None
 
 def test_no_capture_without_a_reachable_slow_rank(node: Node) -> None:
     """Either there is no verdict, or the rank's node has another disk."""
-    found = with_groups(findings(episode(3)), PLACES)
+    found = add_straggler_groups(findings(episode(3)), PLACES)
     node.relay.request_after_verdict(findings(), PLACES, node.ranks)
     node.relay.request_after_verdict(found, PLACES, node.ranks)
 

@@ -90,7 +90,7 @@ def test_cut_off_node_raises_alerts_until_node_0_is_back(
     )
     assert node.exporter.assessment is not None
     assert not node.exporter.assessment.whole_job
-    (of_job,) = FindingLog(run.run_id).changes(
+    (of_job,) = FindingLog(run.run_id).record_changes(
         0, node.sidecar.state.findings, None, node.sidecar.monitor.job.places, started.unix_ns
     )
     # Node 0 raises a separate alert. The two alerts do not end one another.

@@ -24,7 +24,7 @@ from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts import node_state
 
-Period = dict[str, Any]
+Held = dict[str, Any]
 
 
 def record_run(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool = False) -> None:
@@ -43,7 +43,7 @@ def record_run(run: RunDirectory, of: Simulation, steps: int, *, restarts: bool 
     for part in of.steps(steps):
         timeline = Timeline.from_steps(part)
         for rank in ranks:
-            rank.record(timeline)
+            rank.write_steps(timeline)
         reader.read_rings()
         reader.count_records()
         reader.judge_ranks(time.monotonic())
@@ -150,7 +150,7 @@ def test_hang_is_recorded_without_an_exporter(
     def sidecar() -> Sidecar:
         return Sidecar(run, HOST, None, lambda run, asked: None)
 
-    def round_of(reader: Sidecar, hung: bool) -> Period:
+    def round_of(reader: Sidecar, hung: bool) -> Held:
         monkeypatch.setattr(
             reader.monitor.job._hangs, "hang", hang(20, since_s=12.0) if hung else None
         )

@@ -241,7 +241,7 @@ def test_ranks_are_numbered_as_in_megatron() -> None:
 
 def test_recorded_noise_in_the_package_is_complete_and_centred() -> None:
     """The recorded noise has no gaps, and its profile sums up to the work."""
-    noise = recorded_noise()
+    noise = load_recorded_noise()
 
     assert np.isfinite(noise.individual).all()
     assert np.isfinite(noise.common).all()

@@ -64,7 +64,7 @@ class LiveSimulation:
             timeline = Timeline.from_steps(self._simulation.block(self._blocks))
             self._blocks += 1
             for rank in self.ranks:
-                rank.record(timeline)
+                rank.write_steps(timeline)
             self.sidecar.read_rings()
             self.sidecar.count_records()
             self.sidecar.judge_ranks(time.monotonic())

@@ -180,6 +180,6 @@ def test_4096_ranks_are_ordered_in_less_than_two_seconds(view: View) -> None:
 
 def test_ranks_of_a_verdict_are_those_of_its_evidence() -> None:
     """Without evidence, the rank is that of the verdict. A verdict on the job has no rank."""
-    assert ranks_of(verdict("hang", "No step.", rank=3, evidence=HANG)) == (1,)
-    assert ranks_of(verdict("straggler", "Rank 3 is slow.", rank=3)) == (3,)
-    assert ranks_of(verdict("none", "No rank is slow.")) == ()
+    assert ranks_in_row(verdict("hang", "No step.", rank=3, evidence=HANG)) == (1,)
+    assert ranks_in_row(verdict("straggler", "Rank 3 is slow.", rank=3)) == (3,)
+    assert ranks_in_row(verdict("none", "No rank is slow.")) == ()

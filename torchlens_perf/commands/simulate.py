@@ -299,7 +299,7 @@ def _write_and_read_rings(
     for part in simulation.steps(steps):
         timeline = Timeline.from_steps(part) if hosts is None else hosts.run_steps(part)
         for rank in ranks:
-            rank.record(timeline)
+            rank.write_steps(timeline)
         sidecar.read_rings()
         sidecar.count_records()
         sidecar.judge_ranks(time.monotonic())

@@ -47,9 +47,9 @@ from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.judged_windows import JudgedWindows
 from torchlens_perf.verdicts.latest_attempt import (
-    find_slow_links,
     latest_joins,
     latest_processes,
+    latest_slow_links,
 )
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import Findings

@@ -96,7 +96,7 @@ class SlowLinkMonitor:
         ranks = [
             each.statistics for each in state.processes.values() if each.identity.attempt == attempt
         ]
-        return slow_link_verdict(find_slow_links(merge_links(reported), hosts), ranks)
+        return build_slow_link_verdict(find_slow_links(merge_links(reported), hosts), ranks)
 
 
 class AlertManager:
@@ -129,7 +129,7 @@ class AlertManager:
         """Return the findings at unix_ns, with alerts for all changes since the last call.
 
         identity: see Assessment. nodes: node states with details for the alerts' sentences. links:
-        the verdict on slow links. The other parameters are those of FindingLog.changes().
+        the verdict on slow links. The other parameters are those of FindingLog.record_changes().
         """
 
         def build_context() -> SlowRankContext:

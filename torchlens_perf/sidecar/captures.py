@@ -28,7 +28,7 @@ from torchlens_perf.run.captures import (
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.sidecar.host.stacks import read_all_stacks
-from torchlens_perf.verdicts.causes.straggler_groups import suspect_and_healthy
+from torchlens_perf.verdicts.causes.straggler_groups import choose_suspect_and_healthy
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Findings

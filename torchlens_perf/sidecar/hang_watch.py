@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, RankProgress, find_hang
 from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
 from torchlens_perf.sidecar.host.stacks import read_main_stack, request_stack_by_signal
-from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, described
+from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, describe_hang
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
@@ -87,10 +87,10 @@ class HangDetector:
             self._reset()
         elif self.hang is not None and hang.key == self._key:
             # The known hang goes on: update its description, but keep its stacks.
-            self.hang = described(hang, self.hang.stacks)
+            self.hang = describe_hang(hang, self.hang.stacks)
         elif (self.hang is None and not hang.moving) or self._is_confirmed(hang, ranks, now_s):
             self._key = hang.key
-            self.hang = described(hang, _read_stacks(hang, processes))
+            self.hang = describe_hang(hang, _read_stacks(hang, processes))
             logger.warning("%s", self.hang.text)
 
     def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:

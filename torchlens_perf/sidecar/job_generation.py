@@ -146,7 +146,7 @@ class JobGeneration:
 
     def add_device_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
         """Add step times that devices have merged over all ranks. records: records of rank 0."""
-        self._windows.add(records, world_size)
+        self._windows.add_records(records, world_size)
 
     def set_progress(
         self,

@@ -134,7 +134,7 @@ class JobMonitor:
     def end_process(self, source: RingSource) -> None:
         """Mark one of the newest processes as ended, after all its records were counted."""
         with self._errors.contain(_JUDGING):
-            self._add_judged_steps(source, source.state.judge_by(source.judged))
+            self._add_judged_steps(source, source.state.add_judged_steps(source.judged))
             self.job.end_rank(source.state.identity)
 
     def _add_judged_steps(self, source: RingSource, judged: StepTable | None) -> None:
@@ -144,7 +144,7 @@ class JobMonitor:
                 os.environ.get(EXCHANGE_TOKEN, ""),
             )
             places = Endpoints.from_setting(source.job_store, exchange, self._folder, token)
-            self.job.add_steps(source.state.identity, source.state.place, judged, places)
+            self.job.add_steps(source.state.identity, source.state.placement, judged, places)
 
     def judge_job(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
         """Judge the ranks, exchange data with other nodes, and search for hangs."""

@@ -12,7 +12,7 @@ from torchlens_perf.analysis.collectives.semantics import infer_last_operations
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import read_device_mark
 from torchlens_perf.sidecar.host.stacks import read_process_state
-from torchlens_perf.verdicts.words.hang import device_place
+from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.source import RingSource

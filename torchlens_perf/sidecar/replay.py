@@ -27,8 +27,8 @@ from torchlens_perf.store.file_names import list_node_files, list_nodes
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.latest_attempt import (
-    find_slow_links,
     latest_processes,
+    latest_slow_links,
 )
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.slow_links import build_slow_link_verdict
@@ -102,13 +102,13 @@ def replay(
             process.statistics.add_records(kept, table, names, lost)
             process.model = process.model or digest_module_names(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
-            newly = process.judge_by(judged, kept, table)
+            newly = process.add_judged_steps(judged, kept, table)
             # As in a live run, judge only the newest attempt.
             if origin.key not in replaced and origin.attempt >= job.generation:
                 if origin.attempt > job.generation:
                     job = JobGeneration(origin.attempt)
                 if newly is not None:
-                    job.add_steps(process.identity, process.place, newly)
+                    job.add_steps(process.identity, process.placement, newly)
                 if origin.rank == 0:
                     job.add_device_windows(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
@@ -130,7 +130,7 @@ def replay(
                 and key not in replaced
                 and process.identity.attempt == job.generation
             ):
-                job.add_steps(process.identity, process.place, rest)
+                job.add_steps(process.identity, process.placement, rest)
         if not saved.processes:
             rebuilt.notes += ["rebuilt from the records that are kept", *damaged]
             rebuilt_states.append(rebuilt)
@@ -226,7 +226,9 @@ class _BatchSender:
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = AlertManager(FindingLog(run.run_id)).update_alerts(
             last.identity, job.generation, findings, job.places, saved, ended_ns,
-            links=slow_link_verdict(links_of(saved), [each.statistics for each in latest_attempt(saved).values()]),
+            links=build_slow_link_verdict(
+                latest_slow_links(saved), [each.statistics for each in latest_processes(saved).values()]
+            ),
             diagnosed=lambda group: _find_saved_diagnosis(saved, group),
         )  # fmt: skip
         self._exporter.on_assessment(dataclasses.replace(assessment, ended=True))

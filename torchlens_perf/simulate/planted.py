@@ -11,7 +11,7 @@ import numpy as np
 
 from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
 from torchlens_perf.analysis.statistics.quantities import duration, steps_words
-from torchlens_perf.run.rank_ranges import rank_list
+from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.simulate.faults import LinkFault
 from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
@@ -96,7 +96,7 @@ class PlantedFault:
         yield f"{self.fault}: {state}"
         if self.ranks and self.since_step is not None:
             yield (
-                f"  planted    {rank_list(self.ranks)}, {self.phase},"
+                f"  planted    {format_rank_list(self.ranks)}, {self.phase},"
                 f" {_steps_text(self.since_step, self.until_step)}, +{duration(self.work_s_per_step)},"
                 f" costs {duration(self.cost_s_per_step)} a step"
             )

@@ -393,8 +393,8 @@ def simulated_identity(run: RunDirectory, topology: Topology, rank: int) -> Iden
     return Identity(
         run_id=run.run_id, rank=rank, local_rank=rank % topology.node_size, world_size=topology.rank_count,
         local_world_size=min(topology.node_size, topology.rank_count), attempt=0, host=topology.host_name(rank),
-        pid=os.getpid(), process_started=process_started(os.getpid()) or 0, launcher_pid=os.getppid(), elastic=False,
-        program="simulation", traceparent="", attributes={}, node=topology.host_name(rank),
+        pid=os.getpid(), process_started=process_start_ticks(os.getpid()) or 0, launcher_pid=os.getppid(),
+        elastic=False, program="simulation", traceparent="", attributes={}, node=topology.host_name(rank),
     )  # fmt: skip
 
 

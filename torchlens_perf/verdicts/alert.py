@@ -226,7 +226,7 @@ def _subject_and_verb(slow: Straggler) -> str:
     if slow.kind == "node":
         return f"Node {slow.name} (ranks {format_ranges(slow.ranks)}) was"
     if slow.kind == "position":
-        return f"The ranks at {slow.name} ({ranges(slow.ranks)}) were"
+        return f"The ranks at {slow.name} ({format_ranges(slow.ranks)}) were"
     return f"Rank {slow.slowest_episode.rank} was"
 
 

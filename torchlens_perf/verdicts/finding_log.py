@@ -281,7 +281,7 @@ class FindingLog:
                         straggler.key, group.kind, group.name, (*straggler.episodes, *new)
                     )
                     finding.alert = now.build_straggler_alert(
-                        finding.straggler, group, UPDATED, step, ranges(group.ranks)
+                        finding.straggler, group, UPDATED, step, format_ranges(group.ranks)
                     )
                     yield finding.alert
                 else:

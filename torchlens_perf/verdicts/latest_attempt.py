@@ -45,8 +45,8 @@ def latest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
     return [node.join for attempt, node in attempts if attempt == newest]
 
 
-def find_slow_links(nodes: Sequence[NodeState]) -> LinkFindings:
+def latest_slow_links(nodes: Sequence[NodeState]) -> LinkFindings:
     """Return findings on the slow links of the latest attempt."""
     hosts = {rank: process.identity.host for rank, process in latest_processes(nodes).items()}
-    operations = merged_operations([join.operations() for join in latest_joins(nodes)])
-    return slow_links(link_statistics(operations), hosts)
+    operations = merge_operations([join.operations() for join in latest_joins(nodes)])
+    return find_slow_links(build_link_statistics(operations), hosts)

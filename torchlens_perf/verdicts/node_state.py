@@ -104,7 +104,7 @@ class ProcessState:
     """The names of its models themselves."""
     unopened_modules: list[str] = dataclasses.field(default_factory=list)
     """Timed modules whose submodules are not timed."""
-    device: DeviceClock = dataclasses.field(default_factory=DeviceClock)
+    device: DeviceClockQuality = dataclasses.field(default_factory=DeviceClockQuality)
     judged_by: str = ""
     """The clock by which its steps are judged, "host" or "device"; "" while undecided."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -367,7 +367,7 @@ def _decode_special_type(kind: Any, value: Any) -> Any:
     if kind is WindowHistory:
         return WindowHistory(_convert(value, Windows))
     if kind is CollectiveJoin:
-        return CollectiveJoin.going_on_from(_convert(value, JoinState))
+        return CollectiveJoin.from_state(_convert(value, JoinState))
     raise NotImplementedError(kind)
 
 

@@ -452,7 +452,7 @@ def test_reporting_ranks_in_one_section_are_no_pause_if_others_are_silent() -> N
     )
 
     assert (hang.kind, hang.needs_action, hang.unheard) == ("apart", True, (3,))
-    assert "Ranks 0-2 are inside save. No reports from rank 3. Next:" in text(hang)
+    assert "Ranks 0-2 are inside save. No reports from rank 3. Next:" in hang_text(hang)
 
 
 def test_node_that_became_silent_during_the_hang_is_still_judged() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.progress import FORWARD, SINCE_S, WORLD, named, rank
 from torchlens_perf.analysis.collectives.hang import MIN_S, SILENT_S, RankProgress, find_hang
-from torchlens_perf.verdicts.words.hang import text
+from torchlens_perf.verdicts.words.hang import hang_text
 
 STATES = ["running", "stopped", "traced", "uninterruptible", "dead", "closed", "unknown"]
 PLACES: list[tuple[str, ...]] = [

@@ -9,7 +9,7 @@ import pytest
 from tests.support.progress import WORLD, behind, every, found, job, named, rank
 from torchlens_perf.analysis.collectives.hang import Collective, Hang
 from torchlens_perf.analysis.collectives.semantics import infer_last_operations
-from torchlens_perf.verdicts.words.hang import text
+from torchlens_perf.verdicts.words.hang import hang_text
 
 # -- no rank is behind
 

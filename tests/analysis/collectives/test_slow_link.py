@@ -244,7 +244,7 @@ def test_text_of_a_slow_link_has_bandwidths_and_cost() -> None:
     it was overlapped.
     """
     found = find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}, noise=0.01), HOSTS)
-    text = slow_link_text(found)
+    text = describe_slow_links(found)
     assert text.startswith(
         "the communication of ranks 1-13/4 is slow: allreduce of 1.0 MB takes 1.2"
     )
@@ -252,7 +252,9 @@ def test_text_of_a_slow_link_has_bandwidths_and_cost() -> None:
     assert "at most" not in text
 
     flags = int(Flag.COMPLETED | Flag.ASYNC)
-    assert "cost at most" in slow_link_text(
+    assert "cost at most" in describe_slow_links(
         find_slow_links(job({"x": COLUMNS}, {COLUMNS[1]: 3.0}, flags=flags), HOSTS)
     )
-    assert "the link from rank 2 to 3" in slow_link_text(find_slow_links(messages({(2, 3): 2.0})))
+    assert "the link from rank 2 to 3" in describe_slow_links(
+        find_slow_links(messages({(2, 3): 2.0}))
+    )

@@ -212,7 +212,7 @@ def judged(*episodes: Any, ranks: int, **changed: Any) -> Findings:
 def test_slow_ranks_unknown_to_the_detector_are_added() -> None:
     """The detector's own findings stay unchanged."""
     own = episode(rank=1)
-    found = combined_with_windows(
+    found = combine_with_windows(
         judged(own, ranks=2),
         seen(*[{3: {StepPart.FORWARD: 9}, 1: {StepPart.BACKWARD: 20}}] * 3),
         NODE,
@@ -302,7 +302,7 @@ def test_windows_of_ranks_with_different_work_are_ignored(places: dict[int, Plac
 def test_restarted_sidecar_drops_episodes_found_in_windows() -> None:
     """An episode may be found again, but does not stay open without new windows."""
     found = combine_with_windows(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
-    assert [each.rank for each in EarlierEpisodes(found).merged_with(judged(ranks=2)).episodes] == [
+    assert [each.rank for each in EarlierEpisodes(found).merge_into(judged(ranks=2)).episodes] == [
         1
     ]
 

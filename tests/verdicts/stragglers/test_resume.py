@@ -91,11 +91,11 @@ def test_episode_ends_if_the_new_detector_would_have_found_it() -> None:
     ):
         (left,) = (
             EarlierEpisodes(findings(episode()))
-            .merged_with(findings(**{**enough, **changed}))
+            .merge_into(findings(**{**enough, **changed}))
             .episodes
         )
         assert left.until_step is None, changed
-    (left,) = EarlierEpisodes(findings(episode())).merged_with(findings(**enough)).episodes
+    (left,) = EarlierEpisodes(findings(episode())).merge_into(findings(**enough)).episodes
     assert left.until_step == left.last_step + 1 == 151
 
 
@@ -109,7 +109,7 @@ def test_episode_that_needs_more_bins_to_be_found_ends_later(
     """The three cases are lack of a CPU, intermittent slowness, and a low score."""
     for seen, until in (((rows, last_step), None), ((96, 320), 151)):
         now = findings(usual=USUAL, rows=seen[0], last_step=seen[1])
-        (left,) = EarlierEpisodes(findings(episode(**changed))).merged_with(now).episodes
+        (left,) = EarlierEpisodes(findings(episode(**changed))).merge_into(now).episodes
         assert left.until_step == until
 
 
@@ -117,7 +117,7 @@ def test_episode_below_the_detectable_excess_stays_open_after_a_restart() -> Non
     earlier = findings(episode(excess_ns=2e6))
     ends = [
         EarlierEpisodes(earlier)
-        .merged_with(
+        .merge_into(
             replace(findings(usual=USUAL, rows=200, last_step=500), detectable_ns=detectable_ns)
         )
         .episodes[0]
@@ -150,7 +150,7 @@ def test_slowness_in_the_first_bins_after_a_restart_continues_the_episode() -> N
 
 def test_ended_episodes_are_listed_after_open_ones() -> None:
     over = episode(5, until=160, cost_ns=90e6)
-    found = EarlierEpisodes(findings(over, episode())).merged_with(
+    found = EarlierEpisodes(findings(over, episode())).merge_into(
         findings(episode(since=155), usual=USUAL)
     )
     assert [(each.rank, each.key) for each in found.episodes] == [(3, (3, 112)), (5, (5, 112))]

@@ -35,7 +35,7 @@ from torchlens_perf.page.gather.whole_steps import read_whole_steps
 from torchlens_perf.report import report_json
 from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.store.segments import find_kept_step_range
-from torchlens_perf.verdicts.latest_attempt import latest_attempt
+from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.version import VERSION
 from torchlens_perf.view.headline import build_headlines

@@ -53,7 +53,7 @@ class OomTableReader:
             process = processes.get(value["process"])
             if process is None:
                 continue  # The process belongs to another node.
-            ownership.write_private_file(path.with_suffix(".txt"), oom_text(value))
+            ownership.write_private_file(path.with_suffix(".txt"), format_oom_table(value))
             before = process.out_of_memory
             if before is None or before["time_unix_ns"] <= value["time_unix_ns"]:
                 process.out_of_memory = _trim_table(value, path)

@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
-from torchlens_perf.run.location import location
-from torchlens_perf.run.rank_ranges import parse_ranges, ranges
+from torchlens_perf.run.location import describe_location
+from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, group_slow

@@ -72,7 +72,7 @@ class _MergedWindow:
     first_step: int
     last_step: int
     median_ns: npt.NDArray[np.float64]
-    """Medians over the ranks, indexed by Row."""
+    """Medians over the ranks, indexed by StepPart."""
     spread_ns: float
     """Spread of work between the ranks."""
     excess_ns: Mapping[int, npt.NDArray[np.float64]]
@@ -98,7 +98,7 @@ class _MergedWindow:
 
     def gain_without_ns(self, *ranks: int) -> float:
         """Return by how much the slowest of these ranks exceeds all other ranks in work."""
-        work = {rank: float(excess[Row.WORK]) for rank, excess in self.excess_ns.items()}
+        work = {rank: float(excess[StepPart.WORK]) for rank, excess in self.excess_ns.items()}
         others = [excess for rank, excess in work.items() if rank not in ranks]
         return max(
             0.0,
@@ -299,7 +299,7 @@ def _make_window(
     first_step: int, last_step: int, rows: list[MergedRow], ranks: int
 ) -> _MergedWindow | None:
     """Return a window from its rows; None if its ranks cannot be compared."""
-    work = next((row for row in rows if row.row == Row.WORK), None)
+    work = next((row for row in rows if row.row == StepPart.WORK), None)
     if (
         work is None
         or work.times < MIN_ROWS * ranks
@@ -332,7 +332,7 @@ def _build_episode(slow: _SlowRank) -> Episode:
     phase, phase_excess_ns = (
         phase_of_excess(above, usual_parts) if above.any() else ("compute", 0.0)
     )
-    excess_ns = float(excess[Row.WORK])
+    excess_ns = float(excess[StepPart.WORK])
     assert slow.named_step is not None
     return Episode(
         rank=rank,
@@ -345,9 +345,9 @@ def _build_episode(slow: _SlowRank) -> Episode:
         excess_ns=excess_ns,
         phase_excess_ns=phase_excess_ns,
         cost_ns=float(np.mean([each.gain_without_ns(rank) for each in windows])),
-        work_ns=float(usual[Row.WORK]) + excess_ns,
-        others_work_ns=float(usual[Row.WORK]),
-        step_ns=float(usual[Row.STEP]),
+        work_ns=float(usual[StepPart.WORK]) + excess_ns,
+        others_work_ns=float(usual[StepPart.WORK]),
+        step_ns=float(usual[StepPart.STEP]),
         z_score=float(np.median([each.score[rank] for each in windows])),
         slow_share=slow.slow / slow.seen,
         slow_excess_ns=excess_ns,

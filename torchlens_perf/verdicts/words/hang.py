@@ -156,7 +156,7 @@ def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
     }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait_clause(each)}")
 
 
-def _device_wait_clause(each: Progress) -> str:
+def _device_wait_clause(each: RankProgress) -> str:
     return f", waiting for its device in {each.waits_in}" if each.waits_in else ""
 
 
@@ -230,7 +230,7 @@ def _describe_slow_devices(hang: Hang) -> str:
     )
 
 
-def _device_place_phrase(place: DevicePlace) -> str:
+def _device_place_phrase(place: LastDeviceMark) -> str:
     return f"in step {place.step} after {place.mark or f'mark {place.place}'}"
 
 
@@ -323,7 +323,7 @@ _UNNAMED_SPANS: dict[int, str] = {
 }  # fmt: skip
 
 
-def device_place_from_mark(mark: DeviceMark, name: str) -> DevicePlace:
+def device_place_from_mark(mark: DeviceMark, name: str) -> LastDeviceMark:
     """Return the place that a rank's device has reached, from the newest mark in the ring file.
 
     name: the name of the span that the mark begins or ends; "" if not known.
@@ -442,7 +442,7 @@ def _name_ranks_with_hosts(blocking_ranks: Sequence[BlockingRank]) -> str:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranges(ranks)}"
 
 
 def _capitalize(words: str) -> str:

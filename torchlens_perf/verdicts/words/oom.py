@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import amount, percent
-from torchlens_perf.run.oom_table import LiveRow, OutOfMemory
+from torchlens_perf.run.oom_table import LiveMemoryRow, OutOfMemory
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict, OutOfMemoryEvidence, make_verdict
 
 if TYPE_CHECKING:
@@ -123,14 +123,14 @@ def _device_bytes(oom: OutOfMemory) -> int:
     return oom.get("device_bytes") or oom["limit_bytes"]
 
 
-def _describe_largest_owner(rows: list[LiveRow]) -> str:
+def _describe_largest_owner(rows: list[LiveMemoryRow]) -> str:
     if not rows:
         return ""
     blocks = f"{rows[0]['blocks']} block{'s' if rows[0]['blocks'] > 1 else ''}"
     return f" Most of it: {amount(rows[0]['bytes'], 'B')} in {blocks}, {allocation_place(rows[0])}."
 
 
-def allocation_place(row: LiveRow) -> str:
+def allocation_place(row: LiveMemoryRow) -> str:
     """Return a phrase for the place in the code that allocated a row's blocks."""
     if not row["stack"]:
         return f"of {format_bytes(row['largest_bytes'], 'B')} each, without a Python stack"

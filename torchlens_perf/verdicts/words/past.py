@@ -125,9 +125,9 @@ def describe_period(held: Period | None, started: str | None) -> str:
         f" ({' to '.join(times)} UTC)" if times and (not has_ended(held) or len(times) == 2) else ""
     )
     if not windows:
-        return f"Period {steps}{at}."
+        return f"Held {steps}{at}."
     some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"
-    return f"Period in {some}, {steps}{at}."
+    return f"Held in {some}, {steps}{at}."
 
 
 def _time_of_day(at: str, started: str | None) -> str:

@@ -10,7 +10,7 @@ import datetime
 import time
 from typing import TYPE_CHECKING
 
-from torchlens_perf.run.rank_ranges import ranges, rank_list
+from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.verdicts.words.evidence import DiedEvidence, JudgedVerdict, make_verdict
 from torchlens_perf.verdicts.words.oom import was_ended_by_oom
 
@@ -91,7 +91,9 @@ def build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
         died, key=lambda rank: (rank["last_step"] is not None, rank["last_step"] or 0, rank["rank"])
     )
     ranks = tuple(rank["rank"] for rank in died)
-    who = f"Rank {ranks[0]} ({first['host']})" if len(ranks) == 1 else f"Ranks {ranges(ranks)}"
+    who = (
+        f"Rank {ranks[0]} ({first['host']})" if len(ranks) == 1 else f"Ranks {format_ranges(ranks)}"
+    )
     where = (
         _death_place(first) if len(ranks) == 1 else f"(rank {first['rank']} {_death_place(first)})"
     )
