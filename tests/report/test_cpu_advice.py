@@ -28,7 +28,7 @@ from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGrou
 STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}
 
 
-def action(loops: list[list[dict[str, Any]]], users: CpuUsers, threads: int = 0) -> str:
+def action(loops: list[list[dict[str, Any]]], users: CpuUsage, threads: int = 0) -> str:
     report = checked(build_report("r", [node(loops, cpu_users=users, threads=threads)]))
     row = next(row for row in report["verdicts"] if row["kind"] == "lack_of_cpu")
     return str(row["text"].partition(" Next: ")[2])

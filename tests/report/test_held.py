@@ -32,7 +32,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
 )
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import RankStack
-from torchlens_perf.verdicts.words.over import held_words
+from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.view.terminal import render_full
 
 # Number of steps in a window of a short run.

@@ -21,7 +21,7 @@ from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.verdicts.words.oom import next_action
+from torchlens_perf.verdicts.words.oom import build_next_action
 from torchlens_perf.view.terminal import print_report
 
 

@@ -20,7 +20,7 @@ from torchlens_perf.run.ring import Flag
 from torchlens_perf.top.overview import all_finding_lines
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.node_state import NodeState
-from torchlens_perf.verdicts.stragglers.findings import Usual
+from torchlens_perf.verdicts.stragglers.findings import UsualTimes
 from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.markup import to_html
 from torchlens_perf.view.terminal import render_full, render_short

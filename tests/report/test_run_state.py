@@ -22,8 +22,8 @@ from torchlens_perf.serve.run_list import find_runs, read_lines
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.top.live_runs import list_runs
 from torchlens_perf.verdicts.node_state import NodeState
-from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
-from torchlens_perf.verdicts.words.startup import startup_words
+from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
+from torchlens_perf.verdicts.words.startup import describe_startup
 from torchlens_perf.view.terminal import render_full, render_short
 
 WORK = {"forward": 4, "backward": 6, "host": 1}
@@ -223,7 +223,7 @@ def test_long_start_is_no_verdict_if_all_steps_are_warm_up(steps: int, run: RunD
 
     assert "startup" not in [verdict["kind"] for verdict in report["verdicts"]]
     assert "more than usual" not in render_full(report, "/r", columns=100, color=False)
-    assert startup_words(report["run"]).startswith("startup 200 s")
+    assert describe_startup(report["run"]).startswith("startup 200 s")
 
 
 def test_start_with_simulated_clocks_is_unknown_and_not_zero(run: RunDirectory) -> None:

@@ -13,7 +13,7 @@ from tests.top.reports import changed, report_of, verdict, view_of
 from torchlens_perf.top.ranks import build_rank_list, draw_blocks
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.words.hang import HangEvidence
-from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.rank_tables import build_rank_table
 from torchlens_perf.view.specs import Column, Table

@@ -227,7 +227,7 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
         if not findings.compared or findings.detectable_ns is None
         else findings.detectable_ns / 1e9
     )
-    compared = Compared(
+    compared = ReportedVerdicts(
         to_json_types(report["verdicts"]), detectable_s, report["slow_links"].undecided
     )
     _print_planted_faults(simulation, options, compared)
@@ -321,8 +321,8 @@ def _simulate_without_files(
     from torchlens_perf.analysis.statistics.quantities import format_duration
     from torchlens_perf.analysis.statistics.step_bins import choose_row_width
     from torchlens_perf.report.report_json import to_json_types
-    from torchlens_perf.simulate.planted import Compared
-    from torchlens_perf.verdicts.causes.straggler_groups import with_groups
+    from torchlens_perf.simulate.planted import ReportedVerdicts
+    from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
     from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
     from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_straggler_verdicts
 
@@ -342,8 +342,8 @@ def _simulate_without_files(
     begun_s = time.perf_counter()
     findings = add_straggler_groups(judge.judge(final=True), places)
     judged_s += time.perf_counter() - begun_s
-    now, before = straggler_verdicts(SlowRankContext(), findings)
-    rows = to_json_types([each.facts() for each in (*now, *before)])
+    now, before = build_straggler_verdicts(SlowRankContext(), findings)
+    rows = to_json_types([each.to_report_row() for each in (*now, *before)])
     detectable_s = None if findings.detectable_ns is None else findings.detectable_ns / 1e9
     lines = [row["text"] for row in rows[:_MAX_LINES]]
     lines += [f"and {len(rows) - _MAX_LINES} more verdicts"] if len(rows) > _MAX_LINES else []
@@ -370,10 +370,10 @@ def _simulate_without_files(
 
 
 def _print_planted_faults(
-    simulation: Simulation, options: argparse.Namespace, compared: Compared
+    simulation: Simulation, options: argparse.Namespace, compared: ReportedVerdicts
 ) -> None:
     from torchlens_perf.report.report_json import write_json
-    from torchlens_perf.simulate.planted import answer
+    from torchlens_perf.simulate.planted import compare_faults
 
     found = compare_faults(options.fault, simulation, options.steps, compared)
     if not options.json:

@@ -19,7 +19,7 @@ from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.verdicts import Summary, Verdict, format_overhead, split_sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
+from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
 from torchlens_perf.view.headline import build_headlines, choose_headline
 from torchlens_perf.view.html import build_details, build_verdict_line
 from torchlens_perf.view.markup import Element, tag, to_html
@@ -67,7 +67,7 @@ def build_cell(report: Report, run_dir: str) -> str:
     """Return the HTML of a notebook cell, at most MAX_BYTES long."""
     run = report["run"]
     program = f"{run['program']}, " if run["program"] else ""
-    title = f"{program}run {run['id']}: {ranks_words(run)}, {state_words(run)}"
+    title = f"{program}run {run['id']}: {describe_ranks(run)}, {describe_run_state(run)}"
     found = build_headlines(report, run_dir)
     first = choose_headline(found)
     shown = sorted(found, key=lambda each: (each is not first, each.is_over))[:_MAX_VERDICTS]

@@ -99,7 +99,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         judged_windows, max((each.last_step or 0 for each in statistics), default=0)
     )
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
-    links, collectives = links_of(nodes), collective_rows(newest_joins(nodes))
+    links, collectives = latest_slow_links(nodes), collective_rows(latest_joins(nodes))
     last = count_last_arrivals(collectives)
     facts: Facts = {
         "schema": SCHEMA,
@@ -200,15 +200,15 @@ def build_alert_context(nodes: list[NodeState]) -> SlowRankContext:
 
     Alerts need no other part of the report.
     """
-    processes = latest_attempt(nodes)
-    last = last_arrival_shares(collective_rows(newest_joins(nodes)))
+    processes = latest_processes(nodes)
+    last = compute_last_arrival_shares(collective_rows(latest_joins(nodes)))
     return SlowRankContext(
         module_rows(processes), _device_kind(processes), _judging_clocks(processes), last
     )
 
 
 def _rank_placements(processes: dict[int, ProcessState]) -> dict[int, Placement]:
-    return {rank: each.place for rank, each in processes.items()}
+    return {rank: each.placement for rank, each in processes.items()}
 
 
 def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, ProcessState]) -> Run:
@@ -396,7 +396,7 @@ def _step_time_trend(windows: dict[int, Windows]) -> Trend | None:
     }
 
 
-def _build_rank(rank: int, process: ProcessState, last: ArrivedLast | None) -> Rank:
+def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> Rank:
     statistics = process.statistics
     typical, device = build_typical_step(statistics), build_device_times(process)
     by_device = device is not None and process.judged_by == DEVICE

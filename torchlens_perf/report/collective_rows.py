@@ -59,7 +59,7 @@ def collective_rows(joins: Iterable[CollectiveJoin]) -> list[Collective]:
     )
 
 
-def count_last_arrivals(rows: Iterable[Collective]) -> dict[int, ArrivedLast]:
+def count_last_arrivals(rows: Iterable[Collective]) -> dict[int, LastArrivals]:
     """Return how often each rank was last to arrive.
 
     Only operations in which every rank waits for all others count. End times of other operations do

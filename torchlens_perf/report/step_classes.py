@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import OwnStepTime, Phase, StepClasses, TypicalStep
 
 
-def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> AlikeAndLong:
+def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> StepClasses:
     """Return the classes of all ranks' steps. by_device: use the devices' clocks.
 
     Counts and times are means over the ranks.
@@ -148,7 +148,7 @@ def build_typical_step(statistics: RankStatistics) -> TypicalStep | None:
     }
 
 
-def largest_own_step(findings: Findings) -> OwnStep | None:
+def largest_own_step(findings: Findings) -> OwnStepTime | None:
     """Return the largest own time of all populations; None if it is not known."""
     own = max(
         (each.own for each in findings.usual if each.own),

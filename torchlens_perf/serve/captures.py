@@ -30,7 +30,7 @@ from torchlens_perf.run.captures import (
 )
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.serve.run_names import NotFoundError, open_run, quote_name
-from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
+from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -114,7 +114,7 @@ def _choose_first_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, in
     silent_s = now_s - max(path.stat().st_mtime for path in states)
     if silent_s > SILENT_S:
         raise ConfigError(
-            f"{run.run_id} has written nothing for {ago(silent_s)}, so no sidecar would read the"
+            f"{run.run_id} has written nothing for {format_age(silent_s)}, so no sidecar would read the"
             " request: a capture needs a live run"
         )
     if report["run"]["last_step_at"] is None:

@@ -93,7 +93,7 @@ class RunFollower:
             problem = str(self.problem)
         elif self.rendered is not None and is_live and silent_s > SILENT_S:
             problem = (
-                f"no new data for {ago(silent_s)}. No rank has ended, but no sidecar is writing the"
+                f"no new data for {format_age(silent_s)}. No rank has ended, but no sidecar is writing the"
                 " run's state"
             )
         version = self.rendered.version if self.rendered is not None else ""

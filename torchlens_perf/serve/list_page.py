@@ -11,7 +11,7 @@ from torchlens_perf.page.document.html import LIVE_POLICY, build_head, build_sty
 from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, RunLine, RunListPage
 from torchlens_perf.serve.run_names import quote_name
 from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
-from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
+from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 from torchlens_perf.view.markup import Child, Element, tag, to_html
 
 ROOT = "../../"
@@ -161,7 +161,7 @@ def _build_state(line: RunLine, now_s: float) -> Child:
     if line.is_live and silent_s > SILENT_S:
         return tag(
             "span",
-            f"silent for {ago(silent_s)}",
+            f"silent for {format_age(silent_s)}",
             title="No rank has ended, but no sidecar is writing the run's state.",
         )
     return tag("b", line.state, class_="live") if line.is_live else line.state

@@ -22,7 +22,7 @@ from torchlens_perf.serve.run_names import (
     open_nodes_folder,
     open_run,
 )
-from torchlens_perf.verdicts.words.run_state import state_of
+from torchlens_perf.verdicts.words.run_state import describe_state
 from torchlens_perf.view.headline import build_headlines, choose_headline
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 

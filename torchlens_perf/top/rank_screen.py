@@ -23,9 +23,9 @@ from torchlens_perf.top.overview import format_clock_time
 from torchlens_perf.top.ranks import draw_blocks
 from torchlens_perf.top.text import build_difference_column, unwrapped_line
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.hang import place
-from torchlens_perf.verdicts.words.order import ranks_of
-from torchlens_perf.verdicts.words.over import held_words
+from torchlens_perf.verdicts.words.hang import place_phrase
+from torchlens_perf.verdicts.words.order import ranks_in_row
+from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.view.collective_table import build_collective_table
 from torchlens_perf.view.hardware_tables import build_gpu_table
 from torchlens_perf.view.rank_tables import build_cpu_table, build_memory_table, step_parts

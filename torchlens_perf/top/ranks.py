@@ -15,7 +15,7 @@ import numpy as np
 from torchlens_perf.top.text import BLOCKS, build_difference_column, draw_bar, select_rows
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.view.rank_tables import build_device_table, build_rank_table
 from torchlens_perf.view.specs import Column, Quantity, Table, Value
 from torchlens_perf.view.theme import BAD, FULL_EXCESS

@@ -17,7 +17,7 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.run_report import report_from_states
 from torchlens_perf.top.pace import RecentStepRate
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.verdicts.words.run_state import SILENT_S, ago
+from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 from torchlens_perf.view.headline import Headline, build_headlines
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torchlens_perf.verdicts.words.evidence import (
     NoSlowRankEvidence,
     StragglerEvidence,
 )
-from torchlens_perf.verdicts.words.order import ended_in_it, ranks_of
+from torchlens_perf.verdicts.words.order import is_fatal_hang, ranks_in_row
 from torchlens_perf.view.rank_tables import find_largest_section
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS, WARNING
 
@@ -95,9 +95,9 @@ class Headline:
     is_over: bool
 
     @property
-    def per_step(self) -> str:
+    def cost_unit(self) -> str:
         """The label of the cost: "per step" for a bottleneck, else "lost per step"."""
-        return "per step" if self.kind in WASTE else "lost per step"
+        return "per step" if self.kind in NOT_COMPUTING_KINDS else "lost per step"
 
     @property
     def cost(self) -> str:
@@ -213,7 +213,12 @@ def phase_name(phase: str) -> str:
 
 def _suggested_command(row: VerdictRow, report: Report, run_dir: str) -> str:
     """Return the command that profiles the rank of a verdict, now or in the next run."""
-    if row["is_over"] or row["kind"] not in ("straggler", "long_steps", "compute_bound", *WASTE):
+    if row["is_over"] or row["kind"] not in (
+        "straggler",
+        "long_steps",
+        "compute_bound",
+        *NOT_COMPUTING_KINDS,
+    ):
         return ""
     rank = (
         row["rank"]

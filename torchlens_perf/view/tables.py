@@ -10,7 +10,7 @@ from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
-from torchlens_perf.verdicts.words.oom import place
+from torchlens_perf.verdicts.words.oom import allocation_place
 from torchlens_perf.view.collective_table import build_collective_table, build_slow_link_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
 from torchlens_perf.view.headline import phase_name

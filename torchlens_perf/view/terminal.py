@@ -23,9 +23,9 @@ from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import HangEvidence
-from torchlens_perf.verdicts.words.over import held_words
-from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
-from torchlens_perf.verdicts.words.startup import startup_words
+from torchlens_perf.verdicts.words.past import describe_period
+from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
+from torchlens_perf.verdicts.words.startup import describe_startup
 from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank, slowest_ranks
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, sanitize_line
@@ -170,13 +170,13 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
     if over:
         yield Text("")
     for each, row in over[:_EARLIER]:
-        held = held_words(row["held"], report["run"]["started"])
+        held = describe_period(row["held"], report["run"]["started"])
         yield from _wrap_field("earlier", f"{each.sentence} {held}", width)
     if len(over) > _EARLIER:
         yield from _wrap_field("", f"{len(over) - _EARLIER} more: --json", width)
     yield Text("")
     yield from _step_lines(report, width)
-    start = startup_words(report["run"])
+    start = describe_startup(report["run"])
     if start:
         yield from _wrap_field("start", start, width)
     yield from bar_lines(report, choose_headline(found), width, color=color)
@@ -200,10 +200,10 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
 def _title_line(report: Report) -> Text:
     """Return the title line with the program, ranks, steps and state of the run."""
     run = report["run"]
-    words = [ranks_words(run), step_count_text(report)]
+    words = [describe_ranks(run), step_count_text(report)]
     words += [f"attempt {run['attempt']}"] if run["attempt"] else []
     lasted_s = _run_duration_s(report)
-    state, comma, rest = state_words(run).replace("all of them", "all ranks").partition(", ")
+    state, comma, rest = describe_run_state(run).replace("all of them", "all ranks").partition(", ")
     after = ""
     if lasted_s is not None and not state.startswith("silent"):
         after = f"{' for' if run['live'] else ' after'} {format_run_duration(lasted_s)}"
@@ -500,7 +500,7 @@ def _heat_map_lines(heat: Heat | None, width: int) -> Iterator[Text]:
     yield _labelled_line("", f" {scale} and more{f'   ({left} more ranks)' if left else ''}")
 
 
-def _mean_excess(rank: HeatRank) -> float:
+def _mean_excess(rank: HeatMapRow) -> float:
     values = [value for value in rank["excess"] if value is not None]
     return statistics.fmean(values) if values else 0.0
 

@@ -149,7 +149,9 @@ class TestPlaceAndProgress:
 
     def test_module_name_of_a_device_mark_is_not_sent(self) -> None:
         mark = DeviceMark(99, 65535, int(Kind.MODULE), 3, True, 0, 10**18)
-        found = pack_and_unpack(ranks.rank(5, device=device_place(mark, "blocks.3"))).device
+        found = pack_and_unpack(
+            ranks.rank(5, device=device_place_from_mark(mark, "blocks.3"))
+        ).device
 
         assert found is not None
         assert (found.step, found.place, found.mark) == (99, 65535, "the end of a module")

@@ -10,7 +10,7 @@ import pytest
 from tests.support.findings import episode, findings
 from tests.support.planted import places
 from tests.support.saved import save_and_load
-from torchlens_perf.verdicts.causes.metrics import METRICS, vector
+from torchlens_perf.verdicts.causes.metrics import METRICS, encode_signals
 from torchlens_perf.verdicts.causes.rules import diagnose
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode

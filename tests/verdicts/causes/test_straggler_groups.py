@@ -28,7 +28,7 @@ def test_slow_ranks_of_one_host_are_one_node_group() -> None:
     job = Job.of(32, 100)
     for rank in range(8, 16):
         job.slow(rank, 30 + (rank == 11) * 10, "backward")
-    (found,) = with_groups(job.judge(), places(32)).groups
+    (found,) = add_straggler_groups(job.judge(), places(32)).groups
 
     assert (found.kind, found.name, found.host) == ("node", "node-1", "node-1")
     assert (found.ranks, found.lead.rank) == (tuple(range(8, 16)), 11)
@@ -44,7 +44,7 @@ def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
         judge.set_place(rank, place)
     judge.add_block("", job.block(rows=slice(0, 108)))
     found = judge.judge()
-    named = save_and_load(with_groups(found, at))
+    named = save_and_load(add_straggler_groups(found, at))
     (node,) = named.groups
 
     own_ns = job.parts_ns.sum(axis=2)[:, 20:108]
@@ -71,9 +71,9 @@ def test_cost_of_a_node_with_several_populations_is_the_highest_of_them() -> Non
         judge.set_place(rank, at[rank])
         if rank // 4 == 1:
             job.slow(rank, 20 + 20 * (rank % 2), "backward")
-        judge.add(rank, job.rows_of(rank))
-    (node,) = with_groups(judge.judge(final=True), at).groups
-    alone = with_groups(Job.of(4, 80).slow(1, 20).judge(), places(4)).groups[0]
+        judge.add_rows(rank, job.rows_of(rank))
+    (node,) = add_straggler_groups(judge.judge(final=True), at).groups
+    alone = add_straggler_groups(Job.of(4, 80).slow(1, 20).judge(), places(4)).groups[0]
 
     assert (node.kind, node.ranks) == ("node", (4, 5, 6, 7))
     assert node.cost_ns == pytest.approx(37 * MS, rel=0.1)
@@ -125,7 +125,7 @@ def test_slow_ranks_at_one_mesh_position_are_one_group() -> None:
     ep = [rank % 8 for rank in range(32)]
     for rank in range(3, 32, 8):
         job.slow(rank, 30, "forward")
-    (found,) = with_groups(
+    (found,) = add_straggler_groups(
         job.judge(), places(32, ep=ep, dp=[rank // 8 for rank in range(32)])
     ).groups
 
@@ -170,7 +170,10 @@ def test_ended_episodes_belong_to_no_group() -> None:
     assert add_straggler_groups(findings(episode(1, until=120)), places(8)).groups == ()
     job = Job.of(4, 150).slow(1, 20).slow(2, 20).slow(3, 20, rows=slice(0, 60))
 
-    assert {each.ranks for each in with_groups(job.judge(), places(4)).groups} == {(1,), (2,)}
+    assert {each.ranks for each in add_straggler_groups(job.judge(), places(4)).groups} == {
+        (1,),
+        (2,),
+    }
 
 
 def test_diagnosis_is_kept_after_the_end_of_an_episode() -> None:
@@ -266,5 +269,5 @@ def test_groups_and_imbalance_are_unchanged_by_json() -> None:
     slow = [episode(rank) for rank in (1, 8, 9, 10)]
     both = findings(groups=tuple(find_straggler_groups(slow, places(16, node_size=4))))
     assert {each.kind for each in both.groups} == {"rank", "node"}
-    for named in (NOTHING, both, with_groups(found, at)):
+    for named in (NOTHING, both, add_straggler_groups(found, at)):
         assert save_and_load(named) == named

@@ -577,7 +577,7 @@ class TestLateAndMissing:
             judge.add_rows(rank, job.rows_of(rank))
         judge.add_rows(3, job.rows_of(3, slice(0, 100)))
         judge.judge()
-        judge.add(3, job.rows_of(3, slice(100, None)))
+        judge.add_rows(3, job.rows_of(3, slice(100, None)))
         late, whole = judge.judge(final=True), job.judge()
 
         assert only(late).excess_ns == pytest.approx(only(whole).excess_ns, rel=0.01)

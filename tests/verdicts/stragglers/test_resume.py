@@ -28,8 +28,8 @@ def looks(
             for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4):
                 if first == restart:
                     judge, goes_on = StragglerDetector(), EarlierEpisodes(save_and_load(found))
-                judge.add_block(population, block.between(first, first + 4))
-                found = goes_on.merged_with(judge.judge())
+                judge.add_block(population, block.select_steps(first, first + 4))
+                found = goes_on.merge_into(judge.judge())
                 yield first + 4, found
 
 

@@ -134,7 +134,7 @@ def _collect_ranks(
     states: list[NodeState],
 ) -> tuple[dict[int, ProcessState], dict[int, str], list[SlowPeriod], set[str]]:
     """Return processes and nodes by rank, slow periods, and groups that cannot be compared."""
-    processes = latest_attempt(states)
+    processes = latest_processes(states)
     node_by_key = {key: state.host for state in states for key in state.processes}
     node_of = {rank: node_by_key[each.identity.key] for rank, each in processes.items()}
     findings = max(

@@ -133,7 +133,7 @@ def build_step_matrices(
         grid, [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE]
     )
     device_parts = {} if grid.device is None else _mean_parts_s(grid.device)
-    others = _others_median_s(work, [processes[rank].place.population for rank in ranks])
+    others = _others_median_s(work, [processes[rank].placement.population for rank in ranks])
     return {
         "columns": _describe_columns(grid),
         "places": [_rank_location(rank, processes[rank]) for rank in ranks],
@@ -211,7 +211,7 @@ def _describe_columns(grid: StepGrid) -> MatrixColumns:
 
 
 def _rank_location(rank: int, process: ProcessState) -> RankLocation:
-    placement = process.place
+    placement = process.placement
     return {
         "rank": rank,
         "host": process.identity.host,

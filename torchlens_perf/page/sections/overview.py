@@ -13,8 +13,8 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_run_duration,
 )
 from torchlens_perf.page.sections.bars import draw_stacked_bar, draw_swatch
-from torchlens_perf.verdicts.words.run_state import ranks_words, state_words
-from torchlens_perf.verdicts.words.startup import startup_words
+from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
+from torchlens_perf.verdicts.words.startup import describe_startup
 from torchlens_perf.view.html import build_status_chip
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank
@@ -35,7 +35,7 @@ def build_header(report: Report, status: Headline | None) -> Element:
     """Return the page header: program, status, and facts of the run."""
     run = report["run"]
     facts = [
-        ranks_words(run),
+        describe_ranks(run),
         _device_names(report),
         *([f"started {format_minute(run['started'])}"] if run["started"] else []),
         _state_text(run),
@@ -135,7 +135,7 @@ def _device_names(report: Report) -> str:
 
 def _state_text(run: Run) -> str:
     """Return the state and its time: "ended 23:04, ran 38 s", or "running, last step 12:01:03"."""
-    words = state_words(run)
+    words = describe_run_state(run)
     if run["live"]:
         return (
             f"{words}, last step {_parse_time(run['last_step_at']):%H:%M:%S}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.verdicts.words.order import ranks_of
+from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.view.html import build_table
 from torchlens_perf.view.rank_tables import compute_s
 
