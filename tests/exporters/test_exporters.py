@@ -729,7 +729,7 @@ def test_documented_names_and_limits_equal_those_of_the_code() -> None:
         ("hang", ("started", "updated", "ended")),
     ):
         assert all(f"`{semantics.name_of_alert_event(kind, change)}`" in page for change in changes)
-    assert all(name in page for name in stragglers_by_class(NOTHING))
+    assert all(name in page for name in count_stragglers_by_class(NOTHING))
     kinds = set(Kind) - {Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED}
     assert all(kind.name.lower() in page for kind in kinds)
     guide = " ".join((ROOT / "docs/guides/opentelemetry.md").read_text().split())

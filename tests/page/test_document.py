@@ -176,7 +176,7 @@ def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: Page
     assert headline.cost_share is not None
     assert steps["p50_s"] is not None
     assert (
-        f"{format_duration(headline.cost_s_per_step)} {headline.per_step} {format_percent(headline.cost_share)}"
+        f"{format_duration(headline.cost_s_per_step)} {headline.cost_unit} {format_percent(headline.cost_share)}"
         " of step time" in page
     )
     assert f"{format_percent(headline.cost_share)} of step time lost" in page

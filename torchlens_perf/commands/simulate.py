@@ -285,8 +285,8 @@ def _write_and_read_rings(
     from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 
     topology = simulation.topology
-    hosts = Hosts(topology) if device is not None and device.launch_bound else None
-    host = topology.host(0)
+    hosts = LaunchBoundJob(topology) if device is not None and device.launch_bound else None
+    host = topology.host_name(0)
     exporter = create_exporter_from_environment(run, host)
     # The run begins in the past, so that none of its timestamps is in the future.
     begin_unix_ns = time.time_ns() - math.ceil(1.5 * steps * simulation.work_ns)

@@ -160,7 +160,7 @@ class RecentOwnTimes:
 
 def points_of_open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
     """Return a point for each open alert. state: node whose sidecar assesses the job."""
-    found = [_labels_of_alert(each.alert) for each in state.records.open][-MAX_ALERTS:]
+    found = [_labels_of_alert(each.alert) for each in state.records.open_findings][-MAX_ALERTS:]
     run = {semantics.RUN_ID: run_id}
     return {node_semantics.OPEN_ALERT: tuple((1, {**run, **labels}) for labels in found)}
 

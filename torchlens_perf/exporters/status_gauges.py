@@ -10,7 +10,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchlens_perf.exporters import Assessment, semantics
 from torchlens_perf.exporters.series import ArrayMeter, Callback
-from torchlens_perf.verdicts.finding_log import stragglers_by_class
+from torchlens_perf.verdicts.finding_log import count_stragglers_by_class
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
 # Number of zeros that are sent after the end of a problem. Without zeros, backends extend the last

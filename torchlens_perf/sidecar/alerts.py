@@ -140,7 +140,7 @@ class AlertManager:
 
         alerts = self.log.record_changes(
             attempt, findings, hang, places, unix_ns, at_step=at_step, last_step=last_step, judge=judge,
-            verdicts=[*imbalance_verdicts(findings), *filter(None, [links])], diagnosed=diagnosed,
+            verdicts=[*build_imbalance_verdicts(findings), *filter(None, [links])], diagnosed=diagnosed,
             context=build_context,
         )  # fmt: skip
         self.newest.extend(alerts)

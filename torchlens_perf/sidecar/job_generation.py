@@ -141,7 +141,7 @@ class JobGeneration:
         min_row_ns = _MIN_SENT_ROW_NS if self.meeting_points else MIN_ROW_NS
         rows = self.detector.add_steps(identity.rank, place, steps, min_row_ns)
         if rows is not None:
-            self.rank_rows.add_batch(BinBatch.of(identity.rank, rows))
+            self.rank_rows.add_batch(BinBatch.from_rank(identity.rank, rows))
             local.unsent += [rows] if self.meeting_points else []
 
     def add_device_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
@@ -225,7 +225,7 @@ class JobGeneration:
             now_s,
         )
         for index in np.flatnonzero(values["ended"]).tolist():
-            self.detector.end(ranks[index])
+            self.detector.end_rank(ranks[index])
         for population, block in summary.iter_row_batches(values):
             self.detector.add_block(population, block)
             self.rank_rows.add_batch(block)
@@ -262,7 +262,7 @@ class JobGeneration:
             if details is None
             else lambda group: self.diagnose_straggler(group, details(group.lead.rank))
         )
-        return with_groups(
+        return add_straggler_groups(
             findings,
             self.places,
             self.module_times.excess_over_median_ns,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
-from torchlens_perf.analysis.statistics.quantities import duration, steps_words
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_step_range
 from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.simulate.faults import LinkFault
 from torchlens_perf.verdicts.words.order import ranks_in_row
@@ -31,7 +31,7 @@ _RARE = 0.25
 
 
 def _steps_text(since: int, until: int | None) -> str:
-    return f"in step {since}" if until == since + 1 else steps_words(since, until)
+    return f"in step {since}" if until == since + 1 else format_step_range(since, until)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ class PlantedFault:
         if self.ranks and self.since_step is not None:
             yield (
                 f"  planted    {format_rank_list(self.ranks)}, {self.phase},"
-                f" {_steps_text(self.since_step, self.until_step)}, +{duration(self.work_s_per_step)},"
-                f" costs {duration(self.cost_s_per_step)} a step"
+                f" {_steps_text(self.since_step, self.until_step)}, +{format_duration(self.work_s_per_step)},"
+                f" costs {format_duration(self.cost_s_per_step)} a step"
             )
         yield from (f"  {'found':10} {each}" for each in self.named_by)
         if self.missed_ranks:

@@ -106,7 +106,7 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
         at = f"at {format_clock_time(as_of)}: " if (as_of := report["run"]["as_of"]) else ""
         yield (
             f"{at}in step {now['step']} for {format_duration(now['step_s'])},"
-            f" {place(now['inside'])}{within}"
+            f" {place_phrase(now['inside'])}{within}"
         )
     elif rank["state"] == "died":
         yield f"died {place_phrase(rank['inside'])}"

@@ -147,7 +147,7 @@ class VerdictPeriods:
             return None
         ends = [each.until_step or 0 for each in self.windows.findings.slow_before]
         since, judged = max(ends, default=self.first_step), self.windows.compared_windows
-        later = self.windows.windows.covered(since, None)
+        later = self.windows.windows.columns_between(since, None)
         return self._period_between(
             since, None, None, judged & later & ~self.windows.slow_windows, judged
         )

@@ -35,7 +35,7 @@ def build_verdict_card(headline: Headline, key: str, *more: Child) -> Element:
     number = None
     if cost and share is not None:
         first, second = tag("b", format_duration(cost)), tag("b", format_percent(share))
-        number = tag("p", first, f" {headline.per_step} ", second, " of step time", class_="cost")
+        number = tag("p", first, f" {headline.cost_unit} ", second, " of step time", class_="cost")
     return tag(
         "article",
         number,

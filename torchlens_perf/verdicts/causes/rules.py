@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.quantities import percent
+from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.verdicts.causes.metrics import CLOCKS, METRICS, measured_signals
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 
@@ -148,8 +148,8 @@ def _check_garbage_collection(case: _SlowRankCase) -> list[Cause]:
     if explains < _EXPLAINS:
         return []
     text = (
-        f"Python's garbage collector runs in it for {percent(case.mine['gc_share'])} of the time"
-        f"{case.comparison_clause('gc_share', percent)}"
+        f"Python's garbage collector runs in it for {format_percent(case.mine['gc_share'])} of the time"
+        f"{case.comparison_clause('gc_share', format_percent)}"
     )
     action = (
         "call gc.freeze() after the model is built and gc.disable() in the loop, with gc.collect()"
@@ -239,8 +239,8 @@ def _check_disk_and_memory(case: _SlowRankCase) -> list[Cause]:
     if explains < _EXPLAINS or waits < slept / 3:
         return []
     text = (
-        f"it waits for a disk for {percent(case.mine['disk_wait_share'])} of the time"
-        f"{case.comparison_clause('disk_wait_share', percent)}"
+        f"it waits for a disk for {format_percent(case.mine['disk_wait_share'])} of the time"
+        f"{case.comparison_clause('disk_wait_share', format_percent)}"
     )
     action = (
         "compare the storage of that node with the others' (mount, fio, iostat -x); copy the data"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.robust import spread
+from torchlens_perf.analysis.statistics.robust import robust_standard_deviation
 from torchlens_perf.verdicts.stragglers.episodes import Episode, measure_episode, possible_gain_ns
 from torchlens_perf.verdicts.stragglers.excess import (
     detection_threshold,
@@ -320,7 +320,8 @@ class SuspectSearch:
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
             min_ns = max(
                 min_ns,
-                SPREAD_FACTOR * spread(self.excess_series("").mean(axis=1)) + _POWER * error_ns,
+                SPREAD_FACTOR * robust_standard_deviation(self.excess_series("").mean(axis=1))
+                + _POWER * error_ns,
             )
         if _SURE * rows * self.width * self.step_ns < self._min_lasting_ns:
             min_ns = max(min_ns, self._min_lost_ns / (_SURE * rows * self.width))

@@ -27,7 +27,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinMaker, StepBins
+from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS, StepBinner, StepBins
 from torchlens_perf.run.location import describe_location
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
@@ -173,7 +173,7 @@ class JobDetector:
         Return the rows that these steps complete, which are then sent to node 0.
         """
         self.set_place(rank, place)
-        rows = self._makers.setdefault(rank, StepBinMaker(min_row_ns=min_row_ns)).add(table)
+        rows = self._makers.setdefault(rank, StepBinner(min_row_ns=min_row_ns)).add_steps(table)
         return self._add_rows(rank, rows)
 
     def add_block(self, population: str, block: BinBatch) -> None:
@@ -184,7 +184,7 @@ class JobDetector:
 
     def end_rank(self, rank: int) -> StepBins | None:
         """Record that a rank's process has ended. Return its last rows."""
-        rows = self._makers[rank].rest() if rank in self._makers else None
+        rows = self._makers[rank].pop_incomplete_row() if rank in self._makers else None
         self._add_rows(rank, rows)
         self._judge.end_rank(rank)
         self._changed = True
@@ -194,7 +194,7 @@ class JobDetector:
         """Return the findings from all rows so far. final: True if the run has ended."""
         if final:
             for rank, maker in self._makers.items():
-                self._add_rows(rank, maker.rest())
+                self._add_rows(rank, maker.pop_incomplete_row())
         if self._changed or final:
             self._changed = False
             self.findings = self._earlier.merge_into(self._judge.judge(final=final))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.robust import median
+from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, SuspectSearch
 from torchlens_perf.verdicts.stragglers.episodes import Episode, compute_shared_cost_ns
 from torchlens_perf.verdicts.stragglers.excess import find_change_point, find_recovery
@@ -142,7 +142,7 @@ class Population:
         if self._judged > before and self._recent is not None:
             self.work_ns = float(fast_median(window.own_ns[self._recent].ravel(), 0))
             self.own = window.mean_own_time(self._recent)
-            self.wait_ns = float(median(window.wait_ns[self._recent].ravel(), 0))
+            self.wait_ns = float(fast_median(window.wait_ns[self._recent].ravel(), 0))
         self._end_episodes_of_ended_ranks(window)
 
     def _judge_rows_before(self, window: SlidingWindow, end: int) -> None:
@@ -158,8 +158,10 @@ class Population:
             present[:: max(1, len(present) // 256)], keys[-64:] % window.columns
         )
         duration_ns, ready_ns = window.duration_ns[recent].ravel(), window.no_cpu_ns[recent].ravel()
-        self.step_ns = float(median(duration_ns, 0))
-        self._running_ns = float(median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0))
+        self.step_ns = float(fast_median(duration_ns, 0))
+        self._running_ns = float(
+            fast_median(duration_ns - np.where(np.isnan(ready_ns), 0, ready_ns), 0)
+        )
         # A single rank cannot be compared, for example in a pipeline with one rank per stage.
         if len(present) < 2:
             return

@@ -292,7 +292,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
     cost_s = 0.0 if following is computing else following.seconds
     text = (
         f"{first.what} takes {_format_share(first.seconds, step_s)} of a typical step of"
-        f" {duration(step_s)}{also}."
+        f" {format_duration(step_s)}{also}."
     )
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     text += f"{_equal_waits_caveat(first, waits_s)}{_describe_kinds_of_steps(report)}"
@@ -361,7 +361,7 @@ def _format_phases(parts_s: Mapping[str, float]) -> str:
 
 
 def _format_share(seconds: float, step_s: float) -> str:
-    return f"{percent(seconds / step_s)} ({duration(seconds)})"
+    return f"{format_percent(seconds / step_s)} ({format_duration(seconds)})"
 
 
 def _equal_waits_caveat(limit: TimeShare, waits_s: Sequence[float]) -> str:
@@ -590,7 +590,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         computes = f"; computing {_format_share(computing_s, step_s)}" if computing_s else ""
         text = (
             f"{first.what} takes {_format_share(first.seconds, step_s)} of a step on the {device}"
-            f" ({duration(step_s)}){also}{computes}.{_equal_waits_caveat(first, waits_s)}{kinds} Next:"
+            f" ({format_duration(step_s)}){also}{computes}.{_equal_waits_caveat(first, waits_s)}{kinds} Next:"
             f" {first.action}"
         )
         cost_s = first.seconds
@@ -605,7 +605,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         # The cost is not known, because idle time between two kernels is not measured.
         return make_verdict("host_bound", None, "host", None, None, None, 0.8, text, launches)
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
-    shown = ", ".join(f"{phase_name(part)} {duration(seconds)}" for seconds, part in phases)
+    shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for seconds, part in phases)
     also = "".join(
         f"; {_uncapitalize(each.what)} {_format_share(each.seconds, step_s)}" for each in worth
     )

@@ -152,7 +152,7 @@ def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
             f" sidecar of that node; last reported {where}, and {missing}"
         ),
         "closed": f"{missing}: recording ended normally there after {each.step} steps",
-        "busy": f"{missing}: running {where}, last recorded event {duration(each.quiet_s)} ago",
+        "busy": f"{missing}: running {where}, last recorded event {format_duration(each.quiet_s)} ago",
     }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait_clause(each)}")
 
 

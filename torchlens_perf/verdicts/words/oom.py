@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import amount, percent
+from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
 from torchlens_perf.run.oom_table import LiveMemoryRow, OutOfMemory
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict, OutOfMemoryEvidence, make_verdict
 
@@ -79,8 +79,8 @@ def _build_oom_verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedV
         )
     else:
         held = (
-            f"{amount(table['allocated_bytes'], 'B')} were allocated, and"
-            f" {amount(table['inactive_bytes'], 'B')} more were reserved but"
+            f"{format_bytes(table['allocated_bytes'], 'B')} were allocated, and"
+            f" {format_bytes(table['inactive_bytes'], 'B')} more were reserved but"
             f" free.{_describe_largest_owner(table['rows'])}"
         )
     text = (
@@ -127,7 +127,7 @@ def _describe_largest_owner(rows: list[LiveMemoryRow]) -> str:
     if not rows:
         return ""
     blocks = f"{rows[0]['blocks']} block{'s' if rows[0]['blocks'] > 1 else ''}"
-    return f" Most of it: {amount(rows[0]['bytes'], 'B')} in {blocks}, {allocation_place(rows[0])}."
+    return f" Most of it: {format_bytes(rows[0]['bytes'], 'B')} in {blocks}, {allocation_place(rows[0])}."
 
 
 def allocation_place(row: LiveMemoryRow) -> str:
@@ -137,7 +137,7 @@ def allocation_place(row: LiveMemoryRow) -> str:
     return f"{row['module']}, {row['stack'][0]}" if row["module"] else row["stack"][0]
 
 
-def build_next_action(oom: OutOfMemory, growth: Growth | None) -> str:
+def build_next_action(oom: OutOfMemory, growth: MemoryGrowth | None) -> str:
     """Return the action that is likely to help, considering what uses the memory."""
     table, limit, asked = oom["table"], oom["limit_bytes"], oom["asked_bytes"]
     if table is None:
@@ -170,7 +170,7 @@ def build_next_action(oom: OutOfMemory, growth: Growth | None) -> str:
     if asked >= _ONE_REQUEST_SHARE * limit:
         where = f" at {oom['stack'][0]}" if oom["stack"] else ""
         whole = "the process's share" if _has_memory_fraction(oom) else "the device"
-        return f"one request{where} needs {percent(asked / limit)} of {whole}: compute it in parts."
+        return f"one request{where} needs {format_percent(asked / limit)} of {whole}: compute it in parts."
     if not any(row["stack"] for row in rows):
         return (
             "a smaller batch, activation checkpointing, or sharding (FSDP); "
@@ -193,7 +193,7 @@ def build_next_action(oom: OutOfMemory, growth: Growth | None) -> str:
     )
 
 
-def _describe_growth(growth: Growth | None) -> str:
+def _describe_growth(growth: MemoryGrowth | None) -> str:
     if growth is None:
         return ""
     return (

@@ -117,7 +117,10 @@ def describe_period(held: Period | None, started: str | None) -> str:
     """
     if held is None or held["since_step"] is None:
         return ""
-    steps, windows = steps_words(held["since_step"], held["until_step"]), held["windows_judged"]
+    steps, windows = (
+        format_step_range(held["since_step"], held["until_step"]),
+        held["windows_judged"],
+    )
     times = [
         _time_of_day(each, started) for each in (held["since"], held["until"]) if each is not None
     ]
@@ -126,7 +129,7 @@ def describe_period(held: Period | None, started: str | None) -> str:
     )
     if not windows:
         return f"Held {steps}{at}."
-    some = f"{held['windows_held']} of {counted(windows, 'window')} of {held['window_steps']} steps"
+    some = f"{held['windows_held']} of {format_count(windows, 'window')} of {held['window_steps']} steps"
     return f"Held in {some}, {steps}{at}."
 
 

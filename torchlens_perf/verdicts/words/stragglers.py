@@ -456,9 +456,9 @@ def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> 
     since = "from the start" if episode.from_start else f"from step {episode.since_step}"
     text = (
         f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step"
-        f" {episode.until_step - 1}: +{duration(episode.excess_ns / 1e9)} a"
-        f" step{_pattern_clause(episode)}, which cost the job {duration(cost_s)} a step"
-        f" ({percent(share)}){', together with ranks slow at that time' if together else ''}. It is"
+        f" {episode.until_step - 1}: +{format_duration(episode.excess_ns / 1e9)} a"
+        f" step{_pattern_clause(episode)}, which cost the job {format_duration(cost_s)} a step"
+        f" ({format_percent(share)}){', together with ranks slow at that time' if together else ''}. It is"
         " over."
     )
     if diagnosis is not None and diagnosis.causes:

@@ -192,7 +192,7 @@ def _why_no_steps(report: Facts) -> str:
     """Return a sentence on why no step was measured, with the next action."""
     made, lost = report["steps"]["made"], report["quality"]["lost"]
     if lost:
-        steps = f"All records of {counted(made, 'finished step')}" if made else "Records"
+        steps = f"All records of {format_count(made, 'finished step')}" if made else "Records"
         return (
             f"{steps} were lost: {format_count(lost, 'record')} came faster than the sidecar could read,"
             " and were overwritten. Next: record fewer sections or modules, or raise ring_records."
@@ -225,7 +225,7 @@ def _build_only_warm_up_verdict(report: Facts) -> JudgedVerdict:
     far = " so far" if report["run"]["live"] else ""
     which = "which is" if steps["count"] == 1 else "all of them"
     text = (
-        f"Only {counted(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
+        f"Only {format_count(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
         f" of each rank){describe_warm_up(steps)}. Next: run at least 40 steps."
     )
     return make_verdict("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
@@ -249,7 +249,9 @@ def describe_slow_links(findings: LinkFindings) -> str:
     if not findings.links:
         return findings.undecided
     worst = findings.links[0]
-    text = f"{_name_link(worst)} is slow: {worst.operation} of {amount(worst.bytes, 'B')} takes "
+    text = (
+        f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes "
+    )
     text += (
         f"{format_duration(worst.transfer_ns / 1e9)}, {format_duration(worst.peers_transfer_ns / 1e9)} on its"
         f" {worst.peers} peers"
