@@ -148,7 +148,9 @@ def run_simulate(options: argparse.Namespace) -> int:
             "--rows simulates no devices: remove --rows, or --device and --launch-bound"
         )
     if options.launch_bound:
-        Hosts(simulation.topology)  # Hosts() raises ConfigError for an unsupported topology.
+        LaunchBoundJob(
+            simulation.topology
+        )  # LaunchBoundJob() raises ConfigError for an unsupported topology.
     if options.rows and options.out is not None:
         raise ConfigError("--rows writes no files: remove --rows or --out")
     if options.rows:
@@ -197,14 +199,14 @@ def _simulate_with_files(simulation: Simulation, options: argparse.Namespace) ->
 
     if simulation.topology.rank_count > MAX_RANKS:
         raise ConfigError(
-            f"--out supports at most {MAX_RANKS} ranks, got {simulation.topology.ranks}: use --rows"
+            f"--out supports at most {MAX_RANKS} ranks, got {simulation.topology.rank_count}: use --rows"
         )
     if options.out is None:
         raise ConfigError("--out DIR is missing: name the run directory to create")
     run = RunDirectory(options.out.absolute())
     if run.nodes.exists():
         raise RunStoreError(f"{run.path} already is a run directory: choose another --out")
-    _require_open_files(OPEN_FILES * simulation.topology.ranks + _OTHER_FILES)
+    _require_open_files(OPEN_FILES * simulation.topology.rank_count + _OTHER_FILES)
     run.create()
     note = (
         f"simulated: {' and '.join(options.fault) or 'no fault'}; noise {options.noise:g}, seed"

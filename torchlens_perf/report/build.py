@@ -431,7 +431,7 @@ def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> 
     }
 
 
-def _build_cpu_facts(process: ProcessState) -> CpuFacts | None:
+def _build_cpu_facts(process: ProcessState) -> CpuUse | None:
     """Return the CPUs of a rank and the programs that use them; None without data."""
     found = process.cpu_users
     if not found.cpus and not process.threads:

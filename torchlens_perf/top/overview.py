@@ -15,8 +15,8 @@ from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.top.pace import describe_pace, draw_curve, step_times
 from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.text import Terminal, cursor_lines, draw_rule, join_fitting, unwrapped_line
-from torchlens_perf.verdicts.words.over import held_words
-from torchlens_perf.verdicts.words.run_state import ranks_words, state_of
+from torchlens_perf.verdicts.words.past import describe_period
+from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
 from torchlens_perf.view.headline import Headline, choose_headline
 from torchlens_perf.view.specs import Table, sanitize_line
 from torchlens_perf.view.tables import build_tables
@@ -107,7 +107,7 @@ def title_line(view: View, width: int) -> Text:
         run = report["run"]
         attempt = f", attempt {run['attempt']}" if run["attempt"] else ""
         program = f"{run['program']}  " if run["program"] else ""
-        left = f"{program}{view.run_id}  {ranks_words(run)}{attempt}"
+        left = f"{program}{view.run_id}  {describe_ranks(run)}{attempt}"
     found = unwrapped_line((sanitize_line(left), "bold"))
     found.truncate(max(0, width - len(state) - 1), overflow="ellipsis", pad=True)
     return found.append(" ").append(sanitize_line(state), style=style)
@@ -172,7 +172,9 @@ def all_finding_lines(view: View, width: int) -> list[Text]:
     for of, row in zip(
         view.headlines, report["verdicts"] if report is not None else (), strict=False
     ):
-        held = held_words(row["held"], report["run"]["started"] if report is not None else None)
+        held = describe_period(
+            row["held"], report["run"]["started"] if report is not None else None
+        )
         lines += [*verdict_lines(of, width, held), *stack_lines(row, width), unwrapped_line()]
     return lines
 

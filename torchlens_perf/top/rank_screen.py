@@ -57,8 +57,8 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
         ]
     lines = [Text(f"  {sanitize_line(text)}") for text in _state_lines(rank, report)]
     for row, of in zip(report["verdicts"], view.headlines, strict=True):
-        if number in ranks_of(row):
-            held = held_words(row["held"], report["run"]["started"])
+        if number in ranks_in_row(row):
+            held = describe_period(row["held"], report["run"]["started"])
             lines += [unwrapped_line(), *verdict_lines(of, width, held), *stack_lines(row, width)]
     others = {
         each for each in view.populations if view.populations[each] == view.populations.get(number)
