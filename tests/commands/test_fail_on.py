@@ -208,7 +208,7 @@ def recorded(folder: Path, ranks: int, steps: int) -> RunDirectory:
         ),
         (["--fail-on", "hang,"], "unknown verdict ''. Verdicts: "),
         (["--fail-on"], "argument --fail-on: expected one argument"),
-        (["--fail-on", "hang", "--schema"], "--fail-on judges a run"),
+        (["--fail-on", "hang", "--schema"], "--fail-on needs a run"),
     ],
 )
 def test_invalid_fail_on_argument_is_one_line_with_exit_code_2(
