@@ -229,7 +229,7 @@ def test_wheel_contains_exactly_the_files_of_the_package(made: Made) -> None:
 
 
 def test_wheel_contains_no_tests_benchmarks_or_docs(made: Made) -> None:
-    """Besides the package, the wheel has only pip's metadata."""
+    """Outside the package, the wheel has only pip's metadata."""
     others = {
         name.partition("/")[0] for name in files(made.wheel) if not name.startswith(f"{PACKAGE}/")
     }

@@ -412,7 +412,7 @@ def parts_by_rank(report: Report, *, by_device: bool | None = None) -> dict[int,
 
 
 def find_largest_section(report: Report, seconds: float) -> str:
-    """Return the user section that takes at least half of this host time; "" if there is none."""
+    """Return the user section that takes at least half of this host time; "" if no section does."""
     found = ((each["host_s_per_typical_step"] or 0.0, each["name"]) for each in report["sections"])
     most_s, name = max(found, default=(0.0, ""))
     return name if most_s and most_s >= _MIN_SECTION_SHARE * seconds else ""
