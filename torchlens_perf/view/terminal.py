@@ -6,7 +6,7 @@ import datetime
 import io
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from rich.cells import cell_len, chop_cells
@@ -54,16 +54,51 @@ _ASCII = str.maketrans("█▓▒░▚·│…", "#%+-x.|~")
 
 def print_report(report: Report, file: IO[str], run_dir: str) -> None:
     """Print the report: in colour and in the terminal's width on a terminal, else as plain text."""
-    if file.isatty():
-        console = Console(file=file)
-        text = render_full(
-            report,
-            run_dir,
-            columns=console.width,
-            color=console.color_system is not None and not console.no_color,
-        )
-    else:
-        text = render_full(report, run_dir, columns=0, color=False)
+    columns, color = _terminal_width_and_color(file)
+    _write_encodable(render_full(report, run_dir, columns=columns, color=color), file)
+
+
+def print_tables(
+    head: Headline,
+    tables: Sequence[Table],
+    fields: Sequence[tuple[str, str]],
+    notes: Sequence[str],
+    file: IO[str],
+) -> None:
+    """Print a headline, labelled texts, tables and notes in the layout of a report."""
+
+    def lines(width: int) -> Iterator[Text]:
+        yield Text("")
+        yield from verdict_lines(head, width)
+        for label, text in fields:
+            yield from _wrap_field(label, text, width)
+        for table in tables:
+            yield Text("")
+            yield from table_lines(table, width, table.first or table.rows)
+            yield from _wrap_text(table.note, width, 2, "dim") if table.note else ()
+        yield Text("")
+        for note in notes:
+            yield from _wrap_field("note", note, width)
+
+    print_lines(lines, file)
+
+
+def print_lines(lines: Callable[[int], Iterable[Text]], file: IO[str]) -> None:
+    """Print lines. lines: a function that returns them for a width in columns."""
+    columns, color = _terminal_width_and_color(file)
+    _write_encodable(lines_to_text(lines(columns or _PLAIN_WIDTH), color=color), file)
+
+
+def _terminal_width_and_color(file: IO[str]) -> tuple[int, bool]:
+    """Return a terminal's width and whether it shows colours; 0 and False for other files."""
+    if not file.isatty():
+        return 0, False
+    console = Console(file=file)
+    return console.width, console.color_system is not None and not console.no_color
+
+
+def _write_encodable(text: str, file: IO[str]) -> None:
+    """Write text, in ASCII if the file's encoding lacks some of its characters."""
     try:
         text.encode(getattr(file, "encoding", None) or "utf-8")
     except UnicodeEncodeError:

@@ -102,6 +102,16 @@ def build_document(contents: PageContents, live: LivePageParts | None = None) ->
     return f"<!DOCTYPE html>\n{to_html(whole)}\n"
 
 
+def build_static_document(title: str, elements: Sequence[Child]) -> str:
+    """Return a page without scripts."""
+    style = page_style()
+    rules = _content_security_policy(_csp_hash(style), "'none'", "'none'")
+    styles = [build_icon(), raw_element("style", style)]
+    body = tag("body", tag("main", elements))
+    whole = tag("html", build_head(title, rules, styles), body, lang="en")
+    return f"<!DOCTYPE html>\n{to_html(whole)}\n"
+
+
 def build_head(title: str, rules: str, styles: Child) -> Element:
     """Return the <head> element of a page. rules: the page's content security policy."""
     return tag(

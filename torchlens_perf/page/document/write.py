@@ -21,7 +21,15 @@ def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET
 
     Raise RunStoreError if there is no run, or the file cannot be written.
     """
-    text = build_document(gather_contents(run, budget_bytes)).encode("utf-8", "replace")
+    return write_page_file(path, build_document(gather_contents(run, budget_bytes)))
+
+
+def write_page_file(path: Path, page: str) -> int:
+    """Write a page atomically and return its size in bytes.
+
+    Raise RunStoreError if the file cannot be written.
+    """
+    text = page.encode("utf-8", "replace")
     partial = path.parent / f".{path.name}.partial"
     try:
         ownership.write_private_file(partial, text)

@@ -1,0 +1,157 @@
+"""Comparisons of simulated runs: the command's results, exit codes and forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.simulated_runs import simulate_run
+from torchlens_perf.commands.cli import main
+from torchlens_perf.compare.changes import Outcome
+from torchlens_perf.compare.comparison import build_comparison, compare_runs
+from torchlens_perf.compare.measures import STEP, Kind, Measure
+
+SLOWER = ("--fault", "constant:rank=1,share=0.4,phase=forward,since=0")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with four runs of each side, in folders `before`, `again` and `after`."""
+    folder = tmp_path_factory.mktemp("compared")
+    for side, options in (("before", ()), ("again", ()), ("after", SLOWER)):
+        (folder / side).mkdir()
+        for number in range(4):
+            seed = number + (100 if side == "again" else 200 if side == "after" else 0)
+            path = folder / side / f"run-{number}"
+            simulate_run(path, "--noise", "0.03", *options, seed=seed)
+    return folder
+
+
+def side(folder: Path, name: str) -> Sequence[Path]:
+    return sorted((folder / name).iterdir())
+
+
+def test_equal_sides_are_the_same(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before"), side(runs, "again"))
+    assert not compared.list_changed(*Kind)
+    assert compared.step is not None
+    assert compared.step.outcome is Outcome.SAME
+
+
+def test_slower_forward_pass_is_the_change(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before"), side(runs, "after"))
+    assert compared.step is not None
+    assert compared.step.outcome is Outcome.CHANGED
+    forward = compared.changes[Measure(Kind.PART, "forward")]
+    assert forward.outcome is Outcome.CHANGED
+    # One of two ranks is slower by 0.4 of its work, more than its forward pass; parts are means.
+    assert 0.4 < forward.share < 0.7
+    assert forward.low < forward.difference < forward.high
+    assert compared.changes[Measure(Kind.PART, "optimizer")].outcome is not Outcome.CHANGED
+
+
+def test_parts_add_up_to_the_step(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before"), side(runs, "after"))
+    parts = [change for measure, change in compared.changes.items() if measure.kind is Kind.PART]
+    step = compared.changes[STEP]
+    assert sum(each.before for each in parts) == pytest.approx(step.before, rel=0.01)
+    assert sum(each.difference for each in parts) == pytest.approx(step.difference, rel=0.05)
+
+
+def test_one_run_a_side_has_a_note(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before")[:1], side(runs, "again")[:1])
+    assert any("one run before" in note for note in compared.notes)
+    assert not compared.list_changed(*Kind)
+
+
+def test_missing_module_is_listed_and_not_compared(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before"), side(runs, "after"))
+    lacking = compared.before[0]
+    module = next(each for each in lacking.values if each.kind is Kind.MODULE)
+    values = {each: value for each, value in lacking.values.items() if each != module}
+    without = [replace(lacking, values=values), *compared.before[1:]]
+    found = build_comparison(without, compared.after)
+    assert module in found.only_after
+    assert module not in found.changes
+
+
+@pytest.mark.parametrize(
+    ("after", "budget", "code"),
+    [
+        ("after", "2%", 1),
+        ("after", "step=2%,forward=5%", 1),
+        ("after", "90%", 0),
+        ("again", "5%", 0),
+        ("again", "0%", 3),
+        ("again", "recompute=5%", 3),
+    ],
+)
+def test_exit_code_follows_the_budget(
+    runs: Path, after: str, budget: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["compare", str(runs / "before"), str(runs / after), "--fail-on", budget]
+    assert main(arguments) == code
+    error = capsys.readouterr().err
+    assert ("exceeded" in error) is (code == 1)
+    assert ("cannot say" in error) is (code == 3)
+
+
+def test_text_has_result_tables_and_notes(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(runs / "before"), str(runs / "after")]) == 0
+    text = capsys.readouterr().out
+    assert "SLOWER" in text
+    assert "typical step" in text
+    assert "torchlens-perf report" in text
+
+
+def test_json_has_all_changes(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(runs / "before"), str(runs / "after"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["status"] == "SLOWER"
+    assert [len(found[each]) for each in ("before", "after")] == [4, 4]
+    step = next(each for each in found["changes"] if each["name"] == "typical step")
+    assert step["unit"] == "s"
+    assert step["outcome"] == "changed"
+    assert step["low"] <= step["difference"] <= step["high"]
+
+
+def test_markdown_is_a_table_with_the_result(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(runs / "before"), str(runs / "after"), "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("**SLOWER** A typical step took")
+    rows = [line for line in lines if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
+
+
+def test_page_has_no_script(runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "compared.html"
+    arguments = ["compare", str(runs / "before"), str(runs / "after"), "--html", str(page)]
+    assert main([*arguments, "--quiet"]) == 0
+    text = page.read_text()
+    assert "<script" not in text
+    assert "typical step" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["one"],
+        ["one", "two", "three"],
+        ["--before", "one"],
+        ["--run", "true"],
+        ["one", "two", "--fail-on", "forwards=2%"],
+        ["one", "two", "--fail-on", "fast"],
+    ],
+)
+def test_mistake_ends_with_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("torchlens-perf: ")

@@ -1,0 +1,231 @@
+"""`torchlens-perf compare A B`: what changed between runs, by how much, and how certain it is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.commands.chosen_runs import find_runs
+from torchlens_perf.commands.progress import Progress
+from torchlens_perf.errors import ConfigError, RunStoreError, printable
+
+if TYPE_CHECKING:
+    from torchlens_perf.compare.comparison import Comparison
+
+EXCEEDED, UNKNOWN = 1, 3
+_BUDGETS = ("step", "data", "forward", "recompute", "backward", "optimizer", "memory")
+_EXIT_CODES = """exit codes:
+  0  the comparison was printed, and no budget of --fail-on is exceeded
+  1  a budget is exceeded
+  2  a mistake on the command line, a failed command, or a run that cannot be read
+  3  the noise is too large to tell whether a budget is exceeded"""
+_RECORDED_S = 60.0
+
+
+def add_command(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "compare",
+        description=(
+            "Compare runs before and after a change: step, parts, memory, modules, sections and"
+            " collectives. Each run is one sample, so record about five of each side."
+        ),
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sides", type=Path, nargs="*", metavar="RUNS",
+        help="before and after: two run directories, or two folders of runs",
+    )  # fmt: skip
+    parser.add_argument("--before", type=Path, nargs="+", default=[], metavar="RUN_DIR")
+    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="RUN_DIR")
+    parser.add_argument(
+        "--run", action="append", default=[], metavar="COMMAND", dest="started",
+        help="a shell command to record; give it twice: before and after",
+    )  # fmt: skip
+    parser.add_argument(
+        "--times", type=int, default=5, help="how often --run starts each command; default: 5"
+    )
+    parser.add_argument(
+        "--fail-on", type=_parse_budgets, default={}, metavar="BUDGET",
+        help="exit with 1 above a budget: 2%%, or step=2%%,forward=5%%,memory=5%%",
+    )  # fmt: skip
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a web page")
+    parser.set_defaults(command=_run_compare)
+
+
+def _parse_budgets(text: str) -> dict[str, float]:
+    """Return the budgets by measure as shares. Raise ArgumentTypeError for another form."""
+    found = {}
+    for each in text.split(","):
+        name, equals, value = each.strip().rpartition("=")
+        try:
+            share = float(value.removesuffix("%")) / 100
+        except ValueError:
+            share = -1.0
+        if share < 0 or (equals and name not in _BUDGETS):
+            raise argparse.ArgumentTypeError(
+                f"invalid budget {each!r}: use a percentage such as 2%, or"
+                f" MEASURE=2% with a measure of {', '.join(_BUDGETS)}"
+            )
+        found[name or "step"] = share
+    return found
+
+
+def _run_compare(options: argparse.Namespace) -> int:
+    from torchlens_perf.compare.comparison import compare_runs
+
+    before, after = _find_sides(options)
+    with Progress("reading the runs", quiet=options.quiet) as progress:
+        compared = compare_runs(before, after, progress)
+    _print_comparison(compared, options)
+    code, why = choose_exit_code(options.fail_on, compared)
+    if why and not options.quiet:
+        print(f"torchlens-perf: {why}", file=sys.stderr)
+    return code
+
+
+def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """Return the run directories before and after. Raise ConfigError for another number of sides."""
+    ways = [bool(options.sides), bool(options.before or options.after), bool(options.started)]
+    if sum(ways) != 1:
+        raise ConfigError(
+            "name the runs in one way: two folders, --before and --after, or --run twice."
+            " See `torchlens-perf compare --help`"
+        )
+    if options.started:
+        if len(options.started) != 2 or options.times < 1:
+            raise ConfigError("--run needs two commands, before and after, and --times 1 or more")
+        return _record_in_turn(options.started, options.times, quiet=options.quiet)
+    if options.sides:
+        if len(options.sides) != 2:
+            raise ConfigError(
+                f"compare needs two folders, before and after, got {len(options.sides)}"
+            )
+        before, after = (find_runs(each) for each in options.sides)
+        return before, after
+    if not options.before or not options.after:
+        raise ConfigError("--before and --after are needed both")
+    return options.before, options.after
+
+
+def _record_in_turn(
+    commands: Sequence[str], times: int, *, quiet: bool
+) -> tuple[list[Path], list[Path]]:
+    """Run both commands in turn and return their run directories.
+
+    The order is reversed each time, so a slow drift of the machine affects both sides equally.
+    """
+    parent = Path(os.environ.get("TORCHLENS_PERF_DIR", "torchlens-perf")).absolute()
+    folder = parent / f"compare-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    sides: tuple[list[Path], list[Path]] = ([], [])
+    for number in range(times):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            name = f"{('before', 'after')[side]}-{number + 1}"
+            if not quiet:
+                print(f"torchlens-perf: recording {name} of {times}", file=sys.stderr)
+            sides[side].append(_record_command(commands[side], folder, name))
+    return sides
+
+
+def _record_command(command: str, folder: Path, name: str) -> Path:
+    environment = {
+        "TORCHLENS_PERF": "1", "TORCHLENS_PERF_REPORT": "off", **os.environ,
+        "TORCHLENS_PERF_DIR": str(folder), "TORCHLENS_PERF_RUN_ID": name,
+    }  # fmt: skip
+    # The command's output is not part of the comparison, which may be JSON on stdout.
+    code = subprocess.run(command, shell=True, env=environment, stdout=sys.stderr).returncode
+    if code:
+        raise RunStoreError(f"{command!r} ended with exit code {code}: nothing is compared")
+    run = folder / name
+    deadline = time.monotonic() + _RECORDED_S
+    while not _is_complete(run):
+        if time.monotonic() > deadline or not run.exists():
+            raise RunStoreError(
+                f"{command!r} recorded no complete run in {run}: `torchlens-perf doctor` and the"
+                " log in its folder nodes may show why"
+            )
+        time.sleep(0.1)
+    return run
+
+
+def _is_complete(run: Path) -> bool:
+    from torchlens_perf.report.run_report import load_report
+    from torchlens_perf.run.directory import RunDirectory
+
+    try:
+        return not load_report(RunDirectory(run))["run"]["live"]
+    except RunStoreError:
+        return False
+
+
+def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None:
+    from torchlens_perf.compare import screens
+
+    if options.json:
+        from torchlens_perf.compare.comparison_json import to_dictionary
+        from torchlens_perf.report import report_json
+
+        report_json.write_json(to_dictionary(compared), sys.stdout)
+    elif options.markdown:
+        from torchlens_perf.view import markdown
+
+        lines = [*markdown.headline_lines(screens.build_headline(compared))]
+        for table in screens.build_tables(compared):
+            lines += ["", *markdown.table_lines(table)]
+        lines += ["", *(f"- {markdown.escaped(note)}" for note in screens.build_notes(compared))]
+        print("\n".join(lines))
+    elif options.html is not None:
+        from torchlens_perf.compare.page import write_comparison_page
+
+        write_comparison_page(compared, options.html)
+        if not options.quiet:
+            print(f"torchlens-perf: wrote {printable(str(options.html))}", file=sys.stderr)
+    else:
+        from torchlens_perf.view.terminal import print_tables
+
+        head = screens.build_headline(compared)
+        fields = [("evidence", head.cause), ("rate", screens.throughput_text(compared))]
+        print_tables(
+            head,
+            screens.build_tables(compared),
+            [(label, text) for label, text in fields if text],
+            screens.build_notes(compared),
+            sys.stdout,
+        )
+
+
+def choose_exit_code(budgets: Mapping[str, float], compared: Comparison) -> tuple[int, str]:
+    """Return 0, EXCEEDED or UNKNOWN, and a line with the reason.
+
+    A budget is exceeded if the measure changed by more than the budget. Without a change, the
+    interval must lie below the budget.
+    """
+    from torchlens_perf.compare.changes import Outcome
+    from torchlens_perf.compare.measures import STEP, Kind, Measure
+
+    exceeded, unknown = [], []
+    for name, budget in budgets.items():
+        kind = Kind.MEMORY if name == "memory" else Kind.PART
+        measure = (
+            STEP if name == "step" else Measure(kind, "peak memory" if name == "memory" else name)
+        )
+        change = compared.changes.get(measure)
+        if change is None:
+            unknown.append(f"{name} was not measured on both sides")
+        elif change.outcome is Outcome.CHANGED and change.share > budget:
+            exceeded.append(f"{name} {change.share:+.1%} (budget {budget:.1%})")
+        elif change.outcome is not Outcome.CHANGED and change.high / change.before > budget:
+            at_most = change.high / change.before
+            unknown.append(f"{name} may have grown by up to {at_most:.1%} (budget {budget:.1%})")
+    if exceeded:
+        return EXCEEDED, f"--fail-on: exceeded {'; '.join(exceeded)}"
+    return (UNKNOWN, f"--fail-on: cannot say: {'; '.join(unknown)}") if unknown else (0, "")

@@ -1,0 +1,191 @@
+"""Tell changes between two sides of runs from noise. Pure.
+
+A run is one sample: its steps share a process, a placement and a time of day. The variation between
+the runs of a side is therefore the noise; the variation within runs is a lower bound of it.
+
+All measures are tested together, so the probability of any false change in a comparison is 5 %. The
+critical value of the largest statistic comes from permutations of the runs (Westfall and Young 1993)
+if there are enough of them, otherwise from simulated normal samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+FALSE_ALARMS = 0.05
+"""Probability that a comparison of equal sides reports any change."""
+# A standard error below this share of the value would make rounding look like a change.
+_MIN_SPREAD = 0.001
+# With fewer permutations, none is rare enough for a false alarm rate of 5 %.
+_MIN_PERMUTATIONS = 40
+_MAX_PERMUTATIONS = 1000
+_SIMULATED = 4000
+# A change that is this many standard errors above the critical value is found in 4 of 5 cases.
+_POWER_80 = 0.9
+
+
+class Outcome(enum.Enum):
+    """The three results of a comparison."""
+
+    SAME = "same"
+    CHANGED = "changed"
+    UNKNOWN = "cannot say"
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """The difference of one measure between two sides, in the unit of the measure."""
+
+    before: float
+    after: float
+    low: float
+    """Lower end of the interval of the difference. All intervals of a comparison hold together
+    with 95 % probability."""
+    high: float
+    detectable: float
+    """Smallest change that would be found in 4 of 5 comparisons like this one."""
+    outcome: Outcome
+
+    @property
+    def difference(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+    @property
+    def share(self) -> float:
+        """The difference as a share of the value before."""
+        return self.difference / self.before if self.before else math.inf
+
+
+def find_changes(
+    before: Floats,
+    after: Floats,
+    noise_before: Floats,
+    noise_after: Floats,
+    assumed: Floats,
+    worth: Floats,
+    margin: Floats,
+    false_alarms: float = FALSE_ALARMS,
+) -> list[Change]:
+    """Return the change of each measure.
+
+    before, after: values of the runs of a side, (runs, measures). noise_*: standard errors of these
+    values from within the runs. By measure: assumed, the standard deviation between runs for a side
+    with one run; worth, the smallest difference to report; margin, a difference that counts as no
+    change.
+    """
+    values = np.concatenate([before, after])
+    noise = np.nan_to_num(np.concatenate([noise_before, noise_after]))
+    runs = len(before)
+    critical = _critical_value(values, noise, assumed, runs, false_alarms)
+    actual = (np.arange(len(values)) < runs)[None, :]
+    difference, error = (each[0] for each in _difference_and_error(values, noise, assumed, actual))
+    error = np.maximum(error, _MIN_SPREAD * np.abs(values).mean(axis=0) / math.sqrt(runs))
+    low, high = difference - critical * error, difference + critical * error
+    detectable = np.maximum((critical + _POWER_80) * error, worth)
+    found = []
+    for at in range(values.shape[1]):
+        if (low[at] > 0 or high[at] < 0) and abs(difference[at]) >= worth[at]:
+            outcome = Outcome.CHANGED
+        elif max(-low[at], high[at]) <= margin[at] or low[at] > 0 or high[at] < 0:
+            outcome = Outcome.SAME
+        else:
+            outcome = Outcome.UNKNOWN
+        found.append(
+            Change(
+                float(before[:, at].mean()),
+                float(after[:, at].mean()),
+                float(low[at]),
+                float(high[at]),
+                float(detectable[at]),
+                outcome,
+            )
+        )
+    return found
+
+
+def _difference_and_error(
+    values: Floats, noise: Floats, assumed: Floats, is_before: npt.NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
+    """Return the difference of the means, after minus before, and its standard error.
+
+    is_before: assignments of the runs to a side, (assignments, runs). The results have the shape
+    (assignments, measures).
+    """
+    means, variances = [], []
+    for side in (is_before, ~is_before):
+        weights = side.astype(float)
+        runs = weights[0].sum()
+        mean = weights @ values / runs
+        variance = weights @ noise**2 / runs
+        if runs > 1:
+            spread = (weights @ values**2 - runs * mean**2) / (runs - 1)
+            variance = np.maximum(variance, spread)
+        else:
+            variance = variance + assumed**2
+        means.append(mean)
+        variances.append(variance / runs)
+    return means[1] - means[0], np.sqrt(variances[0] + variances[1])
+
+
+def _critical_value(
+    values: Floats, noise: Floats, assumed: Floats, runs: int, false_alarms: float
+) -> float:
+    """Return the largest statistic that equal sides exceed with probability `false_alarms`.
+
+    Residuals are permuted, so a true change of one measure does not hide those of others.
+    """
+    if math.comb(len(values), runs) < _MIN_PERMUTATIONS or min(runs, len(values) - runs) < 2:
+        return _simulated_critical_value(runs, len(values) - runs, values.shape[1], false_alarms)
+    residuals = np.concatenate([
+        (side - side.mean(axis=0)) * math.sqrt(len(side) / (len(side) - 1))
+        for side in (values[:runs], values[runs:])
+    ])  # fmt: skip
+    assignments = _assignments(len(values), runs)
+    difference, error = _difference_and_error(residuals, noise, assumed, assignments)
+    smallest = np.maximum(error, _MIN_SPREAD * np.abs(values).mean(axis=0) / math.sqrt(runs))
+    largest = np.max(np.abs(difference) / smallest, axis=1)
+    # Where noise within the runs is larger than between them, residuals are too small to count.
+    independent = 1 - (1 - false_alarms) ** (1 / values.shape[1])
+    known_variance = statistics.NormalDist().inv_cdf(1 - independent / 2)
+    return max(known_variance, float(np.quantile(largest, 1 - false_alarms, method="higher")))
+
+
+def _assignments(total: int, chosen: int) -> npt.NDArray[np.bool_]:
+    """Return assignments of the runs to a side: all of them, or a random choice of many."""
+    if math.comb(total, chosen) <= _MAX_PERMUTATIONS:
+        rows = list(itertools.combinations(range(total), chosen))
+    else:
+        generator = np.random.default_rng(0)
+        rows = [tuple(generator.permutation(total)[:chosen]) for _ in range(_MAX_PERMUTATIONS)]
+    is_before = np.zeros((len(rows), total), bool)
+    np.put_along_axis(is_before, np.array(rows), True, axis=1)
+    return is_before
+
+
+def _simulated_critical_value(before: int, after: int, measures: int, false_alarms: float) -> float:
+    """Return the critical value for independent measures with normal noise.
+
+    The variance of a side with one run is assumed and not estimated.
+    """
+    generator = np.random.default_rng(0)
+    share = 1 - (1 - false_alarms) ** (1 / max(1, measures))
+    draws = 64 * _SIMULATED
+    difference = generator.standard_normal(draws) * math.sqrt(1 / before + 1 / after)
+    variance = np.zeros(draws)
+    for runs in (before, after):
+        scale = generator.chisquare(runs - 1, draws) / (runs - 1) if runs > 1 else 1.0
+        variance += scale / runs
+    return float(np.quantile(np.abs(difference) / np.sqrt(variance), 1 - share))

@@ -1,0 +1,77 @@
+"""Values of a report that can be compared with those of another run."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchlens_perf.view.rank_tables import mean_parts, parts_by_rank
+from torchlens_perf.view.theme import PARTS
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.report import Collective, Report
+
+
+class Kind(enum.Enum):
+    """What a measure describes. Values are titles."""
+
+    STEP = "step"
+    PART = "part of the step"
+    MEMORY = "memory"
+    MODULE = "module"
+    SECTION = "section"
+    COLLECTIVE = "collective"
+
+
+class Measure(NamedTuple):
+    """One value of a run: bytes for memory, otherwise seconds per typical step.
+
+    A module has its forward time, a collective its transfer time per operation.
+    """
+
+    kind: Kind
+    name: str
+
+
+STEP = Measure(Kind.STEP, "typical step")
+CONTENTION = Measure(Kind.PART, PARTS["cpu"].name)
+MEAN_STEP = Measure(Kind.STEP, "mean of all steps")
+
+
+def collect_measures(report: Report) -> dict[Measure, float]:
+    """Return the values of a run by measure. Values that were not measured are left out."""
+    found: dict[Measure, float | None] = {}
+    typical = [rank["typical"]["s"] for rank in report["ranks"] if rank["typical"] is not None]
+    found[STEP] = sum(typical) / len(typical) if typical else None
+    found[MEAN_STEP] = report["steps"]["mean_s"]
+    parts = mean_parts(parts_by_rank(report).values())
+    found |= {Measure(Kind.PART, PARTS[part].name): parts[part] for part in parts if parts[part]}
+    peaks = [rank["memory"]["max_bytes"] for rank in report["ranks"]]
+    found[Measure(Kind.MEMORY, "peak memory")] = max((peak or 0 for peak in peaks), default=0)
+    for module in report["modules"]:
+        own_s = module["device_own_s_per_step"]
+        own_s = module["own_s_per_step"] if own_s is None else own_s
+        found[Measure(Kind.MODULE, module["name"])] = own_s
+    for section in report["sections"]:
+        found[Measure(Kind.SECTION, section["name"])] = section["s_per_step"]
+    for each in report["collectives"]:
+        found[Measure(Kind.COLLECTIVE, _collective_name(each))] = each["transfer_s"]["p50_s"]
+    return {measure: value for measure, value in found.items() if value}
+
+
+def _collective_name(row: Collective) -> str:
+    group = row["description"] or f"group {row['group']}"
+    return f"{row['operation']} {row['dtype'] or ''} {group}".replace("  ", " ")
+
+
+def describe_differences(before: Report, after: Report) -> list[str]:
+    """Return sentences on what makes two runs hard to compare, such as another number of ranks."""
+    facts = (
+        ("ranks", before["run"]["world_size"], after["run"]["world_size"]),
+        ("nodes", len(before["run"]["nodes"]), len(after["run"]["nodes"])),
+        ("device", before["run"]["device"] or "CPU", after["run"]["device"] or "CPU"),
+        ("clock", before["run"]["judged_by"], after["run"]["judged_by"]),
+        ("program", before["run"]["program"], after["run"]["program"]),
+        ("micro-steps", before["steps"]["micro_steps"], after["steps"]["micro_steps"]),
+    )
+    return [f"{name}: {one} before, {other} after" for name, one, other in facts if one != other]

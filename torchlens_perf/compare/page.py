@@ -1,0 +1,44 @@
+"""A comparison as one HTML file without scripts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.compare.screens import (
+    build_headline,
+    build_notes,
+    build_tables,
+    throughput_text,
+)
+from torchlens_perf.page.document.html import build_static_document
+from torchlens_perf.page.document.write import write_page_file
+from torchlens_perf.view.html import build_section, build_table, build_verdict_card
+from torchlens_perf.view.markup import Element, tag
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torchlens_perf.compare.comparison import Comparison
+
+
+def build_body(compared: Comparison) -> list[Element]:
+    """Return the elements of the page: the result, the tables and the notes."""
+    found = [
+        build_section(
+            "verdicts", "Comparison", build_verdict_card(build_headline(compared), "comparison")
+        )
+    ]
+    rate = throughput_text(compared)
+    found += [
+        build_section(each.key, each.title, build_table(each), each.note)
+        for each in build_tables(compared)
+    ]
+    lines = [tag("li", text) for text in (rate, *build_notes(compared)) if text]
+    return [*found, build_section("notes", "Notes", tag("ul", lines))]
+
+
+def write_comparison_page(compared: Comparison, path: Path) -> None:
+    """Write the page. Raise RunStoreError if the file cannot be written."""
+    names = [f"{side[0].run.run_id}" for side in (compared.before, compared.after)]
+    title = f"{' and '.join(names)} · torchlens_perf"
+    write_page_file(path, build_static_document(title, build_body(compared)))

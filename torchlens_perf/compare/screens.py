@@ -1,0 +1,217 @@
+"""A comparison as a headline and tables, for the terminal, Markdown and HTML."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import (
+    format_bytes,
+    format_duration,
+    format_percent,
+)
+from torchlens_perf.compare.changes import Change, Outcome
+from torchlens_perf.compare.comparison import MARGIN, Comparison
+from torchlens_perf.compare.measures import MEAN_STEP, STEP, Kind, Measure
+from torchlens_perf.view.headline import Headline
+from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
+from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DETAILS = (Kind.MODULE, Kind.SECTION, Kind.COLLECTIVE)
+_MAIN = (Kind.STEP, Kind.PART, Kind.MEMORY)
+_MAX_ROWS = 20
+_MAX_NAMED = 3
+
+
+def build_headline(compared: Comparison) -> Headline:
+    """Return the result for the typical step, with the parts and details that changed with it."""
+    step = compared.changes[STEP]
+    status, severity = _choose_status(compared, step)
+    return Headline(
+        kind="comparison",
+        status=status,
+        severity=severity,
+        facts=(
+            ("runs before", str(len(compared.before))),
+            ("runs after", str(len(compared.after))),
+        ),
+        cost_s_per_step=None,
+        cost_share=None,
+        sentence=_describe_step(step),
+        cause=_describe_changes(compared, step),
+        action=_suggest_action(compared, step),
+        command=_suggest_command(compared, step),
+        is_over=False,
+    )
+
+
+def _choose_status(compared: Comparison, step: Change) -> tuple[str, str]:
+    if step.outcome is Outcome.CHANGED:
+        return ("SLOWER", BAD) if step.difference > 0 else ("FASTER", GOOD)
+    if compared.list_changed(*Kind):
+        return "CHANGED", WARNING
+    return ("SAME", GOOD) if step.outcome is Outcome.SAME else ("CANNOT SAY", NEUTRAL)
+
+
+def _describe_step(step: Change) -> str:
+    times = f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after"
+    found = f"{times}: {format_signed_share(step.share)} ({_format_interval(step)}, 95 %)."
+    if step.outcome is Outcome.UNKNOWN:
+        return (
+            f"{found} Noise may explain this. A change of {_detectable_share(step)} would be found."
+        )
+    if step.outcome is Outcome.SAME:
+        return f"{found} A change of {_detectable_share(step)} would be found."
+    return found
+
+
+def _detectable_share(change: Change) -> str:
+    return format_percent(change.detectable / change.before)
+
+
+def _describe_changes(compared: Comparison, step: Change) -> str:
+    parts = [
+        f"{measure.name} {_format_signed(change.difference, measure)}"
+        for measure, change in compared.list_changed(Kind.PART, Kind.MEMORY)[:_MAX_NAMED]
+    ]
+    details = [
+        f"{measure.kind.value} {measure.name} {_format_signed(change.difference, measure)}"
+        for measure, change in compared.list_changed(*DETAILS)[:_MAX_NAMED]
+    ]
+    if not parts and not details:
+        return ""
+    of = f" of {_format_signed(step.difference, STEP)}" if step.outcome is Outcome.CHANGED else ""
+    return f"Changed{of}: {'; '.join(map(sanitize_line, (*parts, *details)))}."
+
+
+def _suggest_action(compared: Comparison, step: Change) -> str:
+    fewest = min(len(compared.before), len(compared.after))
+    if step.outcome is Outcome.UNKNOWN:
+        more = "5 runs of each side" if fewest < 5 else f"{2 * fewest} runs of each side"
+        return f"record {more}, in turn, on the same machines"
+    return ""
+
+
+def _suggest_command(compared: Comparison, step: Change) -> str:
+    if step.outcome is not Outcome.CHANGED:
+        return ""
+    return f"torchlens-perf report {compared.after[-1].run.path}"
+
+
+def build_tables(compared: Comparison) -> list[Table]:
+    """Return the table of the step and its parts, and the table of changed details."""
+    found = [
+        _build_table(
+            compared, "step", "Step", [each for each in compared.changes if each.kind in _MAIN]
+        )
+    ]
+    details = [each for each in compared.changes if each.kind in DETAILS]
+    changed = [measure for measure, _ in compared.list_changed(*DETAILS)]
+    if changed:
+        found.append(
+            _build_table(compared, "details", "Changed modules, sections, collectives", changed)
+        )
+    if details:
+        unknown = sum(compared.changes[each].outcome is Outcome.UNKNOWN for each in details)
+        note = (
+            f"{len(details)} modules, sections and collectives compared: {len(changed)} changed,"
+            f" {unknown} cannot be told from noise."
+        )
+        found[-1] = _with_note(found[-1], note)
+    return found
+
+
+def _with_note(table: Table, note: str) -> Table:
+    return Table(table.key, table.title, table.columns, table.slow, table.first, note, table.noun)
+
+
+def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Measure]) -> Table:
+    changes = [compared.changes[each] for each in rows]
+    slower = (
+        at for at, each in enumerate(changes)
+        if each.outcome is Outcome.CHANGED and each.difference > 0
+    )  # fmt: skip
+    columns = [
+        Column("measure", [_label_measure(each) for each in rows], Quantity.TEXT),
+        Column(
+            "before",
+            [_format_value(each.before, of) for of, each in zip(rows, changes, strict=True)],
+        ),
+        Column(
+            "after", [_format_value(each.after, of) for of, each in zip(rows, changes, strict=True)]
+        ),
+        Column("change", [format_signed_share(each.share) for each in changes], Quantity.NUMBER),
+        Column(
+            "95 % interval",
+            [
+                f"{_format_signed(each.low, of)} to {_format_signed(each.high, of)}"
+                for of, each in zip(rows, changes, strict=True)
+            ],
+            Quantity.NUMBER,
+            optional=2,
+            help="All intervals hold together with a probability of 95 %.",
+        ),
+        Column(
+            "detectable",
+            [
+                _format_signed(each.detectable, of).removeprefix("+")
+                for of, each in zip(rows, changes, strict=True)
+            ],
+            Quantity.NUMBER,
+            optional=1,
+            help="Smallest change that 4 of 5 such comparisons would find.",
+        ),
+        Column("result", [each.outcome.value for each in changes], Quantity.TEXT),
+    ]
+    return Table(key, title, columns, frozenset(slower), _MAX_ROWS, noun="measure")
+
+
+def _label_measure(measure: Measure) -> str:
+    return measure.name if measure.kind in _MAIN else f"{measure.kind.value} {measure.name}"
+
+
+def _format_value(value: float, measure: Measure) -> float | str:
+    return format_bytes(value, "B") if measure.kind is Kind.MEMORY else value
+
+
+def _format_signed(value: float, measure: Measure) -> str:
+    text = (
+        format_bytes(abs(value), "B")
+        if measure.kind is Kind.MEMORY
+        else format_duration(abs(value))
+    )
+    return f"{'+' if value >= 0 else '-'}{text}"
+
+
+def format_signed_share(share: float) -> str:
+    """Return a change as a signed percentage."""
+    if not math.isfinite(share):
+        return "new"
+    return f"{'+' if share >= 0 else '-'}{format_percent(abs(share))}"
+
+
+def _format_interval(change: Change) -> str:
+    return f"{format_signed_share(change.low / change.before)} to {format_signed_share(change.high / change.before)}"
+
+
+def throughput_text(compared: Comparison) -> str:
+    """Return steps per second of both sides; "" if they were not measured."""
+    mean = compared.changes.get(MEAN_STEP)
+    if mean is None:
+        return ""
+    return f"{1 / mean.before:.3g} steps/s before, {1 / mean.after:.3g} steps/s after"
+
+
+def build_notes(compared: Comparison) -> list[str]:
+    """Return sentences on what limits the comparison."""
+    found = list(compared.notes)
+    for name, only in (("before", compared.only_before), ("after", compared.only_after)):
+        if only:
+            names = ", ".join(sanitize_line(_label_measure(each)) for each in only[:_MAX_NAMED])
+            more = f" and {len(only) - _MAX_NAMED} more" if len(only) > _MAX_NAMED else ""
+            found.append(f"only {name}: {names}{more}")
+    found.append(f"a change below {MARGIN:.0%} of the step counts as the same")
+    return found
