@@ -1,0 +1,109 @@
+"""The measures of many runs of a job in order of time, and the runs from which they changed.
+
+ruptures finds where the typical step may have changed. A place counts if the runs before and after
+it differ by the test of a comparison.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.compare.changes import Outcome
+from torchlens_perf.compare.comparison import (
+    ComparedRun,
+    Comparison,
+    build_comparison,
+    read_compared_run,
+)
+from torchlens_perf.compare.measures import STEP
+from torchlens_perf.errors import RunStoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIN_RUNS = 4
+"""Fewest runs on each side of a change."""
+# A penalty in units of the variance between neighbouring runs, as in a Bayesian criterion.
+_PENALTY = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryChange:
+    """A run from which the typical step is different."""
+
+    first: ComparedRun
+    comparison: Comparison
+    """The runs since the previous change, compared with those until the next one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class History:
+    """Runs of a job, the oldest first."""
+
+    runs: Sequence[ComparedRun]
+    changes: Sequence[HistoryChange]
+    notes: Sequence[str]
+
+
+def read_history(
+    paths: Sequence[Path], advanced: Callable[[int, int], object] = lambda done, total: None
+) -> History:
+    """Read runs and find changes of their typical step. Runs that cannot be compared are noted.
+
+    advanced: called with the number of runs read so far and the total.
+    """
+    runs, notes = [], []
+    for number, path in enumerate(paths, 1):
+        try:
+            runs.append(read_compared_run(path))
+        except RunStoreError as error:
+            notes.append(str(error))
+        advanced(number, len(paths))
+    runs.sort(key=lambda run: run.report["run"]["started"] or "")
+    if len(runs) < 2 * MIN_RUNS:
+        notes.append(f"{len(runs)} runs: changes are looked for from {2 * MIN_RUNS} runs on")
+    return History(runs, find_history_changes(runs), notes)
+
+
+def find_history_changes(runs: Sequence[ComparedRun]) -> list[HistoryChange]:
+    """Return the changes of the typical step, the oldest first."""
+    if len(runs) < 2 * MIN_RUNS:
+        return []
+    places = [0, *_find_places(np.array([run.values[STEP] for run in runs])), len(runs)]
+    while len(places) > 2:
+        compared = [
+            build_comparison(runs[before:at], runs[at:after])
+            for before, at, after in zip(places, places[1:], places[2:], strict=False)
+        ]
+        doubtful = [
+            at for at, each in enumerate(compared)
+            if each.step is None or each.step.outcome is not Outcome.CHANGED
+        ]  # fmt: skip
+        if not doubtful:
+            return [
+                HistoryChange(runs[at], each)
+                for at, each in zip(places[1:-1], compared, strict=True)
+            ]
+        # Without the least certain place, its neighbours are compared over more runs.
+        del places[doubtful[0] + 1]
+    return []
+
+
+def _find_places(steps_s: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[int]:
+    """Return the indexes of the first runs after possible changes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # ruptures and SciPy warn of deprecated names.
+        import ruptures  # type: ignore[import-untyped]
+
+    values = np.log(steps_s)
+    noise = np.median(np.abs(np.diff(values))) / 0.954
+    if not noise:
+        noise = 1e-6
+    search = ruptures.KernelCPD(kernel="linear", min_size=MIN_RUNS).fit(values[:, None] / noise)
+    found: list[int] = search.predict(pen=_PENALTY * np.log(len(values)))
+    return found[:-1]
