@@ -103,7 +103,7 @@ $(PAGE)/ready: $(TEST)/ready
 	$(PYTHON) -m venv $(PAGE)
 	$(TEST)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(PAGE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
-	$(PAGE)/bin/python -m pip install -q --no-compile 'axe-playwright-python>=0.1.8,<1' 'playwright>=1.50,<2'
+	$(PAGE)/bin/python -m pip install -q --no-compile 'axe-playwright-python>=0.1.8,<1' 'playwright>=1.50,<2' 'viztracer>=1.1,<2'
 	touch $@
 
 # A real Prometheus, which is Debian's: as root it is installed where it is missing. Dashboards, manifests; Slurm where

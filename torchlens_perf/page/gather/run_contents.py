@@ -64,7 +64,7 @@ def gather_contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES)
     training process.
     """
     report, states = load_report_and_states(run)
-    processes, node_of, slow, uncomparable = _collect_ranks(states)
+    processes, node_of, slow, uncomparable = collect_ranks(states)
     notes: list[str] = []
     plain: Report = report_json.to_json_types(report)
     ranks = choose_ranks(plain, slow, node_of)
@@ -122,7 +122,7 @@ def gather_step(run: RunDirectory, step: int) -> StepTraces:
     Raise RunStoreError like load_report().
     """
     report, states = load_report_and_states(run)
-    processes, node_of, slow, uncomparable = _collect_ranks(states)
+    processes, node_of, slow, uncomparable = collect_ranks(states)
     ranks = choose_ranks(report_json.to_json_types(report), slow, node_of)
     asked = [(step, "asked for")]
     return read_whole_steps(
@@ -130,7 +130,7 @@ def gather_step(run: RunDirectory, step: int) -> StepTraces:
     )
 
 
-def _collect_ranks(
+def collect_ranks(
     states: list[NodeState],
 ) -> tuple[dict[int, ProcessState], dict[int, str], list[SlowPeriod], set[str]]:
     """Return processes and nodes by rank, slow periods, and groups that cannot be compared."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchlens_perf.store.segments import ProcessRecords
 
 HOST, DEVICE = "host", "device"
-_LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")
+LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")
 # The lower 32 bits of a collective record's value1 are its sequence number.
 _NUMBER = 0xFFFFFFFF
 _ROUNDED_US = 0.1
@@ -42,13 +42,13 @@ def build_rank_trace(
     if left_out:
         order = np.argsort(-spans["duration_ns"], kind="stable")
         spans = spans[np.sort(order[:MAX_SPANS])]
-    lanes = _assign_lanes(spans)
+    lanes = assign_lanes(spans)
     rows = []
-    for lane in range(len(_LANES)):
+    for lane in range(len(LANES)):
         chosen = spans[lanes == lane]
         if len(chosen):
             chosen = chosen[np.lexsort((-chosen["duration_ns"], chosen["start_ns"]))]
-            rows.append(_build_span_row(_LANES[lane], chosen, of.names, index_of, begin_ns))
+            rows.append(_build_span_row(LANES[lane], chosen, of.names, index_of, begin_ns))
     trace: RankTrace = {
         "rank": rank,
         "offset_us": None if offset_us is None else round(offset_us, 1),
@@ -58,7 +58,7 @@ def build_rank_trace(
     return trace, left_out
 
 
-def _assign_lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+def assign_lanes(spans: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     flags, is_collective = spans["flags"], spans["kind"] == Kind.COLLECTIVE
     by_device = (spans["kind"] == Kind.DEVICE) | ((flags & Flag.DEVICE) != 0)
     lanes = np.where(is_collective, 1, 0)
@@ -84,7 +84,7 @@ def _build_span_row(
     numbered = spans["kind"] == Kind.COLLECTIVE
     depth = spans["depth"].astype(np.int64)
     depth = (
-        depth - depth.min() if lane == HOST else _assign_free_rows(start_us, start_us + duration_us)
+        depth - depth.min() if lane == HOST else assign_free_rows(start_us, start_us + duration_us)
     )
     return {
         "lane": lane,
@@ -102,12 +102,12 @@ def _build_span_row(
     }
 
 
-def _assign_free_rows(
-    start: npt.NDArray[np.float64], end: npt.NDArray[np.float64]
+def assign_free_rows(
+    start: npt.NDArray[Any], end: npt.NDArray[Any], tolerance: float = _ROUNDED_US
 ) -> npt.NDArray[np.int64]:
     """Return the lowest row in which each span overlaps no other span.
 
-    Spans are sorted by start.
+    Spans are sorted by start. tolerance: a shorter overlap is ignored.
     """
     found = np.zeros(len(start), np.int64)
     # A heap of (end of the span, row).
@@ -115,7 +115,7 @@ def _assign_free_rows(
     free: list[int] = []
     rows = 0
     for index, (begins, ends) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
-        while busy and busy[0][0] <= begins + _ROUNDED_US:
+        while busy and busy[0][0] <= begins + tolerance:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if free:
             row = heapq.heappop(free)

@@ -47,14 +47,14 @@ def read_whole_steps(
     known.
     """
     wanted = [step for step, _ in steps]
-    of_ranks = _read_rank_records(run, processes, node_of, ranks, wanted, notes)
+    of_ranks = read_rank_records(run, processes, node_of, ranks, wanted, notes)
     if (
         with_others
         and len(ranks) < len(processes)
         and ParquetFolder(run.spans).size_bytes() <= MAX_SPAN_BYTES
     ):
         others = [rank for rank in processes if rank not in ranks]
-        of_ranks += _read_rank_records(
+        of_ranks += read_rank_records(
             run, processes, node_of, others, wanted, notes, [Kind.COLLECTIVE]
         )
         of_ranks.sort(key=lambda each: each.rank)
@@ -91,7 +91,7 @@ def read_whole_steps(
     return {"names": list(index_of), "steps": rows}
 
 
-def _read_rank_records(
+def read_rank_records(
     run: RunDirectory,
     processes: Mapping[int, ProcessState],
     node_of: Mapping[int, str],

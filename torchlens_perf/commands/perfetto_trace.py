@@ -1,0 +1,71 @@
+"""`torchlens-perf report RUN_DIR --perfetto FILE`: the recorded steps as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from torchlens_perf.commands.progress import Progress
+from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.run.installation import build_install_command
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.directory import RunDirectory
+
+
+def add_arguments(report: argparse.ArgumentParser) -> None:
+    trace = report.add_argument_group("with --perfetto")
+    trace.add_argument("--ranks", type=_parse_numbers, help="ranks to write, such as 0,3,8-15")
+    trace.add_argument("--steps", type=_parse_range, help="first and last step, such as 100-200")
+    trace.add_argument(
+        "--limit-mb", type=float, help="size that chooses the number of steps; default: 50"
+    )
+
+
+def _parse_numbers(text: str) -> list[int]:
+    found: list[int] = []
+    for each in text.split(","):
+        first, last = _parse_range(each)
+        found += range(first, last + 1)
+    return found
+
+
+def _parse_range(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", text)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise argparse.ArgumentTypeError(f"invalid numbers {text!r}: use a number, or FIRST-LAST")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> None:
+    """Write the trace and print what it contains. Raise ConfigError or RunStoreError."""
+    if importlib.util.find_spec("perfetto") is None:
+        raise ConfigError(
+            f"--perfetto needs perfetto, not installed here: {build_install_command('perfetto')}"
+        )
+    from torchlens_perf.timeline.export import DEFAULT_LIMIT_BYTES, write_trace
+
+    limit = options.limit_mb * 1e6 if options.limit_mb else DEFAULT_LIMIT_BYTES
+    with Progress("writing the trace", quiet=options.quiet) as progress:
+        written = write_trace(
+            run,
+            options.perfetto,
+            ranks=options.ranks,
+            steps=options.steps,
+            limit_bytes=int(limit),
+            advanced=progress,
+        )
+    if options.quiet:
+        return
+    first, last = written.steps
+    print(
+        f"torchlens-perf: wrote {printable(str(options.perfetto))}, {written.size_bytes / 1e6:.1f}"
+        f" MB: {len(written.ranks)} ranks, steps {first} to {last}. Open it in"
+        " https://ui.perfetto.dev, which reads it in your browser without sending it",
+        file=sys.stderr,
+    )
+    for note in written.notes:
+        print(f"torchlens-perf: left out: {printable(note)}", file=sys.stderr)

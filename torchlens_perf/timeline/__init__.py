@@ -1,0 +1,1 @@
+"""Recorded steps as a trace for Perfetto: all ranks on one timeline. Start in export.py."""

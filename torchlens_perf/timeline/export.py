@@ -1,0 +1,389 @@
+"""Write a run's recorded steps as a trace for Perfetto (https://ui.perfetto.dev).
+
+Each rank is a process with a track for phases and modules, tracks for collectives, other threads and
+the device, and counters. Arrows connect the spans of one collective on its ranks. Findings are
+instants above the ranks. Clocks of several nodes are aligned by the ends of shared collectives; the
+first instant states how exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
+from torchlens_perf.page.gather.run_contents import collect_ranks
+from torchlens_perf.page.gather.step_choice import choose_ranks
+from torchlens_perf.page.gather.step_collectives import join_by_step
+from torchlens_perf.page.gather.whole_steps import read_rank_records
+from torchlens_perf.report import report_json
+from torchlens_perf.report.run_report import load_report_and_states
+from torchlens_perf.store.reader import ParquetFolder, add_errors_to
+from torchlens_perf.store.samples import GPUS
+from torchlens_perf.store.segments import find_kept_step_range
+from torchlens_perf.timeline.slices import MatchedCollective, build_slice_events
+from torchlens_perf.timeline.trace_file import Event, EventType, TraceWriter
+from torchlens_perf.view.headline import build_headlines
+
+if TYPE_CHECKING:
+    from torchlens_perf.page.contents import JoinedCollective, SlowPeriod
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.store.reader import ParquetFile
+    from torchlens_perf.verdicts.node_state import ProcessState
+    from torchlens_perf.verdicts.words.report import Report
+    from torchlens_perf.view.headline import Headline
+
+DEFAULT_LIMIT_BYTES = 50_000_000
+MAX_RANKS = 64
+"""In larger jobs, the trace has only the ranks that the page shows, unless ranks are named."""
+_BYTES_PER_SPAN = 45
+_STEPS_AT_ONCE = 32
+# Of the chosen window, this share precedes the first step of a slow rank.
+_BEFORE = 0.25
+_FINDINGS_ORDER, _RANKS_ORDER = 0, 10
+_LANE_ORDER = {"host": 0, "collectives": 100, "other threads": 200, "device": 300,
+               "collectives on the device": 400}  # fmt: skip
+_COUNTERS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a trace contains."""
+
+    size_bytes: int
+    ranks: list[int]
+    steps: tuple[int, int]
+    """First and last step."""
+    notes: list[str]
+    """Sentences on what is left out."""
+
+
+def write_trace(
+    run: RunDirectory,
+    path: Path,
+    *,
+    ranks: Collection[int] | None = None,
+    steps: tuple[int, int] | None = None,
+    limit_bytes: int = DEFAULT_LIMIT_BYTES,
+    advanced: Callable[[int, int], object] = lambda done, total: None,
+) -> Written:
+    """Write a trace and return what it contains.
+
+    ranks, steps (first, last): None chooses what matters within the size limit. Raise RunStoreError
+    if there is no such step, or the file cannot be written. The limit is approximate.
+    """
+    report, states = load_report_and_states(run)
+    plain: Report = report_json.to_json_types(report)
+    processes, node_of, slow, uncomparable = collect_ranks(states)
+    notes: list[str] = []
+    chosen = _choose_ranks(plain, slow, node_of, ranks, notes)
+    kept = find_kept_step_range(run, {node_of[rank] for rank in chosen})
+    if kept is None:
+        raise RunStoreError(f"{run.path} has no recorded steps of these ranks")
+    first, last = steps or kept
+    first, last = max(first, kept[0]), min(last, kept[1])
+    if first > last:
+        raise RunStoreError(
+            f"no such steps are recorded: {run.path} has steps {kept[0]} to {kept[1]}"
+        )
+    source = _TraceSource(run, processes, node_of, chosen, uncomparable, notes)
+    if steps is None:
+        first, last = _choose_window(source, first, last, slow, limit_bytes, notes)
+    partial = path.parent / f".{path.name}.partial"
+    try:
+        with partial.open("wb") as file:
+            _write_events(
+                file, source, plain, build_headlines(report, str(run.path)), first, last, advanced
+            )
+        size = partial.stat().st_size
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RunStoreError(f"{path} cannot be written: {error.strerror or error}") from None
+    return Written(size, chosen, (first, last), notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TraceSource:
+    """The records of the chosen ranks."""
+
+    run: RunDirectory
+    processes: Mapping[int, ProcessState]
+    node_of: Mapping[int, str]
+    ranks: Sequence[int]
+    uncomparable: Collection[str]
+    notes: list[str]
+
+    def read(self, steps: range) -> list[RankRecords]:
+        """Return the records of each rank in these steps."""
+        return read_rank_records(
+            self.run, self.processes, self.node_of, self.ranks, steps, self.notes
+        )
+
+    def step_rows(self, steps: range) -> Iterator[tuple[int, int, float | None, float | None]]:
+        """Yield (rank, time_ns, memory_bytes, share of the step without a CPU) at steps' ends.
+
+        time_ns is by the rank's monotonic clock.
+        """
+        rank_of = {self.processes[rank].identity.key: rank for rank in self.ranks}
+        columns = ("process", "start_ns", "duration_ns", "memory_bytes", "ready_ns")
+
+        where: dict[str, list[Any]] = {"step": list(steps), "process": list(rank_of)}
+
+        def rows(file: ParquetFile) -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = file.read_table(columns, where).to_pylist()
+            return found
+
+        for table in ParquetFolder(self.run.steps, unreadable=add_errors_to(self.notes)).read_each(
+            rows
+        ):
+            for row in table:
+                process, start, length, memory, ready = (row[name] for name in columns)
+                share = None if ready is None or not length else ready / length
+                yield rank_of[process], start + length, memory, share
+
+
+def _choose_ranks(
+    report: Report,
+    slow: Sequence[SlowPeriod],
+    node_of: Mapping[int, str],
+    asked: Collection[int] | None,
+    notes: list[str],
+) -> list[int]:
+    if asked is not None:
+        missing = sorted(set(asked) - set(node_of))
+        if missing:
+            raise RunStoreError(
+                f"rank {missing[0]} is not in this run: it has {len(node_of)} ranks"
+            )
+        return sorted(set(asked))
+    if len(node_of) <= MAX_RANKS:
+        return sorted(node_of)
+    chosen = choose_ranks(report, slow, node_of)
+    notes.append(f"{len(chosen)} of {len(node_of)} ranks; --ranks chooses others")
+    return chosen
+
+
+def _choose_window(
+    source: _TraceSource,
+    first: int,
+    last: int,
+    slow: Sequence[SlowPeriod],
+    limit_bytes: int,
+    notes: list[str],
+) -> tuple[int, int]:
+    """Return as many consecutive steps as fit: around the first slow step, else the newest."""
+    sample = range(max(first, last - 3), last + 1)
+    spans = sum(len(each.records.records) for each in source.read(sample))
+    room = max(1, int(limit_bytes / max(1, spans / len(sample) * _BYTES_PER_SPAN)))
+    if room > last - first:
+        return first, last
+    begins = [each["since_step"] for each in slow if first <= each["since_step"] <= last]
+    begin = begins[-1] - int(_BEFORE * room) if begins else last - room + 1
+    begin = max(first, min(begin, last - room + 1))
+    notes.append(
+        f"steps {begin} to {begin + room - 1} of {first} to {last}; --steps and --limit-mb choose"
+        " others"
+    )
+    return begin, begin + room - 1
+
+
+def _write_events(
+    file: IO[bytes],
+    source: _TraceSource,
+    report: Report,
+    heads: Sequence[Headline],
+    first: int,
+    last: int,
+    advanced: Callable[[int, int], object],
+) -> None:
+    batches = [
+        range(at, min(at + _STEPS_AT_ONCE, last + 1))
+        for at in range(first, last + 1, _STEPS_AT_ONCE)
+    ]
+    records = source.read(batches[0])
+    if not records:
+        raise RunStoreError(f"{source.run.path} has no records of steps {first} to {last}")
+    clock = NodeClocks([records], source.uncomparable).common_clock(records)
+    # Ranks whose clocks cannot be aligned keep the wall clock of their node.
+    offset_of = {each.rank: clock.offset_ns.get(each.rank, each.unix_offset_ns) for each in records}
+    begin_ns = min(
+        int(each.records.records["start_ns"].min()) + offset_of[each.rank] for each in records
+    )
+    writer = TraceWriter(file, begin_ns)
+    tracks = _Tracks(writer, report)
+    waiting = [
+        Event(begin_ns, EventType.INSTANT, tracks.findings, "about this trace",
+              annotations=_describe_trace(source, report, clock.words, first, last)),
+        *_build_finding_events(heads, report, tracks.findings, begin_ns),
+        *_build_gpu_events(source, report, tracks, begin_ns),
+    ]  # fmt: skip
+    waiting.sort(key=lambda event: event.time_ns)
+    flows: dict[tuple[str, int], int] = {}
+    for number, steps in enumerate(batches):
+        records = source.read(steps) if number else records
+        events = list(_build_rank_events(records, offset_of, tracks, source, steps, flows))
+        events.sort(key=lambda event: event.time_ns)
+        until_ns = events[-1].time_ns if events and number < len(batches) - 1 else None
+        due = [each for each in waiting if until_ns is None or each.time_ns <= until_ns]
+        waiting = waiting[len(due) :]
+        events += due
+        events.sort(key=lambda event: event.time_ns)
+        writer.write(events)
+        advanced(number + 1, len(batches))
+    writer.flush()
+
+
+class _Tracks:
+    """The tracks of the trace. They are added when their first event comes."""
+
+    def __init__(self, writer: TraceWriter, report: Report) -> None:
+        self._writer = writer
+        self._hosts = {rank["rank"]: rank["host"] for rank in report["ranks"]}
+        self._processes: dict[int | str, int] = {}
+        self._tracks: dict[tuple[int | str, str, int], int] = {}
+        self.findings = writer.add_track("findings", None, _FINDINGS_ORDER)
+
+    def lane_track(self, rank: int, lane: str, row: int) -> int:
+        """Return the track of a rank's lane. row: spans that overlap lie in several rows."""
+        name = lane if row == 0 else f"{lane} {row + 1}"
+        name = "phases and modules" if lane == "host" else name
+        return self._find_or_add_track((rank, lane, row), name, _LANE_ORDER[lane] + row, "")
+
+    def counter_track(self, owner: int | str, name: str, unit: str) -> int:
+        """Return the counter of a rank (int) or a host (str)."""
+        return self._find_or_add_track((owner, name, 0), name, _COUNTERS + len(name), unit)
+
+    def _find_or_add_track(
+        self, key: tuple[int | str, str, int], name: str, order: int, unit: str
+    ) -> int:
+        if key not in self._tracks:
+            process = self._find_or_add_process(key[0])
+            add = self._writer.add_counter if unit else None
+            self._tracks[key] = (
+                add(name, unit, process, order)
+                if add
+                else self._writer.add_track(name, process, order)
+            )
+        return self._tracks[key]
+
+    def _find_or_add_process(self, owner: int | str) -> int:
+        if owner not in self._processes:
+            if isinstance(owner, int):
+                number, name = owner + 1, f"rank {owner} on {self._hosts.get(owner, '?')}"
+            else:
+                number, name = 1_000_001 + len(self._processes), f"host {owner}"
+            self._processes[owner] = self._writer.add_process(number, name, _RANKS_ORDER + number)
+        return self._processes[owner]
+
+
+def _build_rank_events(
+    records: Sequence[RankRecords],
+    offset_of: Mapping[int, int],
+    tracks: _Tracks,
+    source: _TraceSource,
+    steps: range,
+    flows: dict[tuple[str, int], int],
+) -> Iterator[Event]:
+    """Yield slices and counters of all ranks, in order of time within each track."""
+    joined = join_by_step(records, [each.rank for each in records], source.uncomparable)
+    matched = _match_collectives(joined, flows)
+    for each in records:
+        track_of = lambda lane, row, rank=each.rank: tracks.lane_track(rank, lane, row)  # noqa: E731
+        offset_ns = offset_of.get(each.rank, each.unix_offset_ns)
+        for events in build_slice_events(each.records, offset_ns, track_of, matched[each.rank]):
+            yield from events
+    for rank, time_ns, memory, contention in source.step_rows(steps):
+        if rank not in offset_of:
+            continue
+        at_ns = time_ns + offset_of[rank]
+        if memory is not None:
+            track = tracks.counter_track(rank, "memory", "bytes")
+            yield Event(at_ns, EventType.COUNTER, track, value=float(memory))
+        if contention is not None:
+            track = tracks.counter_track(rank, "CPU contention", "% of the step")
+            yield Event(at_ns, EventType.COUNTER, track, value=100 * contention)
+
+
+def _match_collectives(
+    joined: Mapping[int, Sequence[JoinedCollective]], flows: dict[tuple[str, int], int]
+) -> dict[int, dict[tuple[str, int], MatchedCollective]]:
+    """Return by rank what is known of its collectives."""
+    found: dict[int, dict[tuple[str, int], MatchedCollective]] = defaultdict(dict)
+    for rows in joined.values():
+        for row in rows:
+            key = (row["group_name"], row["number"])
+            flow = flows.setdefault(key, len(flows) + 1)
+            for rank, wait_us in row["wait_us"].items():
+                is_last = int(rank) == row["last_rank"]
+                last_rank = None if is_last else row["last_rank"]
+                found[int(rank)][key] = MatchedCollective(
+                    flow, round(1e3 * (wait_us or 0.0)), last_rank
+                )
+    return found
+
+
+def _build_finding_events(
+    heads: Sequence[Headline], report: Report, track: int, begin_ns: int
+) -> Iterator[Event]:
+    for head, row in zip(heads, report["verdicts"], strict=True):
+        held = row["held"]
+        since = held["since"] if held is not None else None
+        at_ns = begin_ns if since is None else max(begin_ns, _parse_unix_ns(since))
+        texts = {"finding": head.sentence, "cause": head.cause, "next": head.action}
+        annotations = {name: text for name, text in texts.items() if text}
+        yield Event(at_ns, EventType.INSTANT, track, head.status, annotations=annotations)
+
+
+def _build_gpu_events(
+    source: _TraceSource, report: Report, tracks: _Tracks, begin_ns: int
+) -> Iterator[Event]:
+    hosts = {rank["host"] for rank in report["ranks"] if rank["rank"] in source.ranks}
+    counters = (("sm_clock_hz", "SM clock", "Hz"), ("power_w", "power", "W"),
+                ("memory_used_bytes", "GPU memory", "bytes"))  # fmt: skip
+
+    def rows(file: ParquetFile) -> list[dict[str, Any]]:
+        names = [name for name, _, _ in counters if name in file.names]
+        table = file.read_table(["host", "uuid", "time", *names])
+        found: list[dict[str, Any]] = table.set_column(
+            2, "time", table.column("time").cast("int64")
+        ).to_pylist()
+        return found
+
+    files = ParquetFolder(source.run.path / GPUS, unreadable=add_errors_to(source.notes))
+    for table in files.read_each(rows):
+        for row in table:
+            time_ns = row["time"]
+            if row["host"] not in hosts or time_ns < begin_ns:
+                continue
+            for column, name, unit in counters:
+                if row.get(column) is not None:
+                    track = tracks.counter_track(
+                        str(row["host"]), f"{name} {str(row['uuid'])[:12]}", unit
+                    )
+                    yield Event(time_ns, EventType.COUNTER, track, value=float(row[column]))
+
+
+def _describe_trace(
+    source: _TraceSource, report: Report, clock: str, first: int, last: int
+) -> dict[str, str | int | float]:
+    run = report["run"]
+    return {
+        "run": run["id"],
+        "program": run["program"] or "",
+        "attempt": run["attempt"],
+        "ranks": f"{len(source.ranks)} of {run['world_size']}",
+        "steps": f"{first} to {last}",
+        "clocks": clock or "All ranks are on one node and share its clock.",
+        "left out": "; ".join(source.notes),
+    }
+
+
+def _parse_unix_ns(text: str) -> int:
+    return round(datetime.datetime.fromisoformat(text).timestamp() * 1e9)
