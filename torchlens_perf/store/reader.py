@@ -12,7 +12,7 @@ import functools
 import json
 import operator
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -147,9 +147,17 @@ class ParquetFolder:
                 size += path.stat().st_size
         return size
 
+    def readable_paths(self) -> Iterator[Path]:
+        """Yield the paths of the files whose metadata can be read."""
+        for path in self.paths:
+            yield from (path for _ in self._read_paths([path], lambda file: None))
+
     def read_each(self, use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
         """Call `use` with each file and yield the results. An error in it means a damaged file."""
-        for path in self.paths:
+        return self._read_paths(self.paths, use)
+
+    def _read_paths(self, paths: Iterable[Path], use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
+        for path in paths:
             try:
                 with open(ownership.open_to_read(path), "rb") as file:
                     _check_metadata_size(file.fileno())

@@ -1,0 +1,115 @@
+"""SQL on run directories returns what the Parquet files hold."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.support.simulated_runs import simulate_run
+from torchlens_perf.commands.cli import main
+from torchlens_perf.errors import RunStoreError
+from torchlens_perf.query.engine import run_query
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.store.reader import ParquetFolder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("queried")
+    for number in range(2):
+        simulate_run(folder / f"run-{number}", ranks=2, steps=20, seed=number)
+    return folder
+
+
+def test_sum_over_steps_is_that_of_the_files(runs: Path) -> None:
+    run = RunDirectory(runs / "run-0")
+    tables = ParquetFolder(run.steps).read_each(lambda file: file.read_table(["duration_ns"]))
+    expected = sum(sum(table.column("duration_ns").to_pylist()) for table in tables)
+    found = run_query("SELECT sum(duration_ns), count(*) FROM steps", [str(run.path)], [])
+    assert found.rows == [(expected, 40)]
+
+
+def test_runs_are_told_apart_by_their_name(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sql = "SELECT run, count(DISTINCT rank) AS ranks FROM steps GROUP BY run ORDER BY run"
+    assert main(["query", str(runs), sql, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == [{"run": "run-0", "ranks": 2}, {"run": "run-1", "ranks": 2}]
+
+
+def test_text_and_csv_have_the_same_values(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sql = "SELECT rank, count(*) AS steps FROM steps GROUP BY rank ORDER BY rank"
+    run = str(runs / "run-0")
+    assert main(["query", run, sql]) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert [line.split() for line in lines[1:4]] == [["rank", "steps"], ["0", "20"], ["1", "20"]]
+    assert main(["query", run, sql, "--csv"]) == 0
+    rows = list(csv.reader(io.StringIO(capsys.readouterr().out)))
+    assert rows == [["rank", "steps"], ["0", "20"], ["1", "20"]]
+
+
+def test_damaged_file_is_left_out_with_a_line(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs / "run-0", run)
+    (run / "steps" / "vm-000999.parquet").write_bytes(b"PAR1 nothing PAR1")
+    assert main(["query", str(run), "SELECT count(*) AS n FROM steps", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == [{"n": 40}]
+    assert "vm-000999.parquet" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("sql", "message"),
+    [("SELECT nothing FROM steps", "nothing"), ("SELEC 1", "syntax error")],
+)
+def test_invalid_query_is_an_error_with_the_reason(sql: str, message: str, runs: Path) -> None:
+    with pytest.raises(RunStoreError, match=message):
+        run_query(sql, [str(runs / "run-0")], [])
+
+
+def test_folder_without_runs_ends_with_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["query", str(tmp_path), "SELECT 1"]) == 2
+    assert "no folder of runs" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def bucket(runs: Path) -> Iterator[str]:
+    """Return the address of a run in a bucket of an S3 server on loopback."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", endpoint)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        client = boto3.client("s3", endpoint_url=endpoint)
+        client.create_bucket(Bucket="runs")
+        for path in (runs / "run-0").glob("*/*.parquet"):
+            client.upload_file(str(path), "runs", str(path.relative_to(runs)))
+        yield "s3://runs/run-0"
+    server.stop()
+
+
+def test_run_in_an_object_store_has_the_same_rows(runs: Path, bucket: str) -> None:
+    sql = "SELECT run, rank, sum(duration_ns) FROM spans WHERE kind = 'forward' GROUP BY ALL"
+    local = run_query(f"{sql} ORDER BY rank", [str(runs / "run-0")], [])
+    assert len(local.rows) == 2
+    assert run_query(f"{sql} ORDER BY rank", [bucket], []) == local
+
+
+def test_missing_bucket_is_an_error_with_the_reason(bucket: str) -> None:
+    with pytest.raises(RunStoreError, match="steps"):
+        run_query("SELECT count(*) FROM steps", ["s3://other/run-0"], [])

@@ -1,0 +1,96 @@
+"""`torchlens-perf query RUN... "SQL"`: SQL on the tables of runs, by DuckDB."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.commands.chosen_runs import find_newest_run, find_runs
+from torchlens_perf.commands.progress import Progress
+from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.run.directory import TABLES
+from torchlens_perf.run.installation import build_install_command
+
+if TYPE_CHECKING:
+    from torchlens_perf.query.engine import Rows
+
+_SHOWN_ROWS = 50
+
+
+def add_command(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "query",
+        description=(
+            f"Run SQL on runs. Tables: {', '.join(TABLES)}. Each has the column `run`; the others are"
+            " described in docs/reference/run-directory.md. Examples: docs/guides/queries.md."
+        ),
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN",
+        help="run directories, folders of runs, or s3:// addresses; default: the newest run here",
+    )  # fmt: skip
+    parser.add_argument("sql", help="a query in DuckDB's SQL")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print a JSON array of objects")
+    form.add_argument("--csv", action="store_true", help="print CSV")
+    parser.set_defaults(command=_run_query)
+
+
+def _run_query(options: argparse.Namespace) -> int:
+    if importlib.util.find_spec("duckdb") is None:
+        raise ConfigError(
+            f"query needs duckdb, not installed here: {build_install_command('query')}"
+        )
+    from torchlens_perf.query.engine import run_query
+
+    notes: list[str] = []
+    with Progress("reading the runs", quiet=options.quiet):
+        found = run_query(options.sql, _list_runs(options.runs), notes)
+    if options.json:
+        rows = [dict(zip(found.names, row, strict=True)) for row in found.rows]
+        json.dump(rows, sys.stdout, indent=1, default=str)
+        print()
+    elif options.csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerows([found.names, *found.rows])
+    else:
+        _print_table(found)
+    if not options.quiet:
+        for note in notes:
+            print(f"torchlens-perf: {printable(note)}", file=sys.stderr)
+    return 0
+
+
+def _list_runs(named: list[str]) -> list[str]:
+    from torchlens_perf.query.engine import REMOTE
+
+    if not named:
+        return [str(find_newest_run())]
+    local = {
+        each: [str(run) for run in find_runs(Path(each))]
+        for each in named
+        if not REMOTE.match(each)
+    }
+    return [run for each in named for run in local.get(each, [each])]
+
+
+def _print_table(found: Rows) -> None:
+    from torchlens_perf.view.specs import Column, Quantity, Table
+    from torchlens_perf.view.terminal import print_lines, table_lines
+
+    values = list(zip(*found.rows, strict=True)) or [()] * len(found.names)
+    columns = [
+        Column(name, [_to_cell(value) for value in column], Quantity.NUMBER)
+        for name, column in zip(found.names, values, strict=True)
+    ]
+    table = Table("query", f"{len(found.rows):,} rows", columns, first=_SHOWN_ROWS)
+    print_lines(lambda width: table_lines(table, width, _SHOWN_ROWS), sys.stdout)
+
+
+def _to_cell(value: object) -> float | int | str | None:
+    return value if value is None or isinstance(value, (int, float)) else str(value)
