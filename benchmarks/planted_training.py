@@ -38,11 +38,9 @@ from benchmarks.planted_truth import Fault, Truth, plant
 VOCABULARY, CONTEXT, WIDTH, HEADS, BLOCKS, BATCH = 256, 64, 96, 4, 4, 17
 # In tokens. Variable lengths go from SHORTEST to 2 * LENGTH - SHORTEST.
 LENGTH, SHORTEST = 32, 8
-REPEATED = (
-    # Sequences that one block computes again: COMPUTE_SHARE of forward and backward, measured alone
-    # on a core.
-    14
-)
+# Sequences that one block computes again: COMPUTE_SHARE of forward and backward, measured alone
+# on a core.
+REPEATED = 14
 # Small, so that several buckets are reduced during one backward pass.
 BUCKET_MIB = 0.6
 GROUP_TIMEOUT_S, SIDECAR_TIMEOUT_S = 180, 90

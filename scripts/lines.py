@@ -36,6 +36,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("analysis", ("analysis",), 3300, 5586),
     ("exporters", ("exporters",), 2600, 5684),
     ("view", ("report", "view", "page", "top"), 6000, 12139),
+    ("compare, queries", ("compare", "timeline", "query"), 2500, 1),
     ("serve", ("serve",), 1300, 2272),
     ("sidecar", ("sidecar",), 5400, 9667),
     ("simulate, commands", ("simulate", "commands"), 2200, 3866),

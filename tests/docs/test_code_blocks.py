@@ -73,6 +73,10 @@ NOT_EXECUTED = {
     ),
     "torchlens-perf serve": "serves until it is interrupted: tests/serve",
     "torchlens-perf capture": "needs a live run: tests/distributed/test_capture_live.py",
+    "torchlens-perf compare": "compares runs of a user's program: tests/compare",
+    "torchlens-perf history": "reads runs of a user's program: tests/compare",
+    "torchlens-perf query": "reads a user's run: tests/query",
+    "torchlens-perf report RUN_DIR --perfetto": "writes a large file: tests/timeline",
     "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",
     "torchlens-perf simulate --rows --ranks 4096": "takes long on a busy machine: tests/simulate",
     "torchlens-perf simulate --device": "run by tests/simulate/test_simulated_devices.py",
@@ -94,9 +98,16 @@ PAGES_ELSEWHERE = {
     "docs/guides/kubernetes.md": "tests/prometheus/test_docs.py",
     "docs/guides/slurm.md": "tests/prometheus/test_docs.py",
 }
-SQL_ELSEWHERE = {"docs/guides/backends.md": "for ClickHouse: tests/backends/test_clickhouse.py"}
+SQL_ELSEWHERE = {
+    "docs/guides/backends.md": "for ClickHouse: tests/backends/test_clickhouse.py",
+    "docs/guides/queries.md": "for DuckDB: tests/docs/test_queries.py",
+    "docs/guides/perfetto.md": "for Perfetto: tests/page/browser/test_perfetto.py",
+}
 # Blocks that contain no code: page and first words, with the source of the text.
 NO_CODE = {
+    ("docs/guides/compare.md", "SLOWER"): "the result of one comparison, whose times vary",
+    ("docs/guides/compare.md", "jobs:"): "a CI job: tests/docs/test_ci_examples.py",
+    ("docs/guides/compare.md", "performance:"): "a CI job: tests/docs/test_ci_examples.py",
     (
         "docs/tutorials/quickstart.md",
         "torchlens_perf  train.py",

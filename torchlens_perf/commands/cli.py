@@ -11,8 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchlens_perf.commands import capture, deploy_files, fail_on, results, serve, simulate, top
+from torchlens_perf.commands import (
+    capture,
+    compare,
+    deploy_files,
+    fail_on,
+    history,
+    perfetto_trace,
+    query,
+    results,
+    serve,
+    simulate,
+    top,
+)
 from torchlens_perf.commands import run as run_command
+from torchlens_perf.commands.chosen_runs import find_newest_run
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable, unknown_word_text
 from torchlens_perf.run.directory import RunDirectory
@@ -28,6 +41,9 @@ _GROUPS = {
         "report": "print the report of a run, as text, JSON or a web page",
         "top": "watch a live run in the terminal",
         "serve": "show runs in a browser, live and finished",
+        "history": "show the runs of a job over time, and where they changed",
+        "query": "run SQL on the tables of runs",
+        "compare": "tell what changed between runs, with intervals; for CI",
     },
     "Set up": {
         "doctor": "check the installation and the environment",
@@ -175,10 +191,17 @@ def _build_parser() -> argparse.ArgumentParser:
         help="write the report as a web page in one file that needs no network",
     )
     form.add_argument(
+        "--perfetto",
+        type=Path,
+        metavar="FILE",
+        help="write the recorded steps as a trace for ui.perfetto.dev",
+    )
+    form.add_argument(
         "--schema",
         action="store_true",
         help="print the JSON schema of --json, for which no run is needed",
     )
+    perfetto_trace.add_arguments(report)
     report.add_argument(
         "--fail-on",
         type=fail_on.parse_verdict_names,
@@ -211,6 +234,9 @@ def _build_parser() -> argparse.ArgumentParser:
     sidecar.set_defaults(command=_run_sidecar)
 
     capture.add_command(commands)
+    compare.add_command(commands)
+    query.add_command(commands)
+    history.add_command(commands)
     serve.add_command(commands)
     simulate.add_command(commands)
     results.add_command(commands)
@@ -259,7 +285,7 @@ def _run_report(options: argparse.Namespace) -> int:
     from torchlens_perf.report.run_report import load_report_and_states
     from torchlens_perf.view.terminal import print_report
 
-    run = RunDirectory(options.run_dir or _find_newest_run())
+    run = RunDirectory(options.run_dir or find_newest_run())
     if options.html is not None:
         from torchlens_perf.page.document.write import write_page
 
@@ -272,6 +298,9 @@ def _run_report(options: argparse.Namespace) -> int:
             )
         if not options.fail_on:
             return 0
+    if options.perfetto is not None:
+        perfetto_trace.write_requested_trace(run, options)
+        return 0
     with Progress("reading the run", quiet=options.quiet) as progress:
         value, states = load_report_and_states(run, progress)
     if options.json:
@@ -282,22 +311,6 @@ def _run_report(options: argparse.Namespace) -> int:
     if why and not options.quiet:
         print(f"torchlens-perf: {why}", file=sys.stderr)
     return code
-
-
-def _find_newest_run() -> Path:
-    from torchlens_perf.config import Config
-    from torchlens_perf.errors import RunStoreError
-
-    folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
-    runs = [
-        path for path in folder.glob("*/nodes") if path.is_dir() and not path.parent.is_symlink()
-    ]
-    if not runs:
-        raise RunStoreError(
-            f"no run in {folder}: record one with `torchlens-perf run train.py`, or name one,"
-            " torchlens-perf report RUN_DIR"
-        )
-    return max(runs, key=lambda path: path.stat().st_mtime).parent
 
 
 def _run_sidecar(options: argparse.Namespace) -> int:
