@@ -34,6 +34,7 @@ def test_requests_without_a_valid_token_receive_no_data(server: PageServer) -> N
             "/runs/done/api/news",
             "/runs/done/api/step/1",
             "/api/counts",
+            "/api/compare?before=done&after=done",
         ):
             answer = stranger.ask(path, torchlens_perf_token=token)
             assert (answer.status, "done" in answer.text) == (403, False), path

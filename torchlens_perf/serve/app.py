@@ -40,12 +40,13 @@ from torchlens_perf.serve.captures import (
     read_file_block,
     request_capture_for_viewer,
 )
+from torchlens_perf.serve.comparison import comparison_as_json
 from torchlens_perf.serve.follow import RunFollower
 from torchlens_perf.serve.list_page import ROOT, build_list_page, build_message_page
 from torchlens_perf.serve.live_page import step_as_json
 from torchlens_perf.serve.readers import ReaderPool
 from torchlens_perf.serve.run_list import FoundRun, RunList
-from torchlens_perf.serve.run_names import ReadError, parse_run_name, quote_name
+from torchlens_perf.serve.run_names import ReadError, check_run_name, parse_run_name, quote_name
 from torchlens_perf.serve.static_files import NAMES, STYLE, compressed_file, content_digest
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Server:
                 Route("/", self._get_run_list),
                 Route("/static/{file}", self._get_static_file),
                 Route("/api/counts", self._get_counts),
+                Route("/api/compare", self._get_comparison),
                 Route(f"{run}/", self._get_run_page),
                 Route(f"{run}/api/contents", self._get_contents),
                 Route(f"{run}/api/news", self._get_state),
@@ -151,6 +153,16 @@ class Server:
             for path, each in self._followers.items()
         }
         return JSONResponse({"runs": runs})
+
+    async def _get_comparison(self, request: Request) -> Response:
+        names = [request.query_params.get(key, "") for key in ("before", "after")]
+        if self._is_one or not all(map(check_run_name, names)):
+            raise ReadError(404, "there are no two such runs to compare here")
+        paths = [os.path.join(self._folder, name) for name in names]
+        found = await self._slow.call(
+            comparison_as_json, *paths, within_s=_STEP_WITHIN_S, late="the runs were not compared"
+        )
+        return _gzip_response(request, found, "application/json")
 
     # -- following a run
 

@@ -4,6 +4,8 @@
   const form = document.querySelector("form[role=search]");
   // The steps of at most two selected runs, by name, in the order of selection.
   const ticked = new Map();
+  // Results of comparisons by the names of both runs.
+  const compared = new Map();
   let typing = 0;
 
   // A renewal replaces the list's elements, so the selection is kept here.
@@ -12,7 +14,18 @@
     const runs = [...ticked].map(([name, { text }]) => `${name}: ${text ? `step p50 ${text}` : "no step time"}`);
     const [first, second] = [...ticked.values()].map(({ seconds }) => seconds);
     const change = first && second ? ` (${(100 * (second / first - 1)).toFixed(1).replace("-", "\u2212")}%)` : "";
-    document.getElementById("compared").textContent = ticked.size === 2 ? `${runs.join(" \u00b7 ")}${change}` : "";
+    const texts = ticked.size === 2 ? [`${runs.join(" \u00b7 ")}${change}`, compared.get([...ticked.keys()].join("/"))] : [];
+    document.getElementById("compared").textContent = texts.filter(Boolean).join(". ");
+  }
+
+  // Adds the result of a comparison with its uncertainty, which takes a moment.
+  async function compareTicked() {
+    const names = [...ticked.keys()], key = names.join("/");
+    if (names.length < 2 || compared.has(key)) return;
+    const answer = await torchlensAsk(`api/compare?${new URLSearchParams({ before: names[0], after: names[1] })}`);
+    const found = await answer.json().catch(() => ({}));
+    compared.set(key, found.sentence ? `${found.status}: ${found.sentence}` : found.problem ?? "");
+    showTicks();
   }
 
   document.addEventListener("change", ({ target }) => {
@@ -22,6 +35,7 @@
     else ticked.delete(target.value);
     if (ticked.size > 2) ticked.delete(ticked.keys().next().value);
     showTicks();
+    compareTicked().catch(() => {});
   });
 
   async function renew() {
