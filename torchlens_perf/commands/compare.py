@@ -193,11 +193,11 @@ def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None
         from torchlens_perf.view.terminal import print_tables
 
         head = screens.build_headline(compared)
-        fields = [("evidence", head.cause), ("rate", screens.throughput_text(compared))]
+        rate = screens.throughput_text(compared)
         print_tables(
             head,
             screens.build_tables(compared),
-            [(label, text) for label, text in fields if text],
+            [("rate", rate)] if rate else [],
             screens.build_notes(compared),
             sys.stdout,
         )

@@ -40,8 +40,8 @@ def build_headline(compared: Comparison) -> Headline:
         ),
         cost_s_per_step=None,
         cost_share=None,
-        sentence=_describe_step(step),
-        cause=_describe_changes(compared, step),
+        sentence=f"{_describe_step(step)} {_describe_changes(compared, step)}".rstrip(),
+        cause="",
         action=_suggest_action(compared, step),
         command=_suggest_command(compared, step),
         is_over=False,
@@ -73,6 +73,7 @@ def _detectable_share(change: Change) -> str:
 
 
 def _describe_changes(compared: Comparison, step: Change) -> str:
+    """Return sentences on the parts and details that changed most; "" if none changed."""
     parts = [
         f"{measure.name} {_format_signed(change.difference, measure)}"
         for measure, change in compared.list_changed(Kind.PART, Kind.MEMORY)[:_MAX_NAMED]
@@ -81,10 +82,12 @@ def _describe_changes(compared: Comparison, step: Change) -> str:
         f"{measure.kind.value} {measure.name} {_format_signed(change.difference, measure)}"
         for measure, change in compared.list_changed(*DETAILS)[:_MAX_NAMED]
     ]
-    if not parts and not details:
-        return ""
-    of = f" of {_format_signed(step.difference, STEP)}" if step.outcome is Outcome.CHANGED else ""
-    return f"Changed{of}: {'; '.join(map(sanitize_line, (*parts, *details)))}."
+    begin = "Changed parts"
+    if step.outcome is Outcome.CHANGED:
+        begin = f"Parts of {_format_signed(step.difference, STEP)}"
+    sentences = [f"{begin}: {', '.join(parts)}."] if parts else []
+    sentences += [f"Largest changes inside: {', '.join(details)}."] if details else []
+    return sanitize_line(" ".join(sentences))
 
 
 def _suggest_action(compared: Comparison, step: Change) -> str:
