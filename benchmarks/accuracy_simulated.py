@@ -109,11 +109,11 @@ def judged(
     """Run all steps through the sidecar's judge and return its findings."""
     judge = StragglerDetector()
     for rank in range(run.topology.rank_count):
-        judge.set_place(rank, run.topology.placement(rank))
+        judge.set_placement(rank, run.topology.placement(rank))
     findings = judge.judge()
     for part in run.steps(steps):
         for population, block in part.detector_rows(1):
-            judge.add_block(population, block)
+            judge.add_bin_batch(population, block)
         findings = judge.judge()
         if seen is not None:
             seen(part)
@@ -372,7 +372,7 @@ def window(options: argparse.Namespace) -> int:
     run = Job(options.ranks, 0.01).simulation(1)
     judge = StragglerDetector()
     for rank in range(options.ranks):
-        judge.set_place(rank, run.topology.placement(rank))
+        judge.set_placement(rank, run.topology.placement(rank))
     times: list[tuple[float, float]] = []
     history = 12
     for number in range(history + 1):
@@ -384,7 +384,7 @@ def window(options: argparse.Namespace) -> int:
             ]
             begun = time.process_time()
             for population, block in blocks:
-                judge.add_block(population, block)
+                judge.add_bin_batch(population, block)
             added = time.process_time()
             judge.judge()
             if number == history:

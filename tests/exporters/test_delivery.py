@@ -23,7 +23,7 @@ from torchlens_perf.exporters.delivery.answer import (
     SendOutcome,
     SendResult,
     parse_retry_after,
-    retry_later,
+    retry_result,
 )
 from torchlens_perf.exporters.delivery.otlp_requests import (
     Item,
@@ -303,7 +303,7 @@ def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
 
     After the outage, all requests are delivered once and in order.
     """
-    endpoint = Collector("traces", retry_later("away"))
+    endpoint = Collector("traces", retry_result("away"))
     sender = Sender(Outbox(outbox_folder(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
         sender.queue_items(spans_of(name))
@@ -319,7 +319,7 @@ def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
 
 def test_undelivered_requests_stay_on_disk_at_shutdown_and_are_noted(tmp_path: Path) -> None:
     """A dead endpoint gets one last attempt at shutdown."""
-    endpoint = Collector("traces", retry_later("away"))
+    endpoint = Collector("traces", retry_result("away"))
     sender = Sender(Outbox(outbox_folder(tmp_path), "node", "traces", 1), endpoint)
     for name in "abc":
         sender.queue_items(spans_of(name))
@@ -355,7 +355,7 @@ def test_shutdown_waits_for_a_stuck_endpoint_for_its_timeout_only(tmp_path: Path
 
 def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path) -> None:
     """Pauses grow up to about a minute."""
-    clock, endpoint = Clock(), Collector("traces", retry_later("away"))
+    clock, endpoint = Clock(), Collector("traces", retry_result("away"))
     sender = Sender(Outbox(None, "node", "traces"), endpoint, clock=clock)
     sender.queue_items(spans_of("a"))
     pauses = []
@@ -363,7 +363,7 @@ def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path
         assert eventually(lambda number=number: sender._total_failures == number)  # type: ignore[misc]
         pauses.append(sender._next_try_s - clock.now_s)
         if number == 8:
-            endpoint.answer = retry_later("busy", after_s=300)
+            endpoint.answer = retry_result("busy", after_s=300)
         clock.now_s = sender._next_try_s + 0.01
     sender.close(10)
     assert all(0.8 * 2**n <= pause <= 1.2 * 2**n for n, pause in enumerate(pauses[:6]))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tables import step_table
-from torchlens_perf.analysis.statistics.steps import empty_host_line
+from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.exporters.sampling.budget import SpanBudget
 from torchlens_perf.exporters.sampling.decision import EVERYTHING, TraceDecision
 from torchlens_perf.exporters.sampling.rank_rows import RecentRankTimes, select_explaining_ranks
@@ -46,7 +46,7 @@ def rows(
     zeros = np.zeros((count, 1))
     return BinBatch(
         width, np.arange(count), np.full((count, 1), key), zeros.astype(np.int64), zeros,
-        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts, **empty_host_line(parts, zeros),
+        np.array(wait_ms)[:, None] * MS, zeros, zeros, parts, **zero_device_columns(parts, zeros),
     )  # fmt: skip
 
 

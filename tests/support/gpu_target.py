@@ -20,7 +20,7 @@ from torchlens_perf.analysis.statistics.hardware import (
     LinkSample,
 )
 from torchlens_perf.analysis.statistics.memory import MemoryReading
-from torchlens_perf.analysis.statistics.steps import empty_host_line
+from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.exporters import ExportBatch
 from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
@@ -94,5 +94,5 @@ def _one_step(step: int) -> StepTable:
     unknown = np.full_like(parts, -1)
     return StepTable(
         column(step), column(0), column(200_000_000), parts, column(GB), column(1), column(0), column(-1), unknown,
-        unknown, **empty_host_line(parts, unknown),
+        unknown, **zero_device_columns(parts, unknown),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import StepBins
-from torchlens_perf.analysis.statistics.steps import empty_host_line
+from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -107,7 +107,7 @@ class Job:
             ready_ns=self.ready_ns[chosen, rows],
             workload=self.workload[chosen, rows],
             parts_ns=self.parts_ns[chosen, rows],
-            **empty_host_line(self.parts_ns[chosen, rows], self.ready_ns[chosen, rows]),
+            **zero_device_columns(self.parts_ns[chosen, rows], self.ready_ns[chosen, rows]),
         )
 
     def rows_of(self, rank: int, rows: slice = slice(None)) -> StepBins:
@@ -130,7 +130,7 @@ class Job:
     def judge(self) -> Findings:
         """Return the judge's findings on all rows after the end of the job."""
         judge = StragglerDetector()
-        judge.add_block("", self.block())
+        judge.add_bin_batch("", self.block())
         return judge.judge(final=True)
 
 

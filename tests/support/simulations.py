@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchlens_perf.analysis.statistics.steps import empty_host_line
+from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import SimulatedSteps, Simulation, Topology
@@ -29,7 +29,7 @@ def judge_run(run: Simulation, steps: int) -> Findings:
     judge = StragglerDetector()
     for part in run.steps(steps):
         for population, block in part.detector_rows(1):
-            judge.add_block(population, block)
+            judge.add_bin_batch(population, block)
     return judge.judge(final=True)
 
 
@@ -62,5 +62,5 @@ def table_of(steps: SimulatedSteps, rank: int, start_ns: int = 0) -> StepTable:
         workload=steps.workload[rank],
         cpu_ns=np.full((count, len(PARTS)), -1),
         ready_ns=np.full_like(parts_ns, -1),
-        **empty_host_line(parts_ns, np.full_like(parts_ns, -1)),
+        **zero_device_columns(parts_ns, np.full_like(parts_ns, -1)),
     )

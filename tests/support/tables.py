@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.steps import empty_host_line
+from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
 
@@ -36,7 +36,7 @@ def step_table(
         workload=np.full(count, -1),
         cpu_ns=np.full((count, len(PARTS)), -1),
         ready_ns=np.full_like(parts_ns, -1),
-        **empty_host_line(parts_ns, np.full_like(parts_ns, -1)),
+        **zero_device_columns(parts_ns, np.full_like(parts_ns, -1)),
     )
 
 

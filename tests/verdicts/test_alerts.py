@@ -153,13 +153,13 @@ def test_corrected_first_step_of_a_straggler_raises_no_second_alert(restart: int
         if restart is not None and int(block.key[block.key >= 0].min()) == restart:
             kept = save_and_load(found)
             judge, log, goes_on = StragglerDetector(), restarted(log, kept), EarlierEpisodes(kept)
-        judge.add_block("", block)
+        judge.add_bin_batch("", block)
         found = goes_on.merge_into(judge.judge())
         since |= {each.since_step for each in found.episodes}
         raised += told(log, found)
     whole = StragglerDetector()
     for block in blocks:
-        whole.add_block("", block)
+        whole.add_bin_batch("", block)
     replayed = told(FindingLog("run"), whole.judge(final=True))
 
     assert len(since) > 1

@@ -6,7 +6,7 @@ import dataclasses
 
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from torchlens_perf.verdicts.finding_log import MAX_KEPT, Finding, FindingLog, FindingRecords
-from torchlens_perf.verdicts.node_state import decode, encode
+from torchlens_perf.verdicts.node_state import decode_json, encode_json
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.hang import OpenHang
@@ -46,7 +46,7 @@ class Rig:
         return self.log.records.findings
 
     def restart(self) -> None:
-        self.log = FindingLog("run", decode(encode(self.log.records), FindingRecords))
+        self.log = FindingLog("run", decode_json(encode_json(self.log.records), FindingRecords))
 
 
 def test_hang_is_recorded_with_start_end_duration_and_last_sentence() -> None:

@@ -27,7 +27,7 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.finding_log import FindingLog
-from torchlens_perf.verdicts.node_state import NodeState, encode
+from torchlens_perf.verdicts.node_state import NodeState, encode_json
 from torchlens_perf.verdicts.stragglers.findings import (
     NOTHING,
     Cause,
@@ -217,7 +217,7 @@ def test_values_that_are_not_finite_become_null_in_the_state_file(run: RunDirect
             findings=dataclasses.replace(NOTHING, detectable_ns=detectable_ns),
             sidecar_cpu_s=cpu_s,
         )
-        assert (b"null" in encode(state.sidecar_cpu_s)) is not math.isfinite(cpu_s)
+        assert (b"null" in encode_json(state.sidecar_cpu_s)) is not math.isfinite(cpu_s)
         state.save(run)
         if math.isfinite(cpu_s):
             assert node_state.load(run.node_state_path(HOST)).findings == state.findings

@@ -331,13 +331,13 @@ def _simulate_without_files(
     topology, judge, judged_s, steps = simulation.topology, StragglerDetector(), 0.0, options.steps
     places = {rank: topology.placement(rank) for rank in range(topology.rank_count)}
     for rank, place in places.items():
-        judge.set_place(rank, place)
+        judge.set_placement(rank, place)
     width = min(choose_row_width(simulation.work_ns), 32)
     for part in simulation.steps(steps):
         blocks = list(part.detector_rows(width))
         begun_s = time.perf_counter()
         for population, block in blocks:
-            judge.add_block(population, block)
+            judge.add_bin_batch(population, block)
         judge.judge()
         judged_s += time.perf_counter() - begun_s
         advanced(part.first_step + len(part), steps)

@@ -11,7 +11,7 @@ from torchlens_perf.analysis.statistics.device import phase_durations_ns
 from torchlens_perf.analysis.statistics.memory import find_newest_reading
 from torchlens_perf.analysis.statistics.steps import build_step_traces
 from torchlens_perf.exporters.sampling.step_sampler import FIRST_TRACED_STEPS as FIRST_TRACED_STEPS
-from torchlens_perf.exporters.sampling.step_sampler import reason_by_number
+from torchlens_perf.exporters.sampling.step_sampler import reason_from_step_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -103,7 +103,7 @@ class Exporter(Protocol):
         """Accept a batch without waiting for its delivery. Count undelivered items."""
 
     def on_assessment(self, assessment: Assessment) -> None:
-        """Accept an assessment without waiting. Called in every round, after the batches."""
+        """Accept an assessment without waiting. Called after export() in each round."""
 
     def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
         """Accept new samples of GPUs and network ports.
@@ -112,8 +112,8 @@ class Exporter(Protocol):
         """
 
     def update_role(self, part: NodeRole) -> bytes:
-        """Accept this node's role and the other nodes' messages. Called in every round, before the
-        batches.
+        """Accept this node's role and the other nodes' messages. Called before export() in each
+        round.
 
         Return a message of at most MAX_TALLY_BYTES for the sidecar of node 0; b"" if none is due.
         """
@@ -134,7 +134,7 @@ TALLY_MARK = b"\xf1"
 
 def steps_traced_by_number(steps: list[int], every: int) -> set[int]:
     """Return the steps to trace by number: the first steps, and one in `every`."""
-    return {step for step in steps if reason_by_number(step, every)}
+    return {step for step in steps if reason_from_step_number(step, every)}
 
 
 def build_export_batch(

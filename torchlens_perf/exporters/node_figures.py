@@ -1,8 +1,8 @@
 """Metrics of a node that are only exported on /metrics.
 
 The metrics describe the node's processes and collectives, the ranks that arrive last, and open
-alerts. The number of series is bounded. Series by rank cover this node's ranks. In large jobs, only
-the ranks with the largest lags have series.
+alerts. The number of series is bounded. Series of single ranks only cover this node's ranks. In
+large jobs, only the ranks with the largest lags have series.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ class RecentOwnTimes:
         newest = self._newest_ns.setdefault(batch.identity.rank, deque(maxlen=_OWN_TIME_WINDOW))
         newest.extend(batch.steps.own_ns[-_OWN_TIME_WINDOW:].tolist())
 
-    def mean_points(self, gone: Iterable[int]) -> dict[str, Points]:
+    def slowest_and_fastest_points(self, gone: Iterable[int]) -> dict[str, Points]:
         """Return the mean own time of the slowest and of the fastest rank.
 
-        gone: ranks that have ended. Their times are dropped.
+        gone: ranks that have ended, whose times are dropped.
         """
         for rank in gone:
             self._newest_ns.pop(rank, None)
@@ -166,7 +166,7 @@ def points_of_open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
 
 
 def _labels_of_alert(alert: Alert) -> Labels:
-    """Return an alert's labels, without the sentence: each change starts a new series."""
+    """Return an alert's labels. Its text is no label: each change would start a new series."""
     of_hang = alert.kind == "hang"
     return _drop_unknown_labels(
         {

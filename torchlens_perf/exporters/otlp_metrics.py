@@ -93,14 +93,14 @@ class NodeMetrics:
         self._part = part
         for node, data in part.tallies:
             self._received.add_message(node, data)
-        self._status.set_rank_quantiles(part.spread_s if self._is_large else {})
+        self._status.set_rank_quantiles(part.spread_s if self._is_large_job else {})
         self._update_shown_ranks()
         if part.left_out > self._counted_left_out:
             self._not_traced.add(part.left_out - self._counted_left_out, {})
             self._counted_left_out = part.left_out
         if part.part is CoveredRanks.WHOLE and self._received.memory_bytes:
             self._steps.set_memory_of_other_nodes(self._received.memory_bytes)
-        hands_on = part.part is CoveredRanks.FORWARDER and self._is_large
+        hands_on = part.part is CoveredRanks.FORWARDER and self._is_large_job
         return (
             self._tally.next_message(self._forwarded.largest_shared_memory_bytes)
             if hands_on
@@ -111,7 +111,7 @@ class NodeMetrics:
         """Add the steps of a batch. sampled: ids of the steps whose spans are also sent."""
         self._world_size = batch.identity.world_size
         # Steps of a rank that has series of its own are not added to the shared series.
-        own = self._own_series if self._is_large else None
+        own = self._ranks_with_series if self._is_large_job else None
         hands_on = (
             own is not None
             and batch.identity.rank not in own
@@ -143,25 +143,25 @@ class NodeMetrics:
 
     def _update_shown_ranks(self) -> None:
         """Select the ranks whose series are sent: those that were found slow most recently."""
-        for rank in self._own_series:
+        for rank in self._ranks_with_series:
             self._shown.pop(rank, None)
             self._shown[rank] = None
         while len(self._shown) > MAX_SLOW_RANKS:
             del self._shown[next(iter(self._shown))]
-        if not self._is_large:
+        if not self._is_large_job:
             self._meter.shown_ranks = None
         else:
             self._meter.shown_ranks = (
-                frozenset(self._shown) if self._part.standing is None else self._own_series
+                frozenset(self._shown) if self._part.standing is None else self._ranks_with_series
             )
 
     @property
-    def _is_large(self) -> bool:
+    def _is_large_job(self) -> bool:
         """True if the job has too many ranks for series of each rank."""
         return self._world_size > max_ranks_with_own_series(self._part.max_series)
 
     @property
-    def _own_series(self) -> frozenset[int]:
+    def _ranks_with_series(self) -> frozenset[int]:
         """Ranks of a large job that have series of their own."""
         return self._part.standing if self._part.standing is not None else self._named
 
@@ -190,7 +190,7 @@ class StepInstruments:
         self._memory_bytes: dict[int, int] = {}
         self._others_bytes = 0
         self._device_memory = DeviceMemoryInstruments(meter)
-        self._own_series: frozenset[int] = frozenset()
+        self._ranks_with_series: frozenset[int] = frozenset()
 
     @property
     def histograms(self) -> tuple[ArrayHistogram, ...]:
@@ -204,7 +204,11 @@ class StepInstruments:
     def largest_shared_memory_bytes(self) -> int:
         """Largest memory of a rank that has no series of its own; 0 if unknown."""
         return max(
-            (value for rank, value in self._memory_bytes.items() if rank not in self._own_series),
+            (
+                value
+                for rank, value in self._memory_bytes.items()
+                if rank not in self._ranks_with_series
+            ),
             default=0,
         )
 
@@ -225,7 +229,7 @@ class StepInstruments:
         if not len(steps):
             return
         rank = batch.identity.rank
-        self._own_series, per_rank = own or frozenset(), own is None or rank in own
+        self._ranks_with_series, per_rank = own or frozenset(), own is None or rank in own
         attributes: dict[str, Any] = {semantics.RANK: rank} if per_rank else {}
         rows = [row for row, step in enumerate(steps.step.tolist()) if step in sampled]
         of_step = [

@@ -158,7 +158,7 @@ class _RankSpanBuilder:
         found.append(
             self._make_span(f"{semantics.SPAN_RANK} {rank}", of_rank, root, of_step, times)
         )
-        # This loop computes the same ids as span_id(), but hashes the common prefix only once.
+        # This loop computes the ids of span_id_of_path(), but hashes the common prefix only once.
         path = hashlib.sha256(f"{in_trace:032x}/{rank}/".encode())
         contexts: list[SpanContext] = []
         for index, (span, parent) in enumerate(find_parents(trace.spans)):

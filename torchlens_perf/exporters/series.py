@@ -35,7 +35,7 @@ from torchlens_perf.run.sketch import LOWEST_BUCKET, SCALE, Sketch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-# Largest number per series and export.
+# Largest number of exemplars per series and export.
 _MAX_EXEMPLARS = 10
 # The SDK's default limit per point. If there are more buckets, pairs are merged.
 MAX_BUCKETS = 160

@@ -20,7 +20,7 @@ MAX_COSTS = 32
 
 
 class StatusGauges:
-    """Gauges of the newest assessment. The sidecar's thread writes, the sender's reads."""
+    """Gauges of the newest assessment. The sidecar's thread writes, the sender's thread reads."""
 
     def __init__(self, meter: ArrayMeter, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -32,7 +32,7 @@ class StatusGauges:
         self._pending_zeros: dict[tuple[str, Any], int] = {}
         self._spread_s: Mapping[tuple[str, str], float] = {}
         for name, callback in (
-            (semantics.STRAGGLER_COST, self._observe_costs),
+            (semantics.STRAGGLER_COST, self._observe_slow_rank_costs),
             (semantics.STRAGGLERS, self._observe_straggler_counts),
             (semantics.DETECTABLE, self._observe_detectable_slowdown),
             (semantics.HANG_DURATION, self._observe_hang_duration),
@@ -67,7 +67,7 @@ class StatusGauges:
 
         return read
 
-    def _observe_costs(self, options: CallbackOptions) -> Iterator[Observation]:
+    def _observe_slow_rank_costs(self, options: CallbackOptions) -> Iterator[Observation]:
         findings = self._findings
         # The job only becomes faster if all ranks of a slow group do, so each rank's point shows
         # the cost of the group.

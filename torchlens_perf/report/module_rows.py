@@ -64,7 +64,7 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
 def _own_time_by_module(process: ProcessState) -> dict[str, float]:
     typical = build_typical_step(process.statistics)
     forward_s = typical["parts"].get("forward", 0.0) if typical is not None else 0.0
-    alike = process.statistics.typical_duration_sums()
+    alike = process.statistics.sums_of_typical_steps()
     if not alike.forward_ns:
         return {}
     return {name: sum_ns / alike.forward_ns * forward_s for name, sum_ns in alike.modules.items()}
@@ -74,7 +74,7 @@ def section_rows(processes: dict[int, ProcessState]) -> list[Section]:
     """Return all sections by time per typical step, then by total time, largest first."""
     rows: list[Section] = []
     alike = {
-        rank: process.statistics.typical_duration_sums() for rank, process in processes.items()
+        rank: process.statistics.sums_of_typical_steps() for rank, process in processes.items()
     }
     whole_ns: dict[str, int] = {}
     for name in _all_names(processes, "sections"):

@@ -178,7 +178,7 @@ class JobGeneration:
                 for local in map(self.ranks.__getitem__, known)
             ]
             rows = np.stack([encode_signals(metrics) for metrics in known.values()])
-            self._metrics.add(np.array(list(known)), np.array(steps), rows, now_s)
+            self._metrics.add_signals(np.array(list(known)), np.array(steps), rows, now_s)
 
     def end_rank(self, identity: Identity) -> None:
         """Mark a rank as ended, after all steps of its process were added."""
@@ -211,14 +211,14 @@ class JobGeneration:
         ranks = values["rank"].tolist()
         for index, rank in enumerate(ranks):
             if not self.detector.has_rows(rank):
-                self.detector.set_place(
+                self.detector.set_placement(
                     rank, summary.unpack_placement(values[index], hosts[index], locations[index])
                 )
         for rank, key, times_ns in zip(
             ranks, values["modules"].tolist(), summary.unpack_module_times(values), strict=True
         ):
             self.module_times.set_times_of_remote_rank(rank, key, times_ns)
-        self._metrics.add(
+        self._metrics.add_signals(
             values["rank"].astype(np.int64),
             values["step"].astype(np.int64),
             values["signals"],
@@ -227,7 +227,7 @@ class JobGeneration:
         for index in np.flatnonzero(values["ended"]).tolist():
             self.detector.end_rank(ranks[index])
         for population, block in summary.iter_row_batches(values):
-            self.detector.add_block(population, block)
+            self.detector.add_bin_batch(population, block)
             self.rank_rows.add_batch(block)
 
     # -- findings

@@ -1,8 +1,8 @@
 """The faults that a simulation can plant, and their text form:
 `constant:rank=3,share=0.25,phase=forward`. Pure.
 
-A share is relative to a rank's usual work in a whole step: share=0.05 makes the rank 5 % slower in
-every phase.
+A share is relative to a rank's usual work in a whole step: share=0.05 adds 5 % of the step's work,
+whichever phase becomes longer.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class PauseVariation(_SlowRanksFault):
 class LinkFault(_TimedFault):
     """Slow transfers in the data-parallel or tensor-parallel group of `rank`.
 
-    The work of its ranks is as usual.
+    The work of the group's ranks is as usual.
     """
 
     rank: int

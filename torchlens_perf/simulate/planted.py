@@ -1,5 +1,5 @@
-"""Comparison of planted faults with the report's verdicts. For faults that were not found, it gives
-the reason. Pure."""
+"""Comparison of planted faults with the report's verdicts. For faults that were not found, the
+comparison gives the reason. Pure."""
 
 from __future__ import annotations
 
@@ -150,13 +150,14 @@ def compare_faults(
         for row in compared.rows
     ]
     credited = [
-        _credit_faults(row, found, cases) for row, found in zip(compared.rows, matches, strict=True)
+        _faults_found_by_verdict(row, found, cases)
+        for row, found in zip(compared.rows, matches, strict=True)
     ]
     used = {index for index, found in enumerate(matches) if found}
     planted = []
     for number, (text, (fault, of_fault, effect)) in enumerate(zip(texts, cases, strict=True)):
         named = [
-            _naming_verdict(row)
+            _to_naming_verdict(row)
             for row, found in zip(compared.rows, credited, strict=True)
             if number in found
         ]
@@ -165,19 +166,19 @@ def compare_faults(
             for found, of_row in zip(matches, credited, strict=True)
         )
         planted.append(
-            _compare_fault(
+            _build_planted_fault(
                 text, fault, simulation, of_fault, effect, named, compared, at_fault, is_hidden
             )
         )
     wrong = [
-        _naming_verdict(row)
+        _to_naming_verdict(row)
         for index, row in enumerate(compared.rows)
         if index not in used and row["kind"].startswith(("straggler", "slow_link"))
     ]
     return FaultComparison(tuple(planted), tuple(wrong))
 
 
-def _credit_faults(
+def _faults_found_by_verdict(
     row: Row,
     found: Sequence[int],
     cases: Sequence[tuple[Fault, npt.NDArray[np.bool_], FaultEffect]],
@@ -189,7 +190,7 @@ def _credit_faults(
     """
     if not row["kind"].startswith("straggler"):
         return list(found)
-    named = _naming_verdict(row)
+    named = _to_naming_verdict(row)
     ranks, steps = [*named.ranks, *named.slow_too], slice(named.since_step, named.until_step)
 
     def preference(number: int) -> tuple[bool, float]:
@@ -224,7 +225,7 @@ def _fault_mask(fault: Fault, simulation: Simulation, steps: int) -> npt.NDArray
     return found
 
 
-def _naming_verdict(row: Row) -> NamingVerdict:
+def _to_naming_verdict(row: Row) -> NamingVerdict:
     evidence = row["evidence"]
     until, since, slow_too = None, row["since_step"], tuple(evidence.get("slow_too", ()))
     if row["kind"] == "slow_link":
@@ -243,7 +244,7 @@ def _naming_verdict(row: Row) -> NamingVerdict:
 
 def _is_match(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: FaultEffect) -> bool:
     """Return True if the verdict's kind, ranks and steps match the fault."""
-    kind, named = row["kind"], _naming_verdict(row)
+    kind, named = row["kind"], _to_naming_verdict(row)
     members = set(np.flatnonzero(lasting.any(axis=1)).tolist())
     if isinstance(fault, LinkFault):
         links = (
@@ -269,13 +270,13 @@ def _is_match(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: Fa
     return bool(lasting[[*named.ranks, *named.slow_too], named.since_step : named.until_step].any())
 
 
-def _compare_fault(
+def _build_planted_fault(
     text: str, fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: FaultEffect,
     named: Sequence[NamingVerdict], compared: ReportedVerdicts, at_fault: npt.NDArray[np.bool_], is_hidden: bool,
 ) -> PlantedFault:  # fmt: skip
     """Return one fault with the verdicts that find it.
 
-    is_hidden: True if a verdict on its ranks and steps was assigned to another fault.
+    is_hidden: True if a verdict on the fault's ranks and steps was credited to another fault.
     """
     members, steps = _fault_ranks(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0))
     is_link, begun, until = isinstance(fault, LinkFault), bool(len(steps)), None

@@ -1,12 +1,12 @@
 """Ring files of simulated ranks, written by the real recorder with a simulated clock.
 
-All other parts are those of a real run: the recorder, the files, and the sidecar. A rank's step
-consists of data, forward, backward, the all-reduce of gradients, the optimizer, and host code. The
-optimizer begins with an all-reduce of the gradient norm over all ranks. Tensor-parallel neighbours
-wait for each other at the end of forward and of backward.
+The recorder, the files and the sidecar are those of a real run. A rank's step consists of data,
+forward, backward, the all-reduce of gradients, the optimizer, and host code. The optimizer begins
+with an all-reduce of the gradient norm over all ranks. Tensor-parallel neighbours wait for each
+other at the end of forward and of backward.
 
-On a device, the host issues a step's work in little time. It then waits for the device at the end
-of the step, as a loop does that reads the loss. Device times are reported a few steps later. In a
+On a device, the host issues a step's work in little time. At the end of the step, the host waits
+for the device, as in a loop that reads the loss. Device times are reported a few steps later. In a
 launch-bound job, the device waits for its host (launch_bound.py).
 """
 
@@ -305,7 +305,7 @@ class SimulatedRank:
         self._report_device_times(step - self._device.late_steps - AHEAD)
 
     def _end_device_step(self, end_ns: int) -> None:
-        """Record the device's step in progress. It ends where the next step begins."""
+        """Record the device's step in progress, which ends where the next step begins."""
         if self._device_step is not None:
             begin_ns, reported = self._device_step
             self._queue_span(

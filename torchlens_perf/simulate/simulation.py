@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from torchlens_perf.analysis.statistics.steps import empty_host_line
+from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -97,7 +97,7 @@ class Topology:
 
 @dataclasses.dataclass
 class DraftSteps:
-    """Consecutive steps of all ranks that faults may change. Times are in ns."""
+    """Consecutive steps of all ranks, to which faults add time. Times are in ns."""
 
     topology: Topology
     first_step: int
@@ -201,7 +201,7 @@ class SimulatedSteps:
                     ready_ns=ready_ns,
                     workload=_row_means(workload[ranks], width),
                     parts_ns=parts_ns,
-                    **empty_host_line(parts_ns, ready_ns),
+                    **zero_device_columns(parts_ns, ready_ns),
                 ),
             )
 

@@ -186,7 +186,7 @@ class AlertBuilder:
             ranks, cause, scope = evidence.ranks, evidence.cause, evidence.scope
             about = format_ranges(sorted(ranks))
         elif isinstance(evidence, SlowLinkEvidence):
-            # Use the ranks that all slow links share. Without any, use those of the worst link.
+            # Use the ranks that all slow links share, or else the ranks of the worst link.
             ranks, cause = evidence.shared_ranks or evidence.links[0].ranks, SLOW_COMMUNICATION
         key = verdict.kind, verdict.rank, verdict.phase, verdict.since_step, about
         return dataclasses.replace(

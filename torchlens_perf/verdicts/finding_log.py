@@ -1,4 +1,4 @@
-"""The log of a run's findings, with their start and end. No other module records these.
+"""The log of a run's findings, with their start and end. No other module records start and end.
 
 Every change raises an alert. The alert's id is made from the run, the attempt and the subject of
 the finding. A restarted sidecar and a replay therefore raise the same alerts with the same ids.
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 # Above this number of findings, the oldest ended findings are removed.
 MAX_KEPT = 32
 _CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
-# A verdict close to its threshold appears and disappears. It ends after this time of absence.
+# A verdict close to its threshold appears and disappears. Its finding ends after this time without
+# the verdict.
 _MAX_ABSENCE_NS = 60_000_000_000
 
 
@@ -146,12 +147,12 @@ class FindingLog:
         findings, hang: the present state of the job. unix_ns: the present time.
         at_step: the furthest step in progress; None if no process runs. last_step: the newest
         finished step.
-        judge: "" if this node judges all ranks. The node's name if it judges only its own ranks,
-        because node 0 cannot be reached. None if another node judges, which ends all findings here.
+        judge: "" if this node judges all ranks. Its name if it judges only its own ranks, because
+        node 0 cannot be reached. None if another node judges, which ends all findings here.
         verdicts: other verdicts that hold now, such as an imbalance. The finding of such a verdict
         ends after a minute without it.
         context: returns the report's values that sentences need. diagnosed: returns the diagnosis
-        of a straggler. Both are called only when a straggler is reported.
+        of a straggler. context() and diagnosed() are called only when a straggler is reported.
         """
         cached = functools.cache(SlowRankContext if context is None else context)
         now = AlertBuilder(
@@ -307,7 +308,7 @@ class FindingLog:
         if before is not None and before.hang is not None:
             stands_still = now.at_step is not None and now.at_step <= before.hang.step
             if hang is None and self._hang_is_saved and stands_still:
-                # A restarted sidecar measures from its own start, and has not found the hang yet.
+                # A restarted sidecar measures from its own start, so it finds the hang again later.
                 return
             if hang is None or hang.step != before.hang.step:
                 why = "It is over: steps continue, or the processes have ended."

@@ -167,7 +167,7 @@ class ProcessState:
         if records is None or steps is None:
             newly = judged.decide_for_host()
         else:
-            newly = judged.add(records, steps, on_device=self.on_device)
+            newly = judged.add_records(records, steps, on_device=self.on_device)
         self.judged_by = judged.by
         if newly is not None and judged.by == DEVICE:
             warm = newly.select_rows(
@@ -230,7 +230,7 @@ class NodeState:
         path = run.node_state_path(self.host)
         partial = path.with_suffix(".partial")
         with open(ownership.create_private_file(partial), "wb", buffering=0) as file:
-            ownership.write_all(file, encode(self))
+            ownership.write_all(file, encode_json(self))
             if durably:
                 os.fsync(file.fileno())
         os.replace(partial, path)
@@ -259,9 +259,9 @@ def load(path: Path) -> NodeState:
     except OSError as error:
         raise RunStoreError(f"{path} cannot be read: {error.strerror or error}") from None
     try:
-        schema = decode(text, _SchemaVersion).schema
+        schema = decode_json(text, _SchemaVersion).schema
         if schema == SCHEMA:
-            return decode(text, NodeState)
+            return decode_json(text, NodeState)
     except (msgspec.MsgspecError, *DAMAGED_DATA) as error:
         raise DamagedStateError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
     raise DamagedStateError(f"{path} has schema {schema}, this version reads {SCHEMA}")
@@ -330,16 +330,16 @@ def load_all(
 # -- JSON: msgspec encodes most types. The functions below convert the other types.
 
 
-def encode(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
     """Return the value as JSON.
 
-    Infinity and NaN become null. decode() rejects null in fields that must be numbers.
+    Infinity and NaN become null. decode_json() rejects null in fields that must be numbers.
     """
     return msgspec.json.encode(value, enc_hook=_encode_special_type)
 
 
-def decode(text: bytes, kind: type[_T]) -> _T:
-    """Return the value that encode() has encoded.
+def decode_json(text: bytes, kind: type[_T]) -> _T:
+    """Return the value that encode_json() has encoded.
 
     Raises msgspec.MsgspecError for invalid text.
     """

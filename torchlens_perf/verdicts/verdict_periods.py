@@ -2,7 +2,7 @@
 
 The period of a verdict is the range of steps in which it was true. A slow rank's period is its
 episode. For the limit of the step, such as data loading, the period is found in the windows of all
-ranks. For hangs, slow links and imbalances, the sidecar has recorded it (finding_log.py).
+ranks. For hangs, slow links and imbalances, the sidecar has recorded the period (finding_log.py).
 """
 
 from __future__ import annotations
@@ -155,9 +155,8 @@ class VerdictPeriods:
     def _period_of_long_steps(self, long: LongSteps) -> Period | None:
         """Return the period of a class of long steps that recur regularly; None without a tag.
 
-        Windows have tags for what their steps did, such as evaluation. For a class without a tag,
-        they cannot show in which windows its steps are. The verdict's sentence lists these steps
-        instead.
+        Windows have tags for what their steps did, such as evaluation. The windows of a class
+        without a tag are not known, so the verdict's sentence lists its steps.
         """
         if (
             self.windows is None

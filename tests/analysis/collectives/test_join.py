@@ -14,7 +14,7 @@ from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import SEND_RECV, GroupKey
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics, merge_operations
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.verdicts.node_state import encode
+from torchlens_perf.verdicts.node_state import encode_json
 
 NAME = "allreduce group=0 dtype=float32"
 WORLD_OF_3 = GroupKey("0", "0-2", "default_pg")
@@ -535,7 +535,7 @@ def test_pending_records_are_not_joined_after_a_sidecar_restart() -> None:
         {0: [Issued(NAME, n, 10) for n in range(6)], 1: [Issued(NAME, n, 30) for n in range(4)]}
     )
     again = save_and_load(join)
-    assert encode(again.operations()) == encode(join.operations())
+    assert encode_json(again.operations()) == encode_json(join.operations())
     assert (counts(join).unjoined, counts(again).unjoined) == (0, 2)
 
     add(again, {0: [Issued(NAME, 6, 10)], 1: [Issued(NAME, n, 30) for n in range(4, 7)]}, world(2))

@@ -10,7 +10,7 @@ from tests.support.collectives import Issued, joined, records, world
 from torchlens_perf.analysis.collectives.channel import JoinCounts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.node_state import encode
+from torchlens_perf.verdicts.node_state import encode_json
 
 NAME = "allreduce group=0 dtype=float32"
 COMPLETED = int(Flag.COMPLETED)
@@ -71,7 +71,9 @@ def test_any_order_and_split_of_records_joins_the_same_operations(
 
     def facts(each: CollectiveJoin) -> tuple[object, ...]:
         rows = {
-            row.key: msgspec.json.decode(encode(row)) for row in each.operations() if row.records
+            row.key: msgspec.json.decode(encode_json(row))
+            for row in each.operations()
+            if row.records
         }
         return rows, {
             place: counted

@@ -21,7 +21,7 @@ from torchlens_perf.analysis.statistics.rank import (
 )
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.verdicts.node_state import encode
+from torchlens_perf.verdicts.node_state import encode_json
 
 NO_RECORDS = records([])
 
@@ -87,7 +87,7 @@ def test_windows_are_the_same_however_steps_are_split_into_batches(
     for first in range(0, len(steps), size):
         pieces.add_steps(steps.select_rows(slice(first, first + size)))
 
-    assert encode(whole) == encode(pieces)
+    assert encode_json(whole) == encode_json(pieces)
 
 
 def test_warm_up_steps_are_counted_but_in_no_distribution() -> None:
@@ -142,7 +142,7 @@ def test_modules_outside_normal_forward_passes_do_not_count() -> None:
 
     assert (statistics.modules["block"].count, statistics.modules["block"].sum_ns) == (2, 77)
     assert statistics.usual_steps == 5
-    alike = statistics.typical_duration_sums()
+    alike = statistics.sums_of_typical_steps()
     assert (alike.steps, alike.modules["block"], alike.forward_ns) == (5, 77, 209)
 
 
@@ -171,7 +171,7 @@ def test_outliers_do_not_change_the_parts_of_a_typical_step(
             made, step_table(steps, first_step=first), ["forward Net", "large", "small"], lost=0
         )
 
-    alike = save_and_load(statistics).typical_duration_sums()
+    alike = save_and_load(statistics).sums_of_typical_steps()
     found = alike.modules if kind == Kind.MODULE else alike.sections
     assert alike.steps == 57 - len(in_steps)
     assert (found["large"], found["small"]) == (6 * ms * alike.steps, 2 * ms * alike.steps)
@@ -187,7 +187,7 @@ def test_number_of_kept_step_durations_is_limited() -> None:
         ]
         statistics.add_records(NO_RECORDS, step_table(durations, first_step=first), [], lost=0)
     assert len(statistics.by_length) <= 24
-    assert statistics.typical_duration_sums().steps >= 900
+    assert statistics.sums_of_typical_steps().steps >= 900
 
 
 def test_records_are_counted_by_kind_and_name() -> None:
@@ -234,7 +234,10 @@ def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
     for statistics in (straight, again):
         statistics.add_records(NO_RECORDS, second, [], lost=0)
 
-    left, right = msgspec.json.decode(encode(straight)), msgspec.json.decode(encode(again))
+    left, right = (
+        msgspec.json.decode(encode_json(straight)),
+        msgspec.json.decode(encode_json(again)),
+    )
     # After reading, the window in progress starts again, and its first steps are a separate row.
     left.pop("history")
     right.pop("history")

@@ -23,7 +23,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
 )
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.node_state import encode
+from torchlens_perf.verdicts.node_state import encode_json
 
 MS = 1e6
 NORMAL = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 2.0, "host": 1.0}  # 16 ms
@@ -542,5 +542,5 @@ def test_number_of_histogram_bins_is_limited() -> None:
                 first,
             )
         )
-    assert len(encode(mix)) < 150_000
+    assert len(encode_json(mix)) < 150_000
     assert classify_steps([mix]).count == 100_000

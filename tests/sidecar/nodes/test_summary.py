@@ -334,7 +334,7 @@ def test_verdicts_are_the_same_with_and_without_packing(per_summary: int) -> Non
             *(made_summary(rank, JOB.rows_of(rank, window), Placement()) for rank in range(3))
         )
         for population, block in summary.iter_row_batches(values):
-            judge.add_block(population, block)
+            judge.add_bin_batch(population, block)
         judge.judge()
     travelled = judge.judge(final=True)
 
@@ -359,7 +359,7 @@ def test_rows_of_different_widths_are_compared_however_they_are_split() -> None:
             for population, block in summary.iter_row_batches(
                 received(made_summary(rank, part_of(rows, at[0], at[-1] + 1), Placement()))
             ):
-                judge.add_block(population, block)
+                judge.add_bin_batch(population, block)
         judge.judge()
     found = judge.judge(final=True)
 

@@ -17,7 +17,7 @@ from torchlens_perf.verdicts.causes.metrics import (
 def told(history: MetricHistory, second: float, step: int, shares: dict[int, float]) -> None:
     """Add one second with the given `gc_share` of some ranks."""
     rows = np.stack([encode_signals({"gc_share": share}) for share in shares.values()])
-    history.add(np.array(list(shares)), np.full(len(shares), step), rows, second)
+    history.add_signals(np.array(list(shares)), np.full(len(shares), step), rows, second)
 
 
 def gc_share(history: MetricHistory, rank: int, since: int, until: int | None = None) -> float:
@@ -37,7 +37,7 @@ def test_rank_without_signals_has_no_usual_signals() -> None:
     """The rank is on another node, and its summaries have no signals yet."""
     history = MetricHistory()
     for second in range(10):
-        history.add(
+        history.add_signals(
             np.array([0, 3]),
             np.full(2, 10 * second),
             np.stack([encode_signals({"gc_share": 0.1}), encode_signals({})]),
@@ -69,7 +69,7 @@ def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
     for second in range(12):
         values = {"gc_share": 0.5 * (second >= 5), "refaults_per_s": 900.0 * (second >= 5)}
         row = encode_signals({**values, "sm_clock_mhz": 1000 if second >= 5 else 2000})
-        history.add(np.array([3]), np.array([10 * second]), row[None], float(second))
+        history.add_signals(np.array([3]), np.array([10 * second]), row[None], float(second))
 
     found = history.usual_signals_before(3, 100)
     assert found is not None
@@ -102,7 +102,9 @@ def test_samples_of_one_second_have_equal_weight() -> None:
 def test_missing_samples_do_not_change_a_mean() -> None:
     history = MetricHistory()
     told(history, 0.0, 0, {1: 0.5})
-    history.add(np.array([1]), np.array([10]), encode_signals({"cpu_wait_share": 0.5})[None], 1.0)
+    history.add_signals(
+        np.array([1]), np.array([10]), encode_signals({"cpu_wait_share": 0.5})[None], 1.0
+    )
     told(history, 2.0, 20, {1: 0.25})
 
     assert measured_signals(history.mean_signals([1], 0)[1]) == {
@@ -138,7 +140,9 @@ def test_signal_sampled_once_in_five_rounds_counts_once() -> None:
         values = {"gc_share": 0.1} | (
             {"link_errors_per_s": float(round_ % 10 == 0)} if round_ % 5 == 0 else {}
         )
-        history.add(np.array([1]), np.array([round_]), encode_signals(values)[None], float(round_))
+        history.add_signals(
+            np.array([1]), np.array([round_]), encode_signals(values)[None], float(round_)
+        )
 
     assert measured_signals(history.mean_signals([1], 0)[1])["link_errors_per_s"] == 0.5
 
@@ -148,7 +152,7 @@ def test_usual_rate_of_error_bursts_is_their_mean() -> None:
     history = MetricHistory()
     for second in range(100):
         row = encode_signals({"nvlink_errors_per_s": 3.0 * (second % 20 == 5)})
-        history.add(np.array([1]), np.array([10 * second]), row[None], float(second))
+        history.add_signals(np.array([1]), np.array([10 * second]), row[None], float(second))
     found = history.usual_signals_before(1, 900)
 
     assert found is not None

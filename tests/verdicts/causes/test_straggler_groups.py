@@ -41,8 +41,8 @@ def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
         job.slow(rank, 30, "backward", slice(20, 110))
     judge = StragglerDetector()
     for rank, place in at.items():
-        judge.set_place(rank, place)
-    judge.add_block("", job.block(rows=slice(0, 108)))
+        judge.set_placement(rank, place)
+    judge.add_bin_batch("", job.block(rows=slice(0, 108)))
     found = judge.judge()
     named = save_and_load(add_straggler_groups(found, at))
     (node,) = named.groups
@@ -55,7 +55,7 @@ def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
     assert node.cost_ns == pytest.approx(gain_ns, rel=0.02)
     assert node.cost_share == pytest.approx(gain_ns / node.lead.step_ns, rel=0.02)
     assert save_and_load(found).episodes == found.episodes
-    judge.add_block("", job.block(rows=slice(108, None)))
+    judge.add_bin_batch("", job.block(rows=slice(108, None)))
     ended = judge.judge(final=True).episodes
     assert len(ended) == 8
     assert all(each.until_step is not None for each in ended)
@@ -68,7 +68,7 @@ def test_cost_of_a_node_with_several_populations_is_the_highest_of_them() -> Non
     judge = StragglerDetector()
     for rank in range(16):
         at[rank] = Placement(f"node-{rank // 4}", f"x/pp{rank % 2}", {"pp": rank % 2})
-        judge.set_place(rank, at[rank])
+        judge.set_placement(rank, at[rank])
         if rank // 4 == 1:
             job.slow(rank, 20 + 20 * (rank % 2), "backward")
         judge.add_rows(rank, job.rows_of(rank))
@@ -204,7 +204,7 @@ def pipeline(*work: float, ranks: int = 4) -> tuple[Findings, dict[int, Placemen
         job.parts_ns[list(members)] *= factor
         for rank in members:
             at[rank] = Placement("", f"x/pp{stage}", {"pp": stage})
-            judge.set_place(rank, at[rank])
+            judge.set_placement(rank, at[rank])
     for rank in range(job.ranks):
         judge.add_rows(rank, job.rows_of(rank))
     return judge.judge(final=True), at

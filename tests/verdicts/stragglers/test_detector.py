@@ -450,7 +450,7 @@ class TestBatching:
             (1, False),
         ]
         judge = StragglerDetector()
-        judge.add_block("", self.JOB.block(rows=slice(0, 1)))
+        judge.add_bin_batch("", self.JOB.block(rows=slice(0, 1)))
         for rank, rows, now in with_splits(data.draw, self.JOB):
             judge.add_rows(rank, self.JOB.rows_of(rank, rows))
             if now:
@@ -463,7 +463,7 @@ class TestBatching:
         job = Job.of(3, 1000).slow(0, 20, rows=slice(100, 300)).slow(1, 20, rows=slice(700, None))
         judge = StragglerDetector()
         for row in range(0, 1000, 50):
-            judge.add_block("", job.block(rows=slice(row, row + 50)))
+            judge.add_bin_batch("", job.block(rows=slice(row, row + 50)))
             judge.judge()
 
         assert judge.judge(final=True) == job.judge()
@@ -661,12 +661,12 @@ class TestLateAndMissing:
         """A restarted sidecar starts a detector late."""
         job = Job.of(4, 200).slow(1, 20)
         judge = StragglerDetector()
-        judge.add_block("", job.block(rows=slice(100, None)))
+        judge.add_bin_batch("", job.block(rows=slice(100, None)))
         found = only(judge.judge(final=True))
 
         assert (found.since_step, found.from_start) == (100, False)
         under_the_flag = StragglerDetector()
-        under_the_flag.add_block("", job.block(rows=slice(1, None)))
+        under_the_flag.add_bin_batch("", job.block(rows=slice(1, None)))
         assert only(under_the_flag.judge(final=True)).from_start
 
     @pytest.mark.parametrize(
@@ -693,7 +693,7 @@ class TestLateAndMissing:
     def test_remaining_bins_are_judged_at_the_end(self) -> None:
         job = Job.of(2, 4 * EVERY + 3)
         judge = StragglerDetector()
-        judge.add_block("", job.block())
+        judge.add_bin_batch("", job.block())
 
         assert judge.judge().last_step == 4 * EVERY - 1
         assert judge.judge(final=True).last_step == 4 * EVERY + 2
@@ -710,7 +710,7 @@ class TestPopulations:
         job = Job.of(8, 100)
         job.parts_ns[4:] *= 1.3
         for rank in range(8):
-            judge.set_place(rank, Placement("", f"stage{rank // 4}"))
+            judge.set_placement(rank, Placement("", f"stage{rank // 4}"))
             judge.add_rows(rank, job.rows_of(rank))
         found = judge.judge(final=True)
 
@@ -728,15 +728,15 @@ class TestPopulations:
         job = Job.of(8, 100).slow(2, 20, "optimizer")
         job.parts_ns[4:] *= 1.3
         judge = StragglerDetector()
-        judge.add_block("a", job.block(range(4)))
-        judge.add_block("b", job.block(range(4, 8)))
+        judge.add_bin_batch("a", job.block(range(4)))
+        judge.add_bin_batch("b", job.block(range(4, 8)))
 
         assert only(judge.judge(final=True)).rank == 2
 
     def test_single_rank_of_a_pipeline_stage_is_not_compared(self) -> None:
         """The rank's usual times are still known."""
         judge = StragglerDetector()
-        judge.add_block("a", Job.of(1, 100).block())
+        judge.add_bin_batch("a", Job.of(1, 100).block())
         found = judge.judge(final=True)
 
         assert (found.compared, found.episodes, found.detectable_ns) == (0, (), None)
@@ -768,7 +768,7 @@ def test_excess_above_the_detectable_one_is_found_and_half_of_it_is_not() -> Non
 
 def test_straggler_findings_are_unchanged_by_json() -> None:
     judge = StragglerDetector()
-    judge.add_block("a/pp0", Job.of(4, 100).slow(1, 20).block())
+    judge.add_bin_batch("a/pp0", Job.of(4, 100).slow(1, 20).block())
     for found in (judge.judge(final=True), NOTHING):
         assert save_and_load(found) == found
     assert len(judge.judge().episodes) == 1

@@ -165,11 +165,11 @@ class TestNodeJudge:
         """Models and groups of all ranks may be unknown in the first steps."""
         judge = JobDetector()
         for rank in range(3):
-            judge.set_place(rank, Placement("", "not known yet"))
+            judge.set_placement(rank, Placement("", "not known yet"))
             if early:
                 judge.add_steps(rank, Placement("", f"nor now {rank}"), table(range(early), rank))
             judge.add_steps(rank, HERE, table(range(early, 60), rank, forward=3.0 * (rank == 1)))
-            judge.set_place(rank, Placement("", "later"))
+            judge.set_placement(rank, Placement("", "later"))
 
         assert judge.places == dict.fromkeys(range(3), HERE)
         assert [each.rank for each in judge.judge(final=True).episodes] == [1]
@@ -179,8 +179,8 @@ class TestNodeJudge:
         job = Job.of(4, 80).slow(3, 20)
         judge = JobDetector()
         for rank in range(4):
-            judge.set_place(rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
-            judge.add_block("same", BinBatch.from_rank(rank, job.rows_of(rank)))
+            judge.set_placement(rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
+            judge.add_bin_batch("same", BinBatch.from_rank(rank, job.rows_of(rank)))
         (found,) = judge.judge().episodes
 
         assert found.rank == 3

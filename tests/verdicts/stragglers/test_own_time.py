@@ -130,7 +130,7 @@ def launch_bound(job: Job) -> BinBatch:
 
 def judged(block: BinBatch) -> Findings:
     detector = StragglerDetector()
-    detector.add_block("", block)
+    detector.add_bin_batch("", block)
     return detector.judge(final=True)
 
 

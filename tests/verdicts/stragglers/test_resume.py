@@ -28,7 +28,7 @@ def looks(
             for first in range(int(block.key[block.key >= 0].min()), int(block.key.max()) + 1, 4):
                 if first == restart:
                     judge, goes_on = StragglerDetector(), EarlierEpisodes(save_and_load(found))
-                judge.add_block(population, block.select_steps(first, first + 4))
+                judge.add_bin_batch(population, block.select_steps(first, first + 4))
                 found = goes_on.merge_into(judge.judge())
                 yield first + 4, found
 

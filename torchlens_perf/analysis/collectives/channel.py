@@ -98,7 +98,7 @@ class Channel:
         self.group = group
         self.pair = pair
         self.counts = JoinCounts()
-        # True while sequence numbers show which records belong together.
+        # True while equal sequence numbers mean the same operation.
         self.ordered = True
         # Operations up to this sequence number are no longer joined.
         self._floor: int | None = None
@@ -108,7 +108,7 @@ class Channel:
         self._pending = np.zeros(0, CALL)
 
     def queue_calls(self, rank: int, rows: npt.NDArray[np.void]) -> None:
-        """Queue calls of one rank, which have 32-bit sequence numbers, for join()."""
+        """Queue one rank's calls with 32-bit sequence numbers for CollectiveJoin.join()."""
         if not self.ordered:
             self.counts.unmatched_records += len(rows)
             return
@@ -128,7 +128,7 @@ class Channel:
     def stop_joining(self) -> None:
         """Stop joining and drop the pending records.
 
-        Call it if sequence numbers do not show which records belong to the same operation.
+        Call it if equal sequence numbers may mean different operations.
         """
         if self.ordered:
             self.ordered = False
@@ -193,7 +193,7 @@ class Channel:
             self.counts.late_records += int((~in_time).sum())
             rows = rows.compress(in_time)
         if len(ranks) < 2 or not len(rows):
-            # The other ranks are on other nodes, so there is nothing to compare.
+            # With fewer than two members on this node, there is nothing to compare.
             return nothing
         column_of = np.full(max(*ranks, int(rows["rank"].max())) + 1, -1)
         column_of[list(ranks)] = np.arange(len(ranks))
@@ -203,7 +203,7 @@ class Channel:
             if not len(rows):
                 return nothing
         places = (rows["sequence"] - rows["sequence"].min()) * len(ranks) + column
-        # Each rank's records are almost sorted. NumPy's stable sort merges such runs fast.
+        # Each rank's records are almost sorted. NumPy's stable sort is fast on such data.
         order = np.argsort(places, kind="stable")
         rows, column, places = rows.take(order), column[order], places[order]
         starts = np.flatnonzero(np.diff(places // len(ranks), prepend=-1))

@@ -24,8 +24,8 @@ from typing import Protocol
 
 # A device that stays at one mark for longer than this multiple of the usual step time is stuck.
 STOOD_STEPS = 2.0
-# .cpu() and .to() are not included, because a normal checkpoint makes many such copies and may
-# spend a long time in them.
+# Calls that wait for the device. .cpu() and .to() are left out, because a normal checkpoint may
+# spend a long time in such copies.
 _WAITS = re.compile(r"\.(item|tolist|synchronize)\(|(?<![\w.])(float|int|bool)\(")
 
 
@@ -86,9 +86,9 @@ class DeviceFinding:
 
 
 def compare_devices(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding | None:
-    """Compare the progress of the ranks' devices. All hosts of these ranks are stuck.
+    """Compare the progress of the devices of ranks whose hosts are all stuck.
 
-    Return None if no device is known.
+    Return None if the progress of no device is known.
     """
     found = _find_kernels_behind(ranks) or _find_devices_behind(ranks)
     if found is None and any(each.device is not None for each in ranks.values()):
@@ -140,7 +140,7 @@ def _find_kernels_behind(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding
 def _find_devices_behind(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding | None:
     """Find stuck devices that are behind all other devices.
 
-    The last mark of a stuck device is exact. For any other device, it is a lower bound.
+    The last mark of a stuck device is exact. For any other device, the last mark is a lower bound.
     """
     places = {rank: each.device for rank, each in ranks.items() if each.device is not None}
     if len(places) < max(2, len(ranks)):

@@ -6,8 +6,8 @@ rules are applied in this order:
 1. A hang is only reported if no rank has finished a step for `limit_s`. While all ranks still write
    records, as in an evaluation, there is no hang.
 2. A process that died, is stopped or is in a debugger is blamed, whichever collectives it has
-   issued. No collective that it has entered can end without it. A node that stopped reporting at
-   the time of the last step is blamed, too. The state of other ranks is only a consequence.
+   issued. Collectives that it has entered cannot end without it. A node that stopped reporting at
+   the time of the last step is blamed, too. The state of other ranks is a consequence.
 3. If ranks issued different operations under the same sequence number of a group, a mismatch of
    operations is reported.
 4. Otherwise sequence numbers are compared. In each group, all ranks wait for the ranks that are
@@ -32,18 +32,18 @@ from torchlens_perf.analysis.collectives.device_progress import (
 from torchlens_perf.run.ring import CAPTURING
 
 MIN_S = 10.0
-# Multiple of the usual step time. NCCL's watchdog ends a job after 600 s, and a larger multiple
-# would leave little of that time.
+# A step that takes this many times the usual step time is a hang. NCCL's watchdog ends a job after
+# 600 s, and a larger multiple would leave little of that time.
 FACTOR = 5.0
-# Limit while the usual step time is not known: half of the 600 s of NCCL's watchdog. Building,
-# compiling and loading take minutes, and ranks differ.
+# Limit while the usual step time is not known: half of the 600 s of NCCL's watchdog. Building a
+# model, compiling and loading data take minutes, and not equally long on all ranks.
 FIRST_STEPS_S = 300.0
-# Time that writing a capture may take. All other ranks wait for the rank that writes it.
+# Time that is added to the limit while a rank writes a capture. All other ranks wait for this rank.
 CAPTURE_S = 120.0
 # Age of a node's last report from which the node counts as silent. Nodes report their progress
 # every second or two.
 SILENT_S = 5.0
-# The span of Work.wait and wait_tensor.
+# Name of the span of Work.wait and wait_tensor.
 WAIT = "wait"
 _STOPPED = ("stopped", "traced")
 ENDED = ("dead", "closed")
@@ -98,7 +98,7 @@ class RankProgress:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since the last record; since the last step if that is not known."""
+        """Seconds since the last record, or since the last step if no record is known."""
         return self.since_step_s if self.since_mark_s is None else self.since_mark_s
 
 
@@ -194,9 +194,9 @@ class _PartlyEntered:
     """A collective that only some members of its group have entered."""
 
     collective: Collective
-    # The members that are furthest behind.
+    # The members that have issued the fewest collectives of the group.
     behind: frozenset[int]
-    # Living members only, because a rank that has ended does not wait.
+    # Members that have entered the collective and have not ended, and therefore wait.
     ahead: frozenset[int]
 
 
@@ -309,7 +309,7 @@ def _make_collective(group: str, sequence: int, ranks: Iterable[RankProgress]) -
 
 
 def _spans_without_wait(each: RankProgress) -> tuple[str, ...]:
-    """Return the open spans, without an innermost wait, which the collective already shows."""
+    """Return the open spans without an innermost wait, which would repeat the collective."""
     return each.inside[:-1] if each.inside[-1:] == (WAIT,) else each.inside
 
 
@@ -365,7 +365,7 @@ class _HangAnalysis:
         if each.state in ENDED or each.state in _STOPPED:
             return each.state
         if each.rank not in self.live:
-            # A rank that was stuck before its node fell silent would have reported that.
+            # The last report of a silent node shows whether the rank was stuck before.
             return "silent" if each.since_step_s <= self.limit else "stuck"
         return "stuck" if each.rank in self.still else "busy"
 
@@ -407,8 +407,8 @@ class _HangAnalysis:
     def _make_wait_cycle(self) -> Hang:
         """Return a hang of kind "mismatch" with the cycle of ranks that wait for each other.
 
-        Every rank that is behind in one group is ahead in another, so following the waits leads
-        back to a rank of the path.
+        Every rank that is behind in one group is ahead in another. A path from rank to awaited rank
+        therefore leads back to one of its ranks.
         """
         rank, path = min(self.fronts[0].ahead), dict[int, Collective]()
         while rank not in path:
@@ -439,7 +439,7 @@ class _HangAnalysis:
             return self._make_hang(
                 kind, [], ranks, self._last_collective(), look_at=ranks, devices=devices
             )
-        # No device has finished the work that its host has issued.
+        # All devices are stuck at the same mark.
         if devices is not None and devices.kind == "level":
             return self._make_hang(
                 "together", [], ranks, self._last_collective(), look_at=ranks, devices=devices
@@ -449,8 +449,8 @@ class _HangAnalysis:
             return self._make_hang(
                 kind, [], ranks if kind == "blocked" else (), look_at=ranks, devices=devices
             )
-        # Ranks that do not wait come first. Among them, ranks come first whose open spans few other
-        # ranks share.
+        # Ranks that do not wait are first, and among these, ranks whose open spans few other ranks
+        # share.
         crowd = {place: len(there) for place, there in self._ranks_by_open_spans().items()}
         odd = sorted(
             self.live.values(),

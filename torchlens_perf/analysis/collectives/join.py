@@ -95,7 +95,7 @@ class JoinedCallback(Protocol):
 class CollectiveJoin:
     """Joins the records of this node's ranks. Use it from one thread only.
 
-    add() stores records, and join() joins complete operations.
+    add_records() stores records, and join() joins complete operations.
 
     Results cover the newest generation of processes (statistics/restarts.py). A restart, after
     which ranks may differ, resets all counts. join() keeps at most MAX_PENDING incomplete
@@ -114,7 +114,7 @@ class CollectiveJoin:
         self._local: set[int] = set()
         self._left: set[int] = set()
         # For each rank and process, an array that maps name ids to channel, signature and row.
-        # Names of other records have the value _NONE.
+        # Names of records that are not collectives have the value _NONE.
         self._places: dict[tuple[int, str], npt.NDArray[np.int64]] = {}
         self._channels: list[Channel] = []
         self._channel_of: dict[tuple[GroupKey, tuple[int, int] | None], int] = {}
@@ -125,7 +125,7 @@ class CollectiveJoin:
         # Groups with known members, by name.
         self._groups: dict[str, set[GroupKey]] = {}
         self._uncounted: list[npt.NDArray[np.void]] = []
-        # Ranks that receive messages from any source.
+        # Ranks that have received messages without naming the source.
         self._from_any: set[tuple[GroupKey, int]] = set()
 
     # -- input
@@ -155,7 +155,7 @@ class CollectiveJoin:
         - records: dtype ring.record_dtype(). A record's name_id is an index in `names`.
         - groups: process groups that the rank has published, such as {"0": {"ranks": "0-3",
           "description": "default_pg"}}.
-        - generation: number of the process's generation, see Generations.
+        - generation: number of the process's generation, see GenerationNumbers.
         - process: Identity.key of the process that `names` belong to.
         - held_up: True for records that a capture delayed. Operations with such records are joined,
           but not added to the statistics.
@@ -217,8 +217,7 @@ class CollectiveJoin:
         missing = max(0, max(len(names), int(name_ids.max()) + 1) - len(known))
         known = np.concatenate([known, np.full((missing, 3), _NOT_LEARNT, np.int64)])
         self._places[rank, process] = known
-        # Ids of names whose group has no published members so far. The members may still be
-        # published.
+        # Ids of names whose group has no published members yet. They are looked up again later.
         passing = []
         for name_id in np.flatnonzero(np.bincount(name_ids)).tolist():
             if known[name_id, 2] == _NOT_LEARNT:
@@ -312,9 +311,9 @@ class CollectiveJoin:
             ranks = channel.ranks_on_node(self._local)
             calls = channel.pop_complete_operations(ranks, self._left)
             if len(calls):
-                self._add_complete(channel, ranks, calls)
+                self._add_complete_operations(channel, ranks, calls)
 
-    def _add_complete(
+    def _add_complete_operations(
         self, channel: Channel, ranks: tuple[int, ...], calls: npt.NDArray[np.void]
     ) -> None:
         """Check complete operations and add them to the sums. calls: shape [operations, ranks]."""
@@ -333,8 +332,8 @@ class CollectiveJoin:
             channel.stop_joining()
             channel.counts.unmatched_records += calls.size
             return
-        # A single impossible kernel time does not disorder the channel, because the rank's NCCL
-        # thread may have reported it late.
+        # A single impossible kernel time does not end the joining, because the rank's NCCL thread
+        # may have reported it late.
         channel.counts.unmatched_records += int((~possible).sum()) * len(ranks)
         channel.counts.joined += int(possible.sum())
         calls = calls.compress(possible & ~calls["held_up"].any(axis=1), axis=0)
@@ -462,7 +461,7 @@ def _group_indexes_by_value(
 def _sender_and_receiver(
     rank: int, operation: CollectiveName, group: GroupKey
 ) -> tuple[int, int] | None:
-    """Return sender and receiver; None if this is no message or the peer is not known."""
+    """Return sender and receiver; None if it is not a message or its peer is not known."""
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None
     peer = group.global_rank(operation.peer)

@@ -174,7 +174,7 @@ _UNKNOWN = Semantics(WaitRelation.UNKNOWN, SizeRule.NONE, "", equal_bytes=False,
 
 
 def semantics_of(operation: str) -> Semantics:
-    """Return the semantics of an operation. For an unknown operation, nothing is concluded."""
+    """Return the semantics of an operation. An unknown operation allows no conclusions."""
     return SEMANTICS.get(operation, _UNKNOWN)
 
 
@@ -264,9 +264,9 @@ def split_wait_and_transfer(
         last = np.where(lag_ns > 0, duration_ns.argmin(axis=1), -1)
         return WaitAndTransfer(surplus, surplus, last, lag_ns, shortest)
     if waits is WaitRelation.RECEIVERS:
-        # In the time by which a receiver exceeds the shortest receiver, only the root was missing.
-        # A late root for which all receivers waited equally cannot be distinguished from a root
-        # that left early, so only an upper bound is known.
+        # A receiver waits for the root in the time by which it exceeds the shortest receiver's
+        # duration. A late root for which all receivers waited equally cannot be distinguished from
+        # a root that left early, so only an upper bound is known.
         receivers = np.delete(duration_ns, root, axis=1) if root is not None else duration_ns
         transfer_ns = receivers.min(axis=1)
         wait_ns, upper_bound_ns = np.maximum(duration_ns - transfer_ns[:, None], 0), surplus

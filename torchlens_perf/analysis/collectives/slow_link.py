@@ -36,7 +36,7 @@ MIN_RATIO = 1.5
 # Smallest excess over the peers' median, as a multiple of the spread of the peers' medians.
 SPREAD_FACTOR = 4.0
 
-# Cached, because a large job has many rows of few groups.
+# Cached, because many rows of a large job have the same ranks.
 _members = functools.lru_cache(4096)(parse_ranges)
 _ONE_GROUP = (
     "all communication goes through one group: a slow link cannot be distinguished from a slow"
@@ -54,7 +54,7 @@ _FEW_OPERATIONS = f"no group has {MIN_OPERATIONS} joined operations of one kind 
 class SlowLink:
     """A group, or a pair of ranks, whose transfers take longer than its peers'.
 
-    Bandwidths in bytes per second.
+    Bandwidths are in bytes per second.
     """
 
     group: str
@@ -118,7 +118,7 @@ class LinkKey(Struct, array_like=True, frozen=True):
 
 
 class LinkStatistics(Struct, array_like=True, frozen=True):
-    """The statistics of one kind of operation on one link that slow_links() needs.
+    """The statistics of one kind of operation on one link that find_slow_links() needs.
 
     Nodes send these statistics to each other, so they are small. Times are in ns.
     """
@@ -310,8 +310,8 @@ def _judge_candidate(candidate: _LinkCandidate, peers: Sequence[LinkStatistics])
         return None
     if low_ns <= np.median([peer.transfer_ns[2] for peer in peers]):
         return None
-    # If ranks arrive at different times, the link may not be the cause. Busy ranks may not find the
-    # time to drive the transfer.
+    # If ranks arrive at different times, the link may not be the cause, because busy ranks may
+    # delay the transfer.
     if each.wait_ns > max(
         excess_ns, MIN_RATIO * float(np.median([peer.wait_ns for peer in peers]))
     ):

@@ -3,7 +3,7 @@
 The statistics consist of sketches and totals, so those of several nodes are merged by addition.
 
 Joined operations are split by size into octaves (factors of two), because messages of 25 MB and of
-1 MB have different bandwidths. The table shows the octave with most bytes.
+1 MB have different bandwidths. The report's table shows the octave with most bytes.
 """
 
 from __future__ import annotations

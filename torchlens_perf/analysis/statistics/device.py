@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.records import StepTable
 
-# A device that ends a phase within this time after the host had no more work queued. An event on an
-# idle stream takes a few microseconds. The last kernels of a phase take tens of microseconds.
+# A device had no more work queued if it ends a phase within this time after its host does. An event
+# on an idle stream takes a few microseconds. The last kernels of a phase take tens of microseconds.
 CAUGHT_UP_NS = 100_000
 _PHASES = {
     int(Kind.STEP): "step",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Integers = npt.NDArray[np.int64]
 
 _LONG_NS = np.int64(1) << 62
-# Steps that are older than this number of steps are dropped if they still have no device time.
+# A step is dropped if its device times have not arrived this number of steps later.
 MAX_BEHIND_STEPS = 512
 _STALL = PARTS.index("communication")
 _PART_OF_SPAN = {kind: PARTS.index(part) for kind, part in PART_OF_SPAN.items()}
@@ -79,7 +79,7 @@ class DeviceStepJoin:
     """
 
     def __init__(self) -> None:
-        # Steps without device time so far.
+        # Steps whose device times have not arrived yet.
         self._hosts: list[StepTable] = []
         # Waits and phases of the host in the steps of _hosts.
         self._on_host = _NONE
@@ -130,8 +130,8 @@ def build_device_table(
 ) -> StepTable:
     """Replace the host's times of steps by the device's.
 
-    device: spans on the device, all of which have arrived for these steps. on_host: waits and
-    phases of the host. host_times: state from earlier steps.
+    device: all device spans of these steps. on_host: waits and phases of the host. host_times:
+    state from earlier steps.
     """
     order = np.argsort(host.step, kind="stable")
     numbers = host.step[order]
@@ -173,8 +173,8 @@ def build_device_table(
     np.add.at(
         waited_ns, (rows, _parts_of_kinds(waits.kind, _PART_OF_GAP)), np.maximum(in_gap_ns, 0)
     )
-    # Stalls come first, because a blocking collective inside the data loader is a wait for other
-    # ranks.
+    # Stalls are subtracted before data, because a blocking collective inside the data loader is a
+    # wait for other ranks.
     for part in (_STALL, _DATA):
         taken_ns = np.minimum(waited_ns[:, part], gap_ns)
         parts_ns[:, part] += taken_ns
@@ -254,16 +254,16 @@ class HostTimeEstimator:
     - The host waits until the device has finished all work (a blocking copy, `.item()`). The wait
       is as long as the device's lag, so the host's time varies with the lag or is about equal to
       the lag. The lag is then subtracted from the host's time.
-    - The host waits for room in the device's queue. The device must lag behind at both ends of the
-      segment and make progress in between. The segment's time is then replaced by times of recent
-      steps without such a wait.
+    - The host waits for room in the device's queue. This requires that the device lags behind at
+      both ends of the segment, and makes progress in between. The segment's time is then replaced
+      by times of recent steps without such a wait.
     """
 
     def __init__(self) -> None:
         # Times of the last step and their smoothed change between steps. Row 0: the host's time.
         # Row 1: the host's time minus the lag.
         self._last = self._variation = np.zeros((2, 0))
-        # The newest times without a full queue, and their number.
+        # The newest times of the host while the queue was not full, and their number.
         self._free_ns, self._free = np.zeros((0, 0)), np.zeros(0, np.int64)
         self._steps = 0
         # Times at which the device started or ended spans.
@@ -400,8 +400,8 @@ def _issue_and_lag_ns(
     late_ns[first[1:] - 1] = 0
     np.add.at(issue_ns, (row_of, part), np.maximum(own_ns, 0).astype(np.int64))
     # A part may have several segments, and the lag at the start of a segment hides at most the
-    # segment's own time. The part's lag is the sum of these, plus the lag that remains after its
-    # longest segment.
+    # segment's own time. The part's lag is the sum of these hidden times, plus the lag that remains
+    # after its longest segment.
     longest = np.lexsort((own_ns, places))
     longest = longest[np.append(np.diff(places[longest]) > 0, True)]
     lag_ns[row_of[longest], part[longest]] = np.maximum(late_ns - own_ns, 0)[longest]

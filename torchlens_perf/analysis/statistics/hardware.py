@@ -282,7 +282,7 @@ class GpuTotals:
         return min(1.0, self.grown[counter] / over_ns) if over_ns else None
 
     def _largest_share_of_time(self, *counters: str) -> float | None:
-        """Return the largest fraction of time of counters that may increase together."""
+        """Return the largest of these counters' fractions of time, which may overlap."""
         return max(
             (share for share in map(self._share_of_time, counters) if share is not None),
             default=None,
@@ -403,7 +403,7 @@ def compute_link_signals(samples: Sequence[LinkSample]) -> dict[str, float]:
 
     Values that were not measured are missing.
 
-    - The increase of each counter, and `errors`: the sum over LINK_ERRORS.
+    - Increases: each counter, and `errors`, the sum over LINK_ERRORS.
     - transmitted_share, received_share: used fraction of the link's rate.
     - inactive_share: fraction of the samples in which the port was down.
     """

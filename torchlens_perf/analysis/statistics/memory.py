@@ -227,8 +227,8 @@ def compute_memory_signals(
 
     readings: MemoryStatistics.readings of the rank.
 
-    - alloc_retries_per_step: number of retries. In each, the allocator releases its cache and waits
-      for the device.
+    - alloc_retries_per_step: number of retries. In each retry, the allocator releases its cache and
+      waits for the device.
     - fragmentation_share: median fraction of reserved memory that is free but cannot be returned.
     - memory_used_share: largest reserved memory, as a fraction of the memory that the process may
       use.

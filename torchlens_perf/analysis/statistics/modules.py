@@ -33,7 +33,7 @@ def digest_names(names: list[str]) -> int:
 class ModuleTimes:
     """The newest mean times of the modules of all ranks. Use it from one thread only.
 
-    The mean is that of the module's own forward time per step over the whole run, in ns.
+    Each time is the mean of a module's own forward time per step over the whole run, in ns.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ModuleTimes:
         key: digest of the rank's module names. times_ns: time of each module. Additional values are
         ignored.
         """
-        # A view would keep the whole received message in memory.
+        # Copy, because a view would keep the whole received message in memory.
         self._times[rank] = (key, times_ns.copy())
 
     def excess_over_median_ns(self, rank: int) -> dict[str, float]:

@@ -27,7 +27,7 @@ def format_rounded(value: float) -> str:
 def format_run_duration(seconds: float) -> str:
     """Format the duration of a run: "2 h 01 min", "4 min 10 s".
 
-    Durations below a minute are formatted by duration().
+    Durations below a minute are formatted by format_duration().
     """
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)

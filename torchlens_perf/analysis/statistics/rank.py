@@ -34,7 +34,7 @@ _LENGTHS_PER_DOUBLING = 2
 _MAX_LENGTHS = 24
 _LENGTH_BITS = 8
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
-# Times without a CPU below this fraction of a window's step are stored as [].
+# Times without a CPU are stored as [] if they are below this fraction of a window's mean step.
 _LITTLE_LACK = 0.02
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
 _PHASES = tuple(
@@ -622,7 +622,7 @@ class RankStatistics:
                 sketches.append(table.setdefault(name, Sketch()))
         add_to_sketches(sketches, records["duration_ns"][rows], starts)
 
-    def typical_duration_sums(self) -> DurationRangeSums:
+    def sums_of_typical_steps(self) -> DurationRangeSums:
         """Return the sums over steps of about the same duration as the typical step."""
         typical, whole = classify_steps([self.mix]).typical, DurationRangeSums()
         if typical is None:

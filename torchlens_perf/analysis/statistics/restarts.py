@@ -48,8 +48,8 @@ class GenerationNumbers:
         # Launchers that are not elastic may give every rank the local rank 0.
         again |= identity.elastic and worker in self._workers
         # A rank may start a child process that inherits its environment and thus its rank. Such a
-        # child runs in parallel to the ranks. If a script's first process starts all ranks, they
-        # are no such children, and the world size grows.
+        # child runs in parallel to the ranks. If a script's first process starts all ranks, the
+        # world size grows, which shows that they are not such children.
         is_child = (
             again
             and identity.launcher_pid in self._pids

@@ -65,7 +65,7 @@ class StepBinner:
         """Set the width of rows.
 
         width: number of steps in a row, a power of two. If it is 0, the width is chosen from the
-        first steps' durations. A row then takes at least `min_row_ns`.
+        first steps' durations. A row then covers at least `min_row_ns` of time.
         """
         self.width = width
         self._min_row_ns = min_row_ns
@@ -80,8 +80,7 @@ class StepBinner:
             if count < _WIDTH_AFTER:
                 return None
             durations = np.concatenate([each.duration_ns for each in self._tables])
-            # Use the same steps when a replay adds more steps at once, because it must choose the
-            # same width.
+            # A replay adds more steps at once, but must choose the width from the same first steps.
             self.width = choose_row_width(
                 float(np.median(durations[2:_WIDTH_AFTER])), self._min_row_ns
             )

@@ -299,7 +299,7 @@ def classify_steps(mixes: Sequence[StepMix]) -> StepClasses:
     for place, mix in enumerate(mixes):
         if mix:
             ranks += 1
-            flags = _add_rank(place, mix, usual, alike, others)
+            flags = _add_bins_of_rank(place, mix, usual, alike, others)
     if not ranks:
         return StepClasses(0, 0.0, None, 0.0, (), ())
     usual.sort(key=_mean_duration_ns)
@@ -334,7 +334,7 @@ def classify_steps(mixes: Sequence[StepMix]) -> StepClasses:
     )
 
 
-def _add_rank(
+def _add_bins_of_rank(
     place: int, mix: StepMix, all_usual: list[Bin], alike: list[Bin], others: _Groups
 ) -> int:
     """Add a rank's bins to `all_usual`, `alike` or `others`.
@@ -351,7 +351,7 @@ def _add_rank(
     least_ns = (_GAP - 1) * typical.duration_ns
     spread_ns = max(least_ns, _mean_duration_ns(usual[-1]) - typical.duration_ns)
 
-    def other(each: Bin) -> _UnusualBin:
+    def to_unusual_bin(each: Bin) -> _UnusualBin:
         more_ns = _mean_duration_ns(each) - typical.duration_ns
         return _UnusualBin(
             place,
@@ -362,10 +362,10 @@ def _add_rank(
         )
 
     for found_bin in (*shorter, *longer):
-        each = other(found_bin)
+        each = to_unusual_bin(found_bin)
         others.setdefault(((), each.part, each.more_ns > 0), []).append(each)
     for flags, bins in by_flags.items():
-        found = [other(each) for each in bins]
+        found = [to_unusual_bin(each) for each in bins]
         below = [each for each in found if each.more_ns < -spread_ns]
         for similar in (
             *_split_by_size(below),
@@ -430,7 +430,7 @@ def _may_explain(
 def _find_explaining_group(waits: Bin, groups: _Groups) -> tuple[tuple[str, ...], str, bool] | None:
     """Return the key of the group of steps that explains most of these waits.
 
-    The group has a known kind of work, in the same steps on a rank that other ranks wait for.
+    The group's steps do a known kind of work on a rank for which the other ranks wait.
     """
     for key, found in groups.items():
         steps = {step for each in found for step in each.bin.steps}

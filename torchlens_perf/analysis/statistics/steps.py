@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class HostLineColumns(TypedDict):
+class DeviceColumns(TypedDict):
     """The columns of StepTable that are only filled for steps by the device's clock."""
 
     issue_ns: npt.NDArray[Any]
@@ -91,11 +91,11 @@ def assemble_steps(records: npt.NDArray[np.void]) -> StepTable:
         workload=(steps["value1"] >> WORKLOAD_SHIFT).astype(np.int64) - 1,
         cpu_ns=cpu_ns,
         ready_ns=ready_ns,
-        **empty_host_line(parts_ns, ready_ns),
+        **zero_device_columns(parts_ns, ready_ns),
     )
 
 
-def empty_host_line(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> HostLineColumns:
+def zero_device_columns(parts_ns: npt.NDArray[Any], ready_ns: npt.NDArray[Any]) -> DeviceColumns:
     """Return zero columns for steps by the host's clock, shaped like the given columns."""
     return {
         "issue_ns": np.zeros_like(parts_ns),

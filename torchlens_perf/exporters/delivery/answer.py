@@ -44,7 +44,7 @@ class NotDeliveredError(Exception):
     """Raised in an exporter of the SDK to end an export before a retry or success."""
 
 
-def retry_later(reason: str, after_s: float | None = None) -> SendResult:
+def retry_result(reason: str, after_s: float | None = None) -> SendResult:
     return SendResult(SendOutcome.LATER, reason, after_s)
 
 

@@ -15,7 +15,7 @@ from torchlens_perf.exporters.delivery.answer import (
     SendOutcome,
     SendResult,
     count_rejected_items,
-    retry_later,
+    retry_result,
 )
 
 # Reconnect at least every 10 s. gRPC's default of two minutes would delay data after an outage.
@@ -67,7 +67,7 @@ def _classify_error(error: Any) -> SendResult:
         return SendResult(SendOutcome.REFUSED, reason)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
         return SendResult(SendOutcome.TOO_LARGE, reason)
-    return retry_later(reason, _retry_delay_s(error))
+    return retry_result(reason, _retry_delay_s(error))
 
 
 def _retry_delay_s(error: Any) -> float | None:

@@ -29,7 +29,7 @@ from torchlens_perf.exporters.delivery.answer import (
     SendResult,
     count_rejected_items,
     parse_retry_after,
-    retry_later,
+    retry_result,
 )
 
 _PROTOBUF = "application/x-protobuf"
@@ -75,16 +75,16 @@ class ClassifyingSession(requests.Session):
         # Do not follow redirects, because credentials must not be sent to another server.
         named.update(allow_redirects=False, stream=True)
         timeout_s = float(named.get("timeout") or 10)
-        with self._close_connections_after(timeout_s) as is_over:
+        with self._closing_connections_at_deadline(timeout_s) as is_over:
             try:
                 with self._send_with_session(method, url, *arguments, **named) as response:
                     answer = _classify_response(response, _read_body(response))
             except Exception as error:
                 # A session of a user's provider may raise any exception.
-                answer = retry_later(f"{type(error).__name__}: {error}")
+                answer = retry_result(f"{type(error).__name__}: {error}")
             # Truncated headers look like a complete response.
             if is_over.is_set():
-                answer = retry_later(f"no whole answer within {timeout_s:.3g} s")
+                answer = retry_result(f"no whole answer within {timeout_s:.3g} s")
         self.answer = answer
         if answer.outcome is not SendOutcome.DELIVERED:
             raise NotDeliveredError(answer.reason)
@@ -105,7 +105,7 @@ class ClassifyingSession(requests.Session):
         return super().merge_environment_settings(url, proxies, stream, own, cert)
 
     @contextlib.contextmanager
-    def _close_connections_after(self, timeout_s: float) -> Iterator[threading.Event]:
+    def _closing_connections_at_deadline(self, timeout_s: float) -> Iterator[threading.Event]:
         """Shut all connections down when the timeout passes. The yielded event is then set."""
         ended, is_over = threading.Event(), threading.Event()
 
@@ -137,7 +137,7 @@ class _TrackingAdapter(HTTPAdapter):
 
     def get_connection_with_tls_context(self, *arguments: Any, **named: Any) -> Any:
         pool = super().get_connection_with_tls_context(*arguments, **named)
-        # A new pool has no attribute of its own yet.
+        # A new pool does not record its connections yet.
         if "ConnectionCls" not in vars(pool):
             make = pool.ConnectionCls
 
@@ -165,18 +165,18 @@ def _classify_response(response: requests.Response, content: bytes) -> SendResul
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if response.ok and not 300 <= status < 400:
         if kind == "text/html":
-            return retry_later("the answer is a web page: this is not an OTLP endpoint")
+            return retry_result("the answer is a web page: this is not an OTLP endpoint")
         return SendResult(
             SendOutcome.DELIVERED,
             rejected=count_rejected_items(content) if kind == _PROTOBUF else 0,
         )
     if 300 <= status < 400:
-        return retry_later(f"redirected ({status}); set the endpoint's final address")
+        return retry_result(f"redirected ({status}); set the endpoint's final address")
     reason = f"HTTP {status} {_error_message(content, kind)}".strip()
     if status in _BUSY:
-        return retry_later(reason, parse_retry_after(response.headers.get("Retry-After", "")))
+        return retry_result(reason, parse_retry_after(response.headers.get("Retry-After", "")))
     if status in _MISCONFIGURED:
-        return retry_later(reason)
+        return retry_result(reason)
     return SendResult(SendOutcome.TOO_LARGE if status == 413 else SendOutcome.REFUSED, reason)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.json_format import MessageToDict
 
-from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_later
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_result
 from torchlens_perf.exporters.delivery.otlp_requests import build_message
 from torchlens_perf.run import ownership
 
@@ -57,7 +57,7 @@ class FileTransport:
                     file.truncate(end)
                     raise
         except OSError as error:
-            return retry_later(f"{self._path}: {error.strerror}")
+            return retry_result(f"{self._path}: {error.strerror}")
         return SendResult(SendOutcome.DELIVERED)
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_later
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_result
 from torchlens_perf.exporters.delivery.otlp_requests import count_items, split_in_halves
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class Sender:
     ) -> None:
         """Start the thread.
 
-        - collect: callback on the sender's thread that calls add() with the items that are due, or
-          with all items if its argument is True. The callback returns the seconds until more items
-          are due.
+        - collect: callback on the sender's thread that calls queue_items() with the items that are
+          due, or with all items if its argument is True. The callback returns the seconds until
+          more items are due.
         - clock: returns seconds.
         """
         self.signal, self.outbox = outbox.signal, outbox
@@ -173,7 +173,7 @@ class Sender:
         try:
             return self._transport.send(request.items)
         except Exception as error:
-            return retry_later(f"{type(error).__name__}: {error}")
+            return retry_result(f"{type(error).__name__}: {error}")
 
     def _process_result(self, request: QueuedRequest, answer: SendResult) -> bool:
         """Process the result of a request. Return False if the request must be retried later."""

@@ -117,7 +117,8 @@ class PrometheusExporter:
         with guard("looking at the node's state for /metrics"):
             found = read_node_points(state)
             self._state = state
-            more = {**self._own.mean_points(found.gone), **self._points_of_open_alerts()}
+            own = self._own.slowest_and_fastest_points(found.gone)
+            more = {**own, **self._points_of_open_alerts()}
             self._figures = NodePoints({**found.points, **more}, found.gone)
         self._final_updates += final
         took_s = self._clock() - began_s

@@ -1,9 +1,9 @@
 """Select the finished steps, and the ranks of each step, that are sent as traces. Pure.
 
 A step becomes a candidate because of its number, because it is slower than earlier steps, or
-because a rank is reported as slow. The candidate is decided when its records have arrived. All
-ranks are sent if they fit into the budget of spans. If they do not fit, only the ranks that explain
-the step are sent. Candidates that exceed the budget are counted.
+because a rank is reported as slow. The sampler decides about a candidate when the records of its
+step have arrived. All ranks are sent if they fit into the budget of spans. If they do not fit, only
+the ranks that explain the step are sent. Candidates that exceed the budget are counted.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StepSampler:
         slow = self._slow_steps.find_slow_steps(steps).tolist()
         ended_s = ((steps.start_ns + steps.duration_ns) / 1e9).tolist()
         for step, is_slow, end_s in zip(steps.step.tolist(), slow, ended_s, strict=True):
-            because = reason_by_number(step, every)
+            because = reason_from_step_number(step, every)
             if not because and is_slow and every and self.samples_slow:
                 because = SLOW
             if because and len(self._candidates) < _MAX_CANDIDATES:
@@ -179,7 +179,7 @@ class StepSampler:
             and is_small
             and ended_s - self._last_numbered_end_s < _COMPLETE_STEP_INTERVAL_S
         ):
-            # A complete step will fit into the budget later.
+            # All ranks of a later step will fit into the budget.
             return False
         row = known.rows.times_in_step(step)
         awaited = known.world_size if elsewhere > 0 else len(spans)
@@ -214,7 +214,7 @@ class StepSampler:
         self.left_out += 1
 
 
-def reason_by_number(step: int, every: int) -> str:
+def reason_from_step_number(step: int, every: int) -> str:
     """Return FIRST or NUMBER if the step is traced because of its number, else ""."""
     if not every:
         return ""

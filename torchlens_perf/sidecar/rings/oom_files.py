@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.run import ownership
 from torchlens_perf.run.oom_table import OutOfMemory
-from torchlens_perf.verdicts.node_state import ProcessState, decode
+from torchlens_perf.verdicts.node_state import ProcessState, decode_json
 from torchlens_perf.verdicts.words.oom import format_oom_table
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class OomTableReader:
                 written_ns = path.stat().st_mtime_ns
                 if self._known.get(path) == written_ns:
                     continue
-                value = decode(ownership.read_regular_file(path, _MAX_BYTES), OutOfMemory)
+                value = decode_json(ownership.read_regular_file(path, _MAX_BYTES), OutOfMemory)
             # The rank has just replaced the file, or another program has written it.
             except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
                 continue

@@ -44,7 +44,7 @@ METRICS = (
 # For these signals, a lower value is worse.
 CLOCKS = ("cpu_clock_share", "sm_clock_mhz", "sm_clock_share")
 SLOTS = 32
-# A rank is compared with its own past if that lasts at least this long.
+# A rank is compared with its own past if this past has at least this many seconds.
 MIN_BEFORE_S = 4.0
 _FIRST_SLOT_S = 1.0
 _MAX_COUNTED = 60_000
@@ -125,7 +125,7 @@ class MetricHistory:
         self._index: dict[int, int] = {}
         self._slots: list[_TimeSlot] = []
 
-    def add(
+    def add_signals(
         self,
         ranks: npt.NDArray[np.int64],
         steps: npt.NDArray[np.int64],
@@ -181,7 +181,7 @@ class MetricHistory:
         return dict(zip(there, means, strict=True))
 
     def usual_signals_before(self, rank: int, step: int) -> npt.NDArray[np.float32] | None:
-        """Return a rank's usual signals before a step; None if that time is too short.
+        """Return a rank's usual signals before a step; None if the time before it is too short.
 
         The usual value is the better quartile over the ranges of time. For rare events, which occur
         in bursts, it is the mean. A mean of other signals would include slow steps, because the
@@ -196,7 +196,7 @@ class MetricHistory:
             or inside[-1].end_s - inside[0].start_s + _FIRST_SLOT_S < MIN_BEFORE_S
         ):
             return None
-        # _sum_samples() also grows all slots to include this rank. The next statement needs that.
+        # _sum_samples() also grows all slots to include this rank, as the next statement requires.
         total, counts = self._sum_samples(inside, np.array([at]))
         table = np.stack(
             [

@@ -64,7 +64,7 @@ class _SlowRankCase:
     details: Mapping[str, str]
 
     @property
-    def gpu(self) -> str:
+    def gpu_phrase(self) -> str:
         return self.details.get("gpu", "its GPU")
 
     def excess_of(self, signal: str) -> float:
@@ -105,7 +105,7 @@ def diagnose(
 
     during: mean signals of each compared rank over the steps of the episode.
     before: the slow rank's usual signals before the episode.
-    together: ranks that are slow at the same time. The rank is not compared with them.
+    together: ranks that are slow at the same time. The slow rank is not compared with them.
     details: names on the rank's node, with the keys "neighbour", "control_group" and "gpu".
     """
     rank = episode.rank
@@ -194,7 +194,7 @@ def _check_cpu_shortage(case: _SlowRankCase) -> list[Cause]:
     if neighbours is None:
         action = "see what else runs on its CPUs, how many threads it has, and how it is pinned."
         return [Cause("no_cpu", waited, action, explains, evidence)]
-    # This is not compared with other ranks. Their CPUs may be as busy, and they may wait less.
+    # This load is not compared with that of other ranks, which may have as much but wait less.
     if neighbours >= _MIN_NEIGHBOURS:
         who = case.details.get("neighbour")
         text = (
@@ -251,7 +251,7 @@ def _check_disk_and_memory(case: _SlowRankCase) -> list[Cause]:
 
 
 def _has_memory_pressure(case: _SlowRankCase) -> bool:
-    """Return True if the rank waits for evicted pages, and not for pages that it reads first."""
+    """Return True if the rank waits for evicted pages, rather than for its first read of pages."""
     if case.excess_of("major_faults_per_s") < _MIN_FAULTS_PER_S:
         return False
     if "refaults_per_s" in case.mine or "memory_stall_share" in case.mine:
@@ -311,7 +311,7 @@ def _check_gpu_clock(case: _SlowRankCase) -> list[Cause]:
         else _clock_deficit(case, "sm_clock_mhz")
     )
     explains = case.share_explained_by_clock(lower)
-    if not _may_be_device(case) or lower < _CLOCK_LOWER or explains < _EXPLAINS:
+    if not _may_be_device_fault(case) or lower < _CLOCK_LOWER or explains < _EXPLAINS:
         return []
     reasons = {
         "thermal_share": (
@@ -329,7 +329,7 @@ def _check_gpu_clock(case: _SlowRankCase) -> list[Cause]:
     }
     reason = max(reasons, key=case.excess_of)
     clock = (
-        f"{case.gpu}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {format_percent(lower)}"
+        f"{case.gpu_phrase}'s SM clock is {case.mine['sm_clock_mhz'] / 1e3:.2f} GHz, {format_percent(lower)}"
         " below the usual"
     )
     evidence = case.evidence("sm_clock_mhz", "sm_clock_share", *reasons, "temperature_c")
@@ -354,7 +354,7 @@ def _check_gpu_clock(case: _SlowRankCase) -> list[Cause]:
     ]
 
 
-def _may_be_device(case: _SlowRankCase) -> bool:
+def _may_be_device_fault(case: _SlowRankCase) -> bool:
     """Return True unless the rank waits for data or for a CPU, which no device can cause."""
     return case.episode.phase not in ("data", "cpu")
 
@@ -403,14 +403,14 @@ _MIN_ERRORS = {
 def _check_error_counters(case: _SlowRankCase) -> list[Cause]:
     found = []
     for signal, (kind, what, action) in _ERRORS.items():
-        more = case.excess_of(signal) if _may_be_device(case) else 0.0
+        more = case.excess_of(signal) if _may_be_device_fault(case) else 0.0
         if (
             more <= 0
             or more < _MIN_ERRORS.get(signal, 0.0)
             or case.mine[signal] < 3 * case.usual.get(signal, 0.0)
         ):
             continue
-        text = f"{case.gpu if kind != 'network' else 'its node'} has {what}"
+        text = f"{case.gpu_phrase if kind != 'network' else 'its node'} has {what}"
         # A pending remapping is counted in every sample until a reset, so its rate is meaningless.
         if signal != "remapped_rows_per_s":
             text += (
@@ -421,7 +421,10 @@ def _check_error_counters(case: _SlowRankCase) -> list[Cause]:
 
 
 def _check_allocator(case: _SlowRankCase) -> list[Cause]:
-    if not _may_be_device(case) or case.excess_of("alloc_retries_per_step") < _MIN_RETRIES_PER_STEP:
+    if (
+        not _may_be_device_fault(case)
+        or case.excess_of("alloc_retries_per_step") < _MIN_RETRIES_PER_STEP
+    ):
         return []
     every = 1 / case.mine["alloc_retries_per_step"]
     often = "in every step" if every < 1.5 else f"once in {every:.0f} steps"

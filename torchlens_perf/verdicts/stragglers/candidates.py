@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torchlens_perf.verdicts.stragglers.window import SlidingWindow
 
-# A rank is named as slow only for an interval of at least this many rows.
+# Smallest number of rows in which an excess makes a rank slow.
 MIN_ROWS = 12
 # The excess must last this long or add up to this loss. The operating system or another program may
 # slow any rank for a second or two.
@@ -46,8 +46,8 @@ WORKLOAD_FACTOR = 1.5
 # The excess must exceed this many times the spread of the ranks, if there are enough ranks.
 SPREAD_FACTOR = 4.0
 _RANKS_WITH_A_SPREAD = 8
-# If a rank has more workload than other ranks for this many rows, this is reported. Its effect is
-# then not subtracted from the rank's excess.
+# If a rank has more workload than other ranks for this many rows, the workload is reported, and its
+# effect is not subtracted from the rank's excess.
 _LASTING_WORKLOAD = 48
 # An excess that is this many standard errors above the threshold is almost always detected.
 _POWER = 2.0
@@ -72,8 +72,8 @@ class SuspectSearch:
         """Prepare the excess of all ranks.
 
         with_workload: by rank, the first step of open episodes whose excess includes the effect of
-        a larger workload. step_ns: usual duration of a step. running_ns: the same without lack of a
-        CPU.
+        a larger workload. step_ns: usual duration of a step. running_ns: this duration without the
+        time in which ranks lacked a CPU.
         """
         self._window = window
         self._present = present
@@ -135,7 +135,7 @@ class SuspectSearch:
         over: by rank, the step before which rows are ignored. slow: ranks known to be slow.
         """
         # The excess is compared with the step without lack of CPUs. Otherwise, steps that are long
-        # because CPUs are lacking would hide it.
+        # because CPUs are lacking would hide the excess.
         min_rows, min_ns = MIN_ROWS, max(self._min_share * self._running_ns, self._host_cpu_lack_ns)
         if phase == "cpu":
             # The scheduler may favour some ranks for seconds. Lack of a CPU must therefore last
@@ -263,8 +263,7 @@ class SuspectSearch:
     def _host_cpu_lack_ns(self) -> float:
         """The longest mean lack of a CPU of any rank, weighted by the share of host times.
 
-        It is measured for the training thread only. The autograd threads may lack a CPU for as
-        long.
+        The lack is measured for the training thread. Autograd threads may lack a CPU for as long.
         """
         if not self._hosts_share:
             return 0.0

@@ -51,17 +51,17 @@ class StragglerDetector:
         self._populations: dict[str, Population] = {}
         self._place: dict[int, Placement] = {}
 
-    def set_place(self, rank: int, place: Placement) -> None:
+    def set_placement(self, rank: int, place: Placement) -> None:
         """Set the placement of a rank. Call this before the rank's first rows are added."""
         self._place[rank] = place
 
     def add_rows(self, rank: int, rows: StepBins) -> None:
         """Add rows of a rank. Rows must be added in the order of their steps."""
-        self.add_block(
+        self.add_bin_batch(
             self._place.get(rank, Placement()).population, BinBatch.from_rank(rank, rows)
         )
 
-    def add_block(self, population: str, block: BinBatch) -> None:
+    def add_bin_batch(self, population: str, block: BinBatch) -> None:
         self._populations.setdefault(population, Population()).add_rows(block)
 
     def end_rank(self, rank: int) -> None:
@@ -172,13 +172,13 @@ class JobDetector:
 
         Return the rows that these steps complete, which are then sent to node 0.
         """
-        self.set_place(rank, place)
+        self.set_placement(rank, place)
         rows = self._makers.setdefault(rank, StepBinner(min_row_ns=min_row_ns)).add_steps(table)
         return self._add_rows(rank, rows)
 
-    def add_block(self, population: str, block: BinBatch) -> None:
-        """Add rows of ranks of other nodes. Call set_place() for these ranks first."""
-        self._judge.add_block(population, block)
+    def add_bin_batch(self, population: str, block: BinBatch) -> None:
+        """Add rows of ranks of other nodes. Call set_placement() for these ranks first."""
+        self._judge.add_bin_batch(population, block)
         self._has_rows.update(block.ranks.tolist())
         self._changed = True
 
@@ -204,14 +204,14 @@ class JobDetector:
         """Return True if rows of a rank have arrived. Its placement is then final."""
         return rank in self._has_rows
 
-    def set_place(self, rank: int, place: Placement) -> None:
+    def set_placement(self, rank: int, place: Placement) -> None:
         """Set a rank's placement, unless rows of the rank have already arrived.
 
         Its model and its process groups become known in the first steps.
         """
         if rank not in self._has_rows and self.places.get(rank) != place:
             self.places[rank] = place
-            self._judge.set_place(rank, place)
+            self._judge.set_placement(rank, place)
 
     def _add_rows(self, rank: int, rows: StepBins | None) -> StepBins | None:
         if rows is not None and len(rows):

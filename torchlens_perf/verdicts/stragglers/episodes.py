@@ -101,7 +101,7 @@ def measure_episode(
     series: npt.NDArray[np.float64],
     scale: float,
 ) -> Episode:
-    """Return the episode with measurements from the rows `keys`.
+    """Return the episode with measurements from the rows with the numbers `keys`.
 
     index, others: positions of the rank and of the other ranks in `window`. series: the rank's
     excess in these rows. scale: the noise of the excess. Rows with a single stall are ignored,
@@ -141,10 +141,9 @@ def measure_episode(
         last_step=last_step,
         excess_ns=excess_ns,
         phase_excess_ns=phase_excess_ns,
-        # The step ends with the slowest rank. The cost is the time by which it would end earlier
-        # without this rank, minus the same time for a healthy rank, which is noise. The cost never
-        # exceeds the excess: the job may also wait because the rank lacks a CPU, but that is not
-        # part of the excess.
+        # The step ends with the slowest rank. The cost is the time by which the step would end
+        # earlier without this rank. The same time for a healthy rank is noise, and is subtracted.
+        # The cost never exceeds the excess, which excludes waits because the rank lacks a CPU.
         cost_ns=min(
             _gain_without_last_ns(_work_and_ready_ns(window, np.append(others, index), at)),
             max(0.0, excess_ns),

@@ -169,8 +169,8 @@ def detection_threshold(ranks: int) -> float:
 def persistence_threshold(ranks: int) -> float:
     """Return the threshold for standard errors that are computed from the interval's own spread.
 
-    It has the formula of detection_threshold(), for one interval of each rank and a probability of
-    1 in 200. It can be lower, because it is applied only to intervals above detection_threshold().
+    This threshold has the formula of detection_threshold(), for one interval of each rank and a
+    probability of 1 in 200. It only applies to intervals above detection_threshold().
     """
     return float(np.sqrt(2 * np.log(200 * ranks)))
 

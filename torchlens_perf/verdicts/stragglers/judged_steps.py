@@ -35,7 +35,7 @@ class JudgedSteps:
         # Steps by the host's clock, until the clock is decided.
         self._held: list[StepTable] = []
 
-    def add(
+    def add_records(
         self, records: npt.NDArray[np.void], steps: StepTable, *, on_device: bool | None
     ) -> StepTable | None:
         """Add records, and return the steps that are newly ready to be judged; None without any.

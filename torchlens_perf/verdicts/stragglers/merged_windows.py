@@ -2,9 +2,9 @@
 Pure.
 
 A window has 64 steps. Rank 0 receives, for each part of the device's step, the median over all
-ranks. It also receives the excess of ranks whose work is an outlier. A rank is slow if its work is
-an outlier in MIN_WINDOWS consecutive windows, with an excess worth naming. Its episode ends after
-QUIET_WINDOWS windows in which its work is not an outlier.
+ranks. Rank 0 also receives the excess of ranks whose work is an outlier. A rank is slow if its work
+is an outlier in MIN_WINDOWS consecutive windows, with an excess worth naming. Its episode ends
+after QUIET_WINDOWS windows in which its work is not an outlier.
 
 If sidecars do not exchange data, merged windows are the only data on ranks of other nodes. They
 show less than the straggler detector (detector.py), which has the rows of all ranks:

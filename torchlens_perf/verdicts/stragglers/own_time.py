@@ -154,7 +154,7 @@ def _busy_and_host_ns(lines: PartTimes, critical_lag_ns: Floats) -> tuple[Floats
 
 
 def _join_recompute(parts_ns: Floats) -> Floats:
-    """Return the parts with recomputation added to the backward pass. The host issues it there."""
+    """Add recomputation to the backward pass, in which its work is issued. Return the parts."""
     joined = parts_ns.copy()
     joined[..., _BACKWARD] += joined[..., _RECOMPUTE]
     joined[..., _RECOMPUTE] = 0

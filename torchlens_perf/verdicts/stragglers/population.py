@@ -32,7 +32,7 @@ class Population:
         self.episodes: list[Episode] = []
         self._window: SlidingWindow | None = None
         self._pending: list[BinBatch] = []
-        # Numbers of the last judged row and of the first one.
+        # Numbers of the last judged row and of the first row.
         self._judged = -1
         self._first: int | None = None
         self._ended: set[int] = set()
@@ -80,7 +80,7 @@ class Population:
         for chunk in self._pending_chunks():
             self._put_in_window(chunk)
             self._judge_complete_rows(final=False)
-        # Rows can also be complete without new rows, because a missing rank has ended.
+        # Earlier rows are also complete once the ranks that lack them have ended.
         self._judge_complete_rows(final=final)
 
     def _pending_chunks(self) -> list[list[BinBatch]]:
@@ -133,7 +133,7 @@ class Population:
         begin = max(self._judged, frontier - window.rows)
         ends = range((begin + 1) // EVERY * EVERY + EVERY, frontier + 2, EVERY)
         before = self._judged
-        # For a single rank, only usual times are computed. They need only the newest rows.
+        # For a single rank, only usual times are computed, from the newest rows.
         for end in ends if len(window.ranks) > 1 else ends[-1:]:
             self._judge_rows_before(window, end)
         if final and frontier > self._judged:

@@ -29,7 +29,7 @@ class EarlierEpisodes:
     """
 
     def __init__(self, earlier: Findings) -> None:
-        """earlier: the earlier sidecar's findings. Those from merged windows are ignored."""
+        """earlier: the earlier sidecar's findings. Its episodes from merged windows are ignored."""
         earlier = remove_window_findings(earlier)
         self._open = {episode.rank: episode for episode in earlier.slow_now}
         self._over = list(earlier.slow_before)
@@ -64,7 +64,7 @@ class EarlierEpisodes:
         # If the rank was healthy between the two episodes, there were too few steps to detect that.
         # The episodes are then merged.
         gap = episode.judged_from_step - before.last_step
-        if gap < _steps_to_be_named_again(before, compared) or episode.judged_from_step <= (
+        if gap < _steps_until_named_again(before, compared) or episode.judged_from_step <= (
             self._few_rows_step or -1
         ):
             self._same[episode.key] = before
@@ -87,7 +87,7 @@ class EarlierEpisodes:
         )
 
 
-def _steps_to_be_named_again(before: Episode, compared: int) -> float:
+def _steps_until_named_again(before: Episode, compared: int) -> float:
     """Return the number of steps within which a rank would be named again if it is still slow."""
     took = before.named_step - before.judged_from_step + 1
     lasted = before.last_step - before.judged_from_step + 1
@@ -106,6 +106,6 @@ def _has_recovered(before: Episode, now: Findings, since_step: int) -> bool:
     min_rows = min(_MAX_ROWS, max(MIN_ROWS, 2 * persistence_threshold(now.compared) ** 2 * rare))
     if now.rows < (_MAX_ROWS if before.phase == "cpu" else min_rows):
         return False
-    if now.last_step - since_step < _steps_to_be_named_again(before, now.compared):
+    if now.last_step - since_step < _steps_until_named_again(before, now.compared):
         return False
     return now.detectable_ns is not None and now.detectable_ns <= before.excess_ns

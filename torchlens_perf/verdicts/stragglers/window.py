@@ -194,7 +194,7 @@ class SlidingWindow:
         self._good = np.zeros(self.columns, bool)
         # Indices of the ranks for which the excess was computed.
         self._compared = np.zeros(0, np.int64)
-        # Narrower rows, by width. They do not complete a row of the window yet.
+        # Narrower rows, by width, that do not complete a row of the window yet.
         self._narrow: dict[int, _NarrowBins] = {}
 
     def add_rows(self, block: BinBatch) -> None:
@@ -250,7 +250,7 @@ class SlidingWindow:
     def with_more_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
         grown = SlidingWindow(ranks, self.width)
         if grown.columns != self.columns:
-            # With many ranks, the window has fewer rows. It then starts without rows.
+            # With many ranks, a window has fewer columns. The new window then starts empty.
             return grown
         at = np.searchsorted(ranks, self.ranks)
         if self._has_host_times:

@@ -1,9 +1,10 @@
 """Verdicts on how steps spend their time, as means over all ranks. Shares are of a typical step, or
 of all steps.
 
-The purpose of a job is computing. It is named first, unless a wait or host code takes a quarter of
-the step, or more time than computing. Other large parts follow. For work on a device, only the
-device's clock shows the limit. Without device times, the verdict is that the limit is not known.
+The purpose of a job is computing. Computing is therefore named first, unless a wait or host code
+takes a quarter of the step, or more time than computing. Other large parts follow. For work on a
+device, only the device's clock shows the limit. Without device times, the verdict is that the limit
+is not known.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
         # This verdict also explains steps that differ only by a longer lack of a CPU.
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
-        typical = dataclasses.replace(typical, text=f"{typical.text}{_longer_cpu_waits(lacking)}")
+        typical = dataclasses.replace(typical, text=f"{typical.text}{_longer_waits_text(lacking)}")
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
@@ -188,7 +189,7 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
         each
         for each in _join_classes_by_kind(classes)
         if each["share"]
-        >= (_STALL_WORTH_NAMING if _stalling_rank(each) is not None else _LONG_WORTH_NAMING)
+        >= (_STALL_WORTH_NAMING if _rank_waited_for(each) is not None else _LONG_WORTH_NAMING)
     ]
     short_of_cpus = "lack_of_cpu" in named_kinds(typical)
     return [
@@ -217,7 +218,7 @@ def _join_classes_by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
     return sorted(of_kinds, key=lambda each: -each["total_s"])
 
 
-def _longer_cpu_waits(lacking: list[LongSteps]) -> str:
+def _longer_waits_text(lacking: list[LongSteps]) -> str:
     """Return a sentence on steps that lack a CPU for longer than the typical step, or ""."""
     count, total_s = (
         sum(each["count"] for each in lacking),
@@ -264,7 +265,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
     found = everything.without_wait("communication_bound") if waits_explained else everything
     step_s, computing = found.step_s, found.computing
     first, worth = found.limit, found.large_waits
-    if sampled is not None and sampled >= _SAMPLED_LACK and not _lack_is_measured(report):
+    if sampled is not None and sampled >= _SAMPLED_LACK and not _is_lack_measured(report):
         text = (
             f"Waiting for a CPU takes {format_percent(sampled)} of the time, according to one-second"
             f" samples. Its place in the step was not measured. Next: {CPU_ACTION}"
@@ -296,13 +297,13 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
     )
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     text += f"{_equal_waits_caveat(first, waits_s)}{_describe_kinds_of_steps(report)}"
-    if sampled is not None and sampled >= _SOME_LACK and not _lack_is_measured(report):
+    if sampled is not None and sampled >= _SOME_LACK and not _is_lack_measured(report):
         text += (
             " These figures include waiting for a CPU, which was not measured per step: one-second"
             f" samples show {format_percent(sampled)} of the time."
         )
     text += f" Next: {following.action}"
-    known = [use for use in everything.waits if use.kind != _LACK.kind or _lack_is_measured(report)]
+    known = [use for use in everything.waits if use.kind != _LACK.kind or _is_lack_measured(report)]
     evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *known)})
     return make_verdict(
         first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence
@@ -391,7 +392,7 @@ def _describe_kinds_of_steps(report: Facts) -> str:
     of_other_kinds = [each for each in others if each["kinds"] or each["part"] != LACK_OF_CPU]
     doubtful = (
         []
-        if _lack_is_measured(report)
+        if _is_lack_measured(report)
         else [each for each in steps["long"] if _may_be_cpu_waits(report, each)]
     )
     for each in of_other_kinds:
@@ -406,7 +407,7 @@ def _describe_kinds_of_steps(report: Facts) -> str:
     return f" {number} kinds of steps: {words}."
 
 
-def _lack_is_measured(report: Facts) -> bool:
+def _is_lack_measured(report: Facts) -> bool:
     """Return True if the typical step of any rank is long enough to record waits for a CPU."""
     return any(typical["lack_of_cpu"] is not None for typical in _collect_typical_steps(report))
 
@@ -656,7 +657,7 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     )
     if not long["period"] and count <= _MAX_NUMBERS:
         often += f" ({_format_step_numbers(long)})"
-    stalling = _stalling_rank(long)
+    stalling = _rank_waited_for(long)
     if stalling is not None:
         return _build_stall_verdict(report, long, stalling, often)
     several = len(long["steps"]) > 1
@@ -671,7 +672,7 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         and _rarely_communicates(report)
     ):
         action = (
-            f"see what is different at {_newest_numbers(long)}: all ranks exchange data, or one rank"
+            f"see what is different at {_newest_step_numbers(long)}: all ranks exchange data, or one rank"
             " does other work."
         )
     if long["kinds"] == [WITHOUT_GRADIENTS]:
@@ -687,13 +688,13 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         if short_of_cpus:
             why += ", while there are too few CPUs"
             action = (
-                f"see whether {_newest_numbers(long)} still take{'s' * (not several)} longer with"
+                f"see whether {_newest_step_numbers(long)} still take{'s' * (not several)} longer with"
                 " enough CPUs."
             )
-        elif not _lack_is_measured(report):
+        elif not _is_lack_measured(report):
             why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
             action = (
-                f"see what the loop does at {_newest_numbers(long)}, and what else kept the CPUs"
+                f"see what the loop does at {_newest_step_numbers(long)}, and what else kept the CPUs"
                 " busy."
             )
     text = (
@@ -707,7 +708,7 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     )
 
 
-def _stalling_rank(long: LongSteps) -> int | None:
+def _rank_waited_for(long: LongSteps) -> int | None:
     """Return the rank for which all other ranks waited, if the reason is not known; else None."""
     return None if long["kinds"] else long["waited_for"]
 
@@ -722,8 +723,8 @@ def _rarely_communicates(report: Facts) -> bool:
 def _may_be_cpu_waits(report: Facts, long: LongSteps) -> bool:
     """Return True if these steps may be longer only because they waited for a CPU.
 
-    This is not the case if they recur regularly, or if their additional work is known. The times of
-    a device contain waits for a CPU only between the phases.
+    Return False if the steps recur regularly, or if their additional work is known. The times of a
+    device contain waits for a CPU only between the phases.
     """
     parts = _GAP if report["steps"]["by"] == DEVICE else OWN_PARTS
     return not long["kinds"] and not long["period"] and long["part"] in parts
@@ -820,7 +821,7 @@ def _action_on_long_steps(long: LongSteps) -> str:
     for kind in long["kinds"]:
         if kind in actions:
             return actions[kind]
-    at = _newest_numbers(long)
+    at = _newest_step_numbers(long)
     by_part = {
         LACK_OF_CPU: CPU_ACTION,
         "data": (
@@ -845,7 +846,7 @@ def _action_on_long_steps(long: LongSteps) -> str:
     return by_part.get(long["part"], f"see what is different at {at}: batch size, sequence length.")
 
 
-def _newest_numbers(long: LongSteps) -> str:
+def _newest_step_numbers(long: LongSteps) -> str:
     """Return a phrase with the numbers of the newest of these steps."""
     return (
         f"step{'s' * (len(long['steps']) > 1)} {', '.join(map(str, long['steps'][-_MAX_NUMBERS:]))}"

@@ -23,7 +23,8 @@ SLOW_COMMUNICATION = "slow_communication"
 
 
 class StragglerEvidence(Struct, frozen=True):
-    """Evidence on ranks that are slow now. Seconds are per step of the slowest rank."""
+    """Evidence on ranks that are slow now. Seconds are per step. Except for `others_work_s`, they
+    are those of the slowest rank."""
 
     cause: str = field(name="class")
     """slow_compute, slow_data, slow_host, more_work, or imbalance for a position in the mesh."""

@@ -245,7 +245,7 @@ def format_oom_table(oom: OutOfMemory) -> str:
         )
     if table["history_events"]:
         lines.append(
-            f"new: in the last {table['history_events']} allocations and frees,"
-            f" {table['history_s']:.1f} s"
+            f"new: allocated during the last {table['history_events']} allocations and frees"
+            f" ({table['history_s']:.1f} s)"
         )
     return "\n".join(lines) + "\n"

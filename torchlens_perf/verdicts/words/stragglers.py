@@ -50,8 +50,8 @@ _COMPUTING = ("forward", "recompute", "backward", "compute", "optimizer")
 _MIN_SHARED_RATIO = 2.0
 _BY_DEVICES, _BY_BOTH = ", by the devices' clocks", ", by the clocks of hosts and devices"
 # Times of modules are from typical steps, and include lack of a CPU. The excess of a phase is from
-# slow steps, and excludes it. If the modules' excess is more than this many times the phase's
-# excess, only the names of the modules are shown.
+# slow steps, and excludes lack of a CPU. If the modules' excess is more than this many times the
+# phase's excess, only the names of the modules are shown.
 _MAX_MODULE_RATIO = 1.1
 _ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
 # For each slow phase, the times of modules that are compared, by the host's clock and by the
@@ -514,9 +514,9 @@ def describe_unequal_work(findings: Findings) -> str:
     return (
         f"The ranks were not compared, because they run different models. {who.capitalize()}"
         f" {largest.ranks} {does} {format_duration(largest.work_ns / 1e9)} of work a step, {rest}"
-        f" {theirs}{', on average' * (len(others) > 1)}. Next: of a pipeline's stages, move layers"
-        f" off {who} {largest.ranks}; if that should be no more work than the others', see what it"
-        " is in the table of ranks."
+        f" {theirs}{', on average' * (len(others) > 1)}. Next: if these are pipeline stages,"
+        f" move layers away from {who} {largest.ranks}; otherwise, see the table of ranks for the"
+        f" additional work of {who} {largest.ranks}."
     )
 
 

@@ -76,8 +76,8 @@ def build_verdicts(
     now, before = build_straggler_verdicts(context, findings)
     if links.links:
         now.append(build_link_verdict(report["steps"]["count"], report["steps"]["mean_s"], links))
-    # While one rank is slow, the other ranks wait for it. If it was slow in most steps, it explains
-    # the waits of the whole run.
+    # While one rank is slow, the other ranks wait for it. A rank that was slow in most steps
+    # explains the waits of the whole run.
     slow_before = _share_slow_before(findings, report["steps"]["count"]) >= _MOST_STEPS
     explained = (
         bool(now) or slow_before or bool(not findings.compared and describe_unequal_work(findings))
