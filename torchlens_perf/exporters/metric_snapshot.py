@@ -222,7 +222,7 @@ class SnapshotAggregator:
     def _add_piece(self, counted: _NodeCounts, piece: _HistogramPiece, *, others: bool) -> None:
         """Add the increments in a piece.
 
-        others: an earlier sidecar of node 0 may have exported the first piece of this series.
+        others: True if an earlier sidecar of node 0 may have exported the first piece of a series.
         """
         series, place, first = (
             (piece.metric, piece.phase),

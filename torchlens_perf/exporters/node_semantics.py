@@ -17,6 +17,6 @@ COLLECTIVE_ARRIVED_LAST = "torch.collective.arrived_last"
 COLLECTIVE_LAG = "torch.collective.lag"
 COLLECTIVE_WAIT = "torch.collective.wait"
 COLLECTIVE_OPERATION = "torch.collective.operation"
-# Metric of the open alerts. Most of its labels are attributes of alerts in semantics.py.
+# Metric of the open alerts. Most labels of this metric are attributes of alerts in semantics.py.
 OPEN_ALERT = "torch.train.alert"
 ALERT_KIND = "torch.train.alert.kind"

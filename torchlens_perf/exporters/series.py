@@ -250,7 +250,7 @@ class ArrayMeter:
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """- explicit_bounds: histograms have DURATION_BOUNDS_S instead of exponential buckets.
-        - delta: points count from the last export.
+        - delta: True if points count from the last export.
         - keeps_examples: exports include exemplars that were exported before, because several
           clients may scrape.
         - clock_ns: returns UNIX time.
@@ -278,7 +278,7 @@ class ArrayMeter:
         )
 
     def move_start_back(self, unix_ns: int) -> None:
-        """Set the start of all series to the first step. In a replay, this step was long ago."""
+        """Set the start of all series to the first step, which was long ago in a replay."""
         with self.lock:
             if not self._collected and unix_ns < self._began_ns:
                 self._began_ns = self._last_ns = unix_ns

@@ -153,7 +153,7 @@ class CombinedExporter:
     def export(self, batch: ExportBatch) -> None:
         if self._first is not None:
             self._first.export(batch)
-        self._port.export_with(batch, self._sent() if self._first is not None else {})
+        self._port.export_with_spans(batch, self._sent() if self._first is not None else {})
 
     def on_assessment(self, assessment: Assessment) -> None:
         if self._first is not None:

@@ -143,8 +143,8 @@ class AlertBuilder:
     ) -> Alert:  # fmt: skip
         """Return an alert.
 
-        about: values that identify the finding. parts: values that make the ids of several alerts
-        with the same finding and change different. rank: the suspected rank.
+        about: values that identify the finding. parts: values that distinguish the ids of alerts
+        with the same finding and change. rank: the suspected rank.
         """
         if self.alone:
             about = (*about, self.alone)

@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Activity:
+class ProcessActivity:
     """A snapshot of what a running process was doing, taken by the sidecar."""
 
     step: int
@@ -127,7 +127,7 @@ class ProcessState:
     """True if a person types code into the process, as in a notebook."""
     open_spans: list[str] = dataclasses.field(default_factory=list)
     """The spans that were open when the process died."""
-    now: Activity | None = None
+    now: ProcessActivity | None = None
     """Activity of a running process when the state was saved; None if ended or simulated."""
     total_steps: int = 0
     """Total number of steps of the run, as configured in watch(); 0 if not known."""

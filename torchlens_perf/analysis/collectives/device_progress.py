@@ -10,9 +10,9 @@ even if the training thread is blocked:
    span) that the device has reached. The record of a blocked thread is old, so its mark is a lower
    bound. A device only counts as stuck if a much later poll found it at the same mark.
 
-Neither source helps if the training loop waits for its device in each step, because the last poll
-is older than the hanging kernel. Python stacks then show that the hosts wait for their devices, but
-not which device is stuck.
+Neither the reports of NCCL nor the polls help if the training loop waits for its device in each
+step, because the last poll is older than the hanging kernel. Python stacks then show that the hosts
+wait for their devices, but not which device is stuck.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class CollectiveJoin:
 
     add_records() stores records, and join() joins complete operations.
 
-    Results cover the newest generation of processes (statistics/restarts.py). A restart, after
-    which ranks may differ, resets all counts. join() keeps at most MAX_PENDING incomplete
+    Results cover the newest generation of processes (statistics/restarts.py). A restart may give
+    ranks to other processes, so it resets all counts. join() keeps at most MAX_PENDING incomplete
     operations of each group.
     """
 
@@ -341,7 +341,7 @@ class CollectiveJoin:
             self._add_statistics(self._signatures[code], ranks, calls.take(chosen, axis=0))
 
     def _have_possible_times(self, calls: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Return for each operation whether its times may be those of one operation.
+        """Return for each joined operation whether its ranks' times may belong to one operation.
 
         In most operations, no rank may leave before all ranks have arrived.
 

@@ -100,7 +100,7 @@ class LinkFindings(Struct, frozen=True):
 
 
 class LinkKey(Struct, array_like=True, frozen=True):
-    """One operation on one group or pair, with sizes in one octave."""
+    """One operation on one group or pair, with sizes in one octave (a factor of two)."""
 
     operation: str
     dtype: str

@@ -183,7 +183,7 @@ def build_device_table(
     # A lack of CPU time only delays a device that runs out of work. A device runs out of work in
     # the gap, or in a phase that starts with less lag than the lack of CPU time.
     ready_ns = np.where(host.ready_ns >= 0, np.maximum(host.ready_ns - phases.lag_ns, 0), -1)
-    issue_ns, lag_ns = _issue_and_lag_ns(host, phases, start_ns, (waits, rows), host_times)
+    issue_ns, lag_ns = _compute_issue_and_lag_ns(host, phases, start_ns, (waits, rows), host_times)
     return dataclasses.replace(
         host, start_ns=start_ns, duration_ns=duration_ns, parts_ns=parts_ns, ready_ns=ready_ns, issue_ns=issue_ns,
         issue_ready_ns=host.ready_ns, lag_ns=lag_ns,
@@ -331,7 +331,7 @@ class HostTimeEstimator:
         return np.where(may_be_full & (self._free >= _FEW_STEPS), stands_in, own_ns)
 
 
-def _issue_and_lag_ns(
+def _compute_issue_and_lag_ns(
     host: StepTable,
     phases: _MatchedPhases,
     start_ns: Integers,
@@ -368,8 +368,8 @@ def _issue_and_lag_ns(
     late_ns = np.maximum(marks[1] - marks[0], 0)
     taken_ns = np.append(np.diff(marks[0]), 0)
 
-    # Subtract waits of the host: for a collective, which is not own time, or for the data loader,
-    # which is a part of its own.
+    # Subtract waits of the host for collectives, which are not own time, and for the data loader,
+    # which are another part.
     spans, rows = waits
     within = _last_indexes_before(marks[0], row_of, spans.start_ns, rows)
     is_data = spans.kind == int(Kind.DATA)

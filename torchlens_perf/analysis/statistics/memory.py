@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 MAX_READINGS = 256
-# Growth is reported if there are _MIN_READINGS readings after a first fraction (_SETTLING_SHARE),
-# in which caches fill. At least _INCREASES_SHARE of their differences must be increases. The growth
-# must fill the device within _MAX_RUNS times the number of steps so far.
+# Growth is reported if there are _MIN_READINGS readings after the first fraction of the run
+# (_SETTLING_SHARE), in which caches fill. At least _INCREASES_SHARE of the differences between
+# readings must be increases. The growth must fill the device within _MAX_RUNS times the number of
+# steps so far.
 _MIN_READINGS = 24
 _SETTLING_SHARE = 0.25
 _INCREASES_SHARE = 0.9
@@ -25,7 +26,7 @@ _MAX_RUNS = 10
 
 
 class MemoryReading(NamedTuple):
-    """State of the allocator at the end of one step. Values are None if not measured, or lost."""
+    """State of the allocator at the end of one step. Values that are missing or lost are None."""
 
     step: int
     allocated_bytes: int | None = None
@@ -97,7 +98,7 @@ class MemoryStatistics:
         self.peak_allocated_bytes = _max_of_known(self.peak_allocated_bytes, reading.peak_bytes)
         self.peak_reserved_bytes = _max_of_known(self.peak_reserved_bytes, peak_reserved_bytes)
         if before is not None and (self.count - 1) % self._every:
-            # The last reading was only kept because it was the newest.
+            # The previous reading was only kept because it was the newest.
             self.readings.pop()
         self.readings.append(reading)
         self.count += 1

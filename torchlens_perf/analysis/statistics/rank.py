@@ -439,12 +439,12 @@ class RankStatistics:
         warm = records[:0]
         if self.first_step is not None:
             is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
-            # Usually all steps are after the warm-up. Avoid the copy, which is slow.
+            # Usually all steps are after the warm-up, so avoid the slow copy.
             warm = records if is_warm.all() else records[is_warm]
         self._add_named_sections(warm, names)
         self._add_other_threads(warm)
         self._add_duration_ranges(records, steps, names)
-        self._add_section_hosts(records, steps, names)
+        self._add_section_host_times(records, steps, names)
         self.device.add_records(warm, names)
         self.memory.add_records(records, names)
 
@@ -478,7 +478,7 @@ class RankStatistics:
             usual &= steps.step >= self.first_step + WARM_UP_STEPS
         return np.asarray(usual)
 
-    def _add_section_hosts(
+    def _add_section_host_times(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]
     ) -> None:
         """Add the time of host code in sections.

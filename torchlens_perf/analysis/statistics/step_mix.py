@@ -469,9 +469,9 @@ def _join_strays(groups: list[list[_UnusualBin]]) -> list[list[_UnusualBin]]:
         small, large = sorted((_mean_size_ns(group), _mean_size_ns(largest)))
         few = (
             _FEW * _count_steps(group) <= _count_steps(largest)
-            or _find_period(_known_steps([*joined, *group])) is not None
+            or _find_period(_newest_steps_without_gap([*joined, *group])) is not None
         )
-        stray = few and _find_period(_known_steps(group)) is None
+        stray = few and _find_period(_newest_steps_without_gap(group)) is None
         if group is not largest and stray and large <= _RANGE * small:
             joined += group
         elif group is not largest:
@@ -487,7 +487,7 @@ def _mean_size_ns(found: Sequence[_UnusualBin]) -> float:
     return sum(each.bin.count * each.size_ns for each in found) / _count_steps(found)
 
 
-def _known_steps(found: Sequence[_UnusualBin]) -> list[int]:
+def _newest_steps_without_gap(found: Sequence[_UnusualBin]) -> list[int]:
     """Return the indexes of the newest steps, from the first step after which none is missing."""
     # A bin with _MAX_STEPS indexes may have dropped older ones.
     full = [each.bin.steps[0] for each in found if len(each.bin.steps) >= _MAX_STEPS]
@@ -584,7 +584,7 @@ def _make_step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks
     # usually a wait for another rank.
     parts = sorted({each.part for each in found} - {"communication"}) or ["communication"]
     total_ns = sum(each.bin.count * each.more_ns for each in found)
-    known = _known_steps(found)
+    known = _newest_steps_without_gap(found)
     return StepClass(
         kinds=kinds,
         part=max(
@@ -599,11 +599,11 @@ def _make_step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks
         total_ns=total_ns / ranks,
         steps=tuple(known),
         period=_find_period(known),
-        only=_find_only_working_mix(found, ranks) if kinds else None,
+        only=_find_mix_waited_for(found, ranks) if kinds else None,
     )
 
 
-def _find_only_working_mix(found: Sequence[_UnusualBin], ranks: int) -> int | None:
+def _find_mix_waited_for(found: Sequence[_UnusualBin], ranks: int) -> int | None:
     doing, waiting = (
         {each.mix for each in found if each.waits is waits} for waits in (False, True)
     )

@@ -34,7 +34,7 @@ from torchlens_perf.exporters.delivery.answer import (
 
 _PROTOBUF = "application/x-protobuf"
 _PROVIDERS = "opentelemetry_otlp_credential_provider"
-# The endpoint is busy or unreachable. The specification does not contain 500, but proxies send it.
+# The endpoint is busy or unreachable. OTLP's specification does not list 500, but proxies send it.
 _BUSY = (408, 429, 500, 502, 503, 504)
 # The address or the credentials are wrong. The user may fix them while the job runs.
 _MISCONFIGURED = (401, 403, 404, 405, 407)

@@ -1,9 +1,9 @@
 """A thread that sends the requests in a signal's outbox until it is closed.
 
 A failed request is retried until the outbox is full and drops it. The pause before a retry is the
-delay that the endpoint requests, or a backoff of up to a minute. Meanwhile, new requests are
-written to disk, so they are not lost if the sidecar is killed. Only one request is in flight at a
-time, so at most one request is delivered twice.
+delay that the endpoint requests, or a backoff of up to a minute. During retries, new requests are
+written to disk, so they survive if the sidecar is killed. Only one request is in flight at a time,
+so at most one request is delivered twice.
 """
 
 from __future__ import annotations

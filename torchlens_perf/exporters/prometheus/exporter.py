@@ -84,9 +84,9 @@ class PrometheusExporter:
     # -- from the sidecar
 
     def export(self, batch: ExportBatch) -> None:
-        self.export_with(batch, {})
+        self.export_with_spans(batch, {})
 
-    def export_with(self, batch: ExportBatch, spans: Sampled) -> None:
+    def export_with_spans(self, batch: ExportBatch, spans: Sampled) -> None:
         """Export a batch. spans: ids of the batch's spans, for exemplars."""
         with guard("counting steps for /metrics"):
             self._identity = batch.identity

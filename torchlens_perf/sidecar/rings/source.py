@@ -14,7 +14,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Flag, Kind, RingReader, State
 from torchlens_perf.store.segments import RecordOrigin
-from torchlens_perf.verdicts.node_state import Activity
+from torchlens_perf.verdicts.node_state import ProcessActivity
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -100,7 +100,7 @@ class RingSource:
             return "closed" if self.reader.read_counter(ring.STATE) == State.CLOSED else "died"
         return ""
 
-    def current_activity(self, now_ns: int) -> Activity | None:
+    def current_activity(self, now_ns: int) -> ProcessActivity | None:
         """Return the current step and open spans, or None if the process has ended or is simulated.
 
         now_ns: CLOCK_MONOTONIC.
@@ -112,7 +112,7 @@ class RingSource:
             return None  # Recording has not begun.
         for_s = [max(0.0, (now_ns - span.start_ns) / 1e9) for span in spans]
         inside = tuple(span.name for span in spans[1:])
-        return Activity(step, for_s[0], inside, for_s[-1] if inside else None)
+        return ProcessActivity(step, for_s[0], inside, for_s[-1] if inside else None)
 
     def take_whole_steps(self, now_s: float) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]:
         """Remove and return the records of complete steps, and their sequence numbers.

@@ -35,13 +35,14 @@ MIN_LOST_NS = 1e8
 # An excess below this share of the step is not worth investigating.
 MIN_SHARE = 0.03
 # If steps are long because CPUs are lacking, a rank is named only if the job would gain at least
-# this share of the step without its excess.
+# this share of the step without the rank's excess.
 _MIN_GAIN = 0.0075
 # Factors on the share, time and loss above if ranks are compared by host times. Hosts share their
 # CPUs with other programs. Even in healthy runs, a host may be slower by 5 % of the step for some
 # seconds.
 _SHARE_OF_HOSTS, _LASTING_OF_HOSTS, _LOST_OF_HOSTS = 2.0, 5 / 3, 10.0
-# Factor on MIN_SHARE if the ranks' workload differs. A linear fit explains its effect only roughly.
+# Factor on MIN_SHARE if the ranks' workload differs. A linear fit explains the workload's effect
+# only roughly.
 WORKLOAD_FACTOR = 1.5
 # The excess must exceed this many times the spread of the ranks, if there are enough ranks.
 SPREAD_FACTOR = 4.0
@@ -234,7 +235,7 @@ class SuspectSearch:
 
     @property
     def _min_lasting_ns(self) -> float:
-        """The time for which an excess must last. It is shorter if all rows cover less time."""
+        """The time for which an excess must last, or less if all rows cover less time."""
         return min(
             MIN_LASTING_NS * self._weight_by_host_share(_LASTING_OF_HOSTS),
             _SURE * self._window.rows * self.width * self.step_ns,

@@ -66,11 +66,11 @@ def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def estimate_noise(excess: npt.NDArray[np.floating[Any]]) -> float:
     """Return the standard deviation of a rank's excess from row to row.
 
-    It is estimated from differences of neighbouring rows, which do not depend on a constant excess.
-    Neighbouring rows may be correlated, so differences of means over four and eight rows are used
-    as well. If there are few means, their estimate is increased. Medians and clipped values make
-    single stalls irrelevant. The result is that of the median rank, because an intermittent excess
-    increases the noise of the slow rank.
+    The noise is estimated from differences of neighbouring rows, which do not depend on a constant
+    excess. Neighbouring rows may be correlated, so differences of means over four and eight rows
+    are used as well. If there are few means, their estimate is increased. Medians and clipped
+    values make single stalls irrelevant. The result is that of the median rank, because an
+    intermittent excess increases the noise of the slow rank.
     """
     if len(excess) > _SAMPLE:
         excess = excess[:: len(excess) // _SAMPLE]
@@ -129,8 +129,7 @@ def find_change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int
 def find_recovery(slow: npt.NDArray[np.bool_], usual_share: float, min_rows: int) -> int | None:
     """Return the row from which on slow rows are so rare that the rank has recovered; else None.
 
-    This is a likelihood ratio test. It tests whether the share of slow rows is a fifth of the usual
-    share.
+    A likelihood ratio test shows whether the share of slow rows is a fifth of the usual share.
     """
     usual = min(max(usual_share, 0.05), 0.95)
     rare = usual / 5
@@ -201,9 +200,9 @@ def subtract_workload_effect(
     """Return the excess without the part that a larger workload explains.
 
     The arguments and the result have the shape [ranks, rows]. The explained part is a linear fit
-    over all ranks and rows. It is subtracted only if that reduces the excess. If a rank has had
-    clearly more workload in at least the newest `min_rows` rows, its excess is kept, because this
-    is reported. Rows with an unknown workload (NaN) are not changed.
+    over all ranks and rows. The explained part is subtracted only if this reduces the excess. If a
+    rank has had clearly more workload in at least the newest `min_rows` rows, its excess is kept,
+    because this is reported. Rows with an unknown workload (NaN) are not changed.
     """
     known = np.isfinite(workload).all(axis=0)
     if known.sum() < max(min_rows // 4, known.size / 2):

@@ -174,7 +174,7 @@ class MergedWindows:
         newest = list(self.windows)[-MIN_WINDOWS:]
         return max(max(STANDS_OUT * each.spread_ns, MIN_SHARE * each.step_ns) for each in newest)
 
-    def disputes(self, episode: Episode) -> bool:
+    def disputes_episode(self, episode: Episode) -> bool:
         """Return True if a detector's episode should be visible in these windows but is not."""
         if episode.phase == "cpu" or episode.slow_share < _SEEN_SHARE:
             return False
@@ -250,7 +250,7 @@ def combine_with_windows(
     episodes = [
         (
             dataclasses.replace(each, disputed=True)
-            if not each.is_over and each.rank in by_device and windows.disputes(each)
+            if not each.is_over and each.rank in by_device and windows.disputes_episode(each)
             else each
         )
         for each in findings.episodes

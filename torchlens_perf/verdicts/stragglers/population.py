@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 
-# Ranks are judged after every this many rows.
+# Ranks are judged each time this many rows have arrived.
 EVERY = 4
 WARM_UP_ROWS = 4
 _CHUNK_ROWS = 32

@@ -126,7 +126,7 @@ def _describe_blocking_ranks(hang: Hang) -> str:
 
 
 def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
-    """Return a clause on a blocking rank. It fits one rank and several ranks as the subject."""
+    """Return a clause on a blocking rank. The clause fits one or several ranks."""
     each = blocking.progress
     missing = "entered every collective that others have"
     if blocking.missing:

@@ -37,9 +37,9 @@ def build_run_part_verdict(
 ) -> JudgedVerdict:
     """Return a verdict on what limited the steps in range(since_step, until_step).
 
-    until_step: None if it still limits them. use: its time per step in this part of the run.
-    rest_s: its time per step in the rest of the run. everywhere: True if it was measured in the
-    whole rest of the run.
+    until_step: None if the newest steps are still limited. use: the limit, with its time per step
+    in this part of the run. rest_s: its time per step in the rest of the run. everywhere: True if
+    that time was measured in all of the rest.
     """
     share = use.seconds / step_s
     takes = f"{format_percent(share)} ({format_duration(use.seconds)}) of a step of {format_duration(step_s)}"

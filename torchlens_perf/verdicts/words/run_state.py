@@ -95,7 +95,9 @@ def build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
         f"Rank {ranks[0]} ({first['host']})" if len(ranks) == 1 else f"Ranks {format_ranges(ranks)}"
     )
     where = (
-        _death_place(first) if len(ranks) == 1 else f"(rank {first['rank']} {_death_place(first)})"
+        _describe_death_place(first)
+        if len(ranks) == 1
+        else f"(rank {first['rank']} {_describe_death_place(first)})"
     )
     text = (
         f"{who} died {where}: a signal, a crash or os._exit() ended the process before its watch."
@@ -110,7 +112,7 @@ def build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
     ]
 
 
-def _death_place(rank: Rank) -> str:
+def _describe_death_place(rank: Rank) -> str:
     after = (
         "before its first step ended"
         if rank["last_step"] is None
