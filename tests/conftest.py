@@ -22,9 +22,9 @@ pytest_plugins = [
 
 # Threads that spin while waiting for each other use processors that parallel tests need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Shells start background programs in this way.
+# Shells start background programs with SIGINT ignored.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # Otherwise no test could interrupt a process.
+    # Processes of tests inherit the setting, so tests could not interrupt them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A time limit for examples is meaningless on a busy machine. `make test-long` sets more examples.
@@ -63,7 +63,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in list(os.environ):
         if variable.startswith(("TORCHLENS_PERF", "OTEL_")):
             monkeypatch.delenv(variable)
-    # Without a page. Tests in tests/page request it.
+    # No page is written by default. Tests in tests/page request one.
     monkeypatch.setenv("TORCHLENS_PERF_REPORT", "text")
 
 

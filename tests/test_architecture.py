@@ -97,7 +97,7 @@ def test_broad_excepts_are_only_in_listed_places() -> None:
         "commands.doctor": 1,  # A failed check is a line.
         # In a reader process, an error that cannot be unpickled would end all readers.
         "serve.readers": 1,
-        "sidecar.start.process": 1,  # Starts again after any error.
+        "sidecar.start.process": 1,  # The sidecar starts again after any error.
         # On the reading thread; the error is raised again on the application's thread.
         "top.app": 1,
         "startup.sitecustomize": 2,  # Before the script, where guard() has not been imported yet.

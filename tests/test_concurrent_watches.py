@@ -230,7 +230,7 @@ def test_automatic_recordings_wait_for_a_step_may_end_during_a_watch() -> None:
 def test_first_steps_of_two_threads_start_one_watch(tmp_path: Path) -> None:
     """The two threads have just made their first step.
 
-    One of them starts the watch, and the other one continues.
+    One thread starts the watch, and the other one continues.
     """
     watches = [perf.watch(dir=str(tmp_path), **SETTINGS) for _ in range(2)]
     together = threading.Barrier(2)

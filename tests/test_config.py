@@ -158,7 +158,7 @@ def test_type_checker_rejects_wrong_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(configuration._OLD_NAMES))
 def test_old_setting_names_raise_with_a_hint(name: str) -> None:
-    """In code and in the environment, one line has the new name if there is one."""
+    """An old name raises an error of one line, which gives the new name if the setting has one."""
     with pytest.raises(
         ConfigError, match=f"^{name} is no longer a setting of watch\\(\\): ."
     ) as of_code:
@@ -339,7 +339,7 @@ def test_invalid_prometheus_address_raises(wrong: object) -> None:
 
 
 def test_config_error_is_a_value_error() -> None:
-    """Callers can catch it without knowing this package's errors."""
+    """Callers can catch a ConfigError without knowing this package's errors."""
     assert issubclass(ConfigError, ValueError)
     assert issubclass(ConfigError, perf.TorchlensPerfError)
 

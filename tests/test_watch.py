@@ -110,7 +110,7 @@ def test_short_report_is_printed_at_the_end_of_a_watch(
 def test_rings_stay_in_the_run_directory_without_a_sidecar(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With sidecar=False no process is started. The command can read the ring file later."""
+    """With sidecar=False no process is started. The command `sidecar` can read the rings later."""
     model, optimizer = make_model()
     with perf.watch(model, optimizer, dir=str(tmp_path), sidecar=False) as watch:
         train(model, optimizer, 25)

@@ -1,4 +1,4 @@
-"""Forms of a watch: context manager, start() and stop(), decorator. Also repr, and wrong use."""
+"""A watch in a `with`, with start() and stop(), and as decorator, its repr, and wrong use."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_modules_pattern_without_a_match_is_reported(where: str, tmp_path: Path)
 def test_old_environment_variables_never_stop_a_job(
     variable: str, value: str, new: str, way: str, tmp_path: Path
 ) -> None:
-    """One line has the new variable. The job trains and ends as usual."""
+    """One line names the new variable. The job trains and ends as usual."""
     script = TRAIN + (
         "with perf.watch(model, optimizer):\n    train()" if way == "watch" else "train()"
     )

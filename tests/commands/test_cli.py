@@ -41,7 +41,7 @@ def test_report_is_plain_text_if_stdout_is_no_terminal(
     assert "\x1b" not in out
 
 
-def test_report_json_prints_one_value_with_its_schema_number(
+def test_report_json_prints_one_json_value_with_its_schema_number(
     finished: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(finished.path), "--json"]) == 0
@@ -57,7 +57,7 @@ def test_report_json_prints_one_value_with_its_schema_number(
 def test_report_without_an_argument_uses_the_newest_run(
     finished: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest run is searched in TORCHLENS_PERF_DIR."""
+    """The newest run is looked up in TORCHLENS_PERF_DIR."""
     monkeypatch.setenv("TORCHLENS_PERF_DIR", str(finished.path.parent))
     assert main(["report", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["id"] == finished.run_id

@@ -163,9 +163,7 @@ def test_doctor_exits_with_1_only_if_a_check_is_broken(
 
 
 def test_doctor_prints_all_groups_and_nothing_to_do_if_all_checks_pass(tmp_path: Path) -> None:
-    """The command can import pandas in this test, because hidden pandas would look like a missing
-    Dynamo.
-    """
+    """Nothing hides pandas from this command. Without pandas, Dynamo would look missing."""
     command = [sys.executable, "-m", "torchlens_perf", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 

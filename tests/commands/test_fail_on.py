@@ -63,10 +63,10 @@ def test_fail_on_exits_with_0_without_verdicts(
     assert report.err == ""
     assert (
         main(["report", str(clean), "--fail-on", "slow-link"]) == 3
-    )  # The run's ranks form only one group.
+    )  # The ranks form only one group, so links are not compared.
 
 
-def test_slow_rank_fails_only_if_its_verdict_is_requested(
+def test_fail_on_exits_with_1_for_a_slow_rank_only_if_its_verdict_is_requested(
     slow: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(slow)]) == 0
@@ -94,7 +94,7 @@ def test_fail_on_writes_json_and_page_as_usual(
     assert capsys.readouterr().out == ""
 
 
-def test_ended_straggler_does_not_fail(tmp_path: Path) -> None:
+def test_fail_on_ignores_an_ended_straggler(tmp_path: Path) -> None:
     run = simulated(tmp_path, ENDED_FAULT, blocks=12)
     assert main(["report", str(run), "--fail-on", "slow-rank"]) == 0
 
@@ -116,7 +116,7 @@ def test_hanging_job_fails_on_hang_and_is_inconclusive_on_stragglers(
 
 
 @pytest.mark.parametrize(("over", "blocks", "code"), [(False, 0, 1), (True, 0, 1), (True, 32, 0)])
-def test_ended_hang_fails_only_if_it_was_costly_or_at_the_end(
+def test_fail_on_ignores_an_ended_hang_unless_costly_or_at_the_end(
     over: bool, blocks: int, code: int, live: LiveSimulation
 ) -> None:
     """A hang is costly if it took at least 5% of the run."""
@@ -129,7 +129,7 @@ def test_ended_hang_fails_only_if_it_was_costly_or_at_the_end(
 
 @pytest.mark.parametrize(("kind", "code"), [("none", 0), ("not_compared", 3)])
 def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code: int) -> None:
-    """A verdict states that the ranks were not compared."""
+    """A verdict of the kind `not_compared` states that the ranks were not compared."""
     evidence = NoSlowRankEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
     row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
     report: Any = {
@@ -142,8 +142,8 @@ def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code:
     )
 
 
-def test_slow_rank_fails_even_if_all_ranks_lack_cpus() -> None:
-    """If all ranks lack CPUs and one lacks them more, a single verdict covers both."""
+def test_fail_on_finds_a_slow_rank_even_if_all_ranks_lack_cpus() -> None:
+    """If all ranks lack CPUs and one rank lacks them more, both problems are one verdict."""
     row = {"kind": "lack_of_cpu", "rank": 2, "is_over": False, "evidence": None}
     for changed, slow_rank, contention in (
         ({}, 1, 1),

@@ -65,7 +65,7 @@ class Terminal:
     def read_until(self, text: str) -> None:
         """Read the terminal until a text appears.
 
-        Raises EOFError if the process ends before.
+        Raises EOFError if the process ends before the text appears.
         """
         while text not in self.shown:
             self._read()
@@ -82,7 +82,7 @@ class Terminal:
     def end(self) -> str:
         """Let the process finish and return its stdout.
 
-        The screen is read meanwhile, so the process cannot block on it.
+        The screen is read until then, so the process cannot block while it writes.
         """
         with ThreadPoolExecutor(1) as pool:
             at_end = pool.submit(self.process.communicate, "\n")

@@ -208,7 +208,7 @@ BY_CONSOLE_SCRIPT = (
 )  # fmt: skip
 CONSOLE = "console script: "
 ALL = (*CASES, *(CONSOLE + name for name in BY_CONSOLE_SCRIPT))
-# Other cases run only in `make test-long`. Most of them use the same path: `run` replaces itself by
+# Other cases run only in `make test-long`. In most of these, too, `run` only replaces itself by
 # Python.
 USUAL = (
     "sees: script", "sees: zip", "sees: module", "sees: package", "sees: code", "sees: stdin", "sees: spaces, accents",
@@ -262,7 +262,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "raise OSError('libcudart.so.12: cannot open shared object file')\n",
         "odd_torch/train.py": "import torch\nprint(torch.value, vars(torch.__spec__.loader))\n",
         "odd_torch/torch.py": "value = 7\n",
-        # Loaded at the third attempt. torchlens_perf is kept out, because it needs a real torch.
+        # The import of this torch succeeds at the third attempt. torchlens_perf is kept out,
+        # because it needs a real torch.
         "reloaded_torch/train.py": "import importlib, sys\nsys.modules['torchlens_perf.autoload'] = sys\n"
         "sys.autoload = lambda: setattr(sys, 'armed', getattr(sys, 'armed', 0) + 1)\nfor _ in range(2):\n"
         "    try:\n        import torch\n    except OSError as error:\n        print(error, 'torch' in sys.modules)\n"

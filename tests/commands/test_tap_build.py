@@ -439,7 +439,7 @@ def test_failed_background_build_is_not_repeated_with_the_same_compiler(
     )
     assert (
         tap_requirements.why_not_buildable(name.replace("cpython", "pypy")) is None
-    )  # Another Python has no failure.
+    )  # No failed build is recorded for another Python.
     with pytest.raises(BuildError):
         tap_build.build_tap()
     assert len(runs(tmp_path / "cxx")) == 2

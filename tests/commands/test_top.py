@@ -86,7 +86,7 @@ def test_top_of_a_folder_without_runs_is_one_line_with_exit_code_2(
 def test_top_without_an_argument_shows_the_live_run(
     live: LiveSimulation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another run may have ended later. With a run's name as argument, that run is shown."""
+    """The live run is shown although a newer run has ended. An argument selects another run."""
     with LiveSimulation(live.run.path.with_name("ended"), 2) as other:
         other.add_blocks()
     monkeypatch.setenv("TORCHLENS_PERF_DIR", str(live.run.path.parent))
@@ -141,7 +141,7 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
     assert lines[0].startswith("simulation  other  4 ranks")
     assert (
         sum(line.startswith("  SLOW RANK   rank 2 (node-0000)") for line in lines) == 2
-    )  # Once when found, and once at the end.
+    )  # The verdict is printed when it is found, and again in the last frame.
     frames = [index for index, line in enumerate(lines) if line.startswith("simulation  other")]
     assert [line.rpartition("  ")[2].split()[0] for line in (lines[index] for index in frames)] == [
         "LIVE",
@@ -152,7 +152,7 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
 
 
 def test_read_error_is_printed_once_to_a_pipe(live: LiveSimulation) -> None:
-    """The run cannot be read for a longer time."""
+    """In this test, several reads in succession fail."""
     file, rests = io.StringIO(), []
     path = live.run.node_state_path("node-0000")
     good = path.read_bytes()

@@ -133,7 +133,7 @@ def test_window_due_during_a_graph_capture_is_merged_afterwards(
 ) -> None:
     """The last window is merged when the watch ends, and all ranks merge equally often.
 
-    If the steps of one rank fail, the other ranks are merged.
+    If all steps of one rank fail, only the times of the other ranks are merged.
     """
     ranks = ranks_of(driver_library, shim_library, tmp_path, "--captures", "--broken-steps")
     assert ranks[0]["windows"] == {"attention": WINDOWS, "mlp": WINDOWS}

@@ -146,7 +146,7 @@ def test_kernel_reduces_windows_of_any_length_like_the_numpy_twin(
 ) -> None:
     """Windows are empty, odd, full, or longer than the ring, also where the counter wraps.
 
-    The surplus is counted as lost, and one place of a full ring is not read.
+    Records above the ring's size are counted as lost, and one place of a full ring is not read.
     """
     counts = [0, 1, 2, 3, places // 2 + 1, places, places + 1, 3 * places]
     tails = [0, 5, 77, 2**32 - 2, 2**32 - places // 2 - 1, 11, 2**32 - 1, 4]
@@ -227,7 +227,7 @@ def test_reduction_of_no_durations_is_an_empty_sketch(kernels: ShimKernels) -> N
 
 
 def test_quantiles_of_merged_rows_equal_those_of_the_numpy_twin(kernels: ShimKernels) -> None:
-    """Histograms are sparse, dense, empty or have one bucket. Another case has many slots."""
+    """Histograms are sparse, dense, empty, or have one bucket. One case has very many slots."""
     random = np.random.default_rng(3)
     sums = np.zeros((9, SUM_ROW), np.int64)
     histograms = (random.random((9, BUCKETS)) < 0.03) * random.integers(1, 10**6, (9, BUCKETS))
@@ -307,7 +307,7 @@ def test_stamp_closes_one_section_and_opens_the_next(kernels: ShimKernels) -> No
 
     stamp(2, -1)
     assert not head.any()
-    for _ in range(5):  # More than the ring has places.
+    for _ in range(5):  # There are more records than the ring has places.
         stamp(-1, 0)
         stamp(0, 1)
         stamp(1, 2)
@@ -320,7 +320,7 @@ def test_stamp_closes_one_section_and_opens_the_next(kernels: ShimKernels) -> No
 
 
 def test_section_has_no_negative_time_if_the_clock_steps_back(kernels: ShimKernels) -> None:
-    """An unsigned difference would be six hundred years."""
+    """The unsigned difference of the two times would be six hundred years."""
     opened, head = np.zeros(1, np.uint64), np.zeros(1, np.uint32)
     start_ns, duration_ns = np.zeros((1, 4), np.uint64), np.full((1, 4), 7, np.uint64)
     times = iter([1000, 900])

@@ -1,4 +1,4 @@
-"""The host side of the device ring: the real class on the fake driver."""
+"""DeviceRing, the ring of device times as used by the host, with a fake CUDA driver."""
 
 from __future__ import annotations
 

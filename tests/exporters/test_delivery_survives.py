@@ -111,7 +111,7 @@ def test_unexpected_exception_of_a_transport_is_retried() -> None:
     assert describe_undelivered(sender) == []
 
 
-def test_items_that_arrive_after_the_senders_end_are_stored(tmp_path: Path) -> None:
+def test_items_that_arrive_after_the_sender_has_ended_are_stored(tmp_path: Path) -> None:
     sender = Sender(Outbox(tmp_path, "n", "traces"), Collector("traces"))
     sender.begin_closing()
     sender._thread.join(20)
@@ -202,7 +202,7 @@ def test_endless_response_is_cut_off(
 def test_request_with_invalid_headers_is_retried(
     over: Callable[[str], sdk_exporters.SdkTransport], header: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Users can correct the headers, as after other faults of settings."""
+    """The data is kept, because the user can correct the headers."""
     with refusing() as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)

@@ -74,7 +74,7 @@ def span(
 
 
 def batch_of(who: Identity, steps: Sequence[int], spans_a_step: int = 3) -> ExportBatch:
-    """Return steps of a rank. Each step has the given number of spans in addition to its own."""
+    """Return steps of a rank. Each step has its own span and the given number of other spans."""
     spans = tuple(span(index, 1, name=f"layer{index}") for index in range(spans_a_step))
     table = step_table(
         [{"forward": 5, "communication": 1}] * len(steps), first_step=steps[0], memory=1000
@@ -238,7 +238,7 @@ def test_service_name_comes_from_environment_then_job_then_script(
     assert build_node_resource(who).attributes["service.name"] == expected
 
 
-def test_replay_without_the_nodes_state_omits_unknown_attributes() -> None:
+def test_replay_without_the_nodes_state_file_omits_unknown_attributes() -> None:
     """Required attributes are sent as unknown."""
     attributes = build_rank_resource(identity(program="", pid=0)).attributes
     assert "process.pid" not in attributes
@@ -415,7 +415,7 @@ def test_ranks_share_a_series_in_jobs_with_more_than_64_ranks() -> None:
 
 
 def test_phase_counts_are_the_same_however_steps_are_batched() -> None:
-    """A phase counts the steps that had it."""
+    """A phase's histogram counts the steps that had the phase."""
     table = step_table([{"forward": 1, "data": 2}, {"forward": 1}, {"forward": 1}])
     found = []
     for cuts in ([0, 3], [0, 1, 2, 3]):
@@ -594,7 +594,7 @@ def test_only_the_node_that_assesses_the_job_sends_problem_gauges() -> None:
 
 
 def test_alert_is_an_event_with_sentence_severity_and_ids() -> None:
-    """The event is a log record. The end of a problem is no warning."""
+    """The event is a log record. The event at the end of a problem has the severity INFO."""
     endpoint, log, slow = Collector("logs"), FindingLog("run"), episode()
     exporter = exporter_to({"logs": endpoint})
     exporter.on_assessment(assessment_of(findings(slow), log))

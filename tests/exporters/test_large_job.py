@@ -46,7 +46,7 @@ def test_spans_and_series_stay_within_their_limits_at_any_job_size(ranks: int, s
 
 
 def test_ranks_per_trace_do_not_grow_with_the_job() -> None:
-    """A job with twice the nodes has more series only of hardware."""
+    """In a job with twice the nodes, only hardware metrics have more series."""
 
     def of_steps(job: Sent) -> int:
         return sum(not name.startswith("hw.") for _, name, *_ in job.series)

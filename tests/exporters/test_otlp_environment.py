@@ -259,7 +259,7 @@ def test_invalid_value_is_logged_and_disables_at_most_its_signal(
 def everything_written(run: RunDirectory) -> str:
     """Return all contents of the run directory as text.
 
-    Parquet files become their rows and footers.
+    For a Parquet file, the text has its rows and its footer.
     """
     texts = []
     for path in run.path.rglob("*"):

@@ -363,7 +363,7 @@ def test_replay_sends_the_same_spans_as_the_live_run(
     assert starts_on_disk(exported) == starts(receiver.spans())
 
 
-def test_replay_without_the_nodes_state_sends_the_same_ids(
+def test_replay_without_the_nodes_state_file_sends_the_same_ids(
     sidecar: Callable[..., Sidecar], receiver: Receiver
 ) -> None:
     """The spans have no invented attributes."""

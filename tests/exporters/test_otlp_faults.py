@@ -37,7 +37,7 @@ pytestmark = pytest.mark.distributed
 
 Run = Callable[..., Sidecar]
 Fault = Callable[[], AbstractContextManager[str]]
-LONGEST_EXIT_S = 1.5  # On an idle machine: LONGEST_WAIT_S and half a second.
+LONGEST_EXIT_S = 1.5  # LONGEST_WAIT_S and half a second, on an idle machine.
 LONGEST_WAIT_S = 1.0  # The longest wait for the report.
 TRIES = 6
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -145,8 +145,8 @@ def test_faulty_endpoint_delays_the_exit_of_training_by_at_most_1_5_s(
     """The delay is measured from the end of the watch's body to the exit, compared with a run
     without a watch.
 
-    Other programs may slow down the exit and the sidecar whose report the process waits for. A
-    faulty endpoint may therefore cost as much as a watch without an endpoint at that time.
+    On a busy machine, the process waits longer for the sidecar's report. If the limit is exceeded,
+    the delay is compared with that of a watch without an endpoint, measured at the same time.
     """
     slack_s = (LONGEST_EXIT_S - LONGEST_WAIT_S) * slowdown()
     longest_s = LONGEST_WAIT_S + slack_s

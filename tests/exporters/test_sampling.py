@@ -78,7 +78,7 @@ def known(
 def test_span_budget_is_not_exceeded_in_any_minute(
     per_s: int, demands: list[tuple[float, int]]
 ) -> None:
-    """Callers that never exceed at() stay within the budget for any demand."""
+    """A caller that spends at most what refill_until() returns stays within the budget."""
     budget, now_s, sent = SpanBudget(per_s), 0.0, []
     for after_s, spans in demands:
         now_s += after_s
@@ -92,7 +92,7 @@ def test_span_budget_is_not_exceeded_in_any_minute(
 
 
 def test_span_budget_is_refilled_by_step_timestamps() -> None:
-    """An earlier timestamp, because steps arrive late, does not change the budget."""
+    """A step that arrives late has an earlier timestamp, which does not change the budget."""
     budget = SpanBudget(100)
     budget.spend(budget.refill_until(50.0))
     assert budget.refill_until(50.0) == 0
@@ -127,7 +127,7 @@ def test_lasting_slowdown_becomes_the_new_baseline() -> None:
 # -- selection of ranks
 
 
-def test_selected_ranks_are_slow_last_or_have_most_or_median_work() -> None:
+def test_selected_ranks_are_slow_or_arrive_last_or_have_most_or_median_work() -> None:
     found = RecentRankTimes()
     found.add_batch(rows([10, 11, 40, 12, 13, 30], [30, 29, 8, 28, 27, 2], key=7))
     row = found.times_in_step(7)
@@ -233,7 +233,7 @@ def test_slow_steps_leave_budget_for_a_later_verdict() -> None:
 
 
 def test_no_step_is_sent_if_sampling_is_off() -> None:
-    """`every=0` switches numbered steps off, and slow steps have their own switch."""
+    """No steps are sampled by their number if `every` is 0. `samples_slow` turns off slow steps."""
     chooser = StepSampler(0)
     chooser.add_steps(steps([*[100] * 99, 1000]), 0, 0.0)
     assert chooser.select_steps(0, known(), 9.0) == []
@@ -288,7 +288,7 @@ def shelved(rank: int, first_step: int, key: str = "") -> BufferedSteps:
 
 
 def test_trace_buffer_keeps_the_newest_steps_within_its_limit() -> None:
-    """The buffer keeps only the newest process of a rank."""
+    """The buffer keeps only steps of the newest process of a rank."""
     shelf = TraceBuffer(max_bytes=5 * shelved(0, 0).records.nbytes)
     for first in range(0, 40, 4):
         for rank in (0, 1):

@@ -153,7 +153,7 @@ def wrong(sent: Sent) -> list[str]:
         allowed = {*metric.attributes, semantics.OVER_COMPONENTS}
         found |= {f"{name} on {point.metric}" for name in point.attributes if name not in allowed}
     found |= {f"event {event.name}" for event in sent.events if event.name not in EVENTS}
-    # Only the roots and the run's span have no kind.
+    # Only the root spans of steps and the span of the run have no kind.
     named = (span.name for span in sent.spans if semantics.SPAN_KIND not in span.attributes)
     found |= {f"span {name}" for name in named if name not in SPANS}
     for holder in sent.holders():
@@ -219,7 +219,7 @@ def test_every_instrument_is_listed_in_semantics() -> None:
     assert {each.name for each in meter._instruments} == set(METRICS)
 
 
-def test_every_constant_with_a_name_is_listed_in_semantics() -> None:
+def test_every_name_defined_as_a_constant_is_listed_in_semantics() -> None:
     listed = set(METRICS) | set(ATTRIBUTES) | set(SPANS) | {semantics.SCOPE}
     listed |= {
         semantics.OPENTELEMETRY,

@@ -238,7 +238,7 @@ def test_retry_after_of_any_size_is_accepted(header: str, expected: float | None
 @pytest.mark.parametrize(
     "header", ["Mon, 01 Jan 2024 00:00:00 +99999999999999999", "1e18", "-7", "NaN", "9" * 400]
 )
-def test_reason_has_the_status_for_any_retry_after(header: str) -> None:
+def test_failure_reason_has_the_http_status_for_any_retry_after(header: str) -> None:
     with serving(answering(429, Retry_After=header)) as address:
         answer, _ = sent(address)
     assert answer.outcome is SendOutcome.LATER

@@ -156,7 +156,7 @@ def deliver_messages(
 ) -> None:
     """Deliver each message at once.
 
-    There are so many messages that they contain each piece once.
+    A message has room for some series only, so enough messages are sent to contain each series.
     """
     for _ in range(times):
         clock.now_s += EVERY_S
@@ -189,7 +189,7 @@ def test_counts_of_months_fit_into_a_message() -> None:
     assert point_of(node_0.meter).count == sum(counts)
 
 
-def test_counts_of_lost_messages_arrive_with_later_ones() -> None:
+def test_counts_of_lost_messages_arrive_with_later_messages() -> None:
     clock = Clock()
     node, node_0 = Node(clock), Node0(clock)
     values_ns = durations(1e3, 1e12, 3000)

@@ -35,7 +35,7 @@ def losses(stdout: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """Return the losses by the number of ranks, without this package and OpenTelemetry's SDK."""
+    """Return the losses of runs without this package and OpenTelemetry's SDK, by number of ranks."""
     folder = tmp_path_factory.mktemp("unwatched")
     found = {
         1: losses(run_warm([sys.executable, TRAIN], folder).stdout),

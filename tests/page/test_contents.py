@@ -236,7 +236,9 @@ def test_small_budget_widens_columns_and_drops_steps(
     assert whole["thinned"]["sentences"] == []
 
 
-def test_work_of_ranks_judged_by_devices_is_by_the_device_clock(on_device: RunDirectory) -> None:
+def test_work_of_ranks_judged_by_devices_is_measured_by_the_device_clock(
+    on_device: RunDirectory,
+) -> None:
     """The work and the device parts equal those of the report."""
     shown = gather_contents(on_device)
     matrices = shown["steps"]

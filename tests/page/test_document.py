@@ -293,8 +293,8 @@ def hostile(value: Any, key: str = "") -> Any:
 
 
 def test_hostile_texts_are_shown_as_text(shown: PageContents) -> None:
-    """The page has the same elements as without them, and no text controls a terminal or reverses
-    letters.
+    """The page has the same elements as without hostile texts, and no text controls a terminal or
+    reverses letters.
     """
     expected = [tag for tag, _ in Parsed(build_document(shown)).elements]
     attacked = hostile(copy.deepcopy(shown))

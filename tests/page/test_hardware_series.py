@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return make_run(tmp_path)
 
 
-def test_gauges_are_levels_counters_rates_and_throttling_a_share(run: RunDirectory) -> None:
+def test_gauges_become_levels_and_counters_rates_and_throttling_a_share(run: RunDirectory) -> None:
     """Counters are growth per second, and throttling is a share of time.
 
     Quantities without samples, and GPUs of other ranks, have no line.
@@ -78,7 +78,7 @@ def test_gauges_are_levels_counters_rates_and_throttling_a_share(run: RunDirecto
     assert found["Throttled by heat", "rank 0"]["value"] == [None, 25, 25, 25]
     assert found["NVLink received", "rank 0"]["value"] == [None, 1000, 1000, 1000]
     titles = {title for title, _ in found}
-    # This reason was measured and did not occur.
+    # Throttling by the power limit was measured and did not occur.
     assert "throttled by the power limit" not in titles
     assert "GPU power" not in titles
 

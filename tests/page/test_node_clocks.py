@@ -13,14 +13,14 @@ from torchlens_perf.store.segments import ProcessRecords
 MS = 1_000_000
 NAMES = ["(other)", "allreduce group=0 dtype=float32"]
 GROUPS = {"0": {"ranks": "0-3", "description": "default_pg"}}
-# How far each node's wall clock is ahead.
+# Nanoseconds by which each node's wall clock is ahead.
 AHEAD_NS = {"one": 0, "other": 5_000 * MS}
 
 
 def rank_records(rank: int, node: str, arrives_ms: list[int], jitter_ns: int = 0) -> RankRecords:
     """Return a step of 100 ms for each collective.
 
-    The rank arrives at the given time, and all ranks leave it at 80 ms.
+    The rank enters the collective at the given time, and all ranks leave the collective at 80 ms.
     """
     records = np.zeros((len(arrives_ms), 2), record_dtype())
     for step, arrives in enumerate(arrives_ms):
@@ -117,7 +117,7 @@ def test_waits_are_known_without_synchronized_clocks() -> None:
 
 
 def test_last_rank_is_known_only_for_complete_groups() -> None:
-    """A missing rank may have come later."""
+    """The rank without records may have arrived last."""
     (row,) = join_by_step(job()[:3], [0, 1, 2], ())[2]
 
     assert row["last_rank"] is None

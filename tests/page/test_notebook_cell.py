@@ -30,8 +30,8 @@ from torchlens_perf.view.rank_tables import step_parts
 from torchlens_perf.view.theme import PARTS
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
-# What JupyterLab keeps of the HTML of an untrusted notebook (packages/apputils/src/sanitizer.ts),
-# as far as it is used here: tags with their attributes, and styles with their values.
+# Tags, attributes and styles that JupyterLab keeps in an untrusted notebook's HTML, as far as cells
+# use them. The source is packages/apputils/src/sanitizer.ts.
 TAGS: dict[str, set[str]] = {
     "div": {"style"}, "p": set(), "b": set(), "br": set(), "small": set(), "img": {"alt", "src", "style"},
     "table": set(), "thead": set(), "tbody": set(), "tr": set(), "th": set(), "td": set(),

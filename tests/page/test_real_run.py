@@ -145,9 +145,9 @@ def copied(made: RunDirectory, folder: Path) -> RunDirectory:
 def test_writing_a_page_stops_at_limits_of_time_and_memory(
     trained: tuple[Path, RunDirectory, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal to give up is another limit.
+    """Writing also stops when the caller asks to give up.
 
-    The reason is logged unless another page follows, and no partial file is left.
+    The function returns the reason, or "" if the caller gave up, and no partial file is left.
     """
     made = copied(trained[1], tmp_path)
     page = made.report.with_suffix(".html")
@@ -177,7 +177,7 @@ def test_error_of_the_page_command_is_logged_as_the_reason(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("wish", ["page", "quiet", "text", "off"])
 def test_page_that_cannot_be_written_is_noted(run: RunDirectory, wish: str) -> None:
-    """The report was sent before. If no page is configured, none is written."""
+    """The report is delivered before. If no page is configured, no page is attempted."""
     rank = Rank(run, 0, 1, report=wish)
     rank.steps(20, data=1, forward=4, backward=6, host=1)
     rank.close()

@@ -44,7 +44,7 @@ def test_metrics_are_valid_openmetrics_with_type_unit_and_help(answer: Scrape) -
 
 
 def test_counts_sums_and_buckets_equal_those_of_the_steps(answer: Scrape) -> None:
-    """All metrics that can show the slow rank do."""
+    """Each metric that can show the slow rank shows it."""
     name = "torch_train_step_own_time_seconds"
     steps = {
         rank: answer.value("torch_train_steps_total", **{RANK: str(rank)}) for rank in range(RANKS)

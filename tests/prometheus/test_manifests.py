@@ -1,7 +1,7 @@
 """The Kubernetes manifests are valid and consistent with each other and with the code.
 
-Resources of operators (PyTorchJob, PodMonitor, PrometheusRule) have no schemas. For these, only pod
-templates and references are checked.
+Resources of operators (PyTorchJob, PodMonitor, PrometheusRule) have no schemas. For such resources,
+only pod templates and references are checked.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _nothing() -> dict[str, Any]:
 def test_port_stays_open_until_the_last_values_are_scraped(run: RunDirectory) -> None:
     """The last values may show that a process died.
 
-    After their scrape, the port is free.
+    After the last values have been scraped, the port is free.
     """
     sidecar, ranks = of_ranks(run, prometheus="0")
     port, lock = MetricsPort(last_scrape_timeout_s=60), SidecarLock(run.path / "lock")

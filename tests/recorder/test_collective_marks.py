@@ -130,9 +130,9 @@ def test_operation_written_by_close_is_not_written_again_at_its_end(native: Coll
 
 
 def test_operations_above_the_limit_are_recorded_without_an_end(native: CollectiveRig) -> None:
-    """Such an operation is recorded at once, and its end writes nothing.
+    """An operation above the limit is recorded at once, and its end writes nothing.
 
-    Free places are used again.
+    Places of ended operations are used again.
     """
     marks = NativeMarks(native.implementation, gil=True)
     name_id = native.ring.intern(NAME)

@@ -59,7 +59,7 @@ def test_only_device_with_memory_is_in_use(monkeypatch: pytest.MonkeyPatch) -> N
 def test_current_device_is_in_use_if_the_allocator_has_no_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A watched object must be on the device."""
+    """A watched model or a process group must use a device of this type."""
     use(monkeypatch, Accelerator(None, current=1))
     assert find_accelerator_in_use("npu", computes_there=False) is None
     assert find_accelerator_in_use("npu", computes_there=True) == DeviceInUse("npu", 1)

@@ -102,7 +102,7 @@ def test_tap_is_not_searched_in_the_working_directory(
     assert doctor().severity == LIMITED
 
 
-def test_home_is_used_if_the_cache_path_is_relative(
+def test_home_is_used_if_the_path_in_xdg_cache_home_is_relative(
     cache: Path, tap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative XDG_CACHE_HOME counts as unset by the XDG specification."""
@@ -330,7 +330,7 @@ def test_no_note_is_given_if_the_native_tap_exists(
     assert missed(tmp_path / "run", monkeypatch) == ""
 
 
-def test_collectives_are_tapped_from_python_if_the_tap_cannot_be_loaded(
+def test_tap_that_cannot_be_loaded_is_in_the_metadata_and_in_doctor(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is damaged or lacks a symbol of this torch."""

@@ -48,7 +48,7 @@ def test_span_record_has_its_times_name_step_and_depth(rig: Rig) -> None:
 def test_nested_time_is_credited_to_the_enclosing_span(rig: Rig) -> None:
     """`nested_ns` is the time of direct children.
 
-    `phase_ns` is that of phases at any depth below, each once.
+    `phase_ns` is the time of phases at any depth below, each counted once.
     """
     recorder, intern = rig.recorder, rig.ring.intern
     recorder.begin(Kind.FORWARD, intern("forward"))
@@ -193,7 +193,7 @@ def test_spans_nested_deeper_than_64_levels_are_counted_and_not_recorded(rig: Ri
     assert rig.records()[0]["depth"] == 1
 
 
-def test_marks_after_close_do_nothing(rig: Rig) -> None:
+def test_calls_of_a_closed_recorder_do_nothing(rig: Rig) -> None:
     """The file's state is CLOSED."""
     recorder = rig.recorder
     recorder.begin(Kind.FORWARD, rig.ring.intern("forward"))
@@ -362,7 +362,7 @@ class TestThreads:
         assert (forward["flags"], forward["phase_ns"], forward["nested_ns"]) == (0, 0, 0)
 
     def test_other_thread_that_takes_over_keeps_its_open_sections(self, rig: Rig) -> None:
-        """From then on, the first thread's spans have the flag for other threads."""
+        """After the takeover, spans of the first thread have the flag for other threads."""
         recorder, taken = rig.recorder, []
 
         def other() -> None:
@@ -567,7 +567,7 @@ class TestThreads:
 
         assert (wait["flags"], around["phase_ns"]) == (Flag.OTHER_THREAD, 0)
 
-    def test_simultaneous_marks_of_eight_threads_are_all_recorded(
+    def test_simultaneous_spans_of_eight_threads_are_all_recorded(
         self, implementation: ModuleType, tmp_path: Path
     ) -> None:
         """Every record is complete, and starts and ends are balanced."""
@@ -614,7 +614,7 @@ class TestModuleCall:
         )
 
     def test_outermost_module_call_is_the_forward_phase(self, rig: Rig) -> None:
-        """Calls inside it have the kind MODULE, or RECOMPUTE in a recomputation."""
+        """Calls inside the outermost one have the kind MODULE, or RECOMPUTE in a recomputation."""
         recorder, make = rig.recorder, rig.implementation.ModuleCall
         inner = make(recorder, rig.ring.intern("inner"), lambda: rig.clock.advance(2))
         outer = make(recorder, rig.ring.intern("outer"), inner)
@@ -767,7 +767,7 @@ class TestRoutedCalls:
         assert modules[0](1) == (modules[0], (1,), {})
 
     def test_module_call_through_super_is_counted_once(self, native: Rig) -> None:
-        """Python may inline the inner call, and an earlier call may not have reached it."""
+        """Python may inline the call of super(), and an invalid call fails before that call."""
         module = CallsThrough()
         native.implementation.set_module_call(
             id(module), native.implementation.ModuleCall(native.recorder, 0, Called.__call__)

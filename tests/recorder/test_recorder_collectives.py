@@ -169,7 +169,7 @@ def test_operation_belongs_to_the_step_that_issued_it(rig: CollectiveRig) -> Non
 
 
 def test_waited_time_is_the_sum_of_waits_of_the_training_thread(rig: CollectiveRig) -> None:
-    """`waited_ns` has nothing else. Each wait is also in the step's phases."""
+    """`waited_ns` contains no other time. Each wait is also in the step's phases."""
     rig.wait(10)
     rig.clock.advance(100)
     # This wait is not in Work.wait, so its caller counts it.

@@ -79,7 +79,7 @@ def test_slow_first_sample_is_corrected_within_eight_periods() -> None:
     assert schedule.period == 16
 
 
-def test_costs_of_a_sample_in_later_steps_count() -> None:
+def test_costs_that_a_sample_causes_in_later_steps_count() -> None:
     """A device's times of a sampled step are read in later steps."""
     cheap, dear = SamplingSchedule(16), SamplingSchedule(16)
     for schedule in (cheap, dear):

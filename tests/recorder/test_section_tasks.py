@@ -56,7 +56,7 @@ def run(rig: Rig, *turns: int) -> None:
 def test_first_of_two_interleaved_tasks_is_recorded(rig: Rig) -> None:
     """The first task leaves first, and its record has its time.
 
-    Sections above it are lost and counted.
+    Sections that were opened after the first task's section are lost and counted.
     """
     run(rig, 5, 70)
 

@@ -38,9 +38,9 @@ from torchlens_perf.run.processes import (
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start.preload import MODULES
 
-FIRST_SECOND_S = 0.4  # CPU seconds on a machine where an interpreter starts in BARE_S.
+FIRST_SECOND_S = 0.4  # CPU seconds, on a machine where an interpreter starts in BARE_S.
 BARE_S = 0.05
-WORK_NS = 20_000_000  # CPU time of some work that the job does meanwhile.
+WORK_NS = 20_000_000  # CPU time of work that the job does while the sidecar starts.
 # Modules of this package that the sidecar imports before it reads any data.
 WAITING = {
     "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.rings",
@@ -48,7 +48,7 @@ WAITING = {
     "torchlens_perf.sidecar.priority", "torchlens_perf.sidecar.rings", "torchlens_perf.sidecar.rings.waiting",
     "torchlens_perf.sidecar.start", "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.termination",
 }  # fmt: skip
-# Some modules that the sidecar must not import before that.
+# Some modules that the sidecar must not import before it reads any data.
 HEAVY = {
     "argparse", "ctypes", "dataclasses", "inspect", "json", "logging", "numpy", "pyarrow", "rich", "socket", "ssl",
     "subprocess", "typing",
@@ -114,7 +114,7 @@ def imported(run: RunDirectory) -> list[str]:
 
     The sidecar's log has the imports because PYTHONPROFILEIMPORTTIME is 1.
     """
-    # The log starts in the second file.
+    # The sidecar's log is first written to the second file.
     logs = [run.node_log_path(HOST), sidecar_log_path(sidecar_lock_path(run.run_id))]
     lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
     return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][
@@ -260,7 +260,7 @@ def test_next_sidecar_reads_everything_after_the_first_is_killed(run: RunDirecto
 
 
 def test_second_sidecar_is_refused_while_the_first_starts(run: RunDirectory) -> None:
-    """The sidecar's lock is already locked when its interpreter starts."""
+    """The first sidecar's lock is already locked when its interpreter starts."""
     rank = Rank(run, 0, 1)
     started(run, rank)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path), "--host", HOST]

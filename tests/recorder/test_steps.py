@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchlens_perf.recorder.steps import EvaluationRule, StepRule
 
 OPTIMIZERS = {"a": 1, "o": 2, "t": 3}
-MODULES = {"m": 11, "n": 12}  # Parts of a model that is not called itself.
+MODULES = {"m": 11, "n": 12}  # Modules of a model that is never called as a whole.
 
 
 def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -> str:
@@ -120,7 +120,7 @@ def test_each_backward_pass_ends_a_step_without_an_optimizer(expected: str) -> N
 
 
 def test_forward_passes_before_the_first_optimizer_step_count_as_inference() -> None:
-    """No optimizer was passed in this loop."""
+    """No optimizer was passed to watch() in this loop."""
     rule = StepRule()
     assert not rule.trains
     rule.on_optimizer_step(1)
@@ -128,7 +128,7 @@ def test_forward_passes_before_the_first_optimizer_step_count_as_inference() -> 
     assert StepRule(passed=1).trains
 
 
-def test_optimizer_that_was_not_passed_ends_steps_only_if_it_continues_alone() -> None:
+def test_optimizer_not_passed_to_watch_ends_steps_only_if_it_continues_alone() -> None:
     rule = StepRule(passed=1)
     assert not rule.on_optimizer_step(2)
     assert not rule.ignores_passed
@@ -138,7 +138,7 @@ def test_optimizer_that_was_not_passed_ends_steps_only_if_it_continues_alone() -
 
 
 @given(st.text("fbaoe", max_size=60))
-def test_only_the_user_ends_steps_after_the_first_manual_one(events: str) -> None:
+def test_only_manual_step_calls_end_steps_after_the_first_such_call(events: str) -> None:
     rule = StepRule()
     rule.on_manual_step()
     assert "|" not in ends(rule, events, alive=False)

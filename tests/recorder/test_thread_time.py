@@ -42,8 +42,8 @@ COMPETITOR += "while time.monotonic() < end: pass"
 def no_garbage_collection() -> Iterator[None]:
     """Switch off garbage collection.
 
-    With torch loaded, a collection can use as much CPU time as the measured work: 90 ms were
-    observed.
+    With torch loaded, a garbage collection can use as much CPU time as the measured work: 90 ms
+    were observed.
     """
     gc.disable()
     yield
@@ -96,7 +96,7 @@ def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
 
 @pytest.fixture
 def rig_with_clock(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
-    """Return a rig whose clock the test sets. CPU time is still the kernel's."""
+    """Return a rig whose clock the test sets. CPU time is still measured by the kernel."""
     made = TimedRig(implementation, tmp_path)
     assert made.recorder.start_thread_time()
     yield made
@@ -359,7 +359,7 @@ def test_recorder_refuses_to_measure_another_thread(
 def test_kernels_file_is_closed_with_the_recorder(
     end: str, implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """A forked child closes it too, and a closed recorder does not open it."""
+    """A forked child closes the file too, and a closed recorder does not open the file again."""
     before = open_files()
     rig = TimedRig(implementation, tmp_path)
     assert rig.recorder.start_thread_time()

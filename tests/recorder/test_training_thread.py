@@ -67,7 +67,7 @@ def notes(recording: Recording) -> str:
 def test_steps_on_another_thread_than_the_watchs_are_recorded(
     tmp_path: Path, pool: ThreadPoolExecutor
 ) -> None:
-    """Only the first pass is missing, because the thread is not known to train before it."""
+    """Only the first forward pass is missing, because it precedes the first sign of training."""
     trainer = Trainer()
     with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
         pool.submit(trainer.steps).result()
@@ -160,8 +160,8 @@ def test_second_training_thread_ends_no_step_and_is_noted(
             pool.submit(recording.watch.step).result()
 
     here, there = kinds(recording), kinds(recording, elsewhere=True)
-    # Before the second thread has stepped, its optimizer counts as the end of the first step,
-    # because it was passed last.
+    # The second thread's optimizer was passed last, so the first step does not end before that
+    # optimizer has stepped.
     assert [here[kind] for kind in (Kind.STEP, *PHASES)] == [STEPS - 1, STEPS, STEPS, STEPS]
     assert (there[Kind.FORWARD], there[Kind.BACKWARD], there[Kind.STEP]) == (STEPS, STEPS, 0)
     assert "their steps are not counted" in notes(recording)
@@ -251,7 +251,9 @@ def test_no_gradient_is_read_while_another_thread_computes_gradients(
     assert (reads > 0) == (elsewhere is None)
 
 
-def test_backward_pass_that_started_before_the_watch_is_considered(tmp_path: Path) -> None:
+def test_no_gradient_is_read_during_a_backward_pass_that_started_before_the_watch(
+    tmp_path: Path,
+) -> None:
     """The pass runs on another thread while the hooks are attached, so no hook has seen its
     start.
     """
@@ -277,7 +279,7 @@ def test_backward_pass_that_started_before_the_watch_is_considered(tmp_path: Pat
         assert (reads, watch._session.thread.reads_gradients) == (False, True)
 
 
-def test_models_are_not_searched_by_gradient_while_another_thread_computes(
+def test_models_are_not_found_by_gradients_while_another_thread_computes(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop has no optimizer, so its models are found by their gradients.

@@ -20,7 +20,7 @@ from torchlens_perf.results import last_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT
 
-# This source computes until the test ends it.
+# This code of a sidecar computes until the test ends it.
 BUSY = """
 import os, sys, time
 
@@ -164,7 +164,7 @@ def test_next_watch_ends_the_wait_for_the_previous_report(
 def test_job_of_several_nodes_waits_at_most_a_second(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All nodes would have to wait for a longer time."""
+    """If one node waited longer, all nodes would have to wait."""
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "2",

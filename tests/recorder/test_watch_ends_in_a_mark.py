@@ -56,7 +56,7 @@ class EndingRig:
             self.ended += 1
 
     def make(self, intern: Callable[[str], int]) -> None:
-        """Make another recorder on the file. The recorder calls the given function for names."""
+        """Make another recorder on the file, which calls the given function to get ids of names."""
         self.recorder.close()
         self.recorder = self.rig.recorder = self.implementation.Recorder(
             self.rig.ring.buffer, intern
@@ -87,7 +87,7 @@ def nvtx_pop(rig: EndingRig) -> None:
 
 
 def nvtx_pop_of_what_was_lost(rig: EndingRig) -> None:
-    """Pop the ranges of spans above the closed one, and above MAX_FRAMES."""
+    """Pop the NVTX ranges of spans inside the closed one, and of spans above MAX_FRAMES."""
     rig.recorder.set_nvtx(lambda attributes: None, rig.end, ["step"])
     recorder = rig.recorder
     for name_id in range(80):
@@ -199,8 +199,8 @@ def nvtx_after_a_wait(rig: EndingRig) -> None:
     waited(rig)
 
 
-# The call owns the lock that keeps the file mapped. Another thread's close() waits for it, as
-# intended.
+# The wait owns the lock that keeps the file mapped. Another thread's close() waits for this lock,
+# as intended.
 LOCKED = (nvtx_before_a_wait, nvtx_after_a_wait)
 PLACES = (
     name_of_a_section, nvtx_push, nvtx_pop, nvtx_pop_of_what_was_lost, nvtx_pop_of_a_drop, nvtx_pop_of_the_end,

@@ -41,7 +41,7 @@ def test_nothing_is_recorded_without_the_gil(
 ) -> None:
     """One line has the reason, no file is created, and the doctor reports it too.
 
-    This Python has the GIL, so its answer is replaced.
+    This Python has the GIL, so the function that reports it is replaced.
     """
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     with caplog.at_level(logging.WARNING, "torchlens_perf"), watch(dir=str(tmp_path / "runs")) as w:

@@ -245,7 +245,7 @@ def test_kernel_times_give_exact_bandwidth_and_wait() -> None:
     assert "the wait is how much earlier its kernel began" in table_of([row]).note
 
 
-def test_table_of_many_collectives_is_shortened_and_safe() -> None:
+def test_table_of_many_collectives_is_short_and_without_control_characters() -> None:
     """Names cannot control the terminal."""
     join = joined(
         {rank: [Issued(f"op{n}\x1b[31m group=0", n, 10) for n in range(9)] for rank in range(2)}
@@ -265,7 +265,7 @@ def test_table_of_many_collectives_is_shortened_and_safe() -> None:
         (4, 3, 1, dict.fromkeys(range(3), 1.0) | {3: 1.1}, False),
         (2, 100, 80, {0: 9.0, 1: 10.0}, True),
         (8, 80, 30, dict.fromkeys(range(7), 5.0) | {7: 9.0}, True),
-        (2, 100, 30, {0: 9.0, 1: 90.0}, True),  # Rarely last, and then very late.
+        (2, 100, 30, {0: 9.0, 1: 90.0}, True),  # Rank 1 is rarely last, and then very late.
     ],
 )
 def test_rank_last_as_often_as_by_chance_is_not_the_slowest(

@@ -1,4 +1,4 @@
-"""Since when and in which windows a verdict was true (held), compared with the steps of the run."""
+"""Steps and windows in which a verdict was true (`held`), compared with the steps of the run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def node(
 ) -> NodeState:
     """Return a node whose ranks made the given steps.
 
-    `found` has its findings, and `changed` has fields of the processes and the node.
+    `found` has the node's findings, `changed` other field values of the node and its processes.
     """
     of_node = {
         field.name: changed.pop(field.name)
@@ -86,7 +86,7 @@ def seconds(at: str) -> float:
     steps=st.integers(80, 200),
 )  # fmt: skip
 @settings(deadline=None, max_examples=60)
-def test_first_step_end_and_windows_of_a_verdict_equal_its_episode(
+def test_first_step_end_and_windows_of_a_verdict_equal_those_of_its_episode(
     since: int, length: int | None, from_start: bool, steps: int
 ) -> None:
     """Each window counts once."""
@@ -184,7 +184,7 @@ def test_bottleneck_of_the_newest_steps_is_reported() -> None:
 
 
 def test_cpu_contention_in_a_part_of_the_run_is_reported() -> None:
-    """The phase with contention makes no difference."""
+    """The result does not depend on the phase that has the contention."""
     starved = [
         {**BASE, "forward": 24.0, "cpu": 20.0 if 80 <= step < 160 else 0.0} for step in range(400)
     ]
@@ -197,8 +197,8 @@ def test_cpu_contention_in_a_part_of_the_run_is_reported() -> None:
     )
 
 
-def test_cpu_contention_is_unknown_if_it_is_not_measured_later() -> None:
-    """Later steps may have very many phases.
+def test_cpu_contention_is_not_reported_if_later_steps_have_no_measurement() -> None:
+    """Steps with very many phases have no measurement of CPU contention.
 
     No finding is reported on steps without a measurement.
     """
@@ -232,7 +232,7 @@ def test_cpu_contention_in_varying_phases_is_one_finding() -> None:
     [
         slow_data(64, 88, 400),  # Three windows.
         slow_data(0, 400, 400, 3.5),
-        # A quarter of the step in some windows, less in the others.
+        # Waits for data take a quarter of the step in some windows, and less in other windows.
         [{**BASE, "data": 5.5 if step // WIDTH % 2 else 4.0} for step in range(400)],
         [{**BASE, "data": 5.0 if step // 100 % 2 else 4.0} for step in range(400)],
     ],

@@ -239,8 +239,8 @@ def test_out_of_memory_error_after_the_last_step_is_a_verdict_if_the_run_died(
         assert len(notes) == caught
 
 
-def test_out_of_memory_error_without_a_table_refers_to_the_earlier_one(run: RunDirectory) -> None:
-    """The error followed shortly after a caught error."""
+def test_out_of_memory_error_without_a_table_refers_to_the_earlier_table(run: RunDirectory) -> None:
+    """The error followed shortly after an error that the user's code had caught."""
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
     ran_out(run, rank, step=3, time_unix_ns=1)

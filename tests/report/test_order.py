@@ -139,7 +139,7 @@ class TestOneCause:
     def test_bottleneck_of_the_run_is_not_reported_again_for_a_part(self) -> None:
         """The run waited for a CPU and for data, later mostly for data.
 
-        There is one figure for data.
+        Only one verdict is about the wait for data.
         """
         loop = [{**BASE, "forward": 24.0, "cpu": 20.0, "data": 14.0} for _ in range(200)]
         for step in range(120, 200):

@@ -124,7 +124,7 @@ def test_verdict_on_a_single_rank_is_its_bottleneck(
 
 
 def test_straggler_verdict_has_rank_phase_cost_step_and_action(run: RunDirectory) -> None:
-    """There is only this verdict, which also has the host and the share."""
+    """The report has no other verdict. The sentence also has the host and the share."""
     ranks = [Rank(run, 0), Rank(run, 1)]
     ranks[0].steps(80, **{**WORK, "communication": 12})
     ranks[1].steps(80, **{**WORK, "backward": 16})
@@ -153,7 +153,7 @@ def test_straggler_verdict_has_the_slow_module(run: RunDirectory) -> None:
     ranks = [Rank(run, 0), Rank(run, 1)]
     for rank, extra in zip(ranks, (0, 8), strict=True):
         recorder, clock, intern = rank.session.recorder, rank.clock, rank.session.intern
-        for _ in range(100):  # Step bins of four steps.
+        for _ in range(100):  # Four of these steps form a step bin.
             recorder.begin(Kind.FORWARD, intern("forward Net"))
             for name, milliseconds in (("embed", 1), ("block", 4 + extra), ("head", 2)):
                 recorder.begin(Kind.MODULE, intern(name))
@@ -329,7 +329,7 @@ class TestTerminal:
         assert text.endswith("  directory   /runs/1\n")
         assert "SLOW RANK rank 1 (node-a) backward since step 0" in " ".join(text.split())
 
-    def test_report_in_a_terminal_has_colours_and_its_width(self, run: RunDirectory) -> None:
+    def test_report_in_a_terminal_has_colours(self, run: RunDirectory) -> None:
         text = render_full(self.value(run), "/runs/1", columns=90, color=True)
 
         assert "\x1b[1;31m" in text
@@ -347,7 +347,7 @@ class TestTerminal:
             if line.startswith(("  rank 1  ", "  rank 0  "))
         }
 
-        # 1, 4, 16, 2 and 1 of 24 ms; 1, 4, 6, 12 and 1 of 24 ms.
+        # Of 24 ms, the parts are 1, 4, 16, 2 and 1 ms, and 1, 4, 6, 12 and 1 ms.
         assert bars == {
             "rank 1": "█" * 3 + "▓" * 12 + "▒" * 48 + "░" * 6 + "▚" * 3,
             "rank 0": "█" * 3 + "▓" * 12 + "▒" * 18 + "░" * 36 + "▚" * 3,

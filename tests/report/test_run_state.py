@@ -168,7 +168,7 @@ def test_long_start_of_a_job_is_a_verdict(
 ) -> None:
     """A short start and the idle time of a notebook kernel are no verdict.
 
-    The line is in all reports.
+    All reports have the line on the long start.
     """
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)

@@ -87,8 +87,9 @@ def node(
 ) -> NodeState:
     """Return a node with ranks whose steps have the given parts in ms.
 
-    `changed` has fields of the node and of its processes. `device_ms` has the device time of each
-    part of a step. `caught_up` is a number out of 10 passes.
+    `changed` has other field values of the node and its processes. `device_ms` has the device time
+    of each part of a step. `caught_up` is the number of passes, out of 10, that the device ended
+    shortly after the host.
     """
     of_node = {
         each.name: changed.pop(each.name)

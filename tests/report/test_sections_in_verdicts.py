@@ -122,7 +122,7 @@ def test_section_in_other_steps_takes_no_time_of_a_typical_step(run: RunDirector
 def test_inner_section_is_in_the_verdict_if_it_has_most_of_the_time(
     run: RunDirectory, inner: float, named: str
 ) -> None:
-    """Otherwise the outer section is in the verdict. No section counts twice."""
+    """If both sections have half of it, the outer one is in the verdict. No section counts twice."""
     loop = Loop(run)
     for _ in range(STEPS):
         loop.section(

@@ -43,7 +43,7 @@ def state(run: RunDirectory) -> NodeState:
     return state
 
 
-def test_cost_of_a_single_one_of_two_slow_ranks_is_not_in_the_headline(state: NodeState) -> None:
+def test_each_of_two_slow_ranks_has_a_low_cost_and_a_high_shared_cost(state: NodeState) -> None:
     """The job waits for the other slow rank, so one alone costs almost nothing."""
     now = {each.rank: each for each in state.findings.episodes if each.until_step is None}
 
@@ -56,7 +56,7 @@ def test_cost_of_a_single_one_of_two_slow_ranks_is_not_in_the_headline(state: No
 def test_every_screen_shows_the_joint_cost_of_slow_ranks(
     run: RunDirectory, state: NodeState
 ) -> None:
-    """The screens are terminal, page, JSON and gauge. No single cost is shown."""
+    """The screens are terminal, page, JSON and gauge. The cost of one rank alone is not shown."""
     report = build_report(run.run_id, [state])
     (joint_ns,) = {each.shared_cost_ns for each in state.findings.episodes}
     assert joint_ns is not None

@@ -36,7 +36,7 @@ def test_step_history_excludes_the_warm_up() -> None:
 
 
 def test_step_history_excludes_windows_without_steps() -> None:
-    """A rank began later, and no rank has some of the steps."""
+    """One rank began later, and some steps are missing on both ranks."""
     found = build_step_history({0: windows(32), 1: windows(16, first=64)})
     assert found is not None
     assert found["first_steps"] == [8, 16, 24, 72]

@@ -57,7 +57,7 @@ def test_verdict_on_a_single_long_step_has_the_awaited_rank() -> None:
 
 
 def test_rank_without_a_cpu_is_not_blamed_for_long_steps() -> None:
-    """No part of its step explains the delay, because it was runnable all the time."""
+    """The rank was runnable without a CPU, so no part of its step explains the delay."""
     loops = stalls("host", (90,))
     for loop in loops:
         for number, step in enumerate(loop):

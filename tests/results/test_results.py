@@ -252,7 +252,7 @@ def test_watch_without_requests_for_results_has_no_mailbox(tmp_path: Path) -> No
     assert not {name for name in works if "cell" in name or "on_verdict" in name}
 
 
-class TestChild:
+class TestResultsProcess:
     """The process that computes results after a run has ended."""
 
     def test_error_line_of_the_results_process_is_shown(self, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ class TestChild:
         assert made["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_line_of_the_results_process_that_is_no_result_is_the_reason(
+def test_output_of_the_results_process_without_a_result_is_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A sidecar that could not make a report writes the reason in a line."""

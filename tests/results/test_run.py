@@ -49,7 +49,7 @@ def test_loaded_run_has_verdicts_numbers_tables_and_report(planted: Run) -> None
     assert "Rank 2" in planted._repr_mimebundle_()["text/plain"]
 
 
-def test_table_of_a_loaded_run_without_such_data_is_empty(
+def test_table_without_data_in_a_loaded_run_is_empty(
     planted: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A run without GPUs has an empty table of them. An unknown table name raises an error."""

@@ -179,7 +179,7 @@ def test_invalid_http_is_refused_without_output(runs: Path) -> None:
 def hanging(tmp_path: Path, runs: Path) -> Iterator[tuple[Path, Path, dict[str, str]]]:
     """Return a folder of runs, a file, and an environment.
 
-    All runs but "well" hang while the file exists.
+    Reads of all runs except "well" hang while the file exists.
     """
     folder, flag = tmp_path / "runs", tmp_path / "hangs"
     for name in ("well", "stuck", "stuck-too"):

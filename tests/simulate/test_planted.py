@@ -305,7 +305,7 @@ def test_page_and_top_show_the_slow_one_of_256_ranks(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The page's tables omit some of this many ranks.
+    """The page's tables omit some of the 256 ranks.
 
     The page's texts mention ranks without verdicts.
     """

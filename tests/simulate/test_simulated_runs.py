@@ -247,7 +247,7 @@ def test_slow_link_or_imbalance_raises_one_alert(
 
 
 def command(*arguments: str) -> int:
-    """Run `simulate` as the command line does, but let errors pass."""
+    """Run `simulate` as the command line does, but do not catch its errors."""
     options = _build_parser().parse_args(["simulate", *arguments])
     code: int = options.command(options)
     return code

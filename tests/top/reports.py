@@ -31,7 +31,7 @@ def report_of(view: View) -> Report:
 
 
 def changed(report: Report, **parts: Any) -> Report:
-    """Return a copy with other values in `run`, or with other lists."""
+    """Return a copy of the report with other values in `run`, or with other lists."""
     value: Any = copy.deepcopy(report)
     for name, part in parts.items():
         if name in value:

@@ -198,7 +198,7 @@ def test_no_run_opens_automatically_if_several_are_live(tmp_path: Path) -> None:
 
 
 def test_first_live_run_opens_automatically(tmp_path: Path) -> None:
-    """The list of runs is empty before."""
+    """The list of runs is empty until the run starts."""
 
     async def scenario() -> None:
         async with Drawn(None, tmp_path / "runs") as drawn:

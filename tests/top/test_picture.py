@@ -65,7 +65,7 @@ def _without_fonts(picture: str) -> str:
 def _fixed(lines: list[str]) -> list[str]:
     """Return titles and keys.
 
-    Other text depends on verdicts and numbers.
+    Only these are returned, because other text depends on verdicts and numbers.
     """
     titles = [
         line for line in lines if re.match(r"  (Typical|Modules|Collectives|rank +step)", line)

@@ -37,7 +37,7 @@ def first(report: Report) -> Headline:
     return build_headlines(report, "runs/x")[0]
 
 
-def test_headline_of_a_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path: Path) -> None:
+def test_headline_of_a_slow_rank_has_separate_facts_cost_and_sentence(tmp_path: Path) -> None:
     found = first(simulated(tmp_path, "constant:rank=3,share=0.25,phase=forward"))
 
     assert (found.status, found.severity) == ("SLOW RANK", BAD)
@@ -52,7 +52,7 @@ def test_headline_of_a_slow_rank_has_its_facts_apart_from_the_sentence(tmp_path:
     assert "Next:" not in found.sentence
 
 
-def test_headline_of_a_slow_node_has_its_ranks(tmp_path: Path) -> None:
+def test_headline_of_a_slow_node_lists_its_ranks(tmp_path: Path) -> None:
     found = first(simulated(tmp_path, "node:node=1,share=0.15", ranks=16))
 
     assert found.status == "SLOW NODE"

@@ -73,7 +73,7 @@ def test_columns_of_the_rank_table_have_one_unit(slow: Report) -> None:
     assert units == {"ms"}
 
 
-def test_modules_of_the_slow_rank_are_compared_with_the_others(slow: Report) -> None:
+def test_modules_of_the_slow_rank_are_compared_with_those_of_other_ranks(slow: Report) -> None:
     table = found(slow, "modules")
 
     assert [each.title for each in table.columns] == [

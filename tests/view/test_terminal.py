@@ -201,7 +201,7 @@ def test_length_of_a_report_of_1024_ranks_is_bounded(tmp_path: Path) -> None:
     assert render_full(report, LONG, columns=100, color=False).count("\n") <= 110
 
 
-def test_verdicts_after_the_third_are_only_named() -> None:
+def test_only_the_status_of_verdicts_after_the_third_is_shown() -> None:
     slow = findings(*(episode(rank, 20, last_step=159) for rank in range(4)), last_step=159)
     text = short(node([usual(160)] * 8, slow))
 
@@ -209,7 +209,7 @@ def test_verdicts_after_the_third_are_only_named() -> None:
     assert "\n  also        SLOW RANK\n" in text
 
 
-def test_second_and_third_verdict_have_one_line_each() -> None:
+def test_second_and_third_verdicts_have_one_line_each() -> None:
     loop = [{**BASE, "data": 6.0} for _ in range(200)]
     for every, begin, more, flag in (
         (20, 10, 300.0, Flag.EVALUATION),

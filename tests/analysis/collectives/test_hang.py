@@ -60,7 +60,7 @@ def test_time_limit_is_computed_from_the_slowest_ranks_usual_step() -> None:
 
 
 @pytest.mark.parametrize("state", ["stopped", "traced", "dead"])
-def test_dead_or_stopped_process_is_reported_after_10_s_in_first_steps(state: str) -> None:
+def test_dead_or_stopped_process_in_the_first_steps_is_reported_after_10_s(state: str) -> None:
     """First steps have a longer limit, but a dead or stopped rank cannot continue."""
     waiting = [rank(number, usual_step_s=0.0) for number in (0, 1, 3)]
 
@@ -162,7 +162,7 @@ def test_only_rank_that_entered_a_collective_may_be_the_faulty_one() -> None:
     assert "should not have" not in hang_text(found(behind(2)))
 
 
-def test_rank_that_never_used_its_group_is_missing() -> None:
+def test_rank_that_never_used_its_group_is_blamed() -> None:
     """A known member of a group that is not in `issued` has issued no collective."""
     never = behind(2, issued={}, operations={})
 
@@ -170,7 +170,7 @@ def test_rank_that_never_used_its_group_is_missing() -> None:
     assert found(never).kind == "apart"
 
 
-def test_rank_with_a_full_table_of_groups_is_not_missing() -> None:
+def test_rank_with_a_full_table_of_groups_is_not_blamed_for_other_groups() -> None:
     """The rank cannot report its operations in further groups."""
     never = behind(2, issued={}, operations={}, all_groups=False)
 
@@ -215,7 +215,7 @@ def test_blocking_ranks_of_different_groups_are_all_blamed() -> None:
     assert "rank 4 (node-c) did not enter it, last inside" in hang_text(hang)
 
 
-def test_blocking_rank_that_waits_points_to_its_network_or_device() -> None:
+def test_advice_on_a_blocking_rank_that_waits_is_about_network_and_device() -> None:
     """All ranks have entered the collective in which the blocking rank waits."""
     hang = found(behind(2, inside=("backward", "wait")))
 
@@ -283,7 +283,7 @@ def test_stopped_rank_is_blamed_with_its_process_state(state: str, words: str, a
     assert hang.look_at == (2,)
 
 
-def test_stopped_rank_is_blamed_even_if_it_has_entered() -> None:
+def test_stopped_rank_is_blamed_even_if_it_has_entered_all_collectives() -> None:
     """A rank that stopped after it issued its last collective also blocks the others."""
     hang = found(rank(2, state="stopped"))
 
@@ -314,7 +314,7 @@ def test_ranks_that_wait_for_a_stopped_one_are_not_blamed() -> None:
     assert (named(hang), hang.collective, hang.waiting) == ([3], None, (0, 1, 2))
 
 
-def test_dead_rank_comes_before_a_stopped_one_and_a_silent_node() -> None:
+def test_dead_rank_is_listed_before_a_stopped_rank_and_a_silent_node() -> None:
     silent, stopped = on_silent_node(1, 12.3, issued={WORLD: 56}), behind(2, state="stopped")
     with_dead = hang_text(found(silent, stopped, behind(3, state="dead")))
     without = hang_text(found(silent, stopped))
@@ -407,7 +407,7 @@ def test_node_that_became_silent_with_the_last_step_is_blamed() -> None:
     )
 
 
-def test_silent_node_is_blamed_even_if_its_ranks_have_entered() -> None:
+def test_silent_node_is_blamed_even_if_its_ranks_have_entered_the_collective() -> None:
     """A node may fail while its ranks are inside a collective."""
     hang = found(*(on_silent_node(n, 12.3) for n in (2, 3)))
 
@@ -471,7 +471,7 @@ def test_node_that_became_silent_during_the_hang_is_still_judged() -> None:
     )
 
 
-def test_capture_that_is_written_is_a_hang_only_after_minutes() -> None:
+def test_writing_a_capture_is_a_hang_only_after_minutes() -> None:
     """All ranks wait while a rank writes its capture."""
     writing = {"inside": (CAPTURING,), "issued": {WORLD: 56}}
     for_minutes = {"since_step_s": 150.0, "since_mark_s": 150.0}

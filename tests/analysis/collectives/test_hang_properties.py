@@ -34,7 +34,7 @@ def jobs(
     told: st.SearchStrategy[float] = TIMES,
     names: bool = True,
 ) -> tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]]:
-    """Draw ranks in any state. Members of some of their groups are known."""
+    """Draw ranks in any state. The members of some groups are known."""
     ranks = range(draw(st.integers(1, 6)))
     some_ranks = st.lists(st.sampled_from(ranks), unique=True, min_size=1)
     members = draw(st.dictionaries(st.sampled_from("abc"), some_ranks))
@@ -127,7 +127,7 @@ def test_random_job_gives_no_hang_or_a_consistent_one(
 
 
 @given(standing_still(["running", "uninterruptible", "unknown", "closed"]))
-def test_only_last_ranks_that_do_not_wait_are_blamed(
+def test_blamed_ranks_are_those_that_others_wait_for_and_that_do_not_wait(
     job: tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]],
 ) -> None:
     """The blamed ranks are exactly those that others wait for and that do not wait themselves.

@@ -1,4 +1,4 @@
-"""Hangs that blame no rank or stop only some ranks, keys of findings, and long lists in texts."""
+"""Hangs without a blamed rank, hangs of only some ranks, keys of findings, and long texts."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_pause_of_a_single_rank_is_shown_with_its_open_span() -> None:
     assert "Rank 0 is inside data." in hang_text(hang)
 
 
-def test_spans_with_the_fewest_ranks_come_first_without_a_collective() -> None:
+def test_span_with_the_fewest_ranks_is_first_if_no_collective_is_recorded() -> None:
     """Users should first look at ranks that do not wait."""
     ranks = [
         *(rank(n, issued={}, operations={}) for n in (0, 1, 3)),
@@ -148,8 +148,8 @@ def test_spans_with_the_fewest_ranks_come_first_without_a_collective() -> None:
     )
 
 
-def test_single_waiting_rank_is_not_looked_at_first() -> None:
-    """Several other ranks do not wait, so one of them is more likely the cause."""
+def test_single_waiting_rank_is_not_the_first_to_look_at() -> None:
+    """Several other ranks do not wait, so the cause is more likely one of these."""
     ranks = [
         rank(0, issued={}, operations={}),
         *(behind(n, issued={}, operations={}) for n in (1, 2)),
@@ -287,7 +287,7 @@ def test_operation_is_not_shown_if_ranks_report_different_ones() -> None:
     assert (hang.kind, hang.collective) == ("stopped", Collective(WORLD, 57, ""))
 
 
-def test_unreported_operation_is_known_in_a_group_with_one_kind() -> None:
+def test_unreported_operation_is_known_if_its_group_has_one_kind_of_collective() -> None:
     """The operation is unknown in a group with several kinds of collectives or with messages."""
     names = [
         "(other)", "forward GPT", "allreduce group=0 dtype=float32", "allreduce group=0 dtype=bfloat16",
@@ -298,7 +298,7 @@ def test_unreported_operation_is_known_in_a_group_with_one_kind() -> None:
     assert infer_last_operations({"0": 57, "7": 3, "8": 2}, names) == {"0": {57: "allreduce"}}
 
 
-def test_more_than_four_spans_are_counted_and_nested_spans_shortened() -> None:
+def test_text_has_four_spans_with_short_names_and_the_number_of_others() -> None:
     """Nested spans are shown by the names of the outermost and the innermost one."""
     deep = tuple(f"m{i}" for i in range(9))
     line = hang_text(
@@ -311,7 +311,7 @@ def test_more_than_four_spans_are_counted_and_nested_spans_shortened() -> None:
     assert "rank 3 is inside p3 > m0 > ... > m6 > m7 > m8; and 2 more places. Next:" in line
 
 
-def test_more_than_four_ways_of_blocking_are_counted() -> None:
+def test_text_has_four_blocking_ranks_and_the_number_of_others() -> None:
     line = hang_text(found(*(behind(n, inside=(f"p{n}",)) for n in range(6)), count=8))
 
     assert "rank 3 (node-b) did not enter it, last inside p3; 2 more ranks are missing." in line

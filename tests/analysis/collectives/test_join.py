@@ -324,7 +324,7 @@ def test_ranks_that_number_operations_differently_are_not_joined() -> None:
     ahead = [call._replace(sequence=call.sequence + 1) for call in calls]
     join = joined({0: ahead, 1: calls})
 
-    # Records without a partner are included.
+    # The count includes records without a partner.
     assert counts(join) == JoinCounts(unmatched_records=10)
     assert of(join, "allreduce").joined == 0
     assert join.uncomparable_groups() == {"0"}
@@ -347,7 +347,7 @@ def test_kernels_with_inconsistent_times_on_one_rank_are_not_joined() -> None:
     late = [each._replace(start_ns=each.start_ns + ms) for each in kernels]
     assert counts(joined({0: kernels, 1: late})) == JoinCounts(joined=5)
     ahead = [each._replace(sequence=each.sequence + 1) for each in kernels]
-    # A record without a partner may still get one.
+    # The partner of a record without one may still arrive.
     assert counts(joined({0: kernels, 1: ahead})) == JoinCounts(unmatched_records=8)
     one = [
         each._replace(start_ns=each.start_ns + 6 * ms * (each.sequence == 2)) for each in kernels
@@ -546,7 +546,7 @@ def test_pending_records_are_not_joined_after_a_sidecar_restart() -> None:
 def test_ranks_that_number_operations_differently_are_not_joined_after_a_restart() -> None:
     """Numbers of the ranks still differ after a restart of the sidecar.
 
-    Joining stops at the next impossible operation.
+    Joining stops again at the next operation that one rank leaves before the other one arrives.
     """
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]

@@ -62,7 +62,7 @@ def test_every_collective_operator_of_this_torch_has_known_semantics() -> None:
 def test_all_ranks_of_an_all_reduce_wait_for_the_last_one(operation: str) -> None:
     """The last rank has the shortest duration.
 
-    The lag of the last rank is the distance to the second shortest duration.
+    The lag of the last rank is the difference between its duration and the second shortest one.
     """
     found = split_wait_and_transfer(operation, np.array([[50, 20, 90], [30, 30, 70]]), None)
 
@@ -76,9 +76,9 @@ def test_all_ranks_of_an_all_reduce_wait_for_the_last_one(operation: str) -> Non
 
 @pytest.mark.parametrize("operation", ["broadcast", "scatter"])
 def test_receivers_of_a_broadcast_wait_for_the_root(operation: str) -> None:
-    """The excess over the shortest receiver is waiting.
+    """The additional time of a receiver over the shortest receiver is its wait.
 
-    The common part may be a late root or the transfer.
+    The time that all receivers have in common may be a late root or the transfer.
     """
     found = split_wait_and_transfer(operation, np.array([[5, 100, 140], [300, 100, 100]]), 0)
 
@@ -98,7 +98,7 @@ def test_all_local_ranks_are_receivers_if_the_root_is_on_another_node() -> None:
 
 @pytest.mark.parametrize("operation", ["reduce", "gather"])
 def test_only_the_root_of_a_gather_waits(operation: str) -> None:
-    """The root waits for at most its excess. Other ranks leave when their part is sent."""
+    """The root waits at most for its additional time. Other ranks leave when their part is sent."""
     found = split_wait_and_transfer(operation, np.array([[5, 200, 8]]), 1)
 
     assert found.wait_ns.tolist() == [[0, 0, 0]]
@@ -152,8 +152,8 @@ def test_bus_factor_equals_that_of_nccl_tests(operation: str, factor: float | No
 
 
 def test_size_equals_that_of_nccl_tests() -> None:
-    """The size is the whole output of a gather, the whole input of a scatter, or the largest
-    share.
+    """The size is the whole output of a gather, the whole input of a scatter, or for an all-to-all
+    the largest number of bytes of a rank.
     """
     record_bytes = np.array([[10, 10, 40]])
 

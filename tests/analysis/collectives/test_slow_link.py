@@ -39,10 +39,10 @@ def job(
     sizes: Mapping[tuple[int, ...], int] | None = None,
     flags: int = int(Flag.COMPLETED),
 ) -> list[LinkStatistics]:
-    """Return all-reduces on each group, by description.
+    """Return statistics of all-reduces on the given groups, which are listed by their description.
 
-    `slow` has a factor on the transfers of a group. `late` is a rank that arrives last everywhere,
-    so that its groups wait for it.
+    `slow` maps a group to a factor on its transfer times. `late` is a rank that arrives last
+    everywhere, so that its groups wait for it.
     """
     random = np.random.default_rng(seed)
     by_rank: dict[int, list[Issued]] = {}
@@ -76,7 +76,7 @@ def job(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_slow_group_is_found_with_its_bandwidth_and_cost(seed: int) -> None:
-    """One column of the mesh has half of the bandwidth of the others, which is reported too."""
+    """One column of the mesh has half of the bandwidth of others. Both bandwidths are reported."""
     found = find_slow_links(
         job({"mesh_tp": ROWS, "mesh_dp": COLUMNS}, {COLUMNS[2]: 2.0}, seed=seed), HOSTS
     )
@@ -144,7 +144,7 @@ def test_nodes_common_to_all_groups_are_not_blamed() -> None:
 
 
 def test_no_slow_link_is_found_if_peer_bandwidths_differ_a_lot() -> None:
-    """A low bandwidth is then no outlier."""
+    """Among very different bandwidths, a low one is no outlier."""
     factors = dict(zip(COLUMNS, (0.6, 1.0, 1.5, 2.3), strict=True))
 
     assert find_slow_links(job({"x": COLUMNS}, factors, noise=0.02), HOSTS).links == ()
@@ -152,7 +152,7 @@ def test_no_slow_link_is_found_if_peer_bandwidths_differ_a_lot() -> None:
 
 
 def messages(slow: Mapping[tuple[int, int], float], ranks: int = 6) -> list[LinkStatistics]:
-    """Return sends of each rank of a pipeline to the next one, by rendezvous."""
+    """Return sends of each pipeline rank to the next one, which last as long as their receives."""
     random = np.random.default_rng(0)
     by_rank: dict[int, list[Issued]] = {rank: [] for rank in range(ranks)}
     for sender in range(ranks - 1):

@@ -128,7 +128,7 @@ def test_host_wait_counts_only_while_the_device_is_idle() -> None:
 def test_step_is_complete_when_its_late_device_times_arrive() -> None:
     """The device is some steps behind.
 
-    Records arrive split in any way, and a step is complete with its STEP record.
+    Records may arrive in any pieces, and a step is complete when its STEP record has arrived.
     """
     steps = [
         (
@@ -262,9 +262,7 @@ def test_parts_of_any_device_step_add_up_to_its_duration(
 def test_stall_that_ends_with_its_phase_is_subtracted_from_it(
     rounding: int,
 ) -> None:
-    """A stall that ends with the backward pass shares its mark, except for a rounding error of 1
-    ns.
-    """
+    """The stall and the backward pass end at the same time, except for a rounding error of 1 ns."""
     made = records(
         (Kind.STEP, 0, 0, 40), device(0, Kind.WAIT, 20, 10), device(0, Kind.BACKWARD, 10, 20),
         device(0, Kind.STEP, 0, 40),

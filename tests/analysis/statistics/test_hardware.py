@@ -22,7 +22,7 @@ SECOND = 1_000_000_000
 
 
 def gpu(count: int, **fields: Any) -> list[GpuSample]:
-    """Return samples at intervals of a second.
+    """Return samples of a GPU at intervals of a second.
 
     A counter is given as its increase per second. A gauge may be a list.
     """
@@ -140,8 +140,8 @@ def test_hardware_totals_continue_after_json() -> None:
     )
 
 
-def test_network_port_has_growth_errors_used_rate_and_time_without_link() -> None:
-    """Growth is the increase of each counter, and errors are summed."""
+def test_port_signals_are_counter_increases_sum_of_errors_used_rate_and_time_without_link() -> None:
+    """Bytes are counter increases, and the increases of all error counters are added up."""
     first = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000)
     grown = {
         "transmitted_bytes": 25_000_000_000,

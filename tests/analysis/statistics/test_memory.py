@@ -50,7 +50,7 @@ def statistics_of(readings: Sequence[np.ndarray]) -> MemoryStatistics:
 
 
 def filled(allocated: Sequence[float], every: int = 16) -> MemoryStatistics:
-    """Return readings with the given allocations at the ends of steps, one in `every` steps."""
+    """Return one reading for `every` steps, with the given allocations at the ends of steps."""
     return statistics_of(
         [
             records(every * i, allocated=(int(value), int(value)), limit=LIMIT)
@@ -59,7 +59,7 @@ def filled(allocated: Sequence[float], every: int = 16) -> MemoryStatistics:
     )
 
 
-def test_records_with_one_timestamp_are_merged_to_one_reading() -> None:
+def test_memory_records_with_one_timestamp_are_merged_to_one_reading() -> None:
     """Lost or unmeasured values are None, not 0."""
     whole = records(
         16,
@@ -80,7 +80,7 @@ def test_records_with_one_timestamp_are_merged_to_one_reading() -> None:
     assert (statistics.peak_allocated_bytes, statistics.peak_reserved_bytes) == (5 * GB, 9 * GB)
     newest = find_newest_reading(np.concatenate([partial, whole]), NAMES)
     assert newest is not None
-    # The number is the allocator's own count, because an exporter starts to count elsewhere.
+    # Exporters compute increases themselves, so the reading has the allocator's own count.
     assert (newest.step, newest.alloc_retries) == (16, 2)
     assert find_newest_reading(partial[:0], NAMES) is None
 
@@ -118,7 +118,7 @@ def test_readings_of_a_long_run_are_thinned_out_evenly() -> None:
 
 
 def test_steady_growth_of_memory_is_found_despite_noise() -> None:
-    """A list keeps 8 MB a step, while caches fill first and the batch size varies."""
+    """A list grows by 8 MB a step. Caches fill at the start, and the batch size varies."""
     noise = np.random.default_rng(0).normal(0, 20 * MB, 200)
     allocated = [10 * GB + min(i, 10) * GB + 16 * i * 8 * MB + noise[i] for i in range(200)]
     growth = filled(allocated).estimate_growth()
@@ -133,7 +133,7 @@ def test_steady_growth_of_memory_is_found_despite_noise() -> None:
     ("peaks", "above"),
     [
         (lambda now: [value + 12 * GB for value in now], 12 * GB),
-        # The peak is old, so no more memory is needed.
+        # The peak of earlier steps does not grow, so steps need no more memory than before.
         (lambda now: [now[-1] + 5 * GB] * len(now), 5 * GB),
         (lambda now: [value + (9 if i == 150 else 4) * GB for i, value in enumerate(now)], 9 * GB),
         # The peak was reset.

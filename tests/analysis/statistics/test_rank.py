@@ -27,7 +27,7 @@ NO_RECORDS = records([])
 
 
 def test_windows_are_medians_of_aligned_steps() -> None:
-    """A window begins at a multiple of its width. Outliers do not change it."""
+    """A window begins at a multiple of its width. Outliers do not change its medians."""
     history = WindowHistory()
     steps = (
         [{"forward": 10}] * 7
@@ -191,7 +191,7 @@ def test_number_of_kept_step_durations_is_limited() -> None:
 
 
 def test_records_are_counted_by_kind_and_name() -> None:
-    """Modules count by own time under the user's name, collectives with their bytes.
+    """Modules have their own time and the user's name, and collectives have their bytes.
 
     Unknown names are called unknown.
     """
@@ -303,8 +303,8 @@ def test_work_and_tags_of_windows_survive_merging_and_json() -> None:
         restarted = save_and_load(restarted)
     left, right = straight.to_windows(), restarted.to_windows()
 
-    # The window in progress starts again after a restart. Half of it may be missing, but no step
-    # counts twice.
+    # The window in progress starts again after a restart. Half of this window may be missing, but
+    # no step counts twice.
     assert (
         left.first_step.tolist()
         == right.first_step.tolist()

@@ -243,7 +243,7 @@ class TestKindsOfSteps:
         assert (found.typical and found.typical.count, found.long, found.short) == (60, (), ())
 
 
-class TestSizes:
+class TestDurationsWithinAClass:
     """Classes whose mean duration describes all their steps."""
 
     @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ class TestSizes:
             (35, 20),
         ]
 
-    def test_slow_steps_of_unknown_kind_keep_their_durations(self) -> None:
+    def test_much_slower_steps_of_unknown_kind_are_a_separate_class(self) -> None:
         steps = loop(400, every20={"host": 500.0})
         for number in (59, 259, 299):
             steps[number]["host"] = 1_400.0
@@ -325,7 +325,7 @@ class TestCauses:
     """Causes of long steps: the extra time must be in the affected part and plausibly long."""
 
     @pytest.mark.parametrize("part", ["data", "host", "optimizer", "communication"])
-    def test_stall_in_another_part_is_not_blamed_on_sampling(self, part: str) -> None:
+    def test_stall_outside_sampled_parts_is_not_blamed_on_sampling(self, part: str) -> None:
         """The same stall in every 16th step, one of which is sampled, is one class."""
         steps = loop(64)
         for number in (8, 24, 40, 56):
@@ -390,13 +390,13 @@ class TestLackOfCpu:
         assert found.typical.ready_ns["forward"] == pytest.approx(20 * MS)
         assert found.typical.parts_ns["forward"] == pytest.approx(24 * MS)
 
-    def test_lack_of_a_cpu_is_unknown_if_fewer_than_half_of_the_steps_have_it(self) -> None:
+    def test_lack_of_a_cpu_is_unknown_if_fewer_than_half_of_the_steps_measured_it(self) -> None:
         found = classes([*[{**NORMAL, "cpu": 1.0}] * 10, *loop(30)])
         assert found.typical is not None
         assert found.typical.ready_ns is None
 
-    def test_long_steps_that_lacked_a_cpu_are_classed_by_it(self) -> None:
-        """The lack of a CPU names the class, not the part in which it happened."""
+    def test_class_of_long_steps_is_named_after_their_lack_of_a_cpu(self) -> None:
+        """The class is named after the lack of a CPU, not after the part in which it occurred."""
         steps = [{**NORMAL, "cpu": 0.0} for _ in range(60)]
         steps[20] = {**NORMAL, "forward": 204.0, "cpu": 200.0}
         (long,) = classes(steps).long
@@ -520,7 +520,7 @@ def test_counts_and_times_of_classes_add_up_to_those_of_all_steps(
             each.duration_ns - typical.duration_ns, rel=1e-6, abs=100
         )
         durations_ns = given_table.duration_ns[list(each.steps)] - typical.duration_ns
-        # The mean describes the members of the class.
+        # The steps of a class have similar additional times, so their mean describes each of them.
         if len(each.steps) == each.count > 1:
             assert np.abs(durations_ns).max() <= 4.2 * max(
                 np.abs(durations_ns).min(), spread_of(found, given_table)

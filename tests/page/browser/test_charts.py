@@ -262,7 +262,7 @@ def test_fewer_than_five_ranks_are_drawn_as_lines(
 
 
 def test_slow_rank_comes_first_in_the_heat_map_of_64_ranks(tab_of: TabOf, wide_file: Path) -> None:
-    """Only some ranks are shown at first. A button shows all, and the address has this setting."""
+    """Few ranks are shown at first. A button shows all ranks, and the address has this setting."""
     tab = tab_of(wide_file).open("#heat")
     ranks = f"{tab.named('heat')}.order.map(row => torchlensPage.steps.places[row].rank)"
     assert tab.value(ranks)[0] == WIDE_SLOW
@@ -279,7 +279,7 @@ def test_slow_rank_comes_first_in_the_heat_map_of_64_ranks(tab_of: TabOf, wide_f
 def test_no_slow_rank_is_lost_if_rows_are_thinner_than_pixels(tab: Tab) -> None:
     """If cells share a pixel, the largest value is shown.
 
-    A missing value is visible only in a pixel without others.
+    A missing value is visible only in a pixel without other values.
     """
     found = tab.value(
         """(() => { const ranks = 1000, columns = 4, values = new Float32Array(ranks * columns).fill(0.001);
@@ -381,7 +381,7 @@ def test_timeline_shows_waits_and_the_last_rank_of_collectives(
 
 
 def test_collective_tooltip_has_its_last_rank(tab: Tab, shown: PageContents) -> None:
-    """The collective is framed on all its ranks."""
+    """The collective has a frame in the lanes of all its ranks."""
     tab.show("step")
     line = tab.named("step")
     step = shown["traces"]["steps"][0]

@@ -93,7 +93,7 @@ SMALLEST = """[...document.querySelectorAll("figure *")].filter(each => each.che
 
 
 def test_phone_shows_whole_charts_in_readable_letters(tab_of: TabOf, wide_file: Path) -> None:
-    """No chart scrolls horizontally or is wider than the screen. Text has at least 11 pixels."""
+    """No chart is wider than the screen or scrolls horizontally. Fonts have at least 11 pixels."""
     tab = tab_of(wide_file, phone=True).open()
     tab.show_all()
     edges = tab.value("[...document.querySelectorAll('figure, figure canvas, .bars')].map(each => "
@@ -123,7 +123,7 @@ def test_verdicts_tables_and_bars_are_shown_without_scripts(tab_of: TabOf, wide_
 def test_selecting_a_range_takes_less_time_than_loading_the_page(
     tab_of: TabOf, wide_file: Path
 ) -> None:
-    """All computations of a selection take less time than decoding took, on any machine."""
+    """The limit is relative to the time for decoding the page's data, so it fits any machine."""
     tab = tab_of(wide_file).open("#heat;order=slowness")
     tab.show_all()
     tab.show("heat")

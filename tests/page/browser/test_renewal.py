@@ -35,7 +35,7 @@ def grown(of: PageContents, steps: int) -> PageContents:
 def test_newer_contents_keep_selection_focus_and_open_elements(
     tab: Tab, shown: PageContents
 ) -> None:
-    """Words, tables and charts are new."""
+    """The contents of words, tables and charts are replaced."""
     tab.open("#heat;steps=60-119;rank=3;order=rank;step=80")
     tab.show_all()
     tab.show("heat")

@@ -182,7 +182,7 @@ def test_ranks_are_sorted_by_slowness_and_grouped_by_node(tab: Tab) -> None:
 
 
 def test_sorting_by_slowness_uses_the_selected_steps(tab_of: TabOf, wide_file: Path) -> None:
-    """Other ranks are first in steps before the rank is slow."""
+    """If only steps before the slowness are selected, another rank is first."""
     tab = tab_of(wide_file).open(f"#heat;order=slowness;steps={WIDE_SINCE}-{WIDE_STEPS - 1}")
     assert rows(tab)[0] == WIDE_SLOW
     tab.value(f"torchlensPage.view.set({{steps: [0, {WIDE_SINCE}]}})")

@@ -58,7 +58,8 @@ def test_means_exclude_time_slots_with_other_steps() -> None:
     assert gc_share(history, 3, 50) == 0.5
     assert gc_share(history, 3, 0, 50) == 0.25
     assert gc_share(history, 0, 0) == 0.0
-    assert gc_share(history, 3, 85) == 0.5  # Of the last second, which began with step 90.
+    # Only the last second, which began with step 90, counts.
+    assert gc_share(history, 3, 85) == 0.5
     assert history.mean_signals([7], 0) == {}
     assert history.ranks == [0, 3]
 
@@ -74,7 +75,8 @@ def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
     found = history.usual_signals_before(3, 100)
     assert found is not None
     assert measured_signals(found) == {"gc_share": 0.0, "refaults_per_s": 0.0, "sm_clock_mhz": 2000}
-    assert history.usual_signals_before(3, 40) is None  # Three seconds without the first one.
+    # Without the first one, only three seconds precede step 40.
+    assert history.usual_signals_before(3, 40) is None
     assert history.usual_signals_before(7, 100) is None
 
 
@@ -114,7 +116,7 @@ def test_missing_samples_do_not_change_a_mean() -> None:
 
 
 def test_history_has_at_most_32_slots_and_short_ones_for_recent_time() -> None:
-    """After days of a run, a change minutes ago is still separate from earlier days."""
+    """In a run of days, a change minutes ago is still separate from earlier days."""
     history, days, slow_since = MetricHistory(), 2 * 86400, 2 * 86400 - 300
     for second in range(0, days, 5):
         told(history, float(second), second, {1: float(second >= slow_since)})

@@ -42,7 +42,8 @@ def diagnosis(
 ) -> Diagnosis:
     """Diagnose rank SLOW.
 
-    `changed` has its differences from a healthy rank, and `others` those of the other ranks.
+    `changed` has the differences of the slow rank from a healthy rank, and `others` those of the
+    other ranks.
     """
     rows = {rank: {**HEALTHY, **(others or {})} for rank in range(4)}
     for rank in (SLOW, *together):
@@ -242,27 +243,27 @@ def test_lack_of_cpu_is_not_ruled_out_for_a_rank_in_phase_cpu() -> None:
     [
         {"gc_share": 0.05},
         {"asleep_share": 0.07, "disk_wait_share": 0.07},
-        {"asleep_share": 0.3},  # Asleep, but not for a disk.
-        {"major_faults_per_s": 500.0},  # Page faults that take no time.
+        {"asleep_share": 0.3},  # The rank sleeps, but does not wait for a disk.
+        {"major_faults_per_s": 500.0},  # The page faults take no time.
         {
             "sm_clock_mhz": 1950.0,
             "sm_clock_share": 0.985,
             "power_share": 0.6,
-        },  # A usual difference of clocks.
+        },  # GPU clocks usually differ by this much.
         {
             "sm_clock_mhz": 1900.0,
             "sm_clock_share": 0.96,
             "power_share": 0.9,
-        },  # Explains a sixth of the excess.
+        },  # The low clock explains only a sixth of the excess.
         {
             "sm_clock_mhz": 1410.0,
             "sm_clock_share": 1.0,
-        },  # Another kind of GPU, at its highest clock.
+        },  # This is another kind of GPU at its highest clock.
         {
             "asleep_share": 0.1,
             "major_faults_per_s": 900.0,
             "memory_limit_share": 0.99,
-        },  # First reads of pages.
+        },  # These page faults are first reads of pages.
         {"nvlink_errors_per_s": 1 / 1200},
         {"pcie_replays_per_s": 0.5},
         {"alloc_retries_per_step": 0.02},

@@ -34,7 +34,7 @@ def test_slow_ranks_of_one_host_are_one_node_group() -> None:
     assert (found.ranks, found.lead.rank) == (tuple(range(8, 16)), 11)
 
 
-def test_cost_of_a_node_is_the_gain_without_all_of_its_ranks() -> None:
+def test_cost_of_a_node_is_the_time_saved_without_all_of_its_ranks() -> None:
     """Without only one of eight slow ranks, the job would hardly be faster."""
     job, at = Job.of(32, 140), places(32)
     for rank in range(8, 16):
@@ -103,7 +103,7 @@ def test_three_largest_slow_modules_are_kept_for_the_forward_pass() -> None:
 
 
 def test_node_is_reported_if_three_quarters_of_its_ranks_are_slow() -> None:
-    """Six of eight slow ranks are a node; five are five ranks."""
+    """Six slow ranks of eight are reported as a node, and five as single ranks."""
     slow = [episode(rank) for rank in (8, 9, 11, 12, 14, 15)]
     (node,) = find_straggler_groups(slow, places(32))
 

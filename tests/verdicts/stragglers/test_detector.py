@@ -41,7 +41,7 @@ def two_of_seven(first: int, end: int) -> np.ndarray:
     return rows[(rows % 7 == 1) | (rows % 7 == 4)]
 
 
-class TestNamed:
+class TestSlowRankIsReported:
     @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
     @pytest.mark.parametrize(
         "phase", ["data", "forward", "backward", "optimizer", "host", "compute"]
@@ -183,7 +183,7 @@ class TestNamed:
         assert untold.judge().episodes == ()
 
 
-class TestCpu:
+class TestLackOfACpu:
     def job(self, excess_ms: float, rows: slice, ranks: int = 4) -> Job:
         job = Job.of(ranks, 300, seed=3)
         job.ready_ns = 2 * MS * np.abs(np.random.default_rng(0).standard_normal((ranks, 300)))
@@ -258,7 +258,7 @@ NOISES: dict[str, Any] = {
 }
 
 
-class TestNoRankNamed:
+class TestNoRankIsReported:
     @pytest.mark.parametrize("ranks", [4, 64, *long(2, 16)])
     @pytest.mark.parametrize("noise", long_except({"normal", "heavy tails"}, NOISES))
     def test_no_rank_is_reported_in_healthy_jobs(self, noise: str, ranks: int) -> None:
@@ -435,7 +435,7 @@ def with_splits(draw: Any, job: Job) -> Iterator[tuple[int, slice, bool]]:
             del left[rank]
 
 
-class TestBatching:
+class TestOrderAndSplitOfBins:
     JOB = (
         Job.of(3, 60, seed=4)
         .slow(1, 30, "data", slice(12, 36))
@@ -495,7 +495,7 @@ class TestBatching:
 
         assert (only(found).rank, only(found).phase) == (1, "data")
         assert abs(only(found).since_step - 100) <= 8
-        assert found.rows == 100 - 4  # All but the warm-up.
+        assert found.rows == 100 - 4  # Only the warm-up is not compared.
 
 
 def judged_in_rows(job: Job, width: int) -> Findings:
@@ -523,7 +523,7 @@ def streamed(
     return judge, all_found
 
 
-class TestLateAndMissing:
+class TestLateAndMissingBins:
     def job(self, rows: int = 300) -> Job:
         return Job.of(4, rows, seed=5).slow(1, 20, "data", slice(60, None))
 

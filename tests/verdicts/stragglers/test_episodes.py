@@ -57,7 +57,7 @@ class TestPhase:
             (9, 8, "compute", 17),  # Similar relative excess.
             (6, 0, "forward", 6),
             (1, 11, "backward", 11),
-            (17, 5, "forward", 17),  # More than three times the relative excess.
+            (17, 5, "forward", 17),  # Forward has over three times the relative excess.
             (-3, 11, "backward", 11),
         ],
     )
@@ -92,7 +92,7 @@ def test_measurements_of_a_constant_excess_are_exact() -> None:
         assert getattr(found, name) == pytest.approx(ms * MS, rel=1e-5), name
     assert found.z_score == pytest.approx(
         4 * np.sqrt(60)
-    )  # Ten standard deviations a bin, clipped to four.
+    )  # Each bin has ten standard deviations, which are clipped to four.
 
 
 def test_intermittent_excess_has_its_share_of_steps() -> None:

@@ -35,7 +35,7 @@ def table(steps: range, rank: int = 0, communication: float = 1.0, **more_ms: fl
     return step_table([{**row, "communication": communication} for row in rows], steps.start)
 
 
-class TestPlace:
+class TestPlacement:
     @pytest.mark.parametrize(
         ("description", "name"),
         [

@@ -25,7 +25,7 @@ def step(number: int, *, timed: int | None = None) -> np.ndarray:
 
 
 def judged(judge: JudgedSteps, made: np.ndarray, on_device: bool | None) -> list[tuple[int, int]]:
-    """Return number and duration in ms of the newly known steps."""
+    """Return number and duration in ms of the steps that can be judged now."""
     table = judge.add_records(made, assemble_steps(made), on_device=on_device)
     return (
         []

@@ -271,7 +271,7 @@ def test_episode_that_windows_should_show_but_do_not_is_disputed() -> None:
         in verdict.sentence
     )
     for other in (
-        episode(rank=6, since=150),  # Fewer than three windows since the first step.
+        episode(rank=6, since=150),  # Fewer than three windows follow this first step.
         episode(rank=6, since=0, slow_share=0.4),
         episode(rank=6, since=0, phase="cpu"),
         episode(rank=6, since=0, excess_ns=4 * MS),
@@ -308,7 +308,7 @@ def test_restarted_sidecar_drops_episodes_found_in_windows() -> None:
 
 
 def test_rank_missing_in_a_full_window_is_neither_disputed_nor_ended() -> None:
-    """A window has eight outliers, and twelve of 64 ranks are slow."""
+    """A window has room for eight outliers, but twelve of 64 ranks are slow."""
     ranks = 64
     places = {rank: Placement(f"node-{rank // 8}", f"model{BY_DEVICE}") for rank in range(ranks)}
     slow: Slow = {rank: {StepPart.FORWARD: 20.0 + rank} for rank in range(12)}

@@ -40,7 +40,7 @@ def excess_of(job: Job, keys: np.ndarray, ranks: Any = slice(None)) -> np.ndarra
     return excess_over_others(job.parts_ns[ranks].sum(axis=2)[:, keys])
 
 
-def test_batch_of_one_rank_has_bin_numbers_and_equal_values() -> None:
+def test_batch_from_one_rank_has_the_numbers_and_values_of_its_bins() -> None:
     job = Job.of(3, 10)
     block = BinBatch.from_rank(1, wider(job.rows_of(1), 2))
 
@@ -141,7 +141,7 @@ def test_window_of_more_than_4096_ranks_starts_empty_with_fewer_bins() -> None:
     assert (window.rows, window.newest.max()) == (128, -1)
 
 
-class TestLate:
+class TestLateBins:
     def test_newest_bin_is_compared_again_after_a_late_part(self) -> None:
         job = Job.of(3, 100)
         window = SlidingWindow(np.arange(3), 1)
@@ -198,7 +198,7 @@ class TestLate:
         )
 
 
-class TestNarrowRows:
+class TestBinsOfDifferentWidths:
     @given(cuts=st.lists(st.integers(1, 31), max_size=6), order=st.booleans())
     def test_bins_of_one_step_make_bins_of_four(self, cuts: list[int], order: bool) -> None:
         """The bins arrive in random pieces, of one rank or several."""

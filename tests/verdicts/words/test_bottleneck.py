@@ -121,7 +121,7 @@ def holds_long(sentence: str, report: dict[str, Any]) -> None:
         assert total == pytest.approx(int(some[1]) * each, rel=3 * ROUNDING)
     else:
         assert regular is not None
-        # A step of another kind may have replaced one of these.
+        # One of the periodic steps may have been replaced by a step of another kind.
         assert total / each == pytest.approx(steps["count"] / int(regular[1]), rel=0.5, abs=2)
     assert float(share[1]) / 100 == pytest.approx(total / steps["total_s"], abs=0.006)
 
@@ -296,7 +296,7 @@ class TestKindsOfSteps:
             ("host", "see what the loop does at steps 95, 97, 99, 101"),
         ],
     )
-    def test_longer_steps_with_a_period_are_a_kind(self, part: str, advice: str) -> None:
+    def test_longer_steps_with_a_period_are_a_kind_of_steps(self, part: str, advice: str) -> None:
         """The loop does additional work in every second step, such as training another model."""
         loop = [{**BASE, part: 60.0 if number % 2 else BASE[part]} for number in range(103)]
         texts = [each["text"] for each in report_on(loop)["verdicts"]]
@@ -313,7 +313,7 @@ class TestKindsOfSteps:
         )
         assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
 
-    def test_longer_steps_that_may_have_waited_for_a_cpu_are_no_kind(self) -> None:
+    def test_longer_steps_that_may_have_waited_for_a_cpu_are_no_kind_of_steps(self) -> None:
         """Waits for a CPU are not measured in steps this short."""
         rng = np.random.default_rng(7)
         longer = set(rng.choice(np.arange(5, 200), 40, replace=False).tolist())
@@ -323,7 +323,7 @@ class TestKindsOfSteps:
         assert any("whether they waited for a CPU is not measured" in text for text in texts)
         assert "kinds of steps" not in " ".join(texts)
 
-    def test_three_longer_steps_are_no_kind(self) -> None:
+    def test_three_longer_steps_are_too_few_for_a_kind_of_steps(self) -> None:
         loop = [*[dict(BASE)] * 17, *[{**BASE, "backward": 40.0}] * 3]
         assert "kinds of steps" not in " ".join(
             each["text"] for each in report_on(loop)["verdicts"]
@@ -401,7 +401,7 @@ class TestLongStepsAndCpus:
         assert "(most of it in the backward pass, while there are too few CPUs)" in text
         assert text.endswith("Next: see whether step 53 still takes longer with enough CPUs.")
 
-    def test_long_steps_measured_without_lack_of_a_cpu_have_no_such_note(self) -> None:
+    def test_long_steps_measured_without_lack_of_a_cpu_have_no_note_on_cpus(self) -> None:
         text = self.text({**BASE, "cpu": 0.0}, {"backward": 600.0}, [53])
         assert text.endswith("Next: see what is different at step 53: batch size, sequence length.")
 
@@ -593,7 +593,7 @@ class TestOtherThreads:
 
     @pytest.mark.parametrize("phase", ["data", "forward", "backward"])
     def test_host_code_is_not_the_bottleneck_while_other_threads_work(self, phase: str) -> None:
-        """The recorded thread may wait for them in its host code."""
+        """In its host code, the recorded thread may wait for the other threads."""
         verdict = self.verdict({"host": 40.0}, {phase: 30.0})
 
         assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
@@ -649,7 +649,7 @@ class TestWaitsInCommunication:
         )
 
     @pytest.mark.parametrize("waits_ms", [(30.0,), (20.0, 40.0)])
-    def test_unequal_communication_waits_of_ranks_have_no_such_note(
+    def test_unequal_communication_waits_of_ranks_have_no_note_on_slow_links(
         self, waits_ms: tuple[float, ...]
     ) -> None:
         assert "slow link" not in self.text(*waits_ms)

@@ -407,7 +407,7 @@ def test_slow_ranks_with_different_work_have_separate_costs() -> None:
 
 
 def test_module_excess_from_another_node_is_used_if_the_report_has_none() -> None:
-    """The module must explain the excess as well."""
+    """A module excess from another node must also explain the excess of the rank."""
     slow = findings(episode(phase="forward"))
     told = add_straggler_groups(slow, AT, lambda rank: {"layers.7": 15 * MS, "head": 2 * MS})
     elsewhere = SlowRankContext([module("layers.7", {"0": 0.01, "1": 0.01})])
