@@ -2,9 +2,9 @@
 
     python -m benchmarks.accuracy_devices --runs 10
 
-Each run goes through ring files and the ordinary sidecar. On a device the host only issues work.
-Device times arrive some steps late, and those of some steps are missing. The faults are those of
-`accuracy_simulated kinds`.
+Each run is written to ring files and read by the ordinary sidecar. On a device, the host only
+enqueues work. Device times arrive some steps late, and device times of some steps are missing. The
+faults are those of `accuracy_simulated kinds`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Accuracy of straggler verdicts in simulated runs, ours and those of other tools' rules.
 
-The tables show how soon the faulty rank is named, how often it is the right one, and the rate of
-false alarms.
+The tables show how soon the faulty rank is named, how often the named rank is the faulty one, and
+the rate of false alarms.
 
     python -m benchmarks.accuracy_simulated size --ranks 256 --deviation 0.01 --runs 200 --clean 200
     python -m benchmarks.accuracy_simulated curve --ranks 256
@@ -159,8 +159,8 @@ class Others:
 def faulty_run(job: Job, seed: int, others: bool = True) -> dict[str, list[bool]]:
     """Simulate one run with a rank that becomes slower.
 
-    Return for each judge: the right rank was named in time, its slowest rank is the right one,
-    another rank was named.
+    Return three booleans per judge: the right rank was named in time, the judge's slowest rank is
+    the right one, another rank was named.
     """
     random = np.random.default_rng([seed, 7])
     rank, since = int(random.integers(job.ranks)), job.since + int(random.integers(BLOCK))
@@ -275,7 +275,7 @@ def results(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def curve(options: argparse.Namespace) -> int:
-    """Print the smallest slowdown that is named within WITHIN steps, by noise."""
+    """Print the smallest slowdown that is detected within WITHIN steps, for each noise level."""
     shares, deviations = (0.03, 0.05, 0.1, 0.25), (0.005, 0.01, 0.02, 0.05, 0.1)
     table = Table("deviation", *(f"+{share:.0%}" for share in shares), "named in a clean run")
     for deviation in deviations:
@@ -297,7 +297,7 @@ def curve(options: argparse.Namespace) -> int:
 
 
 def spread(options: argparse.Namespace) -> int:
-    """Print the same for ranks with lasting differences, as between two GPUs of one type."""
+    """Print the smallest detected slowdown if ranks differ all the time, as GPUs of one type do."""
     deviations, shares = (0.005, 0.01), (0.05, 0.1)
     columns = [(deviation, share) for deviation in deviations for share in shares]
     table = Table(
@@ -337,7 +337,7 @@ KINDS = {
 
 
 def kinds(options: argparse.Namespace) -> int:
-    """Print for each kind of fault how often and how soon it is named, and the false alarms."""
+    """Print for each kind of fault how often and how soon its rank is named, and false alarms."""
     table = Table(
         "fault", "faulty rank named by the end", "median steps until then", "another rank named"
     )

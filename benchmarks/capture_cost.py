@@ -1,7 +1,7 @@
 """Cost of a capture: the captured steps, the pauses at its start and end, and the steps after it.
 
 The steps after a capture are compared with those of processes that were never captured. All
-processes take turns, block by block.
+processes alternate, one block of steps at a time.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Asking:
         self._session.step_callbacks._throttled_ns = 0
 
     def outcome(self) -> Outcome:
-        """Return the capture's outcome. Read and remove its files."""
+        """Return the outcome of the capture, and remove the capture's files."""
         answer = captures.ring_outcome_path(self._session.ring_path)
         outcome = captures.read_capture_file(answer, Outcome)
         answer.unlink()
@@ -149,11 +149,12 @@ class Asking:
 
 
 def lasting_ratios() -> tuple[list[float], list[float]]:
-    """Return the ratios of a process's step time to that of another one, by round, before and after
-    captures.
+    """Return the step times of a captured process relative to those of an uncaptured one, by round,
+    before and after captures.
 
-    Two processes can differ by a percent for their whole life. So the same process is compared with
-    itself, and the other process cancels all other changes on the machine.
+    Two processes can differ by a percent for their whole life. The ratios before and after captures
+    are therefore compared, and dividing by the uncaptured process removes other changes on the
+    machine.
     """
     draw = random.Random(1)
     with Trainer() as never, Trainer() as captured:

@@ -35,7 +35,7 @@ def main() -> int:
         for cores in (1, 2):
             first, second = measured(tap, cores)
             plain, watched = first["plain"], first["watched"]
-            # On one core the two ranks take turns, so a call contains the overhead of both.
+            # On one core the two ranks run in turn, so a call contains the overhead of both ranks.
             added = [
                 (b - a) / (2 if cores == 1 else 1) for a, b in zip(plain, watched, strict=True)
             ]

@@ -2,8 +2,8 @@
 real gRPC.
 
 The nodes are real connections that send the same messages as real sidecars, 512 in each of 4
-processes. All nodes post at the same instant. This is the worst case, because windows of
-synchronous training end together.
+processes. All nodes post at the same instant. Such posts are the worst case, but usual, because
+windows of synchronous training end together.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PER_MESSAGE = 3
 # Share of one core.
 BAR_SHARE = 0.25
 JOIN_S = 10.0
-# Memory that our own TCPStore took for 2048 nodes.
+# Memory that a TCPStore used in this project for 2048 nodes.
 BAR_MB = 166
 
 
@@ -69,7 +69,7 @@ class Child:
 
 
 def merge(places: Endpoints) -> None:
-    """Run node 0: one collect() per line of stdin."""
+    """Run node 0, which calls collect() once per line of stdin."""
     exchange = Exchange(places, KEY, "node-0", True, timing=TIMING)
     rendezvous = Rendezvous(places, KEY)
     while rendezvous.address_file is not None and not rendezvous.address_file.exists():
@@ -102,7 +102,7 @@ def merge(places: Endpoints) -> None:
 
 
 class Node:
-    """The sending part of another node, without its thread."""
+    """The sending part of a node other than node 0, without the sending thread."""
 
     def __init__(self, places: Endpoints, number: int) -> None:
         self._number = number
@@ -138,7 +138,9 @@ class Node:
 
 
 async def post(places: Endpoints, number: int) -> None:
-    """Run a share of the other nodes. Each line of stdin is the number of posts per node."""
+    """Run this process's share of the nodes other than node 0. Each line of stdin is a number of
+    posts to send per node.
+    """
     nodes = [
         Node(places, node)
         for node in range(number * NODES // CLIENTS, (number + 1) * NODES // CLIENTS)
@@ -162,8 +164,8 @@ def resident_bytes() -> int:
 
 
 def most_resident_bytes() -> int:
-    """Return this process's peak memory. getrusage() would include the parent's memory
-    at the fork.
+    """Return this process's peak memory. The value comes from /proc, because getrusage() would
+    include the parent's memory at the fork.
     """
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
@@ -196,7 +198,7 @@ def _measure(folder: str) -> int:
     rounds, several = [], []
     for _ in range(ROUNDS):
         posted = all_clients(1)
-        # Wait for messages without an answer that are still on their way.
+        # Wait until unanswered messages have arrived too.
         time.sleep(0.3)
         rounds.append(
             {

@@ -1,4 +1,4 @@
-"""Delay of the process's exit by the end of a watch if the OTLP endpoint cannot be reached."""
+"""How long the end of a watch delays the process's exit if the OTLP endpoint cannot be reached."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.export_rate [--endpoint http://127.0.0.1:4318] [--repeats 5]
 
-Without --endpoint, this benchmark starts one that reads each request and answers. The SDK is used
-as in its documentation: a tracer, spans with explicit times, a batch processor and the same
-exporter. Both ways are limited by one thread's processor time, so the table shows it next to the
-rate.
+Without --endpoint, this benchmark starts an endpoint that reads and answers each request. The SDK
+is used as in its documentation: a tracer, spans with explicit times, a batch processor and the same
+exporter. Both ways are limited by one thread's processor time, so the table shows this time next to
+the rate.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def main() -> int:
 
 
 def record(run: RunDirectory) -> int:
-    """Write the segments of a finished run.
+    """Write the segment files of a finished run.
 
-    Return its number of spans, including those of the steps.
+    Return the run's number of spans, including the spans of steps.
     """
     run.create()
     names = ["", "forward GPT", "optimizer AdamW", "all_reduce dp float32"]
@@ -124,7 +124,7 @@ def record(run: RunDirectory) -> int:
 
 
 def run(what: str, path: Path, endpoint: str) -> tuple[float, float]:
-    """Return wall and processor seconds from the run directory to the endpoint, without Python's
+    """Return the wall and processor seconds of sending the run to the endpoint, without Python's
     start.
     """
     environment = {
@@ -204,7 +204,7 @@ def send_sdk(path: str) -> None:
 
 @contextlib.contextmanager
 def sink() -> Iterator[str]:
-    """Start a process that reads each request and answers. Yield its address."""
+    """Start a server process that reads and answers each request. Yield its address."""
     code = "from benchmarks.export_rate import serve_sink; serve_sink()"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

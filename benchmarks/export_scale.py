@@ -4,9 +4,8 @@
 
 The ranks are simulated, eight per node, with a slow rank, stalls, pauses and 200 spans per step and
 rank. Each node has eight GPUs and eight ports that report everything. The code that makes decisions
-is the real one: each node's choice of steps, its exporter's spans and metrics, its windows and
-tallies, and node 0's messages. The network between nodes is not simulated: a posted message arrives
-at once.
+is the product's: each node's choice of steps, exported spans and metrics, windows and tallies, and
+node 0's messages. The network between nodes is not simulated: a posted message arrives at once.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ class _End:
 
 @dataclasses.dataclass
 class Source:
-    """A rank's ring, as far as the choice of steps reads it."""
+    """The parts of a rank's ring that the choice of steps reads."""
 
     state: ProcessState
     generation: int = 0
@@ -114,7 +113,7 @@ class Source:
 
 
 class Sources:
-    """A node's rings, as far as the choice of steps reads them."""
+    """The parts of a node's rings that the choice of steps reads."""
 
     def __init__(self, sources: list[Source], settings: Mapping[str, int]) -> None:
         self._sources, self._settings = sources, settings
@@ -136,7 +135,7 @@ class Sources:
 
 
 class Node:
-    """A node's sidecar without its rings and its sender."""
+    """A node's sidecar without ring files and without a sender."""
 
     def __init__(
         self, number: int, topology: Topology, wire: Wire, settings: Mapping[str, int], clock: Any
@@ -265,7 +264,7 @@ class Sent:
 
     @property
     def busiest_minute(self) -> float:
-        """Spans per second in the busiest minute."""
+        """Return the spans per second in the busiest minute."""
         counts = self.spans
         firsts = range(min(counts, default=0), max(counts, default=0) + 1)
         return max(
@@ -304,7 +303,7 @@ def send(
             node.make(part, start_ns, records)
         start_ns += int(np.round(part.duration_ns).sum())
         now_s[0] = 1000.0 + (start_ns - began_ns) / 1e9
-        # Node 0 replies in the middle, so that the nodes after it receive the reply in the same
+        # Node 0 replies in the middle, which lets the nodes after it receive the reply in the same
         # round.
         for node in (*nodes[1:], nodes[0], *nodes[1:]):
             node.judge()
@@ -334,7 +333,7 @@ def table_of(steps: SimulatedSteps, rank: int, start_ns: int) -> StepTable:
 def _records(steps: SimulatedSteps, start_ns: int) -> Any:
     """Return a rank's records of the steps.
 
-    All ranks share them, because only their number matters.
+    All ranks share one list of records, because only the number of records matters.
     """
     duration_ns = np.round(steps.duration_ns).astype(np.int64)
     per_step = SPANS_A_STEP + 1

@@ -1,7 +1,7 @@
 """Cost of a mark in a tight loop, as ratios to its lower bound and to the marks of other tools.
 
-The lower bound is two clock reads and a store, in C. Every tool looks good in a tight loop.
-training_step.py measures marks in a real training step.
+The lower bound is two clock reads and a store, in C. A tight loop makes the marks of every tool
+look cheap. training_step.py measures marks in a real training step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NullExporter(SpanExporter):
 def active_recorders(folder: Path) -> list[Any]:
     """Yield an active recorder of each implementation.
 
-    Its sections write until the context ends.
+    Sections write records into its ring until the context ends.
     """
     made = []
     for implementation in (_native, python):
@@ -73,8 +73,8 @@ def section_variants() -> dict[str, Callable[[], float]]:
 
 
 def module_variants(folder: Path) -> dict[str, Callable[[], float]]:
-    """Return empty modules: with nothing attached, with our mark, and with an empty pair of public
-    hooks.
+    """Return three empty modules: with nothing attached, with our mark, and with a pair of empty
+    public hooks.
     """
     ring = RingFile(folder / "modules", 65536)
     recorder = _native.Recorder(ring.buffer, ring.intern)

@@ -1,7 +1,7 @@
 """Compare a sidecar that starts at the end of a short run with one that starts at its beginning.
 
 One process makes watched runs of one second and runs without a watch, in random order. The
-sidecar's processor time is the one that the kernel reports to its parent.
+sidecar's processor time is the time that the kernel reports to the sidecar's parent process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AT_START, AT_END, UNWATCHED = "at the start", "at the end", "no watch"
 
 
 class _Job:
-    """A run of about RUN_S. Its sidecar starts at the time that `arm` names."""
+    """A run of about RUN_S seconds, whose sidecar starts at the time that `arm` names."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
@@ -46,8 +46,8 @@ class _Job:
             self.optimizer.zero_grad()
 
     def run(self, arm: str, folder: str) -> tuple[float, float, float, float]:
-        """Return the seconds of the start, the steps and the end, and of the sidecar's processor
-        time.
+        """Return the seconds of the start, the steps and the end, and the sidecar's processor
+        seconds.
         """
         began_s = time.perf_counter()
         if arm == UNWATCHED:
@@ -89,7 +89,7 @@ def _sidecars(children: list[subprocess.Popen[Any]], *, skipped: int) -> Any:
 
 
 def main() -> int:
-    """Print the table, which has no bar."""
+    """Print the table, in which no limit is checked."""
     table = Table(
         "threads", "the sidecar starts", "start ms", "steps s", "end ms", "its processor time s"
     )

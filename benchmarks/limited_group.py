@@ -1,6 +1,6 @@
 """Control groups with a limit, for planted faults and tests.
 
-They need root, and work with versions 1 and 2.
+The groups need root, and work with control-group versions 1 and 2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROOT = Path("/sys/fs/cgroup")
 class LimitedGroup:
     """A control group for this process.
 
-    It limits memory in bytes, or reads from a file's disk in bytes a second.
+    The group limits memory to some bytes, or reads from a file's disk to some bytes a second.
     """
 
     def __init__(self, resource: str, limit: int, file: Path | None = None) -> None:
@@ -44,7 +44,9 @@ class LimitedGroup:
             (self._folder / name).write_text(text)
 
     def enter(self) -> None:
-        """Move this process into the group. From now on its reads and allocations are limited."""
+        """Move this process into the group. From now on reads and allocations of this process are
+        limited.
+        """
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def leave(self) -> None:

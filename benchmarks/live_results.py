@@ -83,8 +83,8 @@ def main() -> int:
 
 
 def _callbacks(table: Table, folder: str) -> None:
-    """Time a poll for alerts that finds none, and the same loop with and without a callback,
-    alternately.
+    """Time a poll for alerts without an alert, and the same loop alternately with and without a
+    callback.
     """
     loop, alerts = _Loop(), AlertCallbacks()
     alerts.callbacks.append(print)

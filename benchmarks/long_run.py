@@ -1,6 +1,6 @@
 """Memory growth and disk use over a million steps.
 
-The training process must not grow, and the run directory must stay below its cap.
+The training process must not grow, and the run directory must stay below its size limit.
 """
 
 from __future__ import annotations

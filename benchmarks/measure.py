@@ -1,5 +1,5 @@
-"""Timing on a machine with other load: all variants in one run, interleaved, as ratios with
-intervals.
+"""Timing on a machine with other load: all variants alternate in one run, and are compared as
+ratios with confidence intervals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def per_operation_ns(
 def interleaved(
     variants: Mapping[str, Callable[[], float]], rounds: int, seed: int = 1
 ) -> dict[str, list[float]]:
-    """Time each variant once per round, in a shuffled order. Return all values by round."""
+    """Time each variant once per round, in a shuffled order. Return each variant's times by round."""
     order, draw = list(variants), random.Random(seed)
     values: dict[str, list[float]] = {name: [] for name in order}
     for _ in range(rounds):
@@ -55,7 +55,9 @@ def ratio_interval(
 
 
 class Table:
-    """A Markdown table that prints each row at once. Rows with a bar show whether it is met."""
+    """A Markdown table that prints each row at once. Rows with a bar (a required value) show
+    whether the bar is met.
+    """
 
     def __init__(self, *columns: str) -> None:
         self.missed = 0

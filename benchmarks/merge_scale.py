@@ -1,11 +1,11 @@
 """Measure the processor time of node 0's sidecar for a window of a large job: 16384 ranks of 64
 modules.
 
-Windows of 8 rows, with signals, from 2048 nodes of 8 ranks, go through the sidecar's own
-ClusterLink and JobGeneration. They arrive in the form that the exchange delivers. exchange_scale.py
-measures the exchange itself. The work is places, progress, module times, signals, rows, judgement, the check for
-a hang, and causes of slow ranks. One rank is 8 % slower from the sixth window on. The result is the
-processor time of the one thread that does all of this.
+The sidecar's own ClusterLink and JobGeneration process windows of 8 rows, with signals, from 2048
+nodes of 8 ranks. The windows have the form in which the exchange delivers them. exchange_scale.py
+measures the exchange itself. The measured work is placement, progress, module times, signals, rows,
+judgement, the check for a hang, and causes of slow ranks. One rank is 8 % slower from the sixth
+window on. The result is the processor time of the thread that does this work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_S, MAX_MB = 1.0, 512
 
 
 class Handed:
-    """Stands in for the exchange and returns prepared messages."""
+    """Replaces the exchange and returns prepared messages."""
 
     def __init__(self, *_: object) -> None:
         self.next: CollectedPosts = CollectedPosts((), {})
@@ -65,7 +65,7 @@ class Handed:
 def window(number: int, draw: np.random.Generator) -> CollectedPosts:
     """Return the summaries of all ranks.
 
-    One is packed by the sidecar's function, and the others differ only in numbers.
+    The sidecar's function packs one summary, and the other summaries differ only in numbers.
 
     The devices wait for their hosts in the backward pass.
     """
@@ -109,14 +109,14 @@ def window(number: int, draw: np.random.Generator) -> CollectedPosts:
 
 
 def memory_mb(field: str) -> float:
-    """Read a field of /proc/self/status. A process's `ru_maxrss` starts with that of its parent."""
+    """Return a field of /proc/self/status, because `ru_maxrss` begins with the parent's value."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
 
 
 def measured() -> dict[str, Any]:
-    """Measure in a separate process that has loaded the same code as a sidecar of several nodes,
-    for its memory.
+    """Measure in a separate process that has loaded only a sidecar's code, which makes its memory
+    comparable.
     """
     import torch.distributed  # noqa: F401  the exchange's store
 

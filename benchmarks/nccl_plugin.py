@@ -1,9 +1,8 @@
-"""Cost of the NCCL plugin for each collective: all of NCCL's calls into it, and the recorder behind
-it.
+"""Cost of the NCCL plugin for each collective: NCCL's calls of the plugin, and the recorder's work.
 
-The tests' harness plays NCCL. The harness's own cost is measured with a plugin that does nothing,
-subtracted and shown. NVIDIA's inspector plugin was measured once without its output on similar
-hardware. Its figures include the harness.
+The tests' fake NCCL makes the calls. The cost of the fake NCCL itself is measured with a plugin
+that does nothing, subtracted and shown. NVIDIA's inspector plugin was measured once without its
+output on similar hardware. The inspector's figures include the cost of the fake NCCL.
 """
 
 from __future__ import annotations

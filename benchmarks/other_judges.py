@@ -1,6 +1,6 @@
 """Published rules by which other tools detect slow ranks, for simulated steps.
 
-Each rule gets ideal input: step times without any waiting, for exactly the steps in question. In
+Each rule receives ideal input: step times without any waiting, for exactly the evaluated steps. In
 practice the tools' timers include waits inside a phase, and their intervals are not aligned with
 the fault.
 """
@@ -44,9 +44,7 @@ def relative_score(parts_ns: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]
 def individual_score(
     parts_ns: npt.NDArray[np.float32], best_before: npt.NDArray[np.float64] | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return the same score with a rank's own smallest median so far as reference, and these
-    medians.
-    """
+    """Return the score of each rank relative to its own smallest medians so far, and these medians."""
     medians = np.median(parts_ns[:, :, KERNELS], axis=1).astype(np.float64)
     best = medians if best_before is None else np.minimum(best_before, medians)
     return _score(medians, best, parts_ns), best
@@ -63,7 +61,7 @@ def _score(
 
 
 def below(score: npt.NDArray[np.float64], threshold: float) -> Answer:
-    """Return all ranks whose score is below the threshold, as Report.identify_stragglers()."""
+    """Return all ranks whose score is below the threshold, as Report.identify_stragglers() does."""
     return Answer(frozenset(np.flatnonzero(score < threshold).tolist()), int(score.argmin()))
 
 
@@ -81,7 +79,7 @@ def slowest_step(
 ) -> Answer:
     """Return the rank with the longest mean step, as on a dashboard of step times.
 
-    All ranks end a step together, so the ranks differ only by clock readings, here by 20 us.
+    All ranks end a step together, so their step times differ only by clock readings, here by 20 us.
     """
     means = duration_ns.mean() + random.normal(0, 20_000 / np.sqrt(len(duration_ns)), ranks)
     return Answer(frozenset([int(means.argmax())]), int(means.argmax()))

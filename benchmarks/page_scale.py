@@ -42,7 +42,7 @@ SIZES = ("64x1000", "1024x1000")
 # Modules that are timed in each forward pass.
 MODULES = 24
 SLOW_RANK, FAULT = 3, "constant:rank=3,share=0.25,phase=forward,since=400"
-# Bars by size: seconds, resident megabytes, megabytes of the file.
+# Limits by size: seconds, resident megabytes, megabytes of the file.
 BARS = {"64x1000": (20.0, 1000.0, 3.0), "1024x1000": (60.0, 2000.0, 3.0)}
 _BEGIN_NS, _MEMORY_BYTES = 10**12, 8 << 30
 _PHASES = ("data", "forward", "backward", "optimizer")
@@ -89,8 +89,7 @@ def main() -> int:
 
 def measured(arguments: list[str]) -> tuple[float, float]:
     """Return the seconds and megabytes of `torchlens-perf report ARGUMENTS`."""
-    # VmHWM instead of getrusage(), whose maximum includes the memory of the process that started
-    # this one.
+    # Read VmHWM, because the maximum of getrusage() includes the memory of the parent process.
     code = (
         "import sys; from torchlens_perf.commands.cli import main; status = main(['report',"
         " *sys.argv[1:]]); print(next(line.split()[1] for line in open('/proc/self/status') if"
@@ -108,7 +107,7 @@ def write_run(
 ) -> int:
     """Write a job's run directory as its sidecars leave it, one node after the other.
 
-    Return its number of records.
+    Return the number of records.
     """
     run.create()
     simulation = Simulation(topology, faults=[parse_fault(fault)] if fault else [])

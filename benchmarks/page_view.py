@@ -2,9 +2,9 @@
 
     python -m benchmarks.page_view [RANKSxSTEPS ...]     # in the environment of `make test-page`
 
-- words: from the navigation to the first painted text
-- heat map: until the heat map and all other visible parts are drawn
-- brush and other inputs: from the end of a drag until all visible parts show the selected steps
+- words: time from the navigation to the first painted text
+- heat map: time until the heat map and all other visible parts are drawn
+- brush and other inputs: time from a drag's end until all visible parts show the selected steps
 
 "as written" is a run directory with the page's size limit. "each step" is a page with one column
 per step, without a limit. All values are medians of five.

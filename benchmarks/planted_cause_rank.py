@@ -1,9 +1,10 @@
 """One rank of the campaign of causes: a small transformer under DDP over gloo, with a planted
 disturbance.
 
-The loop and the data are the same on all ranks. The disturbance is outside the training code, or in
-its process's heap. planted_causes.py starts the ranks as root, because it limits a control group
-and evicts a file's pages.
+The loop and the data are the same on all ranks. The disturbance is outside the training code. For
+the kind `gc`, it is many extra objects in the rank's process, which the garbage collector must
+visit. planted_causes.py starts the ranks as root, because it limits a control group and evicts a
+file's pages.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ while time.monotonic() < end:
 class Cause:
     """The planted disturbance of this rank, from its first step to the end.
 
-    Ranks without one have the kind "clean".
+    Undisturbed ranks have the kind "clean".
     """
 
     def __init__(self, kind: str, seed: int, rank: int, ranks: int) -> None:
@@ -83,7 +84,7 @@ class Cause:
         self._heap: list[Any] = []
 
     def begin(self, file: File, step_s: float) -> None:
-        """Start the disturbance. `step_s` is the duration of a step without it."""
+        """Start the disturbance. `step_s` is the duration of an undisturbed step."""
         if self.kind == "memory_pressure":
             self._group = LimitedGroup("memory", GROUP_MEMORY_BYTES)
             self._group.enter()
@@ -109,7 +110,8 @@ class Cause:
                 self._neighbour = int(started.stdout.readline())
         elif self.kind == "gc":
             took_s = 0.0
-            # In the training loop, with cold caches, a collection takes much longer than here.
+            # A collection takes about five times as long in the training loop, because of cold
+            # caches.
             while took_s < self.delay_s / 5:
                 self._heap.extend([[] for _ in range(20_000)])
                 begin_s = time.perf_counter()
@@ -131,7 +133,7 @@ class Cause:
 
 
 class File:
-    """A rank's data: one part is mapped, and one part is read past the page cache."""
+    """A rank's data: one part of the file is mapped, and one part is read without the page cache."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -139,7 +141,7 @@ class File:
             path.write_bytes(os.urandom(FILE_BYTES))
         self._descriptor = os.open(path, os.O_RDONLY)
         self._direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        # An anonymous mapping is aligned, which O_DIRECT requires.
+        # O_DIRECT requires an aligned buffer, which an anonymous mapping is.
         self._block = mmap.mmap(-1, DIRECT_BYTES)
         self._map()
         # Read all pages, which brings them into the page cache.
@@ -151,14 +153,14 @@ class File:
         self._bytes = np.frombuffer(mapped, np.uint8)
 
     def read(self, pages: int, draw: np.random.Generator) -> int:
-        """Read the pages of one batch. Return a value that depends on all of them."""
+        """Read the pages of one batch. Return a value that depends on all pages."""
         at = draw.integers(FILE_BYTES // mmap.PAGESIZE, size=pages) * mmap.PAGESIZE
         offset = int(draw.integers(FILE_BYTES // DIRECT_BYTES)) * DIRECT_BYTES
         os.preadv(self._direct, [self._block], offset)
         return int(self._bytes[at].sum()) + self._block[0]
 
     def evict(self) -> None:
-        """Drop the file's pages, as the memory demand of another program would."""
+        """Drop the file's pages from the page cache, as the memory demand of another program would."""
         # Unmap first, because the kernel does not evict mapped pages.
         self._map()
         gc.collect()

@@ -1,5 +1,5 @@
-"""The campaign of causes: two real gloo ranks, one of them slowed from outside, and the causes in
-the verdict.
+"""The campaign of causes: two real gloo ranks, one of them slowed by a planted cause, and the
+causes in the verdict.
 
     python -m benchmarks.planted_causes record --kinds gc slow_storage --seeds 0-9 --out FOLDER
     python -m benchmarks.planted_causes judge --out FOLDER

@@ -1,8 +1,8 @@
-"""Bottlenecks of one process on an asynchronous device: planted ones, compared with the report.
+"""Compare the reported bottleneck of one process on an asynchronous device with the planted one.
 
     python -m benchmarks.planted_device_bounds --runs 10
 
-Prints for each kind of loop the number of runs with the right bottleneck.
+The table shows, for each kind of loop, the number of runs with the right bottleneck.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Batches:
 
 
 def verdict(kind: str, seed: int, folder: Path) -> str:
-    """Train in a loop of that kind under perf.watch. Return the bottleneck in its report."""
+    """Train in a loop of this kind under perf.watch. Return the bottleneck in the run's report."""
     draw = random.Random(f"{kind}/{seed}")
     kernel_s = 1e-7 if kind == "launch_bound" else draw.uniform(2e-4, 4e-4)
     device.set_kernel_time(kernel_s)

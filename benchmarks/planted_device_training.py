@@ -1,11 +1,11 @@
 """Train a small model on a device with a planted fault: the program of each rank of the campaign on
 devices.
 
-The loop is that of a user: a DataLoader, forward, loss, backward, SGD, under `perf.watch` with its
-live sidecar. The parallelism is DistributedDataParallel, fully_shard, or a tensor-parallel plan.
-One group of processes does a list of runs, each with a fresh model, a fresh watch and a separate
-folder. planted_devices.py starts the group. The device is the tests' asynchronous device, or a GPU
-(planted_on.py).
+The loop is written as a user's: a DataLoader, forward, loss, backward, SGD, under `perf.watch` with
+its live sidecar. The parallelism is DistributedDataParallel, fully_shard, or a tensor-parallel
+plan. One group of processes does a list of runs, each with a fresh model, a fresh watch and a
+separate folder. planted_devices.py starts the group. The device is the tests' asynchronous device,
+or a GPU (planted_on.py).
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Model(nn.Module):
         self, planted: Planted, device: PlantedDevice, pace: Pace | None, two_streams: bool
     ) -> None:
         super().__init__()
-        # In a loop, its pace sets the device's time, and the modules' own time is negligible.
+        # In the loops (Pace), planned spins set the device's time, and the modules' own time is
+        # negligible.
         self._work = device.work if pace is None else _no_time
         self.blocks = nn.ModuleList(
             Block(self._work) for _ in range(LOOP_BLOCKS if pace else BLOCKS)
@@ -146,7 +147,7 @@ class Model(nn.Module):
 class Loop:
     """A fresh model, optimizer and loader with this rank's faults.
 
-    All ranks must create one together.
+    All ranks must create a Loop together.
     """
 
     def __init__(self, truth: Truth, rank: int, device: PlantedDevice) -> None:
@@ -184,7 +185,7 @@ class Loop:
         )
 
     def train(self) -> list[float]:
-        """Run the user's loop. Return each step's seconds on the host."""
+        """Run the user's loop. Train, and return each step's seconds on the host."""
         seconds, begin_s = [], time.perf_counter()
         slow = self.planted.now("device")
         host_s = self.pace.host_ms.get("host", 0.0) / 1e3 if self.pace else 0.0
@@ -258,7 +259,7 @@ def main(
 ) -> None:
     """Run one rank of the group that planted_devices.py starts.
 
-    RANK, WORLD_SIZE and the store come from it.
+    The group's environment contains RANK, WORLD_SIZE and the store.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="KIND:SEED")

@@ -1,7 +1,7 @@
-"""Draw the fault of a run on an asynchronous device from its seed. Verdicts are compared with it.
+"""Draw the fault of a run on an asynchronous device from the run's seed, as the truth for verdicts.
 
 A kind is a way to train and a fault, for example "ddp-backward". Either the device is slow (one
-kernel or all of them), or the host, in a way that makes the device wait for it.
+kernel or all kernels), or the host is slow enough to make the device wait for the host.
 
 In the ways `ddp`, `fsdp` and `tensor` the host waits for its device once a step, in a blocking
 copy. In the other ways, the loops, the host runs ahead of its device (Pace).
@@ -15,16 +15,16 @@ import random
 from benchmarks.planted_truth import Fault, Truth
 
 RANKS, STEPS = 4, 170
-# Makes a step take about 50 ms. The host runs ahead during most of it.
+# With this kernel time, a step takes about 50 ms, and the host runs ahead during most of the step.
 KERNEL_MS = 0.3
 DELAYS_MS = (9, 14)
-# Longer than the host runs ahead. A shorter delay is hidden by the queue and costs nothing.
+# A delay that is shorter than the time by which the host runs ahead is hidden and costs nothing.
 HOST_DELAYS_MS = (90, 120)
 FIRST_STEPS = (12, 40)
 SLOWNESS = 1.2
 INTERMITTENT_MS, SLOW_STEPS, OF_STEPS = 24, 2, 7
 WAYS = ("ddp", "fsdp", "tensor")
-# Fault to the phases in which it may occur.
+# For each fault, the phases in which it may occur.
 FAULTS = {
     "forward": ("forward",),
     "backward": ("backward",),
@@ -39,12 +39,12 @@ FAULTS = {
 }
 CLEAN = ("clean", "clean_item", "clean_accumulation")
 LOOP_BLOCKS, LOOP_KERNEL_MS, LOOP_S, LOOP_STEPS = 2, 0.01, 8.0, (150, 1200)
-# Host time to issue such a step on 2 shared cores.
+# Time in which the host issues a loop's step on 2 shared cores.
 LOOP_ISSUE_MS = 3.0
 STEPS_MS = (3, 5, 8, 15, 30, 60)
 # Share of a step that a fault adds.
 LOOP_SHARE = 0.1
-# Loop to its faults: the phase, and whether the host or the device is slow.
+# For each loop, the phases that may be slow, by a sleep of the host or a spin of the device.
 LOOPS = {
     "launch": {"forward": "sleep", "backward": "sleep", "host": "sleep"},
     "mixed": {"forward": "sleep", "backward": "spin"},
@@ -60,7 +60,9 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """Time of a step of a loop by phase, in ms. Kernels take 10 us, and copies do not block."""
+    """Planned host and device time of a loop's step by phase, in ms. Kernels take 10 us, and copies
+    do not block.
+    """
 
     host_ms: dict[str, float]
     device_ms: dict[str, float]
@@ -71,8 +73,8 @@ class Pace:
 
     @property
     def step_ms(self) -> float:
-        """Planned time of a step: the sum of host and device if the host waits each step, else the
-        longer of both.
+        """Return the planned time of a step: the sum of host and device time if the host waits in
+        each step, else the longer of the two.
         """
         host_ms, device_ms = (
             LOOP_ISSUE_MS + sum(self.host_ms.values()),
@@ -82,7 +84,7 @@ class Pace:
 
 
 def pace(kind: str, seed: int) -> Pace | None:
-    """Draw how long the phases of a loop take. None for the other ways to train.
+    """Return how long the phases of a loop take, or None for the other ways to train.
 
     launch: the host's code takes all of the step. mixed: the device waits for the host's code in
     the forward pass, and the host for the device at the step's end. ahead: the device's work takes
@@ -98,7 +100,7 @@ def pace(kind: str, seed: int) -> Pace | None:
         )
     if way == "mixed":
         return Pace({"forward": 0.5 * step_ms}, {"backward": 0.5 * step_ms}, True)
-    # More than the host needs.
+    # The device needs more time than the host.
     device_ms = step_ms + 2 * LOOP_ISSUE_MS
     return Pace(
         {"forward": 0.2 * step_ms},

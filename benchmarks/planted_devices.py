@@ -4,11 +4,11 @@ ranks.
     python -m benchmarks.planted_devices record --ways ddp fsdp --seeds 0-5 --out FOLDER
     python -m benchmarks.planted_devices judge --out FOLDER
 
-The device is that of the tests (tests/device): streams are threads, the host only issues work, and
+The runs use the tests' device (tests/device): streams are threads, the host only issues work, and
 collectives are ordered in streams as NCCL's are. `record` writes the run directory and truth.json
 to FOLDER/KIND-SEED/. An interrupted `record` continues where it stopped. `judge` prints the live
-sidecars' verdicts and, for comparison, those from the same runs' host times. With `--nodes 2` the
-ranks are on two nodes (planted_nodes.py).
+sidecars' verdicts and, for comparison, verdicts from the same runs' host times. With `--nodes 2`
+the ranks are on two nodes (planted_nodes.py).
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def training(
     device: str = "asyncdev",
     host_ms: tuple[int, int] = HOST_DELAYS_MS,
 ) -> list[str]:
-    """Return the command of each rank of a group that does these runs, which have equal numbers of
-    steps.
+    """Return the command that runs each rank of a group through these runs, which have equal
+    numbers of steps.
 
     `store` is a new file, or None for the job's store.
     """

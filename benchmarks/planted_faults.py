@@ -6,9 +6,10 @@ several judges.
     python -m benchmarks.planted_faults judge --out FOLDER
 
 `record` writes the run directory and truth.json to FOLDER/KIND-SEED/. An interrupted `record`
-continues where it stopped. `traceml` runs the same seeds under TraceML, with a Python that has it
-installed, and writes its summaries to FOLDER/traceml/. `judge` prints how often each judge names
-the right rank and phase. A run takes about 15 seconds, so the campaign is not part of `make bench`.
+continues where it stopped. `traceml` runs the same seeds under TraceML, with a Python in which
+TraceML is installed, and writes TraceML's summaries to FOLDER/traceml/. `judge` prints how often
+each judge names the right rank and phase. A run takes about 15 seconds, so the campaign is not part
+of `make bench`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from pathlib import Path
 from benchmarks.planted_truth import KINDS, RANKS, Truth, plant
 from benchmarks.planted_verdicts import print_judgement
 
-# Fresh processes start after this many runs, so that leftovers of one run affect only a few others.
+# Fresh processes start after this many runs, because leftovers of one run may affect later runs in
+# the same processes.
 RUNS_PER_GROUP = 20
 RUN_TIMEOUT_S = 180
 REPOSITORY = Path(__file__).parent.parent
 
 
 def seeds(text: str) -> list[int]:
-    """Return the seeds that a text such as "0-4,7" lists. Raises ValueError if it lists none."""
+    """Return the seeds that a text such as "0-4,7" lists. Raises ValueError if the text lists no
+    seed.
+    """
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -44,7 +48,9 @@ def seeds(text: str) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the ranks: one thread each, and no settings of the caller."""
+    """Return the environment of the ranks, which have one thread each and no settings of the
+    caller.
+    """
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -76,7 +82,7 @@ def record(truths: list[Truth], out: Path) -> None:
 
 
 def _run_group(truths: list[Truth], out: Path) -> str:
-    """Run these runs in one group of ranks. Return an error message, or ""."""
+    """Do these runs in one group of ranks. Return an error message, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_training", "--out", str(out)]
         command += [
@@ -90,7 +96,7 @@ def _run_group(truths: list[Truth], out: Path) -> str:
 
 @contextlib.contextmanager
 def started(command: list[str], ranks: int, out: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start `ranks` processes, each with a log in `out`. Kill the remaining ones at the end."""
+    """Start `ranks` processes, each with a log in `out`. Kill the remaining processes at the end."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):

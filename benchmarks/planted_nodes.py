@@ -39,7 +39,7 @@ def started_on_nodes(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start `ranks` processes, equally many on each node, with a log per node in `out`.
 
-    Kill the rest at the end.
+    Kill the remaining ranks at the end.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

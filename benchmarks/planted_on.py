@@ -1,10 +1,10 @@
 """Devices on which runs with planted faults can train: the tests' asynchronous device and CUDA.
 
-The planted fault is the same on both. On the asynchronous device each operator takes a configured
-time. On CUDA, operators of a small model take almost no time. So each module is followed by a
-kernel that spins, in the forward and the backward pass, equally on all ranks. A spin ends by the
-device's real-time clock. So two processes on one GPU spin at the same time, although the GPU runs
-their kernels in turns.
+The planted fault is the same on both devices. On the asynchronous device each operator takes a
+configured time. On CUDA, operators of a small model take almost no time. On CUDA, each module is
+therefore followed by a kernel that spins, in the forward and the backward pass, equally on all
+ranks. A spin ends by the device's real-time clock. Two processes on one GPU therefore spin at the
+same time, although the GPU runs their kernels in turns.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class PlantedDevice(Protocol):
     def paced(self, kernel_s: float | None) -> AbstractContextManager[None]:
         """Shorten kernels to `kernel_s` for a loop in which the host's code takes the time.
 
-        None: the loop is of another kind.
+        None if the host's code does not take the time.
         """
 
     def work(self, x: Tensor) -> Tensor:
-        """Return x after the module's time has passed, in the forward and the backward pass."""
+        """Return x, and spend the module's time in the forward and the backward pass."""
 
 
 class Spins(autograd.Function):
@@ -93,7 +93,7 @@ class AsyncDevice:
 
     @contextlib.contextmanager
     def paced(self, kernel_s: float | None) -> Iterator[None]:
-        # Computing kernels would take processors from the hosts, unlike those of a GPU.
+        # Kernels that compute would take processors from the hosts, unlike a GPU's kernels.
         self._device.set_kernel_time(self._kernel_s if kernel_s is None else kernel_s)
         self._device.set_computing(kernel_s is None)
         yield
@@ -124,7 +124,7 @@ class CudaDevice:
     """One GPU shared by all ranks. NCCL treats the ranks as hosts that communicate over sockets."""
 
     name, backend = "cuda", "nccl"
-    # Larger than the delay that the turns of two processes on one device hide.
+    # The slowdown must exceed the delay that the turns of two processes on one device hide.
     slowness = 2.0
 
     def load(self, kernel_s: float, rank: int) -> None:

@@ -1,11 +1,10 @@
-"""TraceML's verdicts on the fault campaign: the same seeds run under it, and its rules on recorded
-timings.
+"""TraceML's verdicts on the fault campaign: from runs under TraceML, and from our recorded timings.
 
     PYTHON_WITH_TRACEML -m benchmarks.planted_traceml FOLDER
 
-diagnoses the runs recorded in FOLDER with TraceML's own analyzer and rules. This needs no second
-run, so both tools judge the same steps. planted_faults.py calls it after the seeds have run under
-TraceML itself.
+diagnoses the runs recorded in FOLDER with TraceML's own analyzer and rules. Both tools then judge
+the same steps of the same runs. planted_faults.py calls this module after it has run the seeds
+under TraceML itself.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def run_all(truths: list[Truth], out: Path, python: Path, environ: dict[str, str
     Each final_summary.json is stored as OUT/traceml/KIND-SEED.json. `python` is the interpreter of
     an environment with traceml-ai, torch and pandas.
     """
-    # Nothing of ours is loaded into TraceML's processes.
+    # This setting keeps our package out of TraceML's processes.
     environ = {**environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     (out / "traceml").mkdir(parents=True, exist_ok=True)
     for truth in truths:
@@ -96,7 +95,8 @@ def _run(truth: Truth, folder: Path, python: Path, environ: dict[str, str]) -> s
 def diagnose(folder: Path, window_steps: int | None) -> dict[str, Any]:
     """Return TraceML's diagnosis of a recorded run: {"kind", "ranks"}.
 
-    `window_steps` is the number of last steps to diagnose. None: all steps, as in its summary.
+    `window_steps` is the number of last steps to diagnose. None means all steps, as in TraceML's
+    summary.
     """
     import pandas as pd
     from traceml_ai.diagnostics.step_time.api import diagnose_step_time_window
@@ -113,8 +113,8 @@ def diagnose(folder: Path, window_steps: int | None) -> dict[str, Any]:
     times_ns = {
         "input_wait": steps["data_ns"],
         "forward": steps["forward_ns"],
-        # TraceML times backward() as a whole, including DDP's waits for collectives, and its rule
-        # expects that.
+        # TraceML times backward() as a whole, including DDP's waits for collectives, and TraceML's
+        # rule expects such times.
         "backward": steps["backward_ns"] + steps["communication_ns"],
         "optimizer_step": steps["optimizer_ns"],
         "traced_step_time": steps["duration_ns"] - steps["data_ns"],

@@ -1,10 +1,10 @@
 """One rank of the fault campaign: a small transformer under DistributedDataParallel over gloo, with
 a fault.
 
-The loop is that of a user: a DataLoader, forward, loss, backward, AdamW, all under `perf.watch`
-with its live sidecar. One group of processes does a list of runs, each with a fresh model, a fresh
-watch and a separate folder. The next run starts when the sidecar of the last one has ended.
-planted_faults.py, or another tool's launcher, starts the ranks.
+The loop is written as a user's: a DataLoader, forward, loss, backward, AdamW, all under
+`perf.watch` with its live sidecar. One group of processes does a list of runs, each with a fresh
+model, a fresh watch and a separate folder. The next run starts when the sidecar of the last one has
+ended. planted_faults.py, or another tool's launcher, starts the ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LENGTH, SHORTEST = 32, 8
 # Sequences that one block computes again: COMPUTE_SHARE of forward and backward, measured alone
 # on a core.
 REPEATED = 14
-# Small, so that several buckets are reduced during one backward pass.
+# Buckets are small, because several buckets should be reduced during one backward pass.
 BUCKET_MIB = 0.6
 GROUP_TIMEOUT_S, SIDECAR_TIMEOUT_S = 180, 90
 
@@ -102,7 +102,7 @@ class Planted:
         )
 
     def ms(self, phase: str, way: str | None = None) -> float:
-        """Return the ms that this phase's fault adds in this step by the given way.
+        """Return the ms that this phase's fault adds in this step, if the fault uses the given way.
 
         None: any way.
         """
@@ -192,8 +192,8 @@ class Transformer(nn.Module):
                     x = PauseInBackward.apply(x, fault)
             y = block(x)
             if index == BLOCKS // 2 and planted.now("compute"):
-                # Do the same work again, forward and backward, without a change to results,
-                # gradients or buckets.
+                # Repeat forward and backward work without a change to results, gradients or
+                # buckets.
                 y = y + 0 * block(x[:REPEATED]).mean()
             x = y
         return self.head(self.norm(x))
@@ -215,7 +215,7 @@ def train(
             loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
             loss.backward()
             optimizer.step()
-            # The next step began with the end of optimizer.step().
+            # The next step has begun at the end of optimizer.step().
             planted.step += 1
             planted.pause("host")
         now_s = time.perf_counter()
@@ -227,9 +227,9 @@ def train(
 def prepare(
     truth: Truth, rank: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Planted]:
-    """Return a fresh model, optimizer and loader with this rank's faults.
+    """Return a fresh model, optimizer and loader, and this rank's planted faults.
 
-    Builds DDP's buckets, which is a collective.
+    All ranks must call this function together, because DDP builds its buckets by a collective.
     """
     torch.manual_seed(truth.seed)
     planted = Planted(truth, rank)

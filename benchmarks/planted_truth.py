@@ -1,7 +1,7 @@
 """Draw the faults of a run in the fault campaign from its seed: the ground truth for verdicts.
 
-A fault is real work or a real wait in one rank's training loop. It is determined by the kind and
-the seed, so the same run can be repeated under another tool, and no judge can be tuned to one draw.
+A fault is real work or a real wait in one rank's training loop. Kind and seed determine the fault,
+so the same run can be repeated under another tool, and no judge can be tuned to one draw.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ COMPUTE_SHARE = 0.25
 FAULTY = ("compute", "data", "backward", "host", "moving", "backward_200ms", "intermittent")
 HEALTHY = ("clean", "variable_length")
 KINDS = (*FAULTY, *HEALTHY)
-# Ways of a pause: wait as for storage, compute in native code, collect garbage, write a file.
+# Ways in which a pause spends its time: wait as for storage, compute in native code, collect
+# garbage, or write a file.
 _WAYS = {
     "data": ("sleep", "work"),
     "forward": ("sleep", "work"),
@@ -54,7 +55,7 @@ class Fault:
     """(n, slots): only these steps of every n are slow. None: all steps."""
 
     def slows(self, step: int) -> bool:
-        """Return True if this step is slow."""
+        """Return True if the fault slows this step."""
         if step < self.first_step or (self.last_step is not None and step > self.last_step):
             return False
         return self.slow_of is None or (step - self.first_step) % self.slow_of[0] in self.slow_of[1]
@@ -64,7 +65,7 @@ class Fault:
 class Truth:
     """The planted faults of one run.
 
-    Step k lasts from the end of optimizer step k-1 to that of step k, from 0 on.
+    Step k (from 0 on) lasts from the end of optimizer step k-1 to the end of optimizer step k.
     """
 
     kind: str
@@ -83,7 +84,7 @@ class Truth:
 
     @classmethod
     def read(cls, path: Path) -> Truth:
-        """Read a truth from a file that contains the JSON of to_json()."""
+        """Read a truth from a file with the JSON of to_json()."""
         value = json.loads(path.read_text())
         faults = []
         for fault in value["faults"]:

@@ -23,7 +23,8 @@ from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
 WARM_UP_STEPS = 3
-# Planted phase to the phases that count as right. Compute is in both forward and backward.
+# For each planted phase, the named phases that count as right. A compute fault slows both forward
+# and backward.
 _RIGHT = {
     "compute": ("compute", "forward", "backward"),
     "device": ("compute", "forward", "backward", "optimizer"),
@@ -38,7 +39,7 @@ _TRACEML_PHASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """A judge's answer: the slow rank and its phase. The phase is None if the judge names none."""
+    """A judge's answer: the slow rank and its phase. The phase is None if the judge names no phase."""
 
     rank: int
     phase: str | None
@@ -80,9 +81,10 @@ def slowest_step(folder: Path) -> Suspect | None:
 
 
 def judged_again(folder: Path) -> Suspect | None:
-    """Return this version's verdict on the recorded run, which equals that of its live sidecar.
+    """Return this version's verdict on the recorded run, which equals the verdict of the run's live
+    sidecar.
 
-    Of several slow ranks, one that is still slow at the end goes first, then the costliest one.
+    Of several slow ranks, one that is still slow at the end is preferred, then the costliest one.
     """
     episodes = findings(folder).episodes
     return Suspect(episodes[0].rank, episodes[0].phase) if episodes else None
@@ -100,7 +102,7 @@ def findings(folder: Path) -> Findings:
 def steps_until_named(folder: Path, truth: Truth) -> int | None:
     """Return the number of steps from the first fault's start until its rank was named.
 
-    None if it was not named.
+    None if the rank was not named.
     """
     fault = truth.faults[0]
     named = [each.named_step for each in findings(folder).episodes if each.rank == fault.rank]
@@ -117,7 +119,7 @@ def traceml(folder: Path) -> Suspect | None:
 
 
 def traceml_on_recorded(folder: Path) -> Suspect | None:
-    """Return TraceML's diagnosis of the last steps of this run.
+    """Return TraceML's diagnosis of this recorded run's last steps.
 
     Raises FileNotFoundError without one.
     """
@@ -130,7 +132,7 @@ def traceml_on_recorded(folder: Path) -> Suspect | None:
 def traceml_verdict(diagnosis: dict[str, Any]) -> Suspect | None:
     """Convert TraceML's step-time diagnosis to an answer.
 
-    Its other kinds (COMPUTE_BOUND, BALANCED ...) name no rank.
+    Diagnoses of other kinds (COMPUTE_BOUND, BALANCED ...) name no rank.
     """
     if diagnosis["kind"] not in _TRACEML_PHASES:
         return None
@@ -197,7 +199,7 @@ def print_judgement(
             try:
                 answers[name] = judge(folder)
             except FileNotFoundError:
-                # This seed did not run under that tool.
+                # This seed was not run under the other tool.
                 continue
             table.setdefault((truth.kind, name), []).append(score(truth, answers[name]))
         if each:

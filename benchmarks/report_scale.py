@@ -1,5 +1,5 @@
-"""Cost of a report on a large job: one file per node of eight ranks, copied from a simulated job of
-one node.
+"""Cost of a report on a large job, whose node files are copies of the file of a simulated node with
+eight ranks.
 
     python -m benchmarks.report_scale [RANKS]
 """
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def multiply(nodes: Path, count: int) -> int:
-    """Copy the only node until there are `count` nodes. Return the size of all their files."""
+    """Copy the only node until there are `count` nodes. Return the total size of the nodes' files."""
     (first,) = nodes.glob("*.json")
     state = json.loads(first.read_bytes())
     for process in state["processes"].values():

@@ -3,8 +3,8 @@ a long list.
 
     python -m benchmarks.serve_reads
 
-The run continues meanwhile: its state is written every four seconds, as by a sidecar. A library
-that is loaded into the server and its readers counts the calls.
+The run continues during the measurement, and its state is written every four seconds, as by a
+sidecar. A library that is loaded into the server and its readers counts the calls.
 """
 
 from __future__ import annotations

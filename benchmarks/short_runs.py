@@ -7,9 +7,10 @@ recorded from outside (as by torchrun's flag). Each kind runs once with and once
 destroy_process_group().
 
 gloo itself aborts some processes at exit ("terminate called without an active exception"), because
-its thread drops a Python object while the interpreter ends. It hangs others, because a thread that
-has the GIL joins a thread that waits for the GIL. Both happen with and without a watch. So the
-benchmark counts all failures and compares their rates.
+its thread drops a Python object while the interpreter ends. Other processes hang because of gloo: a
+thread that has the GIL joins a thread that waits for the GIL. Aborts and hangs happen with and
+without a watch. The benchmark therefore counts all failures and compares the rates with and without
+a watch.
 
 Ranks are forked from a process that has imported torch, and end as any interpreter does. Two
 spinning processes keep the processors busy.
@@ -94,7 +95,7 @@ def train(rank: int, way: str, destroys: bool, folder: Path) -> None:
 def start_runs(rounds: int, folder: Path) -> None:
     """Fork the ranks of each run, and print each run's outcome as a line of JSON.
 
-    Also returns in each rank.
+    The function also returns in each forked rank.
     """
     # An optimizer's first step imports torch._dynamo, which takes two thirds of such a run's time.
     import torch._dynamo  # noqa: F401
@@ -169,7 +170,7 @@ def busy() -> Iterator[None]:
 
 
 def runs(rounds: int = ROUNDS) -> list[Run]:
-    """Return all runs, made by a process that has imported only torch."""
+    """Return all runs, which a process makes that has imported only torch."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -184,8 +185,8 @@ def runs(rounds: int = ROUNDS) -> list[Run]:
 
 
 def chance(aborts: int, count: int, other_aborts: int, other_count: int) -> float:
-    """Return the probability of at least this many aborts in `count` runs if both kinds have the
-    same cause.
+    """Return the probability of at least this many aborts in `count` runs if both kinds of runs
+    abort equally often.
 
     This is Fisher's exact test.
     """

@@ -1,4 +1,5 @@
-"""Compare how several tools show one small job with a slow rank, and what they cost the job.
+"""Compare how several tools show one small job with a slow rank, and how much they slow the job
+down.
 
     python -m benchmarks.side_by_side --tools PYTHON --out FOLDER     # in the environment of `make
     test-page`
@@ -41,7 +42,8 @@ LIVE_AFTER_S, SETTLED_S, TIMEOUT_S = 34.0, 5.0, 240
 TOOLS = ("none", "torchlens_perf", "traceml", "memray", "pyinstrument", "wandb", "dask")
 REPO = Path(__file__).parent.parent
 JOB = REPO / "benchmarks" / "side_by_side_training.py"
-# The same options as in benchmarks/page_view.py, but only this machine can be reached.
+# These options equal those in benchmarks/page_view.py, except that only this machine can be
+# reached.
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -85,7 +87,7 @@ def traceml(python: Path, out: Path, mode: str) -> list[str]:
 
 
 def dashboard_port(out: Path) -> int:
-    """Return the dashboard's port, which is chosen once per folder."""
+    """Return the port of Dask's dashboard, which is chosen once per folder."""
     kept = out / "port"
     if not kept.exists():
         kept.write_text(str(free_port()))
@@ -93,7 +95,7 @@ def dashboard_port(out: Path) -> int:
 
 
 def environ(tool: str) -> dict[str, str]:
-    """Return the job's environment. Nothing of ours is loaded under another tool."""
+    """Return the job's environment. Our package is not loaded under another tool."""
     ours = "1" if tool == "torchlens_perf" else "0"
     return {
         **os.environ,
@@ -105,7 +107,7 @@ def environ(tool: str) -> dict[str, str]:
 
 @contextmanager
 def started(tool: str, python: Path, out: Path, steps: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the job. All its processes have ended when the context ends."""
+    """Start the job. All processes of the job have ended when the context ends."""
     out.mkdir(parents=True)
     with open(out / "log", "wb") as log:
         process = subprocess.Popen(
@@ -143,7 +145,9 @@ def run(tool: str, python: Path, out: Path) -> dict[str, float]:
 
 
 def pages(tool: str, python: Path, out: Path) -> list[Path]:
-    """Return the pages of a finished job. Generate them if the tool has a command for that."""
+    """Return the pages of a finished job. Generate the pages if the tool has a command for this
+    purpose.
+    """
     if tool == "torchlens_perf":
         (found,) = (out / "runs").iterdir()
         wait_for_sidecar(RunDirectory(found))
@@ -206,7 +210,7 @@ def looked_at(browser: Browser, url: str, picture: Path) -> dict[str, Any]:
 
 
 def show_pages(browser: Browser, python: Path, out: Path) -> None:
-    """Print a row for each page. Dask's live dashboard gets a separate run."""
+    """Print a row for each page. A separate run is made for Dask's live dashboard."""
     table = Table(
         "page", "file", "first paint", "words", "without scripts", "of rank 1", "asks for", "errors"
     )
@@ -242,7 +246,7 @@ def show_pages(browser: Browser, python: Path, out: Path) -> None:
 def show_terminals(python: Path, out: Path) -> None:
     """Save terminals of 80 and 120 columns in the middle of a run.
 
-    For wandb, save the output after the run.
+    For wandb, save the terminal's output after the run.
     """
     leet = f"{python.parent / 'wandb'} leet {out / 'wandb-0' / 'wandb'}"
     for columns, lines in ((80, 24), (120, 40)):

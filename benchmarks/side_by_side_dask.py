@@ -3,7 +3,7 @@ worker.
 
     python -m benchmarks.side_by_side_dask OUT STEPS PORT
 
-While it runs, the dashboard is at http://127.0.0.1:PORT/status. The performance report is
+While the job runs, the dashboard is at http://127.0.0.1:PORT/status. The performance report is
 OUT/report.html.
 """
 

@@ -160,7 +160,7 @@ def under_pyinstrument(rank: int, steps: int, out: Path) -> None:
 
 
 def under_wandb(rank: int, steps: int, out: Path) -> None:
-    """Log step times to one wandb run per rank, in one group, as wandb's documentation
+    """Log step times to a wandb run per rank, with all runs in one group, as wandb's documentation
     recommends.
     """
     import wandb
@@ -185,7 +185,7 @@ UNDER = {
     "memray": under_memray,
     "pyinstrument": under_pyinstrument,
     "wandb": under_wandb,
-    "dask": alone,  # side_by_side_dask.py calls it on its workers
+    "dask": alone,  # side_by_side_dask.py calls this function on its workers
 }
 
 

@@ -1,7 +1,9 @@
-"""Cost of telemetry for the sidecar: a sample of a GPU, of a network port, and a file of samples.
+"""Cost of the sidecar's telemetry: a sample of a GPU, a sample of a network port, and a file of
+samples.
 
-NVML is the tests' scripted library under the real pynvml. So the cost of Python and pynvml is real,
-and the driver's time is missing. `make gpu-check PARTS=nvml` measures the driver.
+NVML is the tests' scripted library under the real pynvml. The results therefore contain the real
+cost of Python and pynvml, but not the driver's time. `make gpu-check PARTS=nvml` measures the
+driver.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ with the same steps, in random order. Ranks are forked from a process that has i
 not torchlens_perf. Pairs in which other programs took more than a twentieth of the processors are
 excluded if enough pairs remain.
 
-The bar is on the whole run. The other columns are its parts: entering the watch, the steps, and the
-end. Most of the end is rank 0's wait for the report that it prints.
+The required limit (bar) applies to the time of the whole run. The other columns are parts of this
+time: entering the watch, the steps, and the end. Most of the end is rank 0's wait for the report
+that it prints.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from typing import Any
 
 from benchmarks.measure import Table, ratio_interval
 
-# Seconds of a run, number of pairs, and the bar on the whole in percent (upper end of the
-# interval).
+# Seconds of a run, number of pairs, and the limit of the whole run's overhead in percent (upper end
+# of the interval).
 RUNS = ((1, 40, None), (5, 24, 3.0), (60, 6, 1.0))
 RANKS = (1, 2)
 CONTEXT, BATCH, WIDTH, LAYERS = 64, 8, 96, 3
@@ -109,7 +110,7 @@ def percent(ratio: tuple[float, float, float]) -> str:
 
 
 def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
-    """Return all pairs, made by a fresh process that has imported only torch."""
+    """Return all pairs, which a fresh process makes that has imported only torch."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -122,8 +123,8 @@ def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
 
 
 def one_job(seconds: float, ranks: int, wanted: int) -> list[tuple[Any, Any]]:
-    """Run all pairs of one length and number of ranks in this process's children."""
-    import torch  # noqa: F401  # once, for all of them
+    """Run all pairs with this length and number of ranks in children of this process."""
+    import torch  # noqa: F401 # once, for all of them
 
     def steps_per_s() -> float:
         return TRIED_STEPS / run_once(ranks, TRIED_STEPS, watched=False).steps_s
@@ -144,7 +145,7 @@ def one_job(seconds: float, ranks: int, wanted: int) -> list[tuple[Any, Any]]:
 
 
 def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
-    """Run `ranks` forked processes. Raises RuntimeError if one fails."""
+    """Run `ranks` forked processes. Raises RuntimeError if a rank fails."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         busy_s, own_s, begun_s = processors_s(), children_s(), time.monotonic()
@@ -197,7 +198,9 @@ def start_rank(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
 def train(
     rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
 ) -> tuple[float, float, float]:
-    """Train one rank. Return when it began, entered its loop and left it (CLOCK_MONOTONIC)."""
+    """Train one rank. Return the times at which the rank began, entered its loop and left the loop
+    (CLOCK_MONOTONIC).
+    """
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -252,7 +255,7 @@ def processors_s() -> float:
     """Return the processor seconds that all programs have used."""
     with open("/proc/stat") as file:
         ticks = [int(field) for field in file.readline().split()[1:9]]
-    # Without idle time, and without idle time while a disk works.
+    # The sum excludes idle time, also idle time during disk accesses.
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 

@@ -1,11 +1,12 @@
 """Run the named parts, or all of them, the most important first.
 
-Print a line each with PASS, FAIL or not run.
+Print a line with PASS, FAIL or "not run" for each check.
 
     python -m benchmarks.gpu_check [PART...] [--out FOLDER] [--seconds 540] [--device asyncdev]
 
-Updates FOLDER/gpu-check.md after each line. The exit code is 1 on a FAIL, 2 if no part can run (for
-example without a GPU), and 3 if there is no FAIL but the time ended before all parts had run.
+The command updates FOLDER/gpu-check.md after each line. The exit code is 1 on a FAIL, 2 if no part
+can run (for example without a GPU), and 3 if there is no FAIL but the time ended before all parts
+had run.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main() -> int:
         return 2
     facts = json.loads(told.stdout)
     print(", ".join(f"{name} {value}" for name, value in facts.items()) + "\n")
-    # End the running part too.
+    # End the running part together with the check.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     runner = Runner(
         asked.out.absolute(), asked.device, facts, asked.seconds - (time.monotonic() - begin_s)

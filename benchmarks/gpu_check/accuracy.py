@@ -20,7 +20,7 @@ from torchlens_perf.hooks.on_device.events import CudaEvents
 SPINS_NS = (10_000, 50_000, 200_000, 1_000_000, 10_000_000)
 REPEATS = 40
 _READINGS = 20_000
-# Fewer than the capacity of the device's queue.
+# This number is below the capacity of the device's queue.
 _MARKS = 100
 
 
@@ -63,7 +63,7 @@ def clock(checks: Checks) -> None:
 
 
 def _parts_of_a_mark(checks: Checks) -> None:
-    """Measure the unavoidable parts of a mark. Marking from C could save at most the rest."""
+    """Measure the unavoidable parts of a mark. A mark made from C could save at most the rest."""
     events, driver = CudaEvents(torch.cuda.current_device()), CudaDriver()
     event, current = events.create_event(), events.current_stream()
     # torch creates the event when it is first recorded.
@@ -85,10 +85,10 @@ def _parts_of_a_mark(checks: Checks) -> None:
 
 
 def accuracy(checks: Checks) -> None:
-    """Compare events and stamps around planted spins with those around a spin of no time.
+    """Compare the times of planted spins, by events and by stamps, with the times of a spin of 0 s.
 
-    The difference removes the start and end of the kernel itself, which are in the span but no
-    error of the clock.
+    The subtraction removes the start and end of the kernel itself, which are measured too but are
+    not an error of the clock.
     """
     beyond = {}
     for kind, measure in MEASURES.items():
@@ -112,7 +112,7 @@ def accuracy(checks: Checks) -> None:
 
 
 def _by_events(work) -> float:
-    """Return the median of REPEATS by the clock that training uses."""
+    """Return the median of REPEATS times, measured by the clock that training uses."""
     clock = EventClock(CudaEvents(torch.cuda.current_device()))
     pairs = []
     occupy()
@@ -128,7 +128,7 @@ def _by_events(work) -> float:
 
 
 def _by_stamps(work) -> float:
-    """Return the exact median of REPEATS as reduced by the kernel."""
+    """Return the exact median of REPEATS times, as computed by the reduction kernel."""
     ring = new_ring(slots=1)
     slot = ring.assign_slot("planted")
     occupy()

@@ -1,4 +1,4 @@
-"""Device memory: values and cost of its readings, and the records when it runs out."""
+"""Device memory: values and cost of memory readings, and the records of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from torchlens_perf.run.ring import Kind, RingReader
 MB = 1 << 20
 HISTORY = 20_000
 BLOCKS = 100_000
-# Memory that a process may allocate on top of its own in tests of running out.
+# Memory that a process may allocate in addition in tests of out-of-memory errors.
 _LEFT_BYTES = 512 * MB
 
 
 class Keeper(nn.Module):
-    """A module that keeps its results: the planted leak."""
+    """A module that keeps all its results, which is the planted memory leak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Keeper(nn.Module):
 
 
 class Net(nn.Module):
-    """The keeper in another module, so that its path has a name."""
+    """A module that contains the keeper, which gives the keeper a module name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Net(nn.Module):
 
 
 def allocator(checks: Checks) -> None:
-    """Compare readings with torch's own, provoke retries, and run out of memory with and without a
-    history.
+    """Compare memory readings with torch's, provoke allocation retries, and run out of memory with
+    and without an allocation history.
     """
     _readings(checks)
     _retries(checks)
@@ -71,7 +71,7 @@ def _watched(folder: str, **settings: Any) -> Iterator[perf.Watch]:
 
 @contextmanager
 def _little_left() -> Iterator[None]:
-    """Limit the process's memory so that a test can fill it."""
+    """Limit the process's device memory to an amount that a test can fill."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -84,7 +84,7 @@ def _little_left() -> Iterator[None]:
 
 
 def _recorded(folder: str) -> tuple[MemoryStatistics, Any]:
-    """Check the readings and their records."""
+    """Return the statistics of the memory readings and the records of the readings."""
     reader, statistics = RingReader(last_rings(folder)), MemoryStatistics()
     records = reader.read_records(final=True).records
     statistics.add_records(records, reader.names())
@@ -128,8 +128,8 @@ def _readings(checks: Checks) -> None:
 
 
 def _retries(checks: Checks) -> None:
-    """Make a cached block block a larger one, so that cudaMalloc fails, the cache is returned, and
-    the block fits.
+    """Provoke allocation retries: a cached block makes cudaMalloc of a larger one fail, until torch
+    releases the cache.
     """
     with tempfile.TemporaryDirectory() as folder, _little_left():
         with _watched(folder) as watch:

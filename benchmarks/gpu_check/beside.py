@@ -1,4 +1,4 @@
-"""Graph captures on another thread while a watch marks.
+"""Graph captures on another thread while a watch records device marks.
 
 A device query in the wrong mode would end a capture.
 """
@@ -16,9 +16,9 @@ import torchlens_perf as perf
 from benchmarks.gpu_check.gpt import trainer
 from benchmarks.gpu_check.lines import Checks
 
-# Several anchors and windows, which come once a second.
+# This time includes several clock anchors and windows, which occur once a second.
 SECONDS = 6.0
-# Operations in a capture, which then lasts some milliseconds.
+# This number of operations makes a capture last some milliseconds.
 _OPERATIONS, LEAST = 100, 30
 
 
@@ -60,8 +60,8 @@ class Capturing(threading.Thread):
 
 
 def beside(checks: Checks) -> None:
-    """Train on this thread and capture on another one, without a watch and with one that has every
-    hook.
+    """Train on this thread and capture on another one, first without a watch and then with a watch
+    that has every hook.
     """
     model, step = trainer(batch=1, length=128, layers=4)
     for _ in range(20):

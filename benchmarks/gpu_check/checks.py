@@ -1,4 +1,4 @@
-"""Common code of the parts: their own kernels, and times by the device's clock."""
+"""Common code of the check's parts: kernels made for the check, and times by the device's clock."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def stream() -> int:
 
 
 def launch(name: str, *values: np.generic) -> None:
-    """Launch a kernel of PLANTED with one thread on the current stream, also into a capture."""
+    """Launch a kernel of PLANTED with one thread on the current stream, which may be captured."""
     driver().launch(int(planted(name).kernel.ptr), 1, 1, 0, stream(), KernelArguments(values))
 
 
@@ -83,7 +83,7 @@ class Spin:
 
 
 def occupy(duration_ns: int = 20_000_000) -> None:
-    """Keep the device busy, so that work enqueued now follows without a wait for the host."""
+    """Keep the device busy, which lets work enqueued now run without a wait for the host."""
     Spin(1)(duration_ns)
 
 
@@ -94,7 +94,7 @@ def new_ring(slots: int = 64, places: int = 1024) -> DeviceRing:
 
 
 def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) -> float:
-    """Return the device time of one call in us: the median of replays of a graph of `calls`
+    """Return the device time of one call in us, as the median over replays of a graph of `calls`
     calls.
     """
     aside = torch.cuda.Stream()
@@ -108,7 +108,7 @@ def graph_us(function: Callable[[], object], calls: int = 20, rounds: int = 30) 
     times = []
     for _ in range(rounds):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # The graph's launch is complete when its turn comes.
+        # The host has launched the whole graph before the device begins it.
         occupy(300_000)
         begin.record()
         graph.replay()

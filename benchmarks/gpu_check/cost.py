@@ -55,9 +55,9 @@ Arms = dict[str, Callable[[str], AbstractContextManager[object]]]
 
 
 def overhead(checks: Checks) -> None:
-    """Measure the default watch on two sizes.
+    """Measure the cost of the default watch for two model sizes.
 
-    The larger one hides launches behind the device, the smaller one does not.
+    The larger model hides kernel launches behind device work, and the smaller one does not.
     """
     for size in SIZES:
         model, step = trainer(**size.size)
@@ -76,7 +76,7 @@ def overhead(checks: Checks) -> None:
 def every_module(checks: Checks) -> None:
     """Measure a watch that times every module, which is not the default.
 
-    The figures have no bar.
+    No limit is checked.
     """
     model, step = trainer(**LAUNCH_BOUND)
     size = SIZES[0]._replace(rounds=10)
@@ -129,19 +129,20 @@ def _measure(
 
 
 def synchronizations(checks: Checks) -> None:
-    """Count waits in torch.profiler over 300 steps without and with a watch.
+    """Count the waits that torch.profiler records in 300 steps without and with a watch.
 
-    Counts synchronizations, and copies from or to memory that is not page-locked, which also wait.
-    The steps take some seconds, so windows are reduced and anchors taken. They launch few kernels,
-    because each one is an event to read. One synchronization of this check must appear. The watch
-    calls one waiting function of the driver, when a ring is created.
+    Waits are synchronizations, and copies from or to memory that is not page-locked. The steps take
+    some seconds, so windows are reduced and clock anchors are taken in them. The steps launch few
+    kernels, because the profiler's event of each kernel must be read. One synchronization that this
+    check makes itself must appear. The watch calls a waiting function of the driver only when a
+    device ring is created.
     """
     model, step = trainer(batch=16, layers=2, width=1024, heads=16)
     for _ in range(3):
         step()
     with tempfile.TemporaryDirectory() as folder:
         without = _waits(step)
-        # Created before the watch, which then allocates its memory at its start.
+        # An earlier section makes the watch allocate device memory at its start.
         perf.device_section("step")
         with _watch(model, folder, "all") as watch:
             with perf.device_section("step"):
@@ -181,7 +182,7 @@ def _waits(step: Callable[[], None], steps: int = 300) -> Counter[str]:
 
 
 def memory(checks: Checks) -> None:
-    """Measure the device memory of a watch with device sections by the driver."""
+    """Measure how much device memory a watch with device sections uses, by the driver's numbers."""
     model, step = trainer(batch=2)
     for _ in range(3):
         step()
@@ -201,9 +202,9 @@ def memory(checks: Checks) -> None:
 
 
 def gaps(checks: Checks) -> None:
-    """A model whose kernels are shorter than their launches leaves the device idle.
+    """Check that the device is idle between kernels that are shorter than their launches.
 
-    A large one does not.
+    With a large model the device is not idle.
     """
     shares = {}
     for name, size in (("launch-bound", LAUNCH_BOUND), ("GPT-2 small", {})):

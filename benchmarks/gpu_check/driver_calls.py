@@ -1,9 +1,9 @@
 """Count all blocking calls of the driver and the runtime by CUPTI's callbacks.
 
 torch.profiler records the runtime's calls, which torch makes, and few of the driver's, which the
-watch and CuPy make. Callbacks are enabled only for blocking functions. They miss an asynchronous
-copy that waits because its host memory is pageable. The profiler's copies show it
-(cost.synchronizations).
+watch and CuPy make. CUPTI's callbacks are enabled only for blocking functions. The callbacks miss
+an asynchronous copy that waits because its host memory is pageable. torch.profiler records such
+copies (cost.synchronizations).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 
 _DRIVER, _RUNTIME, _RESOURCE = 1, 2, 3  # CUpti_CallbackDomain
 _MODULE_LOADED, _MODULE_UNLOADED = 6, 7  # CUpti_CallbackIdResource
-# More than in either API.
+# Neither API has that many functions.
 _MOST_FUNCTIONS = 2000
-# Kind to the functions' names without version and "Async".
+# Kind of call to a pattern of function names without version and "Async".
 KINDS = {
     "synchronize": r"cu(da)?(Ctx|Stream|Event|Device|Thread)Synchronize",
     "device memory": (
@@ -48,7 +48,8 @@ class CallbackData(ctypes.Structure):
 
 
 def kind_of(function: str) -> str | None:
-    """Return the kind of wait of a function of the driver or the runtime.
+    """Return the kind of wait of a function of the driver or the runtime, or None if it does not
+    wait.
 
     None if it does not wait.
     """
@@ -57,7 +58,7 @@ def kind_of(function: str) -> str | None:
 
 
 def library() -> str | None:
-    """Return the path of torch's CUPTI, because another version may not support this driver."""
+    """Return the path of torch's own CUPTI, because another version may not support this driver."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if "libcupti" in path:
@@ -81,7 +82,7 @@ class Calls:
         self._cupti = ctypes.CDLL(path)
         self._on = False
         self._counts: Counter[str] = Counter()
-        # Keep a reference, because CUPTI stores its address.
+        # Keep a reference to the callback, because CUPTI stores the callback's address.
         self._callback = _CALLBACK(self._called)
         subscriber = ctypes.c_void_p()
         self._ask("cuptiSubscribe", ctypes.byref(subscriber), self._callback, None)
@@ -104,7 +105,7 @@ class Calls:
             self._on = False
 
     def _called(self, _: int | None, domain: int, number: int, data: int | None) -> None:
-        """Count a call. It runs on any thread, inside the call."""
+        """Count a call. CUPTI calls this function on any thread, inside the counted call."""
         if not self._on:
             return
         if domain == _RESOURCE:

@@ -1,6 +1,6 @@
 """Print the check's hardware and software as JSON. Exit with 2 if the check cannot run.
 
-Runs in a separate process, because the queries create a CUDA context.
+The module runs in a separate process, because the queries create a CUDA context.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _cuda() -> dict[str, str] | str:
 
 
 def _driver() -> str:
-    """Return the version of NVIDIA's driver. A container may lack either source."""
+    """Return the version of NVIDIA's driver. A container may lack either of the two sources."""
     file = Path("/proc/driver/nvidia/version")
     words = file.read_text().split("\n")[0].partition("Module")[2].split() if file.is_file() else []
     found = next((word for word in words if word[0].isdigit()), "")

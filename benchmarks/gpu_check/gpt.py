@@ -1,5 +1,5 @@
-"""A GPT of the size of GPT-2 small (124 million parameters), and a small one whose steps consist of
-launches.
+"""A GPT of the size of GPT-2 small (124 million parameters), and a small GPT whose step time is the
+time of kernel launches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Captured graphs: a section inside is timed at every replay, for every way to capture."""
+"""Check that a section in a captured graph is timed at every replay, for every way to capture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def graphs(checks: Checks) -> None:
 
 
 def _watched(folder: str) -> perf.Watch:
-    # Created before the watch, like a decorator, because the first step captures.
+    # Create the section before the watch, as a decorator does, because the first step captures.
     perf.device_section("region")
     return perf.watch(dir=folder, sidecar=False, report="off", modules="none")
 
@@ -89,7 +89,7 @@ def _graphed_callable(folder: str) -> int:
 
 
 def _compiled(folder: str) -> int:
-    """The section is around the call, because compiled code has no sections."""
+    """Use a section around the call, because sections inside compiled code are not timed."""
     layers = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).cuda()
     compiled, x = torch.compile(layers, mode="reduce-overhead"), torch.randn(64, 256, device="cuda")
     with _watched(folder) as watch, torch.no_grad():

@@ -18,15 +18,15 @@ from torchlens_perf.cuda.driver import KernelArguments
 from torchlens_perf.cuda.reduction import SUM_ROW, ExactColumn, LargestColumn, SumColumn
 from torchlens_perf.cuda.stamps import NO_SLOT
 
-# Slots, places of a ring, stamps in it.
+# Number of slots, places in a slot's ring, and stamps in the ring.
 WINDOWS = ((16, 64, 64), (64, 128, 100), (64, 1024, 1000), (256, 1024, 1000))
 RANKS = ((8, 64), (64, 64), (1024, 64), (16384, 64))
 _QUANTILES = np.array([0, 6554, 32768, 58982, 64881, 65536], np.uint32)
 MIN_SPREAD = 0.01
-# A window is reduced once a second, and merged and scored once in 64 steps. So each kernel may take
-# a ten-thousandth of the device's time, or a two-thousandth with steps of 3 ms. A bar relative to
-# the floor would be too strict, because the floor is a launch of some 2 us, less than the barriers
-# of a median of 1024 times.
+# A window is reduced once a second, and merged and scored once in 64 steps. With this limit, each
+# kernel takes at most a ten-thousandth of the device's time, or a two-thousandth with steps of 3
+# ms. A limit relative to the floor would be too strict: the floor is a launch of some 2 us, which
+# is less than the barriers of a median of 1024 times take.
 MOST_US = 100
 
 
@@ -77,7 +77,7 @@ class Window:
         launch_ours("reduce_window", self.slots, 256, arguments, 8 * self.places)
 
     def again(self) -> None:
-        """Reduce by the kernel with fresh inputs."""
+        """Run the reduction kernel on the window's unchanged inputs."""
         self.tails.copy_(self.tails_before)
         self.reduce()
 
@@ -87,7 +87,7 @@ class Window:
 
 
 def equality(checks: Checks) -> None:
-    """Run every kernel on random inputs of several shapes, and a chain of stamps."""
+    """Compare every kernel with its NumPy twin, on random inputs and on a chain of stamps."""
     ring = new_ring(slots=4)
     chain = [ring.assign_slot(name) for name in ("a", "b", "c")]
     for _ in range(10):
@@ -172,10 +172,10 @@ def _scores(times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def floors(checks: Checks) -> None:
-    """Measure times and their distance from the larger of two floors.
+    """Compare each kernel's time with the larger of two lower bounds (floors).
 
-    The floors are the bytes divided by the measured bandwidth, and an empty kernel. The bar is
-    absolute, see MOST_US.
+    The floors are the kernel's bytes divided by the measured bandwidth, and the time of an empty
+    kernel. The checked limit is the absolute MOST_US.
     """
     gigabytes = _bandwidth()
     launch_us = graph_us(lambda: launch("nothing"))
@@ -250,8 +250,8 @@ def _bandwidth() -> float:
 
 
 def crossover(checks: Checks) -> None:
-    """Compare a window reduced on the host, with its copy, and on the device, with the copy of the
-    rows.
+    """Compare the times to reduce a window on the host, including the copy of its durations, and on
+    the device, including the copy of the results.
     """
     for slots, places, stamps in WINDOWS:
         window = Window(slots, places, stamps, seed=2)

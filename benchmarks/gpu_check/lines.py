@@ -1,4 +1,4 @@
-"""Lines of the check: the measured value, its bar, and whether it is met. Imports nothing heavy."""
+"""Lines of the GPU check: a value, the required value, and the result. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Line(NamedTuple):
 
 
 class Checks:
-    """Collects a part's lines and passes each one on at once."""
+    """Collects the lines of one part and passes each line on at once."""
 
     def __init__(self, take: Callable[[Line], None]) -> None:
         self._take = take
@@ -39,5 +39,5 @@ class Checks:
         self._take(Line(part, what, value, bar, PASS if met else FAIL))
 
     def missing(self, part: str, what: str, reason: str) -> None:
-        """Add a line for a check that could not run, which is no PASS."""
+        """Add a line for a check that could not run, which does not count as PASS."""
         self._take(Line(part, what, reason, "", NOT_RUN))

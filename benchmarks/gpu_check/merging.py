@@ -22,7 +22,7 @@ WINDOWS, SPIN_NS = 3, 50_000
 
 
 def merging(checks: Checks) -> None:
-    """Compare three merged windows with the rank's own, and measure the additional device
+    """Compare three merged windows with the rank's own windows, and measure the additional device
     memory.
     """
     environment = {

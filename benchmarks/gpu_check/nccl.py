@@ -1,14 +1,14 @@
-"""NCCL's kernels through the plugin: that it is loaded, that the late one of two ranks is named,
-and its cost.
+"""Checks of the NCCL plugin: NCCL loads it, the late one of two ranks is named, and its cost is
+measured.
 
 Each part runs in separate processes, because NCCL looks for the plugin only at a process's first
 communicator. On one rank NCCL reports no kernel: an all-reduce is a copy, and a send to itself
-stops timing. Two ranks on one GPU are not supported by NCCL (one_gpu.py). If NCCL refuses them, the
-check reports this without a conclusion.
+stops timing. Two ranks on one GPU are not supported by NCCL (one_gpu.py). If NCCL refuses two ranks
+on one GPU, the check reports this without PASS or FAIL.
 
-With ranks as two hosts, NCCL has its progress thread and its shared memory pool with and without
-the plugin. Ranks on one host, if NCCL permits them, show the plugin's additional resources in a
-node.
+Between ranks configured as two hosts, NCCL has a progress thread and a shared memory pool even
+without the plugin. Two ranks on one host, if NCCL permits them, therefore show which resources the
+plugin adds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Told = dict[str, dict[str, Any]]
 def nccl1(checks: Checks) -> None:
     """Run one rank in a separate process.
 
-    The plugin is loaded, and stops timing at the first copy to itself.
+    The plugin must be loaded and must stop timing at the rank's first copy to itself.
     """
     version = nccl_plugin.read_nccl_version()
     if nccl_plugin.load_plugin() is None or version is None:
@@ -80,9 +80,10 @@ def nccl1(checks: Checks) -> None:
 
 
 def _costs(checks: Checks, part: str, where: str, told: Told) -> None:
-    """Report the costs.
+    """Report threads, CPU time, shared memory and the end of communicators, with and without the
+    plugin.
 
-    NCCL starts a progress thread for timed works, which polls while there are some.
+    NCCL starts a progress thread, which polls while timed works are unfinished.
     """
     for what, field, unit in (
         ("threads", "threads", ""), ("process CPU", "cpu_s", " s"), ("shared memory", "shared_mib", " MiB")
@@ -142,8 +143,8 @@ def nccl2(checks: Checks) -> None:
 
 
 def nccl_room(checks: Checks) -> None:
-    """Measure the plugin's resources on one host, and with ranks in two containers with 64 MB of
-    shared memory each.
+    """Measure the plugin's resources with both ranks on one host, and in two containers with 64 MB
+    of shared memory each.
     """
     told: Told = {}
     for wish in _WISHES:
@@ -176,7 +177,7 @@ def nccl_room(checks: Checks) -> None:
 
 
 def _not_ended(checks: Checks, part: str, what: str, wish: str, problem: str) -> None:
-    """Report ranks that did not end. It is a failure only if they end without the plugin."""
+    """Report ranks that did not end, which is a FAIL only if they do end without the plugin."""
     if wish == "off":
         checks.missing(part, what, problem)
     else:
@@ -186,7 +187,7 @@ def _not_ended(checks: Checks, part: str, what: str, wish: str, problem: str) ->
 
 
 def _told(folder: Path) -> dict[str, Any]:
-    """Return the data that rank 0 has written."""
+    """Return the data that rank 0 has written to its files."""
     ended = folder / "ended-0.json"
     destroy_s = json.loads(ended.read_text()) if ended.exists() else None
     return {**json.loads((folder / "told-0.json").read_text()), "destroy_s": destroy_s}
@@ -228,7 +229,7 @@ def _two_ranks(
 
 
 def _joined(folder: Path) -> dict[str, Any] | None:
-    """Join the all-reduces of both ranks."""
+    """Return the joined all-reduces of both ranks, or None."""
     join = CollectiveJoin()
     for path in folder.glob("*/rings/*.ring"):
         reader = RingReader(path)

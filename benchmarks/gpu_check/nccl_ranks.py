@@ -1,9 +1,9 @@
-"""Processes of the NCCL parts: `python -m benchmarks.gpu_check.nccl_ranks lone|pair FOLDER WISH
-[GROUPS]`.
+"""Rank processes of the NCCL checks: `python -m benchmarks.gpu_check.nccl_ranks lone|pair FOLDER
+WISH [GROUPS]`.
 
 Each process writes its resources and the plugin's counters to FOLDER/told-RANK.json, and the time
-to destroy its communicators to ended-RANK.json. If the destruction never ends, the second file is
-missing.
+to destroy its communicators to ended-RANK.json. If the destruction of the communicators never ends,
+ended-RANK.json is missing.
 """
 
 from __future__ import annotations

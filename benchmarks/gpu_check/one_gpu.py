@@ -1,8 +1,8 @@
 """Two NCCL ranks on one GPU, which NCCL does not support: each rank is configured as a separate
 host.
 
-They communicate over loopback sockets, unlike ranks of one node. Each rank is a process, and the
-device alternates between their kernels.
+The ranks communicate over loopback sockets, unlike ranks of one node. Each rank is a process, and
+the device alternates between the kernels of both ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SETTINGS = {
 
 
 def two_hosts(rank: int) -> dict[str, str]:
-    """Return the environment of a rank before its first communicator."""
+    """Return the variables that make NCCL treat a rank as a separate host."""
     return {**_SETTINGS, "NCCL_HOSTID": f"torchlens-perf-{rank}"}
 
 

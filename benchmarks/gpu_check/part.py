@@ -1,7 +1,8 @@
 """Run one part of the check in this process for the runner: `python -m benchmarks.gpu_check.part
 NAME`.
 
-Lines go as JSON to the given file descriptor. Without one they are printed as rows of the table.
+Lines are written as JSON to the given file descriptor. Without a file descriptor, lines are printed
+as rows of the table.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Run the part. Return 0 even after a FAIL, because the runner counts them."""
+    """Run the part. Return 0 even after a FAIL line, because the runner counts FAIL lines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
     parser.add_argument("--target", help="module:function; of a part that is not in the list")
@@ -34,7 +35,7 @@ def main() -> int:
         checks = Checks(lambda line: print(line.markdown(), flush=True))
     else:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The part ends with its own process, not with its children.
+        # A part ends when its own process ends, even if child processes are still running.
         os.set_inheritable(asked.lines, False)
         pipe = os.fdopen(asked.lines, "w", buffering=1)
 

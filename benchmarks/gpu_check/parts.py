@@ -1,11 +1,11 @@
-"""Parts of the check in the order of their importance to users, in which they run."""
+"""Parts of the check, which run in this order: the most important to users first."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 CUDA, ASYNC = "cuda", "asyncdev"
-# With a spin for each module, as on CUDA.
+# Each module is followed by a spin, as on CUDA.
 MODULES = "asyncdev_modules"
 _HERE = "benchmarks.gpu_check"
 

@@ -1,10 +1,9 @@
 """Planted stragglers: two DDP ranks with a fault in one of them, and the rank named by the live
 sidecar.
 
-The runs are those of the campaign on devices (benchmarks/planted_devices.py), on the requested
-device. On CUDA both ranks are on one GPU (one_gpu.py). gloo with tensors on the GPU would be no
-replacement: its collectives block the host, so the host's times show the slow rank, which they do
-not with NCCL.
+The runs are chosen from the campaign on devices (benchmarks/planted_devices.py) and use the
+requested device. On CUDA both ranks are on one GPU (one_gpu.py). gloo cannot replace NCCL here:
+gloo's collectives block the host, so host times show the slow rank, which they do not with NCCL.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ FAULTS = {
     "ddp-clean_item": "nothing, .item() in every step",
 }
 RANKS, STEPS, SEED = 2, 120, 1
-# The host hides shorter delays behind the device. They cost nothing and must not be reported.
+# The host hides shorter delays behind the device. They must not be reported.
 HOST_MS = (120, 160)
 _RUN_S = 60
 
@@ -52,7 +51,7 @@ def planted(checks: Checks) -> None:
 def check(
     checks: Checks, device: str, kinds: Sequence[str] = tuple(FAULTS), steps: int = STEPS
 ) -> None:
-    """Report a line for each run as it ends."""
+    """Report a line for each run when the run ends."""
     on = DEVICES[device]()
     truths = [plant(kind, SEED, RANKS, steps, on.slowness, HOST_MS) for kind in kinds]
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +102,7 @@ def _what(truth: Truth) -> str:
 
 
 def _not_ended(checks: Checks, truths: list[Truth], problem: str, logs: str, device: str) -> None:
-    """Report runs that did not end. A refusal of NCCL is no failure of ours, anything else is."""
+    """Report runs that did not end, as a FAIL unless NCCL refused to run."""
     refused = refusal(logs) if device == CUDA else ""
     for truth in truths:
         if refused:

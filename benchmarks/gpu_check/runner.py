@@ -1,8 +1,8 @@
-"""Run parts one after the other, each in a separate process with a time limit, until the time is
-over.
+"""Run the check's parts one after the other, each in a separate process, until a time limit for all
+parts.
 
 A part's effects on its process or its device context do not affect the next part. The Markdown file
-is complete after each line, so a kill loses nothing.
+is written after each line, so a kill loses no line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Runner:
     def __init__(self, out: Path, device: str, facts: Mapping[str, str], seconds: float) -> None:
         """Set up the runner. `out` is the folder of the file, and `facts` describes the machine.
 
-        After `seconds` no part starts any more, and a running one is ended.
+        After `seconds` no part starts any more, and the running part is ended.
         """
         self._file, self._device, self._facts, self._date = (
             out / FILE,
@@ -43,7 +43,7 @@ class Runner:
         self._seconds = seconds
         self._begin_s = time.monotonic()
         self._took: list[tuple[str, float]] = []
-        # Includes the running part, so that the file of a killed run names it.
+        # The list includes the running part, because the file of a killed run must name that part.
         self._to_come: list[str] = []
         self.lines: list[Line] = []
         self.left: list[str] = []
@@ -116,7 +116,7 @@ class Runner:
         self._add(Line(part.name, "the part itself", value, bar, FAIL))
 
     def _take_lines(self, reading: int, deadline_s: float) -> bool:
-        """Read lines until the part closes its end. Return whether it did so in time."""
+        """Read lines until the part closes its end of the pipe. Return True if it did in time."""
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(reading, selectors.EVENT_READ)
@@ -175,7 +175,7 @@ _HEAD = (f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill all processes of its session, also those left by a part that has ended by itself."""
+    """Kill all processes of a part's session, also those that a finished part has left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -15,7 +15,7 @@ def last_rings(folder: str) -> Path:
 
 
 def device_statistics(ring: Path) -> DeviceStatistics:
-    """Return the sidecar's device statistics from the ring's records."""
+    """Compute device statistics from the ring's records, as the sidecar does."""
     reader, found = RingReader(ring), DeviceStatistics()
     found.add_records(reader.read_records(final=True).records, reader.names())
     reader.close()
@@ -23,5 +23,5 @@ def device_statistics(ring: Path) -> DeviceStatistics:
 
 
 def stamped(ring: Path) -> dict[str, Sketch]:
-    """Return device sections by name."""
+    """Return the durations of device sections by section name."""
     return device_statistics(ring).stamped

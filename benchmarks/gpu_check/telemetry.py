@@ -22,7 +22,7 @@ _PERIOD_S, _IDLE, _LOADED = 0.5, 8, 16  # samples
 
 
 def nvml(checks: Checks) -> None:
-    """Sample an idle device, then one under a load of matrix products."""
+    """Sample a GPU while it is idle, and then while it computes matrix products."""
     uuid = str(read_gpu_identity(0)["uuid"])
     telemetry = GpuTelemetry()
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -128,7 +128,8 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
         "at most 1.05",
         most <= 1.05,
     )
-    # Compare the samples with the counter, which would differ by a factor of 1000 in another unit.
+    # Compare sampled throttle reasons with the counter of throttled time, which would differ by a
+    # factor of 1000 in another unit.
     asked, counted = under.counts.get("clock_reasons", 0), under.throttled_shares().get("power")
     by_samples = under.reasons.get("power", 0) / asked if asked else 0.0
     if by_samples < 0.5 or counted is None:

@@ -14,15 +14,16 @@ from benchmarks.gpu_check.driver_calls import KINDS, Calls
 from benchmarks.gpu_check.gpt import trainer
 from benchmarks.gpu_check.lines import Checks
 
-# The steps take some seconds, so windows are reduced, anchors taken, and memory read.
+# So many steps take some seconds, in which windows are reduced, clock anchors are taken, and memory
+# is read.
 STEPS, WARM_UP = 300, 40
 _MODULE = 'extern "C" __global__ void of_the_check_{number}(void) {{}}'
 
 
 def waits(checks: Checks) -> None:
-    """Check that the counter sees each kind.
+    """Count the waits in steps without a watch, and with a watch that has every hook.
 
-    Then run steps without a watch, and with one that has every hook.
+    First, check that the counter counts each kind of wait.
     """
     try:
         calls = Calls()
@@ -34,7 +35,7 @@ def waits(checks: Checks) -> None:
     for _ in range(WARM_UP):
         step()
     without = _steps(calls, step)
-    # Created before the watch, which then allocates its memory at its start.
+    # A section that exists before the watch makes the watch allocate device memory at its start.
     perf.device_section("step")
 
     def watched_step() -> None:
@@ -67,7 +68,7 @@ def waits(checks: Checks) -> None:
 
 
 def _blind(checks: Checks, calls: Calls) -> set[str]:
-    """Make each kind of call. Return the kinds that were not counted."""
+    """Make one call of each kind, and return the kinds that the counter does not count."""
     import cupy
 
     torch.zeros(1, device="cuda").item()

@@ -159,7 +159,7 @@ def test_gzip_over_http_is_rejected(autotel: Autotel) -> None:
     )
 
 
-def test_only_roots_link_to_the_callers_span(found: list[dict[str, Any]]) -> None:
+def test_only_root_spans_link_to_the_callers_span(found: list[dict[str, Any]]) -> None:
     spans = [span_of(each) for each in found]
     assert [span.links for span in spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in spans if span.parent_id is not None} == {()}

@@ -128,7 +128,7 @@ def test_all_spans_are_stored_with_their_parents(
     assert by_id({as_tuple(span) for span in found}) == expected
 
 
-def test_replay_doubles_rows_and_limit_1_by_ids_removes_them(
+def test_replay_doubles_rows_and_limit_1_by_ids_removes_duplicates(
     clickhouse: ClickHouse, found: list[ReceivedSpan], recorded: Recorded
 ) -> None:
     """MergeTree tables have no unique keys, so each row is stored twice after two replays.
@@ -143,7 +143,7 @@ def test_replay_doubles_rows_and_limit_1_by_ids_removes_them(
     assert int(one[0]["n"]) == expected
 
 
-def test_only_roots_link_to_the_callers_span(found: list[ReceivedSpan]) -> None:
+def test_only_root_spans_link_to_the_callers_span(found: list[ReceivedSpan]) -> None:
     assert {span.links for span in found if span.parent_id is None} == {(CALLER,)}
     assert {span.links for span in found if span.parent_id is not None} == {()}
 

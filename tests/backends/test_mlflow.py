@@ -110,7 +110,7 @@ def test_all_spans_are_stored_once_with_their_parents(
     assert by_id(as_tuple(span_of(each)) for each in found) == expected
 
 
-def test_only_roots_link_to_the_callers_span(found: list[dict[str, Any]]) -> None:
+def test_only_root_spans_link_to_the_callers_span(found: list[dict[str, Any]]) -> None:
     spans = [span_of(each) for each in found]
     assert [span.links for span in spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in spans if span.parent_id is not None} == {()}

@@ -88,7 +88,7 @@ def test_all_spans_arrive_once_with_their_parents(hop: Hop) -> None:
         assert abs(start_found_ns - start_ns) < _MOST_NS
 
 
-def test_only_roots_link_to_the_callers_span(hop: Hop) -> None:
+def test_only_root_spans_link_to_the_callers_span(hop: Hop) -> None:
     assert [span.links for span in hop.spans if span.parent_id is None] == [(CALLER,)] * TRACES
     assert {span.links for span in hop.spans if span.parent_id is not None} == {()}
 

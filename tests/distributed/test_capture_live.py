@@ -102,7 +102,7 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_slow_rank_is_captured_once_by_its_verdict_and_others_by_command(tmp_path: Path) -> None:
+def test_verdict_captures_the_slow_rank_once_and_a_command_another_rank(tmp_path: Path) -> None:
     """The verdict captures the slow rank together with a healthy one.
 
     The command captures another rank later.

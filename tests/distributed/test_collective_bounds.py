@@ -396,7 +396,9 @@ def test_collective_has_the_same_number_on_every_member_of_its_group(
     assert compared >= 4
 
 
-def test_differently_counted_calls_are_not_joined(outcomes: list[dict[str, Outcome]]) -> None:
+def test_collectives_with_different_counts_on_ranks_are_not_joined(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
     """Operation and bytes match under each number.
 
     Only the node's clock shows that the calls differ.
@@ -428,7 +430,9 @@ def test_numbers_of_a_group_ignore_operations_of_other_groups(
     assert sizes == [[6, 2, 1], [6, 3, 1], [3, 2, 1]]
 
 
-def test_messages_have_equal_numbers_on_both_sides(outcomes: list[dict[str, Outcome]]) -> None:
+def test_message_has_the_same_number_at_its_sender_and_its_receiver(
+    outcomes: list[dict[str, Outcome]],
+) -> None:
     """The n-th message that a rank sends to a peer is the n-th that the peer receives from it."""
     messages: dict[tuple[int, int], list[dict[int, int]]] = {}
     for rank, outcome in enumerate(outcomes):

@@ -146,7 +146,7 @@ def test_backend_of_a_mixed_group_is_found_by_device(ranks: list[dict[str, Any]]
         assert rank["backends"] == ["gloo", "fake", ""]
 
 
-def test_native_tap_records_ends_only_on_the_cpu(ranks: list[dict[str, Any]]) -> None:
+def test_native_tap_records_end_times_only_for_cpu_operations(ranks: list[dict[str, Any]]) -> None:
     """A future and the end of a wait show the operation's end only on the CPU."""
     for rank in ranks:
         assert rank["described cpu"] == (True, True)

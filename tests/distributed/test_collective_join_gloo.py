@@ -102,7 +102,9 @@ def test_late_rank_is_last_to_arrive_in_all_reduces(join: CollectiveJoin) -> Non
         assert totals[2]["exposed_wait_ns"] < 0.5 * totals[victim]["exposed_wait_ns"]
 
 
-def test_late_rank_of_a_subgroup_is_found_separately_from_the_worlds(join: CollectiveJoin) -> None:
+def test_late_rank_of_a_subgroup_is_found_separately_from_that_of_the_world(
+    join: CollectiveJoin,
+) -> None:
     """Rank 1 is late in the subgroup.
 
     The subgroup's numbers are not mixed with those of the world.
@@ -113,7 +115,9 @@ def test_late_rank_of_a_subgroup_is_found_separately_from_the_worlds(join: Colle
     assert row.totals_by_rank()[1]["last"] >= REPEATED - 1
 
 
-def test_wait_for_a_late_broadcast_root_is_a_bound_and_blames_no_rank(join: CollectiveJoin) -> None:
+def test_wait_for_a_late_broadcast_root_is_an_upper_bound_and_names_no_rank(
+    join: CollectiveJoin,
+) -> None:
     """The two receivers waited equally, and at most as long as the delay."""
     row = of(join, "broadcast", (0, 1, 2))
     totals, late_ns = row.totals_by_rank(), REPEATED * LATE_S * 1e9
@@ -124,7 +128,7 @@ def test_wait_for_a_late_broadcast_root_is_a_bound_and_blames_no_rank(join: Coll
     assert [each["last"] for each in totals.values()] == [0, 0, 0]
 
 
-def test_messages_without_a_known_end_are_matched_without_a_conclusion(
+def test_messages_without_a_known_end_are_matched_but_name_no_late_rank(
     join: CollectiveJoin,
 ) -> None:
     """gloo has no callback for sends.

@@ -202,7 +202,7 @@ class TestLinks:
         self._in_hub("link", "set", f"link{number}", state)
 
     @pytest.mark.long
-    def test_node_that_was_cut_off_returns_and_is_silent_meanwhile(
+    def test_node_is_silent_while_cut_off_and_returns_afterwards(
         self, stack: ExitStack, nodes: list[list[str]]
     ) -> None:
         """While a node's link is down, the other nodes continue and its silence grows."""

@@ -204,7 +204,7 @@ def test_watch_as_a_cells_last_line_replaces_the_automatic_report(kernel: Kernel
     assert later.only()["text/plain"] == same.only()["text/plain"]
 
 
-def test_display_returns_after_clearing_the_output(kernel: Kernel) -> None:
+def test_live_display_reappears_after_the_output_is_cleared(kernel: Kernel) -> None:
     """Loops that clear their cell and display everything again also display the run."""
     output = kernel.run(
         "from IPython.display import clear_output\n"

@@ -54,7 +54,7 @@ def test_sidecar_may_read_stacks_until_the_watch_ends(
 
 
 @pytest.mark.parametrize("scope", ["0", "2", "3", ""])
-def test_no_permission_is_given_if_unnecessary_or_useless(
+def test_no_ptrace_permission_is_given_if_unnecessary_or_useless(
     scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ptrace_scope 0 needs no permission; with 2 and more a permission has no effect."""

@@ -218,7 +218,7 @@ def test_invalid_token_count_raises_with_its_value(tokens: Any, tmp_path: Path) 
     assert recording.steps == []
 
 
-def test_token_count_of_the_user_replaces_batch_elements_of_the_step(tmp_path: Path) -> None:
+def test_token_count_from_the_user_replaces_the_number_of_batch_elements(tmp_path: Path) -> None:
     """The user's number, also 0, counts for that step only."""
     loader = iter(DataLoader(TensorDataset(torch.ones(9, 7)), 3))
     with recorded(tmp_path) as recording:

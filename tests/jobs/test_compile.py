@@ -363,7 +363,7 @@ def test_compiled_block_in_an_eager_model_is_timed_as_a_whole(tmp_path: Path, wa
     assert {each.depth for each in recording.of(Kind.MODULE)} == {2}
 
 
-def test_section_inside_a_graph_makes_no_break_and_has_no_times(tmp_path: Path) -> None:
+def test_section_inside_a_graph_makes_no_graph_break_and_has_no_times(tmp_path: Path) -> None:
     """A section around the compiled call has times."""
     counter = CompileCounter()
     model = Model()

@@ -76,7 +76,7 @@ def cases(
     ],
     ids=["usual", "each call", "without a sidecar", "misleading"],
 )
-def test_failing_call_at_the_start_does_not_change_training(
+def test_failing_system_call_at_the_start_does_not_change_training(
     sidecar: str, errors: tuple[int, ...], which: str, tmp_path: Path
 ) -> None:
     """Nothing is raised, the parameters are bit-equal, and no hook stays. A later watch works.
@@ -128,7 +128,7 @@ def test_training_is_unchanged_in_a_thousand_faulty_starts(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("which", ["", *long("all")])
-def test_failing_call_at_the_end_leaves_no_hook_and_at_most_one_line(
+def test_failing_system_call_at_the_end_leaves_no_hook_and_at_most_one_message(
     which: str, tmp_path: Path
 ) -> None:
     """Nothing is raised."""

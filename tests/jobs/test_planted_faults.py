@@ -62,7 +62,7 @@ def test_kind_and_seed_determine_the_planted_fault() -> None:
     assert all(plant(kind, seed).faults == () for kind in HEALTHY for seed in range(5))
 
 
-def test_truth_of_every_kind_is_read_as_written(tmp_path: Path) -> None:
+def test_ground_truth_of_every_kind_is_read_as_written(tmp_path: Path) -> None:
     """A file with additional fields can be read too."""
     for kind in KINDS:
         for seed in range(10):
@@ -206,7 +206,9 @@ def test_input_lengths_vary_only_in_variable_length_runs() -> None:
         ("data", "data", True),
     ],
 )
-def test_answer_is_right_only_with_the_right_rank(kind: str, right: str, phase: bool) -> None:
+def test_answer_of_a_judge_is_right_only_with_the_right_rank(
+    kind: str, right: str, phase: bool
+) -> None:
     """The phase counts only together with the right rank.
 
     In a healthy run any named rank is a false alarm.
@@ -223,7 +225,7 @@ def test_answer_is_right_only_with_the_right_rank(kind: str, right: str, phase: 
     assert not score(plant("clean", 4), None).named
 
 
-def test_rank_that_is_slow_at_the_end_is_right_after_a_move() -> None:
+def test_last_slow_rank_is_the_right_answer_if_the_fault_moved() -> None:
     truth = plant("moving", 5)
     before, after = truth.faults
 

@@ -118,7 +118,7 @@ def hostile(chosen: random.Random, whole: bytes) -> bytes:
 
 @pytest.mark.parametrize(("seed", "files"), [(1, QUICK // 10), *long((2, 50_000))])
 @pytest.mark.timeout(1200)
-def test_reader_of_random_bytes_raises_ring_error_or_answers(
+def test_reader_of_random_bytes_returns_values_or_raises_ring_error(
     seed: int, files: int, tmp_path: Path
 ) -> None:
     """All answers have the right type.

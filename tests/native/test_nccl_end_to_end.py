@@ -210,7 +210,9 @@ def test_late_rank_is_named_from_joined_kernels(ranks: list[dict[str, Any]]) -> 
     assert any("a rank's kernel began" in text for text in row["cannot_tell"])
 
 
-def test_ends_are_known_by_events_without_the_plugin(ranks: list[dict[str, Any]]) -> None:
+def test_end_times_of_collectives_come_from_events_without_the_plugin(
+    ranks: list[dict[str, Any]],
+) -> None:
     """The end is known for operations that the caller waits for, and unknown for asynchronous ones.
 
     On CPUs, the recorded end is that of the host.

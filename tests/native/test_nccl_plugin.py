@@ -89,7 +89,9 @@ def test_record_of_a_short_kernel_is_written_after_the_call_returns(rig: NcclRig
     assert operations_written(rig) == [(0, TIMED & ~Flag.ASYNC)]
 
 
-def test_end_that_is_reported_late_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
+def test_kernel_end_that_is_reported_late_has_the_correct_time(
+    make: Callable[[int], NcclRig],
+) -> None:
     """Ends that were reported at once serve to place the late one."""
     rig = make(6)
     for number in range(20):
@@ -145,7 +147,7 @@ def test_reports_about_a_finished_operation_change_nothing(rig: NcclRig) -> None
     assert operations_written(rig) == [(2, TIMED)]
 
 
-def test_operation_without_reported_end_has_none_after_its_communicator(rig: NcclRig) -> None:
+def test_operation_has_no_end_if_its_communicator_is_closed_before_the_report(rig: NcclRig) -> None:
     """The operation's group does not count as ended."""
     rig.kernel(rig.collective(0))
     rig.collective(1)
@@ -236,7 +238,7 @@ def test_plugin_requests_events_before_a_watch(nccl_library: Path, tmp_path: Pat
     nccl.finalize(context)
 
 
-def test_mask_of_an_unloaded_nccl_is_not_written(make: Callable[[int], NcclRig]) -> None:
+def test_event_mask_of_an_unloaded_nccl_is_not_written(make: Callable[[int], NcclRig]) -> None:
     """NCCL may have been unloaded after its last communicator."""
     rig = make(6)
     rig.nccl.finalize(rig.context)
@@ -367,7 +369,7 @@ def test_host_times_are_used_without_a_device_clock(rig: NcclRig) -> None:
     )
 
 
-def test_end_without_a_clock_makes_no_duration(rig: NcclRig) -> None:
+def test_kernel_end_without_a_device_time_gives_no_duration(rig: NcclRig) -> None:
     """The start has a time of the device's clock, but the end has none (nccl#1961)."""
     task = rig.collective(0, channels=1)
     rig.nccl.kernel(rig.context, task, rig.device_ns(), 0)
@@ -455,7 +457,9 @@ def test_each_communicator_uses_its_own_devices_clock(make: Callable[[int], Nccl
     assert rig.nccl.plugin.counters().given_up == GiveUpCause.NOT_GIVEN_UP
 
 
-def test_late_end_after_a_gap_is_placed_correctly(make: Callable[[int], NcclRig]) -> None:
+def test_kernel_end_reported_late_after_a_gap_has_the_correct_time(
+    make: Callable[[int], NcclRig],
+) -> None:
     """After a second without an end, only possible clock drift makes a difference."""
     rig = make(6)
     rig.kernel(rig.collective(0))

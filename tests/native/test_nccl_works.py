@@ -144,7 +144,7 @@ def test_switching_timing_in_a_capture_breaks_the_count_of_nccl_works(
 
 @pytest.mark.parametrize("interface", [5, 6])
 @pytest.mark.parametrize("timing", [True, False])
-def test_captured_operation_stops_timing(
+def test_captured_operation_stops_nccl_timing(
     timing: bool, interface: int, make: Callable[[int], Job]
 ) -> None:
     """NCCL timing may be on or off during the capture."""
@@ -163,7 +163,7 @@ def test_captured_operation_stops_timing(
     assert len(ends) == job.number
 
 
-def test_unreported_capture_stops_timing(job: Job) -> None:
+def test_capture_stops_nccl_timing_if_its_operations_are_not_reported(job: Job) -> None:
     """Version 4 does not report captured operations, so any capture stops timing.
 
     Other versions wait for the capture's contents.
@@ -176,7 +176,7 @@ def test_unreported_capture_stops_timing(job: Job) -> None:
         assert set(job.eager(2)) == {0}
 
 
-def test_unknown_graph_stops_timing(job: Job) -> None:
+def test_replay_of_a_graph_with_unknown_contents_stops_nccl_timing(job: Job) -> None:
     """The contents of the graph are unknown."""
     assert set(job.eager(3)) == {0}
     job.rig.nccl.plugin.note_unseen_graph()
@@ -184,7 +184,7 @@ def test_unknown_graph_stops_timing(job: Job) -> None:
 
 
 @pytest.mark.parametrize("timing", [True, False])
-def test_copy_to_the_same_rank_stops_timing(timing: bool, job: Job) -> None:
+def test_copy_to_the_same_rank_stops_nccl_timing(timing: bool, job: Job) -> None:
     """A rank's own part of an all-to-all is counted only on the device, even while
     timing is off.
     """
@@ -209,7 +209,7 @@ def test_sends_to_other_ranks_are_timed(job: Job) -> None:
     assert job.rig.nccl.plugin.counters().given_up == GiveUpCause.NOT_GIVEN_UP
 
 
-def test_too_many_communicators_stop_timing(job: Job) -> None:
+def test_too_many_communicators_stop_nccl_timing(job: Job) -> None:
     """An unobserved communicator might send to its own rank or be captured."""
     # The communicators have two ranks.
     has_room = shutil.disk_usage("/dev/shm").free >= 1024 * 2 * POOL_BYTES

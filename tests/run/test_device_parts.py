@@ -48,7 +48,7 @@ Steps = list[tuple[list[tuple[Kind, int, int]], int]]
 
 @settings(max_examples=400)
 @given(st.lists(st.tuples(SPANS, st.integers(0, 40)), min_size=1, max_size=3))
-def test_host_and_sidecar_divide_steps_into_the_same_parts(steps: Steps) -> None:
+def test_training_process_and_sidecar_divide_steps_into_the_same_parts(steps: Steps) -> None:
     """Spans may be nested, overlapping or of equal length. The host never belongs to the gap."""
     both_agree(steps)
 
@@ -58,7 +58,7 @@ def test_host_and_sidecar_divide_steps_into_the_same_parts(steps: Steps) -> None
     st.lists(st.tuples(st.integers(1100, 3000), st.integers(1, 20)), min_size=2, max_size=3),
     st.integers(0, 999),
 )
-def test_host_and_sidecar_agree_on_the_parts_of_thousands_of_fsdp2_spans(
+def test_training_process_and_sidecar_agree_on_parts_of_thousands_of_fsdp2_spans(
     shapes: list[tuple[int, int]], seed: int
 ) -> None:
     """The spans are the phases of each micro-step, with stalls inside of and between the phases."""

@@ -43,7 +43,7 @@ def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> Non
     assert not join_run(other.path, "run-0")
 
 
-def test_node_0s_name_becomes_a_link_without_a_shared_disk(tmp_path: Path) -> None:
+def test_link_with_node_0s_run_id_is_created_without_a_shared_disk(tmp_path: Path) -> None:
     other = make_run(tmp_path, "run-1", "node-b")
     assert not join_run(other.path, "run-0")
     assert not join_run(other.path, "run-0")

@@ -97,7 +97,7 @@ def test_users_location_attributes_override_slurms(tmp_path: Path) -> None:
     }
 
 
-def test_location_text_begins_with_the_nearest_place() -> None:
+def test_location_text_is_short_and_begins_with_switch_or_rack() -> None:
     """The text is short."""
     known = {
         "host.id": "i-0abc",

@@ -105,7 +105,7 @@ def test_blocks_without_stacks_are_grouped_by_size() -> None:
     assert {(row["module"], *row["stack"]) for row in rows} == {("",)}
 
 
-def test_memory_of_segments_is_counted_for_one_device_only() -> None:
+def test_memory_of_allocator_segments_is_counted_for_one_device_only() -> None:
     """The table shows allocated memory, memory in use by another stream, and free pieces."""
     first = [
         block(4 * KB),
@@ -153,7 +153,7 @@ def test_omitted_blocks_and_rows_are_counted() -> None:
     assert table["allocated_bytes"] == sum(range(1, 101)) * KB
 
 
-def test_blocks_allocated_within_the_history_are_new() -> None:
+def test_blocks_allocated_within_the_history_are_marked_as_new() -> None:
     """An address that was freed and allocated again is new."""
     stack = frames()
     blocks = [block(KB, stack=stack) for _ in range(4)]

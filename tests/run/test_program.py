@@ -94,7 +94,7 @@ def test_program_is_named_by_the_script_folder_or_module(
     assert done.stdout.splitlines() == names, done.stderr
 
 
-def test_python_dot_is_named_by_its_folder(folder: Path) -> None:
+def test_program_started_with_python_dot_is_named_by_its_folder(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "."], cwd=folder / "app", capture_output=True, text=True, timeout=60
     )

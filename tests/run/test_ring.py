@@ -115,7 +115,7 @@ def test_name_interned_twice_is_stored_once(tmp_path: Path) -> None:
     made.close()
 
 
-def test_names_beyond_the_table_share_id_0_and_are_counted(tmp_path: Path) -> None:
+def test_names_beyond_the_tables_size_share_id_0_and_are_counted(tmp_path: Path) -> None:
     """Earlier names stay."""
     made = RingFile(tmp_path / "r", 1024)
     ids = [made.intern(f"{i:0250d}") for i in range(2000)]

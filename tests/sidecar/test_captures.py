@@ -523,7 +523,7 @@ def test_capture_command_prints_why_a_rank_cannot_be_captured(
     rank.close()
 
 
-def test_capture_of_a_run_without_updates_does_not_say_it_has_ended(node: Node) -> None:
+def test_capture_command_does_not_say_that_a_run_without_updates_has_ended(node: Node) -> None:
     """The run's node may have lost power."""
     rank = Rank(node.run, 0)
     rank.steps(40, forward=100)

@@ -250,7 +250,7 @@ def test_unreadable_state_is_read_again_after_a_disk_error(
     assert list(run.nodes.glob("*.damaged-*")) == []
 
 
-def test_load_or_new_raises_after_a_disk_error(run: RunDirectory) -> None:
+def test_loading_a_node_state_raises_after_a_disk_error(run: RunDirectory) -> None:
     run.node_state_path(HOST).mkdir()
     with pytest.raises(RunStoreError, match="Is a directory"):
         node_state.load_or_new(run, HOST)

@@ -62,7 +62,7 @@ def test_host_on_different_lines_does_not_wait_for_the_device(second: Stack) -> 
     assert not waits.is_due(pause())
 
 
-def test_host_outside_of_device_waits_is_sampled_once() -> None:
+def test_stack_is_sampled_once_if_the_host_does_not_wait_for_a_device() -> None:
     """The host may be writing a checkpoint."""
     waits = sampler_after_a_pause()
     waits.add_sample({0: stack_in(SLEEP), 1: stack_in(SLEEP)})
@@ -107,7 +107,7 @@ def test_rank_missing_in_a_collective_is_sampled_if_it_has_a_device() -> None:
     assert not DeviceWaitSampler().is_due(found(behind(2, inside=())))
 
 
-def test_nothing_is_sampled_without_a_pause_on_devices() -> None:
+def test_no_stack_is_sampled_without_a_pause_of_ranks_with_devices() -> None:
     """Either there is no device, no hang, or a clear finding."""
     waits = sampler_after_a_pause()
     assert not waits.is_due(None)

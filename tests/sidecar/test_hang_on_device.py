@@ -81,7 +81,7 @@ def test_missing_kernel_is_found_from_groups_in_the_rings(run: RunDirectory) -> 
     assert "the operation's kernel has not begun, although it has on ranks 0-1" in text
 
 
-def test_device_marks_sampled_once_are_not_a_stuck_device(run: RunDirectory) -> None:
+def test_device_is_not_reported_as_stuck_after_one_sample_of_its_marks(run: RunDirectory) -> None:
     """The hosts look the same in a pause, which must not raise an alarm."""
     ranks = stopped(run)
     for rank, place in zip(ranks, (3, 3, 1), strict=True):

@@ -229,7 +229,7 @@ def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
     )
 
 
-def test_text_of_a_hang_shows_its_current_age(
+def test_stacks_of_a_hang_are_read_again_only_if_the_finding_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stacks are read once, and again when the finding changes."""

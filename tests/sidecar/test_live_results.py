@@ -177,7 +177,7 @@ def test_requesting_process_computes_the_results_of_a_large_job(
     view.close()
 
 
-def test_failed_results_are_answered_with_an_empty_text(live: Live) -> None:
+def test_request_is_answered_with_an_empty_text_if_its_results_fail(live: Live) -> None:
     """The loop logs the error, and the process reads the run directory itself."""
 
     def fails(run: RunDirectory) -> str:

@@ -512,7 +512,7 @@ def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
     assert news == [False, True, False, True, True, True]
 
 
-def test_last_choice_of_traces_is_sent_after_a_restart(
+def test_last_trace_sampling_decision_is_sent_after_a_restart(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other nodes receive the choice once a second, until the new processes have made steps.
@@ -688,7 +688,7 @@ class TestSchedule:
         assert schedule.is_segment_due(5.2, 1 << 18, 4.0, failing=True)
         assert schedule.is_segment_due(5.3, 1 << 18, 4.0)
 
-    def test_slow_saves_are_repeated_less_often(self) -> None:
+    def test_state_is_saved_less_often_if_saving_is_slow(self) -> None:
         schedule = Schedule(0.0)
         assert schedule.is_save_due(0.2, 0.0)  # The first save is soon after the start.
         assert not schedule.is_save_due(5.0, 0.01)
@@ -704,7 +704,7 @@ class TestSchedule:
         assert not schedule.is_save_due(20.2, 0.05)
         assert schedule.is_save_due(20.4, 0.05)
 
-    def test_slow_counting_is_repeated_less_often(self) -> None:
+    def test_records_are_counted_less_often_if_counting_is_slow(self) -> None:
         """The interval is between 1 s and 5 s."""
         for took_s, period_s in ((0.001, 1.0), (0.005, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
@@ -712,7 +712,7 @@ class TestSchedule:
             assert not schedule.is_count_due(100.0 + 0.99 * period_s, took_s)
             assert schedule.is_count_due(100.0 + 1.01 * period_s, took_s)
 
-    def test_counting_is_repeated_more_often_for_a_live_view(self) -> None:
+    def test_records_are_counted_more_often_for_a_live_view(self) -> None:
         """Counting may use a twentieth of the time."""
         for took_s, period_s in ((0.001, 1.0), (0.05, 1.0), (0.1, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)

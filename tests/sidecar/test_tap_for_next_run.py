@@ -138,7 +138,9 @@ def test_build_waits_for_the_end_of_the_run_without_free_memory(
 
 
 @pytest.mark.parametrize("missed", ["", "the setting", "by hand"])
-def test_tap_is_built_only_if_missed_and_enabled(missed: str, node: Node) -> None:
+def test_tap_is_built_only_if_a_rank_lacked_it_and_the_setting_is_on(
+    missed: str, node: Node
+) -> None:
     """A rank must have missed the tap, and the setting must be on.
 
     Users never wait for the sidecar's end.

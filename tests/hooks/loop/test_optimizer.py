@@ -114,7 +114,7 @@ def test_wrapped_optimizer_and_its_wrapper_end_one_step(tmp_path: Path) -> None:
     assert len(recording.steps) == 2
 
 
-def test_optimizers_that_alternate_end_one_step_per_turn(tmp_path: Path) -> None:
+def test_alternating_optimizers_end_one_step_per_iteration(tmp_path: Path) -> None:
     """The last optimizer passed to watch() ends the step."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(other.parameters())]
@@ -236,7 +236,7 @@ def test_step_is_flagged_once_if_gradscaler_skips_one_of_two_optimizers(
     assert scaled_steps(tmp_path, 2, {1: which}) == [Flag(0), Flag.SKIPPED, Flag(0)]
 
 
-def test_skipped_step_is_flagged_with_a_scaler_that_overrides_update(tmp_path: Path) -> None:
+def test_skipped_step_is_flagged_if_a_gradscaler_subclass_overrides_update(tmp_path: Path) -> None:
     """FSDP's ShardedGradScaler overrides update()."""
 
     class Sharded(torch.amp.GradScaler):
@@ -253,7 +253,9 @@ def test_disabled_gradscaler_counts_each_step_once(tmp_path: Path) -> None:
     )
 
 
-def test_optimizer_not_derived_from_torch_is_found_by_its_gradscaler(tmp_path: Path) -> None:
+def test_optimizer_without_torchs_base_class_is_found_through_its_gradscaler(
+    tmp_path: Path,
+) -> None:
     """Each call of GradScaler.step() ends a step."""
 
     class Descent:
@@ -386,7 +388,7 @@ def test_steps_are_counted_after_another_optimizer_replaces_the_first(
         assert f"{new} has replaced SGD: steps end with {new} from then on" in recording.notes
 
 
-def test_merged_first_steps_of_a_new_optimizer_are_noted(tmp_path: Path) -> None:
+def test_note_says_that_first_steps_of_a_new_optimizer_count_as_one(tmp_path: Path) -> None:
     """Models are trained one after the other, but their optimizers exist from the start.
 
     At first the optimizers might alternate within a step.

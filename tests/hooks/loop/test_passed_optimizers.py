@@ -303,7 +303,7 @@ class Descent:
         return loss
 
 
-def test_only_steps_of_the_passed_object_count_if_its_class_is_not_torchs(tmp_path: Path) -> None:
+def test_only_steps_of_the_passed_optimizer_count_without_torchs_base_class(tmp_path: Path) -> None:
     """Steps of another object of the class do not count. The class is restored after the watch."""
     before = dict(vars(Descent))
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -319,7 +319,7 @@ def test_only_steps_of_the_passed_object_count_if_its_class_is_not_torchs(tmp_pa
     assert dict(vars(Descent)) == before
 
 
-def test_closure_of_an_optimizer_not_from_torch_is_not_optimizer_time(tmp_path: Path) -> None:
+def test_time_in_the_closure_of_a_non_torch_optimizer_is_not_optimizer_time(tmp_path: Path) -> None:
     """The closure runs inside the step, and its value is returned."""
     model = nn.Linear(4, 4)
     optimizer = Descent(model)
@@ -338,7 +338,7 @@ def test_closure_of_an_optimizer_not_from_torch_is_not_optimizer_time(tmp_path: 
     assert len(recording.steps) == 1
 
 
-def test_failed_step_of_an_optimizer_not_from_torch_is_not_counted(tmp_path: Path) -> None:
+def test_failed_step_of_a_non_torch_optimizer_is_not_counted(tmp_path: Path) -> None:
     """The next step is counted as usual."""
     model = nn.Linear(4, 4)
     optimizer = Descent(model)
@@ -486,7 +486,7 @@ def test_each_accumulated_loss_is_one_micro_step(loop: str, to_none: bool, tmp_p
 # -- matching
 
 
-def test_passed_optimizer_matches_itself_its_wrapper_and_its_parameters() -> None:
+def test_optimizer_is_recognized_as_a_passed_one_by_object_wrapper_or_parameters() -> None:
     """A deleted wrapper is not kept alive."""
     models = [nn.Linear(2, 2) for _ in range(4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -509,7 +509,7 @@ def test_passed_optimizer_matches_itself_its_wrapper_and_its_parameters() -> Non
     assert len(passed.list_alive()) == 1
 
 
-def test_forward_without_gradients_is_an_evaluation_only_if_not_in_each_step(
+def test_forward_without_gradients_is_an_evaluation_unless_it_runs_in_each_step(
     tmp_path: Path,
 ) -> None:
     """A target network that runs in each step is training; a validation from time to time

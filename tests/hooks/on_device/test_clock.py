@@ -70,7 +70,7 @@ def test_span_has_the_devices_duration_although_the_host_only_enqueues(
     assert clock.error_ns < 2000
 
 
-def test_mark_is_unknown_until_the_device_has_reached_it(
+def test_time_of_a_mark_is_unknown_until_the_device_has_reached_it(
     device: FakeDevice, clock: EventClock
 ) -> None:
     """The host does not synchronize; it makes one query at each step's end."""
@@ -282,7 +282,7 @@ def test_anchors_correct_the_drift_of_the_devices_clock(
     assert read_ns == pytest.approx(issued_ns + EVENT_NS, abs=clock.error_ns)
 
 
-def test_duration_across_two_anchors_is_not_corrected(
+def test_duration_of_a_span_across_two_anchors_has_no_drift_correction(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
     """A clock that gains 50 us per second must not change a span between two anchors."""

@@ -32,9 +32,7 @@ def values(recording: Recording) -> dict[str, list[tuple[int, int, int]]]:
 
 
 @pytest.mark.usefixtures("no_idle_time")
-def test_allocator_is_read_in_one_of_sixteen_steps(
-    tmp_path: Path, allocator: FakeAllocator
-) -> None:
+def test_allocator_is_read_in_one_step_in_sixteen(tmp_path: Path, allocator: FakeAllocator) -> None:
     """Each step's record has the peak of the latest reading."""
     allocator.uses(2 * GB, 4 * GB, GB)
     allocator.fraction = 0.5

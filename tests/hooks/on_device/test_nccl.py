@@ -162,7 +162,7 @@ def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
         ((2, 31, 2), "on", SAMPLED_EVERY), ((3, 0, 1), "on", SAMPLED_EVERY),
     ],
 )  # fmt: skip
-def test_one_step_of_50_is_timed_with_an_untested_nccl(
+def test_one_step_in_50_is_timed_with_an_untested_nccl_version(
     version: tuple[int, ...], wish: str, every: int, nccl: FakeNccl, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -245,7 +245,7 @@ def test_plugin_is_not_set_for_an_old_nccl(
 
 
 @pytest.mark.parametrize("version", [(2, 27, 7), (2, 31, 2)])
-def test_plugin_is_set_for_an_untested_nccl_only_on_request(
+def test_plugin_is_set_for_an_untested_nccl_version_only_on_request(
     version: tuple[int, ...], nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with watched(tmp_path, monkeypatch, version=version) as recording:
@@ -584,7 +584,7 @@ def test_nccl_version_has_no_suffix_and_is_none_without_cuda(
         ((2, 26, 2), None, LIMITED, "not timed"), ((2, 29, 7), "another", LIMITED, "another plugin was chosen"),
     ],
 )  # fmt: skip
-def test_doctor_prints_one_line_on_nccl(
+def test_doctor_prints_one_line_about_nccl(
     version: tuple[int, ...], chosen: str | None, severity: int, words: str, nccl: FakeNccl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -600,7 +600,7 @@ def test_doctor_prints_one_line_on_nccl(
     assert bool(check.remedy) == (severity == LIMITED)
 
 
-def test_timing_of_process_groups_in_torch_stays_off() -> None:
+def test_package_never_sets_torch_nccl_enable_timing() -> None:
     """TORCH_NCCL_ENABLE_TIMING makes each collective record two events.
 
     Only the user may set this variable.

@@ -40,7 +40,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_version_2_reports_the_tightest_limit_of_nested_groups(machine: Machine) -> None:
+def test_cgroup_version_2_reports_the_tightest_limit_of_nested_groups(machine: Machine) -> None:
     pod = machine.root / "pod"
     machine.write(pod / "memory.current", "900\n")
     machine.write(pod / "memory.max", "1000\n")
@@ -67,7 +67,7 @@ def test_version_2_reports_the_tightest_limit_of_nested_groups(machine: Machine)
     assert group.stall_time_us("io") == 456
 
 
-def test_version_1_reads_a_separate_hierarchy_per_controller(machine: Machine) -> None:
+def test_cgroup_version_1_reads_a_separate_hierarchy_per_controller(machine: Machine) -> None:
     """A very large number means that there is no limit."""
     machine.write(machine.root / "memory/job/memory.usage_in_bytes", "300\n")
     machine.write(machine.root / "memory/job/memory.limit_in_bytes", "400\n")

@@ -446,7 +446,7 @@ def test_process_whose_pid_was_reused_is_dead(start: Start) -> None:
     assert read_process_state(process.pid, started - 1) == "dead"
 
 
-def test_state_is_read_correctly_if_the_program_name_looks_like_a_state(tmp_path: Path) -> None:
+def test_process_state_is_read_correctly_if_the_program_name_looks_like_one(tmp_path: Path) -> None:
     program = tmp_path / "x) T 1 ("
     program.symlink_to(shutil.which("sleep") or "/bin/sleep")
     with subprocess.Popen([str(program), "60"]) as process:

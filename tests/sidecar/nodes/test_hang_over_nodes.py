@@ -52,7 +52,7 @@ def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
     assert "is in step 99 after the beginning of the backward pass." in hang_text(hang)
 
 
-def test_remote_device_marks_sampled_once_are_not_a_stuck_device() -> None:
+def test_remote_device_is_not_reported_as_stuck_after_one_sample_of_its_marks() -> None:
     """A summary also contains how long the mark has not changed."""
     ranks = [
         at(number, 3 if number < 3 else 1, Kind.BACKWARD, 0, report_age_s=0.0)

@@ -277,7 +277,7 @@ class TestRows:
             block.lag_ns[0, :5], np.minimum(rows.lag_ns, longest_ns), atol=share_ns
         )
 
-    def test_blocks_are_split_by_population_and_width(self) -> None:
+    def test_ranks_of_other_populations_or_row_widths_are_in_separate_blocks(self) -> None:
         """Ranks without rows are in no block."""
         rows = JOB.rows_of(0, slice(0, 8))
         other = Placement("", "other")

@@ -90,7 +90,7 @@ class Waited:
         self.took_s = clock.now_s - 1000.0
 
 
-def test_header_fields_of_waiting_match_those_of_run_ring() -> None:
+def test_ring_header_fields_in_waiting_py_equal_those_in_run_ring_py() -> None:
     """waiting.py repeats the fields, because importing run/ring.py takes long."""
     mine = (waiting.MAGIC, waiting.HEAD, waiting.STEP, waiting.STATE, waiting.CLOSED)
 
@@ -184,7 +184,9 @@ def test_removed_rings_do_not_end_the_wait(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize("impatient", [False, True])
-def test_imports_without_an_idle_cpu_get_cpu_time_late(run: RunDirectory, impatient: bool) -> None:
+def test_imports_get_little_cpu_time_at_first_if_no_cpu_is_idle(
+    run: RunDirectory, impatient: bool
+) -> None:
     """If no CPU is ever idle, the imports get a small share first.
 
     After twice that time, the share is unlimited. A job with other nodes does not wait.
@@ -237,7 +239,9 @@ def test_filling_ring_starts_the_imports_early(run: RunDirectory, steps: int) ->
 
 
 @pytest.mark.parametrize("imports_s", [0.2, 1.5, 60.0])
-def test_job_of_several_nodes_waits_only_for_imports(run: RunDirectory, imports_s: float) -> None:
+def test_sidecar_of_a_several_node_job_waits_only_for_its_imports(
+    run: RunDirectory, imports_s: float
+) -> None:
     """The sidecar must connect to the other nodes while the job runs."""
     rank = Rank(run, 0)
     waited = Waited(run, imports_s=imports_s, impatient=True)

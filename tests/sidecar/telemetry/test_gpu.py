@@ -344,7 +344,7 @@ def test_xids_are_missing_without_permission_for_events(rig: Rig) -> None:
     assert (rig.one().xids, rig.one().sm_clock_hz) == (None, 17e8)
 
 
-def test_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
+def test_gpu_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
     """The conflict is noted once and retried later without a leak."""
     rig.one()
     rig.nvml.write(f"fail nvmlGpmSampleGet {IN_USE}")
@@ -377,7 +377,7 @@ def test_driver_without_gpm_is_queried_only_once(rig: Rig, code: int, notes: int
     assert len(rig.telemetry.notes) == notes
 
 
-def test_activity_covers_the_interval_since_the_last_sample(rig: Rig) -> None:
+def test_gpu_activity_covers_the_interval_since_the_last_sample(rig: Rig) -> None:
     rig.one()
     rig.one()
     rig.nvml.gpus[0]["gpm 2"] = 20
