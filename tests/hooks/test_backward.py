@@ -97,7 +97,7 @@ def test_exception_in_the_backward_pass_is_passed_on_and_its_span_is_flagged(
 def test_reentrant_checkpointing_is_one_backward_pass_and_one_micro_step(
     use_reentrant: bool, tmp_path: Path
 ) -> None:
-    """Reentrant checkpointing calls the engine inside a backward pass."""
+    """Reentrant checkpointing calls autograd's engine inside a backward pass."""
     recording = train(Model(use_reentrant), tmp_path, steps=2)
     outer = [each for each in recording.of(Kind.BACKWARD) if each.depth == 1]
 
@@ -192,7 +192,7 @@ def test_model_called_twice_or_differentiated_twice_is_one_micro_step(tmp_path: 
 
 
 def test_step_with_an_evaluation_is_flagged(tmp_path: Path) -> None:
-    """Forward passes without gradients make a step longer."""
+    """An evaluation (forward passes without gradients) makes a step longer than others."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorded(tmp_path, model, optimizer) as recording:
@@ -283,7 +283,7 @@ def test_sampling_becomes_rare_if_it_takes_over_a_thousandth_of_the_time(tmp_pat
     %.
     """
     sampled = []
-    # Other programs may delay a step, which makes its sampling relatively cheap. Therefore the test
+    # If other programs delay a step, sampling the step seems relatively cheap. Therefore the test
     # makes four attempts.
     for number in range(4):
         recording = train(Model(), tmp_path / str(number), steps=64, backward_every=4)
@@ -307,7 +307,7 @@ def test_measured_cost_of_sampling_is_small_if_only_the_root_is_timed(
         train(Model(), tmp_path, steps=80, backward_every=4, modules=modules)
 
     assert len(costs_ns["all"]) == 20
-    # On an idle machine the ratio is about 1:5.
+    # On an idle machine the ratio of the two costs is about 1:5.
     assert statistics.median(costs_ns["none"]) < statistics.median(costs_ns["all"]) / 2
 
 
@@ -342,7 +342,8 @@ def test_module_called_twice_has_two_backward_intervals(tmp_path: Path) -> None:
     recording = train(Twice(), tmp_path, steps=1)
     early, late = sorted(recording.of(Kind.MODULE_BACKWARD), key=lambda each: each.start_ns)
 
-    # One call's last gradient is the other call's first one and has the hooks of both calls.
+    # The last gradient of one call is the first gradient of the other call and has the hooks of
+    # both.
     assert (
         early.start_ns < late.start_ns < early.end_ns < late.end_ns or early.end_ns <= late.start_ns
     )

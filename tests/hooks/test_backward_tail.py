@@ -60,7 +60,7 @@ def busy(nanoseconds: int) -> tuple[int, int]:
 def test_wait_after_the_last_gradient_is_comm_wait_and_not_backward_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A callback queued at the last gradient waits, as in DDP."""
+    """A callback that is queued at the last gradient waits for communication, as in DDP."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = Model()
     waited = []
@@ -101,7 +101,7 @@ class Output:
 
 
 class Returning(nn.Module):
-    """A model whose last gradient is that of `first`."""
+    """A model in which the gradient of `first` is computed last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +112,9 @@ class Returning(nn.Module):
         return x.square(), Output(self.second(x.relu()))
 
 
-# The roots are passed to the engine. `hidden` and `logits` are results of the model. The loop made
-# `leaf` and `early` before the model ran, so the engine reaches them last.
+# The roots of the graph, which are passed to autograd's engine. `hidden` and `logits` are results
+# of the model. The loop has made `leaf` and `early` before the model ran, so autograd's engine
+# reaches them last.
 ROOTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], list[Any]]] = {
     "the first tensor": lambda hidden, logits, leaf, early: [hidden],
     "a plain class's": lambda hidden, logits, leaf, early: [logits * 2],
@@ -132,7 +133,7 @@ def test_tail_of_the_backward_pass_includes_callbacks_of_ddp(
 ) -> None:
     """DDP queues its callback at its last bucket.
 
-    The result is the same for all forms of model output.
+    The tail is the same for all forms of model output.
     """
     monkeypatch.setenv("WORLD_SIZE", "2")
     model, waited = Returning(), []
@@ -250,7 +251,7 @@ def test_gradients_and_user_hooks_are_the_same_with_a_watch(
 def test_no_tail_hook_stays_on_a_graph_after_its_backward_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes that raised and graphs that the user keeps are included."""
+    """Cases include backward passes that raised and graphs that the user keeps."""
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def refuse(_: Tensor) -> None:
@@ -274,8 +275,8 @@ def test_no_tail_hook_stays_on_a_graph_after_its_backward_pass(
 def test_tail_is_not_measured_with_compiled_autograd(
     tmp_path: Path, session_of: Callable[[Recording], Session], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of computation is known for a single leaf and for torch.autograd.grad, where no other
-    rank waits.
+    """The end of computation is still known for a single leaf, and for torch.autograd.grad, where
+    no other rank waits.
     """
     with recorded(tmp_path, model := Model()) as recording:
         session = session_of(recording)

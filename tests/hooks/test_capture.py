@@ -118,7 +118,7 @@ class RequestedCapture:
 def test_exactly_the_requested_steps_are_captured_and_flagged(tmp_path: Path) -> None:
     """The step at whose end the capture began is flagged too.
 
-    The response explains missing files.
+    The rank's response explains why files are missing.
     """
     with RequestedCapture(tmp_path, from_step=2, steps=3) as asked:
         asked.step(8)
@@ -223,7 +223,7 @@ def test_several_capture_requests_in_a_row_are_answered(tmp_path: Path) -> None:
 
 
 def test_capture_is_refused_while_the_users_profiler_is_on(tmp_path: Path) -> None:
-    """The user's profiler continues, and the response gives the reason."""
+    """The user's profiler continues, and the rank's response gives the reason for the refusal."""
     with (
         RequestedCapture(tmp_path) as asked,
         profile(activities=[ProfilerActivity.CPU]) as users_profile,
@@ -339,7 +339,7 @@ def out_of_host_memory(*, with_history: bool = False) -> str:
 def test_error_while_a_capture_file_is_written_is_reported(
     tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is counted, files written before it are kept, and the next request works."""
+    """The error is counted, files written before the error are kept, and the next request works."""
     with RequestedCapture(tmp_path) as asked:
         with monkeypatch.context() as broken:
             broken.setattr(torch_instruments, "dump_memory_snapshot", out_of_host_memory)
@@ -359,7 +359,7 @@ def test_error_while_a_capture_file_is_written_is_reported(
 def test_profiler_is_off_after_an_error_while_the_trace_is_written(
     tmp_path: Path, swallowing: Counter[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """No file of the trace is kept."""
+    """No part of the failed trace's file is kept."""
 
     def broken(*arguments: Any) -> None:
         raise KeyError(name)
@@ -491,7 +491,7 @@ def resident_bytes() -> int:
 
 
 def grown_bytes(operations: int) -> int:
-    """Return by how many bytes this process grows during some operations.
+    """Return how many bytes the memory of this process grows during some operations.
 
     A running profiler stores about 1 KB per operation.
     """

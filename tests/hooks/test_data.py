@@ -26,7 +26,7 @@ def data_names(recording: Any) -> list[str]:
 
 
 def test_each_batch_of_a_dataloader_is_a_span(tmp_path: Path) -> None:
-    """The end of the epoch and the creation of the iterator are outermost spans too."""
+    """The spans of the end of the epoch and of the iterator's creation are outermost spans too."""
     loader = DataLoader(TensorDataset(torch.randn(6, 4)), 2)
     with recorded(tmp_path) as recording:
         for _ in range(2):
@@ -91,7 +91,7 @@ class Broken(Dataset):
 
 
 def test_exception_of_the_dataset_is_passed_on_and_flagged(tmp_path: Path) -> None:
-    """The StopIteration at the end of an epoch is not an exception in this sense."""
+    """The StopIteration at the end of an epoch is not flagged as an exception."""
     data = Broken()
     iterator = iter(DataLoader(data, None))
     with recorded(tmp_path) as recording:

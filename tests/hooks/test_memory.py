@@ -22,7 +22,7 @@ def resident_bytes() -> int:
 def test_each_step_has_the_resident_memory_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor on the CPU that a step creates increases the step's number."""
+    """A tensor on the CPU that a step creates increases the memory recorded for the step."""
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     kept = []
     with recorded(tmp_path) as recording:
@@ -44,9 +44,9 @@ def test_each_step_has_the_resident_memory_at_its_end(
 def test_resident_memory_of_short_steps_is_read_once_in_50_ms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reading costs as much as all other work at a step's end.
+    """A reading of the memory costs as much as all other work at a step's end.
 
-    Steps in between have the last number.
+    Steps between two readings have the last number read.
     """
     reads, read = [], os.pread
 
@@ -88,7 +88,7 @@ def test_source_of_the_memory_numbers_is_published(tmp_path: Path) -> None:
 def test_memory_is_switched_off_with_a_note_after_a_failed_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step of the failed reading has no number."""
+    """No memory is recorded for the step of the failed reading."""
 
     def fail(*args: object) -> bytes:
         raise OSError("no /proc here")

@@ -1,4 +1,6 @@
-"""Forward times of modules, which modules are timed, and that modules stay unchanged."""
+"""Tests of forward times of modules, of the choice of timed modules, and that modules stay
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class Raises(nn.Module):
 
 @pytest.fixture(params=["native", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test with calls routed by the native recorder, and with a replaced `__call__`."""
+    """Run the test twice: with module calls routed by the native recorder, and with a replaced
+    `__call__`.
+    """
     if request.param == "python":
         time_in_python(monkeypatch)
     return request.param
@@ -276,7 +280,7 @@ def test_watch_may_end_inside_a_module_call(tmp_path: Path, way: str) -> None:
 
 
 class Acts(dict):
-    """A value that calls a function when the search for tensors checks its type."""
+    """A value that calls a function when the search for tensors checks the value's type."""
 
     def __init__(self, act: Callable[[], Any], **items: Tensor) -> None:
         super().__init__(items)
@@ -330,7 +334,7 @@ def names(model: nn.Module, modules: Any, most: int = 128) -> list[str]:
 
 
 def test_levels_of_modules_do_not_count_containers() -> None:
-    """Modules in a ModuleList, which is never called, are one level down, not two."""
+    """Modules in a ModuleList are one level down, not two, because a ModuleList is never called."""
     model = Model()
 
     assert names(model, "none") == ["Model"]
@@ -384,7 +388,7 @@ def test_pattern_without_a_match_raises_in_code_and_warns_in_the_environment(
 
 
 def test_pattern_without_a_match_warns_if_the_model_was_not_passed(tmp_path: Path) -> None:
-    """The model is found after its optimizer's first step, too late for an error."""
+    """The model is found only after its optimizer's first step, which is too late for an error."""
     gc.collect()  # Deletes models that other tests have trained.
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -450,7 +454,9 @@ def installed(kind: type[nn.Module], name: str, monkeypatch: pytest.MonkeyPatch)
 def test_model_class_from_a_package_keeps_its_module_names(
     inside: Callable[[], dict[str, nn.Module]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model with layers from torch, such as torch_geometric's GCN, is not a wrapper."""
+    """A package's model with layers from torch, such as torch_geometric's GCN, does not count as a
+    wrapper.
+    """
     model = installed(Wrapper, "GCN", monkeypatch)(**inside())
     first = next(iter(inside()))
     assert unwrapped_class_name(model) == "GCN"
@@ -711,7 +717,7 @@ def test_module_calls_are_timed_after_another_tool_patched_and_restored_them(
 def test_deleted_watched_model_is_freed_without_garbage_collection(
     found: bool, tmp_path: Path, way: str
 ) -> None:
-    """The next model may need the memory at once."""
+    """The memory must be free at once, because the next model may need it."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     references = [weakref.ref(module) for module in model.modules()]

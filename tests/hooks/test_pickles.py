@@ -1,4 +1,4 @@
-"""Modules saved during a watch: the files have the same bytes as without one."""
+"""Modules saved during a watch have the same bytes in their files as without a watch."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "GraphModule": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))),
 }
 STATES_ONLY: dict[str, Callable[[], nn.Module]] = {
-    # States and attributes are compared for these models, which cannot be pickled or copied.
+    # For these models, which cannot be pickled or copied, states and attributes are compared.
     "parametrized": lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
     "weight_norm of old": lambda: nn.utils.weight_norm(nn.Linear(2, 2)),
     "pruned": lambda: prune.l1_unstructured(nn.Linear(2, 2), "weight", 0.5),
@@ -273,7 +273,7 @@ def torch_models() -> list[nn.Module]:
 def test_every_torch_module_is_saved_with_the_same_bytes_during_a_watch(
     torch_models: list[nn.Module], tmp_path: Path, way: str
 ) -> None:
-    """The same object of each class in torch.nn is saved inside and outside of a watch."""
+    """One object of each class in torch.nn is saved inside and outside a watch."""
     without = [saved(each) for each in torch_models]
     with recorded(tmp_path, nn.ModuleList(torch_models), **EVERYTHING):
         inside = [saved(each) for each in torch_models]
@@ -289,7 +289,7 @@ def test_every_torch_module_is_saved_with_the_same_bytes_during_a_watch(
 def test_custom_model_is_saved_with_the_same_bytes_during_a_watch(
     name: str, tmp_path: Path, way: str
 ) -> None:
-    """Some models define their saved state, and others are created or changed by torch."""
+    """Some models define their own saved state, and others are created or changed by torch."""
     model = ZOO[name]()
     without = saved(model), sorted(map(str, vars(model)))
     with recorded(tmp_path, model, **EVERYTHING):

@@ -1,4 +1,6 @@
-"""Recomputation by all forms of checkpointing is measured or reported as not measured."""
+"""Tests that recomputation by each form of activation checkpointing is measured, or reported as not
+measured.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ LAYERS, WIDTH = 3, 8
 class Layer(nn.Module):
     """A layer without submodules.
 
-    If its forward method is checkpointed, no watched module runs again.
+    If its forward() is checkpointed, no watched module runs again, because the layer has no
+    submodules.
     """
 
     def __init__(self) -> None:
@@ -103,7 +106,7 @@ def function_in_function(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(lambda y: inner(y) + 1, x, use_reentrant=False)
 
 
-# Models with checkpoints, and how many regions of each run again in a backward pass.
+# Models with checkpoints, each with the number of regions that run again in a backward pass.
 FORMS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "module": (lambda: Stack(Layer, checkpointed(use_reentrant=False)), LAYERS),
     "module, reentrant": (lambda: Stack(Layer, checkpointed(use_reentrant=True)), LAYERS),
@@ -166,7 +169,7 @@ def test_backward_pass_inside_a_checkpoint_is_not_recomputation(tmp_path: Path) 
 
 
 def test_no_recomputation_is_recorded_without_checkpoints(tmp_path: Path) -> None:
-    """There are no spans and no notes."""
+    """Without checkpoints there are no recomputation spans and no notes."""
     recording = train(Stack(Layer, plain), tmp_path)
 
     assert recording.of(Kind.RECOMPUTE) == []
@@ -212,7 +215,9 @@ def test_recomputation_by_another_library_is_measured_with_watched_modules(tmp_p
 def test_missing_checkpoint_functions_of_torch_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Watched modules still show recomputation, and the report says that it may be incomplete."""
+    """Watched modules still show recomputation, and the report says that recomputation times may be
+    incomplete.
+    """
     works = torch_private.works
     monkeypatch.setattr(
         torch_private, "works", lambda name: name != torch_private.RECOMPUTATION and works(name)

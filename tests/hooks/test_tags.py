@@ -79,7 +79,7 @@ def test_time_of_all_garbage_collections_is_summed_in_the_ring(tmp_path: Path) -
 
 
 def test_garbage_collection_counts_as_nested_time_of_the_interrupted_phase(tmp_path: Path) -> None:
-    """The section around the collection has its time as nested time."""
+    """The span around the collection has the collection's time as nested time."""
     with recorded(tmp_path) as recording:
         with perf.section("interrupted"):
             gc.collect()
@@ -92,7 +92,7 @@ def test_garbage_collection_counts_as_nested_time_of_the_interrupted_phase(tmp_p
 
 
 def test_garbage_collection_on_another_thread_flags_the_step(tmp_path: Path) -> None:
-    """The collection stops the training thread too, but is not part of the thread's time."""
+    """The collection stops the training thread too, but does not count as nested time of its step."""
     with recorded(tmp_path) as recording:
         thread = threading.Thread(target=gc.collect)
         thread.start()
@@ -128,7 +128,9 @@ def test_torch_save_is_a_section_and_flags_its_step(tmp_path: Path) -> None:
 
 
 def test_error_of_torch_save_is_passed_on_and_the_step_is_flagged(tmp_path: Path) -> None:
-    """The error is the same as without a watch. The step is not compared with others."""
+    """The user gets the same error as without a watch. A flagged step is not compared with other
+    steps.
+    """
 
     class Unwritable:
         error = OSError(28, "No space left on device")
@@ -210,7 +212,7 @@ def test_garbage_collector_callbacks_and_torch_save_are_restored(tmp_path: Path)
 
 @pytest.mark.parametrize("tokens", [-1, 1 << 40, True, 1.0, "3", [3]])
 def test_invalid_token_count_raises_with_its_value(tokens: Any, tmp_path: Path) -> None:
-    """The step does not end."""
+    """An invalid count does not end the step."""
     with recorded(tmp_path) as recording:
         with pytest.raises(ConfigError, match=r"^tokens=.*whole number"):
             recording.watch.step(tokens=tokens)

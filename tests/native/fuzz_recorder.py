@@ -1,6 +1,6 @@
 """Fuzz the native recorder: `python fuzz_recorder.py SEED CALLS` ends regularly or crashes.
 
-Only listed Python errors that a caller's mistake may raise are expected.
+A call may raise only the listed Python errors, which a caller's mistake can cause.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Fuzz:
             recorder.__init__(self.ring.buffer, self._intern)
 
     def renew(self) -> None:
-        """Read the ring and start another recorder, after a close or at random."""
+        """Read the ring and start another recorder, if the current one is closed, or at random."""
         if self.recorder.closed or self.random.random() < 0.001:
             self.recorder.close()
             self.closed += 1

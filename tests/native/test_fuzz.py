@@ -1,6 +1,6 @@
 """Fuzz tests of the native recorder's calls and the ring reader's bytes.
 
-Only expected errors may occur.
+Random calls and bytes may cause only expected errors.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ def hostile(chosen: random.Random, whole: bytes) -> bytes:
 def test_reader_of_random_bytes_returns_values_or_raises_ring_error(
     seed: int, files: int, tmp_path: Path
 ) -> None:
-    """All answers have the right type.
+    """All values that the reader returns have the right type.
 
-    Time and memory are bounded. Each file gets ten queries.
+    The reader's time and memory are bounded. Ten queries are made on each random file.
     """
     made = RingFile(tmp_path / "whole", CAPACITY)
     for number in range(40):

@@ -63,7 +63,7 @@ class KernelCh(ctypes.Structure):
 
 
 class Details(ctypes.Union):
-    """A union that depends on the event's type."""
+    """A union whose valid member depends on the event's type."""
 
     _fields_ = [
         ("coll_api", CollApi),
@@ -107,7 +107,7 @@ def offset(path: str) -> int:
 
 
 def test_offsets_equal_those_of_the_documented_layout() -> None:
-    """The numbers above equal those of the documented order of fields."""
+    """The numbers in this file equal those that follow from the documented order of fields."""
     for event in (EventV4, EventV5):
         assert {name: getattr(event, name).offset for name in EVENT} == EVENT
     assert {path: offset(path) for path in FIELDS} == FIELDS

@@ -1,10 +1,10 @@
-"""Tests from the tap to the joined collective: two ranks, a device without data, and an NCCL
-without a GPU.
+"""Tests of NCCL times from the recording to the joined collective: two ranks, a device without
+data, and a fake NCCL.
 
-Below the tap, a call of NCCL replaces c10d's operation on the device. The kernel of this call takes
-a planted time.
+Below the tap (the hook on collectives), a call of the fake NCCL replaces c10d's operation on the
+device. The kernel of the fake NCCL's call takes a planted time.
 
-On the last rank the kernel begins later, as if it followed more work.
+On the last rank the kernel begins later than on the other, as if it followed more work.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class OnDevice(torch.Tensor):
 class PlantedClock:
     """A device clock that advances by a millisecond with each mark and reports at once.
 
-    The device is so far behind the host that no kernel begins before its call, even on a busy host.
+    The device is far behind the host, and therefore no kernel begins before its call, even on a
+    busy host.
     """
 
     name = "planted"
@@ -180,7 +181,7 @@ def test_asynchronous_all_reduce_is_recorded_with_its_kernel_time(
         assert {each.flags for each in found} == {Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE}
         planted_ns = TRANSFER_NS + (0 if rank == RANKS - 1 else LATE_NS)
         assert {each.duration_ns for each in found} == {planted_ns}
-        # Host time of the call.
+        # The duration is the host time of the call.
         assert all(each.nested_ns < planted_ns for each in found)
         assert told["mask"] == SEEN
 

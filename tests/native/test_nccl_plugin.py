@@ -58,7 +58,7 @@ def operations_written(rig: NcclRig) -> list[tuple[int, Flag]]:
 def test_kernel_time_becomes_the_collectives_time(rig: NcclRig) -> None:
     """The time lasts from the first channel's start to the last channel's end, in host time.
 
-    The tap sets the other fields.
+    The tap sets the fields other than the times.
     """
     issued_ns = rig.recorder.now_ns()
     task = rig.collective(7, channels=3)
@@ -74,7 +74,7 @@ def test_kernel_time_becomes_the_collectives_time(rig: NcclRig) -> None:
 
     assert (record["flags"], record["duration_ns"], record["value0"]) == (TIMED, 5_002, 4096)
     assert issued_ns <= record["start_ns"] + record["duration_ns"] <= learnt_ns
-    # Host time of the issuing call.
+    # The duration is the host time of the issuing call.
     assert 0 < record["nested_ns"] < learnt_ns - issued_ns
     assert [(each.issued, each.ended) for each in rig.reader.read_group_progress()] == [(8, 8)]
     assert rig.nccl.plugin.counters()._replace(communicators=0) == (0, 0, 0, 0, 0, 0, 0)
@@ -92,7 +92,7 @@ def test_record_of_a_short_kernel_is_written_after_the_call_returns(rig: NcclRig
 def test_kernel_end_that_is_reported_late_has_the_correct_time(
     make: Callable[[int], NcclRig],
 ) -> None:
-    """Ends that were reported at once serve to place the late one."""
+    """The host time of the late end is computed from ends that were reported at once."""
     rig = make(6)
     for number in range(20):
         rig.kernel(rig.collective(number))
@@ -131,7 +131,7 @@ def test_operations_that_end_in_any_order_get_their_own_times(rig: NcclRig) -> N
 
 
 def test_reports_about_a_finished_operation_change_nothing(rig: NcclRig) -> None:
-    """The operation's place may have been reused."""
+    """The plugin may have reused the finished operation's place for another one."""
     task = rig.collective(0)
     rig.kernel(task)
     for _ in range(MAX_OPERATIONS - 1):
@@ -148,7 +148,7 @@ def test_reports_about_a_finished_operation_change_nothing(rig: NcclRig) -> None
 
 
 def test_operation_has_no_end_if_its_communicator_is_closed_before_the_report(rig: NcclRig) -> None:
-    """The operation's group does not count as ended."""
+    """The operation does not count as ended in the table of its group."""
     rig.kernel(rig.collective(0))
     rig.collective(1)
     rig.nccl.finalize(rig.context)
@@ -211,7 +211,7 @@ def test_operations_issued_while_timing_is_off_have_no_end(rig: NcclRig) -> None
     assert operations_written(rig) == [(1, Flag.ASYNC)]
     rig.kernel(before)
     another = rig.nccl.communicator()
-    # A communicator created meanwhile has the same mask.
+    # A communicator that is created while timing is off has the same mask.
     assert rig.nccl.mask == seen
     rig.nccl.plugin.switch_timing(on=True)
     rig.kernel(rig.collective(2))
@@ -254,7 +254,7 @@ def test_collective_lasts_from_its_first_kernel_to_its_last(rig: NcclRig) -> Non
     rig.nccl.group_end(rig.context, 0, 1)
     rig.recorder.returned(issued, int(EndDetection.UNKNOWN))
     began_ns = rig.device_ns()
-    # No kernel may begin before it was issued.
+    # No kernel may begin before the collective is issued.
     time.sleep(0.02)
     ended_ns = rig.device_ns()
     for index, task in enumerate(tasks):
@@ -262,7 +262,7 @@ def test_collective_lasts_from_its_first_kernel_to_its_last(rig: NcclRig) -> Non
         rig.nccl.kernel(rig.context, task, began_ns + 100_000 * index, ended_ns - 1_000_000 * index)
     (record,) = rig.collectives()
     # The first start and the last end are converted to host time when each is reported. On a busy
-    # machine these moments lie apart.
+    # machine the two conversions may lie apart.
     assert record["duration_ns"] == pytest.approx(ended_ns - began_ns, rel=0.1)
     assert record["flags"] == Flag.COMPLETED | Flag.DEVICE
 
@@ -309,7 +309,7 @@ def test_operation_without_a_kernel_has_no_end(
 ) -> None:
     """With copy engines and symmetric memory, NCCL reports the call but no kernel.
 
-    Nothing waits or is lost.
+    Such an operation neither waits for an end nor counts as lost.
     """
     rig = make(interface)
     issued = rig.issue(0)
@@ -338,7 +338,7 @@ def test_operations_of_other_libraries_are_counted_but_not_recorded(rig: NcclRig
 def test_collectives_beyond_64_in_a_group_have_no_end(
     interface: int, make: Callable[[int], NcclRig]
 ) -> None:
-    """The 65th collective of one NCCL group is counted once."""
+    """The 65th collective of an NCCL group has no end and is counted once."""
     rig = make(interface)
     rig.nccl.group_start()
     tasks = []
@@ -370,7 +370,9 @@ def test_host_times_are_used_without_a_device_clock(rig: NcclRig) -> None:
 
 
 def test_kernel_end_without_a_device_time_gives_no_duration(rig: NcclRig) -> None:
-    """The start has a time of the device's clock, but the end has none (nccl#1961)."""
+    """NCCL may report the start with a time of the device's clock, but the end without one
+    (nccl#1961).
+    """
     task = rig.collective(0, channels=1)
     rig.nccl.kernel(rig.context, task, rig.device_ns(), 0)
     assert operations_written(rig) == [(0, Flag.ASYNC)]
@@ -396,7 +398,7 @@ def test_ring_shows_a_kernel_from_its_first_channels_start(rig: NcclRig) -> None
     third = rig.collective(10)
     rig.nccl.kernel_began(rig.context, third, 0, rig.device_ns())
     assert begun() == [11]
-    # An impossible time stops timing.
+    # An impossible kernel time, which stops NCCL timing.
     rig.kernel(rig.collective(11), -1)
     assert begun() == [0]
 
@@ -434,9 +436,9 @@ def test_impossible_kernel_times_stop_the_use_of_nccl_times(wrong: str, rig: Ncc
 
 
 def test_each_communicator_uses_its_own_devices_clock(make: Callable[[int], NcclRig]) -> None:
-    """In one case, the second clock is a second behind.
+    """In one case, the clock of the second device is a second behind.
 
-    In another case, the second clock replaces the first.
+    In another case, the first communicator is closed before the second one is used.
     """
     rig = make(6)
 
@@ -476,7 +478,7 @@ def test_kernel_end_reported_late_after_a_gap_has_the_correct_time(
 
 
 def test_failed_call_is_recorded_at_once_with_its_error(rig: NcclRig) -> None:
-    """The call's kernel changes nothing."""
+    """A later report on the failed call's kernel changes nothing."""
     issued = rig.issue(0)
     task = rig.nccl.collective(rig.context, 0, 1)
     rig.recorder.returned(issued, int(EndDetection.UNKNOWN), int(Flag.EXCEPTION))

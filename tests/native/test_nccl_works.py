@@ -1,4 +1,4 @@
-"""Tests of NCCL works that are counted on the host and on the device, or on one side only.
+"""Tests of NCCL's profiler works: NCCL counts some on host and device, and some on one side only.
 
 fake_works.h describes works.
 """
@@ -45,7 +45,7 @@ class Job:
     def eager(self, times: int) -> list[int]:
         """Run `count` collectives in turn.
 
-        Return the number of works that NCCL's thread waits for after each.
+        Return the number of works that NCCL's thread waits for after each collective.
         """
         waits = []
         for _ in range(times):
@@ -100,7 +100,9 @@ def job(request: pytest.FixtureRequest, make: Callable[[int], Job]) -> Job:
 
 
 def given_up(job: Job) -> GiveUpCause:
-    """Return the reason for stopping. Check that no work is posted or waited for after that."""
+    """Return the reason for stopping. Check that no work is posted or waited for after timing has
+    stopped.
+    """
     before = job.posted()
     job.rig.nccl.plugin.switch_timing(on=True)
     assert job.rig.nccl.mask == 0
@@ -113,7 +115,7 @@ def given_up(job: Job) -> GiveUpCause:
 
 
 def test_works_of_eager_collectives_are_posted_and_reported(job: Job) -> None:
-    """A work is reported when it has run."""
+    """NCCL reports a work when it has run on the device."""
     assert set(job.eager(RING + 5)) == {0}
     assert set(job.ends().values()) == {TIMED}
     assert job.posted() == RING + 5
@@ -131,7 +133,7 @@ def test_switching_timing_in_a_capture_breaks_the_count_of_nccl_works(
     job.rig.nccl.set_mask(SEEN)
     graph = job.capture()
     job.rig.nccl.set_mask(ON)
-    # Each work ends with the next one's end.
+    # Each work gets the end of the next work as its own.
     assert job.eager(3) == [1, 1, 1]
     assert job.replay(graph) == 0
     assert job.replay(graph) == 0
@@ -164,9 +166,10 @@ def test_captured_operation_stops_nccl_timing(
 
 
 def test_capture_stops_nccl_timing_if_its_operations_are_not_reported(job: Job) -> None:
-    """Version 4 does not report captured operations, so any capture stops timing.
+    """Version 4 of the plugin interface does not report captured operations, so any capture stops
+    timing.
 
-    Other versions wait for the capture's contents.
+    With other versions, timing continues until a captured operation is reported.
     """
     job.rig.nccl.plugin.note_capture()
     if job.rig.nccl.interface == 4:
@@ -177,7 +180,7 @@ def test_capture_stops_nccl_timing_if_its_operations_are_not_reported(job: Job) 
 
 
 def test_replay_of_a_graph_with_unknown_contents_stops_nccl_timing(job: Job) -> None:
-    """The contents of the graph are unknown."""
+    """The graph may contain captured operations that the plugin has not seen."""
     assert set(job.eager(3)) == {0}
     job.rig.nccl.plugin.note_unseen_graph()
     assert given_up(job) == GiveUpCause.UNSEEN_GRAPH
@@ -202,7 +205,7 @@ def test_copy_to_the_same_rank_stops_nccl_timing(timing: bool, job: Job) -> None
 
 
 def test_sends_to_other_ranks_are_timed(job: Job) -> None:
-    """Such sends are counted on both sides."""
+    """NCCL counts sends to other ranks on both host and device."""
     for _ in range(3):
         assert [job.run(task) for task in job.send(1, 2)][-1] == 0
     assert set(job.ends().values()) == {TIMED}
@@ -211,7 +214,7 @@ def test_sends_to_other_ranks_are_timed(job: Job) -> None:
 
 def test_too_many_communicators_stop_nccl_timing(job: Job) -> None:
     """An unobserved communicator might send to its own rank or be captured."""
-    # The communicators have two ranks.
+    # Each communicator has two ranks and needs shared memory for both.
     has_room = shutil.disk_usage("/dev/shm").free >= 1024 * 2 * POOL_BYTES
     more = [job.rig.nccl.communicator() for _ in range(1023)]
     assert job.rig.nccl.mask == (job.rig.nccl.expected_mask(timing=True) if has_room else 0)

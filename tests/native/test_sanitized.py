@@ -28,8 +28,8 @@ TESTS = (
 )  # fmt: skip
 
 
-# Recording calls on several threads, with and without the GIL. ThreadSanitizer covers our code and
-# the GIL's mutex.
+# These tests make recording calls on several threads, with and without the GIL. ThreadSanitizer
+# covers our code and the GIL's mutex.
 THREADED = (
     "recorder/test_recorder.py", "recorder/test_recorder_collectives.py", "recorder/test_collective_marks.py",
     "recorder/test_watch_ends_in_a_mark.py", "recorder/test_section_tasks.py", "run/test_ring_interrupted.py",
@@ -76,7 +76,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
         # Python frees some memory only at its end, and handles signals itself.
         "ASAN_OPTIONS": "detect_leaks=0:handle_segv=1:abort_on_error=0:exitcode=77",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "PYTHONMALLOC": "malloc",  # This setting also detects freed objects of ours.
+        "PYTHONMALLOC": "malloc",  # This setting also detects uses of freed objects of ours.
     }
     return folder, environment
 
@@ -85,7 +85,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 def raced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """Return a copy of the package built with ThreadSanitizer and its environment.
 
-    Skip the test if it does not start, as on kernels with another memory layout.
+    Skip the test if ThreadSanitizer does not start, as on kernels with another memory layout.
     """
     folder = tmp_path_factory.mktemp("raced")
     suppressions = folder / "suppressions"

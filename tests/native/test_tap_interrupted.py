@@ -1,6 +1,6 @@
 """Test of a KeyboardInterrupt while the native tap runs Python code.
 
-The exception is raised in the user's loop, and no operation is affected.
+The KeyboardInterrupt is raised in the user's loop, and no collective is affected.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ os._exit(0)  # gloo's threads may abort a process that ends while they work, see
 def test_interruption_inside_the_tap_is_raised_once_in_the_users_loop(
     place: str, tmp_path: Path
 ) -> None:
-    """The next operation repeats the interrupted query, and recording continues."""
+    """The next collective repeats the interrupted query, and recording continues."""
     if native_tap.load_tap() is None:
         pytest.skip("the native tap is not built")
     run = [

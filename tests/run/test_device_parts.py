@@ -1,6 +1,6 @@
 """Tests that training process and sidecar divide a device's steps into equal parts.
 
-The sidecar restores rows from their records.
+Tests also check that the sidecar restores rows from their records.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPANS = st.lists(
 
 
 class Known:
-    """A fake that records the steps."""
+    """A replacement that records the steps."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -49,7 +49,9 @@ Steps = list[tuple[list[tuple[Kind, int, int]], int]]
 @settings(max_examples=400)
 @given(st.lists(st.tuples(SPANS, st.integers(0, 40)), min_size=1, max_size=3))
 def test_training_process_and_sidecar_divide_steps_into_the_same_parts(steps: Steps) -> None:
-    """Spans may be nested, overlapping or of equal length. The host never belongs to the gap."""
+    """Spans may be nested, overlapping or of equal length. Time of the host phase never counts as a
+    gap.
+    """
     both_agree(steps)
 
 
@@ -139,7 +141,7 @@ def test_step_with_too_many_spans_is_left_out_completely(monkeypatch: pytest.Mon
 
 
 def test_row_restored_from_its_record_equals_the_original() -> None:
-    """Values that do not fit are cut, and do not change other fields."""
+    """Values that do not fit into a field are cut, and do not change other fields."""
     for row in (SECTION, *range(len(StepPart))):
         wanted = MergedRow(
             "attention" if row == SECTION else ROW_NAMES[row], 64 * 16384, 2**50, 2**43, 2**43 + 5, 10**7, 10**4, 16383,

@@ -89,7 +89,7 @@ def test_malformed_port_variable_gives_no_store_address(port: str) -> None:
 
 @pytest.mark.parametrize("told", ["...", ".", ""])
 def test_configured_run_id_is_cleaned_or_replaced_by_a_claimed_one(told: str) -> None:
-    """If no character is left after cleaning, a run id is claimed."""
+    """If no character of the configured id is left after cleaning, a run id is claimed."""
     assert detect({"TORCHLENS_PERF_RUN_ID": told}, nth_watch=1).run_id.startswith("claimed-")
 
 
@@ -105,7 +105,9 @@ def test_run_id_on_one_node_is_claimed_for_the_launcher() -> None:
 
 
 def test_run_id_over_several_nodes_is_shared_only_if_unique_to_the_job() -> None:
-    """A usable name is known on all nodes and unique to the job. Otherwise each node claims one."""
+    """A usable name is known on all nodes and unique to the job. Without a usable name, each node
+    claims its own run id.
+    """
     c10d = {
         **TORCHRUN, "TORCHELASTIC_RUN_ID": "job/7 a", "MASTER_ADDR": "node-a", "MASTER_PORT": "42901",
         "PET_RDZV_BACKEND": "c10d",
@@ -114,7 +116,7 @@ def test_run_id_over_several_nodes_is_shared_only_if_unique_to_the_job() -> None
     assert detect(c10d).run_id == detect({**c10d, "RANK": "0"}).run_id
     assert detect(c10d).run_id.startswith("job_7_a-")
     assert detect({**c10d, "MASTER_PORT": "42902"}).run_id != detect(c10d).run_id
-    # Users write a static rendezvous themselves, so the next job may have the same one.
+    # Users write a static rendezvous address themselves, so the next job may have the same one.
     assert detect({**c10d, "PET_RDZV_BACKEND": "static"}).run_id.startswith("claimed-")
     assert detect(TORCHRUN).run_id.startswith("claimed-")
     assert detect({"TORCHLENS_PERF_RUN_ID": "../mine"}).run_id == "_mine"
@@ -287,7 +289,7 @@ def test_launcher_variables_give_the_position_of_a_rank(
     local_world_size: int | None,
     run_id: str,
 ) -> None:
-    """The variables are those of the last of four ranks on two nodes."""
+    """The tested variables belong to the last of four ranks on two nodes."""
     found = detect(environ)
     assert (found.rank, found.world_size, found.launcher) == (3, 4, launcher)
     assert (found.local_rank, found.local_world_size) == (local_rank, local_world_size)
@@ -306,9 +308,9 @@ def test_launcher_variables_give_the_position_of_a_rank(
     ],
 )
 def test_inner_launcher_is_used_if_launchers_are_nested(around: dict[str, str]) -> None:
-    """Variables are used only if they describe this process.
+    """Launcher variables are used only if they describe this process.
 
-    Cases are torchrun under srun or mpirun, and torchrun in a batch script.
+    Nested launchers are torchrun under srun or mpirun, and torchrun in a batch script.
     """
     inside = {
         **TORCHRUN,
@@ -344,7 +346,7 @@ def test_batch_script_is_a_single_process() -> None:
 def test_ranks_per_node_are_read_from_slurms_list(
     per_node: str, node: str, ranks: int | None
 ) -> None:
-    """The texts are in Slurm's format."""
+    """Slurm lists ranks per node in a compressed form such as "2(x3),1"."""
     step = {**STEP, "SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node, "SLURM_STEP_NUM_TASKS": "7",
             "SLURM_STEP_NUM_NODES": "4"}  # fmt: skip
     assert detect(step).local_world_size == ranks

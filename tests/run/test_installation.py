@@ -1,6 +1,6 @@
 """Tests of install hints, which name packages that pip can install.
 
-Sources are a clone, a repository, a wheel, an index, or an extra's requirements.
+The packages come from a clone, a repository, a wheel or an index, or are an extra's requirements.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def test_command_for_an_installation_from_a_url_names_the_url(
 def test_command_for_a_deleted_clone_names_packages_of_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An image may lack its build folder, but any index has the extra's packages."""
+    """A container image may no longer have the folder from which the package was installed, but
+    every package index has the packages of the extra.
+    """
     installed_from(monkeypatch, {"url": "file:///deleted", "dir_info": {}})
     assert build_install_command("top") == "pip install 'textual<9,>=1'"
     assert build_install_command() == "pip install torchlens-perf"
@@ -126,7 +128,7 @@ def test_command_for_a_clone_without_metadata_names_its_folder(
 
 
 def test_pip_accepts_the_install_command() -> None:
-    """This environment is an editable installation."""
+    """The tests' environment has an editable installation."""
     _, *command = shlex.split(build_install_command("top"))
     done = subprocess.run(
         [sys.executable, "-m", "pip", *command, "--dry-run", "--no-deps", "--no-index", "--no-build-isolation"],

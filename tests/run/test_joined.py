@@ -1,4 +1,4 @@
-"""Tests that a node's run directory joins that of node 0, and of node names."""
+"""Tests that a node's run directory is joined with that of node 0, and tests of node names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_run(folder: Path, name: str, of_node: str) -> RunDirectory:
 
 
 def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> None:
-    """All known paths stay valid, also for later files."""
+    """All known paths stay valid, also for files that are written later."""
     first, other = make_run(tmp_path, "run-0", "node-a"), make_run(tmp_path, "run-1", "node-b")
     log = open(other.node_log_path("node-b"), "w")  # noqa: SIM115  as a sidecar's
 

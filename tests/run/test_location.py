@@ -76,7 +76,7 @@ def test_container_id_is_read_from_the_control_group_or_mounts(tmp_path: Path, t
 
 
 def test_users_location_attributes_override_slurms(tmp_path: Path) -> None:
-    """Values that are not shown are left to the exporter."""
+    """Other attributes in OTEL_RESOURCE_ATTRIBUTES are left to the exporter."""
     slurm = {
         "SLURM_TOPOLOGY_ADDR": "core.leaf3.node12",
         "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",

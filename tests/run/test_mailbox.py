@@ -1,6 +1,6 @@
-"""Tests that a training process receives complete texts from the sidecar, each once.
+"""Tests that a training process receives each text from the sidecar completely and only once.
 
-No files are left behind.
+Mailboxes leave no files behind.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_question_is_visible_until_it_is_answered(ring: Path) -> None:
 
 
 def test_delivery_after_the_reader_left_creates_no_file(ring: Path) -> None:
-    """The reader has removed its mailbox file."""
+    """The reader has removed its mailbox file before the delivery."""
     box = Mailbox(ring, ALERTS)
     box.close()
     deliver_text(str(box.path), "late")

@@ -1,6 +1,6 @@
 """Tests of the table of live blocks, from snapshots as torch 2.13 documents them.
 
-torch has recorded the stacks.
+The stacks in these snapshots were recorded by torch.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_blocks_are_grouped_by_module_and_stack() -> None:
     assert activations["stack"][0].startswith(f"{__file__}:")
     assert [line.split()[-1] for line in activations["stack"][:3]] == [
         "forward"
-        # No frame of torch is between the modules.
+        # The stack contains no frame of torch between the modules.
     ] * 3
     assert (script["module"], script["bytes"]) == ("", 50 * KB)
     assert "test_blocks_are_grouped_by_module_and_stack" in script["stack"][0]
@@ -96,7 +96,7 @@ def test_equal_stacks_of_different_snapshots_are_one_row() -> None:
 
 
 def test_blocks_without_stacks_are_grouped_by_size() -> None:
-    """torch's memory history was off."""
+    """Blocks have no stacks if torch's memory history was off."""
     blocks = [block(size * KB) for size in (4, 4, 4, 10, 1)]
     rows = table_of(snapshot([segment(blocks)]))["rows"]
     assert [(row["bytes"], row["blocks"], row["largest_bytes"]) for row in rows] == [

@@ -1,4 +1,6 @@
-"""Tests of checks who can change a file: folders, links and files with real modes and owners."""
+"""Tests of checks that no other user can change a file, with real modes and owners of folders,
+links and files.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_own_file_is_accepted(file: Path) -> None:
-    """The system's files are accepted too."""
+    """Files of the system, which belong to root, are accepted too."""
     assert why_others_can_change(file) is None
     assert why_others_can_change(file.parent) is None
     assert why_others_can_change(Path("/bin/sh")) is None
@@ -85,7 +87,7 @@ def test_only_own_and_roots_files_are_accepted() -> None:
 
 @as_root
 def test_sticky_folder_is_accepted_only_as_a_parent(file: Path) -> None:
-    """/tmp is such a parent. No parent may belong to another user."""
+    """/tmp is such a parent. A parent that belongs to another user is not accepted."""
     above = file.parent.parent
     above.chmod(0o1777)
     assert why_others_can_change(file) is None

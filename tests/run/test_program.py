@@ -82,7 +82,7 @@ def folder(tmp_path: Path) -> Path:
 def test_program_is_named_by_the_script_folder_or_module(
     arguments: str, names: list[str], folder: Path
 ) -> None:
-    """Code without a file is named `python`."""
+    """A program without a file is named `python`."""
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} {arguments}"],
         cwd=folder,
@@ -122,7 +122,9 @@ def test_program_started_with_python_dot_is_named_by_its_folder(folder: Path) ->
 def test_notebook_is_named_by_its_file(
     launcher: str, vscode: object, environ: dict[str, str], name: str
 ) -> None:
-    """Jupyter Server or VS Code provides the name. Without a name, the program is `notebook`."""
+    """Jupyter Server or VS Code provides the name. If the notebook's name is unknown, the program
+    is named `notebook`.
+    """
     main = types.ModuleType("__main__")
     if vscode is not None:
         main.__vsc_ipynb_file__ = vscode  # type: ignore[attr-defined]
@@ -131,7 +133,7 @@ def test_notebook_is_named_by_its_file(
 
 
 def test_script_started_by_a_notebook_is_named_by_its_file() -> None:
-    """The script inherits Jupyter's variable."""
+    """The script inherits the variable in which Jupyter provides the notebook's name."""
     assert (
         derive_program_name(
             ["/x/train.py"], types.ModuleType("__main__"), {"JPY_SESSION_NAME": "/x/a.ipynb"}

@@ -71,7 +71,7 @@ def test_device_mark_is_read_as_written(tmp_path: Path) -> None:
 
 
 def test_new_ring_file_is_private_and_has_reserved_blocks(tmp_path: Path) -> None:
-    """With reserved blocks, a store cannot fail on a full disk."""
+    """With reserved blocks, writing to the mapped file cannot fail on a full disk."""
     made = RingFile(tmp_path / "r", 1024)
     status = os.stat(made.path)
     made.close()
@@ -144,7 +144,7 @@ def test_metadata_are_replaced_atomically(tmp_path: Path) -> None:
     made.set_metadata({"rank": 5})
     assert reader.read_metadata() == {"rank": 5}, "an odd revision is repaired"
 
-    # The content differs from the stored one, whatever the revision is.
+    # The content differs from the stored content, whatever the revision is.
     made.buffer[ring.METADATA_OFFSET + 2] ^= 1
     assert reader.read_metadata() == {}
     made.set_metadata({"rank": 6})

@@ -1,4 +1,4 @@
-"""Tests that a store into a ring's memory never ends the process, on any file system.
+"""Tests that a write to a ring's memory never ends the process (by SIGBUS), on any file system.
 
 Each test mounts file systems on /dev/shm or elsewhere, in its own mount namespace.
 """
@@ -33,7 +33,7 @@ OVERLAY = (
     "mkdir -p lower upper work; mount -t overlay overlay -o"
     " lowerdir=lower,upperdir=upper,workdir=work {}"
 )
-# The mounted file system, and whether the ring is in a file: with a sidecar, and without a sidecar.
+# For each mounted file system: whether the ring is in a file, with a sidecar and without one.
 PLACES = {
     "tmpfs": ("mount -t tmpfs -o size=8m tmpfs {}", True, True),
     "small tmpfs": ("mount -t tmpfs -o size=1m tmpfs {}", False, True),
@@ -135,7 +135,7 @@ def fill(setup: str, folder: Path, where: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("where", ["shared memory", "kept"])
 @pytest.mark.parametrize("kind", long_except({"tmpfs", "small tmpfs", "ext4", "overlay"}, PLACES))
 def test_ring_can_be_written_on_a_full_file_system(kind: str, where: str, tmp_path: Path) -> None:
-    """A file is used only where a store cannot raise SIGBUS.
+    """The ring is in a file only where a write to the mapped file cannot raise SIGBUS.
 
     Writing succeeds to the last byte.
     """
@@ -149,7 +149,8 @@ def test_ring_can_be_written_on_a_full_file_system(kind: str, where: str, tmp_pa
 
 @in_namespaces
 def test_ring_in_a_btrfs_file_would_end_the_process(tmp_path: Path) -> None:
-    """btrfs writes each block anew, so a store gets SIGBUS although blocks were reserved.
+    """btrfs writes each block anew, so a write to the mapped file raises SIGBUS although blocks
+    were reserved.
 
     Rings must never be in files of btrfs.
     """
@@ -160,7 +161,8 @@ def test_ring_in_a_btrfs_file_would_end_the_process(tmp_path: Path) -> None:
 
 
 def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -> None:
-    """The memory is opened through its creator's descriptor, and later through the holder's.
+    """The memory is opened through its creator's descriptor, and later through the descriptor of
+    its holder.
 
     Without a holder, opening raises an error.
     """
@@ -173,7 +175,7 @@ def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -
 
     assert memory.wait_until_opened_elsewhere(path, descriptor, 0)
     with pytest.raises(OSError, match="not permitted"):
-        # A store into a truncated file would end the process.
+        # A write to a truncated mapped file would end the process.
         os.truncate(path, 0)
     os.close(descriptor)
     mapped.close()

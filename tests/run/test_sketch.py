@@ -34,7 +34,7 @@ def test_bucket_bounds_are_the_largest_integers_below_exact_powers() -> None:
     bounds = bucket_bounds().tolist()
     assert (len(bounds), bounds[-LOWEST_BUCKET - 1], bounds[-1]) == (BUCKETS, 10**9, largest)
     for index, bound in enumerate(bounds, start=1):
-        # This value is a power of the bound, times 2**-LOWEST_BUCKET.
+        # This integer comparison avoids the rounding of floats.
         power = 10 ** (9 * PER_OCTAVE) << index
         assert bound**PER_OCTAVE << -LOWEST_BUCKET <= power
         assert bound == largest or power < (bound + 1) ** PER_OCTAVE << -LOWEST_BUCKET

@@ -42,9 +42,9 @@ def test_window_is_restored_from_its_records() -> None:
 
 
 def test_records_of_earlier_versions_are_left_out() -> None:
-    """Buckets of earlier versions have other bounds.
+    """Histograms of earlier versions have buckets with other bounds.
 
-    The first word of such a record is a count without the version's mark.
+    The first word of a record of an earlier version is a count without a version number.
     """
     records = np.zeros(2, record_dtype())
     records["flags"], records["start_ns"] = [0, 1], [12, 3]

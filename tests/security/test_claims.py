@@ -1,4 +1,4 @@
-"""Test that the tests exist that docs/explanation/security.md names for its claims."""
+"""Test that all tests exist that docs/explanation/security.md names as evidence for its claims."""
 
 from __future__ import annotations
 

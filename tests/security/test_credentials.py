@@ -1,5 +1,5 @@
-"""Tests that the user's Authorization header reaches the configured endpoint unchanged, and no
-other server.
+"""Tests that the user's Authorization header is sent unchanged to the configured endpoint, and to
+no other server.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_users_header_has_priority_over_netrc(leaving: ExitStack) -> None:
 
 
 def test_netrc_password_is_not_sent_without_a_header(leaving: ExitStack) -> None:
-    """A password for a machine is not meant for every server on it."""
+    """A password for a machine is not meant for every server on that machine."""
     endpoint = _Endpoint(leaving)
     assert _export(endpoint.address, header="") is SendOutcome.DELIVERED
     assert endpoint.received == [None]

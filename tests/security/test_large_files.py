@@ -1,6 +1,6 @@
 """Tests of files of any size in a run directory.
 
-A large file is reported in one line, and the rest of the run is shown.
+A file that is too large is reported in one line, and the rest of the run is shown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests that native code is loaded only from folders that no other user can write to.
 
-Tested are the NCCL plugin and the doctor's message.
+The tests cover the NCCL plugin and the message of the command `doctor`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("level", range(3))
 def test_plugin_that_other_users_can_change_is_not_used(level: int, plugin: Path) -> None:
-    """NCCL does not get the plugin, and the reason names the file or folder."""
+    """The plugin's path is not passed to NCCL, and the reason names the file or folder."""
     assert nccl_plugin.find_path() == plugin
     part = [plugin, *plugin.parents][level]
     part.chmod(0o777)
@@ -60,7 +60,7 @@ def test_doctor_reports_a_relative_or_empty_cache_path(
 
 
 def test_different_torch_builds_have_different_tap_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The builds have the same torch version."""
+    """The builds differ although they have the same torch version."""
     import torch
 
     before = native_tap.build_file_name()

@@ -1,6 +1,6 @@
 """Tests that folders, links, FIFOs and requests of other users are refused or ignored.
 
-Owners and modes are real.
+The tests use real owners and modes of files.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def test_second_local_folder_is_used_if_another_user_has_the_first(
 ) -> None:
     """Another user may create one of the two folders in advance.
 
-    If both are blocked, the error is reported.
+    If both folders belong to other users, the error is reported.
     """
     places = [tmp_path / "shm", tmp_path / "tmp"]
     monkeypatch.setattr(directory, "_SHARED_MEMORY", places[0])
@@ -117,7 +117,7 @@ def test_second_local_folder_is_used_if_another_user_has_the_first(
 
 
 def test_written_files_replace_a_link_without_following_it(tmp_path: Path) -> None:
-    """Files that are written at once replace the link.
+    """Files that are written as a whole replace the link.
 
     A log that is a link is refused.
     """
@@ -219,7 +219,7 @@ def test_report_of_a_run_of_fifos_ends_with_one_line(run: RunDirectory) -> None:
 
 @as_root
 def test_sidecar_refuses_a_run_of_another_user(run: RunDirectory) -> None:
-    """No lock is left on this node."""
+    """The refused sidecar leaves no lock on this node."""
     for folder in [run.path, *run.path.iterdir()]:
         os.chown(folder, SOMEBODY, SOMEBODY)
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run.path)]
@@ -255,7 +255,7 @@ def test_capture_request_of_another_user_is_ignored_with_a_note(run: RunDirector
 def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner of the request does not matter."""
+    """Such a request is refused whoever its owner is."""
     many = tuple(range(MAX_RANKS + 1))
     relay = CaptureRelay(run)
     live = {

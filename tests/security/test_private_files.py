@@ -1,6 +1,6 @@
 """Tests that only the user, or on request also the group, can read the files of a run.
 
-The umask makes no difference.
+The process's umask makes no difference to the modes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _train(folder: Path, umask: str, share: str) -> tuple[dict[str, int], int]:
 
 
 def _wrong(modes: dict[str, int], folders: int, files: int) -> dict[str, str]:
-    """Return the paths with other modes."""
+    """Return the paths that have other modes than the given ones."""
     return {
         name: f"{stat.S_IMODE(mode):04o}"
         for name, mode in modes.items()
@@ -81,7 +81,7 @@ def _wrong(modes: dict[str, int], folders: int, files: int) -> dict[str, str]:
 def test_files_of_a_run_are_private_or_shared_like_their_folder(
     umask: str, share: str, folders: int, files: int, tmp_path: Path
 ) -> None:
-    """Folders, records, states, logs, tables and the report are checked.
+    """The modes of folders, records, states, logs, tables and the report are checked.
 
     Shared memory is always private.
     """
@@ -102,7 +102,7 @@ def test_files_of_a_run_are_private_or_shared_like_their_folder(
 
 
 def test_capture_folders_and_files_are_private(tmp_path: Path) -> None:
-    """The folder, a request and a rank's files are checked."""
+    """The modes of the folder, a request and a rank's files are checked."""
     made = make_run(tmp_path)
     before = os.umask(0)
     try:
@@ -123,7 +123,7 @@ def test_capture_folders_and_files_are_private(tmp_path: Path) -> None:
 
 
 def test_mailbox_is_private_even_in_a_shared_folder(tmp_path: Path) -> None:
-    """Only the sidecar's log is shared there."""
+    """In a shared folder, only the sidecar's log is shared."""
     before = os.umask(0)
     try:
         mailboxes = [Mailbox(tmp_path / "rank.ring", kind) for kind in KINDS]

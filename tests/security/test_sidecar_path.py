@@ -28,7 +28,7 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 
 @pytest.mark.parametrize("path", ["other:./package/", *long("package", ":other")])
 def test_relative_python_path_works_after_a_change_of_directory(path: str, tmp_path: Path) -> None:
-    """The command is `PYTHONPATH=src python train.py`, and the job changes its directory."""
+    """The tested command is `PYTHONPATH=src python train.py`, and the job changes its directory."""
     start = tmp_path if path != ":other" else tmp_path / "package"
     copied = shutil.copytree(ROOT / "torchlens_perf", tmp_path / "package" / "torchlens_perf")
     main = copied / "__main__.py"
@@ -62,7 +62,7 @@ def test_sidecar_gets_absolute_folders_without_the_scripts_folder(
 def test_python_path_of_children_has_absolute_folders_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Folders are resolved when Python starts, and stay in the user's order."""
+    """Relative folders are resolved when Python starts, and folders stay in the user's order."""
     monkeypatch.setattr(sys, "path", ["/started/in/src", *sys.path])
     monkeypatch.setenv("PYTHONPATH", "src:/x")
 

@@ -1,5 +1,5 @@
-"""Tests of things that the training process never does: unpickle, communicate, handle signals, wait
-at its end, open sockets.
+"""Tests that the training process never unpickles, communicates, handles signals, opens sockets or
+waits at its end.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _said(kind: str, folder: Path) -> tuple[set[str], list[object]]:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]]:
     """Return the modules that a watched and an unwatched process have loaded at their end.
 
-    Check that threads and signals are equal.
+    Check that threads and signal handlers of both processes are equal.
     """
     folder = tmp_path_factory.mktemp("job")
     watched, process = _said("watched", folder)
@@ -119,7 +119,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], set[str]
 
 
 def _used(tree: ast.AST) -> Iterator[str]:
-    """Yield the uses of banned modules, threads and collectives in a file, as "module.name"."""
+    """Yield the banned uses of modules, threads and collectives in a file, as "module.name"."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -198,7 +198,7 @@ def test_watch_loads_no_network_pickle_or_sidecar_modules(
         for name in more
         if name.startswith(("torchlens_perf.sidecar", "torchlens_perf.exporters"))
     } == set()
-    # Modules for results are loaded only as far as every watch needs them.
+    # Of the modules for results, only those that every watch needs are loaded.
     shows = {name for name in watched if name.startswith("torchlens_perf.results.")}
     of_watch = ("last_report", "methods")
     assert shows == {f"torchlens_perf.results.{name}" for name in of_watch}

@@ -1,6 +1,6 @@
-"""Tests that no output controls a terminal.
+"""Tests that texts in outputs are escaped and cannot control a terminal.
 
-Hostile text in a node's state and in names of folders and files is escaped.
+The tests put hostile text into a node's state and into names of folders and files.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_texts_of_a_node_state_are_escaped_in_all_outputs(
         assert_harmless(_printed("report", "--json", str(run.path)))
         assert_harmless(_printed("capture", str(run.path), "--rank", "0", "--timeout", "1"))
     run.node_state_path(HOST).write_text(json.dumps(value))
-    with contextlib.suppress(RunStoreError):  # Some texts must be ranks or numbers.
+    with contextlib.suppress(RunStoreError):  # Some texts in a state must be ranks or numbers.
         for color in (False, True):
             shown = render_full(load_report(run), str(run.path), columns=100, color=color)
             assert_harmless(
@@ -123,7 +123,7 @@ def test_texts_of_a_node_state_are_escaped_in_all_outputs(
 def test_hostile_notes_and_names_are_escaped_in_the_report(
     state: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The report contains everything else unchanged."""
+    """All other characters are unchanged in the report."""
     run = RunDirectory(tmp_path / "run")
     run.nodes.mkdir(parents=True)
     value = json.loads(json.dumps(state))
@@ -144,14 +144,14 @@ def test_hostile_notes_and_names_are_escaped_in_the_report(
 @given(text=hostile)
 @settings(deadline=None, max_examples=25)
 def test_command_line_arguments_are_escaped_in_messages(text: str) -> None:
-    """Names of runs, faults and options may be pasted text."""
+    """Users may paste names of runs, faults and options from untrusted text."""
     for arguments in (
         ["report", text], ["report", f"--{text}"], ["capture", text, "--rank", text], ["simulate", "--fault", text],
         ["simulate", "--topology", text], [text],
     ):  # fmt: skip
         with contextlib.suppress(
             OSError, ValueError
-        ):  # The name may be invalid or contain a null byte.
+        ):  # With such arguments, the name may be invalid or contain a null byte.
             assert_harmless(_printed(*arguments))
 
 

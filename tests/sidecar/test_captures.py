@@ -138,7 +138,7 @@ def test_finished_trace_is_compressed_and_stacks_are_added(node: Node) -> None:
 
 
 def test_incomplete_trace_is_removed_after_a_disk_error(node: Node) -> None:
-    """The rank's disk was full."""
+    """The rank reports that its disk was full."""
     node.ask()
     node.run_round()
     node.answer(1, b'{"traceEvents": [{"na')
@@ -161,7 +161,7 @@ def test_only_the_requested_live_ranks_receive_the_request(node: Node) -> None:
 
 
 def test_request_ends_with_the_ranks_process(node: Node) -> None:
-    """The outcome contains the reason, even if the rank has a new process."""
+    """The outcome contains this reason, even if the rank has a new process."""
     node.ask(ranks=(0, 1))
     node.run_round()
     del node.ranks[0]
@@ -218,7 +218,7 @@ def test_second_request_for_a_rank_is_refused_while_the_first_runs(node: Node) -
 
 
 def test_restarted_sidecar_receives_the_answer_to_an_earlier_request(node: Node) -> None:
-    """The new sidecar does not send the request again."""
+    """The restarted sidecar does not send the request again."""
     node.ask()
     node.run_round()
     node.answer(1)
@@ -231,7 +231,7 @@ def test_restarted_sidecar_receives_the_answer_to_an_earlier_request(node: Node)
 
 
 def test_request_without_an_answer_ends_after_a_timeout(node: Node) -> None:
-    """A late answer does not count for the next request."""
+    """An answer that arrives after the timeout does not count for the next request."""
     node.ask()
     node.run_round()
     capture_files.ring_request_path(node.ranks[1].ring).unlink()
@@ -371,7 +371,7 @@ def test_captures_are_listed_newest_first(node: Node) -> None:
 def test_pause_for_a_capture_is_not_reported_as_a_late_rank(node: Node) -> None:
     """Other ranks wait in the next step's first collective while the captured rank writes.
 
-    The report names no slow rank.
+    The report on this run names no slow rank.
     """
     ranks = [Rank(node.run, rank) for rank in (0, 1)]
     for rank in ranks:
@@ -412,7 +412,7 @@ def test_pause_for_a_capture_is_not_reported_as_a_late_rank(node: Node) -> None:
 def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None:
     """The two ranks record the same steps.
 
-    A restarted sidecar does not request the capture again.
+    A restarted sidecar does not request the captures again.
     """
     (node.run.nodes / "node-a.json").touch()
     found = add_straggler_groups(findings(episode(3)), PLACES)
@@ -430,7 +430,7 @@ def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None
 
 
 def test_no_capture_without_a_reachable_slow_rank(node: Node) -> None:
-    """Either there is no verdict, or the rank's node has another disk."""
+    """Either there is no verdict, or the slow rank's node has another disk."""
     found = add_straggler_groups(findings(episode(3)), PLACES)
     node.relay.request_after_verdict(findings(), PLACES, node.ranks)
     node.relay.request_after_verdict(found, PLACES, node.ranks)
@@ -443,7 +443,7 @@ def test_no_capture_without_a_reachable_slow_rank(node: Node) -> None:
     [
         ((3,), range(8), PLACES, (3, 2)),
         ((3, 2), range(8), PLACES, (3, 1)),
-        ((0, 1, 2, 3), range(8), PLACES, (3, 4)),  # All ranks of the node are slow.
+        ((0, 1, 2, 3), range(8), PLACES, (3, 4)),  # In this case all ranks of the node are slow.
         ((3,), (3,), PLACES, (3,)),
         ((3,), (4, 5), PLACES, ()),
         ((3,), range(8), {**PLACES, 2: Placement("node-a", "other")}, (3, 1)),

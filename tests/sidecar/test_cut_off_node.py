@@ -93,7 +93,7 @@ def test_cut_off_node_raises_alerts_until_node_0_is_back(
     (of_job,) = FindingLog(run.run_id).record_changes(
         0, node.sidecar.state.findings, None, node.sidecar.monitor.job.places, started.unix_ns
     )
-    # Node 0 raises a separate alert. The two alerts do not end one another.
+    # Node 0 raises a separate alert. Neither of the two alerts ends the other one.
     assert of_job.about != started.about
 
     node_0 = Exchange(places, store_key_of_watch(0), "node-0", True, timing=FAST)

@@ -1,6 +1,6 @@
 """Tests with damaged files and failing disks.
 
-The sidecar continues, and a report shows the other nodes.
+In each case the sidecar continues, and a report shows the other nodes.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def test_report_is_built_or_fails_with_one_line_if_state_bytes_change(
 
 @pytest.mark.parametrize("damage", ["empty", "truncated", "newer"])
 def test_damaged_state_is_renamed_and_noted(damage: str, run: RunDirectory) -> None:
-    """Records that are still in the rings are counted again."""
+    """Without the state, records that are still in the rings are counted again."""
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)
     run.node_state_path(HOST).write_bytes(DAMAGE[damage](b'{"schema":%d}' % node_state.SCHEMA))
@@ -199,7 +199,7 @@ def failing(
 def test_disk_errors_for_some_seconds_lose_no_records(
     error: int, run: RunDirectory, failing: Callable[..., Path]
 ) -> None:
-    # The log can still be written.
+    # Only the log can still be written.
     flag = failing(error, run.spans, run.steps, run.node_state_path(HOST))
     rank = Rank(run, 0, 1)
     rank.steps(20, **WORK)

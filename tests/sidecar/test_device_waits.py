@@ -1,4 +1,6 @@
-"""Tests of when stacks are sampled for device waits, and of the resulting findings."""
+"""Tests of sampling host stacks to find waits for a device: when stacks are sampled, and the
+findings.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ IN_ITEM = "`loss.item()`, train (gpt.py:31)"
 
 
 def stack_in(source: str, line: int = 31) -> Stack:
-    """Return a stack like that of py-spy. The stack's file is not read."""
+    """Return a stack like that of py-spy. The function does not read the source file of the stack."""
     return Stack((f"train (gpt.py:{line})", "<module> (gpt.py:50)"), "", innermost=(source, line))
 
 
@@ -40,7 +42,7 @@ def sampler_after_a_pause() -> DeviceWaitSampler:
 
 
 def test_host_on_the_same_line_in_all_samples_waits_for_the_device() -> None:
-    """After the last sample, sampling stops."""
+    """Sampling stops after the last of the required samples."""
     waits = sampler_after_a_pause()
     for _ in range(SAMPLES):
         assert waits.known == {}
@@ -54,7 +56,9 @@ def test_host_on_the_same_line_in_all_samples_waits_for_the_device() -> None:
     "second", [stack_in(SLEEP), stack_in(ITEM, line=40)], ids=["no wait", "another line"]
 )
 def test_host_on_different_lines_does_not_wait_for_the_device(second: Stack) -> None:
-    """An evaluation reads values in several places. Sampling stops at the first different line."""
+    """In an evaluation, for example, the host reads values in several places. Sampling stops at the
+    first different line.
+    """
     waits = sampler_after_a_pause()
     waits.add_sample({0: stack_in(ITEM), 1: stack_in(ITEM)})
     waits.add_sample({0: stack_in(ITEM), 1: second})
@@ -63,7 +67,7 @@ def test_host_on_different_lines_does_not_wait_for_the_device(second: Stack) -> 
 
 
 def test_stack_is_sampled_once_if_the_host_does_not_wait_for_a_device() -> None:
-    """The host may be writing a checkpoint."""
+    """Such a host may be writing a checkpoint, for example."""
     waits = sampler_after_a_pause()
     waits.add_sample({0: stack_in(SLEEP), 1: stack_in(SLEEP)})
     assert set(waits.known.values()) == {""}
@@ -101,14 +105,16 @@ def test_waits_of_other_ranks_count_if_one_rank_has_no_stack() -> None:
 
 
 def test_rank_missing_in_a_collective_is_sampled_if_it_has_a_device() -> None:
-    """The rank's device may block the rank."""
+    """A rank that is missing in a collective may be blocked by its own device."""
     place = LastDeviceMark(99, 7, "", 0.0)
     assert DeviceWaitSampler().is_due(found(behind(2, inside=(), device=place)))
     assert not DeviceWaitSampler().is_due(found(behind(2, inside=())))
 
 
 def test_no_stack_is_sampled_without_a_pause_of_ranks_with_devices() -> None:
-    """Either there is no device, no hang, or a clear finding."""
+    """Stacks are not sampled without a device, without a hang, or with a finding that already names
+    a rank.
+    """
     waits = sampler_after_a_pause()
     assert not waits.is_due(None)
     assert not waits.is_due(found())

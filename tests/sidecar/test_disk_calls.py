@@ -1,6 +1,6 @@
 """Test of the number of system calls to the run directory's disk.
 
-Nodes of a cluster share the disk's metadata server.
+Calls must be few, because nodes of a cluster share the disk's metadata server.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def read_all(path: Path) -> str:
 def test_reader_of_a_changed_ring_raises_only_ring_errors(
     number: int, run: RunDirectory, tmp_path: Path
 ) -> None:
-    """The reader ends, and returns no more records than the ring can contain."""
+    """The reader always ends, and returns no more records than the ring can contain."""
     began_s, count, draw = (
         time.monotonic(),
         number if number < RINGS else share(RINGS),
@@ -155,7 +155,7 @@ def test_reader_of_a_changed_ring_raises_only_ring_errors(
     finally:
         copy.unlink()
 
-    assert ends[""] > count / 4  # Without enough readable rings, the test would cover little.
+    assert ends[""] > count / 4  # If too few rings were readable, the test would cover little.
     assert ends["refused"] > 0
     if count > 400:
         note(
@@ -177,7 +177,7 @@ def test_changed_ring_does_not_affect_the_other_rank(number: int, tmp_path: Path
         number if number < RUNS else share(RUNS),
         random.Random(number),
     )
-    # The sidecar waits for live processes or a live launcher if the ring is not closed.
+    # If the ring is not closed, the sidecar waits for live processes or a live launcher.
     dead = dead_process()
     dead["launcher_pid"] = dead["pid"]
     for each in range(count):

@@ -82,7 +82,7 @@ def test_missing_kernel_is_found_from_groups_in_the_rings(run: RunDirectory) -> 
 
 
 def test_device_is_not_reported_as_stuck_after_one_sample_of_its_marks(run: RunDirectory) -> None:
-    """The hosts look the same in a pause, which must not raise an alarm."""
+    """Hosts look the same in an ordinary pause, which must not raise an alarm."""
     ranks = stopped(run)
     for rank, place in zip(ranks, (3, 3, 1), strict=True):
         stand(rank, place, Kind.FORWARD, 0)

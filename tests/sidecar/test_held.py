@@ -82,7 +82,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_restarts_and_replays_give_the_same_validity_of_verdicts(case: str, tmp_path: Path) -> None:
-    """The validity is compared for one sidecar, a restart every 32 steps, and a replay."""
+    """The validity is compared between one sidecar, restarts every 32 steps, and a replay."""
     faults, topology = CASES[case]
     runs = [make_run(tmp_path, f"{tmp_path.name}-{place}") for place in range(3)]
     for place, run in enumerate(runs):
@@ -90,7 +90,7 @@ def test_restarts_and_replays_give_the_same_validity_of_verdicts(case: str, tmp_
             run, simulation(*faults, topology=topology, noise=0.05), 224, restarts=place == 1
         )
     (lost,) = runs[2].nodes.glob("*.json")
-    if case != "out of balance":  # Records do not contain the stages of a pipeline.
+    if case != "out of balance":  # Records do not contain pipeline stages.
         lost.unlink()
         replay(runs[2], None)
     one, again, rebuilt = map(validity_of_verdicts, runs)
@@ -99,7 +99,8 @@ def test_restarts_and_replays_give_the_same_validity_of_verdicts(case: str, tmp_
     assert one.keys() == again.keys()
     assert any(each for each in one.values())
     for key, each in one.items():
-        # After a restart, a detector needs some rows to find an end, and finds it less exactly.
+        # After a restart, a detector needs some rows to find the end of a slow period, and finds it
+        # less exactly.
         assert again[key].get("since_step") == pytest.approx(each.get("since_step"), abs=16)
         assert again[key].get("windows_judged", 0) == pytest.approx(
             each.get("windows_judged", 0), abs=2

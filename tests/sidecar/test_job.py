@@ -35,7 +35,7 @@ MEETING = Endpoints(("127.0.0.1", 1))
 
 
 class Wire:
-    """A fake exchange without a network. Node 0 receives all posts at once."""
+    """A fake exchange without a network. An exchange in which node 0 receives each post at once."""
 
     def __init__(self) -> None:
         self.sent: list[ReceivedPost] = []
@@ -81,7 +81,7 @@ class End:
 
 
 def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
-    """The rank must have the same modules as node 0's ranks."""
+    """The slow rank must have the same modules as node 0's ranks."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
@@ -104,7 +104,9 @@ def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
-    """The rank's signals arrive with its windows, and are compared with those of all ranks."""
+    """The slow rank's signals arrive with its windows, and are compared with the signals of all
+    ranks.
+    """
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):
@@ -136,7 +138,7 @@ def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
 
 
 def two_nodes(tmp_path: Path) -> tuple[Wire, list[NodeView]]:
-    """Return two nodes with two ranks each that have made steps.
+    """Return two nodes, each with two ranks that have made steps.
 
     The second node has sent its posts.
     """
@@ -232,7 +234,7 @@ def _identity(run: Any, rank: int, world_size: int = 4) -> Identity:
 def test_stacks_of_a_hang_are_read_again_only_if_the_finding_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stacks are read once, and again when the finding changes."""
+    """The text, in contrast, always shows the hang's current age."""
     asked = []
 
     def stack(pid: int) -> Stack:

@@ -123,7 +123,9 @@ def test_view_is_updated_once_a_second(live: Live) -> None:
 
 
 def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
-    """The dead process could not remove its mailbox. Views of other processes are updated."""
+    """The dead process could not remove the mailbox of its view. Views of other processes are
+    updated.
+    """
     died, lives = Rank(run, 0, identity=dead_process()), Rank(run, 1)
     made = sidecar(run)[0]
     results = LiveResultDelivery(made, results_from_run)
@@ -159,9 +161,9 @@ def test_slow_view_is_updated_less_often(live: Live) -> None:
 def test_requesting_process_computes_the_results_of_a_large_job(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar would need seconds for the results.
+    """For a large job, the sidecar would need seconds to compute the results.
 
-    Instead it saves the state and sends an empty answer at once.
+    The sidecar only saves the state and sends an empty answer at once.
     """
     monkeypatch.setattr(live_results, "MAX_RANKS", 1)
     live.steps(8)
@@ -178,7 +180,7 @@ def test_requesting_process_computes_the_results_of_a_large_job(
 
 
 def test_request_is_answered_with_an_empty_text_if_its_results_fail(live: Live) -> None:
-    """The loop logs the error, and the process reads the run directory itself."""
+    """The sidecar logs the error, and the requesting process reads the run directory itself."""
 
     def fails(run: RunDirectory) -> str:
         raise RunStoreError("damaged")
@@ -193,7 +195,7 @@ def test_request_is_answered_with_an_empty_text_if_its_results_fail(live: Live) 
 
 @pytest.mark.parametrize("exports", [False, True])
 def test_each_listener_receives_the_alerts(run: RunDirectory, exports: bool) -> None:
-    """Start and end of a slow rank arrive with and without an exporter."""
+    """Alerts about the start and the end of a slow rank arrive with and without an exporter."""
     live = Live(run, InMemoryExporter() if exports else None)
     early = Mailbox(live.ranks[0].ring_path, ALERTS)
     live.round(0.0)
@@ -237,7 +239,7 @@ def test_request_in_the_same_clock_tick_is_found(
     """A new file in the same tick of the file system's clock does not change the folder's time."""
     tick_ns = time.time_ns()
     monkeypatch.setattr(live_results, "_read_change_ns", lambda folder: tick_ns)
-    # The tick lasts as long as the test.
+    # In this test, the tick of the clock lasts as long as the test.
     monkeypatch.setattr(live_results, "_CLOCK_TICK_NS", 3_600_000_000_000)
     live.round(0.0)
     assert live.results.poll_requests() == frozenset()

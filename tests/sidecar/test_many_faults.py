@@ -97,7 +97,7 @@ def test_memory_and_cpu_time_of_the_sidecar_stay_bounded_on_a_full_disk(
         rank.steps(10, **WORK)
         steps += 10
         time.sleep(0.05)
-        if time.monotonic() - began_s > full_s / 2:  # All libraries are loaded at this point.
+        if time.monotonic() - began_s > full_s / 2:  # All libraries are loaded by now.
             now_kb = resident_kb(pid)
             before_kb = before_kb or now_kb
             growth_kb = max(growth_kb, now_kb - before_kb)
@@ -154,7 +154,9 @@ def damaged(draw: random.Random, whole: bytes) -> bytes:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("files", [100, *long(SEGMENTS)])
 def test_damaged_segments_are_left_out_with_a_note(files: int, run: RunDirectory) -> None:
-    """A later sidecar and a replay continue without the file. No changed time is used."""
+    """A later sidecar and a replay continue without the file. Times from a damaged segment are
+    never used.
+    """
     began_s, number, seed = time.monotonic(), files if files < SEGMENTS else share(SEGMENTS), 5
     finished(run, 20)
     (path,) = run.spans.glob("*.parquet")
@@ -196,7 +198,7 @@ def readings(payload: bytes) -> Iterator[object]:
 @pytest.mark.parametrize("payloads", [2000, *long(PAYLOADS)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_damaged_payloads_are_read_or_refused_with_a_note(payloads: int) -> None:
-    """Node 0 continues, and a note reports that the comparison failed."""
+    """Node 0 continues, and a note reports that its comparison of ranks failed."""
     began_s, number, seed = (
         time.monotonic(),
         payloads if payloads < PAYLOADS else share(PAYLOADS),

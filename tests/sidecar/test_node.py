@@ -150,7 +150,7 @@ def test_killed_rank_keeps_all_finished_steps(run: RunDirectory) -> None:
 
 @pytest.mark.parametrize("saved", ["state only", "segment and state", "segment only"])
 def test_restarted_sidecar_counts_every_record_once(run: RunDirectory, saved: str) -> None:
-    """A sidecar may be killed at any point. The next one counts and saves each record once."""
+    """A sidecar may be killed at any point. The next sidecar counts and saves each record once."""
     rank = Rank(run, 0, 1)
     first, _ = sidecar(run)
     rank.steps(10, **WORK)
@@ -233,7 +233,7 @@ def test_every_step_is_exported_once_and_in_order(run: RunDirectory) -> None:
 
 
 def test_first_steps_and_every_nth_step_are_traced() -> None:
-    """With an interval of 0, no step is traced."""
+    """If the sampling interval is 0, no step is traced."""
     assert steps_traced_by_number(list(range(25)), 10) == {0, 1, 2, 10, 20}
     assert steps_traced_by_number(list(range(25)), 0) == set()
 
@@ -483,7 +483,7 @@ def test_hang_finding_lasts_across_a_restart_of_the_sidecar(run: RunDirectory) -
 def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
     """Changes are the hang's start, other blocking ranks, and the hang's end.
 
-    A longer duration is not a change.
+    A longer duration of the hang does not count as a change.
     """
     ranks = two_ranks(run)
     made, _ = sidecar(run)
@@ -515,9 +515,9 @@ def test_changes_of_a_hang_are_saved_at_once(run: RunDirectory) -> None:
 def test_last_trace_sampling_decision_is_sent_after_a_restart(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other nodes receive the choice once a second, until the new processes have made steps.
+    """Other nodes receive the decision once a second, until the new processes have made steps.
 
-    Buffered steps of the old processes are dropped, because the new ones begin with step 0.
+    Buffered steps of the old processes are dropped, because new processes begin with step 0.
     """
     made, published, left = sidecar(run, InMemoryExporter())[0], list[bytes](), list[int]()
     monkeypatch.setattr(made.monitor.cluster, "publish_instructions", published.append)
@@ -536,7 +536,7 @@ def test_last_trace_sampling_decision_is_sent_after_a_restart(
 
 
 def test_new_processes_of_the_same_attempt_have_their_own_alerts(run: RunDirectory) -> None:
-    """The set of nodes changed, and a rank is slow like its predecessor."""
+    """The set of nodes has changed, and a rank is as slow as the previous process of that rank."""
     exporter, attempts = InMemoryExporter(), []
     made, _ = sidecar(run, exporter)
     for process in (dead_process(), {}):
@@ -663,7 +663,9 @@ class TestSchedule:
         assert schedule.poll_s == 0.5
 
     def test_segments_are_written_less_often_in_a_long_run(self) -> None:
-        """The interval grows from 5 s to a minute. Many records cause a segment at once."""
+        """The interval grows from 5 s to a minute. If there are many records, a segment is written
+        at once.
+        """
         early, late = Schedule(0.0), Schedule(0.0)
         assert not early.is_segment_due(4.9, 100, 0.1)
         assert early.is_segment_due(5.0, 100, 0.1)
@@ -673,7 +675,7 @@ class TestSchedule:
         assert late.is_segment_due(10_120.0, 100, 0.1)
 
     def test_segment_is_written_before_half_of_a_ring_is_unsaved(self) -> None:
-        """The interval is at least 5 s."""
+        """The interval between such segments is at least 5 s."""
         schedule = Schedule(0.0)
         assert schedule.is_segment_due(1_000.0, 100, 0.1)
         assert not schedule.is_segment_due(1_004.9, 40_000, 0.6)
@@ -681,7 +683,7 @@ class TestSchedule:
         assert schedule.is_segment_due(1_020.0, 40_000, 0.6)
 
     def test_failed_segment_is_retried_after_the_usual_interval(self) -> None:
-        """The number of records does not change the interval."""
+        """After a failure, the number of records does not change the interval."""
         schedule = Schedule(0.0)
         assert schedule.is_segment_due(0.1, 1 << 18, 4.0)
         assert not schedule.is_segment_due(0.2, 1 << 18, 4.0, failing=True)
@@ -697,7 +699,7 @@ class TestSchedule:
         assert schedule.is_save_due(25.4, 0.05)
 
     def test_new_findings_are_saved_at_once(self) -> None:
-        """A finding does not move the time of other saves."""
+        """Saving a finding does not change the time of the regular saves."""
         schedule = Schedule(0.0)
         assert schedule.is_save_due(0.2, 0.0)
         assert schedule.is_save_due(0.3, 0.05, news=True)
@@ -705,7 +707,7 @@ class TestSchedule:
         assert schedule.is_save_due(20.4, 0.05)
 
     def test_records_are_counted_less_often_if_counting_is_slow(self) -> None:
-        """The interval is between 1 s and 5 s."""
+        """The interval grows from 1 s to 5 s."""
         for took_s, period_s in ((0.001, 1.0), (0.005, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
             assert schedule.is_count_due(100.0, took_s)
@@ -713,7 +715,7 @@ class TestSchedule:
             assert schedule.is_count_due(100.0 + 1.01 * period_s, took_s)
 
     def test_records_are_counted_more_often_for_a_live_view(self) -> None:
-        """Counting may use a twentieth of the time."""
+        """While a process shows the live view, counting may use a twentieth of the time."""
         for took_s, period_s in ((0.001, 1.0), (0.05, 1.0), (0.1, 2.0), (0.5, 5.0)):
             schedule = Schedule(0.0)
             assert schedule.is_count_due(100.0, took_s, watched=True)
@@ -721,7 +723,9 @@ class TestSchedule:
             assert schedule.is_count_due(100.0 + 1.01 * period_s, took_s, watched=True)
 
     def test_ranks_are_judged_at_the_requested_interval(self) -> None:
-        """A slow count does not change the interval. A young run is judged sooner."""
+        """The time that counting takes does not change the interval of judging. A young run is
+        judged sooner.
+        """
         schedule = Schedule(0.0)
         assert schedule.is_judging_due(0.2, 1.0)
         assert schedule.is_judging_due(50.0, 1.0)

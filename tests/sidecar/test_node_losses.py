@@ -124,7 +124,7 @@ def test_overwritten_records_are_counted_as_lost_once_across_restarts(run: RunDi
 
 
 def test_ring_without_metadata_of_a_dead_process_is_removed_with_a_note(run: RunDirectory) -> None:
-    """The sidecar ends instead of waiting for the process."""
+    """The sidecar ends instead of waiting for the dead process."""
     rank = Rank(run, 0, 1)
     rank.steps(12, **WORK)
     rank.close()
@@ -136,7 +136,7 @@ def test_ring_without_metadata_of_a_dead_process_is_removed_with_a_note(run: Run
         "died before it wrote its metadata; 0 records" in note
         for note in report(run)["quality"]["notes"]
     )
-    assert not dead.path.exists()  # With such a ring, a finished run could not be replayed.
+    assert not dead.path.exists()  # If such a ring remained, a finished run could not be replayed.
     dead.close()
 
 
@@ -158,7 +158,9 @@ def test_sidecar_waits_for_a_live_process_without_metadata(run: RunDirectory) ->
 def test_watch_registers_its_ring_together_with_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Imports take seconds after the registration. The process may be killed during the imports."""
+    """Imports after the registration of the ring take seconds. The process may be killed during the
+    imports.
+    """
     import torchlens_perf as perf
     from torchlens_perf.run.ring import RingReader
 
@@ -281,7 +283,7 @@ def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
 def collective(rank: Rank, name: str, sequence: int, duration_ns: int) -> None:
     """Record a collective that the rank issues in the step in progress."""
     recorder = rank.session.recorder
-    # Only one recorder of a process may start collectives.
+    # Only one recorder of a process can record collectives at a time.
     recorder.start_collectives(rank.session.intern("wait"))
     ticket = recorder.issue(rank.session.intern(name), 0, sequence, 0, 1 << 20)
     rank.clock.advance(duration_ns)
@@ -341,7 +343,7 @@ def test_collectives_of_different_generations_are_not_joined(run: RunDirectory) 
 def test_new_processes_are_judged_independently_of_the_old_ones(run: RunDirectory) -> None:
     """Steps begin at 0 again.
 
-    A slow new rank is reported at once, but not for its predecessor's steps.
+    A slow new rank is reported at once, but not because of the steps of its earlier process.
     """
     made, _ = sidecar(run)
     before = [
@@ -478,7 +480,9 @@ def test_unwritten_records_are_limited_on_a_full_disk(
 
 
 def test_stack_file_of_a_killed_process_is_removed(run: RunDirectory) -> None:
-    """Only the sidecar can remove the file. A remaining file would keep the folder alive."""
+    """After a kill, only the sidecar can remove the stack file. A remaining stack file would keep
+    the run's local folder from being removed.
+    """
     rank = Rank(run, 0, 1, identity=dead_process())
     rank.steps(3, **WORK)
     stack = rank.ring_path.with_suffix(".stack")

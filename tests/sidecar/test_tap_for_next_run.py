@@ -67,8 +67,8 @@ def node(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     cxx = copying(tmp_path / "cxx", tap)
     for name, value in environ_with_torch(site, CXX=str(cxx)).items():
         monkeypatch.setenv(name, value)
-    # Children search modules in the same folders as this process. As with PYTHONPATH, these folders
-    # follow the script's folder.
+    # Child processes search modules in the same folders as this process. As with PYTHONPATH, these
+    # folders follow the script's folder.
     monkeypatch.setattr(sys, "path", [*sys.path[:1], str(site), *sys.path[1:]])
     with raise_build_priority(tmp_path / "home"):
         yield Node(tmp_path / "home", cache, site, tap_name(site), cxx)
@@ -110,7 +110,7 @@ def test_tap_is_built_at_the_end_of_a_short_run(node: Node) -> None:
 
 
 def test_finish_waits_for_a_running_build(node: Node, tap: Path) -> None:
-    """No other build is started."""
+    """While a build runs, no other build is started."""
     copying(node.cxx, tap, before="sleep 1")
     begun = TapBuilder(builds=True)
     begun.update_outlook(node.name, wanted=True)
@@ -126,7 +126,7 @@ def test_finish_waits_for_a_running_build(node: Node, tap: Path) -> None:
 def test_build_waits_for_the_end_of_the_run_without_free_memory(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler uses 0.9 GB, which could end a job near its memory limit."""
+    """The compiler uses 0.9 GB of memory, which could kill a job that is near its memory limit."""
     monkeypatch.setattr(tap_for_next_run, "_NEEDED_BYTES", 1 << 60)
     tap = TapBuilder(builds=True)
     tap.update_outlook(node.name, wanted=True)
@@ -141,9 +141,9 @@ def test_build_waits_for_the_end_of_the_run_without_free_memory(
 def test_tap_is_built_only_if_a_rank_lacked_it_and_the_setting_is_on(
     missed: str, node: Node
 ) -> None:
-    """A rank must have missed the tap, and the setting must be on.
+    """The tap is built only if a rank recorded without it and the setting is on.
 
-    Users never wait for the sidecar's end.
+    A build at the end of a run is acceptable, because users never wait for the sidecar's end.
     """
     tap = TapBuilder(builds=missed != "by hand")
     outlook = tap.update_outlook(node.name if missed else "", wanted=missed != "the setting")
@@ -296,7 +296,9 @@ def test_endless_build_is_killed_after_ten_minutes(node: Node, tap: Path) -> Non
 def reported(
     run: RunDirectory, *outlooks: TapBuilder, groups: bool = True, **settings: bool
 ) -> list[str]:
-    """Return the report's notes on ranks without the tap, with one sidecar per outlook."""
+    """Return the report's notes on ranks without the tap, for nodes whose sidecars have the given
+    outlooks.
+    """
     for number, outlook in enumerate(outlooks):
         host = f"{HOST}{number}"
         rank = Rank(run, number, len(outlooks), identity={"host": host}, **settings)
@@ -334,7 +336,7 @@ TAPPED = (
 def test_equal_tap_outlooks_of_nodes_are_reported_in_one_line(
     builds: bool, settings: dict[str, bool], outlook: str, node: Node, tmp_path: Path
 ) -> None:
-    """The line contains the current kind of tap and the outlook."""
+    """The line says which tap is used now and what to expect in the next run (the outlook)."""
     with run_without_traces(tmp_path / "run") as run:
         notes = reported(run, TapBuilder(builds=builds), TapBuilder(builds=builds), **settings)
 
@@ -354,7 +356,7 @@ def test_different_tap_outlooks_of_nodes_are_reported_in_separate_lines(
 
 
 def test_tap_missed_before_a_restart_is_not_reported(node: Node, tmp_path: Path) -> None:
-    """The current ranks may have the tap."""
+    """The ranks after the restart may have the tap."""
     with run_without_traces(tmp_path / "run") as run:
         for attempt, missed in enumerate(("a-tap.so", "")):
             rank = Rank(run, 0, 1, identity={"attempt": attempt})

@@ -149,7 +149,7 @@ def test_report_is_complete_if_training_ends_after_sigterm(job: Job) -> None:
 
 
 def test_second_sigterm_ends_the_sidecar(job: Job) -> None:
-    """A second SIGTERM together with the first one has no effect.
+    """A second SIGTERM at the same time as the first one has no effect.
 
     The job starts a new sidecar at the job's end.
     """
@@ -160,7 +160,7 @@ def test_second_sigterm_ends_the_sidecar(job: Job) -> None:
     os.kill(job.sidecar, signal.SIGTERM)
     assert eventually(lambda: not lives(job.sidecar))
     output = job.end()
-    # The new sidecar may be just starting.
+    # The new sidecar may have started only a moment ago.
     assert eventually(lambda: report(job.run)["ranks"][0]["state"] == "closed")
     wait_for_sidecar(job.run)
 
@@ -197,7 +197,7 @@ def test_files_removed_from_shared_memory_lose_no_records(job: Job) -> None:
 def test_rings_stay_open_across_an_exec_of_the_sidecar(run: RunDirectory) -> None:
     """Without an idle CPU, the sidecar replaces itself by exec.
 
-    The new program continues with the open descriptors.
+    The sidecar's new program continues with the open descriptors.
     """
     rank, lock = Rank(run, 0, 1), SidecarLock(sidecar_lock_path(run.run_id))
     rank.steps(20, **WORK)

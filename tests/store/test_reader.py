@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     kinds = pa.array([("step", "data")[step % 2] for step in steps.tolist()]).dictionary_encode()
     made = tmp_path / "spans"
     made.mkdir()
-    # Without checksums, a changed bit would be read as another value.
+    # The file has checksums, because without them a changed bit would be read as another value.
     pq.write_table(
         pa.table({"step": steps, "kind": kinds}), made / "node-000001.parquet",
         row_group_size=ROWS_PER_GROUP, write_page_checksum=True, use_dictionary=["kind"],
@@ -112,7 +112,9 @@ def test_files_of_selected_nodes_are_listed_in_order(folder: Path) -> None:
 def test_disk_error_is_not_reported_as_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar raises the error and tries again later. A page omits the file with a note."""
+    """The sidecar raises the error and tries again later. A report page omits an unreadable file
+    with a note.
+    """
 
     def failing(path: Path) -> int:
         raise OSError(errno.EIO, "Input/output error", str(path))
@@ -160,7 +162,9 @@ def test_reading_does_not_import_pandas(folder: Path) -> None:
 
 
 def test_rows_are_decoded_on_one_thread(tmp_path: Path) -> None:
-    """Other CPUs are left to the job. Arrow's CPU pool would start one thread for each CPU."""
+    """One thread leaves all other CPUs to the job. Arrow's CPU pool would start one thread for each
+    CPU.
+    """
     columns = {f"column {at}": np.arange(200_000) for at in range(30)}
     pq.write_table(pa.table(columns), tmp_path / "node-000001.parquet", row_group_size=20_000)
     program = f"""

@@ -139,7 +139,7 @@ def test_gap_between_segments_counts_as_lost_records(rig: Rig, tmp_path: Path) -
     run = make_run(tmp_path)
     writer = SegmentWriter(run, HOST, 1 << 30)
     writer.write([chunk(rig, 1)])
-    # The missing 3 steps of 4 records each are read from the ring and never written.
+    # Three steps with four records each are read from the ring but never written.
     chunk(rig, 3)
     writer.write([chunk(rig, 1)])
 
@@ -180,7 +180,7 @@ def test_steps_of_all_nodes_are_one_sorted_stream(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Rows are sorted by rank and step and have the columns of the files.
+    """The rows of the stream are sorted by rank and step and have the columns of the files.
 
     Only the rows of a damaged file are missing.
     """
@@ -214,7 +214,9 @@ def test_steps_of_all_nodes_are_one_sorted_stream(
 
 
 def test_oldest_segments_are_deleted_above_the_size_limit(rig: Rig, tmp_path: Path) -> None:
-    """Spans and steps are deleted together. The newest segment is kept even above the limit."""
+    """Spans and steps are deleted together. The newest segment is kept even if it alone exceeds the
+    limit.
+    """
     run = make_run(tmp_path)
     measured = SegmentWriter(run, "measured", 1 << 30)
     measured.write([chunk(rig, 100)])

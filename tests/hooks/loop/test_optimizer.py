@@ -1,4 +1,6 @@
-"""Spans of optimizer steps, and which of them end a step of the training loop."""
+"""Spans of optimizer steps, and the rules for which optimizer step ends a step of the training
+loop.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def test_host_code_in_a_closure_counts_as_host_time(tmp_path: Path) -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another one, as in schedulers and sharded optimizers."""
+    """An optimizer that wraps another one, as in schedulers and sharded optimizers."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
@@ -102,7 +104,9 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def test_wrapped_optimizer_and_its_wrapper_end_one_step(tmp_path: Path) -> None:
-    """The wrapped optimizer and the wrapper have a span. The outermost optimizer ends the step."""
+    """The wrapped optimizer and the wrapper each have a span. The outermost optimizer ends the
+    step.
+    """
     model, optimizer = model_and_optimizer()
     wrapper = Wrapper(optimizer)
     with recorded(tmp_path, model) as recording:
@@ -192,7 +196,8 @@ def test_optimizer_step_that_raised_has_no_span_and_is_counted(again: str, tmp_p
     name = "optimizer Sometimes" if again == "same" else "optimizer SGD"
     assert [(each.name, each.depth) for each in recording.of(Kind.OPTIMIZER)] == [(name, 1)] * 2
     assert len(recording.steps) == 2
-    # If no hook ends the failed span, spans up to the next step seem to be inside it.
+    # No hook ends the failed span, so later spans up to the next step seem to be inside the failed
+    # one.
     assert recording.unbalanced == 1
 
 
@@ -223,7 +228,7 @@ def scaled_steps(
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_optimizer_step_skipped_by_gradscaler_ends_a_flagged_step(at: int, tmp_path: Path) -> None:
-    """GradScaler skips an optimizer with a non-finite gradient, also in the first step."""
+    """GradScaler skips an optimizer whose gradient is not finite, also in the first step."""
     assert scaled_steps(tmp_path, 1, {at: 0}) == [
         Flag.SKIPPED if step == at else Flag(0) for step in range(3)
     ]
@@ -279,7 +284,9 @@ def test_optimizer_without_torchs_base_class_is_found_through_its_gradscaler(
 
 
 def test_only_manual_step_calls_end_steps_after_the_first_one(tmp_path: Path) -> None:
-    """After the first w.step() no optimizer ends a step; optimizer steps still have spans."""
+    """After the first call of Watch.step() no optimizer ends a step, but optimizer steps still have
+    spans.
+    """
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model) as recording:
         for _ in range(3):
@@ -300,7 +307,9 @@ def test_only_manual_step_calls_end_steps_after_the_first_one(tmp_path: Path) ->
 def test_iteration_with_optimizer_and_manual_step_counts_once(
     micro_steps: int, before: bool, is_passed: bool, tmp_path: Path
 ) -> None:
-    """The first iteration is not counted both for its optimizer and for w.step()."""
+    """The first iteration must not be counted twice, for its optimizer and for its call of
+    Watch.step().
+    """
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
         for _ in range(20):
@@ -371,7 +380,7 @@ def phase(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 def test_steps_are_counted_after_another_optimizer_replaces_the_first(
     name: str, first: str, is_passed: bool, is_kept: bool, tmp_path: Path
 ) -> None:
-    """A head is replaced, layers are unfrozen, or Adam follows SGD."""
+    """Cases are a replaced head, unfrozen layers, and Adam after SGD."""
     model = TwoParts()
     parameters = (model if first == "all" else model.head).parameters()
     optimizers = [torch.optim.SGD(parameters, lr=0.1)]
@@ -391,7 +400,7 @@ def test_steps_are_counted_after_another_optimizer_replaces_the_first(
 def test_note_says_that_first_steps_of_a_new_optimizer_count_as_one(tmp_path: Path) -> None:
     """Models are trained one after the other, but their optimizers exist from the start.
 
-    At first the optimizers might alternate within a step.
+    When a new optimizer begins, the optimizers might still alternate within a step.
     """
     models = [nn.Linear(4, 4) for _ in range(3)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -407,7 +416,9 @@ def test_note_says_that_first_steps_of_a_new_optimizer_count_as_one(tmp_path: Pa
 
 
 def test_second_optimizer_ends_steps_once_the_loop_uses_it(tmp_path: Path) -> None:
-    """Two optimizers exist from the start, and the first one is used again at the end."""
+    """Two optimizers exist from the start, and the loop uses the first, the second, and again the
+    first.
+    """
     model = TwoParts()
     first, second = (
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -418,7 +429,7 @@ def test_second_optimizer_ends_steps_once_the_loop_uses_it(tmp_path: Path) -> No
         phase(model, second, 10)
         phase(model, first, 10)
 
-    # The first step after the return may be merged with the step before it.
+    # The first step after the return to the first optimizer may be merged with the step before it.
     assert len(recording.steps) in (29, 30)
 
 
@@ -426,7 +437,7 @@ def test_second_optimizer_ends_steps_once_the_loop_uses_it(tmp_path: Path) -> No
 def test_optimizer_without_parameters_of_the_watched_model_ends_no_step(
     is_passed: bool, tmp_path: Path
 ) -> None:
-    """A probe is trained from time to time, each time with a new optimizer."""
+    """A small probe model is trained from time to time, each time with a new optimizer."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
         for turn in range(10):

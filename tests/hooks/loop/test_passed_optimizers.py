@@ -1,4 +1,6 @@
-"""Optimizers passed to watch(), also wrapped ones and other classes, and loops without one."""
+"""Optimizers passed to watch(), also wrapped ones and ones not from torch, and loops without an
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ STEPS = 3
 
 
 class Around:
-    """A typical wrapper in user code: it contains an optimizer and has the same methods."""
+    """A typical wrapper in user code, which contains an optimizer and has the optimizer's methods."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -33,7 +35,7 @@ class Around:
 class Unregistered(torch.optim.Optimizer):
     """A wrapper like Accelerate's: a subclass of torch's class that does not call its constructor.
 
-    torch does not hook such a wrapper.
+    torch calls no optimizer hooks for such a wrapper.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -119,7 +121,7 @@ class Late:
 
 
 class Hidden:
-    """A wrapper whose optimizer is only in a closure, and which has the optimizer's parameters."""
+    """A wrapper that has the optimizer's parameters, and refers to the optimizer only in a closure."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = optimizer.param_groups
@@ -214,8 +216,8 @@ def test_accelerate_wrapper_ends_a_step_in_the_last_micro_step_only(tmp_path: Pa
 
 
 def test_steps_are_counted_if_the_engine_steps_in_its_backward_method(tmp_path: Path) -> None:
-    """With DeepSpeed under Accelerate, the passed object does not call its inner optimizer; the
-    engine calls it.
+    """With DeepSpeed under Accelerate, the passed object does not call its inner optimizer, but the
+    engine does.
     """
 
     class Engine:
@@ -406,7 +408,7 @@ def update(model: nn.Module) -> None:
 def test_each_backward_pass_ends_a_step_if_no_optimizer_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The report has a note on this. Optimizers of other tests may still exist."""
+    """The report has a note on this. Optimizers of other tests may still exist and must not count."""
     monkeypatch.setattr("torchlens_perf.hooks.loop.training_loop.find_living_optimizers", list)
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model) as recording:
@@ -445,7 +447,7 @@ def micro_steps(recording: Recording) -> list[int]:
     ["one loss", "critic and actor", "gradient penalty", "two forward passes", "accumulation"],
 )
 def test_each_accumulated_loss_is_one_micro_step(loop: str, to_none: bool, tmp_path: Path) -> None:
-    """The numbers of model calls and of backward passes per loss make no difference."""
+    """The numbers of model calls and of backward passes for each loss make no difference."""
     model, other = nn.Linear(4, 4), nn.Linear(4, 4)
     first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
     batch = torch.randn(2, 4)
@@ -487,7 +489,7 @@ def test_each_accumulated_loss_is_one_micro_step(loop: str, to_none: bool, tmp_p
 
 
 def test_optimizer_is_recognized_as_a_passed_one_by_object_wrapper_or_parameters() -> None:
-    """A deleted wrapper is not kept alive."""
+    """The list of passed optimizers does not keep a deleted wrapper alive."""
     models = [nn.Linear(2, 2) for _ in range(4)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     wrapped = Around(optimizers[1])
@@ -512,8 +514,8 @@ def test_optimizer_is_recognized_as_a_passed_one_by_object_wrapper_or_parameters
 def test_forward_without_gradients_is_an_evaluation_unless_it_runs_in_each_step(
     tmp_path: Path,
 ) -> None:
-    """A target network that runs in each step is training; a validation from time to time
-    is not.
+    """A target network that runs in each step is part of training, unlike a validation from time to
+    time.
     """
     flags = {}
     for name, every in (("target network", 1), ("validation", 4)):

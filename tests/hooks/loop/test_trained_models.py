@@ -1,4 +1,6 @@
-"""Found and passed models have the user's names. A note lists models that are not timed."""
+"""Models that are found or passed have names from the user's code. A note lists trained models that
+are not timed.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def test_models_passed_in_a_list_are_named_by_their_variables(tmp_path: Path) ->
 
 
 def test_models_passed_in_a_dictionary_are_named_by_its_keys(tmp_path: Path) -> None:
-    """A dictionary with a single model also gives its name."""
+    """The key also names the model of a dictionary with a single entry."""
     model, other = network(), network()
     with recorded(
         tmp_path / "two", {"generator": model, "critic": other}, modules="all"
@@ -327,7 +329,7 @@ def test_search_for_names_evaluates_no_property() -> None:
 def test_memory_is_not_searched_for_models_if_a_model_was_passed(
     passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search takes as long as several steps."""
+    """A search of memory for models takes as long as several steps."""
     looks: list[str] = []
     monkeypatch.setattr(gc, "get_objects", lambda: [*GET_OBJECTS(), looks.append("a look")])
     model = network()

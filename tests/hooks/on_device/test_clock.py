@@ -53,7 +53,7 @@ def test_span_has_the_devices_duration_although_the_host_only_enqueues(
     device: FakeDevice, clock: EventClock, spin_ns: int
 ) -> None:
     """The span is also at the right time on the host's time line."""
-    device.spin(7 * MILLISECOND)  # Keeps the device busy when the mark is made.
+    device.spin(7 * MILLISECOND)  # This work keeps the device busy when the mark is made.
     issued_ns = device.now_ns()
     begin = marked(clock)
     device.spin(spin_ns)
@@ -73,7 +73,7 @@ def test_span_has_the_devices_duration_although_the_host_only_enqueues(
 def test_time_of_a_mark_is_unknown_until_the_device_has_reached_it(
     device: FakeDevice, clock: EventClock
 ) -> None:
-    """The host does not synchronize; it makes one query at each step's end."""
+    """The host does not wait for the device, and makes one query at each step's end."""
     begin = marked(clock)
     device.spin(50 * MILLISECOND)
     end = marked(clock)
@@ -94,7 +94,7 @@ def test_time_of_a_mark_is_unknown_until_the_device_has_reached_it(
 def test_all_marks_are_read_if_the_host_is_twenty_steps_ahead(
     device: FakeDevice, clock: EventClock
 ) -> None:
-    """The host does not synchronize and makes at most two queries per step."""
+    """The host does not wait for the device, and makes at most two queries per step."""
     marks: list[int] = []
     times: dict[int, int] = {}
 
@@ -252,7 +252,7 @@ def test_event_that_fails_raises_and_leaves_the_mark_missing(
 def test_marks_never_read_are_dropped_with_their_old_step(
     device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the backward pass of a module never runs, the mark of its start is never read."""
+    """If the backward pass of a module never runs, the mark of that pass's start is never read."""
     monkeypatch.setattr(events, "MAX_TIMES", 8)
     marks = []
     for _ in range(10):
@@ -266,7 +266,9 @@ def test_marks_never_read_are_dropped_with_their_old_step(
 def test_anchors_correct_the_drift_of_the_devices_clock(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
-    """The device's clock gains 50 us per second. The remaining error is reported."""
+    """The device's clock gains 50 us per second. The clock reports the error that remains after the
+    correction.
+    """
     fake.fast = 50e-6
     for _ in range(8):
         device.advance(SECOND)
@@ -285,7 +287,9 @@ def test_anchors_correct_the_drift_of_the_devices_clock(
 def test_duration_of_a_span_across_two_anchors_has_no_drift_correction(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
-    """A clock that gains 50 us per second must not change a span between two anchors."""
+    """A span has the length that the device's clock shows, even if that clock gains 50 us per
+    second.
+    """
     fake.fast = 50e-6
     for _ in range(5):
         begin = marked(clock)
@@ -303,7 +307,7 @@ def test_duration_of_a_span_across_two_anchors_has_no_drift_correction(
 def test_marks_are_counted_as_missing_while_no_anchor_succeeds(
     device: FakeDevice, fake: FakeEvents
 ) -> None:
-    """The front end of the device is busy at first; a later attempt to make an anchor succeeds."""
+    """The front end of the device is busy at first, and a later attempt to make an anchor succeeds."""
     device.spin(2 * SECOND, fake.aside)
     clock = EventClock(fake, fake.now_ns)
     assert clock.error_ns is None

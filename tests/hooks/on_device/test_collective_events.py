@@ -1,4 +1,6 @@
-"""Events around collectives without the NCCL plugin: the real clock on the fake device."""
+"""CollectiveEvents, which times collectives without the NCCL plugin, with the product's EventClock
+on a fake device.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ class Loop(CollectiveRig):
         )
 
     def step(self) -> None:
-        """End a step. The device's clock is read first."""
+        """End a step. Read the marks of the device's clock, and then issue a collective and end the
+        step.
+        """
         self.clock_of_device.read_reached_marks()
         self.events.report_known_times()
         self.recorder.next_step()

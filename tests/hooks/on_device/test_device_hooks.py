@@ -128,7 +128,9 @@ def device_spans(recording: Recording, kind: Kind) -> list[Record]:
 def test_device_is_unknown_while_the_model_is_still_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, known: str
 ) -> None:
-    """On a machine with an accelerator, `model.cuda()` may follow, or FSDP offloads to the CPU."""
+    """On a machine with an accelerator, `model.cuda()` may be called later, or FSDP may offload to
+    the CPU.
+    """
     monkeypatch.setattr(attach, "find_accelerator", lambda: there)
     with recorded(tmp_path, torch.nn.Linear(2, 2)) as recording:
         recording.watch.step()
@@ -157,7 +159,7 @@ def test_step_with_an_interrupted_stall_has_no_device_record_and_is_counted(
 def test_forward_backward_and_optimizer_have_device_times(
     device: FakeDevice, tmp_path: Path, ahead: bool
 ) -> None:
-    """The times belong to the right step, whether or not the device is behind the host."""
+    """The times are recorded for the right step, whether or not the device is behind the host."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -204,7 +206,7 @@ def test_delay_between_host_and_device_is_recorded(device: FakeDevice, tmp_path:
             recording.watch.step()
     behind = {span.step: span.value1 for span in device_spans(recording, Kind.OPTIMIZER)}
     for step in range(1, 4):
-        # The host's own work lasts no time in this test.
+        # The host's own work takes no time in this test.
         assert behind[step] == pytest.approx(STEP_NS, rel=0.02)
     assert behind[4] == pytest.approx(50 * MILLISECOND + STEP_NS, rel=0.02)
 
@@ -270,7 +272,7 @@ def test_step_in_a_graph_capture_has_no_device_times_and_is_counted(
 
 
 def test_step_with_a_missing_mark_has_no_device_record(device: FakeDevice, tmp_path: Path) -> None:
-    """The missing mark may belong to a stall. Later steps have records."""
+    """One case is a missing mark of a stall. Later steps have records."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -341,7 +343,9 @@ def test_time_to_read_marks_is_charged_to_the_sampled_step(
 def test_wait_for_room_in_a_full_device_queue_is_not_overhead(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mark waits for room in the queue. Without the mark, the job's next launch would wait."""
+    """A device mark waits for room in the device's queue. Without the mark, the job's next launch
+    would wait.
+    """
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)
@@ -380,7 +384,7 @@ def test_spans_not_reached_when_the_watch_ends_are_counted(
 def test_exception_in_the_forward_pass_is_passed_on_with_device_times(
     device: FakeDevice, tmp_path: Path
 ) -> None:
-    """Later steps have device times."""
+    """Steps after the exception have device times."""
     rig = Rig(device)
 
     class Failing(torch.nn.Module):
@@ -404,7 +408,7 @@ def test_exception_in_the_forward_pass_is_passed_on_with_device_times(
 def test_device_times_are_off_with_one_connection_to_the_device(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events would serialize overlapping work.
+    """With one connection, events would serialize overlapping work.
 
     A note gives the reason, and a setting turns device times on.
     """
@@ -504,7 +508,7 @@ def test_last_mark_reached_by_the_device_is_published(
         keeps_up = read_device_mark(reader)
         synchronizations = device.synchronizations
         with monkeypatch.context() as once:
-            # A kernel that is still running when the test ends.
+            # This kernel is still running when the test ends.
             once.setattr(sys.modules[__name__], "FORWARD_NS", 1000 * STEP_NS)
             rig.step()
         for _ in range(5):
@@ -530,7 +534,7 @@ def test_last_mark_reached_by_the_device_is_published(
 def test_publishing_progress_needs_no_query_if_the_device_keeps_up(
     device: FakeDevice, tmp_path: Path
 ) -> None:
-    """One query per step is made, as without publishing."""
+    """The host makes one query per step, as without publishing."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)

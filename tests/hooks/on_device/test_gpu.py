@@ -1,4 +1,4 @@
-"""Publishing which GPUs a watched process computes on."""
+"""Tests that a watched process publishes the GPUs on which it computes."""
 
 from __future__ import annotations
 

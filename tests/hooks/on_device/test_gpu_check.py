@@ -23,7 +23,7 @@ from tests.device import device
 from tests.support.processes import ROOT
 
 FACTS = {"device": "none", "NCCL": "2.28.9"}
-LONG_S = 30.0  # A limit that is sufficient on a busy machine.
+LONG_S = 30.0  # Time limit that is sufficient on a busy machine.
 
 
 def part(name: str, limit_s: float = LONG_S) -> Part:
@@ -99,7 +99,7 @@ def test_part_that_hangs_is_killed_with_its_child_processes(
 def test_parts_after_the_time_limit_are_listed_as_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The running part is terminated, which does not count as failed."""
+    """The running part is terminated, and does not count as failed."""
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     code, runner, text = run(tmp_path, part("hangs"), part("fails"), part("passes"), seconds=3)
     assert code == 3
@@ -226,14 +226,15 @@ def test_errors_of_nccl_for_missing_features_differ_from_other_failures() -> Non
     assert refusal("ValueError: no") == ""
 
 
-@pytest.mark.long  # Needs a quiet machine: a rank that lacked a CPU could be reported first.
+# This test needs a quiet machine: a rank that waits for a CPU could be reported first.
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.skipif(
     device.missing() is not None,
     reason=f"the device cannot be built: {device.missing()}",
 )
 def test_check_finds_the_planted_fault_on_the_fake_asynchronous_device(tmp_path: Path) -> None:
-    """One training loop and one fault of this part are planted in the same way as on CUDA."""
+    """The fault is planted in one training loop, in the same way as on CUDA."""
     lines: list[Line] = []
     planted.check(Checks(lines.append), MODULES, kinds=("launch-clean", "ddp-backward"), steps=90)
     assert [line.result for line in lines] == [PASS, PASS], lines

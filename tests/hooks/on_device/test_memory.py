@@ -77,7 +77,9 @@ def test_memory_readings_take_at_most_a_thousandth_of_the_time(
 def test_memory_is_not_read_before_cuda_is_initialized(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """A reading would initialize CUDA. A device without allocations has no numbers."""
+    """A reading would initialize CUDA. No memory numbers are recorded for a device without
+    allocations.
+    """
     allocator.initialized = False
     with recorded(tmp_path) as recording:
         recording.watch.step()
@@ -95,7 +97,9 @@ def test_memory_is_not_read_before_cuda_is_initialized(
 def test_missing_memory_counters_are_not_recorded_as_zero(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """With cudaMallocAsync most numbers stay 0, and a torch version may lack a counter."""
+    """With the allocator cudaMallocAsync most counters stay 0, and a torch version may lack a
+    counter.
+    """
     allocator.uses(GB, 2 * GB)
     allocator.backend = "cudaMallocAsync"
     with recorded(tmp_path / "async") as recording:
@@ -113,7 +117,7 @@ def test_missing_memory_counters_are_not_recorded_as_zero(
 def test_custom_allocator_is_noted_once_and_not_read(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """A custom allocator has no numbers and no observers."""
+    """A custom allocator of torch has no memory statistics and no observers."""
     allocator.uses(GB, GB)
     allocator.backend = "pluggable"
     with recorded(tmp_path) as recording:

@@ -146,7 +146,7 @@ def test_nccl_settings_without_a_plugin_do_not_prevent_timing(
 
 
 def on_in(nccl: FakeNccl, recording: Recording, steps: int) -> list[int]:
-    """Return the steps in which NCCL is asked to report its kernels."""
+    """Return the steps in which the hook requests NCCL's reports on kernels."""
     steps_on = []
     for step in range(steps):
         if nccl.mask == ON:
@@ -166,7 +166,7 @@ def test_one_step_in_50_is_timed_with_an_untested_nccl_version(
     version: tuple[int, ...], wish: str, every: int, nccl: FakeNccl, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With a tested NCCL all steps are timed."""
+    """With a tested NCCL version, all steps are timed."""
     with watched(tmp_path, monkeypatch, version=version, wish=wish) as recording:
         nccl.load()
         context = nccl.communicator()
@@ -194,7 +194,9 @@ def test_plugin_is_off_by_default_and_events_are_used(
 def test_plugin_is_not_set_if_shared_memory_is_too_small(
     wish: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note gives the needed and the free size. NCCL itself would dereference a null pointer."""
+    """The note gives the needed and the free size. Without the check, NCCL itself would dereference
+    a null pointer.
+    """
     free = os.statvfs("/dev/shm")
     monkeypatch.setattr(nccl_plugin, "POOL_BYTES", free.f_bavail * free.f_frsize + (1 << 30))
     with watched(tmp_path, monkeypatch, wish=wish) as recording:
@@ -206,7 +208,7 @@ def test_plugin_is_not_set_if_shared_memory_is_too_small(
 
 
 def test_free_shared_memory_is_required_for_all_ranks_of_the_node(tmp_path: Path) -> None:
-    """A missing folder has no free space."""
+    """A missing folder counts as one without free space."""
     assert nccl_plugin.find_shared_memory_problem(1, tmp_path) == ""
     assert "34 MiB" in nccl_plugin.find_shared_memory_problem(
         1, Path("/proc")
@@ -361,8 +363,8 @@ def test_end_of_nccl_timing_is_noted_if_no_step_follows(
 def test_replay_of_a_graph_with_unknown_contents_ends_timing(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The contents of graphs captured in an earlier watch, or replayed before there was a
-    communicator, are known.
+    """Graphs that were captured in an earlier watch, or replayed before the first communicator,
+    have known contents.
     """
     for name in ("capture_begin", "capture_end", "replay"):
         monkeypatch.setattr(torch.cuda.CUDAGraph, name, lambda graph: None)
@@ -402,7 +404,7 @@ def test_graph_capture_ends_timing_with_plugin_interface_4(
 def test_nccl_timing_is_off_in_a_forked_child(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the parent process timing continues."""
+    """Timing continues in the parent process."""
     with watched(tmp_path, monkeypatch):
         nccl.load()
         context = nccl.communicator()
@@ -462,7 +464,7 @@ def test_plugin_file_of_another_version_is_not_set_and_noted(
 def test_operations_without_nccl_times_are_noted(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first note comes at once, and the number is noted at the end.
+    """A first note is made at once, and a last note has the number of operations.
 
     Notes of an earlier watch are not repeated.
     """
@@ -488,7 +490,9 @@ def test_operations_without_nccl_times_are_noted(
 def test_communicators_created_without_the_plugin_are_noted(
     nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL has not loaded the plugin. Advice is given once, and events are used."""
+    """NCCL has not loaded the plugin for these communicators. A note gives advice once, and
+    collectives are timed by events instead.
+    """
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
     backends = {("0", "cuda"): "gloo", ("1", "cuda"): "nccl"}
     monkeypatch.setattr(torch_groups, "get_group_backend", lambda *group: backends[group])
@@ -565,7 +569,7 @@ def test_plugin_is_not_set_if_torch_lacks_a_suitable_nccl(
 def test_nccl_version_has_no_suffix_and_is_none_without_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch may have no CUDA, or the NCCL of another vendor."""
+    """This torch may lack CUDA, or have the NCCL of another vendor."""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert nccl_plugin.read_nccl_version() is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -588,7 +592,7 @@ def test_doctor_prints_one_line_about_nccl(
     version: tuple[int, ...], chosen: str | None, severity: int, words: str, nccl: FakeNccl,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The line has advice. Without NCCL in torch there is no line."""
+    """The line has advice. If torch has no NCCL, doctor prints no line about it."""
     monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda: None)
     assert not any("NCCL" in check.subject for check in run_checks())
     monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda: version)
@@ -603,7 +607,7 @@ def test_doctor_prints_one_line_about_nccl(
 def test_package_never_sets_torch_nccl_enable_timing() -> None:
     """TORCH_NCCL_ENABLE_TIMING makes each collective record two events.
 
-    Only the user may set this variable.
+    Only the user may set the variable.
     """
     package = Path(nccl_plugin.__file__).parents[1]
     sources = [

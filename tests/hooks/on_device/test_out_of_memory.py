@@ -71,7 +71,9 @@ class Hungry(torch.nn.Module):
 def test_out_of_memory_error_writes_a_table_of_the_memory(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """The table has the process, time, place and size of the request, and the memory in use."""
+    """The table contains the process, time, place and size of the failed request, and the memory in
+    use.
+    """
     model = torch.nn.Sequential(Hungry(allocator))
     with recorded(tmp_path, model) as recording:
         for _ in range(3):
@@ -143,9 +145,9 @@ def test_memory_observer_is_not_attached_before_cuda_is_initialized(
 def test_allocation_history_is_recorded_during_the_watch(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """The history has 20,000 entries with Python stacks.
+    """The allocation history has 20,000 entries with Python stacks.
 
-    With stacks, the table shows which blocks are new.
+    With the history's stacks, the table shows which blocks are new.
     """
     held = allocator.held["segments"][0]["blocks"]
     entry = {"action": "alloc", "addr": held[1]["address"], "size": 1, "stream": 0, "time_us": 5}
@@ -204,7 +206,7 @@ def test_history_function_of_torch_is_restored_after_the_watch(
 def test_size_of_memory_snapshots_in_captures_is_limited(
     allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch, ours: bool
 ) -> None:
-    """A history of the job is not copied, and no large snapshot is pickled."""
+    """A capture neither copies a history that the job records nor pickles a large snapshot."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch_instruments.memory_history, "is_ours", ours)
     assert isinstance(torch_instruments.dump_memory_snapshot(), bytes)
@@ -257,7 +259,7 @@ def test_tables_of_repeated_errors_take_at_most_a_hundredth_of_the_time(
         assert len(allocator.snapshots) == 1
         same = written(recording.watch, "rank00000-0.json")
         assert (same["untold"], same["table"] is None) == (3, False)
-        clock.now_ns += 2_000_000_000  # Two seconds after the first table, which took 20 ms.
+        clock.now_ns += 2_000_000_000  # 2 s after the first table, which took 20 ms.
         observer.on_out_of_memory(0, GB, 0, 0)
         assert written(recording.watch, "rank00000-0.json")["untold"] == 3
     assert len(allocator.snapshots) == 2
@@ -266,9 +268,9 @@ def test_tables_of_repeated_errors_take_at_most_a_hundredth_of_the_time(
 def test_error_shortly_after_a_table_writes_a_short_file(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """The error may end the job.
+    """Even so short a time after a table, a file is written, because the error may end the job.
 
-    The short file refers to the last table, and only the newest one is kept.
+    The short file refers to the last table, and only the newest short file is kept.
     """
     with recorded(tmp_path) as recording:
         watch = recording.watch

@@ -1,4 +1,4 @@
-"""device_section() in a watched loop on the fake device, from its time stamps to the report."""
+"""Tests of device_section() in a watched loop on the fake device, from time stamps to the report."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_device_section_is_counted_in_each_replay_of_a_captured_graph(
 ) -> None:
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
-        timed(device, "decode", MILLISECOND)  # Warm-up before the capture.
+        timed(device, "decode", MILLISECOND)  # Warm up before the capture.
         torch_device.current_stream = device.new_stream()
         device.begin_capture(torch_device.current_stream)
         timed(device, "decode", MILLISECOND, torch_device.current_stream)
@@ -152,7 +152,7 @@ def test_sections_that_overflow_the_device_ring_are_counted_as_lost(
 def test_device_ring_is_created_at_the_start_of_a_watch_if_needed(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """A function was decorated and the device is in use, so the first step may be captured."""
+    """A decorated function and a device in use show that the first step may be captured."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         made = device.calls("cuMemAlloc_v2"), device.synchronizations
@@ -175,7 +175,7 @@ def test_device_ring_is_created_between_steps_and_not_inside_a_step(
 ) -> None:
     """Without a section before the watch, the ring is created at a step's end.
 
-    Earlier uses of the section are counted.
+    Uses of the section before the ring's creation are counted.
     """
     with recorded(tmp_path) as recording:
         attach(recording, torch_device, decorated=False)
@@ -308,7 +308,7 @@ def test_generated_section_names_do_not_overflow_the_metadata(
 def test_device_sections_on_a_second_device_are_noted(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
-    """A ring belongs to one device."""
+    """A device ring belongs to one device, so sections on another device are not timed."""
     with recorded(tmp_path) as recording:
         attach(recording, torch_device)
         timed(device, "here", MILLISECOND)

@@ -128,7 +128,9 @@ def test_waits_on_other_streams_than_the_compute_stream_are_no_stalls(loop: Loop
 
 @pytest.mark.parametrize("tail", [False, True])
 def test_step_with_a_pass_on_another_stream_has_incomplete_stalls(loop: Loop, tail: bool) -> None:
-    """Waits of that pass are not stalls of the compute stream. The next step is complete."""
+    """Waits of the pass on another stream are not stalls of the compute stream. The stalls of the
+    next step are complete.
+    """
     loop.fake.stream = loop.device.new_stream()
     if tail:
         on_autograds_thread(loop.stalls.begin_tail, TAIL)
@@ -143,14 +145,14 @@ def test_step_with_a_pass_on_another_stream_has_incomplete_stalls(loop: Loop, ta
     loop.blocked()
     loop.phase()
     loop.fake.stream = loop.device.new_stream()
-    loop.phase()  # A pass without a wait on that stream.
+    loop.phase()  # This pass on the other stream contains no wait.
     loop.stalls.finish_step()
     assert loop.device_clock.missing_marks == 1
 
 
 def test_stall_in_the_backward_tail_ends_with_the_backward_pass(loop: Loop) -> None:
-    """The tail begins on autograd's thread, contains no other stall, and shares the mark of its
-    end.
+    """The tail begins on autograd's thread, contains no other stall, and ends with the mark of the
+    backward pass's end.
     """
     loop.recorder.begin(Kind.BACKWARD, 0)
     on_autograds_thread(loop.stalls.begin_tail, TAIL)
@@ -165,7 +167,7 @@ def test_stall_in_the_backward_tail_ends_with_the_backward_pass(loop: Loop) -> N
     assert loop.device_clock.marked == 2
     loop.stalls.begin_tail(TAIL)
     loop.device.spin(2 * MILLISECOND)
-    # The last pass had no mark, and the mark of the pass before it is not used.
+    # The last pass had no mark, and the mark of the previous pass must not be used.
     loop.stalls.end_tail()
     loop.blocked()
     assert loop.durations_ms() == [5.0, 2.0, 1.0]
@@ -189,7 +191,7 @@ def test_interrupted_stall_makes_the_stalls_of_the_step_incomplete(loop: Loop) -
 
 
 def test_backward_pass_with_unknown_end_of_computation_is_counted(loop: Loop) -> None:
-    """A pass that raised is not counted, because no rank waited for it."""
+    """A backward pass that raised is not counted, because no rank waited for it."""
     loop.stalls.end_tail(raised=True, is_known=False)
     assert loop.device_clock.missing_marks == 0
     loop.stalls.end_tail(is_known=False)

@@ -1,4 +1,6 @@
-"""Behaviour without a GPU: no device module is loaded, and the GPU check says so."""
+"""Behaviour without a GPU: no device module is loaded, and the GPU check reports that there is no
+GPU.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def rig(run: RunDirectory, tmp_path: Path) -> Rig:
 
 
 def test_signals_are_made_once_per_hardware_sample(rig: Rig) -> None:
-    """Levels are means, and counters become rates since the previous call.
+    """Signals of levels are means, and signals of counters are rates since the previous call.
 
     Without a new sample, there are no signals.
     """

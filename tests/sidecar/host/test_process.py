@@ -80,7 +80,7 @@ def test_rank_itself_is_not_reported_as_busiest_other_process() -> None:
 
 
 def test_sleeping_process_reports_no_cpu_wait() -> None:
-    """Other processes are not sampled."""
+    """Other processes are not sampled, because this one does not wait for a CPU."""
     with subprocess.Popen(["sleep", "20"]) as process:
         newest = sample_signals(HostMetrics(), process.pid, 3)
         process.kill()

@@ -103,7 +103,9 @@ def ready(process: subprocess.Popen[str]) -> str:
 
 
 def wait_for(pid: int, state: str) -> None:
-    """Wait until a process has a state. The kernel stops a process a while after the signal."""
+    """Wait until a process has a state. Waiting is necessary, because the kernel stops a process a
+    while after the signal.
+    """
     deadline = time.monotonic() + 30
     while read_process_state(pid) != state:
         assert time.monotonic() < deadline, read_process_state(pid)
@@ -120,7 +122,7 @@ def functions(stack: Stack) -> list[str]:
 
 @needs_py_spy
 def test_stack_lists_only_the_main_threads_frames_innermost_first(start: Start) -> None:
-    """Each frame has file and line."""
+    """Each frame shows its file and line."""
     process = start(BLOCKED.format(levels=2))
     ready(process)
 
@@ -181,7 +183,7 @@ def test_deep_stack_is_cut_to_the_innermost_frames(start: Start) -> None:
 
 @needs_py_spy
 def test_stack_names_the_thread_that_has_the_gil(start: Start) -> None:
-    """The main thread waits for the GIL."""
+    """In this test the main thread waits for the GIL."""
     process = start(GREEDY)
     ready(process)
     deadline = time.monotonic() + 30
@@ -291,7 +293,7 @@ def test_reason_names_a_remedy_for_each_kernel_restriction(
 ) -> None:
     """The restrictions are the settings of Yama and the seccomp filter of a container.
 
-    py-spy is called once.
+    Each read calls py-spy only once.
     """
     program, calls = tmp_path / "py-spy", tmp_path / "calls"
     program.write_text(f"#!/bin/sh\necho call >> {calls}\necho '{error}' >&2\nexit 1\n")
@@ -465,7 +467,7 @@ def test_blocked_process_writes_its_stack_on_sigusr2(tmp_path: Path) -> None:
     script.write_text(
         "import signal, sys, time, torchlens_perf as perf\n"
         "def stuck():\n"
-        # The loop is one line, so the stack is the same at any time.
+        # The loop is one line, which makes the stack the same at any time.
         "    print('ready', flush=True); sys.stdin.readline()\n"
         "with perf.watch(config=perf.Config(_faulthandler=True, sidecar=False, report='off',"
         " dir=sys.argv[1])) as w:\n"
@@ -521,8 +523,8 @@ def test_sigusr2_is_not_sent_to_a_process_without_a_handler(
     assert process.returncode == 0
 
 
-# A program that checks SIGUSR2 around a watch. The test inserts lines for {before}, {inside} and
-# {after}.
+# A program that checks SIGUSR2 around a watch. The test replaces {before}, {inside} and {after}
+# with lines of code.
 AROUND = """
 import faulthandler, os, signal, sys
 from pathlib import Path
@@ -542,7 +544,7 @@ SEND = "os.kill(os.getpid(), signal.SIGUSR2)"
 
 
 def around(folder: Path, before: str = "", inside: str = "pass", after: str = "") -> str:
-    """Run the program with the inserted lines, and return its output."""
+    """Run the program with the lines before, inside and after the watch, and return its output."""
     program = AROUND.format(before=before, inside=inside, after=after)
     command = [sys.executable, "-c", program, str(folder / "runs"), str(folder / "mine")]
     done = warm_python.run(command, 60)

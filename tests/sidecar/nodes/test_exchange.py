@@ -65,7 +65,7 @@ class TestExchange:
         assert len(numbers) + nodes.contacts["n1"].missed == 300
 
     def test_instructions_of_node_0_reach_all_nodes(self, nodes: Nodes) -> None:
-        """Nodes receive changed instructions, also if they join later."""
+        """Nodes also receive instructions that changed before the nodes joined."""
         merger = nodes.start("n0", merges=True)
         merger.set_instructions(b"first")
         early = nodes.start("n1")
@@ -92,7 +92,7 @@ class TestExchange:
         assert (of_new, nodes.seen[1]) == ([b"new"], [b"old"])
 
     def test_restarted_sidecar_continues_to_send_posts(self, nodes: Nodes) -> None:
-        """A sidecar that ends normally is listed as left."""
+        """A sidecar that ends normally is listed as having left."""
         first, merger = nodes.start("n1"), nodes.start("n0", merges=True)
         first.post({1: b"first"})
         nodes.wait(merger, lambda: 1 in nodes.seen)
@@ -126,7 +126,7 @@ class TestExchange:
         )
 
     def test_node_0_is_found_at_the_configured_address(self, nodes: Nodes, tmp_path: Path) -> None:
-        """The nodes need neither a shared folder nor the job's store, also after a restart."""
+        """The nodes need neither a shared folder nor the job's store, even after a restart."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             where = f"127.0.0.1:{listener.getsockname()[1]}"
         secret = tmp_path / "secret"
@@ -197,7 +197,7 @@ class TestExchange:
         assert counts[1][0] <= counts[0][0]
 
     def test_waiting_post_is_sent_at_close(self, nodes: Nodes) -> None:
-        """The node may not have found node 0 before its close."""
+        """In one case, the node has not found node 0 before close() is called."""
         short = nodes.start(
             "n1", timing=dataclasses.replace(FAST, first_retry_s=100.0, last_retry_s=100.0)
         )
@@ -223,7 +223,7 @@ class TestAlone:
         assert exchange.close(LONG_S)
 
     def test_sidecar_of_a_one_node_job_does_not_import_grpc(self) -> None:
-        """The sidecar also opens no thread or socket."""
+        """The sidecar starts no thread and opens no socket."""
         code = """if True:
             import sys, threading
             import numpy as np
@@ -245,7 +245,7 @@ class TestAlone:
         subprocess.run([sys.executable, "-c", code], check=True)
 
     def test_sidecar_of_a_several_node_job_imports_grpc_but_not_torch(self, tmp_path: Path) -> None:
-        """The process prints nothing on stderr and can start programs."""
+        """With grpc, the process prints nothing on stderr and can start programs."""
         code = f"""if True:
             import subprocess, sys, time
             from pathlib import Path

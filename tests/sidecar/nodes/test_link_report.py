@@ -92,7 +92,7 @@ def test_invalid_link_report_bytes_raise_an_error(data: bytes) -> None:
 
 
 def test_group_over_several_nodes_is_merged_into_one() -> None:
-    """The merged group has the shorter transfer time."""
+    """The merged group has the shorter of the nodes' transfer times."""
     (ours,), (theirs,) = rows_of((0, 1)), rows_of((0, 1), slow=(0, 1))
     theirs = structs.replace(theirs, wait_ns=1000.0, joined=ours.joined - 1)
     (both,) = merge_links([[theirs], [structs.replace(ours, wait_ns=0.0)]])
@@ -113,7 +113,7 @@ def test_result_is_the_same_without_early_rejection_of_candidates() -> None:
 def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each node has two groups, which are too few to compare.
+    """Each node has only two groups of its own, which are too few to compare.
 
     Node 0 ignores invalid reports and reports of other attempts.
     """

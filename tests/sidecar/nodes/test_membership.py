@@ -72,7 +72,7 @@ def test_first_process_set_of_a_late_node_does_not_join_generation_0() -> None:
     assert late.generation_number(0) == 2
     assert late.is_number_known(0)
     late.add_set(1, 130.0, 4)
-    assert late.generation_number(1) == 3  # The number is a guess until node 0's message arrives.
+    assert late.generation_number(1) == 3  # A guess until node 0's message arrives.
 
 
 def test_process_set_is_numbered_by_its_age_if_an_earlier_set_is_missing() -> None:
@@ -80,7 +80,7 @@ def test_process_set_is_numbered_by_its_age_if_an_earlier_set_is_missing() -> No
     zero = node("a", (0.0, 0), (50.0, 0), leads=True)
     assert zero.generation_of_remote_set("b", 1, 51.0, 4) == 1
     early = node("a", (0.0, 0), leads=True)
-    # No other generation is known at this point.
+    # The node knows no other generation at this point.
     assert early.generation_of_remote_set("b", 1, 51.0, 4) == 0
     early.add_set(1, 50.0, 4)
     assert early.generation_of_remote_set("b", 1, 51.0, 4) == 1
@@ -95,7 +95,7 @@ def test_new_node_0_continues_the_generation_numbers() -> None:
 
 
 def test_generation_is_at_least_the_launchers_restart_count() -> None:
-    """A restart may happen before any ring is recorded."""
+    """A restart may happen before any process records."""
     assert node("a", (0.0, 2), (9.0, 3), leads=True).generation_number(1) == 3
 
 

@@ -34,7 +34,7 @@ def send(
 ) -> None:
     """Send reports until nothing is waiting, without network delay.
 
-    Without a reply, the sender stops after some attempts.
+    If no reply arrives, the function stops after some attempts.
     """
     while True:
         report = outbox.build_report(now_s, leaving=leaving)
@@ -92,7 +92,7 @@ class TestWire:
         ],
     )
     def test_report_values_out_of_range_raise_an_error(self, posts: list[Post]) -> None:
-        """No sender creates such times, ranks and sizes."""
+        """The values are times, ranks and sizes that no sender creates."""
         with pytest.raises(ValueError, match=r"\S"):
             decode_report(encode(NodeReport(8.5, 0, False, posts)))
 
@@ -170,7 +170,7 @@ class TestAccount:
             assert collected.nodes[node].missed == 12
 
     def test_age_of_a_post_includes_time_at_the_sender_and_on_the_network(self) -> None:
-        """The time in the receiver's inbox is included too."""
+        """The age also includes the time in the receiver's inbox."""
         outbox, inbox = outbox_and_inbox()
         send_at = outbox.build_report(5000.0)
         inbox.receive_report("a1", encode(send_at), 100.0)  # The clocks of the nodes are unrelated.

@@ -1,6 +1,6 @@
 """Tests of the exchange with hostile or broken peers on loopback.
 
-Each peer's costs stay bounded.
+Each hostile or broken peer costs a bounded amount of memory and time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RawClient:
     def send(self, data: bytes, **metadata: Any) -> grpc.StatusCode:
         """Send one message, and return the status with which node 0 ended the call.
 
-        Rarely, grpc itself ends the call with INTERNAL, because the write follows node 0's end.
+        In rare cases grpc reports INTERNAL, because the write follows the call's end by node 0.
 
         Such a call is repeated.
         """
@@ -179,7 +179,7 @@ class TestNode0:
         for piece in pieces:
             for connection in connections:
                 connection.settimeout(0.01)
-                with contextlib.suppress(OSError):  # Node 0 accepts no more data.
+                with contextlib.suppress(OSError):  # Node 0 has ended the call.
                     for stream in (1, 3, 5, 7):
                         connection.sendall(frame(0, 0, stream, piece))
         assert resident_mb() - before_mb < 60
@@ -189,7 +189,9 @@ class TestNode0:
     def test_open_calls_without_the_token_are_ended_soon(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange], open_at_end: ExitStack
     ) -> None:
-        """Calls of any kind are started and left open. The node's own connection stays open."""
+        """Calls of every kind are started without a token and left open. The node's own connection
+        stays open.
+        """
         port = nodes.address().port
         headers = call_headers(transport.REPORT, nonce_bin="bm5ubm5ubm5ubm5ubm5ubg")
         calls = {
@@ -215,7 +217,7 @@ class TestNode0:
     def test_call_with_a_wrong_token_is_refused_and_counted(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
-        """Node 0 does not read the payload and adds no node."""
+        """Node 0 does not read the payload of such a call and adds no node."""
         data = encode(NodeReport(1.0, 0, False, [Post(0.0, {9: b"theirs"})]))
         address = nodes.address()
         strangers = [
@@ -235,7 +237,7 @@ class TestNode0:
     def test_call_without_a_name_or_full_nonce_is_refused(
         self, nodes: Nodes, pair: tuple[Exchange, Exchange]
     ) -> None:
-        """The two calls have the right token."""
+        """Both calls have the right token."""
         stranger = RawClient(nodes.address())
 
         assert (
@@ -303,7 +305,9 @@ class TestNode0:
         assert pair[1].notes() == [f"{wrong.calls} calls without this job's token were refused"]
 
     def test_call_of_a_silent_node_is_ended_by_node_0(self, nodes: Nodes) -> None:
-        """The link may have been cut. When the link works again, the node's posts arrive."""
+        """A node is silent if its link was cut, for example. When the link works again, the node's
+        posts arrive.
+        """
         merger = nodes.start("n0", merges=True, timing=dataclasses.replace(FAST, silent_s=0.5))
         other = nodes.start("n1", timing=dataclasses.replace(FAST, beat_s=2.0))
         for number in range(3):

@@ -65,7 +65,9 @@ def test_unpacked_address_equals_the_packed_one() -> None:
 
 class TestFolder:
     def test_node_0_is_found_in_the_run_directory(self, tmp_path: Path) -> None:
-        """The file is private and written atomically. Node 0 removes only its own file."""
+        """The address file is private and written atomically. At its end, node 0 removes only its
+        own file.
+        """
         meeting, other = (Rendezvous(Endpoints(None, tmp_path), KEY) for _ in range(2))
         with pytest.raises(NotPublishedYet):
             other.find_addresses()
@@ -86,7 +88,7 @@ class TestFolder:
     def test_address_file_that_other_users_can_write_is_refused(
         self, tmp_path: Path, wrong: str
     ) -> None:
-        """Reading the file does not block."""
+        """One such file is a FIFO, whose reading must not block."""
         meeting = Rendezvous(Endpoints(None, tmp_path), KEY)
         file = meeting.address_file
         assert file is not None

@@ -53,7 +53,7 @@ def pack_and_unpack(sent: RankProgress) -> RankProgress:
 
 
 def assert_close(found: RankProgress, expected: RankProgress) -> None:
-    """Compare two values. Seconds are compared as 32-bit floats."""
+    """Compare two values. Compare seconds with the precision of 32-bit floats."""
     for field in dataclasses.fields(RankProgress):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
         assert mine == (pytest.approx(theirs, rel=1e-3) if isinstance(theirs, float) else theirs), (
@@ -91,7 +91,7 @@ class TestSize:
 
 class TestPlaceAndProgress:
     def test_unpacked_placement_equals_the_packed_one(self) -> None:
-        """Ranks of all nodes have equal populations and positions."""
+        """A rank's population and position are the same on node 0 as on the rank's own node."""
         (value,) = received(made_summary())
 
         assert summary.unpack_placement(value, "node-a") == PLACE
@@ -108,7 +108,7 @@ class TestPlaceAndProgress:
         }
 
     def test_unpacked_progress_equals_the_packed_one(self) -> None:
-        """Missing values are still missing."""
+        """Missing values are still missing after unpacking."""
         for sent in (
             ranks.rank(5),
             ranks.behind(

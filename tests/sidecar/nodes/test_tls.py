@@ -68,7 +68,7 @@ def authority(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return two authorities: the job's and a foreign one."""
+    """Return two certificate authorities: that of the job and a foreign one."""
     folder = tmp_path_factory.mktemp("certificates")
     return authority(folder / "ours"), authority(folder / "theirs")
 
@@ -83,7 +83,7 @@ def copy(files: Path, to: Path, *names: str) -> str:
 def test_nodes_without_the_jobs_certificate_are_refused(
     nodes: Nodes, made: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The nodes have no certificate, one of another authority, or no TLS."""
+    """The refused nodes have no certificate, a certificate of another authority, or no TLS."""
     ours, theirs = made
     places = dataclasses.replace(nodes.places, tls_folder=str(ours), tls_name=NAME)
     merger = nodes.start("n0", merges=True, places=places)
@@ -132,7 +132,7 @@ def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(
 
 
 def test_missing_certificate_files_are_noted(nodes: Nodes, tmp_path: Path) -> None:
-    """Nothing is sent without TLS."""
+    """Without the certificate files, no node sends data without TLS instead."""
     merger = nodes.start(
         "n0", merges=True, places=dataclasses.replace(nodes.places, tls_folder=str(tmp_path / "no"))
     )

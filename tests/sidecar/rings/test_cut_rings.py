@@ -22,7 +22,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
 
-# The rank has its own process, because a write to pages that were cut off ends it.
+# The rank runs in its own process, because a write to pages that were cut off ends the process.
 OTHER_RANK = """
 import sys, time
 from pathlib import Path

@@ -82,7 +82,7 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_next_start_saves_the_rings_of_a_killed_job(tmp_path: Path) -> None:
-    """All steps are saved. Shared memory is free and has no empty folders."""
+    """All steps are saved. Afterwards shared memory has neither rings nor empty folders."""
     done = in_own_memory(DEAD + DRAIN + "assert dead_runs.start_draining();" + GONE, tmp_path)
 
     assert done.stdout == "[]\n"
@@ -90,7 +90,7 @@ def test_next_start_saves_the_rings_of_a_killed_job(tmp_path: Path) -> None:
 
 
 def test_rings_are_removed_if_the_run_directory_is_gone(tmp_path: Path) -> None:
-    """The directory is not created again. The log reports the removal."""
+    """The removed run directory is not created again. The log reports that the rings were removed."""
     gone = "import shutil; shutil.rmtree('runs'); os.utime(folder, (0, 0)); drain.drain_old_runs();"
     done = in_own_memory(DEAD + DRAIN + gone + LEFT, tmp_path)
 
@@ -122,7 +122,7 @@ for i in range(4):
 
 
 def test_rings_of_repeated_crashes_do_not_accumulate(tmp_path: Path) -> None:
-    """Each job is killed with its sidecar. The next start removes the files."""
+    """Each job is killed together with its sidecar. The next start removes the files."""
     find = """
 def watch_sidecar(watch):
     import time
@@ -157,7 +157,7 @@ assert dead_runs.start_draining()
 
 
 def test_rings_are_kept_if_the_run_directory_is_not_writable(tmp_path: Path) -> None:
-    """Finished steps must not be lost."""
+    """The rings must stay, because finished steps must not be lost."""
     refuses = (
         "import shutil; shutil.rmtree('runs/a-run/spans'); open('runs/a-run/spans', 'w').close();"
     )
@@ -221,7 +221,7 @@ for i in range(300):
 
 
 def test_concurrent_starts_and_ends_keep_folders_in_use(tmp_path: Path) -> None:
-    """Other processes remove empty folders meanwhile. No folder is left at the end."""
+    """Other processes remove empty folders meanwhile. When all runs have ended, no folder is left."""
     several = f"""
 import subprocess, sys
 command = [sys.executable, "-c", {BEGIN_AND_END!r}]
@@ -267,7 +267,7 @@ print(finished)
 def test_anonymous_ring_of_a_killed_process_is_saved(tmp_path: Path) -> None:
     """Shared memory is too small for the ring.
 
-    The sidecar has the memory open and loses no record.
+    The sidecar keeps the anonymous memory open and loses no record.
     """
     from tests.support.processes import SCRIPTS, report
     from torchlens_perf.run.directory import RunDirectory
@@ -320,7 +320,9 @@ def test_anonymous_ring_is_copied_to_the_run_directory_without_a_sidecar(
 
 
 def test_ring_that_cannot_be_copied_is_reported(tmp_path: Path) -> None:
-    """There is no sidecar and no space. The message contains the ring's path."""
+    """The job has no sidecar, and the disk has no space for a copy. The message contains the ring's
+    path.
+    """
     done = in_own_memory(
         COPIED % "import shutil; shutil.rmtree('runs'); open('runs', 'w').close()", tmp_path
     )

@@ -1,4 +1,6 @@
-"""Tests of a sidecar's first seconds: its cost, its conditions, and that no data is lost."""
+"""Tests of a sidecar's wait in its first seconds: its cost, the events that end it, and that no
+data is lost.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ class Preparation:
 
 
 class Waited:
-    """The result of wait(). `during` is called at each sleep with the elapsed time."""
+    """The result of wait(). `during` is a function that is called at each sleep with the elapsed
+    time.
+    """
 
     def __init__(
         self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False
@@ -128,7 +132,7 @@ def test_wait_without_events_lasts_its_full_time(run: RunDirectory, ranks: int) 
     ],
 )
 def test_wait_ends_at_once_after_an_event(run: RunDirectory, event: str, tmp_path: Path) -> None:
-    """Events are a rank's end, a ring that fills up, and a ring that cannot be read."""
+    """The events are a rank's end, a ring that fills up, and a ring that cannot be read."""
     ranks = [] if event == "comes later and closes" else [Rank(run, 0), Rank(run, 1)]
 
     def at(waited_s: float) -> None:
@@ -187,9 +191,10 @@ def test_removed_rings_do_not_end_the_wait(run: RunDirectory) -> None:
 def test_imports_get_little_cpu_time_at_first_if_no_cpu_is_idle(
     run: RunDirectory, impatient: bool
 ) -> None:
-    """If no CPU is ever idle, the imports get a small share first.
+    """If no CPU becomes idle for a while, the imports get a small share of CPU time.
 
-    After twice that time, the share is unlimited. A job with other nodes does not wait.
+    After twice the time until then, the share is unlimited. A job with other nodes does not wait
+    for an idle CPU.
     """
     rank = Rank(run, 0)
     rank.steps(10, **WORK)

@@ -98,7 +98,7 @@ def test_hopper_gpu_reports_all_quantities_in_their_units(rig: Rig) -> None:
 
 
 def test_counters_are_reported_as_growth_since_the_last_sample(rig: Rig) -> None:
-    """A counter that fell was reset."""
+    """If a counter has a lower value than before, it was reset."""
     rig.one()
     rig.nvml.gpus[0].update(
         {"field 74": 600 * MS, "field 83": 5_000_500_000, "field 161.3": 4, "field 161.7": 1}
@@ -207,7 +207,7 @@ def test_all_fields_of_a_sample_are_read_in_one_call(rig: Rig) -> None:
 
 
 def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
-    """The XID and the loss are noted once. Other GPUs are still sampled."""
+    """The XID error and the loss of the GPU are noted once. Other GPUs are still sampled."""
     rig.nvml.gpus = [dict(HOPPER), dict(HOPPER)]
     rig.nvml.write()
     rig.sample()
@@ -237,7 +237,9 @@ def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
 
 
 def test_lost_gpu_is_detected_from_the_result_of_a_field(rig: Rig) -> None:
-    """The call itself succeeds. Other failures of a field affect only the present sample."""
+    """The call itself succeeds. Failures of a field for other reasons affect only the present
+    sample.
+    """
     rig.nvml.gpus[0]["code 82"] = NO_DATA
     rig.nvml.write()
     without = rig.one()
@@ -345,11 +347,11 @@ def test_xids_are_missing_without_permission_for_events(rig: Rig) -> None:
 
 
 def test_gpu_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
-    """The conflict is noted once and retried later without a leak."""
+    """The conflict is noted once, and later attempts leak no memory."""
     rig.one()
     rig.nvml.write(f"fail nvmlGpmSampleGet {IN_USE}")
     refused = [rig.one() for _ in range(3)]
-    assert rig.nvml.allocated == 1  # Only the event set is allocated.
+    assert rig.nvml.allocated == 1  # Only the event set is still allocated.
     rig.nvml.write()
     soon = rig.one()
     later = [rig.one(after_s=60), rig.one()]
@@ -368,7 +370,7 @@ def test_gpu_activity_is_missing_while_another_tool_uses_gpm(rig: Rig) -> None:
     ("code", "notes"), [(3, 0), (13, 0), (4, 1)], ids=["not supported", "old driver", "no right"]
 )
 def test_driver_without_gpm_is_queried_only_once(rig: Rig, code: int, notes: int) -> None:
-    """A missing permission is noted. An unsupported function is not."""
+    """A missing permission is noted, but a driver without GPM is not."""
     rig.nvml.write(f"fail nvmlGpmQueryDeviceSupport {code}")
     samples = [rig.one(after_s=100) for _ in range(3)]
 
@@ -425,11 +427,12 @@ def test_gpu_that_nvml_does_not_list_is_noted(rig: Rig) -> None:
 def test_gpu_with_slow_calls_is_sampled_less_often(rig: Rig) -> None:
     """After a slow sample, the GPU is not sampled for twenty times the sample's duration.
 
-    The third slow sample is noted. A slow opening of the GPU causes no such delay.
+    The third slow sample is noted. If only the opening of the GPU is slow, the interval does not
+    change.
     """
     rig.nvml.write("sleep nvmlDeviceGetName 60")
     for _ in range(5):  # Any call may take long on a busy machine.
-        rig.telemetry = GpuTelemetry()  # This call uses the real clock.
+        rig.telemetry = GpuTelemetry()  # Without arguments, GpuTelemetry uses the real clock.
         rig.sample()
         found = set(rig.sample()), rig.telemetry.slow_samples[UUIDS[0]]
         if not found[1]:

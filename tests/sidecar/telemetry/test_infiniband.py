@@ -34,7 +34,7 @@ def port(root: Path, device: str = "mlx5_0", number: int = 1, **changed: str | N
 
 
 def test_counters_are_converted_to_their_units(tmp_path: Path) -> None:
-    """Data counters count words of four bytes. The rate is in bits per second."""
+    """Data counters count words of four bytes. The port's speed is converted to bits per second."""
     port(tmp_path)
     (sample,) = LinkTelemetry(tmp_path).sample(5 * SECOND, 77).values()
 
@@ -61,7 +61,7 @@ def test_counters_are_converted_to_their_units(tmp_path: Path) -> None:
 
 
 def test_second_sample_contains_the_growth_of_counters(tmp_path: Path) -> None:
-    """A counter that was reset begins at 0."""
+    """The growth of a counter that was reset is counted from 0."""
     folder, links = port(tmp_path), LinkTelemetry(tmp_path)
     links.sample(SECOND, 0)
     (folder / "counters/port_rcv_data").write_text("2500\n")

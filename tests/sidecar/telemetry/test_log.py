@@ -103,7 +103,9 @@ def rig(run: RunDirectory, tmp_path: Path) -> Rig:
 
 
 def test_gpus_are_sampled_each_second_and_ports_every_five(rig: Rig, tmp_path: Path) -> None:
-    """The rate does not depend on the calls of sample(). Without GPUs, NVML is not called."""
+    """The sampling intervals do not depend on how often sample() is called. Without GPUs, NVML is
+    not called.
+    """
     port(tmp_path / "infiniband")
     rig.seconds(2)
     assert rig.gpus.asked == []
@@ -267,7 +269,7 @@ def test_rings_are_removed_although_telemetry_cannot_be_written(
 def test_telemetry_totals_continue_after_a_restart_of_the_sidecar(
     rig: Rig, run: RunDirectory, tmp_path: Path
 ) -> None:
-    """Losses and file numbers continue too."""
+    """Counts of losses and file numbers continue too."""
     rig.gpus.values = {FIRST: {"pcie_replays": 0}}
     rig.gpus.losses[FIRST] = 1
     rig.seconds(12, FIRST)
