@@ -29,9 +29,9 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 EVERY_S = 5.0
 _PREDECESSOR_MARGIN_S = 30.0
-"""Difference in age from which a node must also have sent to an earlier sidecar of node 0, which
-has already exported the node's counts. In the first seconds of this number, the first piece of each
-series is therefore only a baseline.
+"""If a node's sidecar is older than node 0's by at least this time, an earlier sidecar of node 0
+has already exported the node's counts. For this time, the first piece of each series is therefore
+only a baseline.
 """
 _PIECE_BUCKETS = 64
 """Number of buckets that always fit into a message."""
@@ -152,7 +152,7 @@ class _NodeCounts:
 
     instance: int
     others_until_s: float
-    """Until then, an earlier sidecar of node 0 may have exported a series' first piece."""
+    """Time until which an earlier sidecar of node 0 may have exported a series' first piece."""
     memory_bytes: int = 0
     numbers: list[float] | None = None
     sums_ns: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)

@@ -82,7 +82,7 @@ class PlantedFault:
     cost_s_per_step: float
     """Additional time of the job's step in the steps of the fault."""
     found: bool | None
-    """True if a verdict names any of its ranks; None if no rank is at fault."""
+    """True if a verdict names any of the fault's ranks; None if no rank is at fault."""
     missed_ranks: tuple[int, ...]
     named_by: tuple[NamingVerdict, ...]
     why_not: str

@@ -87,7 +87,7 @@ class FindingRecords:
 
     attempt: int = -1
     alone: str = ""
-    """The name of the node that found them, if it judged only its own ranks; else ""."""
+    """The name of the node that made the findings if it judged only its own ranks; else ""."""
     findings: list[Finding] = dataclasses.field(default_factory=list)
     """The findings, oldest first. Ended stragglers are removed, because the detector keeps their
     episodes."""

@@ -263,14 +263,17 @@ class TestKindsOfSteps:
         assert (long["count"], long["more_s"]) == (55, pytest.approx(0.044))
         assert outliers(report) == (
             {"unknown cause": 55},
-            "45 of 103 steps are typical, 3 are warm-up.",
+            "45 of 103 steps are typical, 3 are warm-up steps.",
         )
 
     def test_shorter_steps_are_mentioned_without_a_verdict(self) -> None:
         report = report_on([dict(BASE)] * 83 + [{**BASE, "backward": 1.0}] * 20)
         (verdict,) = report["verdicts"]
         assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
-        assert outliers(report) == ({"shorter": 20}, "80 of 103 steps are typical, 3 are warm-up.")
+        assert outliers(report) == (
+            {"shorter": 20},
+            "80 of 103 steps are typical, 3 are warm-up steps.",
+        )
 
     def test_steps_that_wait_for_a_cpu_are_no_separate_kind(self) -> None:
         loop = [{**BASE, "cpu": 0.0} for _ in range(100)]
@@ -309,7 +312,7 @@ class TestKindsOfSteps:
         report = report_on(loop)
         assert outliers(report) == (
             {"evaluation": 1, "unknown cause": 1},
-            "145 of 150 steps are typical, 3 are warm-up.",
+            "145 of 150 steps are typical, 3 are warm-up steps.",
         )
         assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
 

@@ -424,7 +424,7 @@ class RankStatistics:
     device_history: WindowHistory = field(default_factory=WindowHistory)
     """Windows by the device's clock, if the rank is judged by its device."""
     device_mix: StepMix = field(default_factory=StepMix)
-    """Bins of steps by the device's clock. The host only waits for the device in some steps."""
+    """Bins of steps by the device's clock, which does not count the host's waits for the device."""
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
 

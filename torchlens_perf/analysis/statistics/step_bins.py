@@ -39,16 +39,16 @@ class StepBins:
     work_ns: npt.NDArray[np.float64]
     """Shape [rows, len(OWN_PARTS)]: own time, without time runnable but not scheduled."""
     issue_ns: npt.NDArray[np.float64]
-    """Same shape: the host's issue time; 0 if the rank is judged by its host."""
+    """Shape of `work_ns`: the host's issue time; 0 if the rank is judged by its host."""
     lag_ns: npt.NDArray[np.float64]
-    """Same shape: the device's lag at the start of each part; 0 if judged by the host."""
+    """Shape of `work_ns`: the device's lag at the start of a part; 0 if judged by the host."""
     wait_ns: npt.NDArray[np.float64]
     ready_ns: npt.NDArray[np.float64]
     """Time in which the thread was runnable but not scheduled. It is NaN if it was not measured,
     and `work_ns` then includes this time.
     """
     issue_ready_ns: npt.NDArray[np.float64]
-    """The same for the host of a rank that is judged by its device, which it may not delay."""
+    """`ready_ns` of the host of a rank judged by its device. This time may not delay the device."""
     workload: npt.NDArray[np.float64]
     """Tokens, or other units that the job counts; NaN if not counted."""
     flags: npt.NDArray[np.int64]

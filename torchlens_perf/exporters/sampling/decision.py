@@ -38,7 +38,7 @@ class TraceDecision:
 
     attempt: int
     decided_to: int
-    """Last step for which it is decided, as for all earlier steps, whether it is sent."""
+    """Last step up to which node 0 has decided about all steps."""
     standing: tuple[int, ...]
     """Ranks that have metric series of their own."""
     steps: tuple[TracedStep, ...]

@@ -81,7 +81,7 @@ class _MergedWindow:
     score: Mapping[int, float]
     """Outlier scores of work, by rank."""
     has_all: bool
-    """True if the window contains all ranks whose work is an outlier. It has room for eight."""
+    """True if the window contains all outliers. A window has room for eight."""
 
     def shows_rank(self, rank: int) -> bool:
         """Return True if the window shows whether the work of this rank is an outlier."""
@@ -132,7 +132,7 @@ class MergedWindows:
         self.seen = 0
         """Number of windows in which ranks were compared."""
         self.windows: deque[_MergedWindow] = deque(maxlen=_KEPT)
-        """The newest of these windows."""
+        """The newest windows in which ranks were compared."""
         self._last_step = -1
         self._slow: dict[int, _SlowRank] = {}
         self._over: list[_SlowRank] = []

@@ -82,7 +82,7 @@ class PartTimes(NamedTuple):
     issue_ns: Floats
     """Time of the host to issue the work."""
     lag_ns: Floats
-    """Time from the begin of the part on the host to its begin on the device."""
+    """Time from the part's start on the host to its start on the device."""
 
 
 def compute_own_time(ranks: PartTimes, critical: PartTimes) -> tuple[Floats, npt.NDArray[np.bool_]]:
