@@ -164,7 +164,7 @@ def test_hosts_that_wait_for_devices_without_marks_are_a_hang_without_blame() ->
         " training threads wait there for their devices, in `loss.item()`, train (gpt.py:31), by"
         " the stacks of ranks 0-1. It is not known what the devices execute: the threads last"
         " checked them before they began to wait. One device may be stuck in a kernel of its own"
-        " while the others wait for it in a collective, or all devices may have long work. The"
+        " while the others wait for it in a collective, or all devices may execute long work. The"
         " records cannot distinguish these cases. Next: see which kernel runs on each rank's device"
         " (cuda-gdb: info cuda kernels)" in hang_text(hang)
     )

@@ -42,7 +42,7 @@ REPORT: dict[str, Any] = {
 }
 CONTEXT = SlowRankContext(())
 AT = places(8, node_size=4)
-OTHERWISE = "The kernels of the collectives do not confirm it"
+OTHERWISE = "The kernel times of collectives do not confirm it"
 
 
 def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> JudgedVerdict:
@@ -85,7 +85,7 @@ def test_sentence_on_a_slow_rank_has_phase_times_cost_and_action() -> None:
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        ({3: 0.1, 5: 0.8}, f"{OTHERWISE}: rank 5 came last in 80% of them, rank 3 in 10%."),
+        ({3: 0.1, 5: 0.8}, f"{OTHERWISE}: rank 5 arrived last in 80% of them, rank 3 in 10%."),
         ({3: 0.9, 5: 0.1}, ""), ({3: 0.45, 5: 0.55}, ""), ({}, ""),
     ],
 )  # fmt: skip
@@ -204,7 +204,7 @@ def test_lack_of_a_cpu_is_described_as_time_without_a_cpu() -> None:
     text = verdict_on(episode(phase="cpu")).sentence
 
     assert (
-        "its thread was ready but had no CPU for 20.0 ms a step more than on the other ranks"
+        "its thread was runnable but had no CPU for 20.0 ms a step more than on the other ranks"
         in text
     )
     assert "computes" not in text

@@ -816,7 +816,7 @@ def _action_on_long_steps(long: LongSteps) -> str:
             " choose."
         ),
         "capture": "nothing: a capture was requested.",
-        "sampled backward pass": "nothing, or sample more rarely: backward_every.",
+        "sampled backward pass": "nothing, or sample fewer backward passes (backward_every).",
     }
     for kind in long["kinds"]:
         if kind in actions:

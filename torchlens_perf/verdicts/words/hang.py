@@ -262,7 +262,7 @@ def _describe_blocked_threads(hang: Hang) -> str:
         f"{_describe_places(hang)} The training threads wait there for their devices, in {devices.waits_in},"
         f" by the {stacks}. It is not known what the devices execute: the threads last checked them"
         " before they began to wait. One device may be stuck in a kernel of its own while the"
-        " others wait for it in a collective, or all devices may have long work. The records"
+        " others wait for it in a collective, or all devices may execute long work. The records"
         " cannot distinguish these cases."
     )
 

@@ -100,7 +100,7 @@ def build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
         else f"(rank {first['rank']} {_describe_death_place(first)})"
     )
     text = (
-        f"{who} died {where}: a signal, a crash or os._exit() ended the process before its watch."
+        f"{who} died {where}: a signal, a crash or os._exit() ended the process before watch() was closed."
         f" Next: read the job's log, `dmesg` on {first['host']} (the kernel's OOM killer) and the"
         " scheduler's time limit."
     )

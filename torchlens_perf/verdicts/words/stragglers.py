@@ -140,7 +140,7 @@ def _contradicting_last_arrivals(context: SlowRankContext, straggler: StragglerG
     if latest is None or others[latest] < _LAST_IN_MOST or theirs >= 1 - _LAST_IN_MOST:
         return ""
     return (
-        f"The kernels of the collectives do not confirm it: rank {latest} came last in"
+        f"The kernel times of collectives do not confirm it: rank {latest} arrived last in"
         f" {format_percent(others[latest])} of them, rank {straggler.lead.rank} in"
         f" {format_percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
     )
@@ -317,7 +317,7 @@ def _compare_times(episode: Episode, it: str, ranks: int) -> str:
     )
     if episode.phase == "cpu":
         more = format_duration(episode.excess_ns / 1e9)
-        return f"{its} thread was ready but had no CPU for {more} a step more than on {others}"
+        return f"{its} thread was runnable but had no CPU for {more} a step more than on {others}"
     mine, theirs = (
         format_duration(episode.work_ns / 1e9),
         format_duration(episode.others_work_ns / 1e9),
