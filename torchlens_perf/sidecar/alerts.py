@@ -62,10 +62,10 @@ class SlowLinkMonitor:
     ) -> JudgedVerdict | None:
         """Send this node's link statistics to node 0.
 
-        Return the verdict on all links that this node knows.
+        Return the verdict on the links of which this node has statistics.
 
-        now_s: a monotonic clock. final: all processes of the node have ended. The first final call
-        judges the links even if they are not due.
+        now_s: a monotonic clock. final: all processes of the node have ended. The first call with
+        `final` judges the links at once.
         """
         if now_s >= self._due_s or (final and not self._was_final):
             started_s = time.monotonic()

@@ -49,7 +49,7 @@ _CHUNK_BYTES = 1 << 24
 _FASTEST = 1
 _DONE = object()
 _MAX_NOTES = 4
-# Time from a request to the rank's answer, in which the rank starts, captures and writes.
+# A rank must answer a request within this time, which includes starting, capturing and writing.
 _ANSWER_TIMEOUT_S = 3 * LONGEST_S
 
 
@@ -90,7 +90,7 @@ class CaptureRelay:
         """Notes on requests that cannot be read and outcomes that cannot be written."""
         self._run = run
         self._scanned_s = float("-inf")
-        self._seen: set[tuple[str, int]] = set()  # ids of handled requests, with the rank
+        self._seen: set[tuple[str, int]] = set()  # ids of handled requests, each with its rank
         self._pending: list[_PendingCapture] = []
         self._after_verdict: set[int] = set()  # attempts in which a verdict has requested a capture
 

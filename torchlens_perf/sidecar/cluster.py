@@ -1,9 +1,9 @@
 """Connect this node with the other nodes of its job.
 
 On node 0, exchange_data() receives summaries of the other nodes' ranks. It sends the run's id, its
-process generations and instructions to these nodes. On the other nodes, exchange_data() does the
-opposite. The exchange stays open while processes restart, because nodes may restart at different
-times.
+process generations and instructions to the other nodes. On those nodes, exchange_data() sends
+summaries of the node's ranks to node 0. The exchange stays open while processes restart, because
+each node may restart its processes at another time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-# Interval of hang checks. It is also the interval of a rank's posts while the rank makes no steps.
+# Interval of hang checks. A rank that makes no steps sends posts at the same interval.
 ROUND_S = 1.0
 # Interval of exchange_data() while this node exchanges no data with other nodes.
 _ALONE_ROUND_S = 2.0
@@ -62,7 +62,7 @@ class ClusterLink:
         """node: this node's name, see run/place/node.py. open_exchange: replaces Exchange in tests.
 
         cut_off_after_s: time without contact to node 0 after which this node judges its own ranks.
-        A node finds a restarted sidecar of node 0 in less time.
+        It must be longer than a node needs to find a restarted sidecar of node 0.
         node_0_timeout_s: longest wait for node 0's message about the job's process generations.
         """
         self.membership = Membership(run_id)
@@ -74,7 +74,7 @@ class ClusterLink:
         self._open_exchange = open_exchange
         self._cut_off_after_s, self._node_0_timeout_s = cut_off_after_s, node_0_timeout_s
         self._exchange: Exchange | None = None
-        self._role: tuple[Endpoints, bool] | None = None  # endpoints, and True on node 0
+        self._role: tuple[Endpoints, bool] | None = None  # endpoints, and whether this is node 0
         self._instructions = b""  # newest instructions, sent by node 0 or received from it
         self._received = b""  # newest reply of node 0
         self._tallies: deque[tuple[str, bytes]] = deque(maxlen=_MAX_TALLIES)

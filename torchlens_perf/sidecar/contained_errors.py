@@ -26,8 +26,7 @@ class ContainedErrors:
             with guard(place):
                 yield
         except (OSError, RunStoreError) as error:
-            # In tests, guard() raises exceptions again, but errors of the disk are no programming
-            # errors.
+            # guard() raises all exceptions again in tests, but disk errors are not bugs.
             swallowed.add(place, error)
         note = (
             f"{place} failed in the sidecar, and its results are missing: see"

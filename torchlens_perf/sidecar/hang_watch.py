@@ -96,9 +96,8 @@ class HangDetector:
     def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
         """Return True if all other reports are newer than the first finding of this hang.
 
-        When a hang ends, the reports of other nodes are older than this node's rings for a moment.
-        Ranks of other nodes then seem to have stopped while this node's ranks go on. This is not a
-        new hang.
+        When a hang ends, reports of other nodes are older than this node's rings for a moment.
+        Ranks of other nodes may seem to hang until new reports arrive.
         """
         if self._seen[0] != hang.key:
             self._seen = hang.key, now_s

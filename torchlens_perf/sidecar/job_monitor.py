@@ -1,8 +1,8 @@
 """Find slow ranks, their causes, and hangs, and raise alerts.
 
 In a job with several nodes, every sidecar sends its ranks' step times to node 0's sidecar, which
-judges all ranks together. After an error in this module, the sidecar still reads and saves records.
-The report then notes that results are missing.
+judges all ranks together. After an error in this module, the sidecar still reads and saves records,
+and the report notes that results are missing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class JobMonitor:
     ) -> None:
         """state: the node's saved state, or a new one.
 
-        generations: contains the state's processes.
+        generations: the process generations, with the processes in `state` already added.
         """
         self.cluster = ClusterLink(state.host, run.run_id)
         self.metrics = RankMetrics(telemetry)
@@ -213,8 +213,8 @@ class JobMonitor:
             choice = job.traces.encode_choice(
                 attempt, tuple(role.slow_ranks), cluster.max_instruction_bytes, final=final
             )
-            # Until the new processes have a choice, node 0 sends the last choice of the old
-            # processes.
+            # Until steps of the new processes are chosen, node 0 sends the last choice of old
+            # steps.
             if choice:
                 cluster.publish_instructions(choice)
         return found

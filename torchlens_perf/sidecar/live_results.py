@@ -1,7 +1,7 @@
 """Deliver results of a live run to its own processes: notebooks, w.summary() and verdict callbacks.
 
 A process requests results through a mailbox in the folder of its ring (run/mailbox.py). The sidecar
-answers within a round. It computes results only on request.
+answers within a round. The sidecar computes results only on request.
 """
 
 from __future__ import annotations

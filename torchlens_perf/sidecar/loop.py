@@ -49,8 +49,8 @@ def run_sidecar(
 
     Return True if a new ring has appeared, and the caller should run another sidecar.
 
-    The caller must own the lock. If the result is True, the caller still owns it. Otherwise the
-    lock is released.
+    The caller must own the lock. If the result is True, the caller still owns the lock. Otherwise
+    the lock is released.
 
     results: see LiveResultDelivery.
     port: the port for /metrics. The caller closes it.
@@ -136,7 +136,7 @@ class _RoundRunner:
         return False
 
     def run_round(self) -> bool:
-        """Run one round. Return False if it was the last one."""
+        """Run one round. Return False if it was the last round."""
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors
         if not self._lock.restore_file():

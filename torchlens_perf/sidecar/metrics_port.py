@@ -82,7 +82,8 @@ class MetricsPort:
     def close(self, *, lingers: bool) -> None:
         """Close the port. lingers: if the port has been scraped, wait for one more scrape first.
 
-        The wait lasts at most about twice the last interval between scrapes. No rank waits for it.
+        The wait lasts at most about twice the last interval between scrapes. No rank waits for
+        this.
         """
         if self._exporter is None:
             return

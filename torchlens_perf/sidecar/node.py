@@ -1,9 +1,9 @@
 """Read the rings of one node, write its run directory, judge its ranks and export results.
 
 The first rank of a node starts the sidecar in watch.py, or a user starts it with `torchlens-perf
-sidecar RUN_DIR`. No rank waits for the sidecar. It may be killed and started again at any time. A
-new sidecar continues from the saved state and the last written segment. Later records are still in
-the rings.
+sidecar RUN_DIR`. No rank waits for the sidecar. The sidecar may be killed and started again at any
+time. A new sidecar continues from the saved state and the last written segment. Records after that
+segment are still in the rings.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sidecar:
         `report` is called with the run and with rank 0's settings for its terminal.
 
         waiting: rings that were watched before this sidecar began to read, by path.
-        tap: builds the native tap. By default it is not built.
+        tap: builds the native tap; None to build no tap.
         """
         self.run = run
         self.state = state = node_state.load_or_new(run, host)
@@ -182,7 +182,7 @@ class Sidecar:
         now_s = time.monotonic()
         part = monitor.update_export_part(self.sources, now_s)
         if part is None:
-            return  # The metrics to send depend on this part.
+            return  # The metrics to send depend on `part`.
         monitor.cluster.send_tally(self._exporter.update_role(part), monitor.job)
         while self.records.unexported:
             batch = self.records.unexported.pop(0)

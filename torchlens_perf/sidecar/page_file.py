@@ -60,11 +60,12 @@ def write_in_child_process(
 ) -> str:
     """Write the page. Return the reason for a failure, otherwise "".
 
-    gives_up: called repeatedly. If it returns True, writing ends and the result is "".
+    gives_up: called repeatedly. If gives_up() returns True, the child is killed and the result is
+    "".
     """
     page = run.report.with_suffix(".html")
     command = children.build_command("report", str(run.path), "--html", str(page))
-    # Arrow's other memory pools reserve more memory than they use. The limit includes reserved
+    # Use the pool that reserves no more memory than it uses, because the limit includes reserved
     # memory.
     environment = {**children.build_environment(), "ARROW_DEFAULT_MEMORY_POOL": "system"}
     began_s, before = time.monotonic(), _file_version(page)
@@ -92,8 +93,8 @@ def write_in_child_process(
             time.sleep(_POLL_INTERVAL_S)
         errors.seek(0)
         last_line = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-    # The child replaces the page only when the new one is complete. A later failure does not
-    # matter.
+    # The child replaces the page only when the new page is complete. If the page has been replaced,
+    # a failure after that does not matter.
     if child.returncode and _file_version(page) == before:
         reason = (
             last_line.removeprefix("torchlens-perf: ")

@@ -50,7 +50,7 @@ def lower_thread_priority() -> None:
 
 
 def yield_memory_to_job() -> None:
-    """Limit this process's memory, and make the kernel kill it before the job."""
+    """Limit this process's memory, and make it the kernel's first victim if memory runs out."""
     with contextlib.suppress(OSError, ValueError):
         with open(_OOM_SCORE) as file:
             score = int(file.read())

@@ -97,7 +97,7 @@ class HardwareSignals:
     def _mark_used(
         self, name: str, samples: Sequence[GpuSample] | Sequence[LinkSample]
     ) -> tuple[Any, float | None]:
-        """Mark samples as used. Return them, and the time since the last used sample or None."""
+        """Mark samples as used. Return the samples and the time since the last used one."""
         if not samples:
             return samples, None
         before, self._seen_ns[name] = self._seen_ns.get(name), samples[-1].monotonic_ns
@@ -112,7 +112,7 @@ class RankMetrics:
         self._hardware = HardwareSignals(telemetry)
         # Time asleep and total duration of the steps since the last sample, by pid.
         self._asleep: dict[int, list[int]] = {}
-        # Details for diagnoses, by pid. They are kept after the process has ended.
+        # Details for diagnoses, by pid. The details are kept after the process has ended.
         self._details: dict[int, dict[str, str]] = {}
 
     def sample_waits(self, sources: Iterable[RingSource], now_s: float) -> None:

@@ -94,7 +94,7 @@ class RecordProcessor:
         """
         if not self._unkept:
             return
-        self.disk_failed = True  # Reset below, after a successful write.
+        self.disk_failed = True  # Set to False below, after a successful write.
         if self._writer is None:
             disk_bytes = self._sources.read_setting("disk_bytes")
             self._writer = SegmentWriter(
@@ -119,8 +119,8 @@ class RecordProcessor:
                 statistics.lost += source.advance_counted(source.reader.cursor - 1, 0)
             return
         names = list(source.reader.names())
-        # After a restart of the sidecar, the two masks may differ, because state and segments are
-        # saved at different times.
+        # After a restart of the sidecar, the masks of uncounted and of unsaved records may differ,
+        # because state and segments are saved at different times.
         uncounted, unkept = sequences > state.counted, sequences > source.kept
         counted = records if uncounted.all() else records[uncounted]
         steps = assemble_steps(counted)

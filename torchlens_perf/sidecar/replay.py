@@ -65,9 +65,9 @@ def replay(
 ) -> ReplayResult:
     """Export a run's saved records. Create the states of nodes without a saved state.
 
-    trace_every: send every n-th step as spans, with all ranks. With None, or the value of the live
-    run, send the steps and ranks that the live run has sent. If the live run has sent none, send
-    every n-th step.
+    trace_every: send every n-th step as spans, with all ranks. If it is None or equals the setting
+    of the live run, send the steps and ranks that the live run has sent. If the live run has sent
+    no spans, send every n-th step by its setting.
     advanced: called with the number of processed segments and the total number of segments.
     patience_s: total time to wait for an endpoint that accepts no data.
 

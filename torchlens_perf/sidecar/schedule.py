@@ -6,17 +6,16 @@ accept, and more rarely if the work takes long. This module does no I/O.
 
 from __future__ import annotations
 
-# Limit of records that wait for the next segment. It is also the limit of records of incomplete
-# steps.
+# Largest number of records that wait for the next segment, and of records of incomplete steps.
 MAX_UNKEPT_RECORDS = 1 << 18
 _MAX_POLL_S = 0.5
 _ACCOUNT_S, _LATEST_ACCOUNT_S = 1.0, 5.0
 _SAVE_S = 5.0
 _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
-# Write a segment before its records fill half of the ring. If all processes are killed at once,
-# these records are then still in the ring.
+# Write a segment before its records fill half of the ring. The ring still contains all unsaved
+# records if all processes are killed at once.
 _MAX_UNKEPT_SHARE = 1 / 2
-# Interval of segments after SIGTERM. The sidecar may then be killed at any time.
+# Interval of segments after SIGTERM, when the sidecar may be killed at any time.
 _HURRIED_S = 1.0
 # Largest share of the time for counting, and for writing the state.
 _MAX_TIME_SHARE = 1 / 400
@@ -52,7 +51,7 @@ class Schedule:
             self._done_s["account"] = self._done_s["keep"] = float("-inf")
 
     def adapt_poll_interval(self, fullest: float) -> None:
-        """Adapt the poll interval: aim at polls that find an eighth of the fullest ring."""
+        """Adapt the poll interval, so that polls find the fullest ring one eighth full."""
         if fullest > 1 / 8:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:
@@ -61,9 +60,9 @@ class Schedule:
     def is_count_due(self, now_s: float, took_s: float, *, watched: bool = False) -> bool:
         """Return True if records should be counted: once a second, or sooner in a young run.
 
-        If counting takes long, it is due more rarely. Most of its time is a fixed cost per module,
-        so longer intervals save time. took_s: duration of the last count. watched: a process shows
-        a continuous view of the run.
+        If counting takes long, it is due more rarely. Most of the time for counting is a fixed cost
+        per module, so longer intervals save time. took_s: duration of the last count. watched: a
+        process shows a continuous view of the run.
         """
         if self._hurries:
             return self._is_due("account", now_s, _HURRIED_S)
@@ -83,11 +82,11 @@ class Schedule:
     ) -> bool:
         """Return True if a segment should be written.
 
-        The interval is half of the run's age, from 5 s to 60 s. It is shorter if there are many
-        records.
+        The interval is half of the run's age, from 5 s to 60 s. The interval is shorter if there
+        are many records.
 
         ring_share: the highest share of a ring that is not in a segment yet.
-        failing: the last segment could not be written. The number of records is then ignored.
+        failing: the last segment could not be written. If True, the number of records is ignored.
         """
         since_s = now_s - self._done_s["keep"]
         many = unkept_records >= MAX_UNKEPT_RECORDS or (

@@ -48,7 +48,7 @@ class TapBuilder:
         self._due_s = _START_AFTER_S
 
     def update_outlook(self, name: str, *, wanted: bool) -> str:
-        """Return the state of the native tap for the report, or "" if no rank lacks it.
+        """Return the native tap's state for the report, or "" if all ranks have loaded the tap.
 
         name: file name of the tap that ranks did not find. wanted: the setting
         TORCHLENS_PERF_BUILD_TAP.

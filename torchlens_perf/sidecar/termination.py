@@ -1,8 +1,9 @@
 """Handle SIGTERM: the sidecar writes all records at once, and continues until its ranks end.
 
 When a pod or a job ends, all its processes receive SIGTERM and, after an unknown time, SIGKILL.
-Ranks may save a checkpoint in between. After SIGTERM, the sidecar therefore writes new records once
-a second. This module has few imports, because start/wait.py uses it in the sidecar's first seconds.
+Between the two signals, ranks may save a checkpoint. After SIGTERM, the sidecar therefore writes
+new records once a second. This module has few imports, because start/wait.py uses it in the
+sidecar's first seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choose the steps that a node's sidecar sends as traces, for one process generation.
 
-A sidecar that has data of all ranks chooses the steps of the job. This is the sidecar of the job's
-only node or of node 0, which sends its choice to the other nodes. A node without contact to node 0
-chooses its own steps, within its share of the budget.
+The sidecar that has data of all ranks chooses the steps for the whole job. In a job with several
+nodes, this is the sidecar of node 0, which sends its choice to the other nodes. A node without
+contact to node 0 chooses its own steps, within its share of the budget.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NODE_0_TIMEOUT_S = 30.0
 # Number of choices in the node's state. A replay uses these choices.
 _MAX_SAVED_CHOICES = 512
 _MAX_SENT_CHOICES = 32
-# `export_limit` is a number of metric series. In 10 s, the same number of spans may be sent.
+# `export_limit` is a number of metric series. It also limits the spans in 10 s.
 _SERIES_PER_SPAN = 10
 
 
@@ -71,7 +71,7 @@ class TraceSampler:
     ) -> set[int]:  # fmt: skip
         """Add complete steps of a process. Return the numbers of the steps to send at once.
 
-        Only steps of processes of other generations are sent at once. They are chosen by number.
+        Only steps of other process generations are sent at once: every n-th step, by its number.
         now_s: CLOCK_MONOTONIC.
         """
         every = source.state.trace_every

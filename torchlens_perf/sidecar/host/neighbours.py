@@ -1,7 +1,7 @@
 """Find other programs that use a rank's CPUs. Sampled only while a rank waits for a CPU.
 
 /proc/stat shows the total load of a CPU. The sidecar identifies only programs that it can see. In a
-container, it often sees only the job's own processes.
+container, the sidecar often sees only the job's own processes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CpuNeighbours:
     def busiest_program(self, cpus: Collection[int], job: Collection[int]) -> str:
         """Return the program outside the job that recently used these CPUs most.
 
-        The result looks like "name (pid 7)". It is "" if no such program is visible.
+        The result looks like "name (pid 7)". Returns "" if no such program is visible.
         """
         others = [
             (used, pid)

@@ -90,7 +90,7 @@ def read_main_stack(pid: int, timeout_s: float = 5.0, program: str | None = None
 def read_all_stacks(pid: int, timeout_s: float = 5.0) -> str:
     """Return the stacks of all threads as text, or the reason why they could not be read.
 
-    Otherwise, this function is the same as read_main_stack().
+    The arguments are those of read_main_stack().
     """
     answer, reason = _run_py_spy(pid, timeout_s, None)
     if reason:
@@ -158,9 +158,9 @@ def _run_py_spy(pid: int, timeout_s: float, program: str | None) -> tuple[bytes,
 def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float = 1.0) -> Stack:
     """Send SIGUSR2 and return the stack that the process writes to `path` (hooks/stack.py).
 
-    Frames are sorted innermost first. Raises no exception. started: as in read_process_state(). The
-    signal would end a process that does not catch it. It is therefore sent only to a process that
-    catches it and whose start time is `started`.
+    Frames are sorted innermost first. Raises no exception. started: as in read_process_state().
+    SIGUSR2 would end a process that does not catch it. SIGUSR2 is therefore sent only to a process
+    that catches it and whose start time is `started`.
     """
     try:
         before = path.stat().st_size
@@ -185,7 +185,7 @@ def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float
 
 
 def _run_command(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
-    """Run a command. Return whether it succeeded, its output and its errors.
+    """Run a command. Return whether the command succeeded, its output and its errors.
 
     Raises OSError, or TimeoutExpired after killing the process.
     """
@@ -200,8 +200,8 @@ def _run_command(command: list[str], timeout_s: float) -> tuple[bool, bytes, str
         answer, errors = process.communicate(timeout=max(0.0, timeout_s))
     except subprocess.TimeoutExpired:
         process.kill()
-        # subprocess.run() would wait here without a limit. If py-spy reads a process that is stuck
-        # in the kernel, py-spy may get stuck there too. SIGKILL then has no effect.
+        # If py-spy reads a process that is stuck in the kernel, py-spy may get stuck there too, and
+        # not even SIGKILL ends it. subprocess.run() would wait without a limit for its end.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_KILL_TIMEOUT_S)
         raise

@@ -79,8 +79,8 @@ class ReportSender:
         """Send the remaining posts, announce the end, and close the connection."""
         try:
             if self._call is None and self._outbox.has_unsent:
-                # Use the last address. A new search may fail, because the job's store has often
-                # ended.
+                # Use the last address. A new search may fail, because at the end of a job its store
+                # has often ended too.
                 await (self._try_address(*self._last) if self._last else self._find_node_0())
             if self._call is not None:
                 while not await self._send_report(leaving=True):
@@ -90,7 +90,7 @@ class ReportSender:
             self._rendezvous.close()
 
     async def _send_report(self, leaving: bool = False) -> bool:
-        """Send one report. Return True if it was the last one of a sidecar that ends."""
+        """Send one report. Return True if it was the last report of a sidecar that ends."""
         now_s = time.monotonic()
         with self._lock:
             report = self._outbox.build_report(now_s, leaving=leaving)

@@ -55,7 +55,7 @@ class Endpoints:
 
 
 def split_address(text: str) -> tuple[str, int]:
-    """Split "host:port" or "[host]:port". Raises ValueError for another text."""
+    """Split "host:port" or "[host]:port". Raises ValueError for other texts."""
     host, colon, port = text.strip().rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if (
@@ -70,8 +70,9 @@ def find_listen_addresses(places: Endpoints) -> tuple[list[str], int]:
     """Return addresses for node 0 to listen on, in order of preference, and the port (0 for any).
 
     "::" means all addresses of this node. With a coordinator, the coordinator's addresses come
-    first. Otherwise the result is the address of the interface that leads to the job's store. It is
-    a loopback address only if the store's address is one. All nodes are then on one machine.
+    first. Otherwise the result is the address of the interface that leads to the job's store. A
+    loopback address is returned only if the store's address is one, because all nodes are then on
+    one machine.
     """
     if places.coordinator:
         host, port = split_address(places.coordinator)

@@ -58,8 +58,8 @@ class Exchange:
         timing: ExchangeTiming | None = None,
     ) -> None:
         """Start the exchange on its thread. endpoints: the places where nodes can find node 0.
-        key: id of this exchange. It must be the same on all nodes of the job, and differ from that
-        of other jobs.
+        key: id of this exchange. All nodes of the job must use the same key, and other jobs must
+        use other keys.
         node: name of this node, unique in the job.
         merges: True on node 0, which collects the reports.
 
@@ -113,7 +113,7 @@ class Exchange:
     def set_links(self, links: bytes) -> None:
         """Set the link statistics for the next report.
 
-        They are sent again if node 0's sidecar restarts. Has no effect on node 0.
+        The statistics are sent again if node 0's sidecar restarts. Has no effect on node 0.
         """
         with self._lock:
             self._outbox.set_links(links)
@@ -126,8 +126,8 @@ class Exchange:
     def set_instructions(self, reply: bytes) -> None:
         """Set node 0's instructions to all other nodes, at most 1024 bytes.
 
-        Each reply contains the instructions. A node gets a reply at least every few seconds. Raises
-        ValueError for more bytes.
+        Each reply to a node contains the instructions, and each node gets a reply at least every
+        few seconds. Raises ValueError for instructions of more than 1024 bytes.
         """
         if len(reply) > MAX_REPLY_BYTES:
             raise ValueError(f"the reply has {len(reply)} bytes, more than {MAX_REPLY_BYTES}")
@@ -137,13 +137,13 @@ class Exchange:
                 self._end.reply = reply
 
     def instructions(self) -> bytes:
-        """Return node 0's newest instructions, or b"" before the first and on node 0."""
+        """Return node 0's newest instructions, or b"" if there are none yet or this is node 0."""
         with self._lock:
             return b"" if self._merges or self._end is None else self._end.reply
 
     @property
     def unreached_s(self) -> float:
-        """Time without contact to node 0. On node 0, time since publishing has failed."""
+        """Time without contact to node 0, or on node 0 without publishing its address."""
         with self._lock:
             return (
                 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
@@ -206,7 +206,7 @@ class Exchange:
             self._end = end
         retry_s = self._timing.first_retry_s
         while not self._stop.is_set():
-            # Clear the event before the work. A post during the work then wakes this loop again.
+            # Clear the event before the work, so a post during it wakes this loop again.
             self._wake.clear()
             try:
                 wait_s = await end.work_once()

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 _MIN_POLL_INTERVAL_S, _MAX_POLL_INTERVAL_S = 0.25, 5.0
 _GRACE_S = 5
-# torch first resolves the host's name. This takes 5 s if the resolver's query is lost.
+# This includes 5 s in which torch resolves the host's name if the resolver's first query is lost.
 _CONNECT_TIMEOUT_S = 10.0
 
 
@@ -64,7 +64,7 @@ def main() -> int:
         found = publish_or_wait_for_value(**order)
         answer = f"found {found}" if found else "nothing"
     except RuntimeError as error:
-        # The error is a DistNetworkError or DistStoreError. All lines but the first are C++ frames.
+        # The error is a DistNetworkError or DistStoreError. All lines but its first are C++ frames.
         answer = "error " + str(error).partition("\n")[0]
     sys.stdout.write(answer)
     sys.stdout.flush()

@@ -43,7 +43,7 @@ def store_key_of_watch(watch: int) -> str:
 
 
 class NotPublishedYet(ConnectionError):
-    """Node 0 has not published its address yet. This is normal at the start of a job."""
+    """Node 0 has not published its address yet. This error is normal at the start of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +218,8 @@ class Rendezvous:
         )
         assert self._child.stdin is not None
         # The request contains the token. All users of the machine can read arguments, so pass the
-        # request through a pipe. It is smaller than the pipe's buffer, so writing does not block.
+        # request through a pipe. Writing does not block, because the request fits the pipe's
+        # buffer.
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(json.dumps(order).encode())
             self._child.stdin.close()

@@ -78,7 +78,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
         assert self.address is not None
         now_s = time.monotonic()
         for task, last_report_s in list(self._last_report_s.items()):
-            # The connection was cut, or the node has stopped.
+            # The connection to the other node was cut, or that node has stopped.
             if now_s - last_report_s > self._timing.silent_s:
                 task.cancel()
         error = self._rendezvous.publish_address(self.address)

@@ -46,7 +46,7 @@ class RingSource:
     # True once all records are read and the process has ended. The saved state cannot provide this
     # flag: records that an earlier sidecar had read but not saved must be read again.
     read_to_end: bool = False
-    settled: bool = False  # read to its end, and all records are counted
+    settled: bool = False  # the ring is read to its end, and all records are counted
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
@@ -138,7 +138,7 @@ class RingSource:
         return records[:cut], sequences[:cut]
 
     def incomplete_records(self) -> npt.NDArray[np.void]:
-        """Return the records of incomplete steps. Some may be about earlier steps."""
+        """Return the records of incomplete steps. They may include earlier steps."""
         return self.waiting[0][0] if self.waiting else np.zeros(0, ring.record_dtype())
 
     def advance_counted(self, last: int, counted: int) -> int:

@@ -35,7 +35,7 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 _FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
-# The state keeps statistics of this many process generations. They take 10 KB a rank or more.
+# The state keeps statistics of this many process generations. Each takes 10 KB a rank or more.
 _MAX_GENERATIONS = 32
 _LIST_INTERVAL_S = 30.0
 # This is longer than the tick of any kernel, which is the resolution of modification times.
@@ -257,7 +257,7 @@ class RingSources:
             self._run.remove_ring(path)
         elif is_writer_running(path):
             why = "it was removed while its process runs, of which nothing is known"
-        # Otherwise an earlier sidecar has read the ring to its end and removed it.
+        # If the process has ended, an earlier sidecar has read the ring to its end and removed it.
         if why:
             self._state.notes.append(f"ring file {path.name} could not be read: {why}")
             logger.warning("%s could not be read: %s", path, why)

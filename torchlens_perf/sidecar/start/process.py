@@ -1,4 +1,4 @@
-"""Run the sidecar as a process that a rank has started, or a user on an existing run."""
+"""Run the sidecar as a process, for a rank of a live run or for a user on an existing run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def read_live_run(
 ) -> int:
     """Read the node's rings until its ranks have ended. Return the exit code.
 
-    lock_descriptor: descriptor of the lock file. The rank that started this process locked it.
+    lock_descriptor: descriptor of the lock file. The rank has locked the file.
     rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read
     the run directory.
     """
@@ -328,8 +328,9 @@ def create_run_directory(
 
     Ranks must not wait for a slow disk, so the sidecar creates the directory. After an error, it
     tries again while a rank records. Ranks that wait for a report get the error. If the directory
-    exists but has become read-only, the rings are kept. If it has never existed, the rings are
-    removed. The caller must own the lock. May block for as long as the disk does.
+    exists but has become read-only, the rings are kept. If the directory has never existed, the
+    rings are removed. The caller must own the lock. May block for as long as the disk does not
+    respond.
     """
     last_error = ""
     while True:

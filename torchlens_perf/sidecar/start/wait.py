@@ -1,18 +1,18 @@
 """Wait through a run's first seconds with as few imports as possible.
 
 The sidecar reads a run that ends within SHORT_RUN_S once, at its end. The start of reading takes
-half a second of CPU time, which training would lose. Until then, this process reads a few words of
-each ring's header, forty times a second. It starts to read the rings at once in these cases:
+half a second of CPU time, which training would lose. While this process waits, it reads a few words
+of each ring's header, forty times a second. The wait ends at once in these cases:
 
 - a rank ends,
 - a ring fills up,
 - a user asks for results,
 - a ring's header cannot be read.
 
-In the meantime, a thread imports the next modules on idle CPUs (preload.py). Even after a run of a
-few seconds, the report is then ready in time. If no CPU is idle, the thread waits for STARVED_S.
-Ranks wait for each other, so CPU time for imports costs the job twice as much. Without idle CPUs,
-imports therefore start late or when a ring fills, with a small share of a CPU at first.
+In the meantime, a thread imports the next modules on idle CPUs (preload.py). The report is
+therefore ready in time even after a run of a few seconds. If no CPU is idle, the thread waits for
+STARVED_S. Ranks wait for each other, so CPU time for imports costs the job twice as much. Without
+idle CPUs, imports therefore start late or when a ring fills, with a small share of a CPU at first.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torchlens_perf.run.sidecar_status import AT_ONCE, LOADS, SEVERAL_NODES, SHA
 from torchlens_perf.sidecar import priority, termination
 from torchlens_perf.sidecar.rings.waiting import WaitingRing
 
-TYPE_CHECKING = False  # As in typing, whose import takes long.
+TYPE_CHECKING = False  # a copy of typing.TYPE_CHECKING, because importing typing takes long
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.start.preload import ImportThread
 
 SHORT_RUN_S = 5.0
-# After this time, a starving import thread gets a small share of a CPU. After twice this time, the
-# sidecar starts to read.
+# After this time, an import thread that gets no idle CPU is given a small share of a CPU. After
+# twice this time, the sidecar starts to read the rings.
 STARVED_S = 10.0
 # If a ring fills within this time, the imports run at normal priority, because it will soon be
 # full.
@@ -53,8 +53,8 @@ class RingWatch:
     def __init__(self, folder: str, rings: Sequence[str] = ()) -> None:
         """folder: this node's folder of registered rings, see RunDirectory.register_ring().
 
-        rings: "DESCRIPTOR:PATH" of rings that this process had open before its exec. Such a
-        descriptor may be the last one of a ring in anonymous memory.
+        rings: "DESCRIPTOR:PATH" of rings that this process had open before its exec. A ring in
+        anonymous memory may have no other open descriptor.
         """
         self.rings: dict[str, WaitingRing] = {}
         for descriptor, _, path in (each.partition(":") for each in rings):
@@ -113,8 +113,8 @@ def wait_until_due(
 
     Return the open rings by path, and the import thread or None.
 
-    The wait ends when a ring should be read, or on SIGTERM. It also ends after SHORT_RUN_S if all
-    modules are imported, and after twice STARVED_S in any case.
+    The wait ends when a ring should be read, or on SIGTERM. The wait also ends after SHORT_RUN_S if
+    all modules are imported, and after twice STARVED_S in any case.
 
     folder: the folder of the node's registered rings.
     prepare: starts the import thread. Called once, after PRELOAD_AFTER_S or when a ring fills.

@@ -72,7 +72,7 @@ class TelemetryLog:
         self._losses, self._slow = (
             Counter(saved.losses),
             Counter(saved.slow_samples),
-        )  # as counted by earlier sidecars
+        )  # totals that earlier sidecars have counted
         self._lost, self._dropped = saved.lost_samples, saved.dropped_files
 
     def sample_due_sources(
