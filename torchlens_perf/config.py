@@ -51,7 +51,7 @@ _NEW_NAME = re.compile(r"\b(exchange|memory|report|trace_every|export_limit)\b")
 _MASKED = re.compile(r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)")
 """Secret parts of a URL, which messages hide."""
 _HOST_AND_PORT = re.compile(r"([^\s:@\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
-# Host names are refused, because name resolution may take long.
+# Host names are refused as listening addresses, because name resolution may take long.
 _LISTENING_ADDRESS = re.compile(
     r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})"
 )
@@ -117,7 +117,7 @@ class ExchangeUrl(NamedTuple):
         try:
             url = urlsplit(text)
         except ValueError:
-            # Without a cause: its message could contain the token.
+            # Raise without the original error, because its message could contain the token.
             raise ValueError("a URL with host:port or [address]:port") from None
         if url.scheme not in ("grpc", "grpcs") or url.path not in ("", "/") or url.fragment:
             raise ValueError(
@@ -378,7 +378,7 @@ class Config:
     def wants_module(self, name: str) -> bool:
         """Return True if a name pattern matches this module.
 
-        Other forms of `modules` match none.
+        Only a tuple of patterns in `modules` matches any module.
         """
         return isinstance(self.modules, tuple) and any(
             fnmatch.fnmatchcase(name, p) for p in self.modules

@@ -140,11 +140,12 @@ class switches_off:
     one log line.
 
     Failures of the environment, such as a full disk, are never raised. Internal errors are raised
-    only in tests. KeyboardInterrupt, SystemExit and ConfigError, which is the user's mistake, pass.
+    only in tests. KeyboardInterrupt, SystemExit and ConfigError, which is the user's mistake, are
+    not caught.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """say: called with the line."""
+        """say: function that logs or prints the line."""
         self._say = say
 
     def __enter__(self) -> None:
@@ -166,7 +167,7 @@ class switches_off:
                 if swallowed.strict:
                     return False
                 reason += ". This is a bug in torchlens_perf; please report it"
-        with guard("saying why recording is off"):
+        with guard("reporting why recording is off"):
             self._say(reason)
         return True
 
@@ -217,8 +218,8 @@ class guard:
         return failed
 
     def calling(self, owner: object, name: str) -> Callable[..., Any]:
-        """Return a guarded function that calls the current value of `owner.name`, unless that is
-        None.
+        """Return a guarded function that calls the attribute `owner.name` as it is at the time of
+        each call, unless the attribute is None.
         """
 
         def call(*args: object, **kwargs: object) -> Any:

@@ -94,7 +94,7 @@ def watch(
                 loss.backward()
                 optimizer.step()
 
-    The same as a pair of calls is `w = perf.watch(model, optimizer).start()` and `w.stop()`; as a
+    Instead of `with`, call `w = perf.watch(model, optimizer).start()` and `w.stop()`. As a
     decorator, `@perf.watch()` records each call of a function as a run.
 
     model: the model to time per module, a list of models, or a dictionary of models by name. The
@@ -335,7 +335,7 @@ class Watch(LiveResultMethods):
     def steps_by_hand(self) -> None:
         """Let only step() end steps.
 
-        For callers, such as callbacks of frameworks, that call it in every step.
+        For callers that call step() in every step, such as callbacks of frameworks.
         """
         watch = self._joined or self
         if watch._loop is not None:
@@ -380,8 +380,8 @@ class Watch(LiveResultMethods):
 
         in_the_middle: True in a loop that has already made its first step (autoload.py).
         after_step_of: the optimizer whose step has just returned; None in a loop without one. Raise
-        ConfigError for an invalid argument before anything is created. Any other failure is logged
-        as one line. Nothing stays attached then, and the job continues unrecorded.
+        ConfigError for an invalid argument before anything is created. After any other failure, one
+        line is logged, nothing stays attached, and the job continues unrecorded.
         """
         global _session
         with _changing:
@@ -487,8 +487,8 @@ class Watch(LiveResultMethods):
     def _end(self, ended_by: type[BaseException] | None) -> None:
         """Detach and show the report. ended_by: type of the exception that leaves the context.
 
-        This function does not access the run directory's disk, which may hang. It waits only for
-        the report, for a limited time.
+        This function does not access the run directory's disk, which may hang. The function waits
+        only for the report, for a limited time.
         """
         global _running
         with ExitStack() as changing:

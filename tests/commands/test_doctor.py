@@ -146,7 +146,7 @@ def test_unusable_shared_memory_is_reported_with_another_folder_and_a_remedy() -
     )
 
     place = f"{tempfile.gettempdir()}/torchlens-perf-{os.getuid()}"
-    assert done.stdout.startswith(f"limited ring files: in unnamed memory, linked from {place}")
+    assert done.stdout.startswith(f"limited ring files: in anonymous memory, linked from {place}")
     assert "--shm-size" in done.stdout
 
 

@@ -57,7 +57,7 @@ def add_command(commands: Any) -> None:
         type=float,
         default=120.0,
         metavar="S",
-        help="timeout in seconds for steps, and again for files; default 120",
+        help="timeout in seconds, first for the steps and then for the files; default 120",
     )
     parser.add_argument(
         "--force", action="store_true",
@@ -78,7 +78,7 @@ def run_capture(options: argparse.Namespace) -> int:
     request = _request_when_ready(run, options)
     if not options.quiet:
         print(
-            f"asked: ranks {format_ranges(request.ranks)}, {request.steps} steps from step"
+            f"requested: ranks {format_ranges(request.ranks)}, {request.steps} steps from step"
             f" {request.from_step} on"
         )
         print("torch.profiler may write messages (USDT, Kineto) to the job's stderr")

@@ -69,7 +69,7 @@ _EXIT_CODES = """exit codes:
   0  the report was printed, and no verdict of --fail-on holds
   1  a verdict of --fail-on holds
   2  a mistake on the command line, or no run that can be read
-  3  the run has too little data to judge what --fail-on names"""
+  3  the run has too little data for a verdict of --fail-on"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(arguments)
         if (
             is_program and options.command is not _run_doctor
-        ):  # torch needs pandas to import Dynamo.
+        ):  # doctor imports Dynamo, which needs pandas
             block_pandas_import()
         result: int = options.command(options)
         return result
@@ -113,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("torchlens-perf: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # `torchlens-perf report | head` closed the pipe. Python would raise again when it flushes.
+        # `torchlens-perf report | head` closed the pipe. Python would raise the error again when it
+        # flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

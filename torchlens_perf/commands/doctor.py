@@ -1,6 +1,6 @@
 """`torchlens-perf doctor`: show which data a run in this environment can record, and remedies.
 
-`summarize()` is the command's usual output. With `--verbose` it prints each check.
+`summarize()` is the command's usual output. With `--verbose` the command prints each check.
 """
 
 from __future__ import annotations
@@ -192,9 +192,7 @@ def _check_nccl() -> Iterator[Check]:
             "install a C compiler and reinstall into a folder that only you can write",
         )
     elif every[True] == 0:
-        yield Check(
-            LIMITED, subject, f"not timed: {without}", "NCCL 2.28 to 2.30 report kernel times"
-        )
+        yield Check(LIMITED, subject, f"not timed: {without}", "use NCCL 2.28 to 2.30")
     elif other is not None:
         yield Check(
             LIMITED,
@@ -275,7 +273,7 @@ def _check_cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
         yield Check(
             LIMITED,
             "device sections",
-            "not timed in a ROCm build: their kernels read NVIDIA's clock",
+            "not timed in a ROCm build: the timing kernels read NVIDIA's clock",
             "use perf.section()",
         )
     elif not kernels.has_cupy():
@@ -367,9 +365,9 @@ def _check_ring_folder() -> Iterator[Check]:
     place = folders[0].parent
     free = shutil.disk_usage(place).free
     if kinds[0]:
-        finding = f"in {place}, {free >> 20} MB free; in unnamed memory if the space is too small"
+        finding = f"in {place}, {free >> 20} MB free; in anonymous memory if the space is too small"
     else:
-        finding = f"in unnamed memory, linked from {place}"
+        finding = f"in anonymous memory, linked from {place}"
     remedy = (
         "with a tmpfs at /dev/shm (docker run --shm-size), ring files survive if rank and sidecar"
         " are both killed"

@@ -67,8 +67,8 @@ def choose_exit_code(
 def _is_current_verdict(row: VerdictRow, kind: str) -> bool:
     """Return True if a row is a current verdict of this kind.
 
-    A hang that has ended stays current while its cost is worth a line (order.py). A verdict on CPU
-    contention of one rank replaces the verdict on that slow rank.
+    A hang that has ended stays current while it costs enough for the report (order.py). A verdict
+    on CPU contention of one rank replaces the verdict on that slow rank.
     """
     from torchlens_perf.verdicts.words.evidence import OVER
 
@@ -77,7 +77,7 @@ def _is_current_verdict(row: VerdictRow, kind: str) -> bool:
 
 
 def _why_unknown(name: str, report: Report, findings: Findings) -> str:
-    """Return why a missing verdict is inconclusive, or "" if there is no such problem."""
+    """Return why the absence of a verdict proves nothing, or "" if the verdict could be judged."""
     from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
 
     steps, rows = report["steps"], report["verdicts"]

@@ -37,14 +37,13 @@ def _is_main_thread() -> bool:
 
 
 class Progress:
-    """A context manager that is also the callback. Calls are cheap: make one for each file or
-    block.
+    """A context manager that is also the callback. Calls are cheap enough for each file or block.
 
-    Without calls the line shows only the elapsed time. A thread of this process draws it. While it
-    runs, other output to the terminal must use sys.stderr.
+    Without calls the line shows only the elapsed time. A thread of this process draws the line.
+    While it runs, other output to the terminal must use sys.stderr.
 
-    Ctrl-C raises KeyboardInterrupt. If the exception gets lost, for example in C code that imports
-    a module, the next call raises it again.
+    Ctrl-C raises KeyboardInterrupt. If that exception gets lost, for example in C code that imports
+    a module, the next call raises KeyboardInterrupt again.
     """
 
     def __init__(self, what: str, *, quiet: bool = False, after_s: float = _AFTER_S) -> None:

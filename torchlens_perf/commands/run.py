@@ -24,9 +24,9 @@ from torchlens_perf.output import write_to_stderr
 from torchlens_perf.run import children
 from torchlens_perf.startup import sitecustomize
 
-# One argument with short options: flags, then optionally one whose value is the rest or next.
+# An argument with short options: flags, and perhaps an option and its value, as in `-umNAME`.
 _SHORT_OPTIONS = re.compile(r"-([^cmWX]*)([cmWX]?)(.*)", re.DOTALL)
-_QUIET = "--quiet"  # Python has no option of this name.
+_QUIET = "--quiet"  # not an option of Python itself
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 # -E and -I make Python ignore PYTHONPATH, and -S disables sitecustomize.
 _NO_SITECUSTOMIZE = re.compile(r"-[^-WX]*[EIS]")
@@ -49,7 +49,7 @@ def exec_recorded_python(arguments: Sequence[str]) -> NoReturn:
 
 
 def add_help(commands: Any) -> None:
-    """Add the help on `run` to the subparsers. They never parse this command: run() does."""
+    """Add the help on `run`, whose arguments cli.py parses without these subparsers."""
     commands.add_parser(
         "run",
         usage=(
@@ -139,12 +139,12 @@ def _switch_recording_on(
     path = environment.get("PYTHONPATH")
     first = path.split(os.pathsep)[0] if path else ""
     if any(map(_NO_SITECUSTOMIZE.match, options)) or os.pathsep in sitecustomize.FOLDER:
-        # Python does not run sitecustomize then. Only torch's entry point can start the recording.
+        # With -E, -I or -S, Python does not run sitecustomize. Only torch's entry point can record.
         if is_autoload_off(environment):
             _warn_not_recording(
                 environment,
-                f"{AUTOLOAD_SWITCH} is off, and -E, -I or -S disables the other way to start"
-                " recording",
+                f"{AUTOLOAD_SWITCH} is off, and with -E, -I or -S Python does not run sitecustomize,"
+                " the other way to start recording",
             )
     elif (
         first != sitecustomize.FOLDER

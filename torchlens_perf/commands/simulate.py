@@ -307,7 +307,8 @@ def _write_and_read_rings(
         sidecar.judge_ranks(time.monotonic())
         sidecar.export_results()
         if exporter is not None:
-            exporter.wait_for_room(_FLUSH_TIMEOUT_S)  # Steps come faster than in a real run.
+            # The simulation makes steps faster than a real run.
+            exporter.wait_for_room(_FLUSH_TIMEOUT_S)
         if sidecar.records.unsaved_records >= _MAX_UNKEPT_RECORDS:
             sidecar.save_records()
         advanced(part.first_step + len(part), steps)

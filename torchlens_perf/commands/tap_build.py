@@ -41,12 +41,12 @@ _PASSING = (
 
 
 class _CompilerError(BuildError):
-    """Raised if the compiler ran and failed. It would fail again with the same input."""
+    """Raised if the compiler ran and failed. Another try would fail too."""
 
 
 def build_tap() -> Path:
-    """Return the tap's file for the installed torch. If no file can be loaded, compile it, which
-    takes 10 to 30 s.
+    """Return the tap's file for the installed torch. If no built tap can be loaded, compile one,
+    which takes 10 to 30 s.
 
     The file is written next to the package if that is writable, as in an image, and otherwise to
     the user's cache. Must not be called in a training process. Raises BuildError with the missing

@@ -46,7 +46,7 @@ class FrameworkRun:
         """Start recording. If an exception has left an earlier run open, end that run first.
 
         model: as in watch(). step: function that returns the framework's step number for loggers.
-        If it is given, only FrameworkRun.step() ends steps. total_steps: 0 if not known. log_to: a
+        With `step`, only FrameworkRun.step() ends steps. total_steps: 0 if not known. log_to: a
         logger in addition to the user's logger.
         """
         self.end()

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     """Callback that records Trainer.train(). Steps are counted as the Trainer's `global_step`.
 
-    The Trainer fetches all batches of a step before on_step_begin. It logs, evaluates and saves
-    after on_step_end. A step is therefore recorded from one on_step_end to the next. It includes
-    evaluation and saving after the previous step. Steps with evaluation or saving are tagged and
-    not compared with other steps. Work after the last step is not recorded.
+    The Trainer fetches all batches of a step before on_step_begin. The Trainer logs, evaluates and
+    saves after on_step_end. A step is therefore recorded from one on_step_end to the next. The
+    recorded step includes evaluation and saving after the previous step. Steps with evaluation or
+    saving are tagged and not compared with other steps. Work after the last step is not recorded.
     """
 
     def __init__(

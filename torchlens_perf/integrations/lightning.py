@@ -91,8 +91,8 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
     """Profiler that records Lightning's actions as sections of the report.
 
     Actions are hooks of the module, the callbacks and the strategy. The profiler records
-    Trainer.fit() even without a TorchlensCallback. Calls of the optimizer then end the steps. With
-    a TorchlensCallback, the profiler joins the callback's recording.
+    Trainer.fit() even without a TorchlensCallback; in that case, calls of the optimizer end the
+    steps. With a TorchlensCallback, the profiler joins the callback's recording.
     """
 
     def __init__(self, **settings: Unpack[WatchSettings]) -> None:

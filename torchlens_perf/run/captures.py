@@ -288,7 +288,7 @@ def why_refused(captures: Path, request: Request) -> str:
         )
     kept_bytes = 0
     for folder, _, names in os.walk(captures):
-        # Files of the request's other ranks do not count.
+        # Files that other ranks have written for this request do not count.
         for name in names if Path(folder).parent.name != request.id else ():
             with contextlib.suppress(FileNotFoundError):
                 kept_bytes += os.lstat(os.path.join(folder, name)).st_size

@@ -3,12 +3,13 @@
 Three rules apply to all child processes:
 
 - `sys.executable` must be a Python interpreter. In a frozen or embedding program,
-  `sys.executable` is the program itself. Starting it would start a second training.
+  `sys.executable` is the program itself. Starting that program as a child would start a second
+  training.
 - The child imports this package and its libraries from the same folders as this process.
 - An environment variable marks the child. watch() and autoload() record nothing if the variable is
   set, so a child never starts further children.
 
-Functions may be called on any thread. They import most modules only when they are called.
+The functions may be called on any thread, and import most modules only when they are called.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def _interpreter_folders() -> set[str]:
 def _interpreter_options() -> list[str]:
     """Return this interpreter's command-line options that affect imports and text encoding.
 
-    The options -W and -O affect neither and are left out.
+    The options -W and -O do not affect them and are left out.
     """
     flags = sys.flags
     options = (

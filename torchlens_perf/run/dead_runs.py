@@ -2,7 +2,8 @@
 
 Such a ring file takes 4.5 MB of shared memory per rank until the node restarts. The next watch of
 the same user on the node starts the drain program (sidecar/start/drain.py). This program moves the
-records to their run directories, or removes the ring files. The watch does not wait for it.
+records to their run directories, or removes the ring files. The watch does not wait for that
+program.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ from torchlens_perf.run.rings import memory
 # A run id is the name of a folder. It must not be a path.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 _MEMBER = "-rank"
-# The second group is the PID namespace.
+# The second group of the pattern matches the PID namespace.
 _CLAIM_NAME = re.compile(rf"(\.(?:run|off)-(\d+)-.*?\.\d+)(?:{_MEMBER}\d+)?")
 _REGISTERED, _HELD = ".registered", ".held"
 _LOCK, _LOG = "sidecar.lock", "sidecar.log"
@@ -474,8 +474,8 @@ def create_ring(
     The caller registers the file after it has published the metadata, because a sidecar needs them.
 
     first_step: index of the first recorded step. keep: True if no sidecar reads the file while the
-    job runs. The file is then created in the run directory if it can be mapped safely there. Raise
-    RunStoreError if no folder has enough space.
+    job runs. If True, the file is created in the run directory if it can be mapped safely there.
+    Raise RunStoreError if no folder has enough space.
     """
     size = RECORDS_OFFSET + capacity * RECORD_BYTES
     problems: list[str] = []

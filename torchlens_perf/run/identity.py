@@ -28,7 +28,7 @@ RANK = "torch.distributed.rank"
 LOCAL_RANK = "torch.distributed.local_rank"
 WORLD_SIZE = "torch.distributed.world_size"
 RESTART_COUNT = "torch.elastic.restart_count"
-# Names of the same attributes in NeMo Lens (nemo/lens/semconv/attributes.py).
+# Names of rank, local rank and world size in NeMo Lens (nemo/lens/semconv/attributes.py).
 LENS_RANK = "nv.dl.rank"
 LENS_LOCAL_RANK = "nv.dl.local_rank"
 LENS_WORLD_SIZE = "nv.dl.world_size"

@@ -44,8 +44,8 @@ def _install_arguments(extra: str) -> list[str]:
     if os.path.exists(path):
         editable = origin.get("dir_info", {}).get("editable", False)
         return [*["-e"] * editable, shlex.quote(f"{path}{wanted}")]
-    # The clone or wheel no longer exists, as is common in images. The requirements of the extra can
-    # be installed from an index.
+    # Container images often lack the clone or wheel from which the package was installed. Return
+    # the requirements of the extra, which a package index has.
     needed = [
         each
         for each in distribution.requires or ()

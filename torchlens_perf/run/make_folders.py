@@ -2,8 +2,8 @@
 
 A system call to a network disk that does not respond may block forever, and no signal interrupts
 it. The training process therefore runs this file as a child, which imports nothing of this package.
-The child removes its new folders unless the parent sends KEEP. It also removes them if the parent
-is killed.
+The child removes its new folders unless the parent sends KEEP. The child also removes them if the
+parent is killed.
 
 Only this user, or optionally the folder's group, can enter the new folders. Existing folders must
 belong to this user or to root, because other users may have made them in a shared folder.
@@ -28,7 +28,7 @@ def make_folders(folders: list[str], access: str = PRIVATE) -> list[str]:
     """Make missing folders, check that the last one is writable, and return the new folders.
 
     folders: folders in a run directory. access: PRIVATE, or SHARED to make new folders readable for
-    their group. Raise OSError if a folder cannot be made or used. All new folders are then removed.
+    their group. Raise OSError, and remove all new folders, if a folder cannot be made or used.
     """
     made: list[str] = []
     try:

@@ -35,7 +35,8 @@ def has_statistics(backend: str) -> bool:
 def read_quantities(stats: Mapping[str, Any], backend: str) -> Iterator[tuple[str, int, int]]:
     """Yield name, value0 and value1 of a MEMORY record for each recorded statistic.
 
-    stats: value of torch.cuda.memory_stats_as_nested_dict(). Statistics that it lacks are skipped.
+    stats: value of torch.cuda.memory_stats_as_nested_dict(). Statistics that `stats` lacks are
+    skipped.
     """
     for name in _OF_BACKEND[backend]:
         if name in _BYTES and _BYTES[name] in stats:

@@ -148,7 +148,8 @@ def build_live_table(
 def _group_blocks(
     blocks: Sequence[Mapping[str, Any]], places: AllocationSites, new: set[int] | None
 ) -> list[LiveMemoryRow]:
-    # Stacks share frame objects. Comparing their ids is ten times faster than comparing contents.
+    # Stacks share frame objects. Comparing ids of frames is ten times faster than comparing
+    # contents.
     groups: dict[tuple[int, ...], list[Mapping[str, Any]]] = {}
     for block in blocks:
         frames = block.get("frames")
@@ -190,7 +191,7 @@ _EVENTS = ("alloc", "free_completed")
 
 
 class AllocationSites:
-    """Convert stacks of allocations to the module and stack of a LiveMemoryRow.
+    """Converter from stacks of allocations to the module and stack of a LiveMemoryRow.
 
     Stacks share frame objects, so the result for each frame is cached.
     """

@@ -22,7 +22,7 @@ def format_ranges(ranks: Sequence[int]) -> str:
         while count < len(left) and left[count] - left[count - 1] == stride:
             count += 1
         if count == 2 and stride > 1:
-            # Two ranks are not a pattern. The second one may be the start of another range.
+            # Two ranks do not prove a stride: the second rank may begin another range.
             count = 1
         first, last = left[0], left[count - 1]
         parts.append(

@@ -57,18 +57,18 @@ _MAPPED_AT_ONCE = 1 << 24
 LONGEST_NAME = 256
 # Largest number of records that several threads may be writing at once (Python implementation).
 IN_FLIGHT = 64
-# value1 of a STEP record contains the micro-steps in its low bits. The high bits are the workload
+# value1 of a STEP record contains the micro-steps in its low bits. Its high bits are the workload
 # plus 1, or 0 if the workload is not known.
 WORKLOAD_SHIFT = 16
 MICRO_STEPS_MASK = (1 << WORKLOAD_SHIFT) - 1
-# No process writes this number of records. A larger count means that the file is damaged.
+# A process never writes this many records, so a larger count means that the file is damaged.
 _LAST = 1 << 62
 # value1 of a DEVICE record if the device's clock cannot be compared with the host's clock.
 UNKNOWN_NS = (1 << 63) - 1
 # The bits of a MERGED record's value0 from this position on are the slowest rank plus 1.
 MERGED_RANK_SHIFT = 44
-# Name of the section in which a rank starts or writes a capture. Messages between nodes contain the
-# first 16 bytes of it.
+# Section in which a rank starts or writes a capture. Messages between nodes contain the first 16
+# bytes of a section's name.
 CAPTURING = "perf capture"
 # On this signal, a process writes its stack to the file whose path is in its metadata.
 STACK_SIGNAL = signal.SIGUSR2
@@ -295,7 +295,7 @@ def lookup_name(names: list[str], name_id: int) -> str:
 
 
 class RingBatch(NamedTuple):
-    """Records from one call of read(), their sequence numbers, and the number of lost records."""
+    """Records from one read_records() call, their sequence numbers, and the number of lost ones."""
 
     records: npt.NDArray[np.void]
     sequences: npt.NDArray[np.int64]
@@ -444,9 +444,9 @@ class RingReader:
     def read_records(self, *, final: bool = False) -> RingBatch:
         """Return the records since the last call. Overwritten records are counted as lost.
 
-        A record that is still being written ends the batch. The next call returns it. final: True
-        if the writer has ended. An incomplete record is then counted as lost. Raise RingError if
-        the file was truncated or overwritten.
+        A record that is still being written ends the batch, and the next call returns that record.
+        final: True if the writer has ended, so an incomplete record is counted as lost. Raise
+        RingError if the file was truncated or overwritten.
         """
         import numpy as np
 

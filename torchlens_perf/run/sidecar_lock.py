@@ -21,7 +21,7 @@ class SidecarLock:
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
-        """descriptor: of the file, if the parent process has already opened and locked it."""
+        """descriptor: the file's descriptor if the parent process has opened and locked the file."""
         self.path = path
         self._descriptor = descriptor
 

@@ -27,7 +27,8 @@ BYTES = 160
 def write_status(descriptor: int, doing: str) -> None:
     """Write a new status to the lock file.
 
-    descriptor: of the lock file. doing: a line that completes the sentence "the sidecar ...".
+    descriptor: the lock file's descriptor. doing: a line that completes the sentence "the sidecar
+    ...".
     """
     pid = os.getpid()
     line = f"{pid} {process_start_ticks(pid)} {doing}".encode(errors="surrogateescape")[: BYTES - 1]

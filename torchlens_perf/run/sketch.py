@@ -235,10 +235,10 @@ def add_to_sketches(
         sketch._add_summary(smallest[i], largest[i], sums[i], squares, buckets[start:end])
 
 
-# -- as records of a ring file
+# -- encoding as records of a ring file
 
 # The statistics of a window that the device has computed are stored as several SKETCH records. Such
-# a record has six 64-bit words instead of times and values. Its flags are its index among the
+# a record has six 64-bit words instead of times and values. Its flags contain its index among the
 # window's records. The words of a window are: number of words, count, sum, sum of squares (low,
 # high), minimum, maximum, lost durations, median, median absolute deviation. They are followed by
 # one word for each non-empty bucket, with the bucket's index above 48 bits of its count.
@@ -294,8 +294,8 @@ def pack_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[
 def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:
     """Decode windows with the ids of their names, and count records of incomplete windows.
 
-    records: SKETCH records in their order. Some may have been lost, or an earlier version may have
-    written them.
+    records: SKETCH records in their order. Some records may be lost, or written by an earlier
+    version of this package.
     """
     windows: list[tuple[int, WindowSketch]] = []
     table = (

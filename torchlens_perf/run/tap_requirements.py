@@ -1,7 +1,7 @@
 """Find what is needed to build the tap, native code that measures collectives.
 
 The tap needs its sources, a folder and a compiler. Training processes search the folders for the
-built tap. commands/tap_build.py builds the tap. The sidecar reports why it cannot be built.
+built tap. commands/tap_build.py builds the tap. The sidecar reports why the tap cannot be built.
 """
 
 from __future__ import annotations

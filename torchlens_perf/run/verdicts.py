@@ -96,7 +96,7 @@ class Alert(_TextWithAction):
         return self.change != ENDED
 
     def covers(self, step: int) -> bool:
-        """Return True if the finding lasted during a step."""
+        """Return True if the finding has a start and since_step <= step < until_step."""
         if self.since_step is None or step < self.since_step:
             return False
         return self.until_step is None or step < self.until_step

@@ -44,7 +44,7 @@ class TorchImportHook:
         try:
             spec = importlib.util.find_spec("torch")
         except Exception:
-            return None  # The import asks this finder again, and the script gets its error.
+            return None  # The import repeats the search, and the script gets its error.
         finally:
             self._asks = False
         if spec is None or spec.submodule_search_locations is None:

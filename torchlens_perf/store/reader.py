@@ -48,7 +48,7 @@ class UnreadableFileError(RunStoreError):
         """The same message without the run's folder."""
         self.by_disk = (
             isinstance(error, OSError) and error.errno is not None
-        )  # Arrow's own errors have no number
+        )  # Arrow's own errors have no errno
         """True if the disk has failed. The file may be readable later."""
 
 
@@ -99,7 +99,7 @@ class ParquetFile:
     def _scanner(
         self, columns: Collection[str] | None, where: Mapping[str, Collection[Any]]
     ) -> Any:
-        # This import takes 50 ms. A sidecar that only writes does not need it.
+        # This import takes 50 ms. A sidecar that only writes files does not need pyarrow.dataset.
         import pyarrow.dataset as ds
 
         fragment = ds.ParquetFileFormat(
@@ -115,7 +115,7 @@ class ParquetFile:
             columns=None if columns is None else list(columns),
             filter=functools.reduce(operator.and_, conditions) if conditions else None,
             batch_size=_ROWS_AT_ONCE,
-            batch_readahead=0,  # Memory and processors belong to the job.
+            batch_readahead=0,  # Leave memory and processors to the job.
             use_threads=False,
         )
 

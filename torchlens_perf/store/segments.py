@@ -4,8 +4,8 @@ Users can also read these files with DuckDB, pandas or polars. Each file is writ
 name and then renamed, so a killed sidecar leaves no incomplete file. Records that are not yet in a
 file are still in the ring files.
 
-The footer of a file lists the processes whose records it contains. It also has each process's last
-sequence number and clock anchor, which converts monotonic times to Unix times.
+The footer of a file lists the processes whose records it contains. The footer also contains each
+process's last sequence number and clock anchor, which converts monotonic times to Unix times.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def read_chunks(
 ) -> Iterator[tuple[RecordOrigin, npt.NDArray[np.void], list[str], int]]:
     """Yield origin, records, names and the number of lost records for each chunk of a node.
 
-    Damaged segments are skipped. Their records count as lost if later records exist.
+    Damaged segments are skipped. Records of a damaged segment count as lost if later records exist.
 
     notes: list to which a line is added for each damaged segment; None to raise an error instead.
     segment_done: called after each segment. Raise UnreadableFileError if the disk fails.
@@ -172,8 +172,8 @@ def read_chunks(
 def find_kept_step_range(run: RunDirectory, nodes: Collection[str]) -> tuple[int, int] | None:
     """Return the first and last step in the span files of these nodes; None without span files.
 
-    Files of the oldest steps may have been removed. Unreadable files are skipped here. Functions
-    that read their rows report them.
+    Files of the oldest steps may have been removed. Unreadable files are skipped here, because
+    functions that read rows report such files.
     """
     found = ParquetFolder(run.spans, nodes, lambda error: None).read_each(
         lambda file: file.read_column_range("step")

@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def block_pandas_import() -> None:
-    """Make every import of pandas fail in this process. Only for processes of this package.
+    """Make every import of pandas fail in this process. Call it only in processes of this package.
 
     pyarrow imports an installed pandas when it makes its first array. This import takes longer than
     all other work of a sidecar in a short run, and a third of the time to build a page. Ctrl-C

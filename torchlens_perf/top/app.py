@@ -50,12 +50,12 @@ _HELP = (
     ),
     (
         "All figures come from the run directory, which a sidecar on each node updates every few"
-        " seconds, of many ranks more rarely. The time after LIVE is that of the newest update."
+        " seconds, or more rarely for many ranks. The time after LIVE is that of the newest update."
     ),
     (
         "The time left is shown if the run reports its total number of steps, as the callbacks for"
-        " Lightning and the Hugging Face Trainer do: the steps left times the mean step time, or"
-        " the recent one where that differs."
+        " Lightning and the Hugging Face Trainer do: the steps left times the mean step time, and"
+        " times the recent step time if it differs."
     ),
 )
 

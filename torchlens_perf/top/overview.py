@@ -68,7 +68,7 @@ def build_overview(
 
 
 def _other_tables(report: Report, width: int, room: int) -> list[Text]:
-    """Return as many of the report's other tables as fit, and the data quality."""
+    """Return as many of the report's other tables as fit, and a line on lost data and overhead."""
     lines = list[Text]()
     for table in build_tables(report) if room > _MIN_TABLE + 4 else ():
         rows = min(table.first or table.rows, room - len(lines) - 6)
@@ -245,7 +245,7 @@ def quality_line(report: Report, width: int) -> Text:
 
 
 def note_lines(view: View, width: int) -> list[Text]:
-    """Return the data quality with all notes."""
+    """Return a line on lost data and overhead, followed by all notes."""
     if view.report is None:
         return []
     texts = (Text(f"  - {sanitize_line(note)}") for note in view.report["quality"]["notes"])

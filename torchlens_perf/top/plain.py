@@ -20,7 +20,7 @@ _PACE_EVERY_S = 10.0
 
 
 class PlainTop:
-    """Print frames and news of a run.
+    """Printer of the frames and new findings of a run.
 
     Not thread-safe. Raise BrokenPipeError if the output pipe is closed.
     """
@@ -35,7 +35,7 @@ class PlainTop:
     def follow(
         self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)
     ) -> None:
-        """Print a frame, then news, and a last frame when the run has ended.
+        """Print a frame, then each new finding, and a last frame when the run has ended.
 
         look: returns the current view, see RunReader.poll(). rest: waits until the next poll.
         """

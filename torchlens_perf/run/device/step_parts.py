@@ -2,7 +2,7 @@
 
 The spans of a step are its phases and its stalls. A part is the time of its spans without the
 spans nested in them. Time outside all spans is the gap. analysis/statistics/device_steps.py divides
-many steps at once. It also divides the gap, because it knows the spans of the host.
+many steps at once, and also the gaps, because it has the host's spans.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from torchlens_perf.run.ring import Kind
 
-# For each kind of span, the part in records.PARTS that its time without nested spans counts for.
+# By kind of span: the part of records.PARTS to which a span's time without nested spans is added.
 PART_OF_SPAN = {
     int(Kind.FORWARD): "forward",
     int(Kind.RECOMPUTE): "recompute",

@@ -1,11 +1,11 @@
 """Read rank, job name and restarts from the environment variables of each launcher.
 
 A row of LAUNCHERS applies if its variables are set and agree with torch's rank and world size. The
-variables alone are not enough. Slurm also sets SLURM_PROCID in batch scripts, and processes of
-torchrun under srun inherit the SLURM_PROCID of their agent.
+variables alone do not prove which launcher started the process. Slurm also sets SLURM_PROCID in
+batch scripts, and processes of torchrun under srun inherit the SLURM_PROCID of their agent.
 
-Values that the row does not provide are None. Other modules derive such values from the ranks that
-appear on a node. docs/guides/launchers.md lists the source of each row.
+Values that the row does not provide are None. Other modules derive missing values from the ranks
+that appear on a node. docs/guides/launchers.md lists the source of each row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclasses.dataclass(frozen=True)
 class LauncherVariables:
-    """Variables that a launcher sets. If a field has several, the first one that is set is used."""
+    """Variables that a launcher sets. Of several in a field, the first one that is set is used."""
 
     name: str
     marks: tuple[str, ...]

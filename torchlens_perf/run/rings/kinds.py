@@ -22,8 +22,8 @@ class Kind(IntEnum):
     OPTIMIZER = 5
     WAIT = 6
     RECOMPUTE = 7
-    # A function that an optimizer calls to evaluate the model. The time of this function outside
-    # other phases is host time.
+    # A function that an optimizer calls to evaluate the model. The closure's time outside other
+    # phases is host time.
     CLOSURE = 8
     MODULE = 16
     MODULE_BACKWARD = 17
@@ -36,7 +36,8 @@ class Kind(IntEnum):
     # A span by the device's clock. value0 is the kind of the span. value1 is the time by which its
     # end on the device was later than on the host. A span of the kind WAIT is a stall: the compute
     # stream waited for the communication of that name. The stalls of a step do not overlap. Device
-    # spans of a step precede its STEP record. Without that record, some of them may be missing.
+    # spans of a step precede its STEP record. If a step has no STEP record yet, device spans may be
+    # missing.
     DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
 

@@ -4,12 +4,12 @@ A write to a mapped file causes SIGBUS if the file system has no space for the p
 disk. In shared memory (tmpfs), all pages are allocated when the file is created. If shared memory
 has not enough space, or is not a tmpfs, anonymous memory is used instead (memfd_create(2)), which
 has no size limit. The path of the ring file is then a link to the descriptor of the process that
-made it. The sidecar opens this link on registration. The memory is thus kept if the process is
-killed.
+made it. The sidecar opens this link on registration. The sidecar's descriptor keeps the memory if
+the process is killed.
 
 Shared and anonymous memory both count as memory of the process's control group. At the group's
-limit, the kernel frees other memory or kills a process. This can only happen when the ring file is
-created.
+limit, the kernel frees other memory or kills a process. Only the creation of the ring file can
+exceed the limit.
 
 This module imports almost nothing, because the sidecar must start fast (sidecar/start/wait.py).
 """
@@ -103,7 +103,7 @@ def _create_memfd(name: str) -> int:
 def open_to_read(path: str) -> int:
     """Open a ring in a file or in anonymous memory, and return the descriptor.
 
-    Raise OSError. It is FileNotFoundError if no process has the memory open any more.
+    Raise OSError: FileNotFoundError if no process has the memory open any more.
     """
     try:
         # O_NONBLOCK keeps the call from waiting if the path is a FIFO.
