@@ -84,7 +84,7 @@ def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch, _clean_environment: None)
     yield
     left = running_watch()
     if left is not None:
-        left.close()
+        left.stop()
     assert left is None
     assert unraisable == []
     assert swallowed.by_place == before

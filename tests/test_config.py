@@ -24,7 +24,7 @@ from torchlens_perf.config import (
     Settings,
     from_environment,
     from_settings,
-    is_on,
+    is_recording_switched_on,
 )
 from torchlens_perf.errors import ConfigError
 
@@ -450,8 +450,8 @@ def test_any_environment_value_is_accepted_or_raises_config_error(environ: dict[
 )
 def test_torchlens_perf_variable_accepts_usual_boolean_words(text: str, switch: bool) -> None:
     """The variable is TORCHLENS_PERF, which may be missing."""
-    assert is_on({"TORCHLENS_PERF": text}) is switch
-    assert is_on({}) is None
+    assert is_recording_switched_on({"TORCHLENS_PERF": text}) is switch
+    assert is_recording_switched_on({}) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import sys
 
 
-def _take_search_path() -> None:
+def _use_search_path_of_parent() -> None:
     """Search modules in the same folders as the parent process.
 
     Python has put this package's own folder into sys.path, where its modules would shadow top-level
@@ -56,5 +56,5 @@ def _main() -> None:
 
 if __name__ == "__main__":
     if not __package__:
-        _take_search_path()
+        _use_search_path_of_parent()
     _main()

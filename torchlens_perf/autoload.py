@@ -46,7 +46,7 @@ def autoload() -> None:
     """Entry point `torch.backends`. It never raises, as that would make `import torch` fail."""
     try:
         with guard("arming at `import torch`"):
-            if configuration.is_on(os.environ):
+            if configuration.is_recording_switched_on(os.environ):
                 arm()
     except ConfigError as error:
         _print_not_recording(str(error))

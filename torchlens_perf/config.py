@@ -375,7 +375,7 @@ class Config:
         """Capacity of the ring file in records, a power of two."""
         return 1 << (self.ring_records - 1).bit_length()
 
-    def wants_module(self, name: str) -> bool:
+    def matches_module_pattern(self, name: str) -> bool:
         """Return True if a name pattern matches this module.
 
         Only a tuple of patterns in `modules` matches any module.
@@ -429,7 +429,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float | None": float, 
 """Functions that parse a variable, by the field's type. Other fields take the text."""
 
 
-def is_on(environ: Mapping[str, str]) -> bool | None:
+def is_recording_switched_on(environ: Mapping[str, str]) -> bool | None:
     """Return whether TORCHLENS_PERF is on or off; None if it is not set. Raise ConfigError for an
     invalid value.
 

@@ -135,7 +135,7 @@ class ErrorCounts:
 swallowed = ErrorCounts()
 
 
-class switches_off:
+class switch_off_on_error:
     """Context manager around the start of a watch: an exception switches recording off and becomes
     one log line.
 
@@ -217,7 +217,7 @@ class guard:
                 failed.append(function)
         return failed
 
-    def calling(self, owner: object, name: str) -> Callable[..., Any]:
+    def wrap_attribute(self, owner: object, name: str) -> Callable[..., Any]:
         """Return a guarded function that calls the attribute `owner.name` as it is at the time of
         each call, unless the attribute is None.
         """
@@ -242,7 +242,7 @@ class guard:
         return guarded
 
 
-class users_code(guard):
+class guard_user_code(guard):
     """A guard around a function that the user has passed in.
 
     Its first exception is logged with the traceback.

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchlens_perf import config as configuration
 from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
-from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switches_off
+from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switch_off_on_error
 from torchlens_perf.hooks.loop import arguments
 from torchlens_perf.hooks.on_device import choice as on_device
 from torchlens_perf.output import above_standard_streams, logger
@@ -112,7 +112,7 @@ def watch(
         arguments.parse_optimizers(optimizer),
     )
     try:
-        enabled = configuration.is_on(os.environ) is not False
+        enabled = configuration.is_recording_switched_on(os.environ) is not False
         environment = configuration.from_environment(os.environ)
     except ConfigError as error:
         # An invalid variable must not stop a job that would run without torchlens_perf.
@@ -289,10 +289,10 @@ class Watch(LiveResultMethods):
             elif _running is None:
                 self._record()
             else:
-                self._join(_running)
+                self._join_running_watch(_running)
         return self
 
-    def _join(self, running: Watch) -> None:
+    def _join_running_watch(self, running: Watch) -> None:
         """Add this watch's models and callbacks to the watch that is already recording."""
         self._joined = running
         models, self._models, self._optimizers = self._models, None, []
@@ -398,7 +398,7 @@ class Watch(LiveResultMethods):
         models, self._models = self._models, None
         optimizers, self._optimizers = self._optimizers, []
         with (
-            switches_off(lambda reason: _log_not_recording(reason, self._identity)),
+            switch_off_on_error(lambda reason: _log_not_recording(reason, self._identity)),
             ExitStack() as cleanup,
         ):
             refused = find_recording_obstacle()
@@ -409,7 +409,7 @@ class Watch(LiveResultMethods):
 
             first_step.stop_waiting_for_first_step()
             on_device.check_merging_config(self._config)
-            run, session = self._begin(cleanup, first_step=int(in_the_middle))
+            run, session = self._create_ring_and_sidecar(cleanup, first_step=int(in_the_middle))
             _session = session
             self._loop = attach.attach_hooks(
                 session,
@@ -426,7 +426,9 @@ class Watch(LiveResultMethods):
             if self._live_views is not None:
                 self._live_views.start_views(session, has_sidecar=self._config.sidecar)
 
-    def _begin(self, cleanup: ExitStack, first_step: int) -> tuple[RunDirectory, Session]:
+    def _create_ring_and_sidecar(
+        self, cleanup: ExitStack, first_step: int
+    ) -> tuple[RunDirectory, Session]:
         """Create ring, folders and sidecar, each of which may fail.
 
         Register their removal in `cleanup`.
@@ -480,7 +482,7 @@ class Watch(LiveResultMethods):
                     with guard("looking for rings of jobs that were killed"):
                         dead_runs.start_draining(but=run.run_id)
                 cleanup.pop_all()
-                cleanup.callback(_end_early, session)
+                cleanup.callback(_close_incomplete_session, session)
             leaving.pop_all()
         return run, session
 
@@ -558,9 +560,11 @@ class Watch(LiveResultMethods):
                 timeout_s = self._config._exit_timeout_s
                 timeout_s = last_report.SHORT_TIMEOUT_S if timeout_s is None else timeout_s
                 left_s = max(_MIN_HANDOVER_S, timeout_s - (time.monotonic() - began_s))
-                self._leave_ring(run, session, left_s)
+                self._wait_for_ring_takeover(run, session, left_s)
 
-    def _leave_ring(self, run: RunDirectory, session: Session, timeout_s: float) -> None:
+    def _wait_for_ring_takeover(
+        self, run: RunDirectory, session: Session, timeout_s: float
+    ) -> None:
         """Wait, at most this long, until another process has taken over a ring in this process's
         memory.
         """
@@ -573,7 +577,7 @@ class Watch(LiveResultMethods):
         if problem:
             logger.warning("torchlens_perf: rank %d's ring: %s", identity.rank, problem)
 
-    def _abandon(self) -> None:
+    def _forget_session(self) -> None:
         """Forget the parent's session in a forked child, which may start its own."""
         global _running
         session, self._session = self._session, None
@@ -590,7 +594,7 @@ def running_watch() -> Watch | None:
     return _running
 
 
-def _end_early(session: Session) -> None:
+def _close_incomplete_session(session: Session) -> None:
     """Close a session whose hooks could not be attached.
 
     The sidecar, already running, removes the ring.
@@ -654,7 +658,7 @@ def forked_while_recording() -> bool:
     return _forked_while_recording
 
 
-def _forget_in_child() -> None:
+def _forget_watch_in_child() -> None:
     global _changing, _forked_while_recording, _session
     # The inherited lock may be held by a thread that does not exist in the child.
     _changing = threading.RLock()
@@ -665,10 +669,10 @@ def _forget_in_child() -> None:
         from torchlens_perf.hooks.loop.optimizer import relay
 
         if _running is not None:
-            _running._abandon()
+            _running._forget_session()
         session.abandon()
         first_step.stop_waiting_for_first_step()
         relay.before = relay.after = None
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_watch_in_child)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import run
-from torchlens_perf.commands.run import options_of_this_python, split_options
+from torchlens_perf.commands.run import python_options_of_this_process, split_python_arguments
 
 RUN = [sys.executable, "-m", "torchlens_perf", "run"]
 
@@ -41,7 +41,7 @@ def test_interpreter_options_are_separated_from_the_script_as_in_python(
     arguments: list[str], options: list[str], rest: list[str]
 ) -> None:
     """Options end at a script, -m, -c, - or --. The value of -W or -X may follow its option."""
-    assert split_options(arguments) == (options, rest)
+    assert split_python_arguments(arguments) == (options, rest)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_options_before_the_module_apply_to_the_script(
 
     Options in the first line of a console script do not apply to the script.
     """
-    assert options_of_this_python(command_line) == options
+    assert python_options_of_this_process(command_line) == options
 
 
 def test_script_imports_its_neighbours_despite_options_of_the_console_script(

@@ -134,7 +134,7 @@ def test_output_to_a_pipe_has_first_frame_new_verdicts_and_last_frame(live: Live
     ) as live:
         live.add_blocks(2)
         reader = RunReader(live.run, monotonic=lambda: 0.0)
-        PlainTop(file, 80, Terminal(color=False)).follow(reader.poll, next_state)
+        PlainTop(file, 80, Terminal(color=False)).print_until_end(reader.poll, next_state)
     lines = file.getvalue().splitlines()
 
     assert states == []
@@ -166,7 +166,7 @@ def test_read_error_is_printed_once_to_a_pipe(live: LiveSimulation) -> None:
             live.end_run()
 
     reader = RunReader(live.run, monotonic=lambda: 0.0)
-    PlainTop(file, 80, Terminal(color=False)).follow(reader.poll, next_state)
+    PlainTop(file, 80, Terminal(color=False)).print_until_end(reader.poll, next_state)
 
     assert "cannot be read" in file.getvalue()
     assert rests[2] == rests[3] == rests[4] > rests[0]

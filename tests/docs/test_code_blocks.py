@@ -328,7 +328,7 @@ def check_command(words: Sequence[str]) -> None:
 
 def check_torchlens_perf(arguments: list[str]) -> None:
     if arguments[0] == "run":
-        assert run.split_options(arguments[1:])[1]
+        assert run.split_python_arguments(arguments[1:])[1]
         return
     try:
         cli._build_parser().parse_args(arguments)

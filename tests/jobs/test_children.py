@@ -278,7 +278,7 @@ def test_page_of_a_process_that_aborts_after_writing_is_reported(
         monkeypatch.setattr(
             children, "build_command", lambda *arguments, code=code: [sys.executable, "-c", code]
         )
-        said.append(page_file.write_in_child_process(made, lambda: False))
+        said.append(page_file.write_page_in_child_process(made, lambda: False))
 
     assert said == ["its process ended with -6", "", "its process ended with -6"]
 

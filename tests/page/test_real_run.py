@@ -153,16 +153,16 @@ def test_writing_a_page_stops_at_limits_of_time_and_memory(
     page = made.report.with_suffix(".html")
 
     assert (
-        page_file.write_in_child_process(made, lambda: False, timeout_s=0.0)
+        page_file.write_page_in_child_process(made, lambda: False, timeout_s=0.0)
         == "it took longer than 0 s"
     )
-    assert page_file.write_in_child_process(made, lambda: True) == ""
+    assert page_file.write_page_in_child_process(made, lambda: True) == ""
     assert not page.exists()
     with monkeypatch.context() as patched:
         patched.setattr(page_file, "MEMORY_BYTES", 40 << 20)
-        assert page_file.write_in_child_process(made, lambda: False) != ""
+        assert page_file.write_page_in_child_process(made, lambda: False) != ""
     assert not page.exists()
-    assert page_file.write_in_child_process(made, lambda: False) == ""
+    assert page_file.write_page_in_child_process(made, lambda: False) == ""
     assert contents_of(page)["report"]["steps"]["count"] == 60
 
 
@@ -170,7 +170,7 @@ def test_error_of_the_page_command_is_logged_as_the_reason(tmp_path: Path) -> No
     made = RunDirectory(tmp_path / "run")
     made.create()
 
-    assert page_file.write_in_child_process(made, lambda: False).startswith(
+    assert page_file.write_page_in_child_process(made, lambda: False).startswith(
         f"{made.path} has no data yet"
     )
 
@@ -214,6 +214,6 @@ def test_page_is_kept_if_its_process_aborts_after_writing_it(
         page_file.children, "command", lambda *arguments: [sys.executable, "-c", aborts]
     )
 
-    why_not = page_file.write_in_child_process(made, lambda: False)
+    why_not = page_file.write_page_in_child_process(made, lambda: False)
     assert (why_not == "") is writes
     assert page.exists() is writes

@@ -29,7 +29,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import DeviceClockQuality
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
-from torchlens_perf.run.sketch import Sketch, WindowSketch, to_records
+from torchlens_perf.run.sketch import Sketch, WindowSketch, encode_window
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings.source import HOLD_S
 from torchlens_perf.verdicts import node_state
@@ -106,7 +106,9 @@ class Gpu(Rank):
         sketch = Sketch()
         sketch.add(np.array(durations_ns, np.int64))
         recorder, name_id = self.session.recorder, self.session.intern(name)
-        for place, words in enumerate(to_records(WindowSketch(sketch, lost, durations_ns[0], 0))):
+        for place, words in enumerate(
+            encode_window(WindowSketch(sketch, lost, durations_ns[0], 0))
+        ):
             start, duration, nested, phase, value0, value1 = words
             recorder.record_completed(
                 int(Kind.SKETCH),

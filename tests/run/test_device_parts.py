@@ -17,7 +17,12 @@ from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.hooks.on_device import step_parts
 from torchlens_perf.hooks.on_device.step_parts import StepPartCollector
 from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, pack_row, unpack_row
-from torchlens_perf.run.device.step_parts import PART_OF_SPAN, ROW_NAMES, StepPart, compute_rows
+from torchlens_perf.run.device.step_parts import (
+    PART_OF_SPAN,
+    ROW_NAMES,
+    StepPart,
+    compute_part_durations_ns,
+)
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind, record_dtype
 
@@ -39,7 +44,7 @@ class Known:
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
 
-    def add(self, rows: list[int]) -> None:
+    def add_step(self, rows: list[int]) -> None:
         self.steps.append(rows)
 
 
@@ -116,7 +121,7 @@ def test_steps_without_training_and_their_spans_are_left_out() -> None:
     parts.add_span(int(Kind.MODULE), 2, 20, 5)
     parts.add_span(int(Kind.BACKWARD), 2, 20, 5)
     parts.add_span(int(Kind.STEP), 2, 20, 6)
-    assert known.steps == [compute_rows([(int(Kind.BACKWARD), 20, 5)], 6)]
+    assert known.steps == [compute_part_durations_ns([(int(Kind.BACKWARD), 20, 5)], 6)]
     for step in range(3, 3000):
         parts.add_span(int(Kind.BACKWARD), step, 20, 5)
         parts.add_span(int(Kind.STEP), step, 20, 6)

@@ -9,7 +9,7 @@ import pytest
 
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place import node
-from torchlens_perf.run.place.joined import join_run
+from torchlens_perf.run.place.joined import join_run_directories
 
 
 def make_run(folder: Path, name: str, of_node: str) -> RunDirectory:
@@ -25,7 +25,7 @@ def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> Non
     first, other = make_run(tmp_path, "run-0", "node-a"), make_run(tmp_path, "run-1", "node-b")
     log = open(other.node_log_path("node-b"), "w")  # noqa: SIM115  as a sidecar's
 
-    assert join_run(other.path, "run-0")
+    assert join_run_directories(other.path, "run-0")
     log.write("said later")
     log.close()
     other.oom_table_path(3, 1).parent.mkdir()
@@ -40,13 +40,13 @@ def test_files_move_to_node_0s_directory_on_a_shared_disk(tmp_path: Path) -> Non
     assert other.node_state_path("node-b").read_text() == "node-b"
     assert first.oom_table_path(3, 1).exists()
     # A repeated call has no effect.
-    assert not join_run(other.path, "run-0")
+    assert not join_run_directories(other.path, "run-0")
 
 
 def test_link_with_node_0s_run_id_is_created_without_a_shared_disk(tmp_path: Path) -> None:
     other = make_run(tmp_path, "run-1", "node-b")
-    assert not join_run(other.path, "run-0")
-    assert not join_run(other.path, "run-0")
+    assert not join_run_directories(other.path, "run-0")
+    assert not join_run_directories(other.path, "run-0")
     assert RunDirectory(tmp_path / "run-0").node_state_path("node-b").read_text() == "node-b"
 
 
@@ -56,7 +56,7 @@ def test_directory_names_from_node_0_outside_the_folder_are_refused(
 ) -> None:
     """Names from node 0 arrive over a network and are not trusted."""
     other = make_run(tmp_path / "runs", "run-1", "node-b")
-    assert not join_run(other.path, name)
+    assert not join_run_directories(other.path, name)
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run-1"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchlens_perf.run.ring import record_dtype
-from torchlens_perf.run.sketch import Sketch, WindowSketch, from_records, to_records
+from torchlens_perf.run.sketch import Sketch, WindowSketch, decode_windows, encode_window
 
 
 def test_window_is_restored_from_its_records() -> None:
@@ -19,7 +19,7 @@ def test_window_is_restored_from_its_records() -> None:
     rows = [
         (index, place, words)
         for index, window in enumerate(windows)
-        for place, words in enumerate(to_records(window))
+        for place, words in enumerate(encode_window(window))
     ]
     records = np.zeros(len(rows), record_dtype())
     for record, (index, place, words) in zip(records, rows, strict=True):
@@ -29,14 +29,14 @@ def test_window_is_restored_from_its_records() -> None:
         ):
             record[column] = word
         record["value0"], record["value1"] = (word & (1 << 64) - 1 for word in words[4:])
-    found, stray = from_records(records)
+    found, stray = decode_windows(records)
     assert stray == 0
     assert [name_id for name_id, _ in found] == [0, 1, 2]
     for (_, back), window in zip(found, windows, strict=True):
         assert back.sketch.to_numbers() == window.sketch.to_numbers()
         assert back[1:] == window[1:]
     second = next(at for at, row in enumerate(rows) if row[0] == 1)
-    found, stray = from_records(np.delete(records, second))
+    found, stray = decode_windows(np.delete(records, second))
     assert [name_id for name_id, _ in found] == [0, 2]
     assert stray == sum(row[0] == 1 for row in rows) - 1
 
@@ -48,4 +48,4 @@ def test_records_of_earlier_versions_are_left_out() -> None:
     """
     records = np.zeros(2, record_dtype())
     records["flags"], records["start_ns"] = [0, 1], [12, 3]
-    assert from_records(records) == ([], 2)
+    assert decode_windows(records) == ([], 2)

@@ -102,7 +102,7 @@ def test_cut_off_node_raises_alerts_until_node_0_is_back(
         node.steps()
         node.until(lambda: node.sidecar.state.findings.last_step > 250)
     finally:
-        node.sidecar.end_exchange()
+        node.sidecar.wait_for_last_exchange()
         node_0.close()
         node.sidecar.close()
         for rank in node.ranks:

@@ -47,7 +47,7 @@ class Wire:
 
 
 class End:
-    unreached_s = 0.0
+    time_without_contact_s = 0.0
 
     def __init__(self, wire: Wire, node: str) -> None:
         self._wire, self._node = wire, node

@@ -213,7 +213,7 @@ def test_report_is_retried_if_another_nodes_state_is_unreadable(run: RunDirector
 class TroubledExchange:
     """An exchange with one note while it is open, and another one after it is closed."""
 
-    unreached_s = 0.0
+    time_without_contact_s = 0.0
 
     def __init__(self, *_: Any) -> None:
         self.closed = False
@@ -267,7 +267,7 @@ def test_notes_of_the_exchange_are_in_the_report(run: RunDirectory) -> None:
 
     rank.close()
     round_of(made)
-    made.end_exchange()
+    made.wait_for_last_exchange()
     made.save_state()
     assert (
         report(run)["quality"]["notes"].count("3 windows could not be sent to node 0's sidecar")

@@ -77,10 +77,12 @@ def node(tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def wait_until_built(tap: TapBuilder, name: str) -> str:
     """Poll as a sidecar does until the outlook is no longer a plan. Return the outlook."""
     deadline_s = time.monotonic() + 300
-    while tap.update_outlook(name, wanted=True) == PLANNED and time.monotonic() < deadline_s:
+    while (
+        tap.describe_tap_for_report(name, wanted=True) == PLANNED and time.monotonic() < deadline_s
+    ):
         tap.start_if_due(LASTS_S)
         time.sleep(0.02)
-    return tap.update_outlook(name, wanted=True)
+    return tap.describe_tap_for_report(name, wanted=True)
 
 
 # -- time of the build
@@ -88,7 +90,7 @@ def wait_until_built(tap: TapBuilder, name: str) -> str:
 
 def test_tap_is_built_once_after_two_minutes_of_a_long_run(node: Node) -> None:
     tap = TapBuilder(builds=True)
-    assert tap.update_outlook(node.name, wanted=True) == PLANNED
+    assert tap.describe_tap_for_report(node.name, wanted=True) == PLANNED
     tap.start_if_due(119.0)
     assert tap._child is None
     assert wait_until_built(tap, node.name) == BUILT
@@ -102,18 +104,18 @@ def test_tap_is_built_once_after_two_minutes_of_a_long_run(node: Node) -> None:
 def test_tap_is_built_at_the_end_of_a_short_run(node: Node) -> None:
     """finish() waits for the build."""
     tap = TapBuilder(builds=True)
-    tap.update_outlook(node.name, wanted=True)
+    tap.describe_tap_for_report(node.name, wanted=True)
     tap.finish()
 
     assert (node.cache / node.name).is_file()
-    assert tap.update_outlook(node.name, wanted=True) == BUILT
+    assert tap.describe_tap_for_report(node.name, wanted=True) == BUILT
 
 
 def test_finish_waits_for_a_running_build(node: Node, tap: Path) -> None:
     """While a build runs, no other build is started."""
     copying(node.cxx, tap, before="sleep 1")
     begun = TapBuilder(builds=True)
-    begun.update_outlook(node.name, wanted=True)
+    begun.describe_tap_for_report(node.name, wanted=True)
     begun.start_if_due(LASTS_S)
     child = begun._child
     assert child is not None
@@ -129,7 +131,7 @@ def test_build_waits_for_the_end_of_the_run_without_free_memory(
     """The compiler uses 0.9 GB of memory, which could kill a job that is near its memory limit."""
     monkeypatch.setattr(tap_for_next_run, "_NEEDED_BYTES", 1 << 60)
     tap = TapBuilder(builds=True)
-    tap.update_outlook(node.name, wanted=True)
+    tap.describe_tap_for_report(node.name, wanted=True)
     tap.start_if_due(LASTS_S)
     assert tap._child is None
     tap.finish()
@@ -146,7 +148,9 @@ def test_tap_is_built_only_if_a_rank_lacked_it_and_the_setting_is_on(
     A build at the end of a run is acceptable, because users never wait for the sidecar's end.
     """
     tap = TapBuilder(builds=missed != "by hand")
-    outlook = tap.update_outlook(node.name if missed else "", wanted=missed != "the setting")
+    outlook = tap.describe_tap_for_report(
+        node.name if missed else "", wanted=missed != "the setting"
+    )
     tap.start_if_due(LASTS_S)
     tap.finish()
 
@@ -170,7 +174,7 @@ def test_obstacle_to_a_build_is_reported_with_a_remedy(
     monkeypatch.setenv("CXX", "nowhere")
     monkeypatch.setenv("PATH", str(tmp_path))
     tap = TapBuilder(builds=True)
-    outlook = tap.update_outlook(node.name, wanted=True)
+    outlook = tap.describe_tap_for_report(node.name, wanted=True)
     tap.start_if_due(LASTS_S)
     tap.finish()
 
@@ -183,15 +187,15 @@ def test_failed_build_is_reported_with_the_compilers_error(at: str, node: Node) 
     """The next run reports the error without another attempt."""
     compiler(node.cxx, "echo 'tap.cpp:7: error: too old' >&2; exit 1")
     tap = TapBuilder(builds=True)
-    tap.update_outlook(node.name, wanted=True)
+    tap.describe_tap_for_report(node.name, wanted=True)
     if at == "during the run":
         wait_until_built(tap, node.name)
     tap.finish()
 
     reason = "no native tap yet: the compiler failed: tap.cpp:7: error: too old"
-    assert tap.update_outlook(node.name, wanted=True) == reason
+    assert tap.describe_tap_for_report(node.name, wanted=True) == reason
     assert (
-        TapBuilder(builds=True).update_outlook(node.name, wanted=True)
+        TapBuilder(builds=True).describe_tap_for_report(node.name, wanted=True)
         == f"{reason}; {tap_requirements.AGAIN}"
     )
 
@@ -202,11 +206,11 @@ def test_exit_status_of_a_killed_build_is_reported(
     """The kernel may kill the build if memory runs out."""
     compiler(node.cxx, "kill -KILL $PPID")
     tap = TapBuilder(builds=True)
-    tap.update_outlook(node.name, wanted=True)
+    tap.describe_tap_for_report(node.name, wanted=True)
     tap.finish()
 
     assert (
-        tap.update_outlook(node.name, wanted=True)
+        tap.describe_tap_for_report(node.name, wanted=True)
         == "no native tap yet: its build has ended with status -9"
     )
 
@@ -230,7 +234,7 @@ def test_tap_build_runs_with_the_lowest_priority(node: Node, tap: Path) -> None:
     environ = {**os.environ, "HOME": f"{node.home}/"}
     program = (
         "import sys; from torchlens_perf.sidecar.tap_for_next_run import TapBuilder\n"
-        "tap = TapBuilder(builds=True); tap.update_outlook(sys.argv[1], wanted=True); tap.finish()"
+        "tap = TapBuilder(builds=True); tap.describe_tap_for_report(sys.argv[1], wanted=True); tap.finish()"
     )
     subprocess.run([sys.executable, "-c", program, node.name], env=environ, check=True, timeout=390)
     stat, oom_score, cpu_s, *autogroup = seen.read_text().splitlines()
@@ -245,7 +249,7 @@ PARENT = """
 import sys, time
 from torchlens_perf.sidecar.tap_for_next_run import TapBuilder
 tap = TapBuilder(builds=True)
-tap.update_outlook(sys.argv[1], wanted=True)
+tap.describe_tap_for_report(sys.argv[1], wanted=True)
 tap._start_child()
 print(tap._child.pid, flush=True)
 time.sleep(1000)
@@ -280,7 +284,7 @@ def test_tap_build_is_killed_with_the_sidecar(sent: signal.Signals, node: Node, 
 def test_endless_build_is_killed_after_ten_minutes(node: Node, tap: Path) -> None:
     copying(node.cxx, tap, "sleep 1000")
     begun = TapBuilder(builds=True)
-    begun.update_outlook(node.name, wanted=True)
+    begun.describe_tap_for_report(node.name, wanted=True)
     begun._start_child()
     child = begun._child
     assert child is not None

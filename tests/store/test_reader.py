@@ -20,9 +20,9 @@ from torchlens_perf.store.reader import (
     ParquetFile,
     ParquetFolder,
     UnreadableFileError,
-    add_damage_to,
-    add_errors_to,
     concatenate_tables,
+    make_damage_collector,
+    make_error_collector,
     map_texts,
 )
 
@@ -56,7 +56,7 @@ def flip_a_bit(path: Path, row_group: int) -> None:
 
 
 def steps_of(folder: Path, notes: list[str], *steps: int) -> list[int]:
-    files = ParquetFolder(folder, unreadable=add_errors_to(notes))
+    files = ParquetFolder(folder, unreadable=make_error_collector(notes))
     return [
         step
         for table in files.read_each(lambda file: file.read_table(["step"], {"step": steps}))
@@ -123,13 +123,17 @@ def test_disk_error_is_not_reported_as_damage(
     notes: list[str] = []
     with pytest.raises(UnreadableFileError, match="Input/output error"):
         list(
-            ParquetFolder(folder, unreadable=add_damage_to(notes)).read_each(ParquetFile.read_table)
+            ParquetFolder(folder, unreadable=make_damage_collector(notes)).read_each(
+                ParquetFile.read_table
+            )
         )
     assert notes == []
-    # A page uses add_errors_to(), which treats disk errors like damage.
+    # A page uses make_error_collector(), which treats disk errors like damage.
     assert (
         list(
-            ParquetFolder(folder, unreadable=add_errors_to(notes)).read_each(ParquetFile.read_table)
+            ParquetFolder(folder, unreadable=make_error_collector(notes)).read_each(
+                ParquetFile.read_table
+            )
         )
         == []
     )

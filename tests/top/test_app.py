@@ -278,7 +278,7 @@ def test_error_of_the_reading_thread_ends_the_program(
     def broken(self: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("torchlens_perf.top.reading.RunReader.look", broken)
+    monkeypatch.setattr("torchlens_perf.top.reading.RunReader.poll", broken)
 
     async def scenario() -> None:
         async with Drawn(live.run.path, live.run.path.parent) as drawn:

@@ -21,7 +21,7 @@ from torchlens_perf.top.live_runs import RunRow, build_run_table, list_runs
 from torchlens_perf.top.rank_screen import rank_lines
 from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.reading import RunReader, View
-from torchlens_perf.top.text import Terminal, cursor_lines
+from torchlens_perf.top.text import Terminal, lines_around_cursor
 
 HOST = "node-0000"
 
@@ -103,7 +103,7 @@ def test_hostile_names_cannot_control_the_terminal(
 @given(name=hostile, problem=hostile)
 def test_run_folders_may_have_any_name(name: str, problem: str) -> None:
     table = build_run_table([RunRow(Path(name.replace("/", "-") or "x"), 0.0, name, problem)])
-    for line in cursor_lines(table, 80, 10, 0):
+    for line in lines_around_cursor(table, 80, 10, 0):
         assert_harmless(line.plain)
 
 
@@ -123,6 +123,8 @@ def test_folders_that_are_not_runs_do_not_break_the_list(tmp_path: Path) -> None
     assert (rows["begins"].state, rows["damaged"].state) == ("starting", "damaged")
     assert "cannot be read" in rows["damaged"].about
     assert list_runs(tmp_path / "nowhere") == []
-    lines = [line.plain for line in cursor_lines(build_run_table(list(rows.values())), 80, 10, 0)]
+    lines = [
+        line.plain for line in lines_around_cursor(build_run_table(list(rows.values())), 80, 10, 0)
+    ]
     assert any("starting" in line for line in lines)
     assert any("damaged" in line for line in lines)

@@ -16,10 +16,10 @@ from tests.support.processes import ROOT
 from torchlens_perf.top.text import (
     Terminal,
     build_difference_column,
-    cursor_lines,
     draw_bar,
     draw_rule,
     join_fitting,
+    lines_around_cursor,
     select_rows,
     unwrapped_line,
 )
@@ -100,7 +100,7 @@ def test_selected_row_of_a_long_table_is_visible(at: int, first: int) -> None:
     """With 200 rows and room for five, the selected row has the mark and its number is in the
     title.
     """
-    lines = [each.plain for each in cursor_lines(table(200), 40, 7, at)]
+    lines = [each.plain for each in lines_around_cursor(table(200), 40, 7, at)]
 
     assert lines[0].split(",")[1] == f" {at + 1} of 200"
     assert [each.split()[-2] for each in lines[2:]] == [str(first + row) for row in range(5)]
@@ -115,7 +115,7 @@ def test_selected_row_is_marked_if_names_are_wrapped(at: int) -> None:
     """
     names = [f"run-{row:02d}-{'x' * 25}" for row in range(20)]
     columns = [Column("state", ["ended"] * 20, Quantity.TEXT), Column("run", names, Quantity.TEXT)]
-    lines = [each.plain for each in cursor_lines(Table("runs", "Runs", columns), 40, 9, at)]
+    lines = [each.plain for each in lines_around_cursor(Table("runs", "Runs", columns), 40, 9, at)]
 
     assert lines[0] == f"  Runs, {at + 1} of 20"
     assert [each.split()[2] for each in lines if each.startswith("▶")] == [names[at][:31]]

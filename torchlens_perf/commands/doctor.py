@@ -159,11 +159,11 @@ def _check_tap() -> Iterator[Check]:
             "torchlens-perf build-tap",
             "the next run with several ranks builds the native tap",
         )
-        remedy = f"{now}, or nothing: {later}" if _is_tap_built_later() else now
+        remedy = f"{now}, or nothing: {later}" if _will_next_run_build_tap() else now
     yield Check(LIMITED, "tap on collectives", finding, remedy)
 
 
-def _is_tap_built_later() -> bool:
+def _will_next_run_build_tap() -> bool:
     try:
         return bool(config.from_environment(os.environ).get("_build_tap", config.Config._build_tap))
     except ConfigError:
@@ -334,7 +334,10 @@ def _check_autoload() -> Iterator[Check]:
 
 def _check_settings() -> Iterator[Check]:
     try:
-        switch, configured = config.is_on(os.environ), config.from_environment(os.environ)
+        switch, configured = (
+            config.is_recording_switched_on(os.environ),
+            config.from_environment(os.environ),
+        )
     except ConfigError as error:
         yield Check(
             BROKEN, "TORCHLENS_PERF* variables", f"recording is off: {error}", "correct or unset it"

@@ -38,9 +38,9 @@ def exec_recorded_python(arguments: Sequence[str]) -> NoReturn:
     arguments = arguments[quiet:]
     if not arguments or list(arguments) == ["-m"]:
         raise ConfigError("a script is needed: torchlens-perf run train.py ARGS")
-    typed = options_of_this_python(sys.orig_argv)
+    typed = python_options_of_this_process(sys.orig_argv)
     environment = environment_at_start()
-    _switch_recording_on(environment, [*typed, *split_options(arguments)[0]], quiet=quiet)
+    _switch_recording_on(environment, [*typed, *split_python_arguments(arguments)[0]], quiet=quiet)
     program = children.find_interpreter()
     try:
         os.execve(program, [sys.orig_argv[0], *typed, *arguments], environment)
@@ -64,19 +64,19 @@ def add_help(commands: Any) -> None:
     )
 
 
-def options_of_this_python(command_line: Sequence[str]) -> list[str]:
+def python_options_of_this_process(command_line: Sequence[str]) -> list[str]:
     """Return Python's options in `python OPTIONS -m torchlens_perf ...`, which also apply to the
     script.
 
     For a console script, return []: the options in its first line come from the installer, not from
     the user.
     """
-    options, command = split_options(command_line[1:])
+    options, command = split_python_arguments(command_line[1:])
     module = "".join(command[:2])  # `-mMODULE` and `-m MODULE` are equivalent.
     return options if module.startswith("-mtorchlens_perf") else []
 
 
-def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_python_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments of `python` into its options, and the script, `-m`, `-c` or `-` with all
     that follows.
 
@@ -126,7 +126,7 @@ def _switch_recording_on(
     if quiet:
         environment.setdefault(f"{config.ENVIRONMENT_PREFIX}REPORT", "quiet")
     try:
-        wanted = config.is_on(environment)
+        wanted = config.is_recording_switched_on(environment)
     except ConfigError:
         wanted = True  # The recording process itself reports invalid variables.
     if wanted is False:

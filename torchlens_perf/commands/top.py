@@ -94,14 +94,14 @@ def _run_plain_top(path: Path | None, terminal: Terminal, *, once: bool) -> int:
     if not once:
         _lower_priority()
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end the command.
-            shown.follow(reader.poll)
+            shown.print_until_end(reader.poll)
         return 0
     view = reader.poll()
     if view.report is None:
         raise RunStoreError(
             view.trouble if next(run.nodes.glob("*.json"), None) else run.why_unreadable()
         )
-    shown.once(view)
+    shown.print_once(view)
     return 0
 
 

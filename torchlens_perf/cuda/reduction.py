@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from torchlens_perf.run.sketch import LOWEST_OCTAVE, PER_OCTAVE, compute_octave_bounds, pack_words
+from torchlens_perf.run.sketch import (
+    LOWEST_OCTAVE,
+    PER_OCTAVE,
+    compute_octave_bounds,
+    encode_window_words,
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -106,6 +111,6 @@ def pack_window(
     squares = sum(limb << (32 * place) for place, limb in enumerate(limbs))
     most, minus_least = largest.tolist()
     median, mad = exact[: ExactColumn.MAD + 1].tolist()
-    return pack_words(
+    return encode_window_words(
         [count, sum_ns, squares, -minus_least, most, lost, median, mad], sums[len(SumColumn) :]
     )

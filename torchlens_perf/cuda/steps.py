@@ -48,7 +48,7 @@ class PendingSteps:
         """Number of steps that have been removed for a merge."""
 
     def add_step(self, rows: list[int]) -> None:
-        """Add a step. rows: the result of step_parts.compute_rows()."""
+        """Add a step. rows: the result of step_parts.compute_part_durations_ns()."""
         if len(self.steps) == PLACES - 1:
             self.steps.popleft()
         self.steps.append(rows)

@@ -19,7 +19,7 @@ from typing import Any
 from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
 
 from torchlens_perf import autoload
-from torchlens_perf.config import SWITCH, is_on
+from torchlens_perf.config import SWITCH, is_recording_switched_on
 from torchlens_perf.errors import ConfigError, guard
 from torchlens_perf.instrumentation.environment_variables import PREFIX
 from torchlens_perf.startup.sitecustomize import TorchImportHook
@@ -43,7 +43,7 @@ class TorchlensPerfInstrumentor(BaseInstrumentor):  # type: ignore[misc] # the l
         with guard("switching on under opentelemetry-instrument"):
             rename_option_variables(os.environ)
             try:
-                wanted = is_on(os.environ)
+                wanted = is_recording_switched_on(os.environ)
             except ConfigError:
                 # The process that imports torch logs the error.
                 return

@@ -32,7 +32,7 @@ def copy_ring_to_run(run: RunDirectory, host: str, ring: RingFile, timeout_s: fl
     try:
         command = children.build_script_command(
             copy_out.__file__, str(descriptor), str(run.rings / ring.path.name), str(run.node_rings_path(host)),
-            *map(str, run.ring_files(ring.path)),
+            *map(str, run.ring_and_registration_paths(ring.path)),
         )  # fmt: skip
         process = children.start_child(
             command, stdout=subprocess.PIPE, bufsize=0, pass_fds=[descriptor]

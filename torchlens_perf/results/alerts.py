@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from torchlens_perf.errors import users_code
+from torchlens_perf.errors import guard_user_code
 from torchlens_perf.run.mailbox import ALERTS, Mailbox
 from torchlens_perf.run.verdicts import Alert as Alert
 
@@ -32,7 +32,7 @@ class AlertCallbacks:
         self._session: Session | None = None
         self._mailbox: Mailbox | None = None
         self._known: set[str] = set()
-        self._guards: dict[int, users_code] = {}  # by callback
+        self._guards: dict[int, guard_user_code] = {}  # by callback
 
     @contextmanager
     def attached_to(self, session: Session) -> Iterator[None]:
@@ -73,6 +73,6 @@ class AlertCallbacks:
         for callback in tuple(self.callbacks):
             name = getattr(callback, "__qualname__", type(callback).__name__)
             with self._guards.setdefault(
-                id(callback), users_code(name, "a callback of on_verdict()")
+                id(callback), guard_user_code(name, "a callback of on_verdict()")
             ):
                 callback(alert)

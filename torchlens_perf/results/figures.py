@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchlens_perf.errors import ConfigError, users_code
+from torchlens_perf.errors import ConfigError, guard_user_code
 from torchlens_perf.results.loggers import Logger, adapt_logger
 from torchlens_perf.run.mailbox import FIGURES, Mailbox
 
@@ -62,7 +62,7 @@ class _LoggerState:
         self.asked = asked
         self.due_s = float("-inf")
         self.sums: dict[str, int] = {}
-        self.guard = users_code(asked.name, "passed to log_to()")
+        self.guard = guard_user_code(asked.name, "passed to log_to()")
 
 
 class FigureLoggers:

@@ -202,12 +202,12 @@ class RunDirectory:
 
     def remove_ring(self, ring: Path) -> None:
         """Remove a ring file and its registrations, and its folder if no other file is left."""
-        for path in self.ring_files(ring):
+        for path in self.ring_and_registration_paths(ring):
             memory.remove_ring_paths(str(path))
         # The folder may still contain other ring files or the sidecar's lock.
         _remove_if_empty(ring.parent)
 
-    def ring_files(self, ring: Path) -> list[Path]:
+    def ring_and_registration_paths(self, ring: Path) -> list[Path]:
         """Return the paths of a ring file and of the links that register it on this node."""
         return [ring, *self._find_local_files(f"*-{ring.stem}{_REGISTERED}")]
 

@@ -24,7 +24,7 @@ LIMIT = "limit"
 _OF_BACKEND = {"native": (*_BYTES, *_COUNTS), "cudaMallocAsync": ("allocated", "reserved")}
 
 
-def has_statistics(backend: str) -> bool:
+def has_allocator_statistics(backend: str) -> bool:
     """Return True if an allocator has statistics. Custom allocators have none.
 
     backend: value of torch.cuda.get_allocator_backend().
@@ -32,7 +32,9 @@ def has_statistics(backend: str) -> bool:
     return backend in _OF_BACKEND
 
 
-def read_quantities(stats: Mapping[str, Any], backend: str) -> Iterator[tuple[str, int, int]]:
+def iter_memory_statistics(
+    stats: Mapping[str, Any], backend: str
+) -> Iterator[tuple[str, int, int]]:
     """Yield name, value0 and value1 of a MEMORY record for each recorded statistic.
 
     stats: value of torch.cuda.memory_stats_as_nested_dict(). Statistics that `stats` lacks are

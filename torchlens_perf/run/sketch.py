@@ -263,14 +263,14 @@ class WindowSketch(NamedTuple):
     """Exact median absolute deviation of this window."""
 
 
-def to_records(window: WindowSketch) -> list[list[int]]:
+def encode_window(window: WindowSketch) -> list[list[int]]:
     """Encode a window as SKETCH records, each with six words as signed 64-bit integers."""
     sketch = window.sketch
     head = [sketch.count, sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns]
-    return pack_words([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
+    return encode_window_words([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
 
 
-def pack_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
+def encode_window_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
     """Encode a window as SKETCH records, from the numbers in `head` and the histogram `counts`.
 
     head: count, sum, sum of squares, minimum, maximum, lost durations, median, MAD.
@@ -291,7 +291,7 @@ def pack_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[
     return words.reshape(-1, WORDS).tolist()
 
 
-def from_records(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:
+def decode_windows(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:
     """Decode windows with the ids of their names, and count records of incomplete windows.
 
     records: SKETCH records in their order. Some records may be lost, or written by an earlier

@@ -87,7 +87,7 @@ class SlowLinkMonitor:
             cluster.send_link_statistics(own)
             if left_out and _TOO_MANY_GROUPS not in state.notes:
                 state.notes.append(_TOO_MANY_GROUPS)
-        for each in cluster.link_reports_of_others():
+        for each in cluster.other_nodes_link_reports():
             try:
                 reported.append(link_report.decode_link_report(each, attempt, job.world_size))
             except ValueError as error:

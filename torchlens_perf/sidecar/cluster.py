@@ -96,7 +96,7 @@ class ClusterLink:
         return (
             self._exchange is not None
             and not self._is_node_0
-            and self._exchange.unreached_s > self._cut_off_after_s
+            and self._exchange.time_without_contact_s > self._cut_off_after_s
         )
 
     @property
@@ -130,7 +130,7 @@ class ClusterLink:
         if self._exchange is not None and not self._is_node_0:
             self._exchange.set_links(links)
 
-    def link_reports_of_others(self) -> list[bytes]:
+    def other_nodes_link_reports(self) -> list[bytes]:
         """Return the link reports of the other nodes. The list is empty except on node 0."""
         return (
             self._exchange.link_reports() if self._exchange is not None and self._is_node_0 else []
@@ -161,7 +161,7 @@ class ClusterLink:
 
         The wait ends after node_0_timeout_s.
         """
-        known = self.membership.is_number_known(job.generation)
+        known = self.membership.is_generation_number_known(job.generation)
         return (
             bool(job.meeting_points)
             and not known
@@ -378,7 +378,7 @@ class ClusterLink:
         self, job: JobGeneration, payloads: list[bytes], received: list[ReceivedPost], now_s: float
     ) -> None:
         values = summary.unpack_summaries(payloads)
-        valid = summary.find_valid(values)
+        valid = summary.find_valid_summaries(values)
         self._corrupt.update(
             received[index].node.rstrip("/") for index in np.flatnonzero(~valid).tolist()
         )

@@ -108,10 +108,10 @@ class JobMonitor:
                         launcher_restarts=identity.restarts,
                     )
 
-    def sample_waits(self, sources: RingSources, now_s: float) -> None:
+    def sample_disk_waits(self, sources: RingSources, now_s: float) -> None:
         """Sample which ranks wait for a disk now. Called in every round."""
         with self._errors.contain(_SIGNALS):
-            self.metrics.sample_waits(sources, now_s)
+            self.metrics.sample_disk_waits(sources, now_s)
 
     def add_steps(
         self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable, *, newest: bool

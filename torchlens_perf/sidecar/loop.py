@@ -85,7 +85,7 @@ def _finish_run(
     """Export and save the remaining data, then write the report and the page."""
     contain_errors = sidecar.contain_errors
     with contain_errors("exchanging windows with other nodes"):
-        sidecar.end_exchange()
+        sidecar.wait_for_last_exchange()
     if exporter is not None:
         with contain_errors("exporting"):
             sidecar.export_results(final=True)
@@ -93,16 +93,19 @@ def _finish_run(
             sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
     port.show_final_values(sidecar)
     with contain_errors("joining node 0's run"):
-        sidecar.join_run()
+        sidecar.join_run_directories()
     with (
         contain_errors("writing the run directory"),
-        _log_errors("the run directory cannot be written"),
+        _suppress_disk_errors("the run directory cannot be written"),
     ):
         sidecar.save_state(durably=True)
-    with contain_errors("writing the report"), _log_errors("the last report could not be written"):
+    with (
+        contain_errors("writing the report"),
+        _suppress_disk_errors("the last report could not be written"),
+    ):
         sidecar.write_report()
     lock.write_status("is writing the page")
-    with contain_errors("writing the page"), _log_errors("the page could not be written"):
+    with contain_errors("writing the page"), _suppress_disk_errors("the page could not be written"):
         write_page_if_wanted(sidecar)
 
 
@@ -165,20 +168,23 @@ class _RoundRunner:
             self._account_took_s = time.monotonic() - now_s
         if not more or schedule.is_judging_due(now_s, sidecar.monitor.cluster.update_interval_s):
             sidecar.judge_ranks(now_s, final=not more)
-        with _log_errors("this run could not join that of node 0"):
-            sidecar.join_run()
+        with _suppress_disk_errors("this run could not join that of node 0"):
+            sidecar.join_run_directories()
         sidecar.sample_telemetry()
         sidecar.build_tap(now_s - self._started_s)
         sidecar.relay_captures(now_s, final=not more)
         # Write the report before the export, because rank 0 waits for the report and an export may
         # be slow.
-        with contain_errors("writing the report"), _log_errors("the report could not be written"):
+        with (
+            contain_errors("writing the report"),
+            _suppress_disk_errors("the report could not be written"),
+        ):
             sidecar.write_report_if_due(self._lock.write_status)
         with contain_errors("exporting"):
             sidecar.export_results()
         with (
             contain_errors("writing the run directory"),
-            _log_errors("the run directory cannot be written"),
+            _suppress_disk_errors("the run directory cannot be written"),
         ):
             unkept = sidecar.records.unsaved_records, sidecar.sources.max_unsaved_share()
             if (
@@ -191,7 +197,10 @@ class _RoundRunner:
                 began_s = time.monotonic()
                 sidecar.save_state()
                 self._save_took_s = time.monotonic() - began_s
-        with contain_errors("showing the live run"), _log_errors("the live run could not be shown"):
+        with (
+            contain_errors("showing the live run"),
+            _suppress_disk_errors("the live run could not be shown"),
+        ):
             live.deliver_due(now_s)
         return more
 
@@ -215,7 +224,7 @@ def _sleep_until_event(
 
 
 @contextlib.contextmanager
-def _log_errors(what: str) -> Iterator[None]:
+def _suppress_disk_errors(what: str) -> Iterator[None]:
     """Log and suppress disk errors. The sidecar then continues to read the rings.
 
     The disk may be full, or another node's file may be unreadable for a moment.

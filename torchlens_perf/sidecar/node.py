@@ -21,7 +21,7 @@ from torchlens_perf.exporters import Exporter
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
 from torchlens_perf.run.mailbox import deliver_text
-from torchlens_perf.run.place.joined import join_run
+from torchlens_perf.run.place.joined import join_run_directories
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.contained_errors import ContainedErrors
@@ -101,7 +101,7 @@ class Sidecar:
         """Copy new records out of the rings. Return the highest fill level."""
         fullest = self.sources.read_new_records()
         self.monitor.assign_attempts(self.sources)
-        self.monitor.sample_waits(self.sources, time.monotonic())
+        self.monitor.sample_disk_waits(self.sources, time.monotonic())
         return fullest
 
     def count_records(self) -> None:
@@ -112,13 +112,13 @@ class Sidecar:
         """Judge the ranks, exchange data with other nodes, and search for hangs."""
         self.monitor.judge_job(self.sources, now_s, final=final)
 
-    def join_run(self) -> None:
+    def join_run_directories(self) -> None:
         """Move this run into node 0's run directory, if node 0 has another run id."""
         self.monitor.assign_attempts(self.sources)
         run_id = self.monitor.cluster.membership.run_id
         if run_id != self._joined:
             self.save_state()
-            moved = join_run(self.run.path, run_id)
+            moved = join_run_directories(self.run.path, run_id)
             logger.info("this run is %s on node 0%s", run_id, ": moved there" if moved else "")
             self._joined = run_id
 
@@ -219,7 +219,7 @@ class Sidecar:
             # Only ranks with collectives need the native tap.
             missed = (source.state.missing_tap for source in self.sources if source.state.groups)
             wanted = bool(self.sources.read_setting("_build_tap"))
-            state.tap_outlook = self._tap.update_outlook(
+            state.tap_outlook = self._tap.describe_tap_for_report(
                 next(filter(None, missed), ""), wanted=wanted
             )
         state.sidecar_cpu_s = times.user + times.system
@@ -238,7 +238,7 @@ class Sidecar:
 
     # -- the end
 
-    def end_exchange(self) -> None:
+    def wait_for_last_exchange(self) -> None:
         """Wait for the other nodes' last data, or for node 0's last choice of traces.
 
         Then end the exchange.

@@ -49,13 +49,13 @@ def write_page_if_wanted(sidecar: Sidecar) -> None:
     if sources.read_setting("writes_page") and any(
         source.state.identity.rank == 0 for source in sources
     ):
-        why_not = write_in_child_process(sidecar.run, sources.has_unread_rings)
+        why_not = write_page_in_child_process(sidecar.run, sources.has_unread_rings)
         if why_not:
             sidecar.state.notes.append(f"report.html could not be written: {why_not}")
             sidecar.save_state(durably=True)
 
 
-def write_in_child_process(
+def write_page_in_child_process(
     run: RunDirectory, gives_up: Callable[[], bool], timeout_s: float = TIMEOUT_S
 ) -> str:
     """Write the page. Return the reason for a failure, otherwise "".

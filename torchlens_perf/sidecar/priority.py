@@ -38,7 +38,7 @@ MEMORY_BYTES = 4 << 30
 def lower_priority() -> None:
     """Lower the priority of this thread, its later threads and children, and limit memory."""
     lower_thread_priority()
-    yield_memory_to_job()
+    lower_memory_priority()
 
 
 def lower_thread_priority() -> None:
@@ -49,7 +49,7 @@ def lower_thread_priority() -> None:
             os.nice(NICE)
 
 
-def yield_memory_to_job() -> None:
+def lower_memory_priority() -> None:
     """Limit this process's memory, and make it the kernel's first victim if memory runs out."""
     with contextlib.suppress(OSError, ValueError):
         with open(_OOM_SCORE) as file:

@@ -115,7 +115,7 @@ class RankMetrics:
         # Details for diagnoses, by pid. The details are kept after the process has ended.
         self._details: dict[int, dict[str, str]] = {}
 
-    def sample_waits(self, sources: Iterable[RingSource], now_s: float) -> None:
+    def sample_disk_waits(self, sources: Iterable[RingSource], now_s: float) -> None:
         """Sample which ranks wait for a disk now. Called in every round."""
         self._host.sample_disk_waits(
             (source.state.identity.pid for source in _select_measurable(sources)), now_s

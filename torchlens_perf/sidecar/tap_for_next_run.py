@@ -47,7 +47,7 @@ class TapBuilder:
         self._to_be_built = False
         self._due_s = _START_AFTER_S
 
-    def update_outlook(self, name: str, *, wanted: bool) -> str:
+    def describe_tap_for_report(self, name: str, *, wanted: bool) -> str:
         """Return the native tap's state for the report, or "" if all ranks have loaded the tap.
 
         name: file name of the tap that ranks did not find. wanted: the setting

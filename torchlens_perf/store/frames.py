@@ -11,8 +11,8 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.store.reader import (
     ParquetFile,
     ParquetFolder,
-    add_damage_to,
     concatenate_tables,
+    make_damage_collector,
 )
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def write_table(run: RunDirectory, name: str, file: IO[bytes]) -> None:
     """
     notes: list[str] = []
     tables = list(
-        ParquetFolder(run.path / name, unreadable=add_damage_to(notes)).read_each(
+        ParquetFolder(run.path / name, unreadable=make_damage_collector(notes)).read_each(
             ParquetFile.read_table
         )
     )

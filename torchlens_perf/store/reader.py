@@ -171,12 +171,12 @@ class ParquetFolder:
                 yield found
 
 
-def add_errors_to(notes: list[str]) -> Callable[[UnreadableFileError], None]:
+def make_error_collector(notes: list[str]) -> Callable[[UnreadableFileError], None]:
     """Return a function for ParquetFolder's `unreadable` that adds each error to `notes`."""
     return lambda error: notes.append(error.in_run)
 
 
-def add_damage_to(notes: list[str] | None) -> Callable[[UnreadableFileError], None]:
+def make_damage_collector(notes: list[str] | None) -> Callable[[UnreadableFileError], None]:
     """Return a function for ParquetFolder's `unreadable` that adds damaged files to `notes`.
 
     The function raises errors of a failing disk. If `notes` is None, it raises every error.

@@ -25,7 +25,7 @@ from torchlens_perf.store.reader import (
     ParquetFile,
     ParquetFolder,
     UnreadableFileError,
-    add_damage_to,
+    make_damage_collector,
     map_texts,
     split_dictionary,
 )
@@ -133,7 +133,9 @@ def read_last_sequences(
     Raise UnreadableFileError if the disk fails.
     """
     last: dict[str, int] = {}
-    for footer in ParquetFolder(run.spans, [node], add_damage_to(notes)).read_each(_read_footer):
+    for footer in ParquetFolder(run.spans, [node], make_damage_collector(notes)).read_each(
+        _read_footer
+    ):
         for key, kept in footer.items():
             last[key] = max(last.get(key, -1), int(kept["last_sequence"]))
     return last
@@ -154,7 +156,7 @@ def read_chunks(
     """
     expected: dict[str, int] = {}
     segments = ParquetFolder(
-        run.spans, [node], lambda error: (add_damage_to(notes)(error), segment_done())
+        run.spans, [node], lambda error: (make_damage_collector(notes)(error), segment_done())
     )
     for chunks in segments.read_each(_read_segment):
         for origin, (records, names), sequences in chunks:

@@ -21,7 +21,7 @@ from torchlens_perf.top.live_runs import RunRow, build_run_table, list_runs, sel
 from torchlens_perf.top.rank_screen import rank_lines
 from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.reading import RunReader, View
-from torchlens_perf.top.text import Terminal, cursor_lines, draw_rule, unwrapped_line
+from torchlens_perf.top.text import Terminal, draw_rule, lines_around_cursor, unwrapped_line
 from torchlens_perf.view.headline import choose_headline
 
 LOOK_S = 1.0
@@ -88,9 +88,9 @@ class Top(App[None]):
         self._reader: RunReader | None = None
         self._awake, self._has_ended = threading.Event(), False
         if run is not None:
-            self._start_with(run)
+            self._start_reading(run)
 
-    def _start_with(self, run: RunDirectory) -> None:
+    def _start_reading(self, run: RunDirectory) -> None:
         self.view, self.opens_next = View(run.run_id), False
         self._reader = RunReader(run)
 
@@ -112,7 +112,7 @@ class Top(App[None]):
 
     def open_run(self, path: Path) -> None:
         """Show a run."""
-        self._start_with(RunDirectory(path))
+        self._start_reading(RunDirectory(path))
         self.poll_now()
         while not isinstance(self.screen, OverviewScreen):
             self.pop_screen()
@@ -134,7 +134,7 @@ class Top(App[None]):
         self.opens_next &= not now_live
         self._show()
 
-    def _fail(self, error: Exception) -> None:
+    def _exit_with_error(self, error: Exception) -> None:
         raise error
 
     def poll_now(self) -> None:
@@ -162,7 +162,7 @@ class Top(App[None]):
                 found = list_runs(self.folder) if lists_runs else runs
             except Exception as error:
                 # Without new polls the screen would become outdated, so the application ends.
-                self.call_later(self._fail, error)
+                self.call_later(self._exit_with_error, error)
                 return
             if view is not shown or found != runs:
                 self.call_later(
@@ -335,7 +335,7 @@ class RunsScreen(LinesScreen):
         if not top.runs:
             return [title, unwrapped_line(("  no run here yet; looking again every second", "dim"))]
         self.at = min(self.at, len(top.runs) - 1)
-        return [title, *cursor_lines(build_run_table(top.runs), width, height - 1, self.at)]
+        return [title, *lines_around_cursor(build_run_table(top.runs), width, height - 1, self.at)]
 
     def action_open(self) -> None:
         if self.top.runs:

@@ -14,7 +14,13 @@ from torchlens_perf.analysis.statistics.quantities import format_coverage, forma
 from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.top.pace import describe_pace, draw_curve, step_times
 from torchlens_perf.top.ranks import build_rank_list
-from torchlens_perf.top.text import Terminal, cursor_lines, draw_rule, join_fitting, unwrapped_line
+from torchlens_perf.top.text import (
+    Terminal,
+    draw_rule,
+    join_fitting,
+    lines_around_cursor,
+    unwrapped_line,
+)
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
 from torchlens_perf.view.headline import Headline, choose_headline
@@ -63,7 +69,7 @@ def build_overview(
     chart = 1 + max(0, min(room - rows, _MAX_CHART - 1))
     room -= chart - 1
     lines += pace_lines(view, width, chart)
-    table = cursor_lines(ranks, width, room, cursor)
+    table = lines_around_cursor(ranks, width, room, cursor)
     return [*lines, *table, *below, *_other_tables(report, width, room - len(table))][:height]
 
 

@@ -28,11 +28,11 @@ class PlainTop:
     def __init__(self, file: IO[str], width: int, terminal: Terminal) -> None:
         self._file, self._width, self._terminal = file, width, terminal
 
-    def once(self, view: View) -> None:
+    def print_once(self, view: View) -> None:
         """Print one frame."""
         self._print(overview.build_frame(view, self._width, self._terminal))
 
-    def follow(
+    def print_until_end(
         self, look: Callable[[], View], rest: Callable[[], object] = lambda: time.sleep(1.0)
     ) -> None:
         """Print a frame, then each new finding, and a last frame when the run has ended.
@@ -47,7 +47,7 @@ class PlainTop:
                 rest()
                 continue
             if shown is None or shown.report is None or view.has_ended:
-                self.once(view)
+                self.print_once(view)
                 pace_due_s = time.monotonic() + _PACE_EVERY_S
             else:
                 self._print(self._news_lines(view, shown))

@@ -120,7 +120,7 @@ class RunReader:
         stamps = self._file_stamps()
         if not stamps:
             self._nodes.clear()
-            raise RunStoreError(self._no_files())
+            raise RunStoreError(self._describe_missing_files())
         for path in [path for path in self._nodes if path not in stamps]:
             del self._nodes[path]
             self._is_made = False
@@ -147,11 +147,11 @@ class RunReader:
             self._run.run_id,
             report,
             tuple(build_headlines(report, self._name)),
-            self._seen_s(processes),
+            self._current_step_time_s(processes),
             populations={rank: process.placement.population for rank, process in processes.items()},
         )
 
-    def _seen_s(self, processes: Mapping[int, ProcessState]) -> float | None:
+    def _current_step_time_s(self, processes: Mapping[int, ProcessState]) -> float | None:
         """Return the current step time of the first rank.
 
         Other ranks have about the same step time, since ranks step together.
@@ -227,7 +227,7 @@ class RunReader:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return f"{problems[0]}{more}: the ranks of that node are missing" if problems else ""
 
-    def _no_files(self) -> str:
+    def _describe_missing_files(self) -> str:
         path = self._run.path
         if self._view.report is not None:
             return f"{path} or its files were removed. The figures are old"

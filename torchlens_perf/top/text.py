@@ -105,7 +105,7 @@ def select_rows(table: Table, rows: Sequence[int]) -> Table:
     return dataclasses.replace(table, columns=columns, slow=slow)
 
 
-def cursor_lines(table: Table, width: int, height: int, at: int) -> list[Text]:
+def lines_around_cursor(table: Table, width: int, height: int, at: int) -> list[Text]:
     """Return a table with as many rows as fit, including the selected row, which is marked."""
     rows = min(table.rows, height - 2)
     while rows > 0:

@@ -67,10 +67,10 @@ def test_nodes_with_different_restart_counts_agree_on_the_generation() -> None:
 def test_first_process_set_of_a_late_node_does_not_join_generation_0() -> None:
     zero, late = node("a", (0.0, 0), (50.0, 0), (90.0, 1), leads=True), node("b", (90.2, 0))
     assert late.generation_number(0) == 0
-    assert not late.is_number_known(0)
+    assert not late.is_generation_number_known(0)
     late.apply_control_message(zero.build_control_message(95.0), 95.0)
     assert late.generation_number(0) == 2
-    assert late.is_number_known(0)
+    assert late.is_generation_number_known(0)
     late.add_set(1, 130.0, 4)
     assert late.generation_number(1) == 3  # A guess until node 0's message arrives.
 

@@ -31,7 +31,7 @@ from torchlens_perf.cuda.steps import PendingSteps
 from torchlens_perf.hooks.on_device.cuda_device import decline_merging
 from torchlens_perf.hooks.on_device.stamps import MERGE_STEPS, DeviceSectionHook
 from torchlens_perf.run.device.merged_rows import unpack_row
-from torchlens_perf.run.device.step_parts import compute_rows
+from torchlens_perf.run.device.step_parts import compute_part_durations_ns
 from torchlens_perf.run.ring import Flag, Kind
 
 MICROSECOND, SLOW = 1000, 2
@@ -45,7 +45,7 @@ def device_step(forward_ns: int) -> list[int]:
     """
     phases = [(Kind.FORWARD, 0, forward_ns), (Kind.BACKWARD, forward_ns, 4_000_000)]
     stall = (Kind.WAIT, forward_ns + 1_500_000, 2_000_000)
-    return compute_rows(
+    return compute_part_durations_ns(
         [(int(kind), start, duration) for kind, start, duration in (*phases, stall)],
         forward_ns + 5_000_000,
     )

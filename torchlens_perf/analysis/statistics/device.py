@@ -11,7 +11,7 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, unpack_row
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind, lookup_name
-from torchlens_perf.run.sketch import Sketch, from_records
+from torchlens_perf.run.sketch import Sketch, decode_windows
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -70,7 +70,7 @@ class DeviceStatistics:
 
     def add_records(self, records: npt.NDArray[np.void], names: list[str]) -> None:
         """Add the DEVICE, SKETCH and MERGED records. All other records are ignored."""
-        windows, stray = from_records(records[records["kind"] == Kind.SKETCH])
+        windows, stray = decode_windows(records[records["kind"] == Kind.SKETCH])
         self.stray_records += stray
         self.stamped_lost += sum(window.lost for _, window in windows)
         for name_id, window in windows:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import concatenate_tables
-from torchlens_perf.run.device.step_parts import PART_OF_SPAN, find_outer_spans
+from torchlens_perf.run.device.step_parts import PART_OF_SPAN, find_enclosing_spans
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -431,7 +431,9 @@ def _outermost_and_own_ns(spans: _Spans, rows: Integers) -> tuple[npt.NDArray[np
     order = np.argsort(rows, kind="stable")
     for indices in np.split(order, np.flatnonzero(np.diff(rows[order])) + 1):
         found = np.array(
-            find_outer_spans(spans.start_ns[indices].tolist(), spans.duration_ns[indices].tolist()),
+            find_enclosing_spans(
+                spans.start_ns[indices].tolist(), spans.duration_ns[indices].tolist()
+            ),
             np.int64,
         )
         outer[indices] = np.where(found < 0, -1, indices[found])

@@ -59,7 +59,10 @@ class OptimizerHookRelay:
         )
 
         guarded = guard("optimizer hook")
-        step_begins, step_ended = guarded.calling(self, "before"), guarded.calling(self, "after")
+        step_begins, step_ended = (
+            guarded.wrap_attribute(self, "before"),
+            guarded.wrap_attribute(self, "after"),
+        )
         # Hooks that are traced into a graph would not run. A compiled optimizer breaks its graph
         # around step() in any case, so its operations stay in one graph.
         self._handles = [
@@ -243,7 +246,10 @@ def _report_steps_of_class(
         return result
 
     guarded = guard("optimizer hook")
-    step_begins, step_ended = guarded.calling(relay, "before"), guarded.calling(relay, "after")
+    step_begins, step_ended = (
+        guarded.wrap_attribute(relay, "before"),
+        guarded.wrap_attribute(relay, "after"),
+    )
     with ExitStack() as attached:
         try:
             attached.enter_context(patched(owner, "step", step_and_report))

@@ -97,7 +97,7 @@ def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -
         chosen = [
             each
             for name, each in every.items()
-            if config.wants_module(name) or config.wants_module(each.name)
+            if config.matches_module_pattern(name) or config.matches_module_pattern(each.name)
         ]
     else:
         fitting = [

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import DeviceError, HookUnavailable
 from torchlens_perf.recorder.devices import find_cuda_device_in_use, has_cuda_devices
-from torchlens_perf.run.memory_readings import LIMIT, has_statistics, read_quantities
+from torchlens_perf.run.memory_readings import (
+    LIMIT,
+    has_allocator_statistics,
+    iter_memory_statistics,
+)
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -101,7 +105,7 @@ class _AllocatorReader:
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         limit = torch.cuda.get_device_properties(self._device).total_memory
         limit = int(limit * torch.cuda.get_per_process_memory_fraction(self._device))
-        found = [*read_quantities(stats, self._backend), (LIMIT, limit, 0)]
+        found = [*iter_memory_statistics(stats, self._backend), (LIMIT, limit, 0)]
         took_ns = recorder.now_ns() - begin_ns
         for name, value0, value1 in found:
             recorder.record_span(
@@ -118,7 +122,7 @@ class _AllocatorReader:
         The device is unknown until torch has allocated memory on a device.
         """
         if self._device is not None:
-            return has_statistics(self._backend)
+            return has_allocator_statistics(self._backend)
         import torch
 
         try:
@@ -132,9 +136,9 @@ class _AllocatorReader:
         if self._device is None:
             return False
         self._backend = torch.cuda.get_allocator_backend()
-        if not has_statistics(self._backend):
+        if not has_allocator_statistics(self._backend):
             self._session.note(
                 f"memory is not measured: the job's own allocator ({self._backend}) does not"
                 " report it"
             )
-        return has_statistics(self._backend)
+        return has_allocator_statistics(self._backend)

@@ -53,7 +53,7 @@ class _ObserverRelay:
         """Attach the observer once. CUDA must be initialized."""
         if not self.attached:
             self.attached = True
-            observer = guard("the table of device memory").calling(self, "observed")
+            observer = guard("the table of device memory").wrap_attribute(self, "observed")
             torch_instruments.attach_out_of_memory_observer(observer)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.on_device.clock import MAX_EVENTS
-from torchlens_perf.run.device.step_parts import PART_OF_SPAN, Span, compute_rows
+from torchlens_perf.run.device.step_parts import PART_OF_SPAN, Span, compute_part_durations_ns
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -51,4 +51,4 @@ class StepPartCollector:
         spans, self._spans = self._spans, []
         # A step without a backward pass is not a training step.
         if not self._is_truncated and any(span[0] == _BACKWARD for span in spans):
-            self._known.add_step(compute_rows(spans, duration_ns))
+            self._known.add_step(compute_part_durations_ns(spans, duration_ns))

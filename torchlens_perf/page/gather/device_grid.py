@@ -13,7 +13,7 @@ from torchlens_perf.analysis.statistics.step_bins import concatenate_tables
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.page.gather.step_grid import StepBatch, StepGrid
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.store.reader import add_errors_to
+from torchlens_perf.store.reader import make_error_collector
 from torchlens_perf.store.segments import iterate_records
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.own_time import compute_own_work_ns
@@ -65,7 +65,7 @@ def build_device_grid(
     nodes = {each.identity.key: node_of[rank] for rank, each in processes.items()}
     joins = {key: DeviceStepJoin() for key in rank_of}
     found: dict[int, list[StepTable]] = defaultdict(list)
-    for key, (records, _) in iterate_records(run, nodes, add_errors_to(notes), _KINDS):
+    for key, (records, _) in iterate_records(run, nodes, make_error_collector(notes), _KINDS):
         table = joins[key].add_records(records, assemble_steps(records))
         if len(table):
             found[rank_of[key]].append(table)

@@ -11,7 +11,12 @@ import numpy as np
 from torchlens_perf.analysis.statistics.hardware import LINK_ERRORS
 from torchlens_perf.page.contents import MatrixColumns, TimeSeries
 from torchlens_perf.page.gather.thinning import json_size_bytes
-from torchlens_perf.store.reader import ParquetFolder, add_errors_to, concatenate_tables, to_floats
+from torchlens_perf.store.reader import (
+    ParquetFolder,
+    concatenate_tables,
+    make_error_collector,
+    to_floats,
+)
 from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES
 
 if TYPE_CHECKING:
@@ -102,19 +107,19 @@ def read_hardware_series(
     rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].gpus}
     found = []
     for (_, uuid), table in _read_tables(
-        ParquetFolder(run.path / GPUS, nodes, add_errors_to(notes)), "uuid", _GPU
+        ParquetFolder(run.path / GPUS, nodes, make_error_collector(notes)), "uuid", _GPU
     ):
         if uuid in rank_of:
             found += _build_series(
                 table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns
             )
     for (host, port), table in _read_tables(
-        ParquetFolder(run.path / LINKS, nodes, add_errors_to(notes)), "device", _LINK
+        ParquetFolder(run.path / LINKS, nodes, make_error_collector(notes)), "device", _LINK
     ):
         found += _build_series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
     hosts = set[str]()
     for (host, rank), table in _read_tables(
-        ParquetFolder(run.path / PROCESSES, nodes, add_errors_to(notes)),
+        ParquetFolder(run.path / PROCESSES, nodes, make_error_collector(notes)),
         "rank",
         _PROCESS | _NAMESPACE,
     ):

@@ -14,7 +14,7 @@ from torchlens_perf.page.matrix import encode_durations
 from torchlens_perf.report.heat import TAGS
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.store.reader import ParquetFile, ParquetFolder, add_errors_to, map_texts
+from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
 from torchlens_perf.verdicts.stragglers.excess import relative_excess
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
@@ -90,7 +90,7 @@ def read_step_grid(
         for batch in file.read_batches(dict.fromkeys([*_COLUMNS, work])):
             grid.add(_select_rows(batch, work, row_of, begins))
 
-    for _ in ParquetFolder(run.steps, unreadable=add_errors_to(notes)).read_each(add_file):
+    for _ in ParquetFolder(run.steps, unreadable=make_error_collector(notes)).read_each(add_file):
         pass
     return grid if grid.steps.any() else None
 

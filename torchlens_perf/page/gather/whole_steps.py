@@ -13,7 +13,7 @@ from torchlens_perf.page.gather.step_collectives import join_by_step
 from torchlens_perf.page.gather.step_trace import build_rank_trace
 from torchlens_perf.page.gather.thinning import json_size_bytes as size_of
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.store.reader import ParquetFolder, add_errors_to
+from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.segments import SPANS, ProcessRecords, read_records
 
 if TYPE_CHECKING:
@@ -103,7 +103,11 @@ def read_rank_records(
     """Return the records of these ranks in these steps. Ranks without records are left out."""
     keys = {rank: processes[rank].identity.key for rank in ranks}
     read = read_records(
-        run, {keys[rank]: node_of[rank] for rank in ranks}, steps, add_errors_to(notes), kinds
+        run,
+        {keys[rank]: node_of[rank] for rank in ranks},
+        steps,
+        make_error_collector(notes),
+        kinds,
     )
     return [
         RankRecords(

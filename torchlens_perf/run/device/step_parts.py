@@ -50,7 +50,7 @@ Span = tuple[int, int, int]
 """Kind, start and duration in ns."""
 
 
-def find_outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int]:
+def find_enclosing_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> list[int]:
     """Return for each span of a step the index of its enclosing span; -1 if no span encloses it.
 
     The enclosing span is the shortest of the longer spans that contain the middle of the span. Of
@@ -76,7 +76,7 @@ def find_outer_spans(start_ns: Sequence[int], duration_ns: Sequence[int]) -> lis
     return outer
 
 
-def compute_rows(spans: Sequence[Span], step_ns: int) -> list[int]:
+def compute_part_durations_ns(spans: Sequence[Span], step_ns: int) -> list[int]:
     """Return the duration in ns of each StepPart of one step.
 
     spans: in the order of their records; their kinds are keys of PART_OF_SPAN.
@@ -85,7 +85,7 @@ def compute_rows(spans: Sequence[Span], step_ns: int) -> list[int]:
     own_ns = [span[2] for span in spans]
     gap_ns = step_ns
     for (_, _, duration), outer in zip(
-        spans, find_outer_spans([span[1] for span in spans], own_ns.copy()), strict=True
+        spans, find_enclosing_spans([span[1] for span in spans], own_ns.copy()), strict=True
     ):
         if outer < 0:
             gap_ns -= duration

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,119}")
 _TRIES = 5
 
 
-def join_run(own: Path, run_id: str) -> bool:
+def join_run_directories(own: Path, run_id: str) -> bool:
     """Make both run ids refer to one directory. Return True if this node's files were moved.
 
     own: this node's run directory. run_id: node 0's run id. Raise OSError if an operation fails. No

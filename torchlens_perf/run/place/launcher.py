@@ -189,7 +189,7 @@ def detect_place(
         attempt=_first_number(environ, row.restarts) or 0,
         elastic=row.name == "torchrun",
         job=_job_name(environ, row, parent),
-        facts=_shared_facts(environ, world_size),
+        facts=_join_job_variables(environ, world_size),
     )
 
 
@@ -245,7 +245,7 @@ def _hash_texts(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode(errors="surrogateescape")).hexdigest()[:8]
 
 
-def _shared_facts(environ: Mapping[str, str], world_size: int) -> str:
+def _join_job_variables(environ: Mapping[str, str], world_size: int) -> str:
     known = [
         environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     ]

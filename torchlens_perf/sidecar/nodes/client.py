@@ -126,7 +126,9 @@ class ReportSender:
             and self._call is not None
             and self._call.done()
         ):
-            return transport.describe_status(await self._call.code(), await self._call.details())
+            return transport.describe_grpc_status(
+                await self._call.code(), await self._call.details()
+            )
         if isinstance(error, asyncio.TimeoutError):
             return "it does not answer"
         return f"the connection has ended ({type(error).__name__})"

@@ -137,12 +137,12 @@ class Exchange:
                 self._end.reply = reply
 
     def instructions(self) -> bytes:
-        """Return node 0's newest instructions, or b"" if there are none yet or this is node 0."""
+        """Return node 0's newest instructions, or b"" before the first ones and on node 0."""
         with self._lock:
             return b"" if self._merges or self._end is None else self._end.reply
 
     @property
-    def unreached_s(self) -> float:
+    def time_without_contact_s(self) -> float:
         """Time without contact to node 0, or on node 0 without publishing its address."""
         with self._lock:
             return (

@@ -151,7 +151,7 @@ class Membership:
         """Return the time since the start of a set of this node, or 0 for an unknown set."""
         return now_s - self._own[local].started_s if local in self._own else 0.0
 
-    def is_number_known(self, local: int) -> bool:
+    def is_generation_number_known(self, local: int) -> bool:
         """Return True if the result of generation_number() is not a guess."""
         return self._leads or local in self._numbers
 

@@ -260,7 +260,7 @@ def unpack_summaries(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
     return values
 
 
-def find_valid(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+def find_valid_summaries(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Return a mask of the valid summaries, which pack_summary() can produce."""
     good = (values["state"] < len(_STATES)) & (values["rank"] < values["world_size"])
     has_row = values["row"] != NO_ROW

@@ -92,7 +92,7 @@ def are_proofs_equal(shown: bytes, wanted: bytes) -> bool:
     return hmac.compare_digest(shown, wanted)
 
 
-def describe_status(code: grpc.StatusCode, details: str | None) -> str:
+def describe_grpc_status(code: grpc.StatusCode, details: str | None) -> str:
     """Return one line that describes how a gRPC call has ended."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return "it is something else, or another version of torchlens_perf"

@@ -76,7 +76,7 @@ def read_live_run(
             return 1
         lock.write_status(LOADS)
         with ownership.restrict_new_files_like(run.nodes):
-            _run_until_read(run, host, lock, rings, is_live=True)
+            _run_sidecar_until_end(run, host, lock, rings, is_live=True)
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -106,7 +106,7 @@ def read_or_replay(
     # Rings exist without a run directory if creating the directory has failed.
     if not run.nodes.is_dir() and not run.local_rings():
         raise RunStoreError(run.why_unreadable())
-    host = _find_node(run, name)
+    host = _find_node_name(run, name)
     lock = acquire_lock(run)
     priority.lower_priority()
     try:
@@ -117,14 +117,14 @@ def read_or_replay(
                 run.spans
             ):
                 return _replay_records(run, lock, replaying, quiet=quiet)
-            _run_until_read(run, host, lock, {})
+            _run_sidecar_until_end(run, host, lock, {})
     finally:
         lock.remove()
         remove_empty_user_folders()
     return 0
 
 
-def _find_node(run: RunDirectory, name: str | None) -> str:
+def _find_node_name(run: RunDirectory, name: str | None) -> str:
     """Return the node's name in file names.
 
     This name may differ from the current node's name: the node may have restarted, or its processes
@@ -180,7 +180,7 @@ def acquire_lock(run: RunDirectory, lock_descriptor: int | None = None) -> Sidec
     return lock
 
 
-def _run_until_read(
+def _run_sidecar_until_end(
     run: RunDirectory,
     host: str,
     lock: SidecarLock,

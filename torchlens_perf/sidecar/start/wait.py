@@ -165,7 +165,7 @@ def main(arguments: Sequence[str]) -> int:
         rings = waiting.rings
     else:
         write_status(lock, "has not begun to read")
-        priority.yield_memory_to_job()
+        priority.lower_memory_priority()
         rings, preload = wait_until_due(folder, _start_imports, impatient=SEVERAL_NODES in more)
         write_status(lock, LOADS)
         if (
