@@ -26,13 +26,13 @@ from tests.support.model_zoo import Outcome, Watching, batches, train
 from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.run.ring import Kind
 
-# Names of gloo's operators in the flight recorder, which lacks these three.
+# Names of gloo's operators in c10d's flight recorder. Three operators are missing there.
 IN_FLIGHT_RECORDER = {
     "allreduce": "gloo:all_reduce",
     "broadcast": "gloo:broadcast",
     "allgather": "gloo:all_gather",
     "allgather_base": "gloo:all_gather",
-    "reduce_scatter_base": "gloo:all_reduce",  # gloo implements the operator this way.
+    "reduce_scatter_base": "gloo:all_reduce",  # gloo implements this operator by another one.
     "monitored_barrier": "",
     "send": "",
     "recv": "",
@@ -64,7 +64,7 @@ def data_parallel(watching: Watching) -> Outcome:
 
 
 def data_parallel_accumulating(watching: Watching) -> Outcome:
-    """Train with three batches per step. Only the last batch's gradients are reduced."""
+    """Train with three batches per step. DDP reduces only the gradients of the last batch."""
     model = DistributedDataParallel(nn.Sequential(Block(), Block()), gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
@@ -259,7 +259,7 @@ def run_case(
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
     """Return the results by rank and case.
 
-    One pair of processes runs all cases, because its start is slow.
+    One pair of processes runs all cases, because starting processes is slow.
     """
     return run_ranks(one_rank, tmp_path_factory.mktemp("ranks"))
 

@@ -1,6 +1,6 @@
 """Tests of `torchlens-perf capture` on live two-rank runs.
 
-Tested are the files, their cost, and a capture triggered by a verdict.
+The tests cover the files, their cost, and a capture triggered by a verdict.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
     The shortest later step may need up to 1.5 times the processor time. benchmarks/capture_cost.py
     measures smaller slowdowns.
 
-    Kineto keeps a thread that Python does not count.
+    torch's profiler library Kineto keeps a native thread, which Python does not count.
     """
     request = Request("one", BY_USER, time.time(), 0, (1,), from_step=STEPS + 20, steps=3)
     with LiveRanks(tmp_path, 2, script=str(SCRIPTS / "train_twice.py")) as job:
@@ -92,7 +92,7 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
         assert captured["parameters"] == plain["parameters"]
         assert captured["threads"] == plain["threads"]
         assert captured["sockets"] == plain["sockets"]
-        # Other work of the thread makes steps longer, so use the shortest step.
+        # Other programs can make steps longer, so use the shortest step.
         before, after = (min(captured["seconds"][part]) for part in (slice(2, 19), slice(23, None)))
         assert after < 1.5 * before
     assert (code, error) == (
@@ -105,7 +105,7 @@ def test_capture_changes_neither_results_nor_threads_nor_step_time(tmp_path: Pat
 def test_verdict_captures_the_slow_rank_once_and_a_command_another_rank(tmp_path: Path) -> None:
     """The verdict captures the slow rank together with a healthy one.
 
-    The command captures another rank later.
+    A command captures another rank later.
     """
     with LiveRanks(
         tmp_path, 2, SLOW_RANK="1", SLOW_FROM="20", TORCHLENS_PERF_CAPTURE="verdict"

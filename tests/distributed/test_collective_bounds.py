@@ -69,7 +69,9 @@ class Job:
     def all_reduce(
         self, group: dist.ProcessGroup | None = None, *, asynchronous: bool = False
     ) -> None:
-        """Run an all-reduce. Raises AssertionError if the members were not all in the same call."""
+        """Run an all-reduce. Raises AssertionError if the group's members did not all make the same
+        call.
+        """
         payload = self.payload(group)
         number = self.called[(group or dist.group.WORLD).group_name]
         work = dist.all_reduce(payload, group=group, async_op=asynchronous)
@@ -119,7 +121,7 @@ def uneven_inputs_with_join(job: Job, watching: Watching) -> None:
 def groups_that_some_ranks_use(job: Job, watching: Watching) -> None:
     """Let each pair of ranks use its own group at its own pace.
 
-    One group was created by its members alone.
+    One of the groups was created by its members alone.
     """
     with watching():
         for step in range(6):
@@ -182,7 +184,7 @@ def ring(job: Job, watching: Watching) -> None:
 def watches_that_begin_at_different_calls(job: Job, watching: Watching) -> None:
     """Start the watch on rank r after the first r rounds of every form.
 
-    Each rank's numbers continue from the backend's count.
+    The numbers of each rank continue from the backend's count of operations.
     """
     with watching() if job.rank == 0 else nullcontext():
         every_form(job)
@@ -224,7 +226,7 @@ def parts_like(tensor: Tensor) -> list[Tensor]:
 
 @scenario
 def group_that_is_made_again(job: Job, watching: Watching) -> None:
-    """Destroy and create the world inside a watch, twice."""
+    """Destroy the default group inside a watch and create it again, twice."""
     with watching():
         job.all_reduce()
         for again in range(2):
@@ -269,7 +271,7 @@ class Outcome(NamedTuple):
 def make_groups(path: str) -> None:
     """Create a new world and a group for each pair of ranks.
 
-    One group is created by its members alone.
+    One of the groups is created by its members alone.
     """
     rank, store = dist.get_rank(), dist.FileStore(path, RANKS)
     # Close no old connections while another rank still waits in the last collective.
@@ -309,7 +311,7 @@ def one_scenario(run: Callable[[Job, Watching], None], folder: Path) -> Outcome:
     results, seen = [], []
     for watch in (nullcontext, watching):
         torch.manual_seed(dist.get_rank())
-        # Start with groups that have no count yet.
+        # Use fresh groups, in which the backend has counted no operation yet.
         make_groups(f"{folder}-{len(results)}")
         collectives, job = Collectives(), Job(Path(f"{folder}-{len(results)}-again"))
         run(job, watch)
@@ -347,7 +349,7 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
         if operation.operation not in BETWEEN_TWO:
             group = found.setdefault(operation.group, {})
             assert sequence(each) not in group, f"two operations are number {sequence(each)}"
-            # A rank that receives no gathered data has no size.
+            # A rank that receives no gathered data records no size.
             size = each.value0 if SEMANTICS[operation.operation].equal_bytes else 0
             group[sequence(each)] = (operation.operation, size)
     return found
@@ -357,7 +359,7 @@ def numbered(recording: Recording) -> dict[str, dict[int, tuple[str, int]]]:
 def test_tensors_of_every_rank_equal_those_of_the_unwatched_run(
     name: str, outcomes: list[dict[str, Outcome]]
 ) -> None:
-    """There is no deadlock and no error of the watch."""
+    """The watch causes no deadlock and no error."""
     for rank in outcomes:
         assert rank[name].same_results
         assert (rank[name].recording.internal_errors, rank[name].recording.unbalanced) == (0, 0)
@@ -379,7 +381,7 @@ def test_order_group_and_size_of_collectives_are_unchanged(
 def test_collective_has_the_same_number_on_every_member_of_its_group(
     name: str, outcomes: list[dict[str, Outcome]]
 ) -> None:
-    """No other call has this number."""
+    """No other call of the group has this number."""
     compared = 0
     for index, one in enumerate(outcomes):
         for other in outcomes[index + 1 :]:
@@ -399,7 +401,7 @@ def test_collective_has_the_same_number_on_every_member_of_its_group(
 def test_collectives_with_different_counts_on_ranks_are_not_joined(
     outcomes: list[dict[str, Outcome]],
 ) -> None:
-    """Operation and bytes match under each number.
+    """Operation and bytes of the calls with the same number match.
 
     Only the node's clock shows that the calls differ.
     """
@@ -448,7 +450,7 @@ def test_message_has_the_same_number_at_its_sender_and_its_receiver(
     assert set(messages) == {(rank, (rank + 1) % RANKS) for rank in range(RANKS)}
     for sent, received in messages.values():
         assert len(sent) == 8
-        # A receive from any source names no peer.
+        # The record of a receive from any source names no peer.
         if len(received) == 8:
             assert sent == received
     assert sum(len(received) == 8 for _, received in messages.values()) == RANKS - 1

@@ -1,5 +1,5 @@
-"""Tests that an operation's end is recorded depending on its tensors' device, in a group with
-several backends.
+"""Tests that the device of an operation's tensors decides if the operation's end is recorded, in a
+group with several backends.
 
 The device is fake: its tensors have no data, and its backend does nothing.
 """
@@ -106,8 +106,8 @@ def ranks(tap: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 def test_end_of_an_operation_is_recorded_only_for_cpu_tensors(
     order: str, tap: str, ranks: list[dict[str, Any]]
 ) -> None:
-    """Waiting for a device's operation only orders streams, so no end is recorded, whatever was
-    issued first.
+    """A wait for an operation on a device only orders streams, so no end is recorded, whichever
+    device's operation was first.
     """
     for rank in ranks:
         recording: Recording = rank[order]
@@ -124,7 +124,7 @@ def test_end_of_an_operation_is_recorded_only_for_cpu_tensors(
             if each.value0 == ON_DEVICE:
                 assert each.duration_ns == each.nested_ns
         assert bool(asynchronous.flags & Flag.COMPLETED) == (tap == "native")
-        # The group has one count for all devices.
+        # The group counts operations of all devices together.
         assert sorted(each.value1 & 0xFFFFFFFF for each in reduced) == list(range(5))
 
 

@@ -41,7 +41,7 @@ def one_rank(folder: Path) -> Recording:
     dist.all_reduce(tensor)
     dist.broadcast(tensor, 0)
     with recorded(folder) as recording:
-        # Attaching takes longer on some ranks.
+        # Attaching the watch takes longer on some ranks than on others.
         dist.barrier()
         for _ in range(REPEATED):
             delay_this_rank(2)
@@ -86,9 +86,9 @@ def of(join: CollectiveJoin, operation: str, ranks: tuple[int, ...]) -> Operatio
 
 
 def test_late_rank_is_last_to_arrive_in_all_reduces(join: CollectiveJoin) -> None:
-    """The late rank is nearly always last, by about its delay.
+    """The late rank is nearly always the last to arrive, by about its delay.
 
-    Only the two other ranks waited that long.
+    Only the two other ranks waited as long as the delay.
     """
     totals = of(join, "allreduce", (0, 1, 2)).totals_by_rank()
     late_ns = REPEATED * LATE_S * 1e9

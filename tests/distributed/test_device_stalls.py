@@ -1,6 +1,6 @@
 """Tests of two ranks on the asynchronous device.
 
-One rank works longer, so the other's stream stalls, but its work is the same.
+One rank works longer, so the other rank's stream stalls, although its own work stays the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUIET, STEADY = range(4, LATE_FROM), range(LATE_FROM + 2, 23)
 LATE_MS = LATE_S * 1e3
 # Tolerance for transfers and the device's time for events.
 OVER_MS = 1.0
-# The watched and the unwatched run.
+# Whether a run is watched or not.
 Both = tuple[Trained, Trained]
 
 
@@ -54,14 +54,14 @@ class _Spin(torch.autograd.Function):
 
 
 def late_s(number: int) -> float:
-    """Return how much longer this rank works in a step."""
+    """Return by how many seconds this rank works longer in a step."""
     return LATE_S if number >= LATE_FROM and dist.get_rank() == SLOW else 0.0
 
 
 class Block(nn.Module):
     """A block that works 10 ms forward and 5 ms backward, plus late_s.
 
-    These times keep the host ahead on a busy machine.
+    Device times of this length keep the host ahead of the device on a busy machine.
     """
 
     late_s = 0.0
@@ -116,7 +116,8 @@ class Result:
 
 
 class Returning(nn.Module):
-    """Two blocks with several results. The loss does not use the first result."""
+    """A model of two blocks that returns several results. The loss does not use the first result.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +243,7 @@ def exchange(how: str) -> Callable[[torch.Tensor], torch.Tensor]:
             device.spin(0.001)
             work.wait()
         elif how == "wait_tensor":
-            # The multiplication waits for the result.
+            # The multiplication waits for the operation's result.
             return functional.all_reduce(value, "sum", dist.group.WORLD) * 0.5
         else:
             received = torch.empty_like(value)
@@ -337,12 +338,16 @@ def median_work_ms(trained: Trained, steps: range) -> float:
 
 
 def low_median(values: Iterable[float]) -> float:
-    """Return the median, because on a busy machine some hosts issue their work late."""
+    """Return a quantile below the median, because on a busy machine some hosts issue their work
+    late.
+    """
     return statistics.median_low(list(values))
 
 
 def in_order(trained: Trained, step: int) -> None:
-    """Check that a step's stalls do not overlap and all precede the step's record."""
+    """Check that a step's stalls do not overlap, and that all are recorded before the step's own
+    record.
+    """
     spans = [(index, each) for index, each in enumerate(trained.spans) if each.step == step]
     (boundary,) = [index for index, each in spans if each.value0 == Kind.STEP]
     assert all(index <= boundary for index, _ in spans)
@@ -390,7 +395,7 @@ def test_ddp_stall_starts_after_the_last_gradient_for_any_model_output(tmp_path:
 
 @host_is_ahead
 def test_step_on_a_side_stream_never_counts_as_complete(tmp_path: Path) -> None:
-    """Stalls of a side stream are not in the stream of the steps."""
+    """Stalls on a side stream are not stalls of the stream on which steps are timed."""
     for rank in run_ranks(side_stream_ranks, tmp_path):
         trained = rank["ddp"]
         assert len(trained.of(Kind.FORWARD)) > 10

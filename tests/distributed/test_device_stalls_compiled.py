@@ -1,6 +1,6 @@
 """Tests of device stalls in compiled graphs that contain collectives.
 
-The backends call the graph's operators one by one, as Inductor's code calls collectives.
+The compiler backends call the graph's operators one by one, as Inductor's code calls collectives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BACKENDS = ("aot_eager", "eager")
 
 @torch.library.custom_op("torchlens_perf_tests::work", mutates_args=())
 def work(value: torch.Tensor, seconds: float, has_late: bool) -> torch.Tensor:
-    """A kernel inside the graph. The graph does not depend on this rank's delay."""
+    """A kernel inside the graph. The compiled graph does not depend on this rank's delay."""
     device.spin(seconds + Late.s * has_late)
     return value.clone()
 
@@ -91,7 +91,7 @@ def compiled(
 
     The watched run comes first, so it is also the first watch of the process.
 
-    `evaluates` adds one evaluation, when the device's times are available.
+    `evaluates` adds one evaluation, in a step when the device's times are available.
     """
 
     def made() -> tuple[Any, Any]:

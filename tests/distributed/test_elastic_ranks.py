@@ -1,6 +1,6 @@
 """Tests that ranks leave, or fail and return, in the same world or a smaller one.
 
-The job continues in the same way as an unwatched job.
+A watched job continues in the same way as an unwatched job.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchlens_perf.run.ring import Kind
 pytestmark = pytest.mark.distributed
 
 SCRIPT = str(SCRIPTS / "elastic_ranks.py")
-# torchrun's own store keeps the addresses of the first attempt. For this reason gloo fails to
-# connect, with or without a watch.
+# torchrun's own store keeps the addresses of the first attempt. With that store, gloo therefore
+# fails to connect, with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -50,7 +50,7 @@ def recordings(run_directory: RunDirectory) -> dict[tuple[int, int], Recording]:
 def numbers(recording: Recording) -> dict[str, dict[int, int]]:
     """Return the job's step of each collective by group and number.
 
-    The payload's size identifies the step.
+    The size of a collective's payload identifies the step.
     """
     found: dict[str, dict[int, int]] = {}
     for each in recording.of(Kind.COLLECTIVE):
@@ -80,7 +80,7 @@ def test_job_continues_after_the_process_of_a_rank_ends(tmp_path: Path) -> None:
 
 
 def test_report_blames_no_rank_and_misses_none_after_a_rank_leaves(tmp_path: Path) -> None:
-    """With a sidecar, such a run ends without delay."""
+    """With a sidecar, a run that a rank has left ends without delay."""
     assert sums(torchrun(SCRIPT, "--leaves", "2", ranks=3), tmp_path)
     (made,) = runs(tmp_path)
     value = report(made)
@@ -93,7 +93,7 @@ def test_report_blames_no_rank_and_misses_none_after_a_rank_leaves(tmp_path: Pat
 
 @pytest.mark.long
 def test_collectives_are_numbered_from_the_start_after_a_restart(tmp_path: Path) -> None:
-    """torchrun restarts all ranks, and the sums are right."""
+    """torchrun restarts all ranks, and the job computes the right sums."""
     command = torchrun("--max-restarts", "1", SCRIPT, "--fails", "1", ranks=3)
     unwatched = sums(command, tmp_path, TORCHLENS_PERF="0")
     assert sums(command, tmp_path, TORCHLENS_PERF_SIDECAR="0") == unwatched
@@ -104,7 +104,7 @@ def test_collectives_are_numbered_from_the_start_after_a_restart(tmp_path: Path)
     for rank in range(3):
         (numbered,) = numbers(found[1, rank]).values()
         assert numbered == {number: number for number in range(STEPS)}
-        # The other ranks may have issued the next collective, which the failed rank did not issue.
+        # The ranks that did not fail may have issued one more collective than the failed rank.
         (before,) = numbers(found[0, rank]).values()
         assert before in (
             {n: n for n in range(BEFORE)},
@@ -156,7 +156,8 @@ class Agents:
 
 
 def shrink(folder: Path, **environment: str) -> list[str]:
-    """Start in a world of two and remove one node. Return the sums that the other node prints."""
+    """Start in a world of two and remove one node. Return the sums that the remaining node prints.
+    """
     folder.mkdir()
     agents = Agents(folder, free_port(), **environment)
     try:
@@ -206,7 +207,7 @@ def test_report_has_all_steps_after_a_restart_in_a_smaller_world(
 def test_rank_of_an_earlier_world_is_not_in_the_report(
     shrunk: tuple[RunDirectory, dict[str, Any]],
 ) -> None:
-    """World size, ranks and step times are those of the last attempt only."""
+    """The report's world size, ranks and step times are those of the last attempt only."""
     _, value = shrunk
 
     assert value["run"]["world_size"] == 1

@@ -37,7 +37,7 @@ TIMING = ExchangeTiming(
 KEY = store_key_of_watch(0)
 SCRIPT = SCRIPTS / "exchange_node.py"
 CLOSE_S = 30.0
-# A call that waited for an operation would have taken longer.
+# A call that waited for the network would take longer than this limit.
 BLOCKED_S = 0.6 * TIMING.operation_s
 # Only a failing test waits this long.
 LONG_S = 60.0
@@ -53,7 +53,7 @@ _HOST_A_STORE = """if True:
 def node_settings(job_store: tuple[str, int], rank: int) -> dict[str, Any]:
     """Return the settings of tests/scripts/exchange_node.py.
 
-    Node and rank have the same number, and node 0 merges.
+    Each node has one rank with the same number, and node 0 collects the messages.
     """
     timing = dataclasses.asdict(TIMING)
     return {
@@ -205,12 +205,14 @@ class TestLinks:
     def test_node_is_silent_while_cut_off_and_returns_afterwards(
         self, stack: ExitStack, nodes: list[list[str]]
     ) -> None:
-        """While a node's link is down, the other nodes continue and its silence grows."""
+        """While a node's link is down, the other nodes continue and report how long the node has
+        been silent.
+        """
         _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
         n0, n1, n2 = (Node(stack, ("10.83.0.1", port), rank, nodes[rank]) for rank in range(3))
         for rank in range(3):
             n0.wait_for_next(rank)
-        # Messages that were missed before the nodes had found node 0.
+        # Number of messages that were missed before the nodes had found node 0.
         missed = [n0.contact(rank)["missed"] for rank in range(3)]
         posted = len(n2.lines)
         self._link(2, "down")
@@ -234,13 +236,14 @@ class TestLinks:
 
         assert (away, silent < 2 * TIMING.beat_s) == (0, True)
         assert back["silent_s"] < 2 * TIMING.beat_s
-        # The unit is a tenth of a second. TCP alone would take minutes.
+        # Numbers are tenths of a second, because a node posts ten times a second. TCP alone would
+        # take minutes to notice the loss.
         assert noticed < 100
         assert other["missed"] == missed[1]
         for rank in range(3):
             assert numbers[rank] == sorted(set(numbers[rank]))
-        # The node posted ten times a second. Eight posts were kept and arrive. Dropped posts are
-        # counted.
+        # The node posted ten times a second. The last eight posts were kept and arrive after the
+        # cut. Dropped posts are counted.
         gap = max(b - a for a, b in zip(numbers[2], numbers[2][1:], strict=False)) - 1
         # Posts that arrived just before the cut are sent again if the reply was lost.
         assert gap > 20
@@ -268,7 +271,7 @@ class TestLinks:
     def test_node_0_is_found_by_its_own_address_if_the_store_is_elsewhere(
         self, stack: ExitStack, nodes: list[list[str]]
     ) -> None:
-        """The job's store is on another node."""
+        """In this test, the job's store is on another node than node 0."""
         _, port = host_a_store(stack, "10.83.0.3", tuple(nodes[2]))
         n0, _ = (Node(stack, ("10.83.0.3", port), rank, nodes[rank]) for rank in range(2))
         n0.wait_for_next(1)
@@ -283,7 +286,7 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_nodes_find_the_successor_of_a_killed_node_0(self, stack: ExitStack) -> None:
-        """The successor has another port and token."""
+        """The new node 0 has another port and token."""
         _, port = host_a_store(stack)
         job_store = ("127.0.0.1", port)
         first, other = Node(stack, job_store, 0, []), Node(stack, job_store, 1, [])
@@ -310,7 +313,7 @@ class TestProcesses:
     def test_successor_of_a_killed_sidecar_is_not_a_second_node(self, stack: ExitStack) -> None:
         """A killed sidecar is silent but has not left.
 
-        The successor continues under the same name.
+        A new sidecar of the node continues under the same name.
         """
         _, port = host_a_store(stack)
         n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))
@@ -348,7 +351,7 @@ class TestProcesses:
 
     @pytest.mark.long
     def test_stopped_node_0_does_not_block_other_nodes(self, stack: ExitStack) -> None:
-        """Calls and the end of other nodes do not wait for a stopped node 0."""
+        """Calls of the exchange on other nodes, and their end, do not wait for a stopped node 0."""
         _, port = host_a_store(stack)
         n0, n1, _ = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(3))
         n0.wait_for_next(1)
@@ -377,7 +380,9 @@ class TestJob:
 
     @pytest.mark.long
     def test_store_does_not_count_our_connections_as_workers(self, stack: ExitStack) -> None:
-        """A store that waits for two workers still waits after many connections of the exchange."""
+        """A store that waits for two workers still waits although the exchange has connected many
+        times.
+        """
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         entered: list[float] = []

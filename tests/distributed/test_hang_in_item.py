@@ -1,6 +1,6 @@
 """Tests of hangs in loops that read their loss in each step, with a kernel that never ends.
 
-All hosts wait in the same way, and the progress of the devices is unknown.
+In such loops all hosts wait in the same way, and the progress of the devices is unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [
 def test_hang_verdict_shows_the_host_that_waits_for_its_device(tmp_path: Path) -> None:
     """Rank 0 reads its loss, and rank 1 runs the endless kernel.
 
-    Rank 0 is behind, and the verdict shows its wait for the device.
+    Rank 0 is behind in the collective, and the verdict shows that rank 0 waits for its device.
     """
     device.build()
     stuck = {
@@ -54,7 +54,9 @@ def test_hang_verdict_shows_the_host_that_waits_for_its_device(tmp_path: Path) -
 
 
 def test_no_rank_is_named_when_all_hosts_wait_for_devices(tmp_path: Path) -> None:
-    """The alarm shows the source line and says that the rank is unknown. The job is not paused."""
+    """The alarm shows the source line and says that the rank is unknown. The alarm does not say
+    that the job may just be paused.
+    """
     device.build()
     stuck = {
         "HANG_RANK": "1",

@@ -20,7 +20,7 @@ from tests.support.processes import slowdown
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RANKS = 3
-# Time on an idle machine. A hang is reported after ten seconds without a step.
+# Time limit on an idle machine. A hang is reported after ten seconds without a step.
 NOTICED_S = 15.0
 STARTED_S = 90.0
 
@@ -76,7 +76,7 @@ def test_stopped_rank_is_named_until_it_continues(tmp_path: Path) -> None:
 
 
 def test_stuck_rank_is_named_with_its_section(tmp_path: Path) -> None:
-    """The rank sleeps in a section. Waiting ranks are not named.
+    """The stuck rank sleeps in a section. Ranks that wait for the stuck rank are not named.
 
     After the job is killed, the report still begins with this verdict.
     """

@@ -1,6 +1,7 @@
 """Tests of two ranks on the asynchronous device, one with a kernel that never ends.
 
-The two hosts issue all work and continue. Marks on the device identify the stuck rank.
+Both hosts issue all their work and continue. The last marks that the devices reached identify the
+stuck rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HUNG_AT, STEPS, STUCK, STEP_S = 16, 22, 1, 0.05
 
 
 class Model(nn.Module):
-    """A model that works 10 ms in the forward pass, or never ends."""
+    """A model whose forward pass takes 10 ms on the device, or never ends."""
 
     never = False
 
@@ -79,7 +80,7 @@ def hang(folder: Path) -> tuple[tuple[DeviceMark, str] | None, int]:
 
 
 def test_rank_with_an_endless_kernel_is_named_with_step_and_mark(tmp_path: Path) -> None:
-    """The mark is the one before the rank's forward pass.
+    """The last mark that the stuck device reached is the one before its forward pass.
 
     The watch never waits for the device.
     """

@@ -1,4 +1,5 @@
-"""Tests that a rank that stalled for a while is the first verdict at the end if it cost most."""
+"""Tests that the final report begins with a rank that stalled for a while, if the stall cost most.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def first_verdicts(folder: Path, stall_s: float) -> tuple[dict[str, Any], str]:
 
 
 def test_ended_hang_with_the_highest_cost_is_the_first_verdict(tmp_path: Path) -> None:
-    """The verdict contains rank, step, cost and stack. No second verdict covers the same step."""
+    """The verdict contains the rank, step, cost and stack of the hang. No second verdict is about
+    the step of the hang.
+    """
     report, text = first_verdicts(tmp_path, MIN_S + 20)
     verdict = report["verdicts"][0]
 

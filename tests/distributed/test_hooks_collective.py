@@ -1,6 +1,6 @@
 """Tests of recorded collectives of two gloo ranks.
 
-Tested are operations, groups, and the time in which the training thread is blocked.
+The tests cover operations, groups, and the time in which the training thread is blocked.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ pytestmark = pytest.mark.distributed
 
 STEPS = 3
 FLOATS = 1024
-# torch 2.11 has other names for them, which are deprecated in 2.13.
+# torch 2.11 has other names for these functions, which are deprecated in 2.13.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# This delay is longer than other programs delay the punctual rank.
+# This delay is longer than other programs usually delay the punctual rank.
 LATE_NS = 150_000_000
 
 SCENARIOS: dict[str, Callable[[Path], Any]] = {}
 
 
 def scenario(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Register a scenario that runs on both ranks. `results` returns its value by name."""
+    """Register a scenario that runs on both ranks. `results` has the scenario's return value under
+    the function's name.
+    """
     SCENARIOS[run.__name__] = run
     return run
 
@@ -71,7 +73,7 @@ def every_scenario_in_python(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=["native", *long("python")])
 def tap(request: pytest.FixtureRequest) -> str:
-    """Return the kind of the ranks' tap. The native tap is built if it is missing."""
+    """Return the kind of the ranks' tap. If the native tap is missing, it is built first."""
     if request.param == "native":
         tap_build.build_tap()
     return str(request.param)
@@ -163,7 +165,7 @@ def test_each_operation_has_its_group_size_and_shared_number(
             ("barrier group=0", 0, first + 5),
             ("allreduce group=0 dtype=float32", 4 * FLOATS, first + 6),
         ]
-        # The ordinal of the operation in its step.
+        # This value is the operation's position in its step.
         assert [each.phase_ns for each in issued] == [*range(10), 0]
         assert [each.step for each in issued] == [0] * 10 + [1]
         assert rank.unbalanced == 0
@@ -255,7 +257,7 @@ def late_rank(folder: Path) -> Recording:
 def test_wait_for_a_late_rank_is_not_own_time_of_the_punctual_rank(
     results: dict[str, list[Recording]],
 ) -> None:
-    """The punctual rank's step has that much less time of its own."""
+    """The wait is subtracted from the punctual rank's own time in the step."""
     punctual, late = results["late_rank"]
 
     for mine, theirs, issued in zip(
@@ -318,7 +320,7 @@ def data_parallel(folder: Path) -> Recording:
 def test_ddp_reducer_in_the_backward_pass_is_recorded(results: dict[str, list[Recording]]) -> None:
     """DDP issues collectives from C++ inside the backward pass, and waits after the last gradient.
 
-    The time of this wait counts as waiting.
+    The time of DDP's wait after the last gradient counts as waiting.
     """
     punctual, late = results["data_parallel"]
     for rank in (punctual, late):
@@ -409,7 +411,7 @@ def compiled(folder: Path) -> Recording:
 def test_compiled_collective_is_recorded_once_per_call_without_a_graph_break(
     results: dict[str, list[Recording]],
 ) -> None:
-    """No record is written during compilation."""
+    """No collective is recorded during compilation."""
     for rank in results["compiled"]:
         assert [(each.name, each.step) for each in rank.of(Kind.COLLECTIVE)] == [
             ("allreduce group=0 dtype=float32", step) for step in range(STEPS)
@@ -445,7 +447,7 @@ def test_wait_on_another_thread_is_not_time_of_the_training_thread(
 def raising(folder: Path) -> tuple[Recording, str, str]:
     def message() -> str:
         with pytest.raises(RuntimeError) as caught:
-            # Two elements of each rank need a buffer of four elements.
+            # The output buffer is too small for two elements of each rank.
             ALL_GATHER(torch.empty(3), torch.ones(2))
         return str(caught.value)
 
@@ -456,9 +458,9 @@ def raising(folder: Path) -> tuple[Recording, str, str]:
 
 
 def test_error_of_a_collective_is_passed_on_and_recorded(results: dict[str, list[Any]]) -> None:
-    """The error is that of an unwatched run.
+    """The user gets the same error as in an unwatched run.
 
-    The next collective is recorded too.
+    The collective after the failed one is recorded too.
     """
     for recording, watched, plain in results["raising"]:
         assert plain == watched
@@ -559,7 +561,9 @@ def detached(folder: Path) -> dict[str, Any]:
 def test_operators_are_tapped_only_inside_the_watch(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """After the watch, our kernel passes calls on. A handle may outlive the watch."""
+    """After the watch, our kernel passes calls on. The handle of an asynchronous operation may
+    outlive the watch.
+    """
     for rank in results["detached"]:
         assert rank["taps before"] == rank["not tapped inside"] == rank["taps after"] == []
         assert rank["taps with collectives=False"] == []
@@ -571,7 +575,7 @@ def test_operators_are_tapped_only_inside_the_watch(
 
 
 def test_payload_size_includes_tensors_in_nested_lists() -> None:
-    """Other first arguments of an operation do not count."""
+    """First arguments of other types do not count."""
     tensor = torch.ones(3, dtype=torch.float64)
     assert count_payload_bytes([[tensor, tensor], [tensor]]) == 72
     assert count_payload_bytes((tensor, None, 3, "text")) == 24

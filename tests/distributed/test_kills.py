@@ -42,7 +42,7 @@ KILLS = 1000
 @pytest.mark.parametrize("kills", [10, *long(KILLS)])
 @pytest.mark.timeout(3600)
 def test_ring_has_all_finished_steps_after_an_early_kill(kills: int, tmp_path: Path) -> None:
-    """SIGKILL hits the first moments of a run whose ring is not read yet."""
+    """SIGKILL arrives in the first moments of a run, when no sidecar has read the ring."""
     script, seed = str(SCRIPTS / "train_until_killed.py"), 12
     began_s, number = time.monotonic(), kills if kills < KILLS else share(KILLS)
     done = run_warm(
@@ -55,7 +55,7 @@ def test_ring_has_all_finished_steps_after_an_early_kill(kills: int, tmp_path: P
     for each, steps in finished:
         (path,) = [path.parent for path in (tmp_path / str(each)).glob("*/nodes")]
         made = RunDirectory(path)
-        # The start of a watch in another test may have begun to read the ring.
+        # A watch that starts in another test may already be reading the ring of the killed process.
         wait_for_sidecar(made)
         if not list(made.nodes.glob("*.json")):
             finish(made, node_name())
@@ -109,9 +109,10 @@ def test_report_has_all_finished_steps_after_a_kill(kills: int, tmp_path: Path) 
 
 
 def sidecar_of(folder: Path) -> int:
-    """Return the process id that the sidecar of the folder's run has written, or 0 before that.
+    """Return the process id of the sidecar of the run in this folder, or 0 if there is none yet.
 
-    A search by command line would also find the shell that starts the sidecar.
+    The id is read from the sidecar's own file, because a search by command line would also find the
+    shell that starts it.
     """
     for path in folder.glob("*"):
         lock = find_sidecar_lock(path.name)

@@ -90,7 +90,9 @@ def test_environment_variable_records_an_unmodified_script(
 def test_run_command_starts_a_script_like_python(
     workers: str, unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """__main__, arguments, sys.path[0], pickles and spawned workers are the same."""
+    """In the script, __main__, arguments, sys.path[0], pickles and spawned workers are the same as
+    under `python`.
+    """
     arguments = ["--workers", workers]
     done = run([*RUN, TRAIN, *arguments], tmp_path)
     value = only_report(tmp_path)
@@ -130,8 +132,8 @@ def test_elastic_restart_is_recorded_in_the_same_run(tmp_path: Path) -> None:
 
     The run directory contains both attempts, and the report is about the last one.
     """
-    # torchrun's own store keeps the addresses of the first attempt. For this reason gloo fails to
-    # connect, with or without a watch.
+    # torchrun's own store keeps the addresses of the first attempt. With that store, gloo therefore
+    # fails to connect, with or without a watch.
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = run(
         torchrun("--max-restarts", "1", *FLAG, TRAIN, "--fail-at", "8"), tmp_path, **own_store
@@ -253,7 +255,7 @@ def test_recorded_process_and_its_forked_trainer_are_two_runs(tmp_path: Path) ->
     values = [report(each) for each in runs(tmp_path)]
 
     assert done.returncode == 0, done.stderr
-    # The first of 17 steps is not measured. After the first optimizer is freed, the second one
+    # Of 17 steps, the first one is not measured. After the first optimizer is freed, the second one
     # alone ends the steps.
     assert sorted(value["ranks"][0]["steps"] for value in values) == [16, 24]
     assert {value["ranks"][0]["state"] for value in values} == {"closed"}

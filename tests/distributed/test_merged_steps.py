@@ -46,8 +46,8 @@ pytestmark = [
 ]
 WINDOW, WINDOWS, SLOW, MS = 16, 6, 1, 1_000_000
 FORWARD_S, BACKWARD_S, LATE_S = 0.012, 0.006, 0.008
-# Interval of reading the loss, in steps, as in scripts that print it. The device is never farther
-# behind.
+# Interval of reading the loss, in steps, as in scripts that print it. Reading the loss limits how
+# far the device is behind the host.
 PRINTED = 8
 
 
@@ -151,7 +151,7 @@ def told(
 def report_of(folder: Path, *told: dict[str, Any]) -> dict[str, Any]:
     """Return the report of rank 0's node if its sidecar reads the given ranks' records.
 
-    Rank 0 is the first rank.
+    The first of the given ranks must be rank 0.
     """
     host = told[0]["host"]
     with run_without_traces(folder) as run:
@@ -196,7 +196,7 @@ def test_merging_adds_no_device_wait_and_changes_no_bit(
 
 
 def test_merged_windows_equal_the_ranks_own_records(told: list[dict[str, dict[str, Any]]]) -> None:
-    """Windows contain the steps of all ranks that the device had passed.
+    """Windows contain all steps that the device had finished, of all ranks.
 
     The windows' medians equal those of the ranks' records.
     """
@@ -216,7 +216,8 @@ def test_merged_windows_equal_the_ranks_own_records(told: list[dict[str, dict[st
                 assert rows[0].median_ns == pytest.approx(
                     sorted(of_ranks)[(len(told) - 1) // 2], abs=0.3 * MS
                 )
-        # A step's work has gaps, in which a device waits for a host that other tests delay.
+        # The limits allow for gaps in a step's work, in which a device waits for a host that other
+        # tests delay.
         forward = window["forward work"][0]
         assert (forward.slowest, forward.outstanding) == (SLOW, 1)
         assert 0.6 < forward.excess_ns / (LATE_S * 1e9) < 3

@@ -1,6 +1,6 @@
 """Tests of ranks that cannot record, in a job with ranks that can.
 
-No rank waits. One line per node and the report show the missing ranks.
+No rank waits. One printed line per node and the report show which ranks are missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tests.support.processes import TRAIN, report, run, run_warm, runs, torchrun
 
 pytestmark = pytest.mark.distributed
 FLAG = ("--logs-specs", "torchlens_perf")
-# Under the flag a rank begins to record at the end of its first step. Until that step the test can
-# change its environment.
+# Under the flag a rank begins to record at the end of its first step. Until the end of that step
+# the script can change the rank's environment.
 CHANGED = "import os, sys\nif int(os.environ['RANK']) in ({ranks}): {change}\n"
 NO_PROGRAM = "sys.executable = ''"
 NO_ROOM = "from pathlib import Path; from torchlens_perf.run import directory; " \
@@ -28,7 +28,7 @@ def job(
 ) -> tuple[str, list[str], list[str]]:
     """Train with `change` applied on the ranks `off`.
 
-    Return the result, the messages about it, and all our lines.
+    Return the job's result, our messages about missing ranks, and all our output lines.
     """
     script = folder / "train.py"
     script.write_text(CHANGED.format(ranks=off, change=change) + Path(TRAIN).read_text())
@@ -63,7 +63,7 @@ def test_report_names_the_rank_that_cannot_record(
     value = report(runs(tmp_path)[0])
 
     assert trained == unwatched
-    # In this case the node's number of ranks is used as the job's number.
+    # If rank 0 cannot record, the node's number of ranks is used as the job's number.
     if not reason:
         assert [rank["rank"] for rank in value["ranks"]] == [0, 1]
         return
@@ -106,7 +106,7 @@ def test_one_line_per_node_is_printed_when_no_rank_can_record(
 
 @pytest.mark.long
 def test_script_that_calls_watch_continues_when_recording_is_off(tmp_path: Path) -> None:
-    """The script has no run directory."""
+    """The run directory of the script's watch is None."""
     script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, torch, torchlens_perf as perf\n"

@@ -33,9 +33,11 @@ def why_no_disk_is_throttled(folder: Path) -> str:
 @pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < RANKS, reason="each of the two ranks needs a CPU of its own"
 )
-@pytest.mark.long  # On a busy machine the two ranks have no CPU of their own.
+@pytest.mark.long  # On a busy machine, neither of the two ranks has a CPU of its own.
 def test_planted_garbage_collection_and_disk_throttling_are_named_as_causes(tmp_path: Path) -> None:
-    """One case collects a heap in every step, and the other one throttles a disk."""
+    """In one case the garbage collector visits a large heap in every step, and in the other one a
+    disk is throttled.
+    """
     reason = why_no_disk_is_throttled(tmp_path)
     kinds = ["gc"] if reason else ["gc", "slow_storage"]
     record([(kind, 1) for kind in kinds], tmp_path, STEPS)

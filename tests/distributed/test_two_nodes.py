@@ -1,6 +1,6 @@
 """Tests of two nodes with two ranks each.
 
-Node 0 judges all ranks, and names a slow rank with its host, and a silent node.
+Node 0 judges all ranks. It must name a slow rank with its host, and a silent node.
 
 The nodes are namespaces of this machine with separate host names, shared memory and working
 directories.
@@ -75,7 +75,7 @@ def all_ranks(report: dict[str, Any]) -> bool:
 def planted_straggler(report: dict[str, Any]) -> dict[str, Any] | None:
     """Return the verdict about the planted slow rank.
 
-    Other tests may slow another rank down for a while.
+    Verdicts on other ranks are ignored, because other tests may slow another rank down for a while.
     """
     verdicts = (verdict for verdict in report["verdicts"] if verdict["kind"] == "straggler")
     return next((verdict for verdict in verdicts if verdict["rank"] == SLOW_RANK), None)
@@ -141,7 +141,7 @@ def test_slow_device_of_another_node_is_named(tmp_path: Path) -> None:
 def hang_of_a_device(value: dict[str, Any]) -> dict[str, Any] | None:
     """Return the verdict if it names a device.
 
-    Until the other node's second poll, all ranks seem to be waiting.
+    Before the second report from the other node, all ranks seem to be waiting.
     """
     found: dict[str, Any] | None = hang(value)
     return found if found is not None and found["evidence"]["kind"] == "device" else None
@@ -149,7 +149,7 @@ def hang_of_a_device(value: dict[str, Any]) -> dict[str, Any] | None:
 
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 def test_hung_device_of_another_node_is_named(tmp_path: Path) -> None:
-    """A kernel of rank 2 never ends.
+    """In this test, a kernel of rank 2 never ends.
 
     Node 0 names the rank, its node, the step and the mark without that rank's ring.
     """
@@ -190,7 +190,9 @@ def silence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_silent_node_is_named_until_it_continues(silence: dict[str, Any]) -> None:
-    """Node 0 names ranks and host within 15 s, and its own ranks as waiting."""
+    """Node 0 names the silent node's ranks and host within 15 s, and reports its own ranks as
+    waiting.
+    """
     assert silence["rank"] in (2, 3)
     assert silence["evidence"]["waiting"] == [0, 1]
     assert "node-b" in silence["text"]

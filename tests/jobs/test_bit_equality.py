@@ -21,7 +21,8 @@ from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.run.ring import Kind
 
-# These eager cases run fast. Together they use every hook that applies to one rank.
+# These eager cases are fast enough for every test run. Together, these eager cases use every hook
+# that applies to one rank.
 FEW = (
     "inplace_residual",
     "dropout",
@@ -147,13 +148,14 @@ def watched(
 
 def assert_harmless(case: Case, folder: Path, **settings: Any) -> Recording:
     """Run the case without and with a watch and compare. Return the recording."""
-    # Resources that other tests left open must warn now, not in one of the two runs.
+    # Collect garbage now, because warnings about resources that other tests left open must not fall
+    # into one of the runs.
     gc.collect()
     expected, expected_warnings = plain(case)
     actual, actual_warnings, recording = watched(case, folder, **settings)
 
     assert_same(expected, actual)
-    # torch gives some warnings once per process, so the second run may have fewer.
+    # torch gives some warnings once per process, so the second run may have fewer warnings.
     assert set(actual_warnings) <= set(expected_warnings)
     assert (recording.internal_errors, recording.unbalanced) == (0, 0)
     assert case.steps == len(recording.steps)
@@ -185,7 +187,7 @@ def test_watched_run_with_default_settings_is_bit_identical(name: str, tmp_path:
 def test_watched_run_with_module_timing_in_python_is_bit_identical(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Module calls cannot be routed natively in this case."""
+    """In this case, module calls are not routed by the native recorder."""
     monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
 

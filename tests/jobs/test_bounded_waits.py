@@ -1,9 +1,9 @@
 """Tests of limits on the time that a watch blocks the training thread.
 
-The limits are 2 s at its start, 1.5 s at its end, and none in steps.
+The limits are 2 s at the start of a watch, 1.5 s at its end, and no blocking in steps.
 
-Only the time counts in which the thread sleeps, as reported by the kernel. Computations, waits for
-a processor, and other programs do not affect this time.
+Only time in which the training thread sleeps counts, as reported by the kernel. Computations, waits
+for a processor, and other programs do not affect the measured time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from tests.support.processes import SCRIPTS, slowdown
 
 pytestmark = pytest.mark.slow
 LONGEST_START_S, LONGEST_END_S = 2.0, 1.5
-# Sleep until the children have started, on an idle machine.
+# Seconds that the thread sleeps on an idle machine until the children have started.
 CHILDREN_S = 0.2
 TRIES = 3
 
-# The script's arguments, the failure of the disk ("hang" or an errno), and its start or end.
+# For each fault: the script's arguments, the disk's failure ("hang" or an errno), and whether it
+# fails at the start or the end.
 FAULTS: dict[str, tuple[list[str], str, str]] = {
     "none": ([], "", ""),
     "disk hangs": ([], "hang", "start"),

@@ -79,9 +79,9 @@ def test_program_that_is_no_interpreter_is_never_started(
 ) -> None:
     """Recording is off with one line, before a ring is created.
 
-    Without a sidecar, no program is started.
+    Even without a sidecar, no program is started.
     """
-    # Also test a frozen program whose sys.executable is an interpreter.
+    # Also test a frozen program whose sys.executable is a real interpreter.
     if kind == "frozen":
         monkeypatch.setattr(sys, "frozen", True, raising=False)
         programs(tmp_path)
@@ -139,8 +139,8 @@ def test_sys_executable_is_read_in_one_place_only() -> None:
 def test_nothing_is_recorded_in_a_process_started_by_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """watch(), TORCHLENS_PERF=1 and `run` record nothing there, whatever program the
-    process runs.
+    """In such a process watch(), TORCHLENS_PERF=1 and `run` record nothing, whatever program it
+    runs.
     """
     monkeypatch.setenv(CHILD, "1")
     monkeypatch.setenv("TORCHLENS_PERF", "1")
@@ -212,10 +212,10 @@ def test_children_of_an_isolated_program_are_isolated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "first"),
     [
-        # The folder of `pip install --target`.
+        # The package is in the folder of `pip install --target`.
         ("lib/site-packages", "import sys; sys.path.insert(0, {folder!r})"),
         ("lib", "import sys; sys.path.append({folder!r})"),  # The method of PEX and shiv.
-        (".", ""),  # A copy in the script's folder.
+        (".", ""),  # The package is a copy in the script's folder.
     ],
 )
 def test_sidecar_imports_the_package_that_the_job_imported(
@@ -246,7 +246,7 @@ def test_missing_library_disables_recording_with_one_line(
 ) -> None:
     """Without the library there would be no sidecar, so no ring is created.
 
-    The line names the library.
+    The printed line names the missing library.
     """
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != LIBRARIES])
     with pytest.raises(RunStoreError, match="numpy, pyarrow, msgspec, rich not found"):
@@ -265,7 +265,7 @@ def test_package_in_an_archive_disables_recording(
 def test_page_of_a_process_that_aborts_after_writing_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A complete page is reported without a note. A missing or an old page gets a note."""
+    """A complete page is reported without a note. If the page is missing or old, a note says so."""
     made = RunDirectory(tmp_path / "run")
     made.path.mkdir()
     page = made.report.with_suffix(".html")
@@ -346,8 +346,8 @@ def test_program_that_embeds_python_is_never_started_again(tmp_path: Path) -> No
     assert not (tmp_path / "torchlens-perf").exists()
 
 
-# Import torch and the package from their installations, because packing both takes minutes and
-# tests nothing more.
+# Torch and the package are not packed into the program, because packing takes minutes and tests
+# nothing more.
 FROZEN = """
 import os, sys
 sys.path[:0] = {path!r}

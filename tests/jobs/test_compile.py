@@ -39,7 +39,7 @@ def _forget_graphs() -> Iterator[None]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Select a way of routing calls: the native recorder, or a replaced nn.Module.__call__.
 
-    The second way is used without a C compiler.
+    The replaced __call__ is used on machines without a C compiler.
     """
     if request.param == "python":
         monkeypatch.setattr(session, "Recorder", python.Recorder)
@@ -135,7 +135,7 @@ def whole_model(model: Model, optimizer: torch.optim.Optimizer, backend: Any) ->
 def with_hooks(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
     """Run modules with hooks inside the graph.
 
-    As with DTensor's hooks, Dynamo traces such calls.
+    Dynamo traces calls of modules with hooks, as with DTensor's hooks.
     """
     model.blocks[0].register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
     model.head.register_forward_hook(lambda module, arguments, result: result + 1)
@@ -303,8 +303,8 @@ def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path, 
 
 
 def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
-    """Graphs from before and inside the watch are reused in both places, and both are timed inside
-    the watch.
+    """Graphs compiled before or inside the watch are reused outside and inside, and both are timed
+    inside the watch.
     """
     counter = CompileCounter()
     before, inside = Model(), Other()
@@ -348,7 +348,7 @@ def test_watch_of_modules_with_hooks_causes_no_recompilation(tmp_path: Path) -> 
 
 
 def test_compiled_block_in_an_eager_model_is_timed_as_a_whole(tmp_path: Path, way: str) -> None:
-    """Modules inside the block's graph have no spans."""
+    """Modules inside the compiled block's graph have no spans."""
     model = Model()
     model.blocks[0].compile(backend="eager")
     model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
@@ -364,7 +364,7 @@ def test_compiled_block_in_an_eager_model_is_timed_as_a_whole(tmp_path: Path, wa
 
 
 def test_section_inside_a_graph_makes_no_graph_break_and_has_no_times(tmp_path: Path) -> None:
-    """A section around the compiled call has times."""
+    """A section around the call of the compiled function has times."""
     counter = CompileCounter()
     model = Model()
 
@@ -471,7 +471,7 @@ def test_result_of_dynamo_explain_is_unchanged(tmp_path: Path, way: str) -> None
 
 
 def test_dynamo_never_compiles_functions_of_this_package(tmp_path: Path) -> None:
-    """Dynamo meets such a function behind a graph break."""
+    """Dynamo reaches such a function after a graph break."""
     from torch._dynamo import convert_frame
 
     convert_frame.input_codes.clear()

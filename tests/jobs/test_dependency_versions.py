@@ -87,7 +87,8 @@ def test_package_works_with_lowest_and_newest_dependency_versions(
 ) -> None:
     """Every module imports.
 
-    One run is simulated, reported and replayed. Another run is recorded and sent both ways.
+    A simulated run is reported and replayed. A run is recorded and sent over HTTP, and another one
+    over gRPC.
     """
     assert (
         Path(environment.succeeds("python", "-W", "error::ImportWarning", "-c", IMPORT_ALL).strip())

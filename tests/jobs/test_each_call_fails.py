@@ -1,8 +1,9 @@
 """Tests in which each system call at a watch's start and end fails in turn.
 
-Training equals training without the package.
+Training must have the same results as without the package.
 
-The short form fails the first call of each line of the package. The long form fails every call.
+The short form of the test fails the first call of each line of the package. The long form of the
+test fails every call.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ USUAL = (
     errno.ENOMEM, errno.ENFILE, errno.EPERM,
 )  # fmt: skip
 STARTS = 1000
-# Errors that have a special meaning for some of our code.
+# These errors have a special meaning for some of our code.
 MISLEADING = (errno.ENOENT, errno.EAGAIN, errno.EEXIST)
 
 
@@ -111,7 +112,7 @@ def test_failing_system_call_at_the_start_does_not_change_training(
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_training_is_unchanged_in_a_thousand_faulty_starts(tmp_path: Path) -> None:
-    """Each call fails once with each error.
+    """In the long form, each system call fails once with each error.
 
     The job trains to its end with the same bits and exits with 0.
     """

@@ -1,6 +1,6 @@
 """Tests that training starts, runs and ends although the disk does not answer.
 
-The records are read later.
+The records are read when the disk answers again.
 
 A library makes every call on the run folder hang, also in the training process, which must
 therefore make none.
@@ -89,7 +89,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_training_process_makes_no_call_on_the_run_folder(runs: Path, tmp_path: Path) -> None:
-    """The children of the process make some calls."""
+    """Only child processes make calls on the run folder."""
     told = {"FAILING_LOG": str(tmp_path / "calls"), "TORCHLENS_PERF_EXIT_TIMEOUT_S": "60"}
     done = train([sys.executable, WATCHED, str(runs), "20"], runs, **told)
     wait_for_sidecar(run_of(done))
@@ -116,7 +116,7 @@ def test_training_completes_on_a_disk_that_never_answers(runs: Path, expected: l
 def test_training_completes_on_a_disk_that_hangs_at_the_end(
     runs: Path, tmp_path: Path, expected: list[str]
 ) -> None:
-    """The disk answers until the last step.
+    """The disk answers until the last step, and then hangs.
 
     The sidecar may continue for a second until it needs the disk.
     """
@@ -171,7 +171,7 @@ def test_unmodified_script_trains_on_a_hung_disk(runs: Path) -> None:
 @pytest.mark.long
 @pytest.mark.distributed
 def test_ranks_under_torchrun_train_on_a_hung_disk(runs: Path) -> None:
-    """The two ranks do not wait for each other's disk."""
+    """Neither rank waits for the disk of the other one."""
     command = torchrun("--logs-specs", "torchlens_perf", TRAIN, "--steps", "20")
     unwatched = train(torchrun(TRAIN, "--steps", "20"), runs)
     done = train(command, runs, FAILING_WITH="hang", TORCHLENS_PERF_DIR=str(runs))
@@ -194,7 +194,7 @@ def wait_until_unattended(run: RunDirectory) -> None:
 def test_disk_error_at_the_end_is_reported_with_the_place_of_records(
     error: int, runs: Path, tmp_path: Path, expected: list[str]
 ) -> None:
-    """The records are read once the disk accepts writes."""
+    """The records are read once the disk accepts writes again."""
     flag = tmp_path / "refuses"
     command = [sys.executable, WATCHED, str(runs), "20", str(flag)]
     environment = {
@@ -230,9 +230,9 @@ def test_disk_error_at_the_end_is_reported_with_the_place_of_records(
 def test_sidecar_retries_and_reports_a_disk_error_after_the_start(
     runs: Path, expected: list[str]
 ) -> None:
-    """The first child sent no answer.
+    """Setup: the first child process, which creates folders, sends no answer.
 
-    The sidecar leaves no file.
+    After the error, the sidecar leaves no file.
     """
     unanswered = (
         "import runpy, sys; from torchlens_perf.run import make_folders; make_folders.__file__ ="

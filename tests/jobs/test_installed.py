@@ -2,7 +2,7 @@
 
 The wheel is built from a tree with new packages, data and native sources that no list mentions.
 
-The wheel must contain them, but no built files and no files of an earlier build.
+The wheel must contain these new files, but no built files and no files of an earlier build.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def tree(folder: Path) -> Path:
 def by_wheel(folder: Path) -> tuple[Path, Path, Environment]:
     """Build the wheel, and install it into an empty environment.
 
-    A group can write to the environment, so taps go to the user's cache.
+    Other users of a group can write to the environment, so taps are built into the user's cache.
     """
     source = tree(folder)
     wheel = installations.make_wheel(source, folder / "dist")
@@ -153,7 +153,7 @@ def compiling(
     """Run `torchlens-perf build-tap` in another home, in parallel with all tests that do not need
     the tap.
 
-    If the tests have a tap of the same source, the compiler only checks its inputs and copies that
+    If the tests have a tap of the same source, a fake compiler checks its inputs and copies that
     tap, because compiling takes half a minute.
 
     test_tap_compiles_from_the_sources_in_the_wheel() compiles the tap.
@@ -238,7 +238,7 @@ def test_wheel_contains_no_tests_benchmarks_or_docs(made: Made) -> None:
 
 
 def test_sdist_contains_every_file_of_the_repository(made: Made) -> None:
-    """Files of git and CI and built files are left out."""
+    """The sdist leaves out built files and files of git and CI."""
     not_for_users = {".gitignore", *expected(".ci/"), *expected(".github/")}
     made_by_setuptools = {"PKG-INFO", "setup.cfg"}
     found = {name for name in files(made.sdist) if ".egg-info/" not in name}
@@ -295,9 +295,9 @@ print(json.dumps([str(top), len(modules), DATA, recorder.NATIVE, elsewhere, "tor
 
 
 def test_every_module_can_be_imported_from_the_installed_files(installed: Environment) -> None:
-    """Only torch and the declared requirements are installed.
+    """The environment has only torch and the declared requirements.
 
-    Modules for extras are not tested.
+    Modules that need an extra are not imported.
     """
     done = installed.run("python", "-c", IMPORT_ALL)
     assert done.returncode == 0, done.stderr
@@ -390,7 +390,7 @@ def real_tap(installed: Environment, compiling: subprocess.Popen[str]) -> Path:
 def test_build_tap_writes_to_the_cache_and_doctor_finds_no_problem(
     real_tap: Path, installed: Environment
 ) -> None:
-    """The tap goes to the user's cache, because a group can write to the package."""
+    """The tap is written to the user's cache, because a group can write to the package's folder."""
     home = real_tap.parents[2]
     said = installed.succeeds("torchlens-perf", "doctor", "--verbose", HOME=str(home)).splitlines()
 
@@ -406,7 +406,7 @@ def test_build_tap_writes_to_the_cache_and_doctor_finds_no_problem(
 def test_second_run_uses_the_tap_built_by_the_first(
     real_tap: Path, installed: Environment, tmp_path: Path
 ) -> None:
-    """Under torchrun's flag, the first run uses the Python tap and reports it.
+    """The first run, under torchrun's flag, uses the Python tap and reports this fact.
 
     The first run's sidecar builds the tap, and the second run uses it.
 

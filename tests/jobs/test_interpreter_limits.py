@@ -27,7 +27,7 @@ from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.errors import RAISE, swallowed
 
-# Maximum depth around a user's call. With the native recorder this depth is 0.
+# Maximum depth around a user's call. The native recorder adds no Python frames around a call.
 FRAMES_OF_OURS = 5
 
 
@@ -44,7 +44,7 @@ def collecting() -> Iterator[None]:
 def test_garbage_collection_at_each_allocation_changes_no_result(
     name: str, collecting: None, tmp_path: Path
 ) -> None:
-    """Bits and recorded steps are the same, whatever the collector frees or calls during a
+    """Results and recorded steps are the same, whatever the collector frees or calls during a
     recording call.
     """
     recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)

@@ -1,6 +1,6 @@
 """Test of the report on a run whose loss is NaN.
 
-The zoo tests that its parameters are bit-equal.
+tests/support/model_zoo.py has a case that compares the parameters of such a run.
 """
 
 from __future__ import annotations

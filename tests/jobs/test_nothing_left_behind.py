@@ -58,7 +58,8 @@ def state() -> dict[str, Any]:
             for name in vars(nn.modules.module)
             if name.startswith("_global_") and name.endswith("hooks")
         ],
-        # Our kernel stays registered and passes calls on. native/tap.cpp explains the reason.
+        # Our kernel of the native tap stays registered and passes calls on. native/tap.cpp explains
+        # the reason.
         "taps": [
             name
             for name in [*list_collective_operators(), WAIT_TENSOR]
@@ -115,7 +116,7 @@ def test_process_state_is_unchanged_after_a_watch(tmp_path: Path) -> None:
     """
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
     with recorded(tmp_path, model, **EVERYTHING):
-        # A first use imports and registers objects that stay.
+        # The first use of a watch imports and registers objects that stay.
         train(model)
     train(model)
     torch.manual_seed(0)

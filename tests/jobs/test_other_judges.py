@@ -29,9 +29,10 @@ def parts(
 
 
 def test_relative_score_is_the_mean_ratio_of_medians() -> None:
-    """For each kernel, the smallest median is divided by the rank's median, weighted by time.
+    """For each kernel, the smallest median of all ranks is divided by the rank's median, and the
+    ratios are weighted by time.
 
-    Medians ignore one long step.
+    One long step does not change the medians.
     """
     score = relative_score(parts([[100, 100, 100], [200, 200, 900]]))
 
@@ -43,7 +44,7 @@ def test_relative_score_is_the_mean_ratio_of_medians() -> None:
 
 
 def test_individual_score_compares_a_rank_with_its_own_best() -> None:
-    """A rank that was always slow has no low score."""
+    """A rank that was slow from the start does not have a low score."""
     first, best = individual_score(parts([[100, 100], [300, 300]]), None)
     second, best = individual_score(parts([[200, 200], [300, 300]]), best)
     third, _ = individual_score(parts([[100, 100], [300, 300]]), best)

@@ -66,7 +66,7 @@ def test_job_and_commands_accept_non_utf8_paths(tmp_path: Path) -> None:
 
 
 def test_interpreter_in_a_non_utf8_folder_is_accepted(tmp_path: Path) -> None:
-    """A child of the interpreter finds the package."""
+    """A child process of such an interpreter finds the package."""
     (tmp_path / ODD).symlink_to(sys.prefix)
     code = (
         "import subprocess; from torchlens_perf.run import children;"

@@ -55,7 +55,7 @@ def steps_of(fault: Fault, steps: int) -> list[int]:
 
 
 def test_kind_and_seed_determine_the_planted_fault() -> None:
-    """The truth differs between seeds."""
+    """Different seeds plant different faults."""
     for kind in KINDS:
         assert plant(kind, 7) == plant(kind, 7)
         assert len({plant(kind, seed).faults for seed in range(30)}) > (15 if kind in FAULTY else 0)
@@ -72,7 +72,7 @@ def test_ground_truth_of_every_kind_is_read_as_written(tmp_path: Path) -> None:
 
 
 def test_ranks_and_first_steps_of_faults_are_uniformly_distributed() -> None:
-    """A judge that always names one rank therefore cannot score."""
+    """A judge that always names the same rank is therefore right only by chance."""
     truths = [plant(kind, seed) for kind in FAULTY for seed in SEEDS]
     ranks = Counter(truth.faults[0].rank for truth in truths)
     firsts = [truth.faults[0].first_step for truth in truths]
@@ -211,7 +211,7 @@ def test_answer_of_a_judge_is_right_only_with_the_right_rank(
 ) -> None:
     """The phase counts only together with the right rank.
 
-    In a healthy run any named rank is a false alarm.
+    In a run without a fault, any named rank is a false alarm.
     """
     truth = plant(kind, 4)
     rank = truth.faults[0].rank
@@ -236,7 +236,7 @@ def test_last_slow_rank_is_the_right_answer_if_the_fault_moved() -> None:
 def test_slowest_step_judge_names_the_rank_with_the_largest_mean_step(tmp_path: Path) -> None:
     """Steps before the end of warm-up are ignored.
 
-    Runs without truth are not judged.
+    Runs without a file of the truth are not judged.
     """
     rows = [
         {
@@ -278,7 +278,7 @@ def test_slowest_step_judge_names_the_rank_with_the_largest_mean_step(tmp_path: 
 def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Our verdict and step times judge the run."""
+    """Only our verdict and the rule of step times judge this run."""
     truth = Truth("data", 1, 2, 60, (Fault(1, "data", 0, None, 5, "sleep"),))
     run = make_run(tmp_path / truth.name)
     for rank, data_ms in enumerate((1, 6)):
@@ -316,7 +316,8 @@ def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
 def test_straggler_diagnoses_of_traceml_are_read_as_answers(
     diagnosis: dict[str, Any], named: Suspect | None
 ) -> None:
-    """ "cause not measured" has no phase, and diagnoses of all ranks have no rank."""
+    """ TraceML's "cause not measured" gives no phase, and a diagnosis of all ranks gives no rank.
+    """
     assert traceml_verdict(diagnosis) == named
 
 
@@ -344,7 +345,7 @@ def test_seeds_are_parsed_from_numbers_and_ranges() -> None:
 
 
 def test_unknown_fault_kind_or_way_raises_an_error() -> None:
-    """A misspelt kind or way would plant nothing."""
+    """Without the error, a misspelt kind or way would plant nothing."""
     with pytest.raises(ValueError, match="unknown kind 'dta'"):
         plant("dta", 1)
     truth = plant("data", 1)

@@ -104,7 +104,7 @@ def run_until_end(kind: str, folder: Path, *, terminal: bool) -> str:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 1 << 16)
-    # The terminal's last process has ended.
+    # Reading fails when the terminal's last process has ended.
     except OSError:
         return b""
 

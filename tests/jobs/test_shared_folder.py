@@ -51,7 +51,7 @@ in_namespaces = pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_concurrent_threads_create_one_folder(tmp_path: Path) -> None:
     """Four threads create the folder 3000 times each.
 
-    The equal process ids of the threads imitate containers of one image.
+    The threads have equal process ids, like processes in two containers.
     """
     failed: list[RunStoreError] = []
 
@@ -211,7 +211,7 @@ def test_unwritable_folder_disables_recording_with_one_line(
     assert "recorded None" in done.stdout
 
 
-# The ring is in anonymous memory.
+# In this case the ring is in anonymous memory.
 ON: dict[str, tuple[str, Callable[[str], bool]]] = {
     "no room in memory": (
         f"mount -t tmpfs -o size=1m tmpfs /dev/shm; {SMALL_TMP}",

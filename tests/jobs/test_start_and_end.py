@@ -55,7 +55,7 @@ def report_of(folder: Path, how: str) -> tuple[dict[str, Any], float, int]:
     took_s = time.monotonic() - began_s
     deadline_s = time.monotonic() + 180
     while time.monotonic() < deadline_s:
-        # Use the last watch, even if only the first one has been read yet.
+        # Wait for the last watch, because the report may only have read the first one.
         run = RunDirectory(max((folder / "runs").iterdir()))
         if any(run.nodes.glob("*.json")):
             report: Any = build_report(run.run_id, node_state.load_all(run))

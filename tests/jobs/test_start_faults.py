@@ -83,7 +83,7 @@ def trained(model: nn.Module) -> list[Any]:
 def changed(before: dict[str, Any]) -> set[str]:
     gc.collect()
     now = state()
-    # Only new threads count, because a thread of an earlier test may end meanwhile.
+    # Count only new threads, because a thread of an earlier test may end meanwhile.
     now["threads"] = (
         [*before["threads"]] if set(now["threads"]) <= set(before["threads"]) else now["threads"]
     )
@@ -107,9 +107,9 @@ SIDECARS = (
 
 
 def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[CodeType]:
-    """Return our functions that run between watch() and the first step.
+    """Return the package's functions that run between watch() and the first step.
 
-    `sidecar` selects only those about the sidecar.
+    `sidecar` selects only functions that concern the sidecar.
 
     errors.py handles errors and is excluded. Closing a lock is excluded, because its failure always
     leaves the lock open.
@@ -150,7 +150,7 @@ def test_error_in_any_function_at_the_start_does_not_change_training(
     """Each function between watch() and the first step raises in turn, an ordinary error and a
     KeyboardInterrupt.
 
-    The error is only logged, and the KeyboardInterrupt passes through.
+    The ordinary error is only logged, and the KeyboardInterrupt reaches the user.
 
     No hook stays, and the next watch works.
     """
@@ -169,7 +169,7 @@ def test_error_in_any_function_at_the_start_does_not_change_training(
         ).__enter__()
 
     gc.collect()
-    # A collection could call our functions in one run and not in the next.
+    # A garbage collection could call our functions in one run and not in the next.
     gc.disable()
     try:
         functions = functions_to_fail(begin, sidecar)

@@ -1,6 +1,6 @@
 """Tests of jobs with any kind of stderr and logging handlers.
 
-A job ends in the same way as without the package, and its recording is complete.
+A recorded job ends in the same way as without the package, and its recording is complete.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def assert_whole(found: RunDirectory, steps: int = 20) -> None:
 
 @pytest.mark.parametrize("kinds", [FEW, *long(KINDS)], ids=["few", "all"])
 def test_training_completes_with_any_stderr_and_handler(kinds: list[str], tmp_path: Path) -> None:
-    """Streams and handlers raise all kinds of errors. Nothing is printed on stdout instead."""
+    """Streams and handlers raise all kinds of errors. Messages are not printed on stdout instead.
+    """
     done = run_warm(
         [sys.executable, TRAINS, str(tmp_path), *kinds], tmp_path, 600, TORCHLENS_PERF_RAISE="0"
     )
@@ -85,7 +86,8 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
         ("flush", "SystemExit"),
     ):
         filled = program.replace("{method}", method).replace("{error}", error)
-        # The failing hook logs, which would raise the exception before the training.
+        # This replaces the logging of an error, which would raise the exception before the
+        # training.
         filled = filled.replace(
             "import train_with_stderr as t\n",
             "import train_with_stderr as t; t.swallowed.add = print\n",
@@ -165,7 +167,7 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 def test_closed_standard_descriptor_is_not_reused_for_a_ring(tmp_path: Path) -> None:
     """Native code or a child may write to the descriptor.
 
-    Children see a closed descriptor too.
+    Child processes find the descriptor closed too.
     """
     program = DESCRIPTORS.format(scripts=str(SCRIPTS), folder=str(tmp_path))
     done = run(
@@ -203,7 +205,7 @@ def test_job_continues_after_the_stderr_reader_is_gone(sigpipe: str, tmp_path: P
 
 
 def test_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None:
-    """Cases are the C locale without UTF-8 mode, and strict errors."""
+    """Tested encodings are the C locale without UTF-8 mode, and one with strict errors."""
     environ = {
         "LC_ALL": "C",
         "PYTHONUTF8": "0",
@@ -231,7 +233,7 @@ def test_messages_without_a_watch_never_fail_with_any_stderr(stderr: str, tmp_pa
         f"sys.stderr = {stderr}\n"
         "import torch\n"
         "del os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD']\n"
-        "torch._import_device_backends()\n"  # The end of `import torch` does the same.
+        "torch._import_device_backends()\n"  # `import torch` calls the same function at its end.
         "from torchlens_perf.torchrun import LogsSpecs\n"
         "os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n"
         "LogsSpecs()\n"

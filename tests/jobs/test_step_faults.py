@@ -29,7 +29,8 @@ from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.recorder import step_callbacks
 
 PACKAGE = str(Path(perf.__file__).parent)
-# An error before these functions' first line equals an error in the functions that they call.
+# For these functions, an error at their start has the same effect as an error in the functions that
+# they call.
 IN_TORCHS_PLACE = {
     "timed_next",
     "timed_iter",
@@ -49,9 +50,9 @@ def _lenient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Do not raise internal errors, as in a user's process."""
     monkeypatch.setenv(RAISE, "0")
     monkeypatch.setattr(swallowed, "by_place", type(swallowed.by_place)())
-    # Run the callbacks at each step, even on a fast machine.
+    # Make the callbacks run at each step, even on a fast machine.
     monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)
-    # A collection could call our functions in one run and not in the next.
+    # A garbage collection could call our functions in one run and not in the next.
     gc.disable()
     yield
     gc.enable()
@@ -99,8 +100,8 @@ def begin(job: Job, folder: Path) -> perf.Watch:
 
 
 def functions_in_steps(folder: Path) -> list[CodeType]:
-    """Return our functions that run in the third and fourth step, without errors.py, which handles
-    errors.
+    """Return the package's functions that run in the third and fourth step, except errors.py, which
+    handles errors.
     """
     # The first run imports modules.
     for _ in range(2):
@@ -122,7 +123,7 @@ def test_error_in_any_function_in_the_steps_is_counted_and_harmless(
 ) -> None:
     """The error is logged, training is the same, and no hook stays.
 
-    One of every `every` functions also raises a KeyboardInterrupt, which passes through.
+    One in `every` functions also raises a KeyboardInterrupt, which reaches the user.
     """
     plain = Job()
     expected = [plain.steps(), plain.steps()]

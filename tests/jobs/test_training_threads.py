@@ -1,6 +1,6 @@
 """Tests of two threads that train at once.
 
-The process does not crash and computes the same as without the package.
+The process does not crash, and its results equal those without the package.
 """
 
 from __future__ import annotations

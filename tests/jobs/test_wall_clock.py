@@ -1,6 +1,6 @@
 """Tests of a node's wall clock that is set back or forward by an hour during a job.
 
-Durations and deadlines do not change.
+Changes of the wall clock affect neither durations nor deadlines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torchlens_perf.verdicts import node_state
 
 SOURCE = Path(__file__).parents[1] / "support" / "stepping_clock.c"
 AN_HOUR_S = 3600
-# Timeout of an export to an endpoint that never answers. The SDK's deadlines use the wall clock.
+# Timeout of an export to an endpoint that never answers. Deadlines of OpenTelemetry's SDK use the
+# wall clock.
 TIMEOUT_S = 2
 
 

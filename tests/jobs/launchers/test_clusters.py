@@ -152,7 +152,7 @@ def test_srun_of_shells_records_all_ranks_in_one_run(tmp_path: Path, slurm: dict
 
 
 def python_with(package: str) -> str:
-    """Return a Python that has the package, or skip the test."""
+    """Return a Python interpreter that has the named package, or skip the test."""
     python = os.environ.get("FRAMEWORKS_PYTHON", sys.executable)
     found = (
         f"import importlib.util; raise SystemExit(importlib.util.find_spec({package!r}) is None)"
@@ -163,11 +163,12 @@ def python_with(package: str) -> str:
 
 
 def test_ray_train_records_all_ranks_in_one_run(tmp_path: Path) -> None:
-    """Ray Train runs on a cluster of two nodes. The workers are children of Ray's daemons."""
+    """Ray Train runs on a cluster of two nodes. The worker processes are children of Ray's daemons.
+    """
     python = python_with("ray")
     done = run_both(tmp_path, [python, str(SCRIPTS / "launched_by_ray.py")])
     check_numbers(done, "Ray Train")
-    # A worker that ends kills its children at once.
+    # Ray kills the children of a worker as soon as the worker ends.
     (made,) = done.runs
     assert made.report.exists()
     assert all(rank["steps"] >= STEPS - 1 for rank in done.report()["ranks"])
@@ -176,7 +177,7 @@ def test_ray_train_records_all_ranks_in_one_run(tmp_path: Path) -> None:
 def test_deepspeed_launcher_records_all_ranks_in_one_run(tmp_path: Path) -> None:
     """DeepSpeed's launcher runs once on each node."""
     python = python_with("deepspeed")
-    # The text decodes to {"node-a": [0, 1], "node-b": [0, 1]}.
+    # The base64 text decodes to {"node-a": [0, 1], "node-b": [0, 1]}.
     where = "eyJub2RlLWEiOiBbMCwgMV0sICJub2RlLWIiOiBbMCwgMV19"
     given = store()
     commands = [

@@ -37,8 +37,8 @@ pytestmark = [
 ]  # fmt: skip
 SCRIPT = str(SCRIPTS / "launched_elastic.py")
 WITHIN_S = 180.0
-# torchrun's own store keeps the addresses of the first attempt. For this reason gloo fails to
-# connect, with or without a watch.
+# torchrun's own store keeps the addresses of the first attempt. With that store, gloo therefore
+# fails to connect, with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -163,7 +163,9 @@ def trains(attempt: int, ranks: int, steps: int = 60) -> Callable[[dict[str, Any
 
 
 def verdict(report: dict[str, Any], kind: str) -> dict[str, Any] | None:
-    """Return the first verdict of a kind. Ended verdicts have separate kinds."""
+    """Return the first verdict of a kind. A verdict that has ended has another kind, so it is not
+    returned.
+    """
     return next((each for each in report["verdicts"] if each["kind"] == kind), None)
 
 
@@ -176,7 +178,7 @@ def hang_of(rank: int) -> Callable[[dict[str, Any]], bool]:
 def traced(bodies: list[bytes]) -> dict[tuple[int, int], set[int]]:
     """Return the ranks whose spans are in a step's trace, by attempt and step.
 
-    Each step must have one trace.
+    Each step must have exactly one trace.
     """
     ranks, traces = defaultdict(set), defaultdict(set)
     for body in bodies:

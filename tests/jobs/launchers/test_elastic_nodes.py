@@ -1,6 +1,6 @@
 """Tests of a worker that fails on one of two nodes.
 
-Only the agent of that node counts a restart, but the job continues as one run.
+Only the torchrun agent of the worker's node counts a restart, but the job continues as one run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(REASON), reason=REASON),
 ]
-# torchrun's own store keeps the addresses of the first attempt. For this reason gloo fails to
-# connect, with or without a watch.
+# torchrun's own store keeps the addresses of the first attempt. With that store, gloo therefore
+# fails to connect, with or without a watch.
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -49,7 +49,7 @@ def test_node_0_judges_all_ranks_of_one_run_after_a_worker_fails(tmp_path: Path)
     assert sorted((each.attempt, each.rank) for each in processes) == [
         (n, rank) for n in range(2) for rank in range(4)
     ]
-    # The launchers' restart counts usually differ between the nodes, which this test needs. The
+    # The launchers' restart counts usually differ between the nodes, which this test needs. The two
     # counts are equal if the other node's ranks fail before their agent learns of the failure.
     assert {each.restarts for each in processes if each.attempt == 1} in ({0, 1}, {1})
     assert max(node.findings.compared for node in nodes) == 4

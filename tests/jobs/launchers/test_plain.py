@@ -1,7 +1,7 @@
 """Tests of launchers that set few variables: shell loops, torch.multiprocessing, Accelerate,
 Lightning.
 
-The two nodes must share one run.
+Both nodes' ranks must be recorded in one run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def store() -> dict[str, str]:
 def test_ranks_started_by_a_loop_are_recorded_in_one_run(tmp_path: Path) -> None:
     """Only MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are set.
 
-    Each node finds out which ranks are local.
+    Each node must find out which ranks are local.
     """
     loops = ([str(SCRIPTS / "launched_loop.py"), first] for first in ("0", "2"))
     done = run_both(tmp_path, *on_nodes(*loops), **store())
@@ -97,7 +97,7 @@ def test_accelerate_launch_records_all_ranks_in_one_run(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_lightning_launcher_records_all_ranks_in_one_run(tmp_path: Path) -> None:
-    """Rank 0 of a node is the script, which starts the other ranks."""
+    """The script is rank 0 of its node, and starts the node's other ranks."""
     pytest.importorskip("lightning", reason="lightning is not installed")
     script = str(SCRIPTS / "launched_lightning.py")
     commands = [

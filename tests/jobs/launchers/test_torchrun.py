@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-# This rendezvous equals --rdzv-backend=c10d.
+# `--rdzv-backend=c10d` has the same effect.
 C10D = {"PET_RDZV_BACKEND": "c10d"}
 
 
@@ -86,7 +86,7 @@ def test_static_rendezvous_makes_one_run_named_by_node_0(tmp_path: Path) -> None
 def test_reused_rendezvous_id_makes_a_new_run(tmp_path: Path) -> None:
     """A static rendezvous has the same id in the same folder.
 
-    No run mixes processes of both jobs.
+    No run contains processes of both jobs.
     """
     job = static(free_port(), "--rdzv-id=100")
     run(tmp_path, *job, STEPS="20")
@@ -103,5 +103,5 @@ def test_reused_rendezvous_id_makes_a_new_run(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_c10d_rendezvous_makes_one_run_named_by_its_endpoint(tmp_path: Path) -> None:
-    """All nodes know node 0's address and port."""
+    """The endpoint is node 0's address and port, which all nodes know."""
     run_both(tmp_path, *c10d(free_port()), **C10D)
