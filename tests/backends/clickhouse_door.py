@@ -83,7 +83,7 @@ class Door(http.server.BaseHTTPRequestHandler):
                     answer = b""
                 else:
                     answer = _ENGINE.query(head or statement, form or "TSV").bytes()
-            except RuntimeError as error:  # The engine raises this error.
+            except RuntimeError as error:  # The ClickHouse engine raises this error.
                 sys.stderr.write(f"{statement[:300]}: {error}\n")
                 self._answer(400, str(error).encode())
                 return

@@ -22,5 +22,5 @@ def trained(folder: Path, told: Mapping[str, str]) -> Recorded:
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """Return a finished run that was not exported yet."""
+    """Return a finished run that has not been exported yet."""
     return trained(tmp_path_factory.mktemp("run"), {})

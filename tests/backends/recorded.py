@@ -1,4 +1,5 @@
-"""The spans, metrics and resources that a backend must store for a run.
+"""The expected contents of a backend: the spans, metrics and resources that it must store for a
+run.
 
 These values are derived from the run directory alone.
 """
@@ -50,7 +51,7 @@ class Recorded:
         rows: list[Row] = pq.read_table(self.run.path / folder).to_pylist()
         return [
             row for row in rows if row.get("kind") != "thread_time"
-        ]  # Counter rows are not spans.
+        ]  # Rows of counters are not spans.
 
     def spans(self) -> list[ReceivedSpan]:
         """Return the spans of the sampled steps, with ids and parents as in
@@ -111,7 +112,9 @@ class Recorded:
 def _of_step(
     run_id: str, row: Row, inside: list[Row], resource: dict[str, Any]
 ) -> list[ReceivedSpan]:
-    """Yield the root (if the rank is 0), the rank's step, and the records in it."""
+    """Yield the root span (if the rank is 0), the rank's span of the step, and the spans inside the
+    step.
+    """
     rank, step, in_trace = (
         row["rank"],
         row["step"],
@@ -164,9 +167,9 @@ def _of_step(
 
 
 def _around(row: Row, before: list[Row]) -> int | None:
-    """Return the smallest of the earlier records that contains the row.
+    """Return the shortest of the earlier records that contain the row.
 
-    A collective is placed by its start.
+    A record contains a collective if the collective starts inside it.
     """
     end_ns = row["start_ns"] + (0 if row["kind"] == "collective" else row["duration_ns"])
     holders = [

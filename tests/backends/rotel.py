@@ -1,4 +1,4 @@
-"""A hop on loopback: rotel, a collector written in Rust, decodes OTLP and forwards it to one
+"""rotel, a collector written in Rust, on loopback: it decodes OTLP and forwards the data to one
 exporter.
 """
 
@@ -16,7 +16,7 @@ class Rotel:
     """A running collector."""
 
     def __init__(self, folder: Path, exporter: Mapping[str, str]) -> None:
-        """Start the collector. exporter: variables that configure its exporter."""
+        """Start the collector. exporter: variables that configure rotel's exporter."""
         (program,) = environment("rotel").glob("lib/python*/site-packages/rotel/rotel-agent")
         self._http, self._grpc = free_port(), free_port()
         command = [

@@ -56,7 +56,7 @@ class Autotel:
     def select(self, what: str) -> list[dict[str, Any]]:
         """Query the SQLite store, which the page reads too.
 
-        There is no interface for metrics and logs.
+        autotel-devtools has no interface for reading metrics and logs.
         """
         with contextlib.closing(sqlite3.connect(f"file:{self.store}?mode=ro", uri=True)) as store:
             store.row_factory = sqlite3.Row
@@ -168,7 +168,7 @@ def test_only_root_spans_link_to_the_callers_span(found: list[dict[str, Any]]) -
 def test_spans_of_each_rank_have_their_own_resource(
     found: list[dict[str, Any]], recorded: Recorded
 ) -> None:
-    """A trace therefore has two resources."""
+    """A trace of two ranks therefore has two resources."""
     resources = recorded.resources()
     for each in found:
         assert subset(resources[each["attributes"][semantics.RANK]], each["attributes"])
@@ -221,7 +221,7 @@ def points(autotel: Autotel, metric: str) -> dict[tuple[int, str], list[dict[str
 def test_histograms_have_the_values_of_all_steps(autotel: Autotel, recorded: Recorded) -> None:
     """Count, sum, minimum and maximum are compared in seconds.
 
-    The second replay adds a second point to the same series.
+    The second export of the run adds a second point to the same series.
 
     The count of an exponential histogram is not stored, but its buckets are.
     """

@@ -1,4 +1,4 @@
-"""Tests of a run in ClickHouse's engine, filled by a Rust collector.
+"""Tests of a run that a collector written in Rust has stored in ClickHouse's engine.
 
 The tables are those of the OpenTelemetry Collector's exporter.
 """
@@ -97,7 +97,7 @@ def found(clickhouse: ClickHouse) -> list[ReceivedSpan]:
 
 
 def span_of(row: dict[str, Any]) -> ReceivedSpan:
-    """Convert a row to a span. The tables store attributes as text."""
+    """Convert a row to a span. The tables store values of attributes as text."""
     attributes = {
         key: _NUMBERS.get(key, str)(value) for key, value in row["SpanAttributes"].items()
     }
@@ -213,7 +213,9 @@ def test_histograms_have_the_values_of_all_steps(
 def test_counter_and_gauge_have_their_values_and_units(
     clickhouse: ClickHouse, recorded: Recorded
 ) -> None:
-    """The counter contains the steps of each rank, and the gauge its memory after the last step."""
+    """The counter has the number of steps of each rank, and the gauge has the rank's memory after
+    the last step.
+    """
     for rank, memory_bytes in recorded.memory_bytes().items():
         of_rank = f"Attributes['{semantics.RANK}'] = '{rank}'"
         steps, *_ = clickhouse.ask(f"SELECT * FROM otel.otel_metrics_sum WHERE {of_rank}")

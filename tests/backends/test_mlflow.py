@@ -124,7 +124,7 @@ def test_each_trace_is_complete_for_mlflow(found: list[dict[str, Any]]) -> None:
 def test_trace_tags_have_the_resource_of_a_rank(
     found: list[dict[str, Any]], recorded: Recorded
 ) -> None:
-    """Attributes that all ranks share are right on all traces."""
+    """Attributes that all ranks share have the right values on all traces."""
     one_rank_only = {"service.instance.id", "process.pid", semantics.RANK, semantics.LOCAL_RANK}
     resources = recorded.resources()
     for each in found:
@@ -143,7 +143,7 @@ def test_request_without_an_experiment_header_is_rejected(mlflow: Mlflow) -> Non
 
 
 def test_metrics_and_alerts_are_not_accepted(mlflow: Mlflow) -> None:
-    """docs/guides/backends.md says so."""
+    """docs/guides/backends.md documents this."""
     assert [status_of(f"{mlflow.address}/v1/{signal}") for signal in ("metrics", "logs")] == [
         404,
         404,

@@ -108,7 +108,7 @@ def test_all_spans_are_stored_once_with_their_parents(
 
 
 def test_links_and_resources_are_not_stored(phoenix: Phoenix, found: list[dict[str, Any]]) -> None:
-    """docs/guides/backends.md says so.
+    """docs/guides/backends.md documents this.
 
     The rank is an attribute of the span.
     """
@@ -120,7 +120,7 @@ def test_links_and_resources_are_not_stored(phoenix: Phoenix, found: list[dict[s
 
 
 def test_metrics_and_alerts_are_not_accepted(phoenix: Phoenix) -> None:
-    """docs/guides/backends.md says so."""
+    """docs/guides/backends.md documents this."""
     assert [status_of(f"{phoenix.address}/v1/{signal}") for signal in ("metrics", "logs")] == [
         405,
         405,

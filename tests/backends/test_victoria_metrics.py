@@ -76,7 +76,9 @@ def _samples(victoria: VictoriaMetrics, metric: str) -> list[list[Any]]:
 
 
 def test_counter_and_gauge_have_their_values(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """The counter contains the steps of each rank, and the gauge its memory after the last step."""
+    """The counter has the number of steps of each rank, and the gauge has the rank's memory after
+    the last step.
+    """
     memory_bytes = recorded.memory_bytes()
     for rank in RANKS:
         of_rank = f'{{{_RANK}="{rank}"}}'
@@ -114,7 +116,7 @@ def test_histograms_have_exact_sums_and_close_quantiles(
 def test_gauge_of_the_alert_rule_names_slow_rank_and_phase(
     victoria: VictoriaMetrics, recorded: Recorded
 ) -> None:
-    """The own times also show the rank."""
+    """The gauges of own time also show which rank is slow."""
     (slow,) = victoria.ask("topk(1, torch_train_straggler_cost_seconds > 0.005)")
     assert (slow["metric"][_RANK], slow["metric"]["torch_train_phase"]) == (
         str(SLOW_RANK),
@@ -149,13 +151,13 @@ def test_resource_of_the_node_becomes_labels(victoria: VictoriaMetrics, recorded
 
 
 def test_spans_and_alerts_are_not_accepted(victoria: VictoriaMetrics) -> None:
-    """docs/guides/backends.md says so."""
+    """docs/guides/backends.md documents this."""
     for signal in ("traces", "logs"):
         assert status_of(f"{victoria.address}/opentelemetry/v1/{signal}") == 400
 
 
 def test_exemplars_are_not_stored(victoria: VictoriaMetrics) -> None:
-    """docs/guides/backends.md says so."""
+    """docs/guides/backends.md documents this."""
     query = urllib.parse.urlencode(
         {"query": "torch_train_step_duration_seconds_bucket", "start": 0}
     )

@@ -15,13 +15,13 @@ are computed later by the CPU's kernel on the stream's thread. Results therefore
 for bit, and the host runs ahead. Operations that need a value wait, as on CUDA: item(), cpu(),
 nonzero(), blocking copies, and barriers.
 
-Times are planted and exact even on a busy machine. Each stream has its own virtual time on the
-device's clock:
+Tests plant the times of kernels, which are exact even on a busy machine. Each stream has its own
+virtual time on the device's clock:
 
 - A kernel begins when the stream is free and the host has issued the kernel. A kernel takes its
-  nominal time (`set_kernel_time` multiplied by `set_slowness`, or the time of `spin`). A kernel of
-  `start_endless_kernel` runs until the test releases it. The CPU time of the computation does not
-  count.
+  nominal time (`set_kernel_time` multiplied by `set_slowness`, or the time of `spin`). A kernel
+  that `start_endless_kernel` has started runs until the test releases it. The CPU time of the
+  computation does not affect device times.
 - A collective begins on all ranks when the last rank's stream has reached it, and takes
   `set_collective_time`.
 - An event is reached when its work has been computed and its time has passed.

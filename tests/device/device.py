@@ -55,7 +55,8 @@ def missing() -> str | None:
 def build() -> Path:
     """Return the device's library for this torch and these sources.
 
-    A missing library is compiled in about 30 s. Other processes wait for the first one.
+    A missing library is compiled in about 30 s. If several processes call this function, one
+    compiles and the others wait.
     """
     import torch
 
@@ -216,7 +217,7 @@ def start_endless_kernel() -> Callable[[], None]:
 def call(stream: int, function: Callable[[int], object]) -> None:
     """Issue a Python function as a kernel.
 
-    stream: the stream's id. function: receives the stream's device time in ns.
+    stream: the stream's id. function: is called with the stream's device time in ns.
     """
     load().call(stream, function)
 
@@ -240,7 +241,7 @@ def set_slowness(factor: float) -> None:
 
 
 def set_collective_time(latency_s: float, bytes_per_second: float = 10e9) -> None:
-    """Set the duration of later collectives after the last rank's arrival, equally on all ranks."""
+    """Set how long later collectives take after the last rank has arrived, the same on all ranks."""
     load().set_collective(round(latency_s * 1e9), bytes_per_second)
 
 

@@ -30,7 +30,7 @@ def waits() -> int:
 
 
 def abilities() -> dict[str, Any]:
-    """Return the findings of doctor, and the order of two streams with an event between them."""
+    """Return doctor's findings, and whether an event between two streams orders their work."""
     problems = {each.name: find_ability_problem(each, torch.device(DEVICE)) for each in ABILITIES}
     before = waits()
     torch.accelerator.synchronize()

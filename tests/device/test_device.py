@@ -370,7 +370,7 @@ def pair(folder: Path) -> dict[str, Any]:
 def collectives() -> dict[str, list[float]]:
     """Run each collective once while a kernel runs until all are issued.
 
-    No collective may have waited for the kernel.
+    Check that no collective waits for the kernel.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     results: dict[str, torch.Tensor] = {}
@@ -513,7 +513,7 @@ def test_streams_run_independently_and_events_order_their_work(results: dict[str
     assert streams["ordered ms"] >= 0.02 - 1e-6  # The kernel of the side stream.
     assert streams["both ms"] == pytest.approx(20, abs=EXACT_MS)
     assert streams["one after the other ms"] == pytest.approx(40, abs=EXACT_MS)
-    assert streams["never ms"] > 50  # The kernel was released after 50 ms.
+    assert streams["never ms"] > 50  # The test released the kernel after 50 ms.
     assert streams["current"]
     assert streams["backward"]
 
@@ -620,7 +620,9 @@ def test_each_collective_has_its_expected_result(two: list[dict[str, Any]]) -> N
 
 
 def test_last_rank_delays_the_devices_of_other_ranks(two: list[dict[str, Any]]) -> None:
-    """The hosts do not wait. The delay is exact up to the hosts' clocks."""
+    """The hosts do not wait for the collective. The delay is exact up to the accuracy of the hosts'
+    clocks.
+    """
     first, last = (rank["late"] for rank in two)
     assert last["device ms"] == pytest.approx(105, abs=EXACT_MS)
     assert 105 + (last["before"] - first["after"]) / 1e6 - EXACT_MS < first["device ms"]

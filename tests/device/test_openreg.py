@@ -2,8 +2,8 @@
 
 Kernels of torch_openreg run on the host and are complete when the call returns.
 
-The tests show that only public names of torch are needed. Times can be planted on the device of
-test_device.py.
+The tests show that only public names of torch are needed. Tests with planted times use the device
+of test_device.py instead.
 """
 
 from __future__ import annotations
@@ -86,6 +86,6 @@ def test_watch_does_not_change_losses_and_parameters(ran: dict[str, dict[str, An
 
 
 def test_watch_adds_no_wait_of_the_host_for_the_device(ran: dict[str, dict[str, Any]]) -> None:
-    """Each wait of the host is counted."""
+    """The device counts each wait of the host."""
     assert ran["abilities"]["counted"] > 0
     assert ran["watched"]["waits"] == ran["plain"]["waits"]

@@ -39,7 +39,7 @@ FAULTS = {"ddp-forward": 1, "fsdp-backward": 2, "tensor-forward": 0}
 # While other tests run, the smallest detectable slowdown is larger than in the campaign: up to 16
 # ms.
 FAULT_MS = 30
-# Loops with steps of 60 ms whose hosts run ahead, and their seeds.
+# Kinds of loops with steps of 60 ms whose hosts run ahead, and their seeds.
 LOOPS = {"launch-clean": 24, "launch-forward": 20, "ahead-optimizer": 22}
 
 
@@ -60,7 +60,7 @@ def loops() -> list[Truth]:
 
 def train(folder: Path) -> None:
     """Run one rank of all runs."""
-    # Ranks that wait for a CPU raise the smallest detectable slowdown.
+    # Raise the priority, because waits for a CPU increase the smallest detectable slowdown.
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -10)
     rank = dist.get_rank()
@@ -88,8 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_slow_rank_and_phase_of_a_planted_device_fault_are_named(truth: Truth, runs: Path) -> None:
     """On a busy machine a rank without a free CPU may be named too.
 
-    A second phase may also be slow on such a machine, and the two phases together are named
-    "compute".
+    On a busy machine a second phase may be slow too, and two phases together are named "compute".
     """
     (state,) = node_state.load_all(run_directory(runs / truth.name))
     (fault,) = truth.faults
@@ -101,8 +100,8 @@ def test_slow_rank_and_phase_of_a_planted_device_fault_are_named(truth: Truth, r
     assert report["run"]["judged_by"] == "device"
     parts = [rank["device"]["parts"] for rank in report["ranks"] if rank["device"] is not None]
     others, slow = parts[1 - fault.rank], parts[fault.rank]
-    # The fault is in the last two thirds of the steps, and other tests run at the same time. The
-    # required differences are therefore much smaller than the fault.
+    # The fault is only in the last two thirds of the steps, and other tests run at the same time.
+    # The required difference is therefore much smaller than the fault.
     assert fault.ms is not None
     assert slow[fault.phase] - others[fault.phase] > 0.3e-3 * fault.ms
     assert others["communication"] - slow["communication"] > 0.2e-3 * fault.ms, (

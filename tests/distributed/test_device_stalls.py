@@ -116,8 +116,7 @@ class Result:
 
 
 class Returning(nn.Module):
-    """A model of two blocks that returns several results. The loss does not use the first result.
-    """
+    """A model of two blocks that returns several results. The loss does not use the first result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -156,8 +156,7 @@ class Agents:
 
 
 def shrink(folder: Path, **environment: str) -> list[str]:
-    """Start in a world of two and remove one node. Return the sums that the remaining node prints.
-    """
+    """Start in a world of two and remove one node. Return the sums that the remaining node prints."""
     folder.mkdir()
     agents = Agents(folder, free_port(), **environment)
     try:

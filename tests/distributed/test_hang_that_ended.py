@@ -1,5 +1,4 @@
-"""Tests that the final report begins with a rank that stalled for a while, if the stall cost most.
-"""
+"""Tests that the final report begins with a rank that stalled for a while, if the stall cost most."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ SQL_ELSEWHERE = {
     "docs/guides/queries.md": "for DuckDB: tests/docs/test_queries.py",
     "docs/guides/perfetto.md": "for Perfetto: tests/page/browser/test_perfetto.py",
 }
-# Blocks that contain no code: page and first words, with the source of the text.
+# Blocks that contain no code: page and first words, with the command or file that the text comes
+# from.
 NO_CODE = {
     ("docs/guides/compare.md", "SLOWER"): "the result of one comparison, whose times vary",
     ("docs/guides/compare.md", "jobs:"): "a CI job: tests/docs/test_ci_examples.py",
@@ -157,7 +158,7 @@ NO_CODE = {
     ): "a listing of files that are deleted when a run ends: tests/run",
 }
 SHELL = [block for block in BLOCKS if block.language in ("sh", "bash", "shell", "console")]
-# Indented blocks whose first word is a program, or a variable before one.
+# Pattern of indented blocks that begin with a program, or with a variable before a program.
 SHELL += [
     b
     for b in BLOCKS
@@ -244,7 +245,9 @@ def run_id(folder: Path) -> str:
 
 
 def test_sql_queries_run_on_a_recorded_run(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DuckDB runs each query. Queries of GPU samples read a file without rows."""
+    """DuckDB runs each query. Queries of GPU samples read a file without rows, because the run has
+    no GPU.
+    """
     import duckdb
 
     from torchlens_perf.analysis.statistics.hardware import GpuSample
@@ -352,7 +355,7 @@ def check_pip(arguments: list[str]) -> None:
 
 
 def check_instrument(arguments: list[str]) -> None:
-    # `opentelemetry-instrument` makes its options from these entry points in the same way.
+    # `opentelemetry-instrument` creates its options from these entry points in the same way.
     variables = [
         n
         for each in entry_points(group="opentelemetry_environment_variables")
@@ -379,7 +382,7 @@ def check_benchmark(arguments: list[str]) -> None:
     )
     assert sources, arguments[0]
     text = "\n".join(path.read_text() for path in sources)
-    # Benchmarks of one kind share files.
+    # Search all files of benchmarks of one kind, because they share code.
     kind = sources[0].stem.partition("_")[0]
     text += "\n".join(path.read_text() for path in (ROOT / "benchmarks").glob(f"{kind}*.py"))
     for word in arguments[1:]:
@@ -423,9 +426,10 @@ SHIMS = {
 def test_documented_commands_succeed_in_bash(
     command: Command, recorded: Path, tmp_path: Path
 ) -> None:
-    """Each command runs with few changes.
+    """Each command runs as in the docs, except for few replaced words.
 
-    Jobs have 2 ranks. RUN_DIR is the recorded run. The collector's address is an unused port.
+    Jobs have 2 ranks. RUN_DIR is replaced by the recorded run. Addresses of collectors are replaced
+    by an unused port.
     """
     for begin, reason in NOT_EXECUTED.items():
         if shell(command).startswith(begin):
@@ -477,7 +481,7 @@ def test_documented_commands_succeed_in_bash(
 def test_other_blocks_are_checked_or_have_a_source(block: Block) -> None:
     """Rules for Prometheus may use only exported metrics.
 
-    The listing of a run directory has a test of its own.
+    The listing of a run directory is checked by another test.
     """
     if block.text.startswith(LISTING):
         return

@@ -42,7 +42,7 @@ def test_shown_report_lines_equal_the_commands_output(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The order must be the same. `...` marks omitted lines, and times of day may differ."""
+    """The lines must be in the same order. `...` marks omitted lines, and times of day may differ."""
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[1:]) == 0
     printed = iter(_CLOCK.sub("", capsys.readouterr().out).splitlines())

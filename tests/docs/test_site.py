@@ -16,7 +16,7 @@ import torchlens_perf
 from tests.support.processes import ROOT
 
 pytest.importorskip("mkdocs", reason="the site is built by mkdocs, of the extra `test`")
-# The package's function, which has the same short name as its module.
+# Select the package's function, which has the same short name as its module.
 WATCH = "torchlens_perf.watch.watch"
 
 

@@ -3,8 +3,8 @@
 `make test` runs the scripts whose framework is in the test environment, and `make test-frameworks`
 runs all scripts.
 
-Each script runs unrecorded, with its own watch(), and under TORCHLENS_PERF=1. Recording must be
-complete and change nothing.
+Each script runs unrecorded, with its own watch(), and under TORCHLENS_PERF=1. Each recording must
+be complete and must not change the script's losses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pytest
 from tests.support.processes import only_report, run_warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# Possible headlines for the scripts on a shared machine.
+# Headlines that the reports on these scripts may have on a shared machine.
 SENSIBLE = {"compute_bound", "host_bound", "lack_of_cpu", "long_steps", "data_bound"}
 
 
@@ -90,7 +90,9 @@ def unwatched(name: str, folder: Path) -> dict[str, Any]:
 
 
 def facts(name: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """Run a script and parse its last line. The script's own warnings and progress go to stderr."""
+    """Run a script and parse its last line. The script writes its own warnings and progress to
+    stderr.
+    """
     done = run_warm(
         [sys.executable, str(SCRIPTS / f"{name}.py")], folder, timeout_s=200, **environment
     )
@@ -141,5 +143,6 @@ def test_script_of_a_framework_is_recorded_and_its_losses_are_unchanged(
         for step in long["steps"]
     ]
     inside = [step for step in expected.get("evaluations", []) if step < expected["steps"]]
-    # An evaluation that takes no longer than a step is not a separate class.
+    # Steps with an evaluation are not a separate class if the evaluation takes no longer than a
+    # step.
     assert set(evaluations) <= set(inside)

@@ -86,7 +86,7 @@ JOBS = {
     "embedding_loop": Job(("torch",), SLOW_HOST, modules=frozenset({"dense"})),
     "gymnasium_loop": Job(
         ("gymnasium",), ("host_bound", None, "host"), ranks=1, modules=frozenset(), sections=frozenset({"environment"}),
-        # Acting happens in the first step, so the recording counts it as a part of each step.
+        # The agent acts in the first step, so the recording counts acting as a part of each step.
         seen=("evaluation",),
     ),
 }  # fmt: skip
@@ -139,13 +139,13 @@ def facts(name: str, folder: Path, package: Path) -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
 def test_job_of_a_framework_names_the_fault_and_keeps_its_losses(name: str, tmp_path: Path) -> None:
-    """Each step is counted, and the planted fault is the first verdict."""
+    """Each step is counted, and the first verdict is about the planted fault."""
     job = JOBS[name]
     expected = facts(name, tmp_path / "without", FOLDER / "without")
     found = facts(name, tmp_path / "with", ROOT)
     report = only_report(tmp_path / "with")
     kind, rank, phase = job.verdict
-    # A busy machine may add a verdict about the lack of a CPU.
+    # On a busy machine, a verdict about CPU contention may be added.
     first = next(each for each in report["verdicts"] if each["kind"] != "lack_of_cpu")
 
     assert not (tmp_path / "without" / "torchlens-perf").exists()

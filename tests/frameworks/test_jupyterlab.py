@@ -60,8 +60,8 @@ PRINTED = """with perf.watch(model, optimizer, config=perf.Config(_exit_timeout_
     train(300)
 print('printed')"""
 CELLS = (SETUP, LIVE, "w", PRINTED)
-# The visible output of a cell: its text, the pictures that were drawn, and whether everything is
-# readable.
+# Script that returns a cell's visible output: the text, the drawn pictures, and whether everything
+# is readable.
 SEEN = """
 async number => {
   const cell = document.querySelectorAll(".jp-Notebook .jp-Cell")[number];
@@ -107,7 +107,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
 
 @pytest.fixture
 def opened(lab: JupyterLab) -> Iterator[Callable[..., Any]]:
-    """Open a notebook. Only the server of this test may be contacted, and no script may fail."""
+    """Open a notebook. Check that the page contacts only this test's server, and that no script
+    fails.
+    """
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as player:
@@ -177,7 +179,9 @@ def assert_readable(seen: dict[str, Any], *, dark: bool) -> None:
 def test_report_is_live_and_readable_with_each_theme(
     lab: JupyterLab, opened: Callable[..., Any], theme: str
 ) -> None:
-    """One report updates itself while the cell runs, and ends in the same place."""
+    """One report updates itself while the cell runs, and the final report appears in the same
+    place.
+    """
     lab.set("themes", theme=f"JupyterLab {theme.capitalize()}")
     lab.write(f"{theme}.ipynb", [each.replace("END", f"end-{theme}") for each in CELLS])
     page = opened(f"{theme}.ipynb", prefers_dark=theme == "dark")
@@ -211,7 +215,7 @@ def test_report_is_shown_in_an_untrusted_notebook(
 ) -> None:
     """JupyterLab removes scripts and styles from an untrusted notebook.
 
-    The report has the same content.
+    Without scripts and styles, the report has the same content.
     """
     path = lab.folder / "light.ipynb"
     if not path.exists():

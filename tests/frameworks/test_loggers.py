@@ -1,4 +1,6 @@
-"""Tests of installed loggers and frameworks' own loggers. The tests read the stored data back."""
+"""Tests of installed loggers and frameworks' own loggers. The tests read back the data that the
+loggers have stored.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ NEEDS = ("tensorboard", "wandb", "mlflow")
 def test_each_logger_receives_the_figures_and_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All loggers have the same figures at steps of the run, and the report as text.
+    """All loggers receive the same figures at steps of the run, and the report as text.
 
     The user's rows are unchanged.
     """
@@ -143,7 +145,7 @@ def test_callback_adds_figures_and_report_to_loggers_of_the_framework(
 
     All of the user's rows are stored.
 
-    If our functions in a callback raise, the losses are the same, and each error is one line.
+    If our functions in a callback raise, the losses are the same, and one line reports each error.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -169,7 +171,7 @@ def test_callback_adds_figures_and_report_to_loggers_of_the_framework(
         assert all(float(value) > 0.03 for value in values)
 
     if way not in CALLBACKS:
-        # This script makes the calls itself.
+        # A script without a callback calls our functions itself.
         return
     broken, said = framework_loggers(way, tmp_path / "broken", "breaks")
     assert {**broken, "board": ""} == {**facts, "board": ""}
@@ -180,7 +182,7 @@ def test_callback_adds_figures_and_report_to_loggers_of_the_framework(
 
 
 def test_callbacks_import_only_their_framework() -> None:
-    """The package itself imports no framework."""
+    """Importing torchlens_perf alone imports no framework."""
     frameworks = {
         "transformers",
         "lightning",

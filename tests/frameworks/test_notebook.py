@@ -62,7 +62,8 @@ def train_until(done, most_s=60):
 WITH = "\nwith perf.watch(model, optimizer, **settings) as w:\n"
 TRAIN = WITH + "    train(30)\n"
 LIVE = WITH + "    display(w)\n    train(30)\n"
-# A digest of all results of training, and the number of threads that a watch has added.
+# Code that prints a digest of all results of training, and the number of threads that a watch has
+# added.
 SAME_BITS = """
 import hashlib, os, random, time
 
@@ -93,7 +94,7 @@ def result(shown):
 
 result(False)
 """
-# Number of updates of a cell, as received by IPython.
+# Count the updates of a cell's output that IPython receives.
 COUNT_UPDATES = """
 from IPython import get_ipython
 publisher, updates = get_ipython().display_pub, []
@@ -107,7 +108,9 @@ publisher.register_hook(count)
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """Return one kernel for all tests. Each test is a part of a long notebook."""
+    """Return one kernel for all tests. The tests run their cells one after the other, as in a long
+    notebook.
+    """
     made = Kernel(tmp_path_factory.mktemp("notebook"))
     output = made.run(SETUP)
     assert output.errors == [], output.text
@@ -169,7 +172,7 @@ def test_live_display_grows_in_place_to_the_report(kernel: Kernel) -> None:
 
 
 def test_live_display_is_updated_at_most_once_a_second(kernel: Kernel) -> None:
-    """Steps are fast, and the time of an update counts as the tool's."""
+    """Steps stay fast, and the time of an update is counted as the tool's overhead."""
     output = kernel.run(
         "import time\n" + COUNT_UPDATES + "with perf.watch(model, optimizer, **settings) as w:\n"
         "    display(w)\n"
@@ -196,7 +199,7 @@ def test_display_in_another_cell_becomes_the_report(kernel: Kernel) -> None:
 
 
 def test_watch_as_a_cells_last_line_replaces_the_automatic_report(kernel: Kernel) -> None:
-    """Later cells show the watch again."""
+    """Later cells can show the watch again."""
     same = kernel.run(TRAIN + "w")
     later = kernel.run("w")
     assert next(iter(same.shown.values())) == {"text/plain": "", "text/html": ""}
@@ -216,7 +219,9 @@ def test_live_display_reappears_after_the_output_is_cleared(kernel: Kernel) -> N
 
 
 def test_each_of_two_watches_in_a_cell_has_its_report(kernel: Kernel) -> None:
-    """The reports are in order. A watch inside another one has no report."""
+    """The reports are shown in the order in which the watches ended. A watch inside another one has
+    no report.
+    """
     output = kernel.run(
         TRAIN
         + "with perf.watch(model, optimizer, **settings) as v:\n    with perf.watch(model):\n      "
@@ -250,7 +255,7 @@ def test_interrupted_cell_with_a_live_display_ends_with_the_report(kernel: Kerne
 
 
 def test_late_report_is_announced_and_shown_by_the_watch(kernel: Kernel) -> None:
-    """A line contains the reason for the missing report.
+    """A line gives the reason why there is no report yet.
 
     The watch shows the report as soon as it exists.
     """
@@ -295,7 +300,7 @@ def test_live_display_does_not_change_training(kernel: Kernel) -> None:
 
 
 def test_rank_forked_from_the_kernel_prints_its_report(kernel: Kernel) -> None:
-    """Launchers in notebooks fork ranks.
+    """Launchers in notebooks fork the ranks from the kernel.
 
     A forked rank does not use the kernel's sockets.
     """
@@ -316,7 +321,7 @@ def test_notebook_cells_in_the_docs_run_one_after_another(kernel: Kernel) -> Non
     assert ", ended after " in outputs[0].only()["text/plain"]
     at_end, whole = (output.only()["text/plain"] for output in outputs[:2])
     assert "  full report " in at_end
-    # The output shows the run and the first verdict.
+    # The last output shows the run and the first verdict.
     assert at_end.splitlines()[:3] == whole.splitlines()[:3]
     assert "Typical step" in whole
     assert "200 steps: p50" in outputs[2].text

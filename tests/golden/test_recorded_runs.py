@@ -3,7 +3,7 @@ golden files.
 
 scripts/record_golden_runs.py made the runs in recorded/.
 
-The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit explains why.
+The golden files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit explains why.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of sentences, figures and alerts of simulated runs with each kind of fault, against golden
 files.
 
-The files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit explains why.
+The golden files change only on purpose. `UPDATE_GOLDEN=1` writes them, and the commit explains why.
 """
 
 from __future__ import annotations

@@ -134,7 +134,9 @@ def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
 
 
 def _shown(text: str) -> Iterator[tuple[str, str, int, int | None]]:
-    """Yield the cost, the share, the first step and the step after the last one in a sentence."""
+    """Yield the cost, the share, the first step and the end step (exclusive) that a sentence
+    contains.
+    """
     for cost, share, since in NOW.findall(text):
         yield cost, share, int(since or 0), None
     for since, last, cost, share in BEFORE.findall(text):
@@ -209,7 +211,7 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
 def ends_of_sentences(report: dict[str, Any]) -> list[str]:
     """Return the last words of each finding.
 
-    A terminal shows the rank and its phase apart from the sentence.
+    Only last words are compared, because a terminal shows rank and phase apart from the sentence.
     """
     return [head.sentence[-30:] for head in build_headlines(cast("Any", report))]
 
@@ -227,7 +229,7 @@ def check_alerts_have_the_figures_of_the_rows(
     for alert in newest.values():
         row = before[alert.rank, alert.since_step] if alert.change == ENDED else now.get(alert.rank)
         if row is None:
-            # A verdict on several ranks now contains this rank.
+            # A later verdict on several ranks contains this rank.
             assert any(alert.rank in each["evidence"].ranks for each in now.values()), alert
             continue
         assert (alert.phase, alert.since_step) == (row["phase"], row["since_step"]), (alert, row)
@@ -292,7 +294,7 @@ def loggers_have_the_figures_of_the_rows(
 
 
 def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
-    """Check the list of `serve`. Its page of one run equals the report's page."""
+    """Check the list of `serve`. The page that `serve` shows of one run equals the report's page."""
     (line,) = read_lines(str(folder), find_runs(str(folder)), 60.0)
     verdict = choose_headline(build_headlines(load_report(RunDirectory(folder / line.name))))
     assert verdict is not None

@@ -214,7 +214,7 @@ def test_children_of_an_isolated_program_are_isolated(tmp_path: Path) -> None:
     [
         # The package is in the folder of `pip install --target`.
         ("lib/site-packages", "import sys; sys.path.insert(0, {folder!r})"),
-        ("lib", "import sys; sys.path.append({folder!r})"),  # The method of PEX and shiv.
+        ("lib", "import sys; sys.path.append({folder!r})"),  # As PEX and shiv do.
         (".", ""),  # The package is a copy in the script's folder.
     ],
 )

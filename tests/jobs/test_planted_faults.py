@@ -316,8 +316,7 @@ def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
 def test_straggler_diagnoses_of_traceml_are_read_as_answers(
     diagnosis: dict[str, Any], named: Suspect | None
 ) -> None:
-    """ TraceML's "cause not measured" gives no phase, and a diagnosis of all ranks gives no rank.
-    """
+    """TraceML's "cause not measured" gives no phase, and a diagnosis of all ranks gives no rank."""
     assert traceml_verdict(diagnosis) == named
 
 

@@ -54,8 +54,7 @@ def assert_whole(found: RunDirectory, steps: int = 20) -> None:
 
 @pytest.mark.parametrize("kinds", [FEW, *long(KINDS)], ids=["few", "all"])
 def test_training_completes_with_any_stderr_and_handler(kinds: list[str], tmp_path: Path) -> None:
-    """Streams and handlers raise all kinds of errors. Messages are not printed on stdout instead.
-    """
+    """Streams and handlers raise all kinds of errors. Messages are not printed on stdout instead."""
     done = run_warm(
         [sys.executable, TRAINS, str(tmp_path), *kinds], tmp_path, 600, TORCHLENS_PERF_RAISE="0"
     )

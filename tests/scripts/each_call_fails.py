@@ -3,12 +3,12 @@ package.
 
     usage: each_call_fails.py FOLDER SIDECAR PHASE ERRNO...
 
-Started with failing_calls.c. PHASE is start or end. The first call of each line of the package
-fails. With CASES=all each call fails, and with CASES=NUMBER that many calls fail, each call several
-times with different errors.
+Started with failing_calls.c. PHASE is start or end. By default, the first call of each line of the
+package fails. With CASES=all each call fails, and with CASES=NUMBER that many calls fail, each call
+several times with different errors.
 
 Prints a line of JSON for each case: the call that failed, and the differences from a process
-without the package. The last line has the number of calls.
+without the package. The last line of output has the number of calls.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def case(
 ) -> dict[str, Any]:
     """Run a watch in which one call fails.
 
-    Return the differences by name. The result is empty if the failure was harmless.
+    Return the differences by name. The differences are empty if the failure was harmless.
     """
     lines.clear()
     found: dict[str, Any] = {}
@@ -149,8 +149,8 @@ def main() -> None:
     )
     for number, turn in enumerate(turns):
         nth, rounds = (turn - 1) % count + 1, (turn - 1) // count
-        # Each round uses another error for a call. If there are few calls, each place also uses
-        # another error.
+        # In each round, a call fails with another error. If there are few calls, each place also
+        # uses another error.
         error = int(errors[((nth if wanted else number) + rounds) % len(errors)])
         print(
             json.dumps({"nth": nth, "errno": error, **case(calls, model, expected, nth, error)}),

@@ -4,9 +4,10 @@
 
 Each step sums a tensor with a unique size and unique values. Rank 0 prints a checksum of all sums.
 
-- --leaves RANK: this rank ends its process after five steps. The others continue in a new group.
-- --fails RANK: this rank raises after five steps of its first attempt.
-- --shrinks: train in a world of several ranks until one is gone, then make the steps in the rest.
+- --leaves RANK: this rank ends its process after five steps. The other ranks continue in a new
+group. - --fails RANK: this rank raises after five steps of its first attempt.
+- --shrinks: train in a world of several ranks until one is gone, then make the steps in the smaller
+world.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torchlens_perf as perf
 
 STEPS, BEFORE = 12, 5
 SMALLEST = 16
-# Limit for the end of the other rank.
+# Time limit for the end of the other rank.
 MAX_S = 60
 
 

@@ -1,6 +1,6 @@
 """Run one node of an exchange that posts a number ten times a second.
 
-The node prints collected messages, and closes at the end of input.
+The node prints the messages that it collects, and closes at the end of its input.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A kernel of rank HANG_RANK never ends in step HANG_AT.
 
 ITEM is the rank that reads its loss in each step, as scripts that print it do, or all.
 
-The other ranks continue for some steps and then wait.
+The ranks without the endless kernel continue for some steps and then wait.
 """
 
 from __future__ import annotations

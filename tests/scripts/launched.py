@@ -1,6 +1,6 @@
 """Train with DDP over gloo without using the package.
 
-The rank comes from any launcher, as in users' scripts.
+Any launcher may set the rank, as for users' scripts.
 
 STEPS is the number of steps. SLOW_RANK sleeps 15 ms in each step from step 40 on.
 

@@ -44,10 +44,10 @@ def enter_own_network() -> None:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[None]:
-    """Run two nodes with two processors each."""
+    """Run a Ray cluster of two nodes with two processors each."""
     import ray
 
-    # The length of Ray's socket names is limited.
+    # Use a short path, because the length of Ray's socket names is limited.
     temporary = tempfile.mkdtemp(prefix="ray")
     of_nodes = {
         "node-a": (

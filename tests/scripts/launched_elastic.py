@@ -1,11 +1,11 @@
 """Train with DDP under torchrun until the file `stop` exists, controlled by files in the working
 directory.
 
-- fail-RANK: this rank removes the file and fails.
+- fail-RANK: if this file exists, the rank removes it and fails.
 - hang-RANK: this rank sleeps in a step as long as the file exists.
-- slow-RANK: this rank sleeps 15 ms in each step.
+- slow-RANK: the rank sleeps 15 ms in each step while this file exists.
 
-The script does not use the package. Each start prints the world size on rank 0.
+The script does not use the package. At each start, rank 0 prints the world size.
 """
 
 from __future__ import annotations

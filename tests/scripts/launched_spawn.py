@@ -1,4 +1,4 @@
-"""Run launched.py's training by torch.multiprocessing with two ranks.
+"""Run the training of launched.py in two ranks that torch.multiprocessing starts.
 
 usage: launched_spawn.py FIRST_RANK WORLD_SIZE
 """

@@ -4,7 +4,7 @@ usage: sidecars_killed.py FOLDER KILLS SEED
 
 Between two kills the run's rank makes some steps.
 
-The sidecars write a segment and their state all the time, so many kills interrupt a write.
+The sidecars write segments and their state all the time, so many kills interrupt a write.
 
 The script prints a line of JSON about the final state of the rank's records.
 """
@@ -30,12 +30,12 @@ from torchlens_perf.sidecar import schedule
 from torchlens_perf.sidecar.loop import run_sidecar
 
 folder, kills, draw = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
-# Write states even without their segments.
+# Make sidecars write states even without new segments.
 schedule._SAVE_S = schedule._ACCOUNT_S = 0.002
 schedule._KEEP_S = schedule._LATEST_KEEP_S = 0.008
 # Maximum lifetime of a sidecar.
 LONGEST_S = 0.12
-# Limit for the first write of a sidecar.
+# Time limit for the first write of a sidecar.
 START_S = 10.0
 
 

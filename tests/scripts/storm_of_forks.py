@@ -52,7 +52,7 @@ def threads() -> int:
 
 
 def in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Do the work of a job's child. Return the exit code."""
+    """Do the work of a forked child: count threads, and train one step. Return the exit code."""
     if running_watch() is not None:
         return 1
     if threads() != 1:
@@ -62,7 +62,7 @@ def in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def ended(child: int) -> str:
-    """Return the exit status of a child. A child that does not end is killed."""
+    """Return the exit status of a child. Kill the child if it does not end."""
     deadline_s = time.monotonic() + ENDS_WITHIN_S
     while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline_s:

@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 # Sleep before the exit. gloo's threads in torch 2.13 drop Python objects after the last backward
-# pass. A process that exits meanwhile aborts with "terminate called without an active exception" (8
-# of 25 unrecorded runs on a busy machine).
+# pass. A process that exits at that moment aborts with "terminate called without an active
+# exception" (8 of 25 unrecorded runs on a busy machine).
 SETTLE_S = 0.2
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-# transformers checks for torch in this way.
+# The library transformers checks for torch in this way.
 importlib.util.find_spec("torch")
 if "no-autoload" in sys.argv:
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"

@@ -1,6 +1,6 @@
 """Train in two threads at once.
 
-Arguments are the way to make gradients, the way to watch, and the steps of a trial.
+Arguments are the way to compute gradients, the way to watch, and the number of steps of a trial.
 """
 
 import contextlib

@@ -23,8 +23,8 @@ def main(steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     # torch itself aborts in one of four such short runs ("terminate called without an active
-    # exception"), also without torchlens_perf. The reason is that the group ends while gloo's
-    # threads finish the last collective.
+    # exception"), also without torchlens_perf. These aborts happen because the group ends while
+    # gloo's threads finish the last collective.
     time.sleep(0.3)
     dist.destroy_process_group()
 

@@ -1,11 +1,11 @@
 """Fork training processes one after another.
 
-Each writes its number of finished steps until the test kills it.
+Each process writes its number of finished steps until the test kills the process.
 
     usage: train_until_killed.py FOLDER COUNT SEED [alone]
 
-"alone" runs without sidecars, which take more time than the rest. Each process prints its number
-and its finished steps.
+"alone" runs without sidecars, which take more time than the rest. The script prints the number of
+each process and the process's finished steps.
 """
 
 import mmap

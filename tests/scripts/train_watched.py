@@ -1,4 +1,4 @@
-"""Train under a watch, and create the file FLAG inside it after the last step.
+"""Train under a watch, and create the file FLAG after the last step but inside the watch.
 
 usage: train_watched.py FOLDER STEPS [FLAG]
 

@@ -36,7 +36,7 @@ class WriteAndFlush(WriteOnly):
 
 
 class Raises(WriteAndFlush):
-    """An object that raises the same error on every access."""
+    """An object that raises the same error at every access of an attribute."""
 
     def __init__(self, error):
         self.error = error

@@ -1,8 +1,8 @@
 """Train with DDP over gloo with a slow rank 1, until all ranks have received the verdict, or for a
 minute.
 
-Each rank prints the verdicts that its callback has received, their delays, and the verdicts of a
-summary.
+Each rank prints the verdicts that its callback has received, the delays of these verdicts, and the
+verdicts of a summary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torchlens_perf as perf
 
 
 class Slow(nn.Module):
-    """A forward pass that takes this many seconds and almost no processor time."""
+    """A module whose forward pass takes the given seconds and almost no processor time."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()

@@ -3,14 +3,14 @@
 Faults:
 - anonymous: no file system has room for the ring
 - alone: no sidecar
-- no-answer: a child that should make folders, or be the sidecar, does nothing
-- late-answer: a child that copies the ring reports it late and does not end
-- stopped, killed: happens to the sidecar after the last step
+- no-answer: a child that should create folders or become the sidecar does nothing
+- late-answer: a child that copies the ring reports the copy late and does not end
+- stopped, killed: the sidecar is stopped or killed after the last step
 - flag=FILE: create the file after the last step
 
-Prints a line of JSON: seconds asleep at the start, in steps and at the end, and the number of steps
-with any sleep. A sleeping thread waits for an event. A thread that computes or lacks a processor
-does not sleep.
+Prints a line of JSON: seconds asleep at the watch's start, in steps and at its end, and the number
+of steps with any sleep. A sleeping thread waits for an event. A thread that computes or lacks a
+processor does not sleep.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def asleep_s() -> float:
 
 
 def program(name: str, text: str) -> str:
-    """Return a fake interpreter that runs the given text, in this program's own installation."""
+    """Return a fake interpreter that runs the given code, in the folder of this Python's
+    installation.
+    """
     path = folder / name / "bin" / "python"
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.exec_prefix = str(folder / name)

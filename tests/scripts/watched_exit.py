@@ -1,4 +1,5 @@
-"""Train inside a watch, and report the watch's additions to the process and its body's end.
+"""Train inside a watch, and write to FILE what the watch adds to the process and when its body
+ends.
 
 usage: watched_exit.py FILE
 """

@@ -1,4 +1,4 @@
-"""A collective recorder with short methods for the calls of taps and timed waits."""
+"""A collective recorder for tests, with short methods for the calls that taps and timed waits make."""
 
 from __future__ import annotations
 

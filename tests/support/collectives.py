@@ -34,7 +34,7 @@ def records(
 ) -> tuple[np.ndarray, list[str]]:
     """Return ring records of the operations and the list of names.
 
-    New names are appended to `names`.
+    The function appends new names to `names`.
     """
     names = list(dict.fromkeys([*(names or ["(other)"]), *(each.name for each in issued)]))
     made = np.zeros(len(issued), record_dtype())
@@ -67,9 +67,9 @@ def add(
     groups: Mapping[str, Mapping[str, str]],
     generation: int = 0,
 ) -> None:
-    """Add every rank's new records in one round.
+    """Add the new records of all ranks to a join in one round.
 
-    A rank's `names` must be the same list in every round.
+    A rank must be given the same list `names` in every round.
     """
     join.set_ranks(by_rank, generation)
     for rank, issued in by_rank.items():

@@ -39,7 +39,7 @@ class Trained(NamedTuple):
     """Factor by which the device works longer than requested. The times below are divided by it."""
 
     def of(self, kind: Kind, name: str | None = None) -> list[Record]:
-        """Return the device spans of a kind, optionally only those of one name."""
+        """Return the device spans of a kind, optionally only those with one name."""
         return [each for each in self.spans if each.value0 == kind and name in (None, each.name)]
 
     def stalls_ms(self, step: int, name: str | None = None) -> float:
@@ -62,13 +62,13 @@ class Trained(NamedTuple):
 
 
 def host_is_ahead(test: Callable[_P, None]) -> Callable[_P, None]:
-    """Repeat a test with a slower device if its host did not issue work in time.
+    """Repeat a test with a slower device if the host did not issue work in time.
 
     On a busy machine the host may be late, and then the device waits for the host.
 
     The second try uses a device that works six times as long.
 
-    `tmp_path` must be passed by name, and each try gets a folder in it.
+    The test's `tmp_path` must be passed by name. Each try has its own folder inside it.
     """
 
     @functools.wraps(test)

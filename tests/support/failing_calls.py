@@ -42,9 +42,10 @@ class FailingCalls:
         self._library.failed_call.restype = ctypes.c_char_p
 
     def arm(self, paths: Sequence[str], nth: int, error: int) -> None:
-        """Make the nth call fail. `paths` are prefixes, or "*", "fork", "getcwd" or "gethostname".
+        """Make the nth call fail. `paths` are prefixes of paths, or "*", "fork", "getcwd" or
+        "gethostname".
 
-        `nth` counts from 1. 0 selects no call, and EACH selects all calls.
+        `nth` counts from 1. With 0 no call fails, and with EACH all calls fail.
         """
         self._library.arm(":".join(paths).encode(), nth, error)
 
@@ -59,8 +60,8 @@ class FailingCalls:
 
 @contextlib.contextmanager
 def kill_all_at_end(mark: str) -> Iterator[None]:
-    """Kill every process with this text in its environment at the end, because blocked ones never
-    end.
+    """Kill every process with this text in its environment at the end, because blocked processes
+    never end.
     """
     try:
         yield

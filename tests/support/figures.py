@@ -1,9 +1,9 @@
 """Write the counts of long tests into docs/internals/reliability.md.
 
-`make test-long` sets FIGURES. Without FIGURES nothing is written.
+`make test-long` sets the variable FIGURES. Nothing is written unless FIGURES is set.
 
-SHARE, from 0 to 1, makes the long tests shorter. The table shows the number of runs next to the
-full number.
+The variable SHARE, from 0 to 1, makes the long tests shorter. The table shows the number of runs
+next to the full number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def note(
 ) -> None:
     """Replace the table row of a test.
 
-    `form` is the name of the test and its file. `run` is the number of actual runs.
+    `form` is the test's name and the file's name in the table. `run` is the number of actual runs.
     """
     if not os.environ.get("FIGURES"):
         return

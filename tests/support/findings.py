@@ -95,7 +95,7 @@ def hung(
 ) -> FindingRecords:
     """Return the records of a run that hangs in step 57, from second 100 of 1970 on.
 
-    over: the run continued later.
+    over: the run continued after the hang.
     """
     log = FindingLog("run")
     for since_s in (12.0, lasted_s):

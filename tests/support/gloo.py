@@ -23,7 +23,7 @@ LONGEST_S = 250.0
 def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> list[Any]:
     """Return the result of `function(folder)` on each rank.
 
-    Ranks find the function by its module and name.
+    The rank processes find the function by its module and name.
     """
     environment = {
         "OMP_NUM_THREADS": "1",

@@ -34,7 +34,7 @@ def raises(checks: Checks) -> None:
 
 
 def dies(checks: Checks) -> None:
-    """Exit as if a driver had ended the process."""
+    """End by SIGSEGV, as if a driver had ended the process."""
     checks.bar("dies", "before", "1", "1", True)
     os.kill(os.getpid(), signal.SIGSEGV)
 

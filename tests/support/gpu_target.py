@@ -1,7 +1,7 @@
 """A /metrics page of a node with GPUs whose values a test sets, without a GPU.
 
-Only the hardware is replaced. tests/exporters/test_otlp_hardware.py covers the path from NVML to
-metrics.
+Only the hardware is replaced by values. tests/exporters/test_otlp_hardware.py covers the path from
+NVML to metrics.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The wheel and the sdist, made with users' tools, and empty environments for installing them.
+"""Functions that build the wheel and the sdist with users' tools, and empty environments to install
+them.
 
 The environments borrow torch, the wheel's declared requirements and their dependencies from the
 test environment, because installing torch takes minutes.
 
-A requirement that the wheel does not declare is missing in these environments.
+If the wheel does not declare a requirement, the requirement is missing in these environments.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def tree() -> list[Path]:
 
 
 def _unpacked(folder: Path) -> Iterator[Path]:
-    """Return the files of an unpacked sdist in the same way. Tests may have run in the sdist."""
+    """Return the files of an unpacked sdist, in the same way as tree(). Tests may have run in the
+    sdist.
+    """
     for path in folder.iterdir():
         if (
             path.name.startswith(".")
@@ -79,12 +82,14 @@ class Environment(NamedTuple):
     def package(self) -> Path:
         """Return the package's installation folder.
 
-        Tests check that the package is imported from there.
+        Tests check that the package is imported from this folder.
         """
         return _site(self.folder) / PACKAGE
 
     def environ(self, **changed: str) -> dict[str, str]:
-        """Return variables without our settings, compilers, and Python's other search paths."""
+        """Return environment variables without our settings, compilers, and other search paths of
+        Python.
+        """
         dropped = (
             "TORCHLENS",
             "OTEL_",
@@ -149,7 +154,7 @@ def install(what: Path, environment: Environment, **changed: str) -> None:
 def pip(
     environment: Environment, *arguments: str, **changed: str
 ) -> subprocess.CompletedProcess[str]:
-    """Return the command of the test environment's pip for an environment without pip."""
+    """Return the command by which the tests' pip installs into an environment without pip."""
     command = [sys.executable, "-m", "pip", "--python", str(environment.python), *arguments]
     environ = environment.environ(**changed)
     return subprocess.run(
@@ -238,5 +243,5 @@ def _make(command: list[str]) -> None:
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    # setuptools still accepts this setting.
+    # setuptools still accepts this setting, although it is deprecated.
     assert "it is absent from setuptools' `packages` configuration" not in said, said

@@ -1,6 +1,6 @@
 """Run a handler at each line or call of our code in turn, as a signal handler could.
 
-The handler may raise an exception.
+The handler may raise an exception into our code.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _with_trace(trace: Callable[[FrameType, str, Any], Any], work: Callable[[], 
 def failing(code: CodeType, error: BaseException) -> Iterator[list[None]]:
     """Make the function's first call raise the given error.
 
-    Yield a list that is not empty after that call.
+    Yield a list that is not empty once the function has failed.
     """
     raised: list[None] = []
 

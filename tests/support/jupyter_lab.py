@@ -19,7 +19,9 @@ STARTS_WITHIN_S = 90.0
 
 
 class JupyterLab:
-    """Serves `folder` inside the context. The server and its kernels end with the context."""
+    """A JupyterLab that serves `folder` inside the context. The server and its kernels end with the
+    context.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "notebooks"
@@ -30,7 +32,7 @@ class JupyterLab:
         self.set("notification", fetchNews="false", checkForUpdates=False)
 
     def set(self, name: str, **values: object) -> None:
-        """Change settings of the front end for notebooks that are opened later."""
+        """Change settings of JupyterLab's front end for notebooks that are opened later."""
         path = self._settings / "@jupyterlab" / "apputils-extension" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))

@@ -32,7 +32,7 @@ class Output:
         return [data for data in self.shown.values() if data["text/plain"]]
 
     def only(self) -> dict[str, str]:
-        """Return the only report as text and as HTML."""
+        """Return the output's only report as text and as HTML."""
         (data,) = self.reports
         assert set(data) == {"text/plain", "text/html"}
         return data

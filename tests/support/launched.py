@@ -1,4 +1,5 @@
-"""Jobs on two nodes of this machine, under any launcher: their output and their runs.
+"""Run jobs on two simulated nodes of this machine, under any launcher, and return their output and
+runs.
 
 A node is a pair of namespaces with a separate host name and shared memory.
 
@@ -39,7 +40,7 @@ _LATER_S = 2.0
 
 
 def on_nodes(*programs: list[str]) -> list[list[str]]:
-    """Return one command of a Python program per node.
+    """Return the commands that run a Python program, one command per node.
 
     Each command starts a little after the previous one.
     """
@@ -74,7 +75,7 @@ def free_port() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """Output and runs of a job that has ended."""
+    """The output and the run directories of a job that has ended."""
 
     folder: Path
     said: str

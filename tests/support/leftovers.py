@@ -17,8 +17,8 @@ from pathlib import Path
 from torchlens_perf.run import make_folders
 from torchlens_perf.run.processes import process_start_ticks
 
-# Names of this process's runs contain one of these texts. The second one is used if the start time
-# cannot be read.
+# Names of this process's runs contain one of these texts. The second text is used if the process's
+# start time cannot be read.
 _DIGESTS = [
     hashlib.sha256(f"{socket.gethostname()}/{os.getpid()}/{started}".encode()).hexdigest()[:8]
     for started in (process_start_ticks(os.getpid()), None)
@@ -28,8 +28,8 @@ _DIGESTS = [
 def places(runs: Path) -> list[Path]:
     """Return this process's local folders and all run directories.
 
-    Runs of other processes are excluded. Links are excluded because they stay until their launcher
-    has ended.
+    Folders of other processes' runs are excluded. Links are excluded because they stay until their
+    launcher has ended.
     """
     parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]
@@ -45,10 +45,10 @@ def is_of_this_process(path: Path) -> bool:
 def remaining_folders(runs: Path, timeout_s: float = 60) -> list[str]:
     """Return the remaining folders, once child processes that make folders have ended.
 
-    A child whose parent stopped waiting still makes its folders and then removes them.
+    A child process whose parent stopped waiting still creates its folders and then removes them.
     """
     deadline_s, looks_without = time.monotonic() + timeout_s, 0
-    # A single reading of the children may miss one, see proc(5).
+    # A single reading of the list of children may miss a child, see proc(5).
     while looks_without < 3 and time.monotonic() < deadline_s:
         looks_without = 0 if _children(make_folders.__file__) else looks_without + 1
         time.sleep(0.01)
@@ -82,7 +82,7 @@ def remove_local(said: str) -> None:
 def end_sidecars() -> None:
     """Kill the sidecars of this process's runs.
 
-    Sidecars are orphans, and they need a second to start.
+    Sidecars are not child processes, and they need a second to start.
     """
     if not (pids := _sidecars()):
         return

@@ -1,6 +1,6 @@
 """Ranks that train until they are ended, with live sidecars, on one or several nodes.
 
-Nodes are made of namespaces.
+Nodes are simulated by Linux namespaces.
 
 At the end of the context all processes are killed by pid, including stopped ones.
 """
@@ -33,7 +33,7 @@ NODE = 'hostname "$NODE" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
 class LiveRanks:
-    """The ranks of one job.
+    """The ranks of one job and their sidecars.
 
     The ranks and their sidecars run inside the context and are ended with it.
     """
@@ -48,7 +48,7 @@ class LiveRanks:
     ) -> None:
         """Set up the job.
 
-        `nodes` are names of nodes with an equal share of the ranks each, or () for this machine.
+        `nodes` are names of nodes that each run an equal number of ranks, or () for this machine.
         """
         self.run_id = f"live-{uuid.uuid4().hex[:12]}"
         self._folder, self._nodes, self._environment = folder, nodes, environment
@@ -127,7 +127,7 @@ class LiveRanks:
     def compared(self, node: str = "") -> int:
         """Return the number of ranks that the node's sidecar compares.
 
-        Once other nodes have reported, these are all ranks of the job.
+        Once other nodes have reported, node 0's sidecar compares all ranks of the job.
         """
         return max(
             state.findings.compared for state in node_state.load_all(self.run_directory(node))
@@ -154,7 +154,7 @@ class LiveRanks:
         raise AssertionError(f"not within {timeout_s} s: {verdicts}; {self._said()}")
 
     def rank_pids(self) -> dict[int, int]:
-        """Wait until all ranks run. Return their pids by rank."""
+        """Wait until all ranks run. Return the ranks' pids by rank."""
         return self._pids or {int(told.partition(" ")[0]): pid for pid, told in self._ours("RANK=")}
 
     def sidecar_pids(self, node: str = "") -> list[int]:

@@ -1,6 +1,6 @@
 """A simulated run that continues as long as a test needs, with its ring files and a sidecar.
 
-The sidecar writes on demand.
+The sidecar writes only when the test tells it to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchlens_perf.simulate.simulation import BLOCK, Simulation, Topology
 
 
 class LiveSimulation:
-    """A simulated run that is live inside the context and has ended after it."""
+    """A simulated run that is live inside the context and ends with the context."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class LiveSimulation:
         self.sidecar.save_state()
 
     def end_run(self) -> None:
-        """Make all ranks leave their watch. A second call has no effect."""
+        """Make all ranks leave their watch, which ends the run. A second call has no effect."""
         if not self.ranks:
             return
         for rank in self.ranks:

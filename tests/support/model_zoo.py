@@ -80,7 +80,7 @@ def case_of(steps: int) -> Callable[[Callable[[Watching], Outcome]], Callable[[W
 def batches(shape: tuple[int, ...] = (4, 8), count: int = STEPS) -> Iterator[Tensor]:
     """Return random inputs.
 
-    The global generator makes the inputs, so a watch that uses the generator is detected.
+    The global random generator makes the inputs, so a watch that uses this generator changes them.
     """
     for _ in range(count):
         yield torch.randn(shape)
@@ -95,7 +95,8 @@ def train(
 ) -> Outcome:
     """Run the simplest loop.
 
-    `call` returns the loss of a batch. By default the loss is the squared output.
+    `call` is a function that returns the loss of a batch. By default the loss is the mean of the
+    squared output.
     """
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -356,7 +357,7 @@ def attention(watching: Watching) -> Outcome:
 def encoder_fast_path(watching: Watching) -> Outcome:
     """Evaluate TransformerEncoderLayer as one fused operator.
 
-    torch uses that operator in eval mode without gradients and without hooks.
+    torch uses the fused operator only in eval mode, without gradients and without hooks.
     """
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
@@ -496,7 +497,7 @@ def gradient_scaler(watching: Watching) -> Outcome:
 
 @case
 def not_a_number(watching: Watching) -> Outcome:
-    """Train with an infinite first loss. Later losses and the parameters become NaN."""
+    """Train with an infinite first loss. All later losses and the parameters become NaN."""
     model = mlp()
     scales = iter([float("inf"), *[float("nan")] * STEPS])
     return train(watching, model, lambda batch: model(batch).square().mean() * next(scales))
@@ -597,7 +598,7 @@ def generation(watching: Watching) -> Outcome:
 
 @case
 def caught_exception(watching: Watching) -> Outcome:
-    """Continue with the next batch after a module has raised an exception."""
+    """Train in a loop that continues with the next batch after a module has raised an exception."""
     model = nn.Sequential(nn.Linear(8, 8), Refuses(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     losses, refused = [], []
@@ -630,7 +631,9 @@ class Refuses(nn.Module):
 
 @case
 def moving_average(watching: Watching) -> Outcome:
-    """Evaluate a moving average of the model, which is a deep copy made inside the watch."""
+    """Evaluate a moving average of the model's weights, kept in a deep copy that is made inside the
+    watch.
+    """
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -754,7 +757,7 @@ def torchscript(watching: Watching) -> Outcome:
     with watching(model, optimizers=[optimizer]):
         for batch in batches():
             traced, scripted = torch.jit.trace(model, batch), torch.jit.script(model)
-            # Without this, the result depends on earlier calls in the process.
+            # Without this reset, the result depends on earlier calls in the process.
             with torch.jit.optimized_execution(False):
                 loss = model(batch).square().mean() + traced(batch).mean() + scripted(batch).mean()
             loss.backward()
@@ -960,7 +963,7 @@ class OperatorLog(TorchDispatchMode):
 def users_modes(watching: Watching) -> Outcome:
     """Train with user modes that log every function and every operator.
 
-    The log must not contain calls of the watch.
+    The modes' log must not contain calls of the watch.
     """
     with FunctionLog() as functions, OperatorLog() as operators:
         outcome = train(watching, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), Residual()))
@@ -994,7 +997,7 @@ compiled_case("inductor")
 
 @case
 def compiled_in_place(watching: Watching) -> Outcome:
-    """Call module.compile() before the watch."""
+    """Train a model on which module.compile() was called before the watch."""
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     model.compile(backend="aot_eager")
     return train(watching, model)
@@ -1002,7 +1005,7 @@ def compiled_in_place(watching: Watching) -> Outcome:
 
 @case
 def compiled_in_place_inside(watching: Watching) -> Outcome:
-    """Call module.compile() inside the watch."""
+    """Train a model on which module.compile() is called inside the watch."""
     model = nn.Sequential(nn.Linear(8, 8), Residual())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

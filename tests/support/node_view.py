@@ -12,10 +12,10 @@ from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 
 
 class NodeView:
-    """Cluster and epoch of a node, combined as in JobMonitor."""
+    """The cluster link and the epoch of a node, combined as in JobMonitor."""
 
     def __init__(self, node: str, open_exchange: OpenExchange | None = None) -> None:
-        """Create the view. `open_exchange` replaces the network."""
+        """Create the view. `open_exchange` opens a replacement of the network."""
         self.cluster = ClusterLink(node, open_exchange=open_exchange)
         self.job = JobGeneration(UNRELATED)
 

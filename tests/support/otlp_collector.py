@@ -86,7 +86,7 @@ def exporter_to(
 ) -> OtlpExporter:  # fmt: skip
     """Return an exporter with the given endpoints by signal.
 
-    The exporter has no spool, and sends metrics at its end.
+    The exporter stores nothing on disk, and sends metrics when it is closed.
     """
     signals = {
         name: SignalDelivery(Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)

@@ -1,4 +1,4 @@
-"""Exporters that see only the given environment variables."""
+"""Create exporters that depend only on the given environment variables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def variables(told: Mapping[str, str]) -> Iterator[None]:
 def exporter_for(
     told: Mapping[str, str], run: RunDirectory | None = None, owner: str = ""
 ) -> Exporter:
-    """Return the exporter that the given variables select."""
+    """Return the exporter that the given environment variables configure."""
     with variables(told):
         made = create_exporter_from_environment(run, owner)
     assert made is not None

@@ -95,7 +95,7 @@ class Receiver:
     def __init__(
         self, folder: Path, http_port: int | None = None, grpc_port: int | None = None
     ) -> None:
-        """Start the agent and wait until it answers. The agent's log goes into `folder`."""
+        """Start the agent and wait until it answers. The agent's log is written into `folder`."""
         self.http_port, self.grpc_port = http_port or free_port(), grpc_port or free_port()
         command = [
             str(PROGRAM), "--host", "127.0.0.1", "--port", str(free_port()), "--web-ui-port", str(free_port()),

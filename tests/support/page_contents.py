@@ -28,7 +28,7 @@ STEP_S, EXCESS, SAMPLED_EVERY, CHECKPOINT_EVERY, EVALUATION_EVERY, WARM_UP = (
 # The data of this rank's first steps is missing.
 LATE_RANK, LATE_STEPS = 9, 24
 MAX_REPORTED, MAX_MEMORY_COLUMNS, TELEMETRY_POINTS = 64, 256, 240
-# Shares of STEP_S. The rest of a step is waiting.
+# Shares of STEP_S. The remaining share of a step is waiting.
 _SHARES = {
     "data": 0.02,
     "forward": 0.28,
@@ -161,7 +161,7 @@ def _quantile(values: npt.NDArray[np.float64], share: float) -> list[float | Non
 
 
 def _telemetry(ranks: list[int], slow_rank: int, end_s: float) -> list[Any]:
-    """Return the clock and temperature of a GPU. The slow rank's GPU is hot and slow."""
+    """Return the telemetry of a GPU: clock and temperature. The slow rank's GPU is hot and slow."""
     time_s = np.linspace(0, end_s, TELEMETRY_POINTS)
     draw = np.random.default_rng(2)
     found = []

@@ -46,7 +46,7 @@ class Steps:
     def step_s(self) -> Floats:
         """Return step durations [ranks, columns], with NaN for missing values.
 
-        The other matrices have the same shape.
+        All matrices of the class have this shape.
         """
         return decoded(self._of["step"], len(self.ranks))
 

@@ -17,7 +17,8 @@ from urllib.parse import urlencode, urlsplit
 from tests.support.processes import ROOT, clean_environ
 from torchlens_perf.serve.access import TOKEN_HEADER
 
-# Readers of runs have the lowest priority, so they are slow on a busy machine.
+# The limit is long, because processes that read runs have the lowest priority and are slow on a
+# busy machine.
 ENDS_WITHIN_S = 240
 IS_READ = "The server is still reading this run"
 
@@ -99,7 +100,7 @@ class Viewer(ClientWithoutToken):
     def answer_of_page(self, path: str, **headers: str) -> Answer:
         """Return the response once the run is read.
 
-        Until that time, the page says that the run is being read.
+        Before that, the page says that the run is being read.
         """
         deadline_s = time.monotonic() + ENDS_WITHIN_S
         while (answer := self.ask(path, **headers)).status == 200:
@@ -134,7 +135,7 @@ class ChangePoller:
         return dict(news)
 
     def wait_for(self, **wanted: Any) -> dict[str, Any]:
-        """Wait for a change to the given values."""
+        """Wait until the page's data has changed to the given values."""
         while True:
             news = self.next()
             if all(news[key] == value for key, value in wanted.items()):

@@ -33,9 +33,9 @@ COMPUTE = [OWN_PARTS.index("forward"), OWN_PARTS.index("backward")]
 
 @dataclasses.dataclass
 class Job:
-    """Rows of all ranks of a job.
+    """The rows (times of steps) of all ranks of a job.
 
-    A row lasts as long as the slowest rank's work, and other ranks wait.
+    A row lasts as long as the work of the slowest rank, for which the other ranks wait.
     """
 
     parts_ns: np.ndarray
@@ -73,9 +73,9 @@ class Job:
     def slow(
         self, rank: int, excess_ms: float, phase: str = "forward", rows: Any = slice(None)
     ) -> Job:
-        """Make the given rows of a rank longer, in place.
+        """Add time to the given rows of a rank, in place.
 
-        "compute" spreads the excess over forward and backward.
+        The phase "compute" spreads the excess over forward and backward.
         """
         shares = {"forward": 6 / 17, "backward": 11 / 17} if phase == "compute" else {phase: 1.0}
         for part, share in shares.items():
@@ -85,7 +85,7 @@ class Job:
     def load(self, lengths: np.ndarray, *, told: bool) -> Job:
         """Scale forward and backward by input lengths [ranks, rows].
 
-        With `told`, the job also reports the lengths.
+        With `told`, the job also reports the input lengths to the judge.
         """
         self.parts_ns[:, :, COMPUTE] *= lengths[:, :, None]
         if told:
@@ -157,7 +157,7 @@ def wider(rows: StepBins, width: int) -> StepBins:
 
 
 def part_of(rows: StepBins, first: int, end: int) -> StepBins:
-    """Return the rows from position `first` up to `end`."""
+    """Return the batch's rows from position `first` up to `end`."""
     fields = {field.name: getattr(rows, field.name) for field in dataclasses.fields(StepBins)}
     return StepBins(
         **{name: value if name == "width" else value[first:end] for name, value in fields.items()}
@@ -167,7 +167,7 @@ def part_of(rows: StepBins, first: int, end: int) -> StepBins:
 def places(ranks: int, node_size: int = 8, **coordinates: Sequence[int]) -> dict[int, Placement]:
     """Place ranks on nodes of `node_size` ranks, starting with "node-0".
 
-    `coordinates` is a list per dimension.
+    `coordinates` has one list per dimension of the device mesh.
     """
     return {
         rank: Placement(

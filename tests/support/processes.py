@@ -21,7 +21,7 @@ from torchlens_perf.verdicts import node_state
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 TRAIN = str(SCRIPTS / "train.py")
-# Start time of an interpreter on the machines for which the time limits were set.
+# Seconds that an interpreter needs to start on the machines for which the time limits were set.
 QUIET_START_S = 0.06
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -41,7 +41,7 @@ def run_warm(
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python program, or torchrun, with torch already loaded.
 
-    Tests of a program's start use run() instead.
+    Tests of how a program starts use run() instead.
     """
     return warm_python.run(command, timeout_s, cwd=folder, env=clean_environ(environment))
 
@@ -64,7 +64,7 @@ def clean_environ(added: Mapping[str, str] | None = None) -> dict[str, str]:
 def slowdown() -> float:
     """Return how many times longer an interpreter's start takes now than on an idle machine.
 
-    The result is at least 1.
+    The factor is at least 1.
     """
     began_s = time.monotonic()
     for _ in range(5):
@@ -104,9 +104,10 @@ def wait_for_sidecar(run_directory: RunDirectory, timeout_s: float = 60) -> None
 def read_by_hand(run_directory: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `torchlens-perf sidecar RUN_DIRECTORY` on a run whose processes were killed.
 
-    Each start of a watch on this node, also in another test, reads the rings of such runs.
+    Other processes may read the rings too, because each start of a watch on this node reads the
+    rings of dead runs.
 
-    The command is repeated until no other process reads the rings.
+    The command is therefore repeated until no other process reads the rings.
     """
     command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(run_directory)]
     deadline = time.monotonic() + 120

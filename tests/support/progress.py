@@ -1,4 +1,4 @@
-"""Synthetic progress of the ranks of a job that may hang, and the resulting findings."""
+"""Synthetic progress of the ranks of a job that may hang, and the findings on it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A real Prometheus on loopback with our shipped rules.
+"""A real Prometheus server on loopback with the alert rules of this package.
 
-The data is in a folder, and the server ends with its context.
+The server stores its data in a given folder and ends with its context.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Prometheus:
         return {each["labels"]["alertname"]: each for each in alerts if each["state"] == "firing"}
 
     def wait_for(self, found: Callable[[], Any], timeout_s: float) -> Any:
-        """Poll until the result is true, and return the result."""
+        """Poll until the function's result is true, and return the result."""
         answer = wait_for(found, timeout_s)
         assert answer, f"alerts: {self.api('alerts')}; targets: {self.api('targets')}"
         return answer

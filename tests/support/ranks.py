@@ -47,8 +47,8 @@ class Rank:
     def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
         """Create the rank.
 
-        `registered`: this node's sidecar reads the rank's ring. `identity` overrides fields of
-        identity_of().
+        `registered`: whether this node's sidecar finds the rank's ring. `identity` overrides fields
+        of identity_of().
 
         `first_step` is the step in which recording begins.
         """
@@ -96,7 +96,7 @@ class Rank:
 
 @contextlib.contextmanager
 def run_without_traces(folder: Path) -> Iterator[RunDirectory]:
-    """Yield an empty run directory. Remove the folders of the run's rings at the end."""
+    """Yield an empty run directory. At the end, remove the local folders of the run's rings."""
     made = make_run(folder)
     yield made
     for local in create_local_folders(made.run_id):
@@ -115,7 +115,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 def make_run(folder: Path, name: str = "") -> RunDirectory:
     """Create an empty run directory.
 
-    The unique name also names the folder of its rings in shared memory.
+    The unique name is also used for the folder of the run's rings in shared memory.
     """
     run = RunDirectory(folder / (name or f"test-{uuid.uuid4().hex[:12]}"))
     run.create()

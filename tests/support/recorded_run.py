@@ -98,7 +98,7 @@ def _sidecars(run: RunDirectory) -> list[str]:
         try:
             arguments = (process / "cmdline").read_bytes().split(b"\0")
         except OSError:
-            # The process has ended in the meantime.
+            # This process of the listing has ended in the meantime.
             continue
         if b"sidecar" in arguments and str(run.path).encode() in arguments:
             found.append(process.name)
@@ -116,7 +116,7 @@ class Sidecar:
         timeout_s: float = 60,
         then: str = "",
     ) -> None:
-        """Run the sidecar. `then` is Python code that the process runs at its end."""
+        """Run the sidecar. `then` is Python code that the process runs after the sidecar has ended."""
         code = (
             "import sys, torchlens_perf.commands.cli as cli\ncode ="
             f" cli.main(sys.argv[1:])\n{then}\nsys.exit(code)"
@@ -155,7 +155,7 @@ def _one_receiver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiver
 
 @pytest.fixture
 def receiver(_one_receiver: Receiver) -> Receiver:
-    """Return the receiver after clear()."""
+    """Return the receiver with everything received before discarded."""
     _one_receiver.clear()
     return _one_receiver
 

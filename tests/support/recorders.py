@@ -32,7 +32,7 @@ class FakeClock:
 
 
 class Rig:
-    """A recorder of one implementation with its own ring file, and a reader of the file."""
+    """A recorder of one implementation with its own ring file, and a reader of that file."""
 
     def __init__(
         self, implementation: ModuleType, folder: Path, *, capacity: int = 1024, clock: Any = "fake"

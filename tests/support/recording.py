@@ -58,7 +58,7 @@ class Recording:
         self.internal_errors = 0
 
     def load(self, ring: Path) -> None:
-        """Read a ring file from its beginning. No record may have been overwritten."""
+        """Read a ring file from its beginning. Raises an error if records were overwritten."""
         reader = RingReader(ring)
         names = reader.names()
         batch = reader.read_records(final=True)
@@ -92,7 +92,7 @@ class Recording:
 
     @property
     def notes(self) -> list[str]:
-        """Return the reasons for missing measurements."""
+        """Return the recording's notes, which say why measurements are missing."""
         return self.metadata["notes"]
 
     @property
@@ -114,7 +114,7 @@ def recorded(
     recording = Recording()
     settings = {"sidecar": False, "report": "off", "dir": str(folder), **settings}
     with watch(model, optimizer, **settings) as recording.watch:
-        # The test may check that model and optimizer are freed.
+        # Keep no reference, because the test may check that model and optimizer are freed.
         del model, optimizer
         assert recording.watch.run_dir is not None
         ring = ring_of_this_process(recording.watch.run_dir)

@@ -36,7 +36,7 @@ def checked(report: Any) -> Any:
 def problem(value: Any) -> str:
     """Return the first place that violates the schema, or "".
 
-    Violations are missing fields, unknown fields and wrong types.
+    Violations of the schema are missing fields, unknown fields and wrong types.
     """
     return _problem(value, {"$ref": _schema()["$ref"]}, "report")
 

@@ -1,4 +1,4 @@
-"""Values after a round trip through a state file, as the next sidecar or a report reads them."""
+"""Write values to a state file and read them back, as the next sidecar or a report does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ _T = TypeVar("_T")
 
 
 def save_and_load(value: _T) -> _T:
-    """Return the value after a round trip. Writing the result again must give the same bytes."""
+    """Return the value after it was written to a state file and read back. Writing the read value
+    again must give the same bytes.
+    """
     text = encode_json(value)
     back = decode_json(text, type(value))
     assert encode_json(back) == text

@@ -34,7 +34,7 @@ def judge_run(run: Simulation, steps: int) -> Findings:
 
 
 def wait_ns(steps: SimulatedSteps) -> npt.NDArray[np.float64]:
-    """Return the time of each step that is blocked in communication, with shape [ranks, steps]."""
+    """Return how long each step is blocked in communication, with shape [ranks, steps]."""
     found: npt.NDArray[np.float64] = steps.duration_ns - steps.parts_ns.sum(
         axis=2, dtype=np.float64
     )
@@ -44,7 +44,7 @@ def wait_ns(steps: SimulatedSteps) -> npt.NDArray[np.float64]:
 def table_of(steps: SimulatedSteps, rank: int, start_ns: int = 0) -> StepTable:
     """Return the steps of one rank in the form that the sidecar reads.
 
-    The first step begins at start_ns.
+    The first step begins at `start_ns`.
     """
     duration_ns = np.round(steps.duration_ns).astype(np.int64)
     count = len(steps)

@@ -43,9 +43,9 @@ def step_table(
 def mixed_table(
     steps: Sequence[dict[str, Any]], first_step: int = 0, noise: float = 0.0
 ) -> StepTable:
-    """Return steps with different parts in ms, "flags", and "cpu" for CPU contention.
+    """Return steps that differ: each has parts in ms, "flags", and "cpu" for CPU contention.
 
-    CPU contention lies in the forward part, or in the part named by "cpu_in".
+    CPU contention is a share of the forward part, or of the part that "cpu_in" names.
 
     `noise` is the standard deviation of the logarithm of a step's duration.
     """

@@ -1,5 +1,5 @@
-"""Native taps that build at once: a tiny extension instead of the real one, and compilers that copy
-it.
+"""Native taps that build at once: a tiny extension instead of the real tap, and fake compilers that
+copy it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def runs(path: Path) -> list[str]:
 
 
 def empty_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Use a separate package folder and home without a tap.
+    """Use an empty package folder and an empty home, in which no tap exists.
 
     Return the tap folder in the home's cache.
     """
@@ -145,7 +145,7 @@ def environ_with_torch(site: Path, **changed: str) -> dict[str, str]:
 def raise_build_priority(home: Path) -> Iterator[None]:
     """Raise the priority of the builds in `home` to normal if permitted.
 
-    On a busy machine, builds with low priority would take minutes.
+    On a busy machine, a build with the usual low priority would take minutes.
 
     Builds still lower their priority at the start, which tests check from inside the compiler.
     """
@@ -192,15 +192,15 @@ def tap(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def reset_tap_cache() -> Iterator[None]:
-    """Reset load()'s cache. A cached Python tap would hide the native one from later tests."""
+    """Reset load()'s cache. A cached Python tap would keep later tests from loading the native tap."""
     native_tap.load_tap.cache_clear()
     yield
     native_tap.load_tap.cache_clear()
-    # No collectives are issued at this moment.
+    # Resetting is safe, because no collectives are issued at this moment.
     python_tap._libraries.clear()
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the user's cache folder, which is empty. The package's tap folder is empty too."""
+    """Return the user's cache folder, which is empty. The tap folder in the package is empty too."""
     return empty_places(tmp_path, monkeypatch)

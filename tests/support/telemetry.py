@@ -1,4 +1,4 @@
-"""Readers of the samples in telemetry files."""
+"""Functions that read the samples in telemetry files."""
 
 from __future__ import annotations
 

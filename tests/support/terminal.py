@@ -78,7 +78,7 @@ class OnTerminal:
     def modes_now(self) -> list[object]:
         """Return the terminal's key modes.
 
-        Programs that restore the modes leave them equal to `modes`.
+        After a program has restored the modes, they equal `modes`.
         """
         return list(termios.tcgetattr(self._slave))
 

@@ -15,6 +15,8 @@ print([number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")
 
 
 def test_socket_objects_close_no_descriptor_of_the_program() -> None:
-    """A leftover socket object closed one of gloo's descriptors when the program ended."""
+    """Without this rule, a leftover socket object closed one of gloo's descriptors when the program
+    ended.
+    """
     finished = run([sys.executable, "-c", _HELD])
     assert finished.stdout.splitlines() == ["[]", "[]"], finished

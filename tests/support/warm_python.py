@@ -8,7 +8,8 @@ Each program is a child of the test with the given arguments, environment, folde
 The programs ignore settings that only a starting interpreter reads: PYTHON* variables other than
 PYTHONPATH and PYTHONUNBUFFERED, and variables that torch reads when it is loaded.
 
-The programs cannot use workers by `spawn`. Tests of a program's start use `subprocess`.
+The programs cannot start workers by `spawn`. Tests of how a program starts use `subprocess`
+instead.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ These end with this process.
 
 
 class WarmPython(subprocess.Popen[Any]):
-    """Popen([PYTHON, ...], ...) of a script, -m MODULE or -c CODE, with one OpenMP thread."""
+    """A replacement of Popen([PYTHON, ...], ...) for a script, -m MODULE or -c CODE, with one
+    OpenMP thread.
+    """
 
-    # The method exists in Python 3.10 to 3.14.
+    # Popen has this method in Python 3.10 to 3.14.
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
         startupinfo: Any, creationflags: Any, shell: Any, *descriptors_and_more: Any,
@@ -94,8 +97,8 @@ def _fork(python: str, request: dict[str, Any], descriptors: list[int]) -> int:
     kind = python, request["environ"].get("LD_PRELOAD", "")
     server = _servers.get(kind) or _servers.setdefault(kind, _start_server(*kind))
     libc = ctypes.CDLL(None)
-    # The server's child is orphaned at once, so it becomes a child of the nearest process that
-    # adopts orphans.
+    # The server's child is orphaned at once, so it becomes a child of this process, which is set to
+    # adopt orphans.
     assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     try:
         socket.send_fds(server, [json.dumps(request).encode()], descriptors)
@@ -123,7 +126,7 @@ def _start_server(python: str, preloaded: str) -> socket.socket:
 def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Fork a process for each request.
 
-    In the fork, return the request and its three descriptors.
+    Return only in the forked process, with the request and its three descriptors.
     """
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 3)
@@ -137,8 +140,8 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 # Programs may ask for their parent's pid, so wait for the adoption.
                 while os.getppid() == parent:
                     time.sleep(0.001)
-                # Another object, for example gloo's, may soon reuse this descriptor number. The end
-                # of the socket object must not close that number.
+                # Another object, for example of gloo, may soon reuse this descriptor number. The
+                # socket object must not close the reused number when it is deleted.
                 os.close(connection.detach())
                 return json.loads(message), list(descriptors)
             connection.send(str(program).encode())
@@ -163,14 +166,14 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", buffering, closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
-    # The server's value comes from the server's own variables.
+    # Compute the folder again, because the server's value comes from the server's own variables.
     tempfile.tempdir = None
     sys.orig_argv = [sys.executable, *request["arguments"]]
     sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":
         import torch
 
-        # The end of `import torch` does the same.
+        # `import torch` makes the same call at its end.
         torch._import_device_backends()
 
 
@@ -200,7 +203,7 @@ def _execute(arguments: list[str]) -> None:
 
 
 def _serve_torchrun() -> None:
-    """Make torchrun fork its ranks from a server of this program."""
+    """Make torchrun fork its ranks from a copy of this process, which has already imported torch."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -223,7 +226,7 @@ def _run_programs(connection: socket.socket) -> None:
 
 
 def _main() -> None:
-    # Creating an optimizer imports this module.
+    # Import this module now, because creating an optimizer imports it.
     import torch._dynamo
     import torch.distributed.run  # noqa: F401
 

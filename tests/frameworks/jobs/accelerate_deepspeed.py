@@ -1,8 +1,8 @@
 """Train with Accelerate and DeepSpeed on two ranks, ZeRO 1 on CPUs.
 
-backward() steps the engine, and optimizer.step() does nothing.
+backward() makes DeepSpeed's engine step, and optimizer.step() does nothing.
 
-Without a GPU Accelerate treats each process as the only one. Therefore DeepSpeed makes the ranks,
+Without a GPU Accelerate treats each process as the only one. Therefore DeepSpeed sets up the ranks,
 and the job selects the examples of each rank.
 """
 

@@ -1,6 +1,6 @@
 """Train with Accelerate on two DDP ranks.
 
-prepare() wraps all objects, and gradients of two batches are accumulated.
+Accelerate's prepare() wraps all objects, and gradients of two batches are accumulated.
 """
 
 import torch

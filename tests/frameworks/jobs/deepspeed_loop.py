@@ -1,6 +1,6 @@
 """Train with DeepSpeed on CPUs with two ranks: ZeRO stage 1.
 
-The engine accumulates over two batches.
+DeepSpeed's engine accumulates gradients over two batches.
 """
 
 import logging

@@ -2,9 +2,9 @@
 
     usage: framework_loggers.py WAY [breaks]
 
-WAY is trainer, lightning, fabric or accelerate. Each way writes a loss per step into TensorBoard in
-its own folder. With "breaks", all our functions that a callback calls raise, as with a defect in
-them.
+The argument WAY is trainer, lightning, fabric or accelerate. Each way writes a loss per step into
+TensorBoard files in a separate folder. With "breaks", all our functions that a callback calls raise
+an error, as if they had a defect.
 """
 
 import logging

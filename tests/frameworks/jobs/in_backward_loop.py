@@ -1,6 +1,6 @@
 """Train with optimizers inside the backward pass.
 
-Each parameter has an optimizer that steps as soon as the gradient is complete.
+Each parameter has an optimizer that steps as soon as the parameter's gradient is complete.
 """
 
 import torch

@@ -46,7 +46,9 @@ def classifier() -> nn.Module:
 
 
 class Examples(Dataset):  # type: ignore[type-arg]
-    """Random examples, the same in every run. Loading is slow where the fault is planted."""
+    """Random examples, the same in every run. Loading an example is slow on the rank with the
+    planted fault.
+    """
 
     def __init__(self, count: int, *, slow: bool = True) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -83,7 +85,7 @@ class Tokens(Dataset):  # type: ignore[type-arg]
 
 
 class Losses:
-    """The exact losses of this rank."""
+    """Collects the exact losses of this rank."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -95,7 +97,9 @@ class Losses:
         self.count += 1
 
     def facts(self, steps: int, **facts: Any) -> dict[str, Any]:
-        """Return the values to compare. `steps` is the framework's count of steps."""
+        """Return the values that tests compare. `steps` is the number of steps that the framework
+        has counted.
+        """
         return {"losses": self._digest.hexdigest(), "count": self.count, "steps": steps, **facts}
 
     def print(self, steps: int, **facts: Any) -> None:

@@ -18,7 +18,7 @@ from job import Examples, Losses, classifier
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 
-# The limit is about two minutes.
+# This limit of steps takes about two minutes.
 MAX_STEPS = 3000
 torch.manual_seed(0)
 model = classifier()

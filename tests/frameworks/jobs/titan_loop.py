@@ -21,7 +21,7 @@ losses = Losses()
 
 
 class OptimizersContainer:
-    """One optimizer per part of the model, stepped together."""
+    """Optimizers for the parts of the model, which step together."""
 
     def __init__(self, parts):
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]

@@ -1,6 +1,6 @@
 """Train a GAN as in the DCGAN example.
 
-Two losses of the critic, then the generator's loss, are in variables of the script.
+The script stores two losses of the critic and then the generator's loss in variables.
 """
 
 import torch

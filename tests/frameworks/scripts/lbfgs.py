@@ -1,4 +1,4 @@
-"""Train with an optimizer that evaluates the model several times a step, by a closure."""
+"""Train with LBFGS, which evaluates the model several times in each step by calling a closure."""
 
 import torch
 from script import Losses, batches, classifier, watched

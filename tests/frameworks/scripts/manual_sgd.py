@@ -1,4 +1,4 @@
-"""Train in a loop without an optimizer, which updates the parameters by hand."""
+"""Train without an optimizer, in a loop that updates the parameters by hand."""
 
 import torch
 from script import Losses, batches, classifier, watched

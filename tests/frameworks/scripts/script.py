@@ -1,6 +1,4 @@
-"""Common code of the scripts in this folder: a small model, its data, and the way in which a run is
-watched.
-"""
+"""Common code of the scripts in this folder: a small model, its data, and the watch of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def watched(*arguments: Any) -> AbstractContextManager[Any]:
 
 
 class Losses:
-    """The exact losses of a run."""
+    """Collects the exact losses of a run."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

@@ -163,8 +163,7 @@ def python_with(package: str) -> str:
 
 
 def test_ray_train_records_all_ranks_in_one_run(tmp_path: Path) -> None:
-    """Ray Train runs on a cluster of two nodes. The worker processes are children of Ray's daemons.
-    """
+    """Ray Train runs on a cluster of two nodes. The worker processes are children of Ray's daemons."""
     python = python_with("ray")
     done = run_both(tmp_path, [python, str(SCRIPTS / "launched_by_ray.py")])
     check_numbers(done, "Ray Train")

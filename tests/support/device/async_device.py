@@ -2,7 +2,7 @@
 
 The device has the methods of hooks/on_device/cuda_device.py that merging needs.
 
-Rings, buffers and merges are the real ones.
+Rings, buffers and merges are those of the product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchlens_perf.cuda.reduction import ROW_WIDTHS, SUM_ROW
 from torchlens_perf.cuda.stamps import DeviceRing
 
 NAMES = ("stamp", "reduce_window", "merged_quantiles", "rank_scores")
-# The driver lives as long as the process.
+# Keep the driver as long as the process runs.
 _ring: list[DeviceRing] = []
 _aside: list[torch.Stream] = []
 
@@ -40,7 +40,8 @@ def array(address: Any, kind: Any, *shape: int) -> np.ndarray[Any, Any]:
 class TwinDriver:
     """Implements the methods of cuda/driver.py on the CPU.
 
-    Streams are torch's, identified by number. The streams' threads run the enqueued work.
+    Streams are torch's streams, identified by number. The threads of the streams run the enqueued
+    work.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """A replacement for torch's CUDA allocator on a machine without CUDA, with the structures of torch
 2.13.
 
-The keys are those of THCPModule_memoryStats and THCPModule_memorySnapshot in
+The dictionary keys are those of THCPModule_memoryStats and THCPModule_memorySnapshot in
 torch/csrc/cuda/Module.cpp.
 
 memory_stats() and _snapshot() in torch/cuda/memory.py document the keys.
 
-Frames are real: torch gathers and symbolizes them here as it does for a snapshot.
+Stack frames are real, because torch gathers and symbolizes them in the same way as for a snapshot.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def segment(
 def snapshot(
     segments: list[dict[str, Any]], traces: list[list[dict[str, Any]]] | None = None
 ) -> dict[str, Any]:
-    """Return a snapshot. `traces` is a list per device."""
+    """Return a snapshot. `traces` has one list of allocator events per device."""
     return {
         "segments": segments,
         "device_traces": traces or [],
@@ -102,7 +102,7 @@ class FakeAllocator:
         self.held = snapshot([])
 
     def uses(self, allocated: int, reserved: int, inactive: int = 0) -> None:
-        """Set the numbers of bytes that are reported from now on."""
+        """Set the numbers of bytes that the allocator reports from now on."""
         for name, value in (
             ("allocated", allocated),
             ("reserved", reserved),
@@ -136,7 +136,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     """Replace torch's allocator, which a CPU build does not have."""
     fake = FakeAllocator()
     monkeypatch.setattr(hooks_memory, "has_cuda_devices", lambda: True)
-    # Keep other hooks from looking for a device, whatever the build of torch.
+    # Prevent other hooks from looking for a device, also with a CUDA build of torch.
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(out_of_memory, "relay", out_of_memory._ObserverRelay())
     for name, function in {

@@ -1,4 +1,4 @@
-"""A device without a GPU: the fake driver and methods with which tests control it."""
+"""A device without a GPU: the fake CUDA driver, and methods with which tests control the driver."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class FakeTorchDevice:
         self.device, self.current_stream, self.slots, self.places = device, 0, slots, places
         self.index = 0
         self.aside_stream = 0
-        # True if torch has memory on the device.
+        # True if torch has allocated memory on the device.
         self.used = True
         self.made: DeviceRing | None = None
         self.missing = ""
@@ -260,8 +260,8 @@ class FakeTorchDevice:
         reduce = merging._steps.enqueue_reduction
 
         def reduce_at_once(*given: Any) -> bool:
-            """Finish the device's work first, because the host's torch does not wait for the fake
-            device's streams.
+            """Finish the device's work before the reduction, because torch on the CPU does not wait
+            for the fake device's streams.
             """
             reduced = reduce(*given)
             self.device.advance(10_000_000_000)
@@ -277,7 +277,7 @@ class FakeTorchDevice:
 
     @contextmanager
     def merge_stream(self) -> Iterator[int]:
-        """Finish enqueued work first, because gloo does not wait for streams.
+        """Finish enqueued work before the merge, because gloo does not wait for streams.
 
         During a capture, wait_stream() would make the other stream a part of the capture.
         """

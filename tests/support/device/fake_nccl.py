@@ -25,7 +25,7 @@ SEEN, SEEN_V4 = 4 | 512 | 1024, 4
 # Event mask of Coll and KernelCh.
 TIMED = 2 | 64
 ON = SEEN | TIMED
-# Offset of a device's clock from the host's clock.
+# Offset of the device's clock from the host's clock.
 NCCL_S_CLOCK_NS = 1_700_000_000_000_000_000
 
 

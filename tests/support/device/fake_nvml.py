@@ -32,8 +32,8 @@ AMPERE = {
     for name, value in HOPPER.items()
     if not name.startswith(("gpm", "field 161", "field 162", "field 163", "field 269", "field 27"))
 } | {"field 52": 3, "field 59": 1, "field 38": 0, "field 45": 2}
-# A workstation's GPU has no ECC, no NVLink and no memory temperature. The power is read by a
-# separate function.
+# A workstation's GPU has no ECC, no NVLink and no memory temperature. On this GPU, another function
+# reads the power.
 WORKSTATION = {
     "temperature": 70, "sm_mhz": 2500, "sm_max_mhz": 3000, "memory_mhz": 10_000, "reasons": 0x20, "busy": 50,
     "memory_used": 8 << 30, "memory_total": 24 << 30, "power_mw": 310_500,
@@ -64,7 +64,7 @@ def compile_nvml(target: Path) -> Path:
 
 
 class FakeNvml:
-    """A file with the library's readings, and the library itself once this process has
+    """The file with the fake library's readings, and the library itself once this process has
     loaded it.
     """
 
@@ -77,7 +77,7 @@ class FakeNvml:
         self._library: Any = None
 
     def load(self, library: Path) -> None:
-        """Load a separate copy of the library under pynvml, because the library has state."""
+        """Make pynvml use a separate copy of the fake library, because the library has state."""
         self._library = ctypes.CDLL(str(library))
         self._library.fake_calls.argtypes = [ctypes.c_char_p]
         self._library.fake_calls.restype = self._library.fake_allocated.restype = ctypes.c_long

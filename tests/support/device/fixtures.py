@@ -40,7 +40,7 @@ def nccl_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def device(shim_library: Path, driver_library: Path, tmp_path: Path) -> FakeDevice:
     """Yield a device whose clock advances only when the test advances it."""
-    # A path is loaded only once per process, so a copy gets separate state.
+    # A process loads each path only once, so a copy of the library has its own state.
     own = tmp_path / "libcuda.so"
     shutil.copy(driver_library, own)
     return FakeDevice(own, shim_library)

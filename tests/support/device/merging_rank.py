@@ -3,7 +3,7 @@
     usage: merging_rank.py DRIVER KERNELS FOLDER [OPTION]
 
 - --other-order: rank 1 enters its sections in another order.
-- --unable: rank 1 has no CuPy.
+- --unable: rank 1 cannot merge, because CuPy is missing there.
 - --off: rank 1 does not record.
 - --evaluates: rank 0 makes five forward passes before it trains.
 - --captures: rank 1 captures a graph when a window is due, the last time at the run's last step.
@@ -41,7 +41,7 @@ WINDOWS = 3
 def device_step(forward_ns: int) -> list[int]:
     """Run a step that takes 5 ms more than its forward pass.
 
-    The step waits for 2 ms and is idle for 1 ms of the additional time.
+    In the additional time, the step waits for 2 ms and is idle for 1 ms.
     """
     phases = [(Kind.FORWARD, 0, forward_ns), (Kind.BACKWARD, forward_ns, 4_000_000)]
     stall = (Kind.WAIT, forward_ns + 1_500_000, 2_000_000)
@@ -78,7 +78,7 @@ def main() -> None:
             )
         if "--evaluates" in options and rank == 0:
             for _ in range(5):
-                # Forward passes of a model before training end such steps.
+                # Forward passes of a model end steps like this one until training begins.
                 session.step.end(int(Flag.INFERENCE))
         synchronizations = device.synchronizations
         for step in range(WINDOWS * MERGE_STEPS):

@@ -1,4 +1,4 @@
-"""The kernels compiled for this CPU, called with NumPy arrays."""
+"""The CUDA kernels compiled for this CPU, which tests call with NumPy arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _FLAGS = (
     "-shared",
     "-fPIC",
 )
-# The fortified longjmp reports jumps between fibers as a smashed stack.
+# The option turns off glibc's fortified longjmp, which reports jumps between fibers as a smashed
+# stack.
 _FIBERS = ("-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 # One process loads several such libraries, and each must keep its own kernels.
 _APART = ("-fno-gnu-unique",)
@@ -74,7 +75,7 @@ class ShimKernels:
 
         Schedule 0 runs blocks, warps and lanes in ascending order, and 1 in descending order.
 
-        Other values are seeds of a random order.
+        Other schedules are seeds of a random order.
         """
         self._library = ctypes.CDLL(str(path))
         self._library.shim_launch.argtypes = [
@@ -84,7 +85,7 @@ class ShimKernels:
         self._clock: Any = None
 
     def set_clock(self, now_ns: Callable[[], int] | None) -> None:
-        """Set the device's clock. None selects a clock that advances with each reading."""
+        """Set the device's clock. With None, the clock advances at each reading."""
         kind = ctypes.CFUNCTYPE(ctypes.c_uint64)
         self._clock = kind() if now_ns is None else kind(now_ns)
         self._library.shim_set_clock(self._clock)

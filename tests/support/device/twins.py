@@ -1,4 +1,6 @@
-"""NumPy versions of the kernels in cuda/kernels.cu. Tests compare results bit for bit."""
+"""NumPy versions of the kernels in cuda/kernels.cu. Tests compare the results of kernels and of
+these functions bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def reduce_window(
     for slot in range(slots):
         newest = int(head[slot])
         written = (newest - int(tail[slot])) % (1 << 32)
-        # Another stream may be writing to the oldest place, so it is skipped.
+        # The oldest place is skipped, because another stream may be writing to it.
         count = min(written, places - 1)
         at = (newest - count + np.arange(count)) % places
         _reduce(duration_ns[slot, at], *(table[slot] for table in reduced))
@@ -123,7 +125,7 @@ def merged_quantiles(
 def rank_scores(times_ns: npt.NDArray[np.int64], min_spread: float) -> Scores:
     """Score ranks' times [ranks, slots] against the median in each slot.
 
-    A time of 0 means no time.
+    A time of 0 means that the rank has no time in this slot.
 
     A score is (time - median) / max(1.4826 MAD, min_spread * median).
 

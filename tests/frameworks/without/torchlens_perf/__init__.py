@@ -1,4 +1,6 @@
-"""Replaces the package in runs without it: the same names without a function."""
+"""A replacement of the package for unrecorded runs, whose functions have the same names and do
+nothing.
+"""
 
 from __future__ import annotations
 
