@@ -24,7 +24,7 @@ from torchlens_perf.page.gather.step_collectives import join_by_step
 from torchlens_perf.page.gather.whole_steps import read_rank_records
 from torchlens_perf.report import report_json
 from torchlens_perf.report.run_report import load_report_and_states
-from torchlens_perf.store.reader import ParquetFolder, add_errors_to
+from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.samples import GPUS
 from torchlens_perf.store.segments import find_kept_step_range
 from torchlens_perf.timeline.slices import MatchedCollective, build_slice_events
@@ -140,9 +140,9 @@ class _TraceSource:
             found: list[dict[str, Any]] = file.read_table(columns, where).to_pylist()
             return found
 
-        for table in ParquetFolder(self.run.steps, unreadable=add_errors_to(self.notes)).read_each(
-            rows
-        ):
+        for table in ParquetFolder(
+            self.run.steps, unreadable=make_error_collector(self.notes)
+        ).read_each(rows):
             for row in table:
                 process, start, length, memory, ready = (row[name] for name in columns)
                 share = None if ready is None or not length else ready / length
@@ -356,7 +356,7 @@ def _build_gpu_events(
         ).to_pylist()
         return found
 
-    files = ParquetFolder(source.run.path / GPUS, unreadable=add_errors_to(source.notes))
+    files = ParquetFolder(source.run.path / GPUS, unreadable=make_error_collector(source.notes))
     for table in files.read_each(rows):
         for row in table:
             time_ns = row["time"]
