@@ -27,7 +27,7 @@ from torchlens_perf.exporters.delivery.answer import (
 )
 from torchlens_perf.exporters.delivery.otlp_requests import (
     Item,
-    context_in_span,
+    context_with_span,
     count_items,
     decode_request,
     encode_request,
@@ -192,7 +192,7 @@ KEPT: dict[str, list[Item]] = {
             ),
             RESOURCE, SCOPE,
         )
-        for context in (context_in_span(_CONTEXT), None)
+        for context in (context_with_span(_CONTEXT), None)
     ],
     "metrics": [METRICS],
 }  # fmt: skip

@@ -16,7 +16,7 @@ from torchlens_perf.report.collective_rows import collective_rows, count_last_ar
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.latest_attempt import latest_joins
+from torchlens_perf.verdicts.latest_attempt import latest_collective_joins
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.view.collective_table import build_collective_table
 from torchlens_perf.view.specs import Table
@@ -101,7 +101,7 @@ def test_collectives_of_all_nodes_of_the_newest_attempt_are_merged() -> None:
     for node, attempt in zip(nodes, (1, 1, 0), strict=True):
         who = identity_of(RunDirectory(Path("run")), 0, 4, attempt=attempt)
         node.processes[who.key] = ProcessState(who, Anchor(0, 0, 0), RankStatistics())
-    (row,) = collective_rows(latest_joins(nodes))
+    (row,) = collective_rows(latest_collective_joins(nodes))
 
     assert (row["count"], row["joined"], row["ranks_seen"]) == (4, 1, "0-3")
     # The count is the sum of the operations that each node has joined.

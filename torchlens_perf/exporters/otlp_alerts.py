@@ -8,7 +8,7 @@ from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.sdk._logs import ReadableLogRecord
 
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.delivery.otlp_requests import context_in_span
+from torchlens_perf.exporters.delivery.otlp_requests import context_with_span
 from torchlens_perf.exporters.otlp_resource import SCOPE
 from torchlens_perf.exporters.otlp_spans import span_context_of_path, step_trace_id
 from torchlens_perf.run.rank_ranges import format_ranges
@@ -28,7 +28,7 @@ def build_log_record(
     context = None
     if traced_step is not None and alert.rank is not None:
         # The suspect's span may be sent by another node, with the same ids as on this node.
-        context = context_in_span(
+        context = context_with_span(
             span_context_of_path(step_trace_id(run_id, alert.attempt, traced_step), alert.rank)
         )
     record = LogRecord(

@@ -16,7 +16,7 @@ from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import Link
 
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
-from torchlens_perf.exporters.delivery.otlp_requests import context_in_span
+from torchlens_perf.exporters.delivery.otlp_requests import context_with_span
 from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.exporters.otlp_spans import read_sampler, span_context_of_path, step_trace_id
@@ -101,7 +101,7 @@ class RunSpanCollector:
         from opentelemetry.sdk.trace.sampling import Decision
 
         decision = self._sampler.should_sample(
-            context_in_span(parent), parent.trace_id, semantics.SPAN_RUN
+            context_with_span(parent), parent.trace_id, semantics.SPAN_RUN
         ).decision
         return decision is Decision.RECORD_AND_SAMPLE
 

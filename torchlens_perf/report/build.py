@@ -47,7 +47,7 @@ from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.judged_windows import JudgedWindows
 from torchlens_perf.verdicts.latest_attempt import (
-    latest_joins,
+    latest_collective_joins,
     latest_processes,
     latest_slow_links,
 )
@@ -99,7 +99,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         judged_windows, max((each.last_step or 0 for each in statistics), default=0)
     )
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
-    links, collectives = latest_slow_links(nodes), collective_rows(latest_joins(nodes))
+    links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
     facts: Facts = {
         "schema": SCHEMA,
@@ -201,7 +201,7 @@ def build_alert_context(nodes: list[NodeState]) -> SlowRankContext:
     Alerts need no other part of the report.
     """
     processes = latest_processes(nodes)
-    last = compute_last_arrival_shares(collective_rows(latest_joins(nodes)))
+    last = compute_last_arrival_shares(collective_rows(latest_collective_joins(nodes)))
     return SlowRankContext(
         module_rows(processes), _device_kind(processes), _judging_clocks(processes), last
     )

@@ -187,8 +187,8 @@ class SimulatedSteps:
         for first in range(0, topology.rank_count, stage_ranks):
             ranks = np.arange(first, first + stage_ranks)
             shape = (stage_ranks, count)
-            duration_ns = np.broadcast_to(_row_means(self.duration_ns[None], width), shape)
-            parts_ns, ready_ns = _row_means(self.parts_ns[ranks], width), np.full(shape, np.nan)
+            duration_ns = np.broadcast_to(_average_steps(self.duration_ns[None], width), shape)
+            parts_ns, ready_ns = _average_steps(self.parts_ns[ranks], width), np.full(shape, np.nan)
             yield (
                 topology.placement(first).population,
                 BinBatch(
@@ -197,9 +197,9 @@ class SimulatedSteps:
                     key=np.broadcast_to(self.first_step // width + np.arange(count), shape),
                     flags=np.bitwise_or.reduce(flags[ranks], axis=2),
                     duration_ns=duration_ns,
-                    wait_ns=duration_ns - _row_means(work_ns[ranks], width),
+                    wait_ns=duration_ns - _average_steps(work_ns[ranks], width),
                     ready_ns=ready_ns,
-                    workload=_row_means(workload[ranks], width),
+                    workload=_average_steps(workload[ranks], width),
                     parts_ns=parts_ns,
                     **zero_device_columns(parts_ns, ready_ns),
                 ),
@@ -309,7 +309,7 @@ class Simulation:
         )
         for index, fault in enumerate(self.faults):
             fault.plant_in(draft if index != left_out else draft.copy())
-        return _finish_steps(draft)
+        return _add_waits(draft)
 
     def steps(self, count: int) -> Iterator[SimulatedSteps]:
         """Yield the first `count` steps in blocks. The last block may be shorter."""
@@ -335,7 +335,7 @@ class Simulation:
         return widened
 
 
-def _finish_steps(draft: DraftSteps) -> SimulatedSteps:
+def _add_waits(draft: DraftSteps) -> SimulatedSteps:
     """Return the draft's steps with the waits of all ranks.
 
     Tensor-parallel neighbours wait for each other at the end of forward and of backward. Pipeline
@@ -364,7 +364,7 @@ def _finish_steps(draft: DraftSteps) -> SimulatedSteps:
     )  # fmt: skip
 
 
-def _row_means(values: npt.NDArray[Any], width: int) -> npt.NDArray[np.floating[Any]]:
+def _average_steps(values: npt.NDArray[Any], width: int) -> npt.NDArray[np.floating[Any]]:
     """Return means over each `width` steps: [ranks, rows, ...].
 
     Steps at the end that do not fill a row are left out.

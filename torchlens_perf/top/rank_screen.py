@@ -23,7 +23,7 @@ from torchlens_perf.top.overview import format_clock_time
 from torchlens_perf.top.ranks import draw_blocks
 from torchlens_perf.top.text import build_difference_column, unwrapped_line
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.hang import place_phrase
+from torchlens_perf.verdicts.words.hang import open_spans_phrase
 from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.view.collective_table import build_collective_table
@@ -106,10 +106,10 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
         at = f"at {format_clock_time(as_of)}: " if (as_of := report["run"]["as_of"]) else ""
         yield (
             f"{at}in step {now['step']} for {format_duration(now['step_s'])},"
-            f" {place_phrase(now['inside'])}{within}"
+            f" {open_spans_phrase(now['inside'])}{within}"
         )
     elif rank["state"] == "died":
-        yield f"died {place_phrase(rank['inside'])}"
+        yield f"died {open_spans_phrase(rank['inside'])}"
     if last is not None:
         yield f"last to arrive in {format_percent(last['share'])} of {last['joined']:,} collectives"
     used = "not measured"

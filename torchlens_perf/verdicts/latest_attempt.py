@@ -35,7 +35,7 @@ def latest_processes(nodes: Iterable[NodeState]) -> dict[int, ProcessState]:
     }
 
 
-def latest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
+def latest_collective_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
     """Return the joined collectives of all nodes that have processes of the latest attempt."""
     attempts = [
         (max((each.identity.attempt for each in node.processes.values()), default=0), node)
@@ -48,5 +48,5 @@ def latest_joins(nodes: Iterable[NodeState]) -> list[CollectiveJoin]:
 def latest_slow_links(nodes: Sequence[NodeState]) -> LinkFindings:
     """Return findings on the slow links of the latest attempt."""
     hosts = {rank: process.identity.host for rank, process in latest_processes(nodes).items()}
-    operations = merge_operations([join.operations() for join in latest_joins(nodes)])
+    operations = merge_operations([join.operations() for join in latest_collective_joins(nodes)])
     return find_slow_links(build_link_statistics(operations), hosts)

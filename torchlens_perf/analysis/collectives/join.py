@@ -168,7 +168,7 @@ class CollectiveJoin:
         self._local.add(rank)
         if not len(records):
             return
-        places = self._locate_records(
+        places = self._find_channels_and_rows(
             rank, process, records["name_id"].astype(np.int64), names, groups
         )
         flags = records["flags"].astype(np.int64)
@@ -204,7 +204,7 @@ class CollectiveJoin:
 
     # -- names
 
-    def _locate_records(
+    def _find_channels_and_rows(
         self,
         rank: int,
         process: str,

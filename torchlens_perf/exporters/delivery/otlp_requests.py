@@ -149,7 +149,7 @@ def _decode_log_records(request: ExportLogsServiceRequest) -> Iterator[ReadableL
                 context = _decode_span_context(each.trace_id, each.span_id, 0)
                 record = LogRecord(
                     timestamp=each.time_unix_nano, observed_timestamp=each.observed_time_unix_nano,
-                    context=context_in_span(context) if each.trace_id else None,
+                    context=context_with_span(context) if each.trace_id else None,
                     severity_text=each.severity_text, severity_number=SeverityNumber(each.severity_number),
                     body=_decode_value(each.body), attributes=_decode_attributes(each), event_name=each.event_name,
                 )  # fmt: skip
@@ -219,7 +219,7 @@ _FIELDS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-def context_in_span(context: SpanContext) -> Any:
+def context_with_span(context: SpanContext) -> Any:
     """Return a context with a span of this span context as the current span."""
     return set_span_in_context(NonRecordingSpan(context))
 

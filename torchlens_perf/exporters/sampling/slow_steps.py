@@ -30,12 +30,12 @@ class SlowStepDetector:
         A step is slow if its duration is above the 99th percentile of the last 512 steps and 10%
         above their median. No step is slow until MIN_STEPS steps were added.
         """
-        above_ns = self._limit_ns()
+        above_ns = self._slow_step_limit_ns()
         self._recent_ns.extend(steps.duration_ns.tolist())
         slow: npt.NDArray[np.bool_] = steps.duration_ns > above_ns
         return slow
 
-    def _limit_ns(self) -> float:
+    def _slow_step_limit_ns(self) -> float:
         if len(self._recent_ns) < MIN_STEPS:
             return float("inf")
         median, high = np.quantile(np.fromiter(self._recent_ns, np.int64), [0.5, QUANTILE])

@@ -86,7 +86,7 @@ class SuspectSearch:
         self.ranks = window.ranks[present]
         self.threshold = detection_threshold(len(self.ranks))
         self._excess = window.excess_ns[np.ix_(present, self._at)]
-        self._hosts_share = float(window.by_host_share(np.ix_(present, self._at)).max())
+        self._hosts_share = float(window.launch_shares(np.ix_(present, self._at)).max())
         self._scales: dict[str, float] = {}
         self._series = {"": self._excess}
         workload = window.workload[np.ix_(present, self._at)]
@@ -96,7 +96,9 @@ class SuspectSearch:
             )
             for rank, step in with_workload.items():
                 if (index := self.index_of(rank)) is not None:
-                    left[index, self.row_at(step) :] = self._excess[index, self.row_at(step) :]
+                    left[index, self.row_from_step(step) :] = self._excess[
+                        index, self.row_from_step(step) :
+                    ]
 
     def includes_workload_excess(self, index: int, start: int) -> bool:
         """Return True if the excess from row `start` on includes the effect of the workload."""
@@ -106,7 +108,7 @@ class SuspectSearch:
         index = int(np.searchsorted(self.ranks, rank))
         return index if index < len(self.ranks) and self.ranks[index] == rank else None
 
-    def row_at(self, step: int) -> int:
+    def row_from_step(self, step: int) -> int:
         """Return the index of the first row that begins at a step or later."""
         return min(int(np.searchsorted(self.keys * self.width, step)), len(self.keys) - 1)
 
@@ -118,7 +120,9 @@ class SuspectSearch:
             self._series[kind] = excess_over_others(ready)
         return self._series[kind]
 
-    def calmed_excess(self, phase: str, index: int, start: int) -> npt.NDArray[np.floating[Any]]:
+    def stall_free_excess(
+        self, phase: str, index: int, start: int
+    ) -> npt.NDArray[np.floating[Any]]:
         """Return the excess of one rank from row `start` on, with single stalls reduced."""
         return limit_stalls(self.excess_series(phase)[index, start:], self.noise_of(phase))
 
@@ -178,7 +182,7 @@ class SuspectSearch:
         deviations, level = self.excess_series(phase) / scale, level_ns / scale
         found = find_strongest_intervals(deviations, min_rows, level)
         for rank, step in over.items():
-            index, first = self.index_of(rank), self.row_at(step)
+            index, first = self.index_of(rank), self.row_from_step(step)
             if index is not None:
                 again = find_strongest_intervals(
                     deviations[index : index + 1, first:], min_rows, level
@@ -195,7 +199,7 @@ class SuspectSearch:
         """Return the first slow row of a candidate whose interval begins at `start`, or None."""
         cpu = phase == "cpu"
         series = self.excess_series(phase)
-        interval = self.calmed_excess(phase, index, start)
+        interval = self.stall_free_excess(phase, index, start)
         mean = float(interval.mean())
         if mean < min_ns or not is_persistent(
             interval, self.noise_of(phase), persistence_threshold(len(self.ranks)), strict=cpu
@@ -220,7 +224,7 @@ class SuspectSearch:
         without it.
         """
         excess_ns = self._series[""][index, start:]
-        if float(self.calmed_excess("", index, start).mean()) >= self._min_share * self.step_ns:
+        if float(self.stall_free_excess("", index, start).mean()) >= self._min_share * self.step_ns:
             return True
         usual = [
             place for other, place in enumerate(self._present.tolist()) if other not in unusual

@@ -145,7 +145,7 @@ def measure_episode(
         # earlier without this rank. The same time for a healthy rank is noise, and is subtracted.
         # The cost never exceeds the excess, which excludes waits because the rank lacks a CPU.
         cost_ns=min(
-            _gain_without_last_ns(_work_and_ready_ns(window, np.append(others, index), at)),
+            _gain_without_last_ns(_work_and_cpu_wait_ns(window, np.append(others, index), at)),
             max(0.0, excess_ns),
         ),
         work_ns=float(parts.sum(axis=1).mean()),
@@ -172,7 +172,7 @@ def possible_gain_ns(
     index, others: positions in `window`. The gain of each row is limited by the rank's excess in
     this row. Rows in which the rank was last for another reason therefore do not count.
     """
-    own = _work_and_ready_ns(window, np.append(others, index), keys % window.columns)
+    own = _work_and_cpu_wait_ns(window, np.append(others, index), keys % window.columns)
     return float(np.clip(own[-1] - own[:-1].max(axis=0), 0, np.maximum(excess_ns, 0)).mean())
 
 
@@ -187,7 +187,7 @@ def compute_shared_cost_ns(
     The same time for as many healthy ranks is noise, and is subtracted. together, others: positions
     of the slow and of the healthy ranks in `window`. Rows with a single stall are ignored.
     """
-    own = _work_and_ready_ns(window, np.append(others, together), keys % window.columns)
+    own = _work_and_cpu_wait_ns(window, np.append(others, together), keys % window.columns)
     theirs, own = own[len(others) :].max(axis=0), own[: len(others)]
     excess = theirs - np.median(own, axis=0)
     usual_rows = limit_stalls(excess, estimate_noise(excess[None])) == excess
@@ -198,7 +198,7 @@ def compute_shared_cost_ns(
     return _gain_without_last_ns(np.stack([*teams, theirs])[:, usual_rows])
 
 
-def _work_and_ready_ns(
+def _work_and_cpu_wait_ns(
     window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
     """Return work plus the time without a CPU: [ranks, rows]. Other ranks wait for both."""

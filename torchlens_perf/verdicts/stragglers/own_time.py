@@ -149,11 +149,11 @@ def average_own_time(
 
 
 def _busy_and_host_ns(lines: PartTimes, critical_lag_ns: Floats) -> tuple[Floats, Floats]:
-    busy_ns, issue_ns = _join_recompute(lines.device_ns), _join_recompute(lines.issue_ns)
+    busy_ns, issue_ns = _merge_recompute(lines.device_ns), _merge_recompute(lines.issue_ns)
     return busy_ns, np.maximum(issue_ns - critical_lag_ns, 0)
 
 
-def _join_recompute(parts_ns: Floats) -> Floats:
+def _merge_recompute(parts_ns: Floats) -> Floats:
     """Add recomputation to the backward pass, in which its work is issued. Return the parts."""
     joined = parts_ns.copy()
     joined[..., _BACKWARD] += joined[..., _RECOMPUTE]

@@ -207,8 +207,8 @@ class Population:
         index = rows.index_of(episode.rank)
         if index is None:
             return episode
-        begin = rows.row_at(episode.judged_from_step)
-        series = rows.calmed_excess(episode.phase, index, begin)
+        begin = rows.row_from_step(episode.judged_from_step)
+        series = rows.stall_free_excess(episode.phase, index, begin)
         over = find_recovery(series > episode.slow_excess_ns / 2, episode.slow_share, MIN_ROWS)
         worth_ns = MIN_SHARE * self._running_ns
         # With much noise, the test above cannot show that the excess has become small.
@@ -222,10 +222,11 @@ class Population:
             # With more rows, the first slow row can be determined more precisely. The end of the
             # rank's previous episode was reported, so the new episode must not begin before it.
             before = max(
-                begin - MIN_ROWS, rows.row_at(self._ends_of_last_episodes().get(episode.rank, 0))
+                begin - MIN_ROWS,
+                rows.row_from_step(self._ends_of_last_episodes().get(episode.rank, 0)),
             )
             begin = before + find_change_point(
-                rows.calmed_excess(episode.phase, index, before), episode.excess_ns
+                rows.stall_free_excess(episode.phase, index, before), episode.excess_ns
             )
             episode = dataclasses.replace(
                 episode, judged_from_step=int(rows.keys[begin]) * rows.width

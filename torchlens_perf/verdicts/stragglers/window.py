@@ -372,7 +372,7 @@ class SlidingWindow:
             else None
         )
 
-    def by_host_share(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.float64]:
+    def launch_shares(self, block: tuple[npt.NDArray[np.int64], ...]) -> npt.NDArray[np.float64]:
         """Return the share of each rank's own time in which the device waits for its host: [ranks].
 
         block: indices of ranks and columns.

@@ -87,7 +87,7 @@ def collective_name(collective: Collective) -> str:
     )
 
 
-def place_phrase(inside: Sequence[str]) -> str:
+def open_spans_phrase(inside: Sequence[str]) -> str:
     """Return a phrase with the open spans of a rank, such as "inside backward > wait"."""
     names = list(inside)
     if len(names) > _MAX_SPANS:
@@ -135,7 +135,7 @@ def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
             f" {'it' if blocking.missing == hang.collective else collective_name(blocking.missing)}"
         )
     waits = each.inside[-1:] == (WAIT,)
-    where = place_phrase(each.inside[:-1] if waits else each.inside)
+    where = open_spans_phrase(each.inside[:-1] if waits else each.inside)
     if waits:
         where += (
             ", waiting in an operation that all ranks have entered"
@@ -182,7 +182,7 @@ def _describe_entered_by_all(hang: Hang) -> str:
     if hang.collective is not None:
         name = collective_name(hang.collective)
         found = f"{count} ranks have entered {name}: no rank keeps the others waiting."
-    return f"{found} {_why_no_device_is_named(hang)}{_describe_places(hang)}"
+    return f"{found} {_why_no_device_is_named(hang)}{_describe_open_spans(hang)}"
 
 
 def _why_no_device_is_named(hang: Hang) -> str:
@@ -245,13 +245,13 @@ def _describe_missing_reports(hang: Hang) -> str:
 
 
 def _describe_unrelated_waits(hang: Hang) -> str:
-    return f"No recorded collective shows which rank waits for which. {_describe_places(hang)}"
+    return f"No recorded collective shows which rank waits for which. {_describe_open_spans(hang)}"
 
 
 def _describe_single_rank(hang: Hang) -> str:
     (blocking,) = hang.blocking
     who = _capitalize(_name_ranks_with_hosts([blocking]))
-    return f"{who} is {place_phrase(blocking.progress.inside)}, and no rank waits for it."
+    return f"{who} is {open_spans_phrase(blocking.progress.inside)}, and no rank waits for it."
 
 
 def _describe_blocked_threads(hang: Hang) -> str:
@@ -259,7 +259,7 @@ def _describe_blocked_threads(hang: Hang) -> str:
     assert devices is not None
     stacks = f"{'stack' if len(devices.asked) == 1 else 'stacks'} of {_format_ranks(devices.asked)}"
     return (
-        f"{_describe_places(hang)} The training threads wait there for their devices, in {devices.waits_in},"
+        f"{_describe_open_spans(hang)} The training threads wait there for their devices, in {devices.waits_in},"
         f" by the {stacks}. It is not known what the devices execute: the threads last checked them"
         " before they began to wait. One device may be stuck in a kernel of its own while the"
         " others wait for it in a collective, or all devices may execute long work. The records"
@@ -269,7 +269,7 @@ def _describe_blocked_threads(hang: Hang) -> str:
 
 def _describe_pause(hang: Hang) -> str:
     return (
-        f"{_describe_places(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or"
+        f"{_describe_open_spans(hang)} No rank waits for another: a checkpoint, an evaluation, a compilation or"
         " a server without requests looks like this."
     )
 
@@ -281,14 +281,14 @@ _FINDINGS: dict[str, Callable[[Hang], str]] = {
 }  # fmt: skip
 
 
-def _describe_places(hang: Hang) -> str:
+def _describe_open_spans(hang: Hang) -> str:
     """Return a sentence on the open spans of all ranks.
 
     Spans of only a few ranks are listed first, because they are unusual.
     """
     order = sorted(hang.places.items(), key=lambda item: (len(item[1]), item[1]))
     parts = [
-        f"{_format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {place_phrase(inside)}"
+        f"{_format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {open_spans_phrase(inside)}"
         for inside, ranks in order
     ]
     if len(parts) > _MAX_NAMED:
