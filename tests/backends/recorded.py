@@ -1,5 +1,4 @@
-"""The expected contents of a backend: the spans, metrics and resources that it must store for a
-run.
+"""The spans, metrics and resources that a backend is expected to store for a run.
 
 These values are derived from the run directory alone.
 """
@@ -112,8 +111,8 @@ class Recorded:
 def _of_step(
     run_id: str, row: Row, inside: list[Row], resource: dict[str, Any]
 ) -> list[ReceivedSpan]:
-    """Yield the root span (if the rank is 0), the rank's span of the step, and the spans inside the
-    step.
+    """Yield the root span (if the rank is 0), the rank's span, and the spans inside the rank's
+    span.
     """
     rank, step, in_trace = (
         row["rank"],

@@ -620,9 +620,7 @@ def test_each_collective_has_its_expected_result(two: list[dict[str, Any]]) -> N
 
 
 def test_last_rank_delays_the_devices_of_other_ranks(two: list[dict[str, Any]]) -> None:
-    """The hosts do not wait for the collective. The delay is exact up to the accuracy of the hosts'
-    clocks.
-    """
+    """The hosts do not wait for the collective. The delay is exact within the hosts' clocks."""
     first, last = (rank["late"] for rank in two)
     assert last["device ms"] == pytest.approx(105, abs=EXACT_MS)
     assert 105 + (last["before"] - first["after"]) / 1e6 - EXACT_MS < first["device ms"]

@@ -69,9 +69,7 @@ class Job:
     def all_reduce(
         self, group: dist.ProcessGroup | None = None, *, asynchronous: bool = False
     ) -> None:
-        """Run an all-reduce. Raises AssertionError if the group's members did not all make the same
-        call.
-        """
+        """Run an all-reduce. Raises AssertionError if the members did not all make the same call."""
         payload = self.payload(group)
         number = self.called[(group or dist.group.WORLD).group_name]
         work = dist.all_reduce(payload, group=group, async_op=asynchronous)

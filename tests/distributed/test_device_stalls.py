@@ -337,16 +337,12 @@ def median_work_ms(trained: Trained, steps: range) -> float:
 
 
 def low_median(values: Iterable[float]) -> float:
-    """Return a quantile below the median, because on a busy machine some hosts issue their work
-    late.
-    """
+    """Return the lower median, because on a busy machine some hosts issue work late."""
     return statistics.median_low(list(values))
 
 
 def in_order(trained: Trained, step: int) -> None:
-    """Check that a step's stalls do not overlap, and that all are recorded before the step's own
-    record.
-    """
+    """Check that a step's stalls do not overlap and are recorded before the step."""
     spans = [(index, each) for index, each in enumerate(trained.spans) if each.step == step]
     (boundary,) = [index for index, each in spans if each.value0 == Kind.STEP]
     assert all(index <= boundary for index, _ in spans)

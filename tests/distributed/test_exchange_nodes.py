@@ -205,9 +205,7 @@ class TestLinks:
     def test_node_is_silent_while_cut_off_and_returns_afterwards(
         self, stack: ExitStack, nodes: list[list[str]]
     ) -> None:
-        """While a node's link is down, the other nodes continue and report how long the node has
-        been silent.
-        """
+        """While a node's link is down, other nodes continue and report how long it is silent."""
         _, port = host_a_store(stack, "10.83.0.1", tuple(nodes[0]))
         n0, n1, n2 = (Node(stack, ("10.83.0.1", port), rank, nodes[rank]) for rank in range(3))
         for rank in range(3):
@@ -380,9 +378,7 @@ class TestJob:
 
     @pytest.mark.long
     def test_store_does_not_count_our_connections_as_workers(self, stack: ExitStack) -> None:
-        """A store that waits for two workers still waits although the exchange has connected many
-        times.
-        """
+        """A store that waits for two workers still waits after many connections by the exchange."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         entered: list[float] = []

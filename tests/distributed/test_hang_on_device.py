@@ -1,6 +1,6 @@
 """Tests of two ranks on the asynchronous device, one with a kernel that never ends.
 
-Both hosts issue all their work and continue. The last marks that the devices reached identify the
+Both hosts issue all their work and continue. The last marks reached by the devices identify the
 stuck rank.
 """
 

@@ -38,7 +38,7 @@ def first_verdicts(folder: Path, stall_s: float) -> tuple[dict[str, Any], str]:
 
 def test_ended_hang_with_the_highest_cost_is_the_first_verdict(tmp_path: Path) -> None:
     """The verdict contains the rank, step, cost and stack of the hang. No second verdict is about
-    the step of the hang.
+    this step.
     """
     report, text = first_verdicts(tmp_path, MIN_S + 20)
     verdict = report["verdicts"][0]

@@ -46,8 +46,8 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {}
 
 
 def scenario(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Register a scenario that runs on both ranks. `results` has the scenario's return value under
-    the function's name.
+    """Register a scenario that runs on both ranks. `results` has its return value under the
+    function's name.
     """
     SCENARIOS[run.__name__] = run
     return run

@@ -90,9 +90,7 @@ def test_environment_variable_records_an_unmodified_script(
 def test_run_command_starts_a_script_like_python(
     workers: str, unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:
-    """In the script, __main__, arguments, sys.path[0], pickles and spawned workers are the same as
-    under `python`.
-    """
+    """__main__, arguments, sys.path[0], pickles and spawned workers are as under `python`."""
     arguments = ["--workers", workers]
     done = run([*RUN, TRAIN, *arguments], tmp_path)
     value = only_report(tmp_path)

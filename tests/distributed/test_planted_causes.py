@@ -35,9 +35,7 @@ def why_no_disk_is_throttled(folder: Path) -> str:
 )
 @pytest.mark.long  # On a busy machine, neither of the two ranks has a CPU of its own.
 def test_planted_garbage_collection_and_disk_throttling_are_named_as_causes(tmp_path: Path) -> None:
-    """In one case the garbage collector visits a large heap in every step, and in the other one a
-    disk is throttled.
-    """
+    """One case collects a large heap in every step, and the other one throttles a disk."""
     reason = why_no_disk_is_throttled(tmp_path)
     kinds = ["gc"] if reason else ["gc", "slow_storage"]
     record([(kind, 1) for kind in kinds], tmp_path, STEPS)

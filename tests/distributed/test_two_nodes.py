@@ -190,9 +190,7 @@ def silence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_silent_node_is_named_until_it_continues(silence: dict[str, Any]) -> None:
-    """Node 0 names the silent node's ranks and host within 15 s, and reports its own ranks as
-    waiting.
-    """
+    """Node 0 names the silent ranks and their host within 15 s, and its own ranks as waiting."""
     assert silence["rank"] in (2, 3)
     assert silence["evidence"]["waiting"] == [0, 1]
     assert "node-b" in silence["text"]

@@ -245,9 +245,7 @@ def run_id(folder: Path) -> str:
 
 
 def test_sql_queries_run_on_a_recorded_run(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DuckDB runs each query. Queries of GPU samples read a file without rows, because the run has
-    no GPU.
-    """
+    """DuckDB runs each query. Queries of GPU samples read a file without rows."""
     import duckdb
 
     from torchlens_perf.analysis.statistics.hardware import GpuSample

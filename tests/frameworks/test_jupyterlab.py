@@ -107,9 +107,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JupyterLab]:
 
 @pytest.fixture
 def opened(lab: JupyterLab) -> Iterator[Callable[..., Any]]:
-    """Open a notebook. Check that the page contacts only this test's server, and that no script
-    fails.
-    """
+    """Open a notebook. Check that the page contacts only this server, and that no script fails."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as player:
@@ -179,9 +177,7 @@ def assert_readable(seen: dict[str, Any], *, dark: bool) -> None:
 def test_report_is_live_and_readable_with_each_theme(
     lab: JupyterLab, opened: Callable[..., Any], theme: str
 ) -> None:
-    """One report updates itself while the cell runs, and the final report appears in the same
-    place.
-    """
+    """One report updates itself while the cell runs, and becomes the final report."""
     lab.set("themes", theme=f"JupyterLab {theme.capitalize()}")
     lab.write(f"{theme}.ipynb", [each.replace("END", f"end-{theme}") for each in CELLS])
     page = opened(f"{theme}.ipynb", prefers_dark=theme == "dark")

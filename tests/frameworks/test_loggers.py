@@ -1,6 +1,4 @@
-"""Tests of installed loggers and frameworks' own loggers. The tests read back the data that the
-loggers have stored.
-"""
+"""Tests of installed loggers and frameworks' own loggers. The tests read the loggers' data back."""
 
 from __future__ import annotations
 

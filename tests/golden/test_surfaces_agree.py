@@ -134,9 +134,7 @@ def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
 
 
 def _shown(text: str) -> Iterator[tuple[str, str, int, int | None]]:
-    """Yield the cost, the share, the first step and the end step (exclusive) that a sentence
-    contains.
-    """
+    """Yield the cost, the share, the first step and the (exclusive) end step in a sentence."""
     for cost, share, since in NOW.findall(text):
         yield cost, share, int(since or 0), None
     for since, last, cost, share in BEFORE.findall(text):

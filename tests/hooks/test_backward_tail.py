@@ -113,8 +113,8 @@ class Returning(nn.Module):
 
 
 # The roots of the graph, which are passed to autograd's engine. `hidden` and `logits` are results
-# of the model. The loop has made `leaf` and `early` before the model ran, so autograd's engine
-# reaches them last.
+# of the model. The loop made `leaf` and `early` before the model ran, so autograd reaches them
+# last.
 ROOTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], list[Any]]] = {
     "the first tensor": lambda hidden, logits, leaf, early: [hidden],
     "a plain class's": lambda hidden, logits, leaf, early: [logits * 2],

@@ -1,6 +1,4 @@
-"""Tests of forward times of modules, of the choice of timed modules, and that modules stay
-unchanged.
-"""
+"""Tests of modules' forward times and of the choice of timed modules, which stay unchanged."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_each_nvtx_range_ends_even_if_its_code_raises(
     }
 
     assert counts == {
-        "step": (8, 8),  # Seven finished steps, and the step in progress when the watch ends.
+        "step": (8, 8),  # Seven finished steps, and the one in progress when the watch ends.
         "data": (8, 8),  # Seven batches, and the call that reaches the end of the data.
         "data workers start": (1, 1),
         "augment": (7, 7),

@@ -87,8 +87,7 @@ def test_package_works_with_lowest_and_newest_dependency_versions(
 ) -> None:
     """Every module imports.
 
-    A simulated run is reported and replayed. A run is recorded and sent over HTTP, and another one
-    over gRPC.
+    A simulated run is reported and replayed. Runs are recorded and sent over HTTP and over gRPC.
     """
     assert (
         Path(environment.succeeds("python", "-W", "error::ImportWarning", "-c", IMPORT_ALL).strip())

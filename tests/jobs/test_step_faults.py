@@ -100,8 +100,8 @@ def begin(job: Job, folder: Path) -> perf.Watch:
 
 
 def functions_in_steps(folder: Path) -> list[CodeType]:
-    """Return the package's functions that run in the third and fourth step, except errors.py, which
-    handles errors.
+    """Return the package's functions that run in the third and fourth step, except those of
+    errors.py.
     """
     # The first run imports modules.
     for _ in range(2):

@@ -6,8 +6,7 @@ Each step sums a tensor with a unique size and unique values. Rank 0 prints a ch
 
 - --leaves RANK: this rank ends its process after five steps. The other ranks continue in a new
 group. - --fails RANK: this rank raises after five steps of its first attempt.
-- --shrinks: train in a world of several ranks until one is gone, then make the steps in the smaller
-world.
+- --shrinks: train in a world of several ranks until one is gone, then make the steps without it.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ def asleep_s() -> float:
 
 
 def program(name: str, text: str) -> str:
-    """Return a fake interpreter that runs the given code, in the folder of this Python's
-    installation.
-    """
+    """Return a fake interpreter that runs the given code and belongs to this Python."""
     path = folder / name / "bin" / "python"
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.exec_prefix = str(folder / name)

@@ -1,5 +1,4 @@
-"""Train inside a watch, and write to FILE what the watch adds to the process and when its body
-ends.
+"""Train in a watch, and write what it adds to the process and when its body ends.
 
 usage: watched_exit.py FILE
 """

@@ -60,9 +60,7 @@ class FailingCalls:
 
 @contextlib.contextmanager
 def kill_all_at_end(mark: str) -> Iterator[None]:
-    """Kill every process with this text in its environment at the end, because blocked processes
-    never end.
-    """
+    """At the end, kill every process with this text in its environment. Blocked ones never end."""
     try:
         yield
     finally:

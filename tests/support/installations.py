@@ -1,5 +1,4 @@
-"""Functions that build the wheel and the sdist with users' tools, and empty environments to install
-them.
+"""Build the wheel and the sdist with users' tools, and install them into empty environments.
 
 The environments borrow torch, the wheel's declared requirements and their dependencies from the
 test environment, because installing torch takes minutes.
@@ -87,9 +86,7 @@ class Environment(NamedTuple):
         return _site(self.folder) / PACKAGE
 
     def environ(self, **changed: str) -> dict[str, str]:
-        """Return environment variables without our settings, compilers, and other search paths of
-        Python.
-        """
+        """Return variables without our settings, compilers, and Python's other search paths."""
         dropped = (
             "TORCHLENS",
             "OTEL_",

@@ -19,7 +19,7 @@ STARTS_WITHIN_S = 90.0
 
 
 class JupyterLab:
-    """A JupyterLab that serves `folder` inside the context. The server and its kernels end with the
+    """A JupyterLab for `folder` inside the context. The server and its kernels end with the
     context.
     """
 

@@ -28,8 +28,8 @@ _DIGESTS = [
 def places(runs: Path) -> list[Path]:
     """Return this process's local folders and all run directories.
 
-    Folders of other processes' runs are excluded. Links are excluded because they stay until their
-    launcher has ended.
+    Runs of other processes are excluded. Links are excluded because they stay until their launcher
+    has ended.
     """
     parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     local = [path for parent in parents for path in parent.glob(f"torchlens-perf-{os.getuid()}/*")]

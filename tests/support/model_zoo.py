@@ -95,8 +95,7 @@ def train(
 ) -> Outcome:
     """Run the simplest loop.
 
-    `call` is a function that returns the loss of a batch. By default the loss is the mean of the
-    squared output.
+    `call` is a function that returns the loss of a batch. By default it is the mean squared output.
     """
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -631,9 +630,7 @@ class Refuses(nn.Module):
 
 @case
 def moving_average(watching: Watching) -> Outcome:
-    """Evaluate a moving average of the model's weights, kept in a deep copy that is made inside the
-    watch.
-    """
+    """Evaluate a moving average of the weights, in a deep copy made inside the watch."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

@@ -47,8 +47,8 @@ class Rank:
     def __init__(self, run: RunDirectory, rank: int, world_size: int = 2, **settings: Any) -> None:
         """Create the rank.
 
-        `registered`: whether this node's sidecar finds the rank's ring. `identity` overrides fields
-        of identity_of().
+        `registered`: this node's sidecar finds the ring. `identity` overrides fields of
+        identity_of().
 
         `first_step` is the step in which recording begins.
         """

@@ -1,6 +1,4 @@
-"""Native taps that build at once: a tiny extension instead of the real tap, and fake compilers that
-copy it.
-"""
+"""Native taps that build at once: a tiny extension, and fake compilers that copy it."""
 
 from __future__ import annotations
 

@@ -15,8 +15,6 @@ print([number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")
 
 
 def test_socket_objects_close_no_descriptor_of_the_program() -> None:
-    """Without this rule, a leftover socket object closed one of gloo's descriptors when the program
-    ended.
-    """
+    """A leftover socket object once closed a descriptor of gloo when the program ended."""
     finished = run([sys.executable, "-c", _HELD])
     assert finished.stdout.splitlines() == ["[]", "[]"], finished

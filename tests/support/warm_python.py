@@ -8,8 +8,7 @@ Each program is a child of the test with the given arguments, environment, folde
 The programs ignore settings that only a starting interpreter reads: PYTHON* variables other than
 PYTHONPATH and PYTHONUNBUFFERED, and variables that torch reads when it is loaded.
 
-The programs cannot start workers by `spawn`. Tests of how a program starts use `subprocess`
-instead.
+The programs cannot start workers by `spawn`. Tests of a program's start use `subprocess`.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ These end with this process.
 
 
 class WarmPython(subprocess.Popen[Any]):
-    """A replacement of Popen([PYTHON, ...], ...) for a script, -m MODULE or -c CODE, with one
-    OpenMP thread.
-    """
+    """Replaces Popen([PYTHON, ...], ...) for a script, -m MODULE or -c CODE. One OpenMP thread."""
 
     # Popen has this method in Python 3.10 to 3.14.
     def _execute_child(

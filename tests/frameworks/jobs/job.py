@@ -97,9 +97,7 @@ class Losses:
         self.count += 1
 
     def facts(self, steps: int, **facts: Any) -> dict[str, Any]:
-        """Return the values that tests compare. `steps` is the number of steps that the framework
-        has counted.
-        """
+        """Return the values that tests compare. `steps` is the number of steps by the framework."""
         return {"losses": self._digest.hexdigest(), "count": self.count, "steps": steps, **facts}
 
     def print(self, steps: int, **facts: Any) -> None:

@@ -1,6 +1,4 @@
-"""Spans of optimizer steps, and the rules for which optimizer step ends a step of the training
-loop.
-"""
+"""Spans of optimizer steps, and which optimizer step ends a step of the training loop."""
 
 from __future__ import annotations
 

@@ -266,9 +266,7 @@ def test_marks_never_read_are_dropped_with_their_old_step(
 def test_anchors_correct_the_drift_of_the_devices_clock(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
-    """The device's clock gains 50 us per second. The clock reports the error that remains after the
-    correction.
-    """
+    """The device's clock gains 50 us per second. The remaining error is reported by the clock."""
     fake.fast = 50e-6
     for _ in range(8):
         device.advance(SECOND)

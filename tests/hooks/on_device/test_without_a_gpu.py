@@ -1,6 +1,4 @@
-"""Behaviour without a GPU: no device module is loaded, and the GPU check reports that there is no
-GPU.
-"""
+"""Without a GPU, no device module is loaded, and the GPU check reports the missing GPU."""
 
 from __future__ import annotations
 

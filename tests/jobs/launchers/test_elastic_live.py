@@ -163,9 +163,7 @@ def trains(attempt: int, ranks: int, steps: int = 60) -> Callable[[dict[str, Any
 
 
 def verdict(report: dict[str, Any], kind: str) -> dict[str, Any] | None:
-    """Return the first verdict of a kind. A verdict that has ended has another kind, so it is not
-    returned.
-    """
+    """Return the first verdict of a kind. A verdict that has ended has another kind."""
     return next((each for each in report["verdicts"] if each["kind"] == kind), None)
 
 

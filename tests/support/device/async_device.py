@@ -40,8 +40,7 @@ def array(address: Any, kind: Any, *shape: int) -> np.ndarray[Any, Any]:
 class TwinDriver:
     """Implements the methods of cuda/driver.py on the CPU.
 
-    Streams are torch's streams, identified by number. The threads of the streams run the enqueued
-    work.
+    Streams are torch's streams, identified by number. Threads of the streams run enqueued work.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,4 @@
-"""A replacement of the package for unrecorded runs, whose functions have the same names and do
-nothing.
-"""
+"""Replaces the package in unrecorded runs: functions of the same names that do nothing."""
 
 from __future__ import annotations
 
