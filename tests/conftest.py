@@ -71,7 +71,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch, _clean_environment: None) -> Iterator[None]:
     """Make guard() raise.
 
-    Also find errors inside the native recorder, which no caller can catch.
+    Make tests fail on errors inside the native recorder, too, which no caller can catch.
     """
     unraisable: list[str] = []
 

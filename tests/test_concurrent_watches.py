@@ -223,7 +223,7 @@ def test_automatic_recordings_wait_for_a_step_may_end_during_a_watch() -> None:
     waiting.install()
     with patched(torch.autograd, "_engine_run_backward", lambda *args, **kwargs: None):
         waiting.remove()
-    first_step.relay.remove()
+    first_step.relay.remove_hooks()
     assert state_of_torch() == before
 
 

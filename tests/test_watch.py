@@ -348,7 +348,7 @@ def test_outer_watch_finds_the_model_despite_a_nested_watch(tmp_path: Path) -> N
 def test_deleted_model_and_optimizer_are_freed_during_a_watch(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A watch keeps no reference to them."""
+    """A watch keeps no reference to the model or the optimizer."""
     if way == "off":
         monkeypatch.setenv("TORCHLENS_PERF", "0")
     outer = perf.watch(torch.nn.Identity(), dir=str(tmp_path), sidecar=False, report="off")

@@ -193,7 +193,7 @@ def test_successive_watches_reuse_memory_and_events_for_merging(
     counts, hosts = [], []
     for watch in range(5):
         merge = torch_device.create_merger(ring, None)
-        if watch == 2:  # This watch ends before its copy has arrived.
+        if watch == 2:  # The copy of this result arrives after the watch's end.
             device.spin(60_000_000_000, torch_device.aside_stream)
         merge.enqueue_merge(window=ring.enqueue_reduction(0))
         if watch != 2:

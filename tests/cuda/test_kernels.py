@@ -58,7 +58,7 @@ def reduce_by_kernel(
 ) -> ReducedWindow:
     """Return the kernel's rows.
 
-    The rows contain garbage before, so the kernel must fill them.
+    The rows contain garbage before the call, so the kernel must fill them.
     """
     slots, places = duration_ns.shape
     shapes = ((slots, SUM_ROW), (slots, len(LargestColumn)), (slots, len(ExactColumn)))
@@ -144,7 +144,7 @@ def test_kernel_constants_equal_those_of_the_numpy_twin() -> None:
 def test_kernel_reduces_windows_of_any_length_like_the_numpy_twin(
     kernels: ShimKernels, places: int
 ) -> None:
-    """Windows are empty, odd, full, or longer than the ring, also where the counter wraps.
+    """Windows are empty, odd, full, or longer than the ring. Some contain the wrap of the counter.
 
     Records above the ring's size are counted as lost, and one place of a full ring is not read.
     """

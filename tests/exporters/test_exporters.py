@@ -283,7 +283,7 @@ def otlp() -> tuple[Exporter, Callable[[], tuple[int, int]]]:
 
 @pytest.mark.parametrize("make", [memory, otlp])
 def test_every_exporter_has_delivered_everything_after_shutdown(make: Callable[[], Any]) -> None:
-    """shutdown() returns no notes, also after a flush."""
+    """shutdown() returns no notes, with or without a flush before."""
     exporter, delivered = make()
     for rank in (0, 1):
         exporter.export(batch_of(identity(rank), range(10)))
@@ -401,7 +401,7 @@ class Metrics(NodeMetrics):
 
 
 def test_ranks_share_a_series_in_jobs_with_more_than_64_ranks() -> None:
-    """Points have no rank, and the memory gauge is that of the node's fullest rank."""
+    """Points have no rank, and the memory gauge has the value of the node's fullest rank."""
     sender = Metrics()
     many = MAX_RANK_SERIES + 1
     for rank, memory_bytes in ((0, 10), (1, 30), (2, 20)):
@@ -532,7 +532,7 @@ def test_problem_gauges_are_zero_after_the_problems_end_and_then_missing() -> No
 def test_each_rank_of_a_slow_node_has_the_joint_cost(
     shared_cost_ns: float | None, cost_s: float | None
 ) -> None:
-    """The joint cost is that of all ranks of the node.
+    """The joint cost is the time lost by all slow ranks of the node together.
 
     If the joint cost is unknown, no point is sent.
     """
@@ -648,7 +648,7 @@ def test_alert_is_an_event_with_sentence_severity_and_ids() -> None:
 def test_alert_links_to_the_slow_ranks_first_traced_step(
     traced: tuple[int, ...], until: int | None, expected: int | None
 ) -> None:
-    """The alert has the context of the rank's span in the first traced step since it was slow."""
+    """The alert has the context of the rank's span in the first traced step of the slowness."""
     endpoint = Collector("logs")
     exporter = exporter_to({"traces": Collector("traces"), "logs": endpoint})
     for step in traced:

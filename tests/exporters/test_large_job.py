@@ -58,7 +58,7 @@ def test_ranks_per_trace_do_not_grow_with_the_job() -> None:
 
 @pytest.mark.parametrize("ranks", [16, LARGE])
 def test_each_trace_has_exactly_the_ranks_that_its_root_lists(ranks: int) -> None:
-    """The ranks are on all nodes. If rank 0 is not selected, it sends only the root."""
+    """The ranks are on all nodes. If rank 0 is not selected, rank 0 sends only the root span."""
     job = sent(ranks, STEPS)
     some = 0
     for of_step in job.traces().values():
@@ -157,7 +157,7 @@ def test_exemplars_link_to_spans_that_were_sent(ranks: int) -> None:
 
 
 def test_small_job_sends_all_ranks_and_their_series() -> None:
-    """Eight ranks have complete traces of the numbered steps and a histogram each."""
+    """Eight ranks have complete traces of steps sampled by number, and each has a histogram."""
     job = sent(8, STEPS)
     chosen = {step: next(iter(each.values())).chosen[step] for step, each in job.traces().items()}
     whole = {

@@ -387,7 +387,7 @@ def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
         if decide.should_sample(Context(), in_trace, "").decision is Decision.RECORD_AND_SAMPLE:
             expected[row["step"], row["rank"]] += 1
     for step, rank in list(expected):
-        expected[step, rank] += rank == 0  # Rank 0 also sends the root.
+        expected[step, rank] += rank == 0  # Rank 0 also sends the root span.
     found: dict[tuple[int, int], int] = defaultdict(int)
     for span in (span for span in receiver.spans() if span.name != semantics.SPAN_RUN):
         found[span.attributes[semantics.STEP], span.attributes[semantics.RANK]] += 1

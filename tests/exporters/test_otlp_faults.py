@@ -171,7 +171,7 @@ def test_faulty_endpoint_delays_the_exit_of_training_by_at_most_1_5_s(
 def test_watch_adds_no_thread_and_no_socket_to_the_training_process(
     live: dict[str, Ended], fault: str
 ) -> None:
-    """A watch also imports no exporting library there."""
+    """A watch also imports no exporting library into the training process."""
     (before, inside, after), libraries = live[fault].threads_and_sockets, live[fault].libraries
     assert (before, before, []) == (inside, after, libraries)
 
@@ -248,7 +248,7 @@ WRONG: dict[str, tuple[Fault, str]] = {
 
 @pytest.mark.parametrize("fault", long_except({"500", "grpc unavailable"}, WRONG))
 def test_every_unsuccessful_response_counts_as_not_delivered(sidecar: Run, fault: str) -> None:
-    """The SDK considers some of these responses successful."""
+    """The SDK counts some unsuccessful responses as success."""
     context, protocol = WRONG[fault]
     with context() as address:
         ended = sidecar(

@@ -73,8 +73,8 @@ def test_gpu_shared_by_two_ranks_is_reported_once(
         nvml.gpus[1].update({"field 83": 5_000_900_000, "field 270": 400_000_000, "field 94": 3})
         nvml.write("gpu 1 xid 79")
         # The library may reread its script in the middle of a sample, so only the next sample is
-        # complete. On a busy machine a sample is slow, and the sidecar then waits longer before the
-        # next one.
+        # complete. On a busy machine a sample takes long, and the sidecar waits longer before the
+        # next sample.
         assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "xid"), 60) == 1
         assert (
             wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "pcie_replay"), 60) == 3

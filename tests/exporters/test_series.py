@@ -90,7 +90,7 @@ def check(point: Any, values_ns: Durations) -> None:
 def test_exponential_points_have_exact_count_sum_and_buckets(
     values_ns: Durations, scale: int
 ) -> None:
-    """The extremes are exact too. A wide distribution has fewer buckets per octave."""
+    """Minimum and maximum are exact too. A wide distribution has fewer buckets per octave."""
     meter = ArrayMeter()
     series = histogram(meter)
     for some in np.array_split(values_ns, 3):

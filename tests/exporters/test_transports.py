@@ -96,7 +96,7 @@ def test_items_rejected_over_http_are_counted_and_others_delivered() -> None:
 
 
 def test_refused_or_broken_connection_is_retried() -> None:
-    """A missing response is retried too."""
+    """A request without a response is retried too."""
 
     class BreaksOff(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -133,7 +133,9 @@ def test_series_beyond_the_budget_are_noted(run: RunDirectory) -> None:
     assert fit_series(every, 10_000, []) == sorted(every, key=lambda each: each["title"])
 
 
-def test_processes_have_cpu_time_and_memory_and_share_their_node_network(run: RunDirectory) -> None:
+def test_processes_have_cpu_time_and_memory_and_share_the_network_of_their_node(
+    run: RunDirectory,
+) -> None:
     """Ranks of one node share one series of its network."""
     samples = [
         ProcessSample(

@@ -197,8 +197,8 @@ def test_message_says_if_other_programs_use_all_processors(
 def test_message_has_the_reason_if_the_sidecar_could_not_start(
     works_otherwise: bool, tmp_path: Path
 ) -> None:
-    """Python ends immediately when it starts as a sidecar, or also when it creates the run
-    directory.
+    """In one case Python ends when it starts as a sidecar, in the other also when it creates the
+    run directory.
 
     The records are in the ring, and the command in the message reads them.
     """

@@ -812,8 +812,8 @@ class TestRoutedCalls:
 
 
 def test_each_nvtx_range_that_is_opened_is_closed(rig: Rig) -> None:
-    """Every start pushes the attribute of its name and every end pops, also for spans whose end is
-    lost.
+    """Every start pushes the attribute of its name, and every end pops it. Spans whose end is lost
+    are included.
     """
     calls: list[object] = []
     rig.recorder.set_nvtx(calls.append, lambda: calls.append("pop"), ["step", "a", "b"])

@@ -474,10 +474,10 @@ def test_wait_ends_only_the_operation_of_its_own_thread(rig: CollectiveRig) -> N
 # -- the end of recording
 
 
-def test_only_the_recorder_that_collects_last_records_operations(
+def test_only_the_last_recorder_with_start_collectives_records_operations(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """A recorder that does not collect writes nothing."""
+    """A recorder without start_collectives() writes no operations."""
     earlier, later = (
         CollectiveRig(implementation, tmp_path),
         CollectiveRig(implementation, tmp_path),

@@ -109,7 +109,7 @@ def test_report_after_an_exception_is_printed_below_the_traceback(
 ) -> None:
     """The traceback is printed after at most a second.
 
-    The program then waits as after a normal end.
+    After the traceback, the program waits as after a normal end.
     """
     (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30, enough=str(enough)))
     program = f"""

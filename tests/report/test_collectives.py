@@ -39,7 +39,7 @@ def cells(rows: list[dict[str, Any]], operation: str) -> dict[str, str]:
 
 
 def late(rank: int) -> CollectiveJoin:
-    """Return the joined collectives of three ranks, one of them 3 ms late."""
+    """Return the joined collectives of three ranks, one of which arrives 3 ms late."""
     issued = {
         each: [
             Issued(NAME, n, 1000 * US if each == rank else 4000 * US, 3_000_000) for n in range(10)

@@ -277,7 +277,7 @@ def test_tables_have_device_times_of_modules_and_sections(run: RunDirectory) -> 
 
 
 def test_device_sections_have_quantiles_over_all_ranks(run: RunDirectory) -> None:
-    """The report also has their count, the slowest rank, and losses."""
+    """The report also has the number of sections, the slowest rank, and lost records."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, duration_ns in zip(ranks, (MS, 3 * MS), strict=True):
         rank.timed_steps(10, 30 * MS)
@@ -482,7 +482,7 @@ def test_device_table_omits_columns_in_a_narrow_terminal(run: RunDirectory) -> N
 def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> None:
     """Device times arrive one step later.
 
-    A sidecar that reads before they arrive waits for them, and loses no step at the end.
+    A sidecar waits for device times that have not arrived, and loses no step at the end.
     """
     exporter = InMemoryExporter()
     rank = Gpu(run, 0, world_size=1)

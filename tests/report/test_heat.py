@@ -126,7 +126,7 @@ def test_heat_map_of_a_long_run_has_at_most_64_columns() -> None:
 
 
 def test_heat_map_has_tags_and_slow_times_of_ranks() -> None:
-    """Tags are those of any rank. A rank's slow times are its episodes, also ended ones."""
+    """A column has the tags of all ranks. A rank's slow times are its episodes, also ended ones."""
     tags = {9: Flag.CHECKPOINT, 17: Flag.COMPILED | Flag.EVALUATION}
     found = findings(episode(1, 40), episode(1, 8, 20), episode(7, 3))
     value = of([windows(64, tags=tags), windows(64, tags={25: Flag.EVALUATION})], found)

@@ -299,8 +299,8 @@ def test_all_steps_of_an_unusual_kind_count_for_its_windows() -> None:
 
 
 def test_unknown_validity_of_a_verdict_is_null() -> None:
-    """Validity is unknown with too few steps, for samples of the sidecar, and for long steps
-    without a known cause.
+    """Validity is unknown for too few steps, for verdicts from samples, and for long steps of
+    unknown cause.
     """
     unknown = usual(200)
     unknown[60] = {**BASE, "host": 901.0}

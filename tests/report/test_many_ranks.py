@@ -14,7 +14,7 @@ from tests.support.processes import ROOT
 from torchlens_perf.commands.cli import main
 
 NODES = 16
-# With 96 modules. 4096 ranks then need less than 0.8 GB.
+# Limits for ranks with 96 modules. Within these limits, 4096 ranks need less than 0.8 GB.
 STATE_KB_A_RANK, REPORT_KB_A_RANK = 40, 200
 # Measure in a separate process, because other code in the test process can allocate memory at any
 # time.

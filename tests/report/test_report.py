@@ -461,7 +461,7 @@ def test_each_kind_of_lost_data_has_a_note_with_its_number(run: RunDirectory) ->
     assert "3 of 9 spans were not delivered" in notes
 
 
-def test_report_from_a_saved_state_is_the_same(run: RunDirectory) -> None:
+def test_report_from_a_saved_state_equals_the_report_of_the_sidecar(run: RunDirectory) -> None:
     from torchlens_perf.verdicts import node_state
 
     rank = Rank(run, 0, 1)

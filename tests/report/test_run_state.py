@@ -277,7 +277,7 @@ def test_report_on_few_steps_shows_their_phases(
 
 
 def test_run_without_steps_is_explained_by_lost_records(run: RunDirectory) -> None:
-    """There were 60 steps, then more sections than the ring has room for.
+    """After 60 steps, there were more sections than the ring has room for.
 
     Advice on watch() would be wrong.
     """

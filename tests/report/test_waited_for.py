@@ -99,7 +99,7 @@ def test_no_rank_is_blamed_if_all_ranks_behave_the_same(loops: list[list[dict[st
     assert all(each["waited_for"] is None for each in report_on(loops)["steps"]["long"])
 
 
-def test_long_steps_with_a_known_cause_keep_their_name() -> None:
+def test_long_steps_with_a_known_cause_are_not_described_as_waits() -> None:
     loops = stalls("host", (24, 66))
     for loop in loops:
         for step in (24, 66):

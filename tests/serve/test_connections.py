@@ -50,7 +50,7 @@ def is_open(connection: socket.socket) -> bool:
 def test_hundreds_of_unfinished_requests_do_not_block_viewers(
     connect: Connect, viewer: Viewer, begin: str
 ) -> None:
-    """The requests exceed any limit of the server.
+    """The number of requests is higher than each limit of the server.
 
     An existing viewer and a new one are served.
     """

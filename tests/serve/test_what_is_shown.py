@@ -56,7 +56,7 @@ def test_run_list_has_status_cost_step_time_and_verdict_of_each_run(
 def test_served_page_equals_the_page_file(viewer: Viewer, runs: Path) -> None:
     """The page and the JSON have the contents of the file.
 
-    Only scripts and styles are loaded by address.
+    Unlike the file, the page loads its scripts and styles from addresses.
     """
     held = json.loads(contents_as_json(gather_contents(RunDirectory(runs / "done"))))
     shown = viewer.json("/runs/done/api/contents")

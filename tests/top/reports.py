@@ -1,4 +1,4 @@
-"""Reports of simulated runs, and changed copies of them."""
+"""Reports of simulated runs, and functions that change copies of reports."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_time_left_is_remaining_steps_times_mean_step() -> None:
     assert describe_progress(400, 1000) == "400 of 1,000 steps (40%)"
 
 
-def test_second_time_left_is_shown_if_recent_steps_differ() -> None:
+def test_second_estimate_of_the_time_left_is_shown_if_recent_steps_differ() -> None:
     assert estimate_time_left_s(400, 1000, 0.5, (0.5,) * 8 + (1.0,)) == (300.0, 600.0)
     assert estimate_time_left_s(400, 1000, 0.5, (0.5,) * 8 + (0.54,)) == (300.0,)
 

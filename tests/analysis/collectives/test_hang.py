@@ -127,7 +127,7 @@ def test_incomplete_collective_of_unknown_operation_has_only_its_number() -> Non
 
 
 def test_only_the_rank_furthest_behind_is_blamed() -> None:
-    """Other ranks are behind because that rank blocks them."""
+    """All other ranks that are behind are blocked by the rank furthest behind."""
     hang = found(behind(1, issued={WORLD: 55}), behind(2), behind(3))
 
     assert (named(hang), hang.waiting, hang.collective) == (
@@ -284,7 +284,7 @@ def test_stopped_rank_is_blamed_with_its_process_state(state: str, words: str, a
 
 
 def test_stopped_rank_is_blamed_even_if_it_has_entered_all_collectives() -> None:
-    """A rank that stopped after it issued its last collective also blocks the others."""
+    """A rank that stopped after it issued its last collective also blocks the other ranks."""
     hang = found(rank(2, state="stopped"))
 
     assert (hang.kind, named(hang), hang.waiting, hang.collective) == (
@@ -425,7 +425,7 @@ def test_node_that_became_silent_long_before_the_hang_is_not_blamed() -> None:
 
 
 def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
-    """All reporting ranks have entered the collective. The cause may be on the other ranks."""
+    """All reporting ranks have entered the collective. The cause may be on ranks without reports."""
     for stale in ({3: on_silent_node(3, report_age_s=70.0)}, {}):
         progress = {number: rank(number) for number in range(3)} | stale
         hang = find_hang(progress, {WORLD: (0, 1, 2, 3)})
@@ -439,7 +439,7 @@ def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
 
 
 def test_only_reporting_rank_is_not_called_the_last_living_one() -> None:
-    """The other ranks may not have ended, because nothing is known of them."""
+    """Ranks that do not report may not have ended."""
     hang = found(*(on_silent_node(number, report_age_s=70.0) for number in (1, 2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.unheard) == ("unheard", [], (0,), (1, 2, 3))

@@ -130,7 +130,7 @@ def test_random_job_gives_no_hang_or_a_consistent_one(
 def test_blamed_ranks_are_those_that_others_wait_for_and_that_do_not_wait(
     job: tuple[dict[int, RankProgress], dict[str, tuple[int, ...]]],
 ) -> None:
-    """The blamed ranks are exactly those that others wait for and that do not wait themselves.
+    """The blamed ranks are exactly those that other ranks wait for and that do not wait themselves.
 
     Ended ranks do not wait.
     """

@@ -546,7 +546,7 @@ def test_pending_records_are_not_joined_after_a_sidecar_restart() -> None:
 def test_ranks_that_number_operations_differently_are_not_joined_after_a_restart() -> None:
     """Numbers of the ranks still differ after a restart of the sidecar.
 
-    Joining stops again at the next operation that one rank leaves before the other one arrives.
+    Joining stops again at the next operation that one rank left before the other one arrived.
     """
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]

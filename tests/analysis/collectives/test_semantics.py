@@ -151,7 +151,7 @@ def test_bus_factor_equals_that_of_nccl_tests(operation: str, factor: float | No
     assert bus_bandwidth_factor(operation, 4) == factor
 
 
-def test_size_equals_that_of_nccl_tests() -> None:
+def test_operation_size_equals_that_of_nccl_tests() -> None:
     """The size is the whole output of a gather, the whole input of a scatter, or for an all-to-all
     the largest number of bytes of a rank.
     """

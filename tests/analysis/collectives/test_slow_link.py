@@ -232,7 +232,7 @@ def test_missing_comparison_of_links_is_explained() -> None:
     assert find_slow_links([]).undecided == ""
 
 
-def test_slow_links_are_unchanged_by_json() -> None:
+def test_slow_links_are_unchanged_by_a_json_round_trip() -> None:
     found = find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}), HOSTS)
 
     assert save_and_load(found) == found

@@ -164,7 +164,7 @@ def test_step_without_device_times_is_left_out() -> None:
 
 
 def test_spans_of_incomplete_steps_are_limited() -> None:
-    """Each step has lost a mark. A complete step that arrives late still counts."""
+    """The device's record of each step is lost. A complete step that arrives late still counts."""
     joiner, stalls, steps = DeviceStepJoin(), 5, 3 * MAX_BEHIND_STEPS
     for n in range(steps):
         spans = [device(n, Kind.WAIT, 10 * n + k, 0.5) for k in range(stalls)]
@@ -372,5 +372,5 @@ def test_device_makes_progress_when_it_reaches_a_mark() -> None:
     later = host_times.made_progress(np.array([40]), np.array([10, 30, 40]), np.array([25, 45, 50]))
 
     assert found.tolist() == [True, False, True]
-    # The mark 20 is known from the previous call.
+    # The first interval has the mark at 20, which is known from the previous call.
     assert later.tolist() == [True, True, False]

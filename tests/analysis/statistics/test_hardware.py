@@ -108,7 +108,7 @@ def test_counter_of_a_reset_gpu_counts_from_zero() -> None:
     assert counter_increases(None, {"a": 1}, "a") == {}
 
 
-def test_hardware_totals_continue_after_json() -> None:
+def test_hardware_totals_continue_after_a_json_round_trip() -> None:
     """A restarted sidecar continues with the sums of the earlier one."""
     samples = gpu(
         6,

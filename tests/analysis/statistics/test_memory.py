@@ -184,7 +184,7 @@ def test_time_until_memory_is_full_is_computed_from_peaks_within_steps(
     ],
 )
 def test_uncertain_or_very_slow_growth_of_memory_is_not_reported(allocated: list[float]) -> None:
-    """Slow growth would need too long to fill the device."""
+    """At a slow rate, the device would not be full for a very long time."""
     assert filled(allocated).estimate_growth() is None
 
 

@@ -262,7 +262,7 @@ def test_work_excludes_waits_and_time_without_a_cpu() -> None:
     ready_ns[:, PARTS.index("forward")] = 3 * MS
     ready_ns[:, PARTS.index("communication")] = 40 * MS
     ready_ns[-2:] = -1
-    # The time without a CPU is longer than the part, because it was sampled a moment too late.
+    # The time without a CPU is longer than its part, because it was read a moment too late.
     ready_ns[-3, PARTS.index("data")] = 9 * MS
     history = WindowHistory()
     history.add_steps(dataclasses.replace(table, ready_ns=ready_ns))

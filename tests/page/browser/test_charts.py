@@ -431,7 +431,7 @@ def test_keys_zoom_and_move_the_timeline(tab: Tab) -> None:
 
 
 def test_device_work_is_a_separate_lane_of_the_timeline(tab_of: TabOf, device_file: Path) -> None:
-    """Bars of phases are by the device's clock."""
+    """Bars of phases have times of the device's clock."""
     tab = tab_of(device_file).open("#step")
     lanes: Any = tab.value(f"[...{tab.named('step')}.laid.labels.values()]")
     assert "device" in lanes

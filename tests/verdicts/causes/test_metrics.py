@@ -50,7 +50,7 @@ def test_rank_without_signals_has_no_usual_signals() -> None:
 
 
 def test_means_exclude_time_slots_with_other_steps() -> None:
-    """If all slots also contain other steps, all of them count."""
+    """If all time slots contain other steps too, all slots count."""
     history = MetricHistory()
     for second in range(10):
         told(history, 100.0 + second, 10 * second, {0: 0.0, 3: 0.5 if second >= 5 else 0.25})

@@ -206,7 +206,7 @@ def test_planted_cause_is_the_only_one_in_the_diagnosis(
 
 
 def test_diagnosis_of_a_healthy_rank_has_no_cause() -> None:
-    """Measured and unmeasured subjects are listed separately."""
+    """Possible causes that were measured are listed, and separately those that were not."""
     found = diagnosis({})
     unmeasured = {rank: encode_signals({"gc_share": 0.0}).astype(np.float32) for rank in range(4)}
     on_a_cpu = diagnose(episode(SLOW), unmeasured, None)
@@ -357,7 +357,7 @@ def test_verdict_has_cause_explained_share_and_action() -> None:
 
 
 def test_hardware_error_that_explains_no_time_is_not_called_the_cause() -> None:
-    """The next action remains that of the phase."""
+    """The recommended action remains that for a slow phase."""
     told = verdict(diagnosis({"xids_per_s": 0.001}))
 
     assert "Because" not in told.sentence
@@ -405,7 +405,7 @@ def test_verdict_lists_ruled_out_causes_if_none_was_found() -> None:
     assert "ause" not in verdict(diagnose(episode(SLOW), {}, None)).sentence
 
 
-def test_diagnosis_is_unchanged_by_the_state_file() -> None:
+def test_diagnosis_read_from_a_state_file_is_unchanged() -> None:
     slow = episode(SLOW, phase="data")
     named = add_straggler_groups(
         findings(slow), places(8), diagnosed=lambda group: diagnosis({"gc_share": 0.2})

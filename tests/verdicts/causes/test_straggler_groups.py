@@ -35,7 +35,7 @@ def test_slow_ranks_of_one_host_are_one_node_group() -> None:
 
 
 def test_cost_of_a_node_is_the_time_saved_without_all_of_its_ranks() -> None:
-    """Without only one of eight slow ranks, the job would hardly be faster."""
+    """If only one of eight slow ranks became healthy, the job would hardly be faster."""
     job, at = Job.of(32, 140), places(32)
     for rank in range(8, 16):
         job.slow(rank, 30, "backward", slice(20, 110))
@@ -264,7 +264,7 @@ class TestImbalance:
         )
 
 
-def test_groups_and_imbalance_are_unchanged_by_json() -> None:
+def test_groups_and_imbalance_are_unchanged_by_a_json_round_trip() -> None:
     found, at = pipeline(1.0, 1.5)
     slow = [episode(rank) for rank in (1, 8, 9, 10)]
     both = findings(groups=tuple(find_straggler_groups(slow, places(16, node_size=4))))

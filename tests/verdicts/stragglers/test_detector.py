@@ -766,7 +766,7 @@ def test_excess_above_the_detectable_one_is_found_and_half_of_it_is_not() -> Non
     assert quiet.detectable_ns == pytest.approx(MIN_SHARE / (1 - MIN_SHARE) * quiet.step_ns)
 
 
-def test_straggler_findings_are_unchanged_by_json() -> None:
+def test_straggler_findings_are_unchanged_by_a_json_round_trip() -> None:
     judge = StragglerDetector()
     judge.add_bin_batch("a/pp0", Job.of(4, 100).slow(1, 20).block())
     for found in (judge.judge(final=True), NOTHING):

@@ -202,7 +202,7 @@ def test_usual_times_of_many_ranks_are_computed_from_a_sample() -> None:
     assert (found.phase, found.phase_excess_ns) == ("host", pytest.approx(20 * MS, rel=0.02))
 
 
-def test_episode_is_unchanged_by_json() -> None:
+def test_episode_is_unchanged_by_a_json_round_trip() -> None:
     for changes in ({}, {"until_step": 90}):
         episode: Any = dataclasses.replace(episode_of(Job.of(2, 30).slow(1, 20)), **changes)
         assert save_and_load(episode) == episode

@@ -1,4 +1,4 @@
-"""One verdict on steps whose durations keep growing, and none on the last of them."""
+"""One verdict on steps whose durations keep growing, and no separate verdict on the longest steps."""
 
 from __future__ import annotations
 
