@@ -62,7 +62,9 @@ def stream() -> int:
 
 def launch(name: str, *values: np.generic) -> None:
     """Launch a kernel of PLANTED with one thread on the current stream, which may be captured."""
-    driver().launch(int(planted(name).kernel.ptr), 1, 1, 0, stream(), KernelArguments(values))
+    driver().launch_kernel(
+        int(planted(name).kernel.ptr), 1, 1, 0, stream(), KernelArguments(values)
+    )
 
 
 class Spin:

@@ -48,7 +48,7 @@ def launch_ours(
         np.uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments
     ]
     function = kernels.load_kernels(torch.cuda.current_device())[name]
-    driver().launch(function, grid, threads, shared_bytes, stream(), KernelArguments(values))
+    driver().launch_kernel(function, grid, threads, shared_bytes, stream(), KernelArguments(values))
 
 
 class Window:

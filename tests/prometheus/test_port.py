@@ -53,7 +53,7 @@ def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
 def test_metrics_port_is_closed_by_default(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as the port is closed, no metrics are computed."""
+    """No metrics are computed while the port is closed."""
     monkeypatch.setattr(metrics_port, "CombinedExporter", None)
     sidecar, ranks = of_ranks(run)
     port = MetricsPort()

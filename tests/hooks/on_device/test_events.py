@@ -43,16 +43,16 @@ def test_equal_cuda_streams_are_stored_as_one_object(
     cuda = Cuda(monkeypatch, handles=handles)
     own = CudaEvents(3)
     assert own.name == "CUDA events"
-    assert own.new().timing
-    first = own.current()
+    assert own.create_event().timing
+    first = own.current_stream()
     cuda.handle = 7
-    other = own.current()
+    other = own.current_stream()
     cuda.handle = 0
-    assert first == own.current() != other
+    assert first == own.current_stream() != other
     assert cuda.made == (2 if handles else 3)
     cuda.capturing = True
-    assert own.current() is None
-    assert own.capturing()
+    assert own.current_stream() is None
+    assert own.is_capturing()
 
 
 def test_number_of_stored_streams_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,5 +60,5 @@ def test_number_of_stored_streams_is_limited(monkeypatch: pytest.MonkeyPatch) ->
     cuda = Cuda(monkeypatch, handles=True)
     own = CudaEvents(3)
     for cuda.handle in range(10 * events._MAX_STREAMS):
-        assert own.current() == ("stream", cuda.handle)
+        assert own.current_stream() == ("stream", cuda.handle)
     assert len(own._known) <= events._MAX_STREAMS
