@@ -56,7 +56,7 @@ class RunStoreError(TorchlensPerfError):
 class HookUnavailable(TorchlensPerfError):
     """This version of torch lacks an API that a hook needs.
 
-    The hook is skipped and the report notes it.
+    The hook is skipped, and the report notes that.
     """
 
 

@@ -10,7 +10,7 @@ from torchlens_perf.errors import RunStoreError
 
 
 def find_newest_run() -> Path:
-    """Return the newest run in the folder for runs. Raise RunStoreError if there is none."""
+    """Return the newest run in the default folder. Raise RunStoreError if it has no runs."""
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
     runs = [run for run in _find_runs_below(folder) if not run.is_symlink()]
     if not runs:
@@ -22,13 +22,13 @@ def find_newest_run() -> Path:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return a run directory itself, or the runs of a folder in order of their names.
+    """Return the folder itself if it is a run directory, otherwise its runs in order of names.
 
-    Raise RunStoreError if there are none.
+    Raise RunStoreError if the folder is neither a run directory nor has any.
     """
     runs = [folder] if (folder / "nodes").is_dir() else sorted(_find_runs_below(folder))
     if not runs:
-        raise RunStoreError(f"{folder} is no run directory, and no folder of runs")
+        raise RunStoreError(f"{folder} is neither a run directory nor a folder of runs")
     return runs
 
 

@@ -43,7 +43,7 @@ _GROUPS = {
         "serve": "show runs in a browser, live and finished",
         "history": "show the runs of a job over time, and where they changed",
         "query": "run SQL on the tables of runs",
-        "compare": "tell what changed between runs, with intervals; for CI",
+        "compare": "compare runs before and after a change, also in CI",
     },
     "Set up": {
         "doctor": "check the installation and the environment",
@@ -87,9 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_versions_text())
             return 0
         if arguments[0] == "run" and arguments[1:2] not in (["-h"], ["--help"]):
-            run_command.exec_recorded_python(
-                arguments[1:]
-            )  # Python parses the rest of the command line.
+            run_command.exec_recorded_python(arguments[1:])  # the new Python parses these arguments
         parser = _build_parser()
         if not arguments[0].startswith("-") and arguments[0] not in (*_NAMES, results.NAME):
             raise ConfigError(_unknown_command_text(arguments[0]))

@@ -63,7 +63,7 @@ def add_command(commands: Any) -> None:
 
 
 def _parse_budgets(text: str) -> dict[str, float]:
-    """Return the budgets by measure as shares. Raise ArgumentTypeError for another form."""
+    """Return the budget of each measure, as a share. Raise ArgumentTypeError for invalid text."""
     found = {}
     for each in text.split(","):
         name, equals, value = each.strip().rpartition("=")
@@ -94,7 +94,7 @@ def _run_compare(options: argparse.Namespace) -> int:
 
 
 def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
-    """Return the run directories before and after. Raise ConfigError for another number of sides."""
+    """Return the runs before and after. Raise ConfigError unless exactly two sides are named."""
     ways = [bool(options.sides), bool(options.before or options.after), bool(options.started)]
     if sum(ways) != 1:
         raise ConfigError(
@@ -113,7 +113,7 @@ def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
         before, after = (find_runs(each) for each in options.sides)
         return before, after
     if not options.before or not options.after:
-        raise ConfigError("--before and --after are needed both")
+        raise ConfigError("both --before and --after are needed")
     return options.before, options.after
 
 
@@ -206,8 +206,8 @@ def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None
 def choose_exit_code(budgets: Mapping[str, float], compared: Comparison) -> tuple[int, str]:
     """Return 0, EXCEEDED or UNKNOWN, and a line with the reason.
 
-    A budget is exceeded if the measure changed by more than the budget. Without a change, the
-    interval must lie below the budget.
+    A budget is exceeded if the measure changed by more than the budget. If no change was found, the
+    upper bound of its interval must not exceed the budget; otherwise the result is UNKNOWN.
     """
     from torchlens_perf.compare.changes import Outcome
     from torchlens_perf.compare.measures import STEP, Kind, Measure
@@ -220,7 +220,7 @@ def choose_exit_code(budgets: Mapping[str, float], compared: Comparison) -> tupl
         )
         change = compared.changes.get(measure)
         if change is None:
-            unknown.append(f"{name} was not measured on both sides")
+            unknown.append(f"{name} was not measured both before and after")
         elif change.outcome is Outcome.CHANGED and change.share > budget:
             exceeded.append(f"{name} {change.share:+.1%} (budget {budget:.1%})")
         elif change.outcome is not Outcome.CHANGED and change.high / change.before > budget:

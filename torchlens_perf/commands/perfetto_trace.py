@@ -21,7 +21,7 @@ def add_arguments(report: argparse.ArgumentParser) -> None:
     trace.add_argument("--ranks", type=_parse_numbers, help="ranks to write, such as 0,3,8-15")
     trace.add_argument("--steps", type=_parse_range, help="first and last step, such as 100-200")
     trace.add_argument(
-        "--limit-mb", type=float, help="size that chooses the number of steps; default: 50"
+        "--limit-mb", type=float, help="size of the file, which limits the steps; default: 50"
     )
 
 

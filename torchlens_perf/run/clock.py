@@ -23,7 +23,7 @@ class Anchor(NamedTuple):
 
     @property
     def offset_ns(self) -> int:
-        """Return what to add to a monotonic time to get Unix time."""
+        """Return the number of ns to add to a monotonic time to get Unix time."""
         return self.unix_ns - self.monotonic_ns
 
 

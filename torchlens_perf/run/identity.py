@@ -239,7 +239,7 @@ def _determine_run_id(
     origin = os.getppid()
     job = "" if place.nodes == 1 else _to_folder_name(place.job)
     if place.elastic and (job or place.nodes == 1):
-        # A restart has another port and maybe another world size. The agent process is the same.
+        # A restart has another port and maybe another world size. The agent process stays the same.
         return claim(_launcher_digest(origin) + suffix, origin, proposal=job and job + suffix)
     if job:
         return job + suffix

@@ -39,7 +39,7 @@ def make_folders(folders: list[str], access: str = PRIVATE) -> list[str]:
                     _make_folder(folder, _MODES[access], made)
                     break
                 except FileNotFoundError:
-                    # Another rank has just removed the parent folder, which it had made itself.
+                    # Another rank, which had made the parent folder, has just removed it.
                     if not tries_left:
                         raise
         # Process ids are not unique across containers, so the name is random.

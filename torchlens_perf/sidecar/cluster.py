@@ -101,7 +101,7 @@ class ClusterLink:
 
     @property
     def update_interval_s(self) -> float:
-        """Interval at which to call exchange_data(). Nodes of one job expect a post each second."""
+        """Interval at which to call exchange_data(): a node of a job must send a post each second."""
         return ROUND_S if self._exchange is not None else _ALONE_ROUND_S
 
     @property
@@ -120,7 +120,7 @@ class ClusterLink:
         return MAX_REPLY_BYTES - 1 - len(self._encode_control())
 
     def publish_instructions(self, instructions: bytes) -> None:
-        """Send instructions to all other nodes. The call has an effect on node 0 only."""
+        """Send instructions to all other nodes if this is node 0. Otherwise do nothing."""
         if self._is_node_0 and instructions != self._instructions:
             self._instructions = instructions
             self._publish_control()

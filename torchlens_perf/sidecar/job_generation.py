@@ -233,7 +233,7 @@ class JobGeneration:
     # -- findings
 
     def judge_ranks(self, *, final: bool = False) -> Findings | None:
-        """Return the slow ranks, or None before the first step. final: the run has ended."""
+        """Return the slow ranks, or None if no rank has finished a step. final: the run has ended."""
         found = self.detector.judge(final=final)
         if not self.places:
             return None

@@ -96,16 +96,16 @@ def _finish_run(
         sidecar.join_run_directories()
     with (
         contain_errors("writing the run directory"),
-        _suppress_disk_errors("the run directory cannot be written"),
+        _log_disk_errors("the run directory cannot be written"),
     ):
         sidecar.save_state(durably=True)
     with (
         contain_errors("writing the report"),
-        _suppress_disk_errors("the last report could not be written"),
+        _log_disk_errors("the last report could not be written"),
     ):
         sidecar.write_report()
     lock.write_status("is writing the page")
-    with contain_errors("writing the page"), _suppress_disk_errors("the page could not be written"):
+    with contain_errors("writing the page"), _log_disk_errors("the page could not be written"):
         write_page_if_wanted(sidecar)
 
 
@@ -168,7 +168,7 @@ class _RoundRunner:
             self._account_took_s = time.monotonic() - now_s
         if not more or schedule.is_judging_due(now_s, sidecar.monitor.cluster.update_interval_s):
             sidecar.judge_ranks(now_s, final=not more)
-        with _suppress_disk_errors("this run could not join that of node 0"):
+        with _log_disk_errors("this run could not join that of node 0"):
             sidecar.join_run_directories()
         sidecar.sample_telemetry()
         sidecar.build_tap(now_s - self._started_s)
@@ -177,14 +177,14 @@ class _RoundRunner:
         # be slow.
         with (
             contain_errors("writing the report"),
-            _suppress_disk_errors("the report could not be written"),
+            _log_disk_errors("the report could not be written"),
         ):
             sidecar.write_report_if_due(self._lock.write_status)
         with contain_errors("exporting"):
             sidecar.export_results()
         with (
             contain_errors("writing the run directory"),
-            _suppress_disk_errors("the run directory cannot be written"),
+            _log_disk_errors("the run directory cannot be written"),
         ):
             unkept = sidecar.records.unsaved_records, sidecar.sources.max_unsaved_share()
             if (
@@ -199,7 +199,7 @@ class _RoundRunner:
                 self._save_took_s = time.monotonic() - began_s
         with (
             contain_errors("showing the live run"),
-            _suppress_disk_errors("the live run could not be shown"),
+            _log_disk_errors("the live run could not be shown"),
         ):
             live.deliver_due(now_s)
         return more
@@ -224,7 +224,7 @@ def _sleep_until_event(
 
 
 @contextlib.contextmanager
-def _suppress_disk_errors(what: str) -> Iterator[None]:
+def _log_disk_errors(what: str) -> Iterator[None]:
     """Log and suppress disk errors. The sidecar then continues to read the rings.
 
     The disk may be full, or another node's file may be unreadable for a moment.

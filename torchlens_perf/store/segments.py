@@ -126,8 +126,8 @@ def read_last_sequences(
 ) -> dict[str, int]:
     """Return each process's last sequence number in the node's segments.
 
-    A restarted sidecar continues after these numbers. The records of a damaged segment are read
-    from the ring files again if possible.
+    A restarted sidecar continues after the last sequence numbers. The records of a damaged segment
+    are read from the ring files again if possible.
 
     notes: list to which a line is added for each damaged segment; None to raise an error instead.
     Raise UnreadableFileError if the disk fails.

@@ -47,7 +47,8 @@ class LauncherVariables:
 
 LAUNCHERS = (
     # torch/distributed/elastic/agent/server/local_elastic_agent.py; Accelerate also starts it. Each
-    # agent counts its own restarts. After a failure, the failed node has 1 and other nodes have 0.
+    # agent counts its own restarts. After a failure, the agent of the failed node has counted 1
+    # restart and other agents 0.
     LauncherVariables(
         "torchrun",
         ("TORCHELASTIC_RUN_ID",),

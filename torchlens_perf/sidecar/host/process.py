@@ -21,7 +21,7 @@ from torchlens_perf.sidecar.host.neighbours import CpuNeighbours
 _MIN_CPU_WAIT_SHARE = 0.02
 _GROUP_PERIOD_S = 10.0
 _MIN_INTERVAL_S = 0.5
-# The command line of multiprocessing's helper process contains this word.
+# The command line of multiprocessing's resource tracker contains this word.
 _TRACKER = "resource_tracker"
 _DISK_WAIT_PERIOD_S = 0.15
 _CPUS = Path("/sys/devices/system/cpu")

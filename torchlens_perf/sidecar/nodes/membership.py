@@ -1,9 +1,9 @@
 """Agree between nodes on the run's id and on the processes that belong to one generation.
 
-Node 0 decides, and the other nodes accept its decision. Restart counts in the environment are not
-usable, because each launcher counts its own restarts. When a worker fails, torchrun's agent on the
-worker's node reports one restart, and the other agents report none. Start times are usable, because
-all agents start their workers after the same rendezvous.
+Node 0 decides, and the other nodes accept its decision. Restart counts in the environment cannot be
+compared, because each launcher counts its own restarts. When a worker fails, torchrun's agent on
+the worker's node reports one restart, and the other agents report none. Start times can be
+compared, because all agents start their workers after the same rendezvous.
 
 All processes that a launcher starts on a node at one time form a set. Node 0 numbers its own sets
 and sends their ages. A set of another node matches the set of node 0 that has the same number of

@@ -312,7 +312,7 @@ class Inbox:
     def find_duplicate_names(self) -> list[str]:
         """Return the node names that several live sidecars use at the same time.
 
-        A name counts if its old sidecar sends reports after a new one has connected.
+        A node name is returned if its old sidecar sends reports after a new sidecar has connected.
         """
         newest, found = {self._own.node: self._own}, set()
         for sender in self._senders.values():

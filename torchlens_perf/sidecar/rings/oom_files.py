@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SCAN_INTERVAL_S = 10.0
 _MAX_BYTES = 1 << 26
-# The node's state has only the first rows of a table. The table's file has all rows.
+# The node's state contains only the first rows of a table, and the table's file all rows.
 _ROWS_IN_STATE = 10
 
 

@@ -124,7 +124,8 @@ class GpuTelemetry:
             backoff.extend(monotonic_ns)
             sample = None
         took_ns = self._clock_ns() - begun_ns
-        # The first sample also opens the GPU. This may take long, so it does not count as slow.
+        # The first sample also opens the GPU. Opening may take long, so the first sample never
+        # counts as slow.
         if opened and took_ns > _SLOW_SAMPLE_NS:
             backoff.until_ns = max(backoff.until_ns, monotonic_ns + _MIN_IDLE_RATIO * took_ns)
             self.slow_samples[uuid] += 1
@@ -179,7 +180,7 @@ class GpuTelemetry:
     def _close_lost_gpu(self, uuid: str, error: Exception) -> None:
         gpu = self._gpus.pop(uuid, None)
         if gpu is None:
-            if uuid not in self.losses:  # For a lost GPU there is a note already.
+            if uuid not in self.losses:  # A note already reports a lost GPU.
                 self._add_note(f"{uuid}: no telemetry because NVML cannot open it: {error}")
             return
         self.losses[uuid] += 1
