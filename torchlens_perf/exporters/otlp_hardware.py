@@ -52,7 +52,7 @@ _GPU_NOW = (
     _FieldMapping(semantics.TEMPERATURE, "temperature_c", {semantics.SENSOR: "gpu"}),
     _FieldMapping(semantics.TEMPERATURE, "memory_temperature_c", {semantics.SENSOR: "memory"}),
 )
-# These are up-down counters in the conventions, because they may be summed over components.
+# These metrics are up-down counters in the conventions, because they may be summed over components.
 _GPU_SUMS = (
     _FieldMapping(semantics.GPU_MEMORY, "memory_used_bytes"),
     _FieldMapping(semantics.GPU_MEMORY_LIMIT, "memory_total_bytes"),

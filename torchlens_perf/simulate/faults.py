@@ -74,7 +74,7 @@ class _SlowRanksFault(_TimedFault):
     def step_factors(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
         """Return the factor by which `share` is multiplied in each step.
 
-        Its shape is [steps], or [slow ranks, steps].
+        The result has the shape [steps] or [slow ranks, steps].
         """
         return self.active_steps(draft)
 
@@ -233,7 +233,7 @@ class LinkFault(_TimedFault):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthVariation(_TimedFault):
-    """Each rank's sequences have a random length in each step, and its work is proportional to it.
+    """Each rank's work is proportional to its sequences' length, which is random in each step.
 
     No rank is at fault.
     """

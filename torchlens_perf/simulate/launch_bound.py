@@ -50,7 +50,7 @@ class LaunchBoundJob:
     """The present times of a job's hosts and devices. Call run_steps() for steps in order."""
 
     def __init__(self, topology: Topology) -> None:
-        """Raise ConfigError for a job that is not only data parallel."""
+        """Raise ConfigError for a job with tensor or pipeline parallelism."""
         if topology.tp > 1 or topology.pp > 1:
             raise ConfigError("launch-bound ranks can only be data parallel: leave out tp and pp")
         self._host_ns, self._device_ns = np.zeros((2, topology.rank_count))

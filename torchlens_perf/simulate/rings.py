@@ -191,7 +191,7 @@ class SimulatedRank:
     def write_steps(self, timeline: Timeline | LaunchBoundTimes) -> None:
         """Write a block of steps to the ring file.
 
-        This may overwrite earlier records that the sidecar has not read.
+        The block may overwrite earlier records that the sidecar has not read.
         """
         for index in range(len(timeline.steps)):
             if isinstance(timeline, LaunchBoundTimes):

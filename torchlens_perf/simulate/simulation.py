@@ -120,7 +120,7 @@ class DraftSteps:
         return np.arange(self.first_step, self.first_step + self.parts_ns.shape[1])
 
     def copy(self) -> DraftSteps:
-        """Return a copy with copied arrays. Both share the random number generator."""
+        """Return a copy with copied arrays, which shares the random number generator."""
         names = ("parts_ns", "transfer_ns", "tensor_transfer_ns", "workload", "flags")
         return dataclasses.replace(self, **{name: getattr(self, name).copy() for name in names})
 
@@ -138,7 +138,7 @@ class Fault(Protocol):
         """
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        """Return the ranks at fault in a step. The detector should name them."""
+        """Return the ranks at fault in a step. The detector should name these ranks."""
 
 
 @dataclasses.dataclass(frozen=True)

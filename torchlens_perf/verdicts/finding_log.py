@@ -3,11 +3,11 @@
 Every change raises an alert. The alert's id is made from the run, the attempt and the subject of
 the finding. A restarted sidecar and a replay therefore raise the same alerts with the same ids.
 
-Ranks that are slow together, such as those of a slow node, are one finding. Its id is made from the
-rank that was named first. If more of these ranks become slow, the finding is updated. A rank that
-already has a separate finding keeps it. The finding ends when its last rank is no longer slow. A
-replay judges a whole run at once, so it uses the steps at which ranks were named to decide which
-ranks were slow together.
+Ranks that are slow together, such as those of a slow node, are one finding. The finding's id is
+made from the rank that was named first. If more of these ranks become slow, the finding is updated.
+A rank that already has a separate finding keeps it. The finding ends when its last rank is no
+longer slow. A replay judges a whole run at once, so it uses the steps at which ranks were named to
+decide which ranks were slow together.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 # Above this number of findings, the oldest ended findings are removed.
 MAX_KEPT = 32
 _CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
-# A verdict close to its threshold appears and disappears. Its finding ends after this time without
-# the verdict.
+# A verdict close to its threshold appears and disappears. A finding ends after this time without
+# its verdict.
 _MAX_ABSENCE_NS = 60_000_000_000
 
 
@@ -148,7 +148,8 @@ class FindingLog:
         at_step: the furthest step in progress; None if no process runs. last_step: the newest
         finished step.
         judge: "" if this node judges all ranks. Its name if it judges only its own ranks, because
-        node 0 cannot be reached. None if another node judges, which ends all findings here.
+        node 0 cannot be reached. `judge` is None if another node judges, which ends all findings
+        here.
         verdicts: other verdicts that hold now, such as an imbalance. The finding of such a verdict
         ends after a minute without it.
         context: returns the report's values that sentences need. diagnosed: returns the diagnosis

@@ -187,7 +187,7 @@ class ProcessState:
 
     @property
     def placement(self) -> Placement:
-        """The rank's placement. It determines the ranks with which this rank is compared."""
+        """The rank's placement, which determines the ranks with which it is compared."""
         return build_placement(self.identity, self.model, self.groups, self.judged_by)
 
 
@@ -307,8 +307,8 @@ def load_all(
 ) -> list[NodeState]:
     """Return the states of all nodes of the run, sorted by host.
 
-    unusable: a list to which a line is appended for each file that cannot be read. If None, such a
-    file raises RunStoreError.
+    unusable: a list to which a line is appended for each file that cannot be read. If `unusable` is
+    None, such a file raises RunStoreError.
     advanced: called with the number of the file that is read next, and the number of all files.
     Raises RunStoreError if no file can be read.
     """

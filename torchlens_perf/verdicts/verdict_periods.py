@@ -306,7 +306,8 @@ class VerdictPeriods:
         """Return the period between two steps.
 
         rank: the rank whose steps are used for the times. held: windows in which the verdict was
-        true. judged: windows in which it could be true or false. Both are None without windows.
+        true. judged: windows in which it could be true or false. `held` and `judged` are None
+        without windows.
         """
         until_time = None if until is None else self.step_time(until, rank)
         value = _make_period(since, until, self.step_time(since, rank), until_time)

@@ -6,7 +6,7 @@ rules are applied in this order:
 1. A hang is only reported if no rank has finished a step for `limit_s`. While all ranks still write
    records, as in an evaluation, there is no hang.
 2. A process that died, is stopped or is in a debugger is blamed, whichever collectives it has
-   issued. Collectives that it has entered cannot end without it. A node that stopped reporting at
+   issued. A collective cannot end without one of its processes. A node that stopped reporting at
    the time of the last step is blamed, too. The state of other ranks is a consequence.
 3. If ranks issued different operations under the same sequence number of a group, a mismatch of
    operations is reported.

@@ -217,7 +217,7 @@ class CollectiveJoin:
         missing = max(0, max(len(names), int(name_ids.max()) + 1) - len(known))
         known = np.concatenate([known, np.full((missing, 3), _NOT_LEARNT, np.int64)])
         self._places[rank, process] = known
-        # Ids of names whose group has no published members yet. They are looked up again later.
+        # Ids of names whose group has no published members yet, which are looked up again later.
         passing = []
         for name_id in np.flatnonzero(np.bincount(name_ids)).tolist():
             if known[name_id, 2] == _NOT_LEARNT:

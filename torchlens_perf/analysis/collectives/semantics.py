@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class GroupKey:
-    """One process group. Its name is not unique: groups created by one split share a name."""
+    """One process group. A name is not unique: groups created by one split share a name."""
 
     name: str
     ranges: str
@@ -191,8 +191,8 @@ def bus_bandwidth_factor(operation: str, ranks: int) -> float | None:
     """Return the factor by which bus bandwidth is larger than algorithm bandwidth; None if no data
     moves.
 
-    The factors are those of doc/PERFORMANCE.md in nccl-tests. Those for gather, scatter and send
-    are in its source code (GatherGetBw, ScatterGetBw, SendRecvGetBw).
+    The factors are those of doc/PERFORMANCE.md in nccl-tests. The factors of gather, scatter and
+    send are in its source code (GatherGetBw, ScatterGetBw, SendRecvGetBw).
     """
     factors = {"2(n-1)/n": 2 * (ranks - 1) / ranks, "(n-1)/n": (ranks - 1) / ranks, "1": 1.0}
     return factors.get(semantics_of(operation).factor)

@@ -254,9 +254,9 @@ class HostTimeEstimator:
     - The host waits until the device has finished all work (a blocking copy, `.item()`). The wait
       is as long as the device's lag, so the host's time varies with the lag or is about equal to
       the lag. The lag is then subtracted from the host's time.
-    - The host waits for room in the device's queue. This requires that the device lags behind at
-      both ends of the segment, and makes progress in between. The segment's time is then replaced
-      by times of recent steps without such a wait.
+    - The host waits for room in the device's queue. The host only waits if the device lags behind
+      at both ends of the segment, and makes progress in between. The segment's time is then
+      replaced by times of recent steps without such a wait.
     """
 
     def __init__(self) -> None:

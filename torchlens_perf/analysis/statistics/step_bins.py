@@ -64,8 +64,8 @@ class StepBinner:
     def __init__(self, width: int = 0, min_row_ns: float = MIN_ROW_NS) -> None:
         """Set the width of rows.
 
-        width: number of steps in a row, a power of two. If it is 0, the width is chosen from the
-        first steps' durations. A row then covers at least `min_row_ns` of time.
+        width: number of steps in a row, a power of two. If `width` is 0, the width is chosen from
+        the first steps' durations. A row then covers at least `min_row_ns` of time.
         """
         self.width = width
         self._min_row_ns = min_row_ns

@@ -1,8 +1,8 @@
 """An HTTP session for exporters of the SDK that classifies responses and enforces a timeout.
 
 The SDK counts redirects and web pages as success, and restarts its timeout with each received byte.
-Here, every failure raises NotDeliveredError, so the SDK neither drops the request nor retries by
-itself.
+In this session, every failure raises NotDeliveredError, so the SDK neither drops the request nor
+retries by itself.
 """
 
 from __future__ import annotations

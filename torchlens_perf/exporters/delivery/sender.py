@@ -77,7 +77,7 @@ class Sender:
         self._thread.start()
 
     def queue_items(self, items: Sequence[Item]) -> None:
-        """Queue items without waiting. The sidecar's and the sender's thread call it."""
+        """Queue items without waiting, on the sidecar's or the sender's thread."""
         with self._changed:
             self.put += count_items(items)
         self.outbox.put(items)

@@ -2,8 +2,8 @@
 
 A step becomes a candidate because of its number, because it is slower than earlier steps, or
 because a rank is reported as slow. The sampler decides about a candidate when the records of its
-step have arrived. All ranks are sent if they fit into the budget of spans. If they do not fit, only
-the ranks that explain the step are sent. Candidates that exceed the budget are counted.
+step have arrived. All ranks are sent if they fit into the budget of spans. Otherwise, only the
+ranks that explain the step are sent. Candidates that exceed the budget are counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Signals that may explain a slow rank, sampled each second, and their means over steps.
 
-A signal is a share of time, a rate, or a level. It is NaN if it is not measured. All ranks have the
-same list of signals. A rank can therefore be compared with other ranks, and with its own past.
+A signal is a share of time, a rate, or a level. A signal that is not measured is NaN. All ranks
+have the same list of signals. A rank can therefore be compared with other ranks, and with its own
+past.
 """
 
 from __future__ import annotations
@@ -185,8 +186,8 @@ class MetricHistory:
 
         The usual value is the better quartile over the ranges of time. For rare events, which occur
         in bursts, it is the mean. A mean of other signals would include slow steps, because the
-        first slow step may have been detected too late. The first range is the job's start, and is
-        left out.
+        first slow step may have been detected too late. The first range of time is left out,
+        because it contains the job's start.
         """
         inside = [slot for slot in self._slots if slot.last_step < step][1:]
         at = self._index.get(rank)

@@ -1,9 +1,9 @@
 """Causes of a slow rank, from its signals compared with other ranks' and with its own past. Pure.
 
-A cause that takes time must explain a share of the rank's excess. This share is the additional time
-of its signal, compared with other ranks, divided by the excess. Link errors and similar signals
-take no measurable time. They are reported if only this rank has them. Without a cause, the
-diagnosis lists the checks, because a guess would mislead.
+A cause that takes time must explain a share of the rank's excess. The explained share is the
+additional time of the cause's signal, compared with other ranks, divided by the excess. Link errors
+and similar signals take no measurable time. Such signals are reported if only this rank has them.
+Without a cause, the diagnosis lists the checks, because a guess would mislead.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def diagnose(
 
     during: mean signals of each compared rank over the steps of the episode.
     before: the slow rank's usual signals before the episode.
-    together: ranks that are slow at the same time. The slow rank is not compared with them.
+    together: ranks that are slow at the same time. The slow rank is not compared with these ranks.
     details: names on the rank's node, with the keys "neighbour", "control_group" and "gpu".
     """
     rank = episode.rank
@@ -161,8 +161,8 @@ def _check_garbage_collection(case: _SlowRankCase) -> list[Cause]:
 def _check_cpu_shortage(case: _SlowRankCase) -> list[Cause]:
     """Return the reason why the rank lacks CPU time as a cause.
 
-    Recorded waits for a CPU are not part of work. They can therefore explain an excess in two cases
-    only: in the phase "cpu", and in steps that are too short to record them.
+    Recorded waits for a CPU are not part of work. Waits can therefore explain an excess in two
+    cases only: in the phase "cpu", and in steps that are too short to record them.
     """
     if case.episode.phase != "cpu" and "asleep_share" in case.mine:
         return []

@@ -9,9 +9,10 @@ therefore cancels out. The detector's rows are means over one or several steps.
 
 After every EVERY rows, the detector considers, for each rank, all intervals up to the newest row.
 It chooses the interval whose mean excess is the most standard errors above a level. The level is
-first zero, and then half of the smallest excess worth naming. This is a window-limited generalized
-likelihood ratio test (Lai, IEEE Trans. Inf. Theory 44, 1998). Single values are clipped, so a
-single stall never makes a rank slow. A rank is named as slow if all of these conditions are true:
+first zero, and then half of the smallest excess worth naming. The procedure is a window-limited
+generalized likelihood ratio test (Lai, IEEE Trans. Inf. Theory 44, 1998). Single values are
+clipped, so a single stall never makes a rank slow. A rank is named as slow if all of these
+conditions are true:
 
 - The number of standard errors is too high to be chance for this number of ranks and intervals.
 - The excess is large enough to be investigated, and exceeds the usual differences between ranks.
@@ -136,7 +137,7 @@ def build_placement(
 ) -> Placement:
     """Return a rank's placement, from its host, its model and its positions in process groups.
 
-    judged_by: the clock by which its steps are judged. Ranks with different clocks are not
+    judged_by: the clock by which the rank's steps are judged. Ranks with different clocks are not
     compared.
     """
     coordinates = {}
@@ -201,13 +202,13 @@ class JobDetector:
         return self.findings
 
     def has_rows(self, rank: int) -> bool:
-        """Return True if rows of a rank have arrived. Its placement is then final."""
+        """Return True if rows of a rank have arrived, after which its placement is final."""
         return rank in self._has_rows
 
     def set_placement(self, rank: int, place: Placement) -> None:
         """Set a rank's placement, unless rows of the rank have already arrived.
 
-        Its model and its process groups become known in the first steps.
+        The rank's model and process groups become known in the first steps.
         """
         if rank not in self._has_rows and self.places.get(rank) != place:
             self.places[rank] = place

@@ -119,8 +119,8 @@ def find_strongest_intervals(
 def find_change_point(series: npt.NDArray[np.floating[Any]], mean: float) -> int:
     """Return the row at which the mean of the series most likely changed from zero to `mean`.
 
-    This is the maximum likelihood estimate for normally distributed values (Hinkley, Biometrika 57,
-    1970). Values are clipped to the range from -mean to 3 times the mean.
+    The result is the maximum likelihood estimate for normally distributed values (Hinkley,
+    Biometrika 57, 1970). Values are clipped to the range from -mean to 3 times the mean.
     """
     gains = np.clip(series, -mean, 3 * mean) - mean / 2
     return len(series) - 1 - int(np.cumsum(gains[::-1]).argmax())
@@ -169,7 +169,7 @@ def persistence_threshold(ranks: int) -> float:
     """Return the threshold for standard errors that are computed from the interval's own spread.
 
     This threshold has the formula of detection_threshold(), for one interval of each rank and a
-    probability of 1 in 200. It only applies to intervals above detection_threshold().
+    probability of 1 in 200. This threshold only applies to intervals above detection_threshold().
     """
     return float(np.sqrt(2 * np.log(200 * ranks)))
 

@@ -82,8 +82,8 @@ class StragglerGroup:
         """Time by which the step would be shorter without the ranks of the group and of `slow_too`;
         None if not known.
 
-        It differs from the sum of the ranks' costs: without one of eight slow ranks, the job still
-        waits for the other seven.
+        This cost differs from the sum of the ranks' costs: without one of eight slow ranks, the job
+        still waits for the other seven.
         """
         return (
             self.lead.cost_ns

@@ -1,7 +1,8 @@
 """The clock by which a rank is judged, host or device, and the rank's steps by this clock. Pure.
 
 A rank that computes on a device is judged by the device's clock if device times are recorded for
-each step. Otherwise, it is judged by the host's clock. This is decided once, in the first steps.
+each step. Otherwise, the rank is judged by the host's clock. The clock is chosen once, in the first
+steps.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@ Pure.
 
 A window has 64 steps. Rank 0 receives, for each part of the device's step, the median over all
 ranks. Rank 0 also receives the excess of ranks whose work is an outlier. A rank is slow if its work
-is an outlier in MIN_WINDOWS consecutive windows, with an excess worth naming. Its episode ends
+is an outlier in MIN_WINDOWS consecutive windows, with an excess worth naming. A rank's episode ends
 after QUIET_WINDOWS windows in which its work is not an outlier.
 
-If sidecars do not exchange data, merged windows are the only data on ranks of other nodes. They
-show less than the straggler detector (detector.py), which has the rows of all ranks:
+If sidecars do not exchange data, merged windows are the only data on ranks of other nodes. Merged
+windows show less than the straggler detector (detector.py), which has the rows of all ranks:
 
 - The first slow step is known only as precisely as a window, plus the steps that the device was
   behind its host.
@@ -236,9 +236,9 @@ def combine_with_windows(
     """Return the detector's findings, combined with those from merged windows.
 
     Slow ranks that only the windows show are added if the detector does not compare all ranks of
-    the job. Otherwise, their episodes are `unconfirmed`. The detector's episodes that the windows
-    should show but do not show are `disputed`. places: placements of the ranks that the detector
-    knows.
+    the job. If it compares all ranks, the episodes of such ranks are `unconfirmed`. The detector's
+    episodes that the windows should show but do not show are `disputed`. places: placements of the
+    ranks that the detector knows.
     """
     if windows.seen < MIN_WINDOWS or _do_different_work(places):
         return findings

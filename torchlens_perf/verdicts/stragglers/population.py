@@ -1,4 +1,4 @@
-"""A population: ranks that do the same work. They are judged as their rows arrive. Pure."""
+"""A population: ranks that do the same work. Ranks are judged as their rows arrive. Pure."""
 
 from __future__ import annotations
 
@@ -276,8 +276,8 @@ class Population:
     def compute_shared_costs_ns(self) -> dict[int, float | None]:
         """Return the shared cost for each slow rank; None if it is not known.
 
-        It is the time by which steps would end earlier without all slow ranks, in the steps in
-        which all of them are slow.
+        The shared cost is the time by which steps would end earlier without all slow ranks, in the
+        steps in which all of them are slow.
         """
         together, window = [each for each in self.episodes if not each.is_over], self._window
         ranks = [each.rank for each in together]

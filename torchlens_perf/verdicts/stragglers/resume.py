@@ -29,7 +29,7 @@ class EarlierEpisodes:
     """
 
     def __init__(self, earlier: Findings) -> None:
-        """earlier: the earlier sidecar's findings. Its episodes from merged windows are ignored."""
+        """earlier: the earlier sidecar's findings. Episodes from merged windows are ignored."""
         earlier = remove_window_findings(earlier)
         self._open = {episode.rank: episode for episode in earlier.slow_now}
         self._over = list(earlier.slow_before)

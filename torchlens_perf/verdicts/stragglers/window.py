@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 # If a rank ends at most this many rows before the other ranks, it counts as ended with them.
 ENDED_ROWS = 4
-# A rank that is more than this many rows behind the others is missing. Judging does not wait for
-# it.
+# A rank that is more than this many rows behind the others is missing, and judging does not wait.
 LATE_ROWS = 64
 _MANY_RANKS = 4096
 # Own times are computed for at most this many rows at once, to limit the memory for many ranks.
@@ -47,7 +46,7 @@ _VALUES = (*_OF_ALL, *_OF_HOST)
 def max_judged_rows(ranks: int) -> int:
     """Return the number of newest rows by which ranks are judged.
 
-    It is smaller for many ranks, to limit the memory.
+    The number is smaller for many ranks, to limit the memory.
     """
     return 256 if ranks <= _MANY_RANKS else 128
 
@@ -96,7 +95,7 @@ class BinBatch:
 class _NarrowBins:
     """Rows of fewer steps than the rows of the window, as arrays [rows, ...].
 
-    They are kept until they can be averaged to rows of the window.
+    Narrow rows are kept until they can be averaged to rows of the window.
     """
 
     width: int

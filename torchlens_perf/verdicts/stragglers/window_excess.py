@@ -26,7 +26,7 @@ def compute_window_excess(
 ) -> npt.NDArray[np.float64]:
     """Return each rank's excess as a share of the median work of the other ranks: [ranks, windows].
 
-    It is NaN in windows in which the rank cannot be compared with another rank.
+    The excess is NaN in windows in which the rank cannot be compared with another rank.
     """
     populations: dict[str, list[int]] = defaultdict(list)
     for row, rank in enumerate(windows.ranks):

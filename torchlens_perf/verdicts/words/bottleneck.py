@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 # The smallest shares of a typical step for which a wait is named, is the subject of the advice, and
 # is named before computing.
 _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
-# The smallest share of all step time for which a class of long steps is named. It is lower if all
-# other ranks waited for one known rank.
+# The smallest share of all step time for which a class of long steps is named. The share is lower
+# if all other ranks waited for one known rank.
 _LONG_WORTH_NAMING = 0.05
 _STALL_WORTH_NAMING = 0.015
 # Two times are nearly equal if the smaller is at least this share of the larger.

@@ -181,7 +181,7 @@ class UntimedDeviceEvidence(Struct, frozen=True):
 
 
 class DeepSpansEvidence(Struct, frozen=True):
-    """Evidence on spans nested too deep to be recorded. Their time counts as host code."""
+    """Evidence on spans nested too deep to be recorded, whose time counts as host code."""
 
     too_deep: int
     """Number of these spans."""
@@ -315,7 +315,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "none": (NoSlowRankEvidence, NotComparedEvidence, WarmUpEvidence),
     "not_compared": (NotComparedEvidence,),
     "no_steps": (NoStepsEvidence,),
-    # Kinds for ended findings. Those for slow ranks are listed above.
+    # Kinds for ended findings. The kinds for slow ranks are listed above.
     **dict.fromkeys(
         (f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance")), (PastEvidence,)
     ),

@@ -95,8 +95,8 @@ def open_spans_phrase(inside: Sequence[str]) -> str:
     return f"inside {' > '.join(names)}" if names else "outside all recorded spans"
 
 
-# The most serious problem of the blocking ranks determines the kind of a hang. Ranks with this
-# problem are listed first, and the advised action is about them.
+# The most serious problem of the blocking ranks determines the kind of a hang. Ranks with the most
+# serious problem are listed first, and the advised action is about them.
 _GRAVE = {"stopped": ("stopped", "traced"), "missing": ("stuck",), "uneven": ("closed",)}
 
 
