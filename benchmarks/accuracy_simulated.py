@@ -1,7 +1,6 @@
 """Accuracy of straggler verdicts in simulated runs, ours and those of other tools' rules.
 
-The tables show how soon the faulty rank is named, how often the named rank is the faulty one, and
-the rate of false alarms.
+The tables show how soon and how often the faulty rank is named, and the rate of false alarms.
 
     python -m benchmarks.accuracy_simulated size --ranks 256 --deviation 0.01 --runs 200 --clean 200
     python -m benchmarks.accuracy_simulated curve --ranks 256

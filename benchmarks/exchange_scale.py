@@ -138,9 +138,7 @@ class Node:
 
 
 async def post(places: Endpoints, number: int) -> None:
-    """Run this process's share of the nodes other than node 0. Each line of stdin is a number of
-    posts to send per node.
-    """
+    """Run some nodes other than node 0. Each line of stdin is the posts per node to send."""
     nodes = [
         Node(places, node)
         for node in range(number * NODES // CLIENTS, (number + 1) * NODES // CLIENTS)

@@ -73,9 +73,7 @@ def section_variants() -> dict[str, Callable[[], float]]:
 
 
 def module_variants(folder: Path) -> dict[str, Callable[[], float]]:
-    """Return three empty modules: with nothing attached, with our mark, and with a pair of empty
-    public hooks.
-    """
+    """Return three empty modules: plain, with our mark, and with a pair of empty hooks."""
     ring = RingFile(folder / "modules", 65536)
     recorder = _native.Recorder(ring.buffer, ring.intern)
     plain, marked, hooked = nn.Identity(), nn.Identity(), nn.Identity()

@@ -46,9 +46,7 @@ class _Job:
             self.optimizer.zero_grad()
 
     def run(self, arm: str, folder: str) -> tuple[float, float, float, float]:
-        """Return the seconds of the start, the steps and the end, and the sidecar's processor
-        seconds.
-        """
+        """Return the seconds of start, steps and end, and the sidecar's processor seconds."""
         began_s = time.perf_counter()
         if arm == UNWATCHED:
             self._steps(self._count)

@@ -44,9 +44,7 @@ class LimitedGroup:
             (self._folder / name).write_text(text)
 
     def enter(self) -> None:
-        """Move this process into the group. From now on reads and allocations of this process are
-        limited.
-        """
+        """Move this process into the group, which limits its reads and allocations."""
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def leave(self) -> None:

@@ -83,9 +83,7 @@ def main() -> int:
 
 
 def _callbacks(table: Table, folder: str) -> None:
-    """Time a poll for alerts without an alert, and the same loop alternately with and without a
-    callback.
-    """
+    """Time a poll that finds no alert, and a loop alternately with and without a callback."""
     loop, alerts = _Loop(), AlertCallbacks()
     alerts.callbacks.append(print)
     with perf.watch(loop.model, loop.optimizer, dir=folder, report="quiet") as watch:

@@ -115,9 +115,7 @@ def memory_mb(field: str) -> float:
 
 
 def measured() -> dict[str, Any]:
-    """Measure in a separate process that has loaded only a sidecar's code, which makes its memory
-    comparable.
-    """
+    """Measure in a process with only a sidecar's code, whose memory is then comparable."""
     import torch.distributed  # noqa: F401  the exchange's store
 
     import torchlens_perf.sidecar.node  # noqa: F401

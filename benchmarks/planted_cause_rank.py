@@ -110,8 +110,7 @@ class Cause:
                 self._neighbour = int(started.stdout.readline())
         elif self.kind == "gc":
             took_s = 0.0
-            # A collection takes about five times as long in the training loop, because of cold
-            # caches.
+            # A collection takes about five times as long in training, with cold caches.
             while took_s < self.delay_s / 5:
                 self._heap.extend([[] for _ in range(20_000)])
                 begin_s = time.perf_counter()

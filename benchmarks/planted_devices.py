@@ -72,8 +72,7 @@ def training(
     device: str = "asyncdev",
     host_ms: tuple[int, int] = HOST_DELAYS_MS,
 ) -> list[str]:
-    """Return the command that runs each rank of a group through these runs, which have equal
-    numbers of steps.
+    """Return the command of each rank in a group that does these runs of equal length.
 
     `store` is a new file, or None for the job's store.
     """

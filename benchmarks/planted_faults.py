@@ -27,17 +27,14 @@ from pathlib import Path
 from benchmarks.planted_truth import KINDS, RANKS, Truth, plant
 from benchmarks.planted_verdicts import print_judgement
 
-# Fresh processes start after this many runs, because leftovers of one run may affect later runs in
-# the same processes.
+# Fresh processes start after this many runs, because a run may affect later runs of its process.
 RUNS_PER_GROUP = 20
 RUN_TIMEOUT_S = 180
 REPOSITORY = Path(__file__).parent.parent
 
 
 def seeds(text: str) -> list[int]:
-    """Return the seeds that a text such as "0-4,7" lists. Raises ValueError if the text lists no
-    seed.
-    """
+    """Return the seeds in a text such as "0-4,7". Raises ValueError if there is none."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -48,9 +45,7 @@ def seeds(text: str) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the ranks, which have one thread each and no settings of the
-    caller.
-    """
+    """Return the environment of the ranks: one thread each, without the caller's settings."""
     environ = {
         name: value
         for name, value in os.environ.items()

@@ -192,8 +192,7 @@ class Transformer(nn.Module):
                     x = PauseInBackward.apply(x, fault)
             y = block(x)
             if index == BLOCKS // 2 and planted.now("compute"):
-                # Repeat forward and backward work without a change to results, gradients or
-                # buckets.
+                # Repeat the work without a change to results, gradients or buckets.
                 y = y + 0 * block(x[:REPEATED]).mean()
             x = y
         return self.head(self.norm(x))

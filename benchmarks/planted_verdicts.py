@@ -81,8 +81,7 @@ def slowest_step(folder: Path) -> Suspect | None:
 
 
 def judged_again(folder: Path) -> Suspect | None:
-    """Return this version's verdict on the recorded run, which equals the verdict of the run's live
-    sidecar.
+    """Return this version's verdict on a recorded run, which equals its live sidecar's.
 
     Of several slow ranks, one that is still slow at the end is preferred, then the costliest one.
     """

@@ -1,7 +1,6 @@
-"""Cost of a report on a large job, whose node files are copies of the file of a simulated node with
-eight ranks.
+"""Cost of a report on a large job, whose node files are copies of that of a simulated node.
 
-    python -m benchmarks.report_scale [RANKS]
+python -m benchmarks.report_scale [RANKS]
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Compare how several tools show one small job with a slow rank, and how much they slow the job
-down.
+"""Compare how several tools show a small job with a slow rank, and how they slow the job down.
 
     python -m benchmarks.side_by_side --tools PYTHON --out FOLDER     # in the environment of `make
     test-page`
@@ -42,8 +41,7 @@ LIVE_AFTER_S, SETTLED_S, TIMEOUT_S = 34.0, 5.0, 240
 TOOLS = ("none", "torchlens_perf", "traceml", "memray", "pyinstrument", "wandb", "dask")
 REPO = Path(__file__).parent.parent
 JOB = REPO / "benchmarks" / "side_by_side_training.py"
-# These options equal those in benchmarks/page_view.py, except that only this machine can be
-# reached.
+# The options of benchmarks/page_view.py, except that only this machine can be reached.
 ARGUMENTS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -145,9 +143,7 @@ def run(tool: str, python: Path, out: Path) -> dict[str, float]:
 
 
 def pages(tool: str, python: Path, out: Path) -> list[Path]:
-    """Return the pages of a finished job. Generate the pages if the tool has a command for this
-    purpose.
-    """
+    """Return the pages of a finished job, which the tool's command generates if there is one."""
     if tool == "torchlens_perf":
         (found,) = (out / "runs").iterdir()
         wait_for_sidecar(RunDirectory(found))

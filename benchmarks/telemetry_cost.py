@@ -1,5 +1,4 @@
-"""Cost of the sidecar's telemetry: a sample of a GPU, a sample of a network port, and a file of
-samples.
+"""Cost of the sidecar's telemetry: samples of a GPU and a network port, and a file of samples.
 
 NVML is the tests' scripted library under the real pynvml. The results therefore contain the real
 cost of Python and pynvml, but not the driver's time. `make gpu-check PARTS=nvml` measures the

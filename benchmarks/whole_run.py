@@ -32,8 +32,7 @@ from typing import Any
 
 from benchmarks.measure import Table, ratio_interval
 
-# Seconds of a run, number of pairs, and the limit of the whole run's overhead in percent (upper end
-# of the interval).
+# Seconds of a run, number of pairs, and limit of the overhead in percent (upper interval end).
 RUNS = ((1, 40, None), (5, 24, 3.0), (60, 6, 1.0))
 RANKS = (1, 2)
 CONTEXT, BATCH, WIDTH, LAYERS = 64, 8, 96, 3

@@ -60,9 +60,7 @@ class Capturing(threading.Thread):
 
 
 def beside(checks: Checks) -> None:
-    """Train on this thread and capture on another one, first without a watch and then with a watch
-    that has every hook.
-    """
+    """Train on this thread and capture on another one, without a watch and with every hook."""
     model, step = trainer(batch=1, length=128, layers=4)
     for _ in range(20):
         step()

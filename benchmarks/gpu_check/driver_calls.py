@@ -48,8 +48,7 @@ class CallbackData(ctypes.Structure):
 
 
 def kind_of(function: str) -> str | None:
-    """Return the kind of wait of a function of the driver or the runtime, or None if it does not
-    wait.
+    """Return the kind of wait of a driver or runtime function, or None if it does not wait.
 
     None if it does not wait.
     """

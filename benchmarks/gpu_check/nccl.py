@@ -1,5 +1,4 @@
-"""Checks of the NCCL plugin: NCCL loads it, the late one of two ranks is named, and its cost is
-measured.
+"""Checks of the NCCL plugin: it is loaded, it finds the late one of two ranks, and its cost.
 
 Each part runs in separate processes, because NCCL looks for the plugin only at a process's first
 communicator. On one rank NCCL reports no kernel: an all-reduce is a copy, and a send to itself
@@ -80,8 +79,7 @@ def nccl1(checks: Checks) -> None:
 
 
 def _costs(checks: Checks, part: str, where: str, told: Told) -> None:
-    """Report threads, CPU time, shared memory and the end of communicators, with and without the
-    plugin.
+    """Report the costs with and without the plugin: threads, CPU time, shared memory.
 
     NCCL starts a progress thread, which polls while timed works are unfinished.
     """

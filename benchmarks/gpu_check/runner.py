@@ -1,5 +1,4 @@
-"""Run the check's parts one after the other, each in a separate process, until a time limit for all
-parts.
+"""Run the check's parts in separate processes, one after the other, until a common time limit.
 
 A part's effects on its process or its device context do not affect the next part. The Markdown file
 is written after each line, so a kill loses no line.

@@ -111,9 +111,7 @@ class Recorded:
 def _of_step(
     run_id: str, row: Row, inside: list[Row], resource: dict[str, Any]
 ) -> list[ReceivedSpan]:
-    """Yield the root span (if the rank is 0), the rank's span, and the spans inside the rank's
-    span.
-    """
+    """Yield a step's root span (if the rank is 0), the rank's span, and the spans inside it."""
     rank, step, in_trace = (
         row["rank"],
         row["step"],

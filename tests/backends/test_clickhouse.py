@@ -213,9 +213,7 @@ def test_histograms_have_the_values_of_all_steps(
 def test_counter_and_gauge_have_their_values_and_units(
     clickhouse: ClickHouse, recorded: Recorded
 ) -> None:
-    """The counter has the number of steps of each rank, and the gauge has the rank's memory after
-    the last step.
-    """
+    """The counter has each rank's number of steps, and the gauge its memory after the last step."""
     for rank, memory_bytes in recorded.memory_bytes().items():
         of_rank = f"Attributes['{semantics.RANK}'] = '{rank}'"
         steps, *_ = clickhouse.ask(f"SELECT * FROM otel.otel_metrics_sum WHERE {of_rank}")

@@ -76,9 +76,7 @@ def _samples(victoria: VictoriaMetrics, metric: str) -> list[list[Any]]:
 
 
 def test_counter_and_gauge_have_their_values(victoria: VictoriaMetrics, recorded: Recorded) -> None:
-    """The counter has the number of steps of each rank, and the gauge has the rank's memory after
-    the last step.
-    """
+    """The counter has each rank's number of steps, and the gauge its memory after the last step."""
     memory_bytes = recorded.memory_bytes()
     for rank in RANKS:
         of_rank = f'{{{_RANK}="{rank}"}}'

@@ -106,9 +106,7 @@ def ranks(tap: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 def test_end_of_an_operation_is_recorded_only_for_cpu_tensors(
     order: str, tap: str, ranks: list[dict[str, Any]]
 ) -> None:
-    """A wait for an operation on a device only orders streams, so no end is recorded, whichever
-    device's operation was first.
-    """
+    """A wait for a device's operation only orders streams, so no end is recorded."""
     for rank in ranks:
         recording: Recording = rank[order]
         reduced = [

@@ -46,9 +46,7 @@ SCENARIOS: dict[str, Callable[[Path], Any]] = {}
 
 
 def scenario(run: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    """Register a scenario that runs on both ranks. `results` has its return value under the
-    function's name.
-    """
+    """Register a scenario for both ranks. `results` has its value under the function's name."""
     SCENARIOS[run.__name__] = run
     return run
 
@@ -561,9 +559,7 @@ def detached(folder: Path) -> dict[str, Any]:
 def test_operators_are_tapped_only_inside_the_watch(
     results: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """After the watch, our kernel passes calls on. The handle of an asynchronous operation may
-    outlive the watch.
-    """
+    """After the watch, our kernel passes calls on. An operation's handle may outlive the watch."""
     for rank in results["detached"]:
         assert rank["taps before"] == rank["not tapped inside"] == rank["taps after"] == []
         assert rank["taps with collectives=False"] == []

@@ -108,9 +108,7 @@ publisher.register_hook(count)
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """Return one kernel for all tests. The tests run their cells one after the other, as in a long
-    notebook.
-    """
+    """Return one kernel, in which all tests run their cells, as in a long notebook."""
     made = Kernel(tmp_path_factory.mktemp("notebook"))
     output = made.run(SETUP)
     assert output.errors == [], output.text
@@ -219,9 +217,7 @@ def test_live_display_reappears_after_the_output_is_cleared(kernel: Kernel) -> N
 
 
 def test_each_of_two_watches_in_a_cell_has_its_report(kernel: Kernel) -> None:
-    """The reports are shown in the order in which the watches ended. A watch inside another one has
-    no report.
-    """
+    """The reports have the order of the watches. A watch inside another one has no report."""
     output = kernel.run(
         TRAIN
         + "with perf.watch(model, optimizer, **settings) as v:\n    with perf.watch(model):\n      "

@@ -342,8 +342,7 @@ def test_module_called_twice_has_two_backward_intervals(tmp_path: Path) -> None:
     recording = train(Twice(), tmp_path, steps=1)
     early, late = sorted(recording.of(Kind.MODULE_BACKWARD), key=lambda each: each.start_ns)
 
-    # The last gradient of one call is the first gradient of the other call and has the hooks of
-    # both.
+    # The last gradient of one call is the first of the other and has the hooks of both.
     assert (
         early.start_ns < late.start_ns < early.end_ns < late.end_ns or early.end_ns <= late.start_ns
     )

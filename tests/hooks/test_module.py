@@ -452,9 +452,7 @@ def installed(kind: type[nn.Module], name: str, monkeypatch: pytest.MonkeyPatch)
 def test_model_class_from_a_package_keeps_its_module_names(
     inside: Callable[[], dict[str, nn.Module]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package's model with layers from torch, such as torch_geometric's GCN, does not count as a
-    wrapper.
-    """
+    """A model with layers from torch, such as torch_geometric's GCN, is not taken for a wrapper."""
     model = installed(Wrapper, "GCN", monkeypatch)(**inside())
     first = next(iter(inside()))
     assert unwrapped_class_name(model) == "GCN"

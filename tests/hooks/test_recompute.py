@@ -215,9 +215,7 @@ def test_recomputation_by_another_library_is_measured_with_watched_modules(tmp_p
 def test_missing_checkpoint_functions_of_torch_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Watched modules still show recomputation, and the report says that recomputation times may be
-    incomplete.
-    """
+    """Watched modules show recomputation, and the report says that it may be incomplete."""
     works = torch_private.works
     monkeypatch.setattr(
         torch_private, "works", lambda name: name != torch_private.RECOMPUTATION and works(name)

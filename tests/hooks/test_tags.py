@@ -128,9 +128,7 @@ def test_torch_save_is_a_section_and_flags_its_step(tmp_path: Path) -> None:
 
 
 def test_error_of_torch_save_is_passed_on_and_the_step_is_flagged(tmp_path: Path) -> None:
-    """The user gets the same error as without a watch. A flagged step is not compared with other
-    steps.
-    """
+    """The error is that of an unwatched run. A flagged step is not compared with other steps."""
 
     class Unwritable:
         error = OSError(28, "No space left on device")

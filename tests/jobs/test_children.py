@@ -139,9 +139,7 @@ def test_sys_executable_is_read_in_one_place_only() -> None:
 def test_nothing_is_recorded_in_a_process_started_by_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In such a process watch(), TORCHLENS_PERF=1 and `run` record nothing, whatever program it
-    runs.
-    """
+    """There, watch(), TORCHLENS_PERF=1 and `run` record nothing, whatever the process runs."""
     monkeypatch.setenv(CHILD, "1")
     monkeypatch.setenv("TORCHLENS_PERF", "1")
     with perf.watch(dir=str(tmp_path / "runs")) as watch:

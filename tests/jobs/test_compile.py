@@ -303,9 +303,7 @@ def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path, 
 
 
 def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
-    """Graphs compiled before or inside the watch are reused outside and inside, and both are timed
-    inside the watch.
-    """
+    """Graphs from before and inside the watch are reused, and are timed inside it."""
     counter = CompileCounter()
     before, inside = Model(), Other()
     compiled_before = torch.compile(before, backend=counter, fullgraph=True)

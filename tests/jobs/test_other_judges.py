@@ -29,8 +29,7 @@ def parts(
 
 
 def test_relative_score_is_the_mean_ratio_of_medians() -> None:
-    """For each kernel, the smallest median of all ranks is divided by the rank's median, and the
-    ratios are weighted by time.
+    """Per kernel, the ranks' smallest median is divided by the rank's. Time weights the ratios.
 
     One long step does not change the medians.
     """

@@ -100,9 +100,7 @@ def job(request: pytest.FixtureRequest, make: Callable[[int], Job]) -> Job:
 
 
 def given_up(job: Job) -> GiveUpCause:
-    """Return the reason for stopping. Check that no work is posted or waited for after timing has
-    stopped.
-    """
+    """Return why timing stopped, and check that no work is posted or waited for any more."""
     before = job.posted()
     job.rig.nccl.plugin.switch_timing(on=True)
     assert job.rig.nccl.mask == 0

@@ -1,6 +1,4 @@
-"""Tests of checks that no other user can change a file, with real modes and owners of folders,
-links and files.
-"""
+"""Tests of checks that no other user can change a file, with real modes, owners and links."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests that the user's Authorization header is sent unchanged to the configured endpoint, and to
-no other server.
-"""
+"""Tests that the user's Authorization header is sent unchanged to the configured endpoint only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Tests of sampling host stacks to find waits for a device: when stacks are sampled, and the
-findings.
-"""
+"""Tests of finding hosts that wait for a device, from samples of the hosts' stacks."""
 
 from __future__ import annotations
 
@@ -112,9 +110,7 @@ def test_rank_missing_in_a_collective_is_sampled_if_it_has_a_device() -> None:
 
 
 def test_no_stack_is_sampled_without_a_pause_of_ranks_with_devices() -> None:
-    """Stacks are not sampled without a device, without a hang, or with a finding that already names
-    a rank.
-    """
+    """Nothing is sampled without a device, without a hang, or if a rank is already named."""
     waits = sampler_after_a_pause()
     assert not waits.is_due(None)
     assert not waits.is_due(found())

@@ -104,9 +104,7 @@ def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:
 
 
 def test_cause_of_another_nodes_slow_rank_is_found(tmp_path: Path) -> None:
-    """The slow rank's signals arrive with its windows, and are compared with the signals of all
-    ranks.
-    """
+    """The rank's signals arrive with its windows, and are compared with those of other ranks."""
     wire, run, at = Wire(), make_run(tmp_path), places(4, node_size=2)
     nodes = [NodeView(f"node-{number}", wire.open) for number in range(2)]
     for number, view in enumerate(nodes):

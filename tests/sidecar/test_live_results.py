@@ -123,9 +123,7 @@ def test_view_is_updated_once_a_second(live: Live) -> None:
 
 
 def test_view_of_a_dead_process_is_not_updated(run: RunDirectory) -> None:
-    """The dead process could not remove the mailbox of its view. Views of other processes are
-    updated.
-    """
+    """Its mailbox remains, because it was killed. Views of other processes are updated."""
     died, lives = Rank(run, 0, identity=dead_process()), Rank(run, 1)
     made = sidecar(run)[0]
     results = LiveResultDelivery(made, results_from_run)

@@ -154,9 +154,7 @@ def damaged(draw: random.Random, whole: bytes) -> bytes:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("files", [100, *long(SEGMENTS)])
 def test_damaged_segments_are_left_out_with_a_note(files: int, run: RunDirectory) -> None:
-    """A later sidecar and a replay continue without the file. Times from a damaged segment are
-    never used.
-    """
+    """A later sidecar and a replay continue without the file, and use no time from it."""
     began_s, number, seed = time.monotonic(), files if files < SEGMENTS else share(SEGMENTS), 5
     finished(run, 20)
     (path,) = run.spans.glob("*.parquet")

@@ -663,9 +663,7 @@ class TestSchedule:
         assert schedule.poll_s == 0.5
 
     def test_segments_are_written_less_often_in_a_long_run(self) -> None:
-        """The interval grows from 5 s to a minute. If there are many records, a segment is written
-        at once.
-        """
+        """The interval grows from 5 s to a minute. Many records cause a segment at once."""
         early, late = Schedule(0.0), Schedule(0.0)
         assert not early.is_segment_due(4.9, 100, 0.1)
         assert early.is_segment_due(5.0, 100, 0.1)
@@ -723,9 +721,7 @@ class TestSchedule:
             assert schedule.is_count_due(100.0 + 1.01 * period_s, took_s, watched=True)
 
     def test_ranks_are_judged_at_the_requested_interval(self) -> None:
-        """The time that counting takes does not change the interval of judging. A young run is
-        judged sooner.
-        """
+        """The cost of counting does not change the interval. A young run is judged sooner."""
         schedule = Schedule(0.0)
         assert schedule.is_judging_due(0.2, 1.0)
         assert schedule.is_judging_due(50.0, 1.0)

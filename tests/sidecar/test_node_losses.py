@@ -158,9 +158,7 @@ def test_sidecar_waits_for_a_live_process_without_metadata(run: RunDirectory) ->
 def test_watch_registers_its_ring_together_with_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Imports after the registration of the ring take seconds. The process may be killed during the
-    imports.
-    """
+    """Imports after the registration take seconds, in which the process may be killed."""
     import torchlens_perf as perf
     from torchlens_perf.run.ring import RingReader
 

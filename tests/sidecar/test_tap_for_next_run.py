@@ -300,9 +300,7 @@ def test_endless_build_is_killed_after_ten_minutes(node: Node, tap: Path) -> Non
 def reported(
     run: RunDirectory, *outlooks: TapBuilder, groups: bool = True, **settings: bool
 ) -> list[str]:
-    """Return the report's notes on ranks without the tap, for nodes whose sidecars have the given
-    outlooks.
-    """
+    """Return the report's notes on missing taps, with one node for each of the outlooks."""
     for number, outlook in enumerate(outlooks):
         host = f"{HOST}{number}"
         rank = Rank(run, number, len(outlooks), identity={"host": host}, **settings)

@@ -112,9 +112,7 @@ def test_files_of_selected_nodes_are_listed_in_order(folder: Path) -> None:
 def test_disk_error_is_not_reported_as_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sidecar raises the error and tries again later. A report page omits an unreadable file
-    with a note.
-    """
+    """The sidecar raises the error and tries again later. A page omits the file with a note."""
 
     def failing(path: Path) -> int:
         raise OSError(errno.EIO, "Input/output error", str(path))

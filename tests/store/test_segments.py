@@ -214,9 +214,7 @@ def test_steps_of_all_nodes_are_one_sorted_stream(
 
 
 def test_oldest_segments_are_deleted_above_the_size_limit(rig: Rig, tmp_path: Path) -> None:
-    """Spans and steps are deleted together. The newest segment is kept even if it alone exceeds the
-    limit.
-    """
+    """Spans and steps are deleted together. The newest segment stays even above the limit."""
     run = make_run(tmp_path)
     measured = SegmentWriter(run, "measured", 1 << 30)
     measured.write([chunk(rig, 100)])

@@ -22,8 +22,7 @@ while os.getppid() == parent:
 @contextmanager
 def busy_machine(programs: int = PROCESSORS) -> Iterator[None]:
     """Run `programs` programs that each use a whole processor, and kill them at the end."""
-    # Each program has its own session, which is a separate scheduling group, like another user's
-    # program.
+    # Each program has its own session (a scheduling group), like another user's program.
     running = [
         subprocess.Popen([sys.executable, "-S", "-c", _SPIN], start_new_session=True)
         for _ in range(programs)

@@ -50,9 +50,7 @@ def tree() -> list[Path]:
 
 
 def _unpacked(folder: Path) -> Iterator[Path]:
-    """Return the files of an unpacked sdist, in the same way as tree(). Tests may have run in the
-    sdist.
-    """
+    """Return the files of an unpacked sdist as tree() does. Tests may have run in it."""
     for path in folder.iterdir():
         if (
             path.name.startswith(".")

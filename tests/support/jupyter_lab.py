@@ -19,9 +19,7 @@ STARTS_WITHIN_S = 90.0
 
 
 class JupyterLab:
-    """A JupyterLab for `folder` inside the context. The server and its kernels end with the
-    context.
-    """
+    """A JupyterLab for `folder`. The server and its kernels end with the context."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "notebooks"

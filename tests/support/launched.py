@@ -1,5 +1,4 @@
-"""Run jobs on two simulated nodes of this machine, under any launcher, and return their output and
-runs.
+"""Run jobs on two simulated nodes, under any launcher, and return their output and runs.
 
 A node is a pair of namespaces with a separate host name and shared memory.
 

@@ -46,9 +46,7 @@ def classifier() -> nn.Module:
 
 
 class Examples(Dataset):  # type: ignore[type-arg]
-    """Random examples, the same in every run. Loading an example is slow on the rank with the
-    planted fault.
-    """
+    """Random examples, the same in every run. Loading is slow on the rank with the fault."""
 
     def __init__(self, count: int, *, slow: bool = True) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -102,9 +102,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def test_wrapped_optimizer_and_its_wrapper_end_one_step(tmp_path: Path) -> None:
-    """The wrapped optimizer and the wrapper each have a span. The outermost optimizer ends the
-    step.
-    """
+    """The optimizer and its wrapper each have a span. The outermost one ends the step."""
     model, optimizer = model_and_optimizer()
     wrapper = Wrapper(optimizer)
     with recorded(tmp_path, model) as recording:
@@ -194,8 +192,7 @@ def test_optimizer_step_that_raised_has_no_span_and_is_counted(again: str, tmp_p
     name = "optimizer Sometimes" if again == "same" else "optimizer SGD"
     assert [(each.name, each.depth) for each in recording.of(Kind.OPTIMIZER)] == [(name, 1)] * 2
     assert len(recording.steps) == 2
-    # No hook ends the failed span, so later spans up to the next step seem to be inside the failed
-    # one.
+    # No hook ends the failed span, so later spans up to the next step seem to be inside it.
     assert recording.unbalanced == 1
 
 
@@ -282,9 +279,7 @@ def test_optimizer_without_torchs_base_class_is_found_through_its_gradscaler(
 
 
 def test_only_manual_step_calls_end_steps_after_the_first_one(tmp_path: Path) -> None:
-    """After the first call of Watch.step() no optimizer ends a step, but optimizer steps still have
-    spans.
-    """
+    """After the first Watch.step(), optimizers end no steps, but their steps still have spans."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model) as recording:
         for _ in range(3):
@@ -305,9 +300,7 @@ def test_only_manual_step_calls_end_steps_after_the_first_one(tmp_path: Path) ->
 def test_iteration_with_optimizer_and_manual_step_counts_once(
     micro_steps: int, before: bool, is_passed: bool, tmp_path: Path
 ) -> None:
-    """The first iteration must not be counted twice, for its optimizer and for its call of
-    Watch.step().
-    """
+    """The first iteration must not count both for its optimizer and for its Watch.step()."""
     model, optimizer = model_and_optimizer()
     with recorded(tmp_path, model, optimizer if is_passed else None) as recording:
         for _ in range(20):
@@ -414,9 +407,7 @@ def test_note_says_that_first_steps_of_a_new_optimizer_count_as_one(tmp_path: Pa
 
 
 def test_second_optimizer_ends_steps_once_the_loop_uses_it(tmp_path: Path) -> None:
-    """Two optimizers exist from the start, and the loop uses the first, the second, and again the
-    first.
-    """
+    """Two optimizers exist from the start. The loop uses the first, the second, and the first."""
     model = TwoParts()
     first, second = (
         torch.optim.SGD(model.parameters(), lr=0.1),

@@ -1,6 +1,4 @@
-"""Optimizers passed to watch(), also wrapped ones and ones not from torch, and loops without an
-optimizer.
-"""
+"""Optimizers passed to watch(), also wrapped or not from torch, and loops without an optimizer."""
 
 from __future__ import annotations
 

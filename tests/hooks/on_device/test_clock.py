@@ -285,9 +285,7 @@ def test_anchors_correct_the_drift_of_the_devices_clock(
 def test_duration_of_a_span_across_two_anchors_has_no_drift_correction(
     device: FakeDevice, fake: FakeEvents, clock: EventClock
 ) -> None:
-    """A span has the length that the device's clock shows, even if that clock gains 50 us per
-    second.
-    """
+    """A span's length is that of the device's clock, even if this clock gains 50 us per second."""
     fake.fast = 50e-6
     for _ in range(5):
         begin = marked(clock)

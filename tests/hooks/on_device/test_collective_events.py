@@ -1,6 +1,4 @@
-"""CollectiveEvents, which times collectives without the NCCL plugin, with the product's EventClock
-on a fake device.
-"""
+"""Tests of CollectiveEvents (times of collectives without the NCCL plugin) on a fake device."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ class Loop(CollectiveRig):
         )
 
     def step(self) -> None:
-        """End a step. Read the marks of the device's clock, and then issue a collective and end the
-        step.
-        """
+        """Read the marks that the device has reached, and end a step."""
         self.clock_of_device.read_reached_marks()
         self.events.report_known_times()
         self.recorder.next_step()

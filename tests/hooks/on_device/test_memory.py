@@ -77,9 +77,7 @@ def test_memory_readings_take_at_most_a_thousandth_of_the_time(
 def test_memory_is_not_read_before_cuda_is_initialized(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """A reading would initialize CUDA. No memory numbers are recorded for a device without
-    allocations.
-    """
+    """A reading would initialize CUDA. No number is recorded for a device without allocations."""
     allocator.initialized = False
     with recorded(tmp_path) as recording:
         recording.watch.step()
@@ -97,9 +95,7 @@ def test_memory_is_not_read_before_cuda_is_initialized(
 def test_missing_memory_counters_are_not_recorded_as_zero(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """With the allocator cudaMallocAsync most counters stay 0, and a torch version may lack a
-    counter.
-    """
+    """With cudaMallocAsync most counters stay 0, and a version of torch may lack a counter."""
     allocator.uses(GB, 2 * GB)
     allocator.backend = "cudaMallocAsync"
     with recorded(tmp_path / "async") as recording:

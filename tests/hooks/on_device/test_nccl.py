@@ -194,9 +194,7 @@ def test_plugin_is_off_by_default_and_events_are_used(
 def test_plugin_is_not_set_if_shared_memory_is_too_small(
     wish: str, nccl: FakeNccl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note gives the needed and the free size. Without the check, NCCL itself would dereference
-    a null pointer.
-    """
+    """The note gives the needed and the free size. NCCL itself would use a null pointer."""
     free = os.statvfs("/dev/shm")
     monkeypatch.setattr(nccl_plugin, "POOL_BYTES", free.f_bavail * free.f_frsize + (1 << 30))
     with watched(tmp_path, monkeypatch, wish=wish) as recording:

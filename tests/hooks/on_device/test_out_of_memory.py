@@ -71,9 +71,7 @@ class Hungry(torch.nn.Module):
 def test_out_of_memory_error_writes_a_table_of_the_memory(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """The table contains the process, time, place and size of the failed request, and the memory in
-    use.
-    """
+    """The table has the process, time, place and size of the failed request, and the used memory."""
     model = torch.nn.Sequential(Hungry(allocator))
     with recorded(tmp_path, model) as recording:
         for _ in range(3):

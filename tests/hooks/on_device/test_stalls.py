@@ -128,9 +128,7 @@ def test_waits_on_other_streams_than_the_compute_stream_are_no_stalls(loop: Loop
 
 @pytest.mark.parametrize("tail", [False, True])
 def test_step_with_a_pass_on_another_stream_has_incomplete_stalls(loop: Loop, tail: bool) -> None:
-    """Waits of the pass on another stream are not stalls of the compute stream. The stalls of the
-    next step are complete.
-    """
+    """Waits of that pass are not stalls of the compute stream. The next step is complete."""
     loop.fake.stream = loop.device.new_stream()
     if tail:
         on_autograds_thread(loop.stalls.begin_tail, TAIL)

@@ -37,9 +37,7 @@ def found_over_nodes(*ranks: RankProgress) -> Hang:
 
 @pytest.mark.parametrize("stuck", range(4))
 def test_stuck_device_on_another_node_is_found(stuck: int) -> None:
-    """Rank and text of the finding are the same as on one node. The finding lacks only the module's
-    name.
-    """
+    """Rank and text are the same as on one node. Only the module's name is missing."""
     ranks = [
         at(number, 1, Kind.MODULE, 1000) if number == stuck else at(number, 3, Kind.BACKWARD, 0)
         for number in range(4)

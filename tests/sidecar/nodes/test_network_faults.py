@@ -305,9 +305,7 @@ class TestNode0:
         assert pair[1].notes() == [f"{wrong.calls} calls without this job's token were refused"]
 
     def test_call_of_a_silent_node_is_ended_by_node_0(self, nodes: Nodes) -> None:
-        """A node is silent if its link was cut, for example. When the link works again, the node's
-        posts arrive.
-        """
+        """The link may have been cut. When it works again, the node's posts arrive."""
         merger = nodes.start("n0", merges=True, timing=dataclasses.replace(FAST, silent_s=0.5))
         other = nodes.start("n1", timing=dataclasses.replace(FAST, beat_s=2.0))
         for number in range(3):

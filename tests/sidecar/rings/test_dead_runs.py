@@ -320,9 +320,7 @@ def test_anonymous_ring_is_copied_to_the_run_directory_without_a_sidecar(
 
 
 def test_ring_that_cannot_be_copied_is_reported(tmp_path: Path) -> None:
-    """The job has no sidecar, and the disk has no space for a copy. The message contains the ring's
-    path.
-    """
+    """There is no sidecar and no space for a copy. The message contains the ring's path."""
     done = in_own_memory(
         COPIED % "import shutil; shutil.rmtree('runs'); open('runs', 'w').close()", tmp_path
     )

@@ -53,9 +53,7 @@ def test_live_sidecar_has_low_priority_and_a_memory_limit(run: RunDirectory) -> 
 def test_last_round_runs_at_the_jobs_priority(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank waits for the last round. All rounds before the last one run in a thread with low
-    priority.
-    """
+    """A rank waits for the last round. Earlier rounds run in a thread with low priority."""
     rank = Rank(run, 0, 1)
     lock = SidecarLock(sidecar_lock_path(run.run_id))
     assert lock.acquire()

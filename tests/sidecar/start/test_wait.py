@@ -1,6 +1,4 @@
-"""Tests of a sidecar's wait in its first seconds: its cost, the events that end it, and that no
-data is lost.
-"""
+"""Tests of a sidecar's wait at its start: its cost, the events that end it, and data losses."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ class Preparation:
 
 
 class Waited:
-    """The result of wait(). `during` is a function that is called at each sleep with the elapsed
-    time.
-    """
+    """The result of wait(). `during` is called at each sleep with the elapsed time."""
 
     def __init__(
         self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False

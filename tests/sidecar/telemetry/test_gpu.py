@@ -237,9 +237,7 @@ def test_lost_gpu_is_retried_with_back_off(rig: Rig) -> None:
 
 
 def test_lost_gpu_is_detected_from_the_result_of_a_field(rig: Rig) -> None:
-    """The call itself succeeds. Failures of a field for other reasons affect only the present
-    sample.
-    """
+    """The call itself succeeds. Other failures of a field affect only the present sample."""
     rig.nvml.gpus[0]["code 82"] = NO_DATA
     rig.nvml.write()
     without = rig.one()

@@ -103,9 +103,7 @@ def rig(run: RunDirectory, tmp_path: Path) -> Rig:
 
 
 def test_gpus_are_sampled_each_second_and_ports_every_five(rig: Rig, tmp_path: Path) -> None:
-    """The sampling intervals do not depend on how often sample() is called. Without GPUs, NVML is
-    not called.
-    """
+    """The intervals do not depend on the calls of sample(). Without GPUs, NVML is not called."""
     port(tmp_path / "infiniband")
     rig.seconds(2)
     assert rig.gpus.asked == []
