@@ -73,7 +73,7 @@ def test_exit_timeout_outside_0_to_60_seconds_raises(wrong: float) -> None:
         Config(_exit_timeout_s=wrong)
 
 
-def test_keywords_of_watch_are_the_at_most_20_fields_of_config() -> None:
+def test_keywords_of_watch_are_the_fields_of_config_and_at_most_20() -> None:
     """Each keyword has the field's type and default."""
     shown = list(inspect.signature(perf.watch).parameters.values())
     fields = configuration.public_fields()

@@ -362,7 +362,7 @@ def test_deleted_model_and_optimizer_are_freed_during_a_watch(
             assert [each() for each in left if each() is not None] == []
 
 
-def test_start_of_inference_ends_with_its_first_steps(
+def test_start_of_an_inference_run_ends_with_its_first_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time without a CPU at the start does not grow with the run, even without training."""

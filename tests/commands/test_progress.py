@@ -82,7 +82,7 @@ class Terminal:
     def end(self) -> str:
         """Let the process finish and return its stdout.
 
-        The screen is read until then, so the process cannot block while it writes.
+        The terminal is read until the process ends, so the process cannot block while it writes.
         """
         with ThreadPoolExecutor(1) as pool:
             at_end = pool.submit(self.process.communicate, "\n")

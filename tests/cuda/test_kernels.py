@@ -1,6 +1,6 @@
 """CUDA kernels compiled for the CPU, compared bit for bit with the same algorithms in NumPy.
 
-Several thread schedules are tested. The NumPy functions are called twins.
+Several thread schedules are tested. The NumPy functions are called twins of the kernels.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def reduce_by_kernel(
 def check_reduction(
     kernels: ShimKernels, duration_ns: Durations, head: list[int], tail: list[int]
 ) -> ReducedWindow:
-    """Reduce rings by kernel and NumPy twin, require equal results, and return them."""
+    """Reduce rings by kernel and by NumPy, require equal results, and return the results."""
     start_ns = np.arange(1 << 60, (1 << 60) + duration_ns.size, dtype=np.uint64).reshape(
         duration_ns.shape
     )
@@ -126,7 +126,7 @@ def to_sketch(sums: npt.NDArray[np.int64], largest: npt.NDArray[np.int64]) -> Sk
     )
 
 
-def test_kernel_constants_equal_those_of_the_numpy_twin() -> None:
+def test_kernel_constants_equal_those_of_the_numpy_version() -> None:
     source = KERNELS.read_text()
     defined = {name: int(value) for name, value in re.findall(r"#define (\w+) (\d+)\n", source)}
     assert (defined["SUBDIVISIONS"], defined["BUCKETS"]) == (PER_OCTAVE, BUCKETS)
@@ -141,7 +141,7 @@ def test_kernel_constants_equal_those_of_the_numpy_twin() -> None:
 
 
 @pytest.mark.parametrize("places", [2, 64, 512, 2048])
-def test_kernel_reduces_windows_of_any_length_like_the_numpy_twin(
+def test_kernel_reduces_windows_of_any_length_like_the_numpy_version(
     kernels: ShimKernels, places: int
 ) -> None:
     """Windows are empty, odd, full, or longer than the ring. Some contain the wrap of the counter.
@@ -161,7 +161,7 @@ def test_kernel_reduces_windows_of_any_length_like_the_numpy_twin(
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 512)])
-def test_kernel_reduces_many_distinct_durations_like_the_numpy_twin(
+def test_kernel_reduces_many_distinct_durations_like_the_numpy_version(
     kernels: ShimKernels, shape: tuple[int, int]
 ) -> None:
     """With distinct durations, median and deviation depend on each comparison of the sort."""
@@ -176,7 +176,7 @@ def test_second_reduction_counts_new_spans_only(kernels: ShimKernels) -> None:
     assert found.sums[:, SumColumn.COUNT].tolist() == [24, 0]
 
 
-def test_kernel_reduces_equal_and_extreme_durations_like_the_numpy_twin(
+def test_kernel_reduces_equal_and_extreme_durations_like_the_numpy_version(
     kernels: ShimKernels,
 ) -> None:
     """The durations have no spread, or the largest sum and squares that fit."""
@@ -226,7 +226,7 @@ def test_reduction_of_no_durations_is_an_empty_sketch(kernels: ShimKernels) -> N
     assert to_sketch(found.sums[0], found.largest[0]).to_numbers() == Sketch().to_numbers()
 
 
-def test_quantiles_of_merged_rows_equal_those_of_the_numpy_twin(kernels: ShimKernels) -> None:
+def test_quantiles_of_merged_rows_equal_those_of_the_numpy_version(kernels: ShimKernels) -> None:
     """Histograms are sparse, dense, empty, or have one bucket. One case has very many slots."""
     random = np.random.default_rng(3)
     sums = np.zeros((9, SUM_ROW), np.int64)
@@ -262,7 +262,7 @@ def score_by_kernel(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 333, 1000])
-def test_slowness_scores_of_ranks_equal_those_of_the_numpy_twin(
+def test_slowness_scores_of_ranks_equal_those_of_the_numpy_version(
     kernels: ShimKernels, ranks: int
 ) -> None:
     """Cases are one slow rank, no spread, ranks without a time (not fast ones), and no time."""

@@ -39,7 +39,7 @@ def functions(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_cell_of_the_table_names_a_test_or_a_reason() -> None:
+def test_every_cell_of_the_backend_table_names_a_test_or_a_reason() -> None:
     """A cell reads "works" with an existing test, or "does not" with a reason."""
     header, *rows = table("backend .* trace tree with all ranks.*")
     assert header == ["backend", *COLUMNS]
@@ -56,7 +56,7 @@ def test_every_cell_of_the_table_names_a_test_or_a_reason() -> None:
             ), f"{backend}: {cell}"
 
 
-def test_guide_and_internal_page_claim_the_same() -> None:
+def test_guide_and_internal_page_claim_the_same_on_backends() -> None:
     """The tables of both pages have the same rows and columns."""
     _, *backed = table("backend .* trace tree with all ranks.*")
     _, *claimed = table("backend .* traces .*", GUIDE)

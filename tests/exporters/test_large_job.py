@@ -191,7 +191,10 @@ def test_all_ranks_and_series_are_sent_without_limits() -> None:
 
 
 def test_omitted_steps_are_counted_in_the_next_root() -> None:
-    """The budget in this test is small. A counter also has the omitted steps."""
+    """The budget in this test is small.
+
+    The number of omitted steps is also exported as a counter.
+    """
     job = sent(SMALL, STEPS, export_limit=200)
     left_out = sum(point.value for point in points(job, semantics.STEPS_NOT_TRACED))
     chosen = [next(iter(each.values())).chosen[step] for step, each in sorted(job.traces().items())]

@@ -507,8 +507,8 @@ class TestThreads:
         assert parts == {"backward": 0, "communication": 35}
 
     def test_wait_on_a_users_thread_is_not_subtracted(self, rig: Rig) -> None:
-        """A thread that saves a checkpoint also waits for other ranks, whatever the training thread
-        does meanwhile.
+        """A thread that saves a checkpoint waits for other ranks independently of the training
+        thread.
         """
         recorder, intern = rig.recorder, rig.ring.intern
         recorder.begin(Kind.BACKWARD, intern("backward"))

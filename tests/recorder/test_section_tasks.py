@@ -53,7 +53,7 @@ def run(rig: Rig, *turns: int) -> None:
     asyncio.run(all_tasks())
 
 
-def test_first_of_two_interleaved_tasks_is_recorded(rig: Rig) -> None:
+def test_section_of_the_first_of_two_interleaved_tasks_is_recorded(rig: Rig) -> None:
     """The first task leaves first, and its record has its time.
 
     Sections that were opened after the first task's section are lost and counted.
@@ -64,7 +64,7 @@ def test_first_of_two_interleaved_tasks_is_recorded(rig: Rig) -> None:
     assert rig.reader.read_counter(ring.UNBALANCED) == 1
 
 
-def test_first_of_three_interleaved_tasks_is_recorded(rig: Rig) -> None:
+def test_section_of_the_first_of_three_interleaved_tasks_is_recorded(rig: Rig) -> None:
     run(rig, 5, 70, 300)
 
     assert durations(rig) == [5]

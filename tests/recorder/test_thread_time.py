@@ -251,7 +251,7 @@ def test_kernel_statistics_of_zero_count_as_not_measured(
     rig.close()
 
 
-def test_step_is_not_measured_if_the_kernels_file_disappears(
+def test_step_is_not_measured_if_the_file_of_scheduling_statistics_disappears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No error reaches the user's code."""
@@ -356,7 +356,7 @@ def test_recorder_refuses_to_measure_another_thread(
 
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
-def test_kernels_file_is_closed_with_the_recorder(
+def test_file_of_scheduling_statistics_is_closed_with_the_recorder(
     end: str, implementation: ModuleType, tmp_path: Path
 ) -> None:
     """A forked child closes the file too, and a closed recorder does not open the file again."""
@@ -370,7 +370,7 @@ def test_kernels_file_is_closed_with_the_recorder(
     assert open_files() == before
 
 
-def test_autograds_thread_counts_only_in_the_backward_pass(rig: TimedRig) -> None:
+def test_times_of_autograds_thread_count_only_in_the_backward_pass(rig: TimedRig) -> None:
     """The owner waits for autograd's thread, so the lack of a CPU of that thread counts."""
     cpu = min(os.sched_getaffinity(0))
     ready, stop = threading.Event(), threading.Event()

@@ -347,7 +347,7 @@ def test_report_on_a_slow_rank_conforms_to_the_schema(run: RunDirectory) -> None
 def test_report_on_a_simulated_run_conforms_to_the_schema(
     run: RunDirectory, fault: str, topology: Topology | None, kind: str
 ) -> None:
-    """The run has many ranks with joined collectives and a finding on them."""
+    """The run has many ranks, joined collectives, and a finding of the given kind."""
     record_simulation(simulation(fault, topology=topology), 96, run, "note")
     report = checked(build_report(run.run_id, node_state.load_all(run)))
 

@@ -52,7 +52,7 @@ def test_loaded_run_has_verdicts_numbers_tables_and_report(planted: Run) -> None
 def test_table_without_data_in_a_loaded_run_is_empty(
     planted: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A run without GPUs has an empty table of them. An unknown table name raises an error."""
+    """A run without GPUs has an empty table of GPUs. An unknown table name raises an error."""
     assert planted.table("gpus", "pyarrow").num_rows == 0
     assert "has no gpus yet" in caplog.text
     with pytest.raises(

@@ -97,9 +97,7 @@ def test_selected_row_keeps_its_slow_mark_and_units() -> None:
 
 @pytest.mark.parametrize(("at", "first"), [(0, 0), (50, 48), (199, 195)])
 def test_selected_row_of_a_long_table_is_visible(at: int, first: int) -> None:
-    """With 200 rows and room for five, the selected row has the mark and its number is in the
-    title.
-    """
+    """With 200 rows and room for five, the selected row is marked, and the title has its number."""
     lines = [each.plain for each in lines_around_cursor(table(200), 40, 7, at)]
 
     assert lines[0].split(",")[1] == f" {at + 1} of 200"

@@ -1,4 +1,4 @@
-"""Findings of a run in the node's state equal the alerts, also over a sidecar's restart."""
+"""Findings in the node's state are the same as the alerts, also after a sidecar's restart."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_monitored_barrier_counts_as_blocking() -> None:
     assert of(join, "monitored_barrier").asynchronous == 0
 
 
-def test_row_shows_the_bandwidth_of_the_size_class_with_most_bytes() -> None:
+def test_joined_row_shows_the_bandwidth_of_the_size_class_with_most_bytes() -> None:
     """Small and large operations of one name have separate bandwidths."""
     issued = [
         Issued(NAME, n, 1000 * US if n % 2 else 10 * US, 1_000_000 if n % 2 else 100)

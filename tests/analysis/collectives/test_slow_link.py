@@ -240,8 +240,8 @@ def test_slow_links_are_unchanged_by_a_json_round_trip() -> None:
 
 
 def test_text_of_a_slow_link_has_bandwidths_and_cost() -> None:
-    """The text has the link, its bandwidth and that of its peers, and the cost, with "at most" if
-    it was overlapped.
+    """The text has the link, its bandwidth, its peers' bandwidth, and the cost ("at most" if
+    communication was overlapped).
     """
     found = find_slow_links(job({"mesh_dp": COLUMNS}, {COLUMNS[1]: 3.0}, noise=0.01), HOSTS)
     text = describe_slow_links(found)

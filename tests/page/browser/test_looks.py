@@ -49,7 +49,7 @@ def test_axe_finds_no_serious_accessibility_fault(
 def test_page_and_charts_fit_the_window(
     tab_of: TabOf, wide_file: Path, shots: Path, dark: bool, phone: bool
 ) -> None:
-    """Charts are as wide as their containers, and none is too high."""
+    """Charts are as wide as their containers, and no chart is too high."""
     tab = tab_of(wide_file, dark=dark, phone=phone).open(VIEW)
     tab.show_all()
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")

@@ -65,7 +65,7 @@ def test_means_exclude_time_slots_with_other_steps() -> None:
 
 
 def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
-    """A fault that began before it was detected does not count as usual."""
+    """The time between a fault's start and its detection does not count as usual."""
     history = MetricHistory()
     for second in range(12):
         values = {"gc_share": 0.5 * (second >= 5), "refaults_per_s": 900.0 * (second >= 5)}

@@ -169,7 +169,7 @@ def test_episode_in_phase_cpu_measures_the_time_runnable_without_a_cpu() -> None
 
 
 def test_cost_never_exceeds_the_excess() -> None:
-    """The slow rank also lacks a CPU, for which the job waits as well."""
+    """The slow rank also lacks a CPU, which delays the job, too."""
     job = Job.of(4, 50, noise=0.0).slow(1, 20)
     job.ready_ns[:] = 0.0
     job.ready_ns[1] = 30 * MS

@@ -49,7 +49,7 @@ def own_alone_ms(device: np.ndarray, issue: np.ndarray, lag: np.ndarray) -> np.n
 def test_launch_bound_ranks_have_equal_own_times() -> None:
     """Rank 1 is last by chance, and its device is idle until its host has issued work.
 
-    The device of rank 0 is in a stall meanwhile.
+    The device of rank 0 stalls until rank 1 arrives.
     """
     np.testing.assert_allclose(
         forward_ms([0.5, 8.0], issue_ms=[8.0, 8.0], lag_ms=[7.5, 0.0]), [8.0, 8.0]

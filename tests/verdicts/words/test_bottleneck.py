@@ -184,7 +184,7 @@ def test_numbers_in_sentences_equal_those_in_the_table_for_random_steps(seed: in
 def test_largest_wait_is_the_bottleneck_if_it_is_large_enough(seed: int) -> None:
     """The wait takes a quarter of the step, or more than computing.
 
-    Otherwise computing is the bottleneck.
+    If the largest wait is smaller, computing is the bottleneck.
     """
     rng = np.random.default_rng(1000 + seed)
     (loop,) = random_steps(rng, 100, 1)
