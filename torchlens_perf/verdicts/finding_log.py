@@ -1,4 +1,4 @@
-"""The log of a run's findings, with their start and end. No other module records start and end.
+"""The log of a run's findings. No other module records when findings start and end.
 
 Every change raises an alert. The alert's id is made from the run, the attempt and the subject of
 the finding. A restarted sidecar and a replay therefore raise the same alerts with the same ids.

@@ -59,8 +59,8 @@ class JudgedWindows:
     def windows_comparing_rank(self, rank: int) -> WindowMask:
         """Return the windows in which a rank was compared with others.
 
-        A rank on a node with another disk has no windows here. For such a rank, return the windows
-        in which any rank was compared.
+        For a rank without windows, whose node has another disk, return the windows in which any
+        rank was compared.
         """
         here = np.isin(self.windows.ranks, rank)
         return np.asarray(

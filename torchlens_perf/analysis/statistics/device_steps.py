@@ -95,7 +95,7 @@ class DeviceStepJoin:
         Return the steps whose device times are complete.
 
         In the returned table, durations and parts are by the device's clock, and the
-        `communication` part is the device's stalls. All other columns are the host's.
+        `communication` part is the device's stalls. All other columns are by the host's clock.
         """
         on_device = records[records["kind"] == Kind.DEVICE]
         on_device = on_device[np.isin(on_device["value0"], _SPANS)]

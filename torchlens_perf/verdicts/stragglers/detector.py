@@ -109,7 +109,7 @@ class StragglerDetector:
         )
 
     def _set_shared_costs(self, populations: Sequence[Population]) -> None:
-        """Set the cost that slow ranks have together.
+        """Set the shared cost of ranks that are slow together.
 
         The cost of a single slow rank may be zero, because without it, the job would wait for
         another slow rank.

@@ -51,7 +51,7 @@ _STALL_WORTH_NAMING = 0.015
 _NEARLY = 0.8
 # Shares of a step's host code for which one section is named as most or as some of it.
 _MOST, _SOME = 0.5, 0.25
-# Shares of samples without a CPU for which this lack is mentioned, and is the limit of the step.
+# Shares of samples without a CPU from which lack of CPUs is mentioned, and is the limit.
 _SOME_LACK, _SAMPLED_LACK = 0.05, 0.25
 _MAX_LONG = 2
 # A sentence lists at most this many numbers of irregular steps.
