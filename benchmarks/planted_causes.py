@@ -4,9 +4,9 @@ causes in the verdict.
     python -m benchmarks.planted_causes record --kinds gc slow_storage --seeds 0-9 --out FOLDER
     python -m benchmarks.planted_causes judge --out FOLDER
 
-Each rank has its own CPU. The planted causes are memory pressure in a control group, a busy process
-on the same core, a throttled disk, and a heap that is collected in every step. `clean` runs have no
-cause. Needs root and two CPUs.
+Each rank has its own CPU. The causes are memory pressure in a control group, a busy process on the
+same core, a throttled disk, and a heap that is collected in every step. `clean` runs have no cause.
+Needs root and two CPUs.
 """
 
 from __future__ import annotations

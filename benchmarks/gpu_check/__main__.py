@@ -4,9 +4,8 @@ Print a line with PASS, FAIL or "not run" for each check.
 
     python -m benchmarks.gpu_check [PART...] [--out FOLDER] [--seconds 540] [--device asyncdev]
 
-The command updates FOLDER/gpu-check.md after each line. The exit code is 1 on a FAIL, 2 if no part
-can run (for example without a GPU), and 3 if there is no FAIL but the time ended before all parts
-had run.
+The command updates FOLDER/gpu-check.md after each line. The exit code is 1 after a FAIL, 2 if no
+part can run (for example without a GPU), and 3 if the time ended before all parts had run.
 """
 
 from __future__ import annotations

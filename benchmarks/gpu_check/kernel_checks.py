@@ -25,8 +25,8 @@ _QUANTILES = np.array([0, 6554, 32768, 58982, 64881, 65536], np.uint32)
 MIN_SPREAD = 0.01
 # A window is reduced once a second, and merged and scored once in 64 steps. With this limit, each
 # kernel takes at most a ten-thousandth of the device's time, or a two-thousandth with steps of 3
-# ms. A limit relative to the floor would be too strict: the floor is a launch of some 2 us, which
-# is less than the barriers of a median of 1024 times take.
+# ms. A limit relative to the floor would be too strict: the floor is a launch of some 2 us, but the
+# barriers for a median of 1024 times take longer.
 MOST_US = 100
 
 

@@ -70,7 +70,7 @@ KINDS = (
 
 @pytest.mark.parametrize("sidecar", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_program_that_is_no_interpreter_is_never_started(
+def test_sys_executable_that_is_no_interpreter_is_never_started(
     kind: str,
     sidecar: bool,
     tmp_path: Path,

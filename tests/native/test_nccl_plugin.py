@@ -508,7 +508,7 @@ def test_plugin_rejects_a_recorder_of_another_build(rig: NcclRig) -> None:
     assert operations_written(rig) == [(0, TIMED)]
 
 
-def test_cost_of_an_operation_is_limited(make: Callable[[int], NcclRig]) -> None:
+def test_plugin_overhead_of_an_operation_is_limited(make: Callable[[int], NcclRig]) -> None:
     """The limit is twice the cost of two clock readings and a store.
 
     Cases are 1 and 32 channels, timing off, and timing stopped.

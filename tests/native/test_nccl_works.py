@@ -112,7 +112,7 @@ def given_up(job: Job) -> GiveUpCause:
     return GiveUpCause(job.rig.nccl.plugin.counters().given_up)
 
 
-def test_works_of_eager_collectives_are_posted_and_reported(job: Job) -> None:
+def test_nccl_works_of_eager_collectives_are_posted_and_reported(job: Job) -> None:
     """NCCL reports a work when it has run on the device."""
     assert set(job.eager(RING + 5)) == {0}
     assert set(job.ends().values()) == {TIMED}

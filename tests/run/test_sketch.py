@@ -76,7 +76,9 @@ def test_quantiles_are_within_half_a_bucket(values: list[int], q: float) -> None
 @given(
     st.lists(st.lists(st.integers(-5, 1 << 42), min_size=1, max_size=9), max_size=7), st.booleans()
 )
-def test_add_to_each_equals_separate_additions(groups: list[list[int]], again: bool) -> None:
+def test_adding_to_several_sketches_at_once_equals_separate_additions(
+    groups: list[list[int]], again: bool
+) -> None:
     """A sketch may be in the list twice."""
     values = np.array([value for group in groups for value in group], np.int64)
     starts = np.cumsum([0, *map(len, groups)]).tolist()[:-1]

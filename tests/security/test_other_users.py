@@ -255,7 +255,7 @@ def test_capture_request_of_another_user_is_ignored_with_a_note(run: RunDirector
 def test_capture_requests_with_too_many_ranks_or_bytes_are_refused(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a request is refused whoever its owner is."""
+    """Such a request is refused for any owner."""
     many = tuple(range(MAX_RANKS + 1))
     relay = CaptureRelay(run)
     live = {

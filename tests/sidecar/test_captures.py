@@ -429,7 +429,7 @@ def test_slow_and_healthy_rank_are_captured_once_per_attempt(node: Node) -> None
     assert [each.attempt for each in capture_files.read_requests(node.run.captures)[0]] == [0, 1]
 
 
-def test_no_capture_without_a_reachable_slow_rank(node: Node) -> None:
+def test_no_capture_is_made_without_a_reachable_slow_rank(node: Node) -> None:
     """Either there is no verdict, or the slow rank's node has another disk."""
     found = add_straggler_groups(findings(episode(3)), PLACES)
     node.relay.request_after_verdict(findings(), PLACES, node.ranks)

@@ -39,7 +39,7 @@ def sampler_after_a_pause() -> DeviceWaitSampler:
     return waits
 
 
-def test_host_on_the_same_line_in_all_samples_waits_for_the_device() -> None:
+def test_host_waits_for_the_device_if_all_stack_samples_show_the_same_line() -> None:
     """Sampling stops after the last of the required samples."""
     waits = sampler_after_a_pause()
     for _ in range(SAMPLES):
@@ -53,7 +53,7 @@ def test_host_on_the_same_line_in_all_samples_waits_for_the_device() -> None:
 @pytest.mark.parametrize(
     "second", [stack_in(SLEEP), stack_in(ITEM, line=40)], ids=["no wait", "another line"]
 )
-def test_host_on_different_lines_does_not_wait_for_the_device(second: Stack) -> None:
+def test_host_does_not_wait_for_the_device_if_stack_samples_differ(second: Stack) -> None:
     """In an evaluation, for example, the host reads values in several places. Sampling stops at the
     first different line.
     """

@@ -59,7 +59,7 @@ def counted(run: RunDirectory) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("cut", long_except({"to nothing"}, CUTS))
-def test_cut_ring_loses_only_its_own_records(cut: str, run: RunDirectory) -> None:
+def test_truncated_ring_loses_only_its_own_records(cut: str, run: RunDirectory) -> None:
     """The sidecar continues with the other ring. A note names the rank."""
     command = [sys.executable, "-c", OTHER_RANK, str(run.path), str(STEPS)]
     environ = clean_environ({"PYTHONPATH": str(ROOT)})
