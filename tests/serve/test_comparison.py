@@ -1,4 +1,4 @@
-"""Two runs of the list can be compared, but only runs of the served folder."""
+"""Comparison of two runs of the list, which accepts only runs of the served folder."""
 
 from __future__ import annotations
 
@@ -17,5 +17,7 @@ def test_run_compared_with_itself_is_not_slower(viewer: Viewer) -> None:
     "names",
     ["before=done", "before=..&after=done", "before=done&after=a%2Fb", "before=done&after=no"],
 )
-def test_other_names_are_not_found(names: str, viewer: Viewer) -> None:
+def test_comparison_with_a_missing_or_invalid_run_name_is_not_found(
+    names: str, viewer: Viewer
+) -> None:
     assert viewer.ask(f"/api/compare?{names}").status == 404

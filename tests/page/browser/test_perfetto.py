@@ -75,11 +75,11 @@ def query(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qu
     server.shutdown()
 
 
-def test_trace_has_no_errors(query: Query) -> None:
+def test_trace_is_imported_without_errors(query: Query) -> None:
     assert query("SELECT name, value FROM stats WHERE severity = 'error' AND value > 0") == []
 
 
-def test_each_rank_is_a_process_with_all_steps(query: Query) -> None:
+def test_each_rank_is_a_process_of_the_trace_with_all_steps(query: Query) -> None:
     found = query(
         "SELECT p.name, count(*) FROM slice s JOIN process_track t ON s.track_id = t.id"
         " JOIN process p USING (upid) WHERE s.name LIKE 'step %' GROUP BY p.name ORDER BY p.name"
@@ -88,7 +88,7 @@ def test_each_rank_is_a_process_with_all_steps(query: Query) -> None:
     assert [name.split()[1] for name, _ in found] == ["0", "1", "2"]
 
 
-def test_slices_nest_and_have_durations(query: Query) -> None:
+def test_slices_of_the_trace_are_nested_and_have_durations(query: Query) -> None:
     assert query("SELECT count(*) FROM slice WHERE dur < 0") == [[0]]
     ((depth,),) = query("SELECT max(depth) FROM slice")
     assert depth >= 2
@@ -100,13 +100,13 @@ def test_slices_nest_and_have_durations(query: Query) -> None:
 
 
 def test_collectives_of_ranks_are_connected_by_arrows(query: Query) -> None:
-    # An arrow leads from each participant to the next one, except from the last.
+    # An arrow leads from each rank in a collective to the next one, except from the last rank.
     ((arrows,),) = query("SELECT count(*) FROM flow")
     ((begins,),) = query("SELECT count(*) FROM slice WHERE category = 'collective'")
     assert arrows == begins * (RANKS - 1) // RANKS
 
 
-def test_memory_is_a_counter(query: Query) -> None:
+def test_memory_is_a_counter_of_the_trace(query: Query) -> None:
     found = query(
         "SELECT count(*) FROM counter c JOIN counter_track t ON c.track_id = t.id"
         " WHERE t.name = 'memory'"
@@ -120,5 +120,5 @@ def test_query_of_the_guide_names_the_slow_rank(query: Query) -> None:
     assert max(found, key=lambda row: row[1])[0] == "wait for rank 1"
 
 
-def test_finding_is_an_instant(query: Query) -> None:
+def test_finding_is_an_instant_event_of_the_trace(query: Query) -> None:
     assert query("SELECT count(*) FROM slice WHERE name = 'SLOW RANK' AND dur = 0") == [[1]]
