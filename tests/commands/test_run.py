@@ -154,8 +154,8 @@ def test_deleted_interpreter_is_one_line_with_exit_code_2(tmp_path: Path) -> Non
             (
                 options,
                 {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-                "torchlens_perf is off: TORCH_DEVICE_BACKEND_AUTOLOAD is off, and -E, -I or -S disables "
-                "the other way to start recording\n",
+                "torchlens_perf is off: TORCH_DEVICE_BACKEND_AUTOLOAD is off, and with -E, -I or -S Python"
+                " does not run sitecustomize, the other way to start recording\n",
             )
             for options in (["-I"], ["-OE"], ["-W", "ignore", "-S"])
         ),
