@@ -163,7 +163,7 @@ def _times(ranks: int, slots: int) -> np.ndarray[Any, Any]:
 
 def _scores(times: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ranks, slots = times.shape
-    kernels.raise_rank_limit(torch.cuda.current_device(), ranks)
+    kernels.raise_shared_memory_limit(torch.cuda.current_device(), ranks)
     middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
     worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
     arguments = [times, np.int32(ranks), np.int32(slots), np.float32(MIN_SPREAD), middle, worst]
@@ -211,7 +211,7 @@ def floors(checks: Checks) -> None:
         middle = torch.zeros((slots, 2), dtype=torch.float32, device="cuda")
         worst = torch.zeros(ranks, dtype=torch.int64, device="cuda")
         arguments = [times, np.int32(ranks), np.int32(slots), np.float32(MIN_SPREAD), middle, worst]
-        kernels.raise_rank_limit(torch.cuda.current_device(), ranks)
+        kernels.raise_shared_memory_limit(torch.cuda.current_device(), ranks)
         took_us = graph_us(
             lambda ranks=ranks, slots=slots, arguments=arguments: launch_ours(
                 "rank_scores", slots, 1024, arguments, 4 * ranks

@@ -38,11 +38,11 @@ def test_missing_private_name_of_torch_is_one_line_with_the_lost_feature(
     import torch
 
     monkeypatch.delattr(torch.autograd, "_engine_run_backward")
-    torch_private.works.cache_clear()
+    torch_private.is_usable.cache_clear()
     checks = by_subject()
     check = checks["torch.autograd._engine_run_backward"]
     monkeypatch.undo()
-    torch_private.works.cache_clear()
+    torch_private.is_usable.cache_clear()
 
     assert {entry.name for entry in torch_private.PRIVATE_NAMES} & set(checks) == {check.subject}
     assert checks["torch's internals"].finding.startswith(

@@ -80,7 +80,7 @@ def test_built_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> Non
     assert (
         built
         == tap_requirements.SOURCES / native_tap.build_file_name()
-        == native_tap.find_loaded_file()
+        == native_tap.find_loaded_tap_file()
     )
     assert stat.S_IMODE(built.stat().st_mode) == 0o755
     assert not list(tap_requirements.SOURCES.glob(".build-*"))
@@ -97,14 +97,16 @@ def test_tap_is_built_in_the_cache_if_others_can_write_to_the_package(
     assert (
         tap_build.build_tap()
         == cache / native_tap.build_file_name()
-        == native_tap.find_loaded_file()
+        == native_tap.find_loaded_tap_file()
     )
     assert not list(tap_requirements.SOURCES.glob("*.so"))
 
 
 def test_background_build_writes_the_tap_to_the_cache(cache: Path, cxx: Path) -> None:
     """All environments of a user share the tap, and no file is added to those installed by pip."""
-    assert in_background() == cache / native_tap.build_file_name() == native_tap.find_loaded_file()
+    assert (
+        in_background() == cache / native_tap.build_file_name() == native_tap.find_loaded_tap_file()
+    )
     assert made_in(tap_requirements.SOURCES) == set()
 
 
@@ -169,7 +171,7 @@ def test_damaged_tap_is_replaced_by_a_new_build(
     damaged.chmod(0o755)
 
     assert build() == damaged
-    assert native_tap.find_loaded_file() == damaged
+    assert native_tap.find_loaded_tap_file() == damaged
 
 
 def test_folder_left_by_a_killed_build_is_removed(cache: Path, cxx: Path) -> None:

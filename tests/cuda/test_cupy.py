@@ -30,7 +30,7 @@ def test_broken_cupy_is_imported_once_and_raises_the_same_error_again(
             kernels.load_kernels(0)
         messages.add(str(caught.value))
     with pytest.raises(DeviceError, match="CuPy cannot be imported: "):
-        kernels.raise_rank_limit(0, 8)
+        kernels.raise_shared_memory_limit(0, 8)
     assert len(messages) == 1
     assert (tmp_path / "imports").read_text() == "x"
 

@@ -30,10 +30,10 @@ class Stalls:
         self._mark = session.clocks.current.mark
         session.clocks.stalls = self  # type: ignore[assignment]
 
-    def begin_tail(self, _: int) -> int | None:
+    def begin_backward_tail(self, _: int) -> int | None:
         return self._mark()
 
-    def end_tail(self, *, raised: bool, is_known: bool) -> None:
+    def end_backward_tail(self, *, raised: bool, is_known: bool) -> None:
         self.known.append(is_known or raised)
 
 

@@ -216,9 +216,11 @@ def test_missing_checkpoint_functions_of_torch_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watched modules show recomputation, and the report says that it may be incomplete."""
-    works = torch_private.works
+    is_usable = torch_private.is_usable
     monkeypatch.setattr(
-        torch_private, "works", lambda name: name != torch_private.RECOMPUTATION and works(name)
+        torch_private,
+        "is_usable",
+        lambda name: name != torch_private.RECOMPUTATION and is_usable(name),
     )
     recording = train(FORMS["module"][0](), tmp_path, modules="all")
 

@@ -35,7 +35,7 @@ IN_TORCHS_PLACE = {
     "timed_next",
     "timed_iter",
     "timed_backward",
-    "scale_step_and_report",
+    "scaler_step_and_report",
     "step_and_report",
 }
 

@@ -11,7 +11,11 @@ import pytest
 from tests.support.ranks import identity_of, make_run
 from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample, ProcessSample
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.page.gather.hardware_series import MAX_POINTS, fit_series, read_hardware_series
+from torchlens_perf.page.gather.hardware_series import (
+    MAX_POINTS,
+    read_hardware_series,
+    trim_series,
+)
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES, SampleWriter
@@ -126,11 +130,11 @@ def test_series_beyond_the_budget_are_noted(run: RunDirectory) -> None:
     )
     every = list(series_of(run, [0, 1]).values())
     notes: list[str] = []
-    kept = fit_series(every, 400, notes)
+    kept = trim_series(every, 400, notes)
 
     assert [each["title"] for each in kept] == ["SM clock", "SM clock"]
     assert notes == ["Only 2 of 4 quantities that were measured over time are shown."]
-    assert fit_series(every, 10_000, []) == sorted(every, key=lambda each: each["title"])
+    assert trim_series(every, 10_000, []) == sorted(every, key=lambda each: each["title"])
 
 
 def test_processes_have_cpu_time_and_memory_and_share_the_network_of_their_node(

@@ -12,7 +12,7 @@ from benchmarks.page_scale import write_run
 from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.document.html import build_document, contents_as_json
 from torchlens_perf.page.gather.run_contents import gather_contents
-from torchlens_perf.page.gather.thinning import fit_grid, fit_report
+from torchlens_perf.page.gather.thinning import trim_report, widen_grid
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.simulation import Topology
 
@@ -83,9 +83,9 @@ def test_row_of_a_collective_keeps_its_last_rank(many: PageContents) -> None:
     """Sentences quote the numbers of this rank, even if no table shows it."""
     report = many["report"]
     (row,) = report["collectives"]
-    shown = {rank["rank"] for rank in fit_report(report, {SLOW_RANK}, 0, [])["ranks"]}
+    shown = {rank["rank"] for rank in trim_report(report, {SLOW_RANK}, 0, [])["ranks"]}
     last = max(rank for rank in map(int, row["by_rank"]) if rank not in shown)
-    thinned = fit_report(
+    thinned = trim_report(
         {**report, "collectives": [{**row, "slowest_rank": last}]}, {SLOW_RANK}, 0, []
     )
 
@@ -113,7 +113,7 @@ def test_column_widths_that_cannot_fit_are_not_tried(budget_bytes: int) -> None:
         made.append(grid.width)
         return "x" * len(grid.flags)
 
-    grid, text = fit_grid(cast("Any", _Grid(1)), made_of, budget_bytes, [])
+    grid, text = widen_grid(cast("Any", _Grid(1)), made_of, budget_bytes, [])
     widths = [1 << power for power in range(10)]
     fitting = [width for width in widths if 1000 // width + 2 <= budget_bytes]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
-from torchlens_perf.page.gather.step_collectives import join_by_step
+from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
 from torchlens_perf.store.segments import ProcessRecords
 
@@ -102,7 +102,7 @@ def test_ranks_with_unknown_clocks_are_left_out_of_the_timeline(
 
 def test_waits_are_known_without_synchronized_clocks() -> None:
     """The last rank and the waits are computed from durations."""
-    found = join_by_step(job(), [0, 1, 2], ())
+    found = join_collectives_by_step(job(), [0, 1, 2], ())
 
     assert sorted(found) == [0, 1, 2, 3, 4]
     (row,) = found[2]
@@ -118,11 +118,11 @@ def test_waits_are_known_without_synchronized_clocks() -> None:
 
 def test_last_rank_is_known_only_for_complete_groups() -> None:
     """The rank without records may have arrived last."""
-    (row,) = join_by_step(job()[:3], [0, 1, 2], ())[2]
+    (row,) = join_collectives_by_step(job()[:3], [0, 1, 2], ())[2]
 
     assert row["last_rank"] is None
     assert row["wait_us"]["0"] == 40e3
 
 
 def test_groups_with_different_sequence_numbers_are_not_joined() -> None:
-    assert join_by_step(job(), [0, 1, 2, 3], ("0",)) == {}
+    assert join_collectives_by_step(job(), [0, 1, 2, 3], ("0",)) == {}

@@ -55,17 +55,17 @@ def test_tap_is_searched_in_the_package_and_then_in_the_cache(
 
 def test_tap_in_the_package_is_loaded_before_the_one_in_the_cache(cache: Path, tap: Path) -> None:
     in_cache = put(tap, cache)
-    assert native_tap.find_loaded_file() == in_cache
+    assert native_tap.find_loaded_tap_file() == in_cache
     native_tap.load_tap.cache_clear()
     beside = put(tap, tap_requirements.SOURCES)
-    assert native_tap.find_loaded_file() == beside
+    assert native_tap.find_loaded_tap_file() == beside
 
 
 def test_tap_in_the_cache_is_loaded_if_the_packages_is_damaged(cache: Path, tap: Path) -> None:
     in_cache = put(tap, cache)
     (tap_requirements.SOURCES / in_cache.name).write_bytes(b"\x7fELF, and no more")
 
-    assert native_tap.find_loaded_file() == in_cache
+    assert native_tap.find_loaded_tap_file() == in_cache
 
 
 @pytest.mark.parametrize("home", [None, "", ".", "home", "~", "../home"])
@@ -109,7 +109,7 @@ def test_home_is_used_if_the_path_in_xdg_cache_home_is_relative(
     in_cache = put(tap, cache)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
 
-    assert native_tap.find_loaded_file() == in_cache
+    assert native_tap.find_loaded_tap_file() == in_cache
 
 
 def test_tap_is_not_searched_in_a_relative_package_folder(
@@ -290,7 +290,7 @@ def test_tap_that_is_not_a_regular_file_is_not_opened(kind: str, cache: Path) ->
         path.symlink_to(cache / "nothing")
 
     assert native_tap.load_tap() is None
-    assert native_tap.list_problems() == []
+    assert native_tap.list_tap_problems() == []
 
 
 # -- recording without a tap

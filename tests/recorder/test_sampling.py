@@ -89,5 +89,5 @@ def test_costs_that_a_sample_causes_in_later_steps_count() -> None:
             schedule.begin_sampled_step(StepBoundary(begin, begin * MS, 0))
             schedule.end_sampled_step(StepBoundary(later, later * MS, 0))
             if schedule is dear:
-                schedule.add_later_cost(0.06 * MS)
+                schedule.add_cost_after_step(0.06 * MS)
     assert (cheap.period, dear.period) == (16, 64)

@@ -12,7 +12,11 @@ from tests.support.ranks import identity_of
 from tests.support.saved import save_and_load
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.report.collective_rows import collective_rows, count_last_arrivals, is_chance
+from torchlens_perf.report.collective_rows import (
+    collective_rows,
+    count_last_arrivals,
+    is_last_by_chance,
+)
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
@@ -274,7 +278,7 @@ def test_rank_last_as_often_as_by_chance_is_not_the_slowest(
     """Each of two equal ranks is last in about half of all operations by chance."""
     assert len(lag_ms) == ranks
     lags_ns = {rank: round(each * 1e6) for rank, each in lag_ms.items()}
-    assert is_chance(last, joined_times, lags_ns, ranks - 1) is not named
+    assert is_last_by_chance(last, joined_times, lags_ns, ranks - 1) is not named
 
 
 @pytest.mark.parametrize(("late_share", "slowest"), [(0.5, (None, None)), (0.9, ("1", "90%"))])

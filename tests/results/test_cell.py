@@ -49,7 +49,7 @@ class Shown:
     """A rank with a cell, and the sidecar's side of its mailbox."""
 
     def __init__(self, rank: Rank, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(notebook, "restart_sidecar", lambda recorded: None)
+        monkeypatch.setattr(notebook, "ensure_sidecar_runs", lambda recorded: None)
         self.clock = Clock()
         self.handle = Handle(self.clock, rank.clock)
         self.session = rank.session

@@ -41,8 +41,8 @@ def test_shortened_table_keeps_its_slow_rows() -> None:
     )
 
     assert table.rows == 3
-    assert table.head(2).slow == {0}
-    assert table.head(2).rows == 2
+    assert table.first_rows(2).slow == {0}
+    assert table.first_rows(2).rows == 2
 
 
 def test_column_uses_the_unit_of_a_given_duration() -> None:
@@ -74,16 +74,16 @@ def test_hidden_rows_are_counted_with_their_range() -> None:
         ranged="compute",
     )
 
-    assert table.rest(1) == "3 more ranks, compute 245 to 251 ms"
-    assert table.rest(3) == "1 more rank, compute 250 ms"
-    assert table.rest(4) == ""
+    assert table.describe_hidden_rows(1) == "3 more ranks, compute 245 to 251 ms"
+    assert table.describe_hidden_rows(3) == "1 more rank, compute 250 ms"
+    assert table.describe_hidden_rows(4) == ""
 
 
 def test_range_of_hidden_rows_has_a_suitable_unit() -> None:
     compute = Column("compute", [2.0, 0.005, 0.006])
     table = Table("ranks", "Ranks", [compute], noun="rank", ranged="compute")
     assert compute.unit == "s"
-    assert table.rest(1) == "2 more ranks, compute 5.00 to 6.00 ms"
+    assert table.describe_hidden_rows(1) == "2 more ranks, compute 5.00 to 6.00 ms"
 
 
 def test_large_numbers_are_formatted_without_an_exponent() -> None:

@@ -54,8 +54,8 @@ def test_table_of_many_equal_ranks_shows_four_and_summarizes_the_rest(clean: Rep
     table = found(clean, "ranks")
 
     assert (table.rows, table.first, table.slow) == (16, 4, frozenset())
-    assert table.rest(4).startswith("12 more ranks, compute ")
-    assert table.rest(4).endswith(" ms")
+    assert table.describe_hidden_rows(4).startswith("12 more ranks, compute ")
+    assert table.describe_hidden_rows(4).endswith(" ms")
 
 
 def test_first_rows_include_healthy_ranks_even_if_many_are_slow(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def _check_tap() -> Iterator[Check]:
     if native_tap.load_tap() is not None:
         yield Check(OK, "tap on collectives", "native", records="end of asynchronous collectives")
         return
-    problems = "; ".join(native_tap.list_problems())
+    problems = "; ".join(native_tap.list_tap_problems())
     finding = (
         "recorded from Python: each collective costs 50 us, and end times of asynchronous"
         " collectives are missing"
@@ -216,12 +216,12 @@ def _check_torch() -> Iterator[Check]:
         return
     from torchlens_perf.recorder import devices, torch_private
 
-    version = torch_private.torch_version(torch.__version__)
+    version = torch_private.parse_torch_version(torch.__version__)
     supported = version >= torch_private.OLDEST_TORCH
     oldest = ".".join(map(str, torch_private.OLDEST_TORCH))
     yield Check(OK if supported else LIMITED, _TORCH, torch.__version__, f"tested from {oldest} on")
     missing = [
-        entry for entry in torch_private.PRIVATE_NAMES if not torch_private.works(entry.name)
+        entry for entry in torch_private.PRIVATE_NAMES if not torch_private.is_usable(entry.name)
     ]
     found = len(torch_private.PRIVATE_NAMES) - len(missing)
     yield Check(OK, "torch's internals", f"{found} of {found + len(missing)} that hooks use work")

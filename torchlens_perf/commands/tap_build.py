@@ -52,7 +52,7 @@ def build_tap() -> Path:
     the user's cache. Must not be called in a training process. Raises BuildError with the missing
     requirement.
     """
-    found = native_tap.find_loaded_file()
+    found = native_tap.find_loaded_tap_file()
     if found is not None:
         return found
     compiler, place = _compiler_and_folder(tap_requirements.tap_folders())
@@ -79,7 +79,7 @@ def build_in_background(name: str) -> Path:
                 "the ranks and their sidecar use different versions of torch: run torchlens-perf"
                 " build-tap in the environment of the ranks"
             )
-        found = native_tap.find_loaded_file()
+        found = native_tap.find_loaded_tap_file()
         if found is not None:
             return found  # Another process has built it in the meantime.
         try:

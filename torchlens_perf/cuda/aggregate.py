@@ -1,4 +1,4 @@
-"""Merge the windows of all ranks on the device by two all-reduces (SUM, MAX) on a separate stream.
+"""Merge statistics of all ranks on the device by two all-reduces (SUM, MAX) on a separate stream.
 
 ::
 
@@ -6,11 +6,12 @@
                          │                                  medians of ranks ─▶ scores
                          └─ largest, -smallest, digests ─MAX─▶ extremes, agreed names
 
-A window has one row for each device section and for each part of a step (steps.py).
+The statistics of a window of steps have one row for each device section and for each part of a step
+(steps.py).
 
-This module issues the only collectives of the package. All ranks issue them in the same steps, at
-the step's end on the training thread, in a separate process group. Results are read once they have
-arrived, without waiting.
+No other module of the package issues collectives. All ranks issue the same all-reduces at the ends
+of the same steps, on the training thread, in a separate process group. Results are read once they
+have arrived, without waiting.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from torchlens_perf.cuda.stamps import DeviceRing
 
 QUANTILES = (0.5, 0.99)
-# Smallest spread that is used, as a share of the median. Smaller differences are not significant.
+# Lower limit of the MAD of the ranks, as a share of the median. Smaller differences do not count.
 MIN_SPREAD = 0.01
 _PARTS = np.array([round(quantile * (1 << 16)) for quantile in QUANTILES], np.uint32)
 # Two columns follow the largest values: the digest of the slot's name, and the negated digest.
@@ -95,7 +96,7 @@ class WindowMerger:
 
         self._device, self._driver, self._ring, self._group = device, driver, ring, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._slots = slots = ring.slots + len(StepPart)  # Sections first, then the parts of steps.
+        self._slots = slots = ring.slots + len(StepPart)  # Rows of sections come first.
         with device.merge_stream():
             self._sums = device.allocate_zeros(slots * SUM_ROW + self.ranks * slots)
             self._largest = device.allocate_zeros(slots * _LARGEST_ROW)
@@ -115,12 +116,12 @@ class WindowMerger:
             )
         self._digested_count = 0  # Number of sections whose digests have been written.
         self._launches = self._plan_launches(functions)
-        self._host_memory = self._take_host_memory(8 * len(self._small))
+        self._host_memory = self._get_host_memory(8 * len(self._small))
         leftover = self._host_memory
         self._host, self._arrived = leftover.host, leftover.arrived
         self._rows_read = leftover.rows_read
         self._steps = StepReduction(
-            driver, functions, ring.bounds, self._take_host_memory(BLOCK_BYTES), memory
+            driver, functions, ring.bounds, self._get_host_memory(BLOCK_BYTES), memory
         )
         # Section names and step of the merge whose result has not been collected.
         self._merging: tuple[list[str], int] | None = None
@@ -129,7 +130,7 @@ class WindowMerger:
         self.disagreed: set[str] = set()
         """Sections that were not merged, because ranks entered sections in different orders."""
 
-    def _take_host_memory(self, size: int) -> ReusableMemory:
+    def _get_host_memory(self, size: int) -> ReusableMemory:
         """Return unused page-locked memory of an earlier watch, or allocate new memory."""
         for each in self._ring.leftovers:
             if each.size == size and self._driver.has_event_passed(each.arrived):
@@ -176,7 +177,7 @@ class WindowMerger:
                 largest[:sections, : len(LargestColumn)].copy_(own_largest)
                 medians[:sections].copy_(exact[:, ExactColumn.MEDIAN])
                 self._driver.record_event(self._rows_read, stream)
-                self._ring.set_readers_done(self._rows_read)
+                self._ring.set_readers_done_event(self._rows_read)
             with guard("the device's steps of all ranks"):
                 if known is not None and self._steps.enqueue_reduction(known, stream):
                     own, own_largest, exact = self._steps.tables

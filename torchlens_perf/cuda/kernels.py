@@ -77,7 +77,7 @@ def _import_cupy() -> Any:
     return cupy
 
 
-def raise_rank_limit(device: int, ranks: int) -> None:
+def raise_shared_memory_limit(device: int, ranks: int) -> None:
     """Raise the shared memory limit of the kernel rank_scores, which needs four bytes per rank.
 
     Raises DeviceError if the device has too little shared memory (a T4 has enough for about 14000

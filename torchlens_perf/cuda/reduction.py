@@ -1,6 +1,6 @@
 """Define the layout of the duration statistics that kernels.cu computes on the device. No I/O.
 
-A slot's window becomes three rows:
+The durations of a section (slot) in a window of time become three rows:
 
 - `sums`, which merge over windows and ranks by SUM. The row contains the histogram of sketch.Sketch
   up to 2**12 s;
@@ -67,7 +67,7 @@ ROW_WIDTHS = (SUM_ROW, len(LargestColumn), len(ExactColumn))
 
 
 class ReducedWindow(NamedTuple):
-    """One window of all slots."""
+    """The rows of all slots for one window."""
 
     sums: npt.NDArray[np.int64]
     """Shape [slots, SUM_ROW]."""

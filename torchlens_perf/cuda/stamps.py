@@ -67,7 +67,8 @@ class DeviceRing:
 
         functions: the kernels' handles by name.
         places: the capacity of each slot's ring, a power of two up to 4096, because a window is
-        sorted in shared memory. One place is never read: another stream may be writing.
+        sorted in shared memory. One place is never read, because another stream may be writing
+        there.
         """
         self._driver = driver
         self._stamp, self._reduce = functions["stamp"], functions["reduce_window"]
@@ -137,7 +138,7 @@ class DeviceRing:
         """Names of the sections by slot."""
         return list(self._names)
 
-    def set_readers_done(self, event: int) -> None:
+    def set_readers_done_event(self, event: int) -> None:
         """Set the event after which the rows are no longer read, for the next reduction."""
         self._readers_done = event
 

@@ -1,1 +1,1 @@
-"""Sources of marks: one hook per file, attached for as long as its context is entered."""
+"""Hooks, which record spans of the training loop. Each is attached while its context is active."""

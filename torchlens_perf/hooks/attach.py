@@ -116,7 +116,7 @@ class _WatchedModels:
         self._session = session
         self._backward = backward
         self._calls = calls
-        # References by module id, because a later module may have the id of a deleted one.
+        # By module id. A dead reference shows that the id may now belong to another module.
         self._known: dict[int, weakref.ref[Module]] = {}
 
     def time_modules(self, models: Sequence[NamedModel]) -> None:

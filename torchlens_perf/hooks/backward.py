@@ -51,7 +51,7 @@ class _BackwardTail:
         self._queued = 0
         self.covers_all_roots = False
         self.start_ns = 0
-        # Mark at start_ns on the clock that times backward passes of modules.
+        # Mark recorded at `start_ns` with the clock that times backward passes of modules.
         self.mark: int | None = None
         self.end_ns = 0
         self.waited_before_ns = 0
@@ -86,7 +86,7 @@ class _BackwardTail:
         `_begin_tail` behind callbacks that were queued in between.
         """
         self._queued += 1
-        torch_private.queue_callback(self._begin_tail)
+        torch_private.queue_backward_end_callback(self._begin_tail)
 
     @guard("backward callback")
     def _begin_tail(self) -> None:
@@ -96,10 +96,10 @@ class _BackwardTail:
         session, recorder = self._session, self._session.recorder
         recorder.computes_backward()
         recorder.own_work_paused()
-        torch_private.queue_callback(self._end_tail)
+        torch_private.queue_backward_end_callback(self._end_tail)
         self.start_ns, self.waited_before_ns = recorder.now_ns(), recorder.waited_ns
         if session.clocks.stalls is not None and session.identity.has_other_ranks:
-            self.mark = session.clocks.stalls.begin_tail(self._name_id)
+            self.mark = session.clocks.stalls.begin_backward_tail(self._name_id)
         if self.mark is None and self._ends_modules:
             self.mark = session.clocks.current.mark()
 
@@ -208,7 +208,7 @@ class BackwardHook:
         self._tail: _BackwardTail | None = None  # Tail of the innermost engine call.
         self._passes: list[_ModuleBackward] = []
         self._record: Callable[[], None] | None = None  # Set by attach().
-        self._unreported = 0  # Number of passes without device times.
+        self._unreported = 0  # Number of backward passes without device times.
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -220,9 +220,11 @@ class BackwardHook:
         run_backward = torch.autograd._engine_run_backward
         tracing, out_of_sight = (
             torch_private.get_tracing_context_reader(),
-            torch_private.get_hiding_context(),
+            torch_private.get_no_torch_function_context(),
         )
-        can_queue = torch_private.works("torch.autograd.Variable._execution_engine.queue_callback")
+        can_queue = torch_private.is_usable(
+            "torch.autograd.Variable._execution_engine.queue_callback"
+        )
         communicates = session.identity.has_other_ranks
 
         @guard("tail of a backward pass")
@@ -242,7 +244,7 @@ class BackwardHook:
 
         def backward_on_other_thread(*args: Any, **kwargs: Any) -> Any:
             """Time a backward pass on an unrecorded thread, without reading gradients."""
-            thread.note_unrecorded_backward()
+            thread.stop_reading_gradients()
             recorder.begin(_BACKWARD, name_id)
             flags = _EXCEPTION
             try:
@@ -266,8 +268,9 @@ class BackwardHook:
                 self._loop.on_nested_backward()
             recorder.begin(_BACKWARD, name_id)
             try:
-                # On a single rank, only backward passes of modules need the begin of the tail. They
-                # may belong to a forward pass of an earlier step, for example in a GAN.
+                # On a single rank, the tail's begin is only needed as the end of modules' backward
+                # passes, which may belong to a forward pass of an earlier step, for example in a
+                # GAN.
                 ends_modules = outermost and bool(recorder.sampled or self._passes)
                 if (
                     (communicates or ends_modules)
@@ -291,7 +294,7 @@ class BackwardHook:
                     )
                     # torch.autograd.grad() does not send gradients to other ranks.
                     accumulates = kwargs.get("accumulate_grad", True)
-                    session.clocks.stalls.end_tail(
+                    session.clocks.stalls.end_backward_tail(
                         raised=flags != 0, is_known=is_known or not accumulates
                     )
                 # Reentrant checkpointing runs a backward pass inside another backward pass.
@@ -309,7 +312,7 @@ class BackwardHook:
                     self._record_last_passes(session)
 
     def _end_open_passes(self, mark: int | None) -> None:
-        """Set the end of passes of modules whose inputs need no gradient: the begin of the tail."""
+        """End modules' backward passes at the tail's begin if their inputs need no gradient."""
         for each in self._passes:
             if each.start is not None and each.end is None:
                 each.end = mark
@@ -365,15 +368,15 @@ class BackwardHook:
     ) -> Callable[[Any], None]:
         """Return a callback for the results of outermost module calls.
 
-        No other watched module makes an outermost call. The callback finds out whether the call was
-        part of training or of an evaluation.
+        A call is outermost if it is not made by another watched module. The callback finds out
+        whether the call was part of training or of an evaluation.
         """
         import torch
 
         identity, is_root, out_of_sight = (
             id(watched.module),
             watched.is_root,
-            torch_private.get_hiding_context(),
+            torch_private.get_no_torch_function_context(),
         )
         thread = session.thread
         communicates, module, holds_fsdp2 = (
@@ -397,9 +400,8 @@ class BackwardHook:
                 return
             if holds_fsdp2 is None:
                 holds_fsdp2 = _contains_fsdp2(module())
-            # FSDP2 queues a callback at the first gradient of its result, and computes in that
-            # callback. Our callback is queued again behind it, which keeps this computation out of
-            # the tail.
+            # At the first gradient of the module's result, FSDP2 queues a callback that computes.
+            # Our callback is queued again behind it, which keeps the computation out of the tail.
             if not holds_fsdp2 or torch_private.is_autograd_compiled():
                 return
             for tensor in iterate_tensors(result):
@@ -425,7 +427,7 @@ class BackwardHook:
         recorder, thread, out_of_sight = (
             session.recorder,
             session.thread,
-            torch_private.get_hiding_context(),
+            torch_private.get_no_torch_function_context(),
         )
         name_id = session.intern(watched.name)
         # Calls in progress. A module that calls itself has several.

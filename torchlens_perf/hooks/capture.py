@@ -1,7 +1,7 @@
 """Capture a few steps on request of the sidecar: trace, flight recorder, device memory.
 
 The training thread checks at most every 50 ms whether a request file exists. A capture begins and
-ends at the end of a step, without a thread or signal. Captured steps are not compared.
+ends at the end of a step, on this thread. Captured steps are not compared between ranks.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _CaptureRequests:
         except (OSError, ValueError) as error:
             refused = f"the request cannot be read: {error}"
         try:
-            # Accept the request by removing its file. Until then the sidecar may withdraw it.
+            # Accept the request by removing its file, unless the sidecar has withdrawn the request.
             os.unlink(self._request_path)
         except FileNotFoundError:
             return
@@ -170,7 +170,7 @@ class _Capture:
         if self._request.python and not python:
             self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
         trace, refused = ProfilerTrace(cuda=_is_cuda_used(torch), python=python), ""
-        self._trace = trace  # answer_with_error() stops this trace.
+        self._trace = trace  # If an error occurs, answer_with_error() stops this trace.
         with self._time_pause():
             try:
                 torch_private.require(torch_private.PROFILER)
@@ -283,7 +283,7 @@ class _Capture:
         return self._folder_problem
 
     def _write_dump(self, name: str, dump: bytes | str) -> None:
-        """Write a dump. dump: its content as bytes, or the reason why it is missing as text."""
+        """Write a dump. dump: the content as bytes, or the reason for its absence as text."""
         if isinstance(dump, str):
             self._left_out[name] = dump
         else:

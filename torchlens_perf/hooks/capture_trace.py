@@ -41,12 +41,13 @@ def find_other_profiler() -> str:
         return tool
     if torch_instruments.is_profiler_on():
         return "torch.profiler"
-    # No list contains profilers that are warming up, so search all objects. This takes about 60 ns
-    # per object, once per capture.
+    # torch has no list of profilers that are warming up, so search all objects. This takes about 60
+    # ns per object, once per capture.
     prepared = [
         each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)
     ]
-    return "torch.profiler" if any(torch_private.is_prepared(each) for each in prepared) else ""
+    is_prepared = any(torch_private.is_profile_prepared(each) for each in prepared)
+    return "torch.profiler" if is_prepared else ""
 
 
 class ProfilerTrace:

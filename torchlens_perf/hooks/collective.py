@@ -3,11 +3,11 @@
 A tap on the dispatcher receives every c10d operation and passes it on unchanged. This includes
 operations that DDP's reducer, FSDP2, DTensor and compiled graphs issue from C++.
 
-- The native tap (native/tap.cpp) receives the end of each operation from the backend, without GIL.
-- The Python tap is used where the native tap has not been built. It costs about 50 us per operation
-  and only records ends of operations for which the caller waits at once.
+- The backend reports the end of each operation to the native tap (native/tap.cpp), without GIL.
+- The Python tap is used where the native tap has not been built. The Python tap costs about 50 us
+  per operation and records no end of an operation unless the caller waits for it immediately.
 
-No Python callback runs on a backend's thread: such callbacks aborted 3 of 19 processes at exit.
+No Python callback runs on a backend's thread: it made 3 of 19 processes abort at their exit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def list_collective_operators() -> list[str]:
 
 
 class CollectiveHook:
-    """Hook that taps c10d's operators at BackendSelect, and times waits.
+    """Hook that taps c10d's operators at the dispatch key BackendSelect, and times waits.
 
     The timed waits are `Work.wait` and the `wait_tensor` of functional collectives.
     """
@@ -102,7 +102,7 @@ class CollectiveHook:
 
 
 def is_tapped_by_another_tool(operator: str) -> bool:
-    """Return True if another tool has registered a kernel for this operator at the tap's place.
+    """Return True if another tool has registered a kernel at BackendSelect for this operator.
 
     This package's own kernels, which stay registered after a watch, do not count.
     """

@@ -11,13 +11,13 @@ from torchlens_perf.run.ring import MAX_GROUPS
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-# Python's dtype names by C++ names.
+# Names of dtypes in Python by their names in C++.
 _DTYPES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }  # fmt: skip
-# Backends whose future completes at the operation's end. NCCL's completes at the enqueueing.
+# Backends whose future completes when the operation ends. NCCL's completes when it is enqueued.
 _FUTURE_IS_COMPLETION = ("gloo",)
 
 
@@ -34,8 +34,9 @@ class CollectiveGroups:
     ) -> tuple[int, int, int, bool, bool]:
         """Return the description of an operation. The native tap calls this method with the GIL.
 
-        The result is the name's id, the group's slot, the first sequence number, and two flags: the
-        future completes at the operation's end, and a wait ends with the operation.
+        The result is the name's id, the group's slot, the first sequence number, and two flags:
+        whether the future completes when the operation ends, and whether a wait ends with the
+        operation.
 
         device: the type of the tensors' device, such as "cpu" or "cuda". On devices other than the
         CPU, a wait only orders streams, so its end is not the operation's end.

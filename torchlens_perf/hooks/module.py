@@ -127,7 +127,9 @@ class ModuleHook:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        compiled = [each.name for each in self._modules if torch_private.is_compiled(each.module)]
+        compiled = [
+            each.name for each in self._modules if torch_private.is_module_compiled(each.module)
+        ]
         if compiled:
             others = f" and {len(compiled) - 4} more" if len(compiled) > 4 else ""
             session.note(f"{', '.join(compiled[:4])}{others}: compiled: no inner times")
@@ -141,7 +143,7 @@ class ModuleHook:
         yield
         for name, reference in eager:
             module = reference()
-            if module is not None and torch_private.is_compiled(module):
+            if module is not None and torch_private.is_module_compiled(module):
                 session.note(f"{name}: compiled inside the watch: no inner times since then")
 
     def _time_module(self, watched: WatchedModule, session: Session) -> None:
@@ -159,8 +161,8 @@ class ModuleHook:
     ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None, Callable[[Any], None]]:
         """Return three callbacks: for arguments, for results, and for results of outermost calls.
 
-        The first two callbacks run in sampled steps. A root has none, because its backward pass is
-        timed as a whole.
+        The first two callbacks run in sampled steps. They are None for a root, whose backward pass
+        is timed as a whole.
         """
         forward = guard("forward hook of a model")(
             self._observers.create_forward_observer(watched, session)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 DOMAIN = "torchlens_perf"
-# Variable with the path of the tool's library. The CUDA driver may also load a tool without it.
+# Path of the tool's library. The CUDA driver may also load a tool if the variable is not set.
 _INJECTION_VARIABLE = "NVTX_INJECTION64_PATH"
 
 

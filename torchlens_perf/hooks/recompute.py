@@ -1,8 +1,8 @@
 """Time the recomputation of activations inside the backward pass (torch.utils.checkpoint).
 
-The recomputed code has one time, even if only a forward method or a function was checkpointed.
-Other implementations of checkpointing are recognized only if they call watched modules again.
-Otherwise their time counts as backward pass, and the report has a note.
+Each recomputation is timed as a whole, also of a checkpointed forward method or function. Other
+implementations of checkpointing are recognized only if they call watched modules again. Otherwise
+their time counts as backward pass, and the report has a note.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class RecomputeHook:
         try:
             torch_private.require(torch_private.RECOMPUTATION)
         except HookUnavailable:
-            session.metadata.add_unmeasured_part(RECOMPUTE)
+            session.metadata.note_unmeasured_part(RECOMPUTE)
             raise
         from torch.utils import checkpoint
 
         recorder, thread, name_id = session.recorder, session.thread, session.intern("checkpoint")
-        # torch's context manager around recomputed code.
+        # torch enters this context manager around recomputed code.
         recomputation = checkpoint._recomputation_hook
         enter, leave = recomputation.__enter__, recomputation.__exit__
         backward = checkpoint.CheckpointFunction.backward  # Used with use_reentrant=True.

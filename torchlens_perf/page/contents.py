@@ -54,7 +54,7 @@ class RankLocation(TypedDict):
     """
 
 
-class StepBands(TypedDict):
+class StepDurationQuantiles(TypedDict):
     """Quantiles of step durations for each column, over all steps of all ranks in the column."""
 
     p5_s: list[float | None]
@@ -66,7 +66,7 @@ class StepBands(TypedDict):
 class SlowPeriod(TypedDict):
     """Steps [since_step, until_step) in which a rank was reported as slow.
 
-    until_step is None if it is still slow.
+    until_step is None if the rank is still slow.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class StepMatrices(TypedDict):
     is_compared: bool
     """True if the work of any rank can be compared with that of others in its population."""
     step: EncodedMatrix
-    bands: StepBands
+    bands: StepDurationQuantiles
     slow: list[SlowPeriod]
     work: EncodedMatrix
     """Own time without CPU contention, by which ranks are compared.

@@ -1,8 +1,8 @@
 """Two small charts of a run as static SVG, because untrusted notebooks run no scripts.
 
 Each chart is embedded as an image, so charts and notebook cannot affect each other's styles. Images
-do not inherit the notebook's theme. They are transparent, and their greys are readable on white and
-on black.
+do not inherit the notebook's theme. The images are transparent, and their greys are readable on
+white and on black.
 """
 
 from __future__ import annotations

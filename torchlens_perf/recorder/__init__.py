@@ -1,1 +1,1 @@
-"""Recorder of marks, state of one watch, and all private names of torch that this package uses."""
+"""The recorder, the state of one watch, and all private names of torch that this package uses."""

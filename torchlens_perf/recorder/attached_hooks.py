@@ -50,7 +50,7 @@ class AttachedHooks:
                 self.lock.release()
 
     def abandon(self) -> None:
-        """Detach in a forked child, where a thread that does not exist may hold the lock."""
+        """Detach in a forked child, where a thread that only the parent has may hold the lock."""
         self.detached = True
         with guard("detaching in a forked child"):
             self._contexts.close()

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torchlens_perf.run.clock import HostClock
 
-# Maximum time of a mark that counts as overhead. A mark costs about a microsecond. A longer call
-# waits for space in the device's queue, as the job's next launch would. native/device.c has the
-# same limit.
+# Maximum time of recording a mark that is counted as overhead. A mark costs about a microsecond. A
+# longer call waits for space in the device's queue, as the job's next launch would. native/device.c
+# has the same limit.
 LONGEST_MARK_NS = 100_000
 MAX_UNREAD_STEPS = 256
 """Number of steps after which a time that the device has not reported is dropped."""
@@ -42,8 +42,8 @@ class StallMarks(Protocol):
     def begin(self, name_id: int) -> int | None: ...
     def end(self) -> int | None: ...
     def begin_collective(self) -> Callable[[], None] | None: ...
-    def begin_tail(self, name_id: int) -> int | None: ...
-    def end_tail(self, *, raised: bool = False, is_known: bool = True) -> None: ...
+    def begin_backward_tail(self, name_id: int) -> int | None: ...
+    def end_backward_tail(self, *, raised: bool = False, is_known: bool = True) -> None: ...
 
 
 class Clocks:

@@ -87,15 +87,15 @@ class CurrentStep:
         self._memory_bytes = memory_bytes
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
-        """Charge overhead that only some steps have to this step. ours: True for our overhead."""
+        """Charge to this step overhead that only some steps have. ours: True for this package's."""
         self._overhead_ns += duration_ns
         if ours:
             self._recorder.add_overhead(duration_ns)
 
-    def add_probe_cost(self, duration_ns: int) -> None:
-        """Charge overhead that belongs to an earlier, sampled step."""
+    def add_overhead_of_sampled_step(self, duration_ns: int) -> None:
+        """Charge overhead to this step that was caused by an earlier, sampled step."""
         self.add_overhead(duration_ns)
-        self._sampling.add_later_cost(duration_ns)
+        self._sampling.add_cost_after_step(duration_ns)
 
     @guard("step boundary")
     def end_by_user(self, tokens: int | None = None) -> None:

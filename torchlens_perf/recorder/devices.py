@@ -49,8 +49,8 @@ def find_accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse |
     """Return the device of this type on which torch has allocated memory, or None.
 
     computes_there: True if the watched models, or a process group's tensors, are on such a device.
-    If the allocator reports no numbers, as in some backends, the current device is then returned.
-    Raises DeviceError as find_cuda_device_in_use() does.
+    In that case, the current device is returned if the allocator reports no numbers, as in some
+    backends. Raises DeviceError as find_cuda_device_in_use() does.
     """
     if kind == "cuda":
         index = find_cuda_device_in_use()

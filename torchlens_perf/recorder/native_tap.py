@@ -83,13 +83,13 @@ def load_tap() -> Any | None:
     return None
 
 
-def find_loaded_file() -> Path | None:
+def find_loaded_tap_file() -> Path | None:
     """Return the file of the tap that load_tap() returns, or None."""
     tap = load_tap()
     return None if tap is None else Path(tap.__file__)
 
 
-def list_problems() -> list[str]:
+def list_tap_problems() -> list[str]:
     """Return a sentence for each existing tap that has the right name but is not used."""
     found = []
     for path, refused in find_files(build_file_name()):

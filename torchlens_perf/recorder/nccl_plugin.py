@@ -1,4 +1,4 @@
-"""Find our profiler plugin for NCCL (native/nccl_profiler.c), offer it to NCCL, and switch it.
+"""Find our profiler plugin for NCCL (native/nccl_profiler.c), offer it to NCCL, and control it.
 
 NCCL loads the plugin at the first communicator, so the environment variable must be set before
 `init_process_group`. A different plugin that the job has chosen is kept.
@@ -103,7 +103,7 @@ class NcclPlugin:
         self._attach(None)
 
     def switch_timing(self, *, on: bool) -> None:
-        """Switch the timing of later kernels of NCCL on or off. It stays off after a give-up."""
+        """Switch timing of later NCCL kernels on or off. After a GiveUpCause, it stays off."""
         self._switch(int(on))
 
     def note_capture(self) -> None:
@@ -177,8 +177,8 @@ def compute_timing_interval(nccl: tuple[int, ...], *, asked_for: bool) -> int:
     asked_for: True to also time versions of NCCL for which timing may be slow
     (docs/internals/decisions).
 
-    Others report that timing costs 0.3 to 0.4 % with 2.28 to 2.30, and 10 % of a small all-reduce
-    with 2.31 (nccl#2355); 2.27 ran out of room in its proxy under all-to-all (nccl#2039).
+    Timing costs 0.3 to 0.4 % with NCCL 2.28 to 2.30, and 10 % of a small all-reduce with 2.31
+    (nccl#2355). NCCL 2.27 ran out of room in its proxy during an all-to-all (nccl#2039).
     """
     if (2, 28) <= nccl[:2] <= (2, 30):
         return 1
@@ -189,8 +189,8 @@ def find_shared_memory_problem(local_ranks: int, shared_memory: Path = _SHARED_M
     """Return why NCCL cannot time kernels of one communicator over all ranks of this node, or "".
 
     At the first timed kernel, NCCL allocates a pool in shared memory for each process and
-    communicator. If that fails, NCCL uses a null pointer: https://github.com/NVIDIA/nccl/pull/2326.
-    The plugin repeats the check for each later communicator.
+    communicator. If the allocation fails, NCCL uses a null pointer:
+    https://github.com/NVIDIA/nccl/pull/2326. The plugin repeats the check for later communicators.
     """
     needed = local_ranks * POOL_BYTES
     try:

@@ -4,9 +4,9 @@ This module is used if the package was installed without a C compiler. native/re
 and module_call.c explain the design. tests/recorder/test_recorder.py runs every test with both
 implementations.
 
-Two differences: the ring file's stack of open spans contains only phases, because writing every
-span would double the cost of a section. Interleaved sections of the same name in asyncio tasks are
-not distinguished.
+There are two differences. In the ring file, the stack of open spans contains only phases, because
+writing every span would double the cost of a section. And interleaved sections of the same name in
+asyncio tasks are not distinguished.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
 _MAX_SECTIONS = 4096
 _WORD = (1 << 64) - 1
 
-# stamp, kind, depth, flags, name_id, step, start, duration, nested, phase, value0, value1
+# Record: stamp, kind, depth, flags, name_id, step, start, duration, nested, phase, value0, value1
 _pack_record = struct.Struct("<IBBHIIqqqqQQ").pack_into
 _pack_frame = struct.Struct("<qqqII").pack_into
 _get_ident = threading.get_ident
@@ -70,7 +70,7 @@ _collecting: Recorder | None = None
 _wait_name_id = 0
 _generations = itertools.count(1)
 
-Frame = list[int]  # Start, nested time, time of phases, name id, kind.
+Frame = list[int]  # An open span: start, nested time, time of phases, name id, kind.
 _START, _NESTED, _PHASE, _NAME, _KIND = range(5)
 
 
@@ -105,7 +105,7 @@ class Recorder:
         self._owner = _get_ident()
         self._frames: list[Frame] = []
         self._threads = threading.local()
-        # Collectives whose end is that of the issuing thread's next wait, by id of the list.
+        # Collectives that end with the issuing thread's next wait, by the id of the issued list.
         self._waited_for: dict[int, list[int]] = {}
         self.waited_ns = 0
         self._thread_time: ThreadTime | None = None
@@ -710,7 +710,7 @@ class Section:
         elif recorder._marks_elsewhere or frames is not recorder._frames:
             recorder._close_span(frames, len(frames) - 1, end_ns, flags)
         else:
-            # _close() and _write() inlined, because a call costs 60 ns.
+            # _close_span() and _write_record() are inlined, because a call costs 60 ns.
             frames.pop()
             start_ns, nested_ns, phase_ns, name_id, _ = frame
             duration_ns = end_ns - start_ns

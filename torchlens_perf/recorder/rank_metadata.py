@@ -110,7 +110,7 @@ class RankMetadata:
                 logger.warning("torchlens_perf: %s", text)
             self.publish()
 
-    def add_unmeasured_part(self, part: str) -> None:
+    def note_unmeasured_part(self, part: str) -> None:
         """Note that a part of the step cannot be measured separately."""
         if part not in self._facts["not_measured"]:
             self._facts["not_measured"].append(part)
@@ -143,7 +143,7 @@ class RankMetadata:
 
         device: device type of the modules' model, or "" if unknown. all_levels: True if all inner
         modules are also timed.
-        unopened: modules that contain untimed modules.
+        unopened: timed modules whose inner modules are not timed.
         """
         facts = self._facts
         self._module_names.update(are_roots)
@@ -158,7 +158,7 @@ class RankMetadata:
         recorder = self._recorder
         if recorder.closed:
             return
-        # Only the first step contains compilation.
+        # Measure CPU contention of the start-up, which includes compilation in the first step.
         if recorder.step <= 1 and self._facts["process_began_ns"]:
             self._facts["start_cpu_wait_ns"] = main_thread_cpu_wait_ns(os.getpid())
         self._ring.set_metadata(
@@ -176,7 +176,7 @@ class RankMetadata:
         )
 
     def publish_end(self, report: Mapping[str, Any]) -> None:
-        """Publish all facts for the last time. report: rank 0's format of the report."""
+        """Publish all facts for the last time. report: the format that rank 0 requests."""
         self.publish(settings=self._facts["settings"] | report)
 
 

@@ -1,8 +1,7 @@
 """Select the native recorder, or the Python recorder if the package has no compiled extension.
 
-Both recorders need the GIL, which is the only lock of marks, so nothing is recorded in a Python
-that runs without the GIL. Importing a native extension that needs the GIL would switch the GIL on
-for the whole process.
+Both recorders use the GIL as their only lock, so nothing is recorded in a Python that runs without
+the GIL. Importing a native extension that needs the GIL would switch it on for the whole process.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class SamplingSchedule:
     time.
 
     The multiples are powers of two, so steps of a longer period also belong to all shorter periods.
-    Ranks with slightly different costs then sample the same steps. Otherwise, all ranks would wait
-    for each rank that samples.
+    Ranks with slightly different costs then sample the same steps. If ranks sampled different
+    steps, all ranks would wait in each of these steps.
     """
 
     def __init__(self, every: int) -> None:
@@ -49,7 +49,7 @@ class SamplingSchedule:
     def begin_sampled_step(self, now: StepBoundary) -> None:
         self._begun = now
 
-    def add_later_cost(self, duration_ns: int) -> None:
+    def add_cost_after_step(self, duration_ns: int) -> None:
         """Add a cost of a sampled step that arises after its end."""
         self._later_ns += duration_ns
 

@@ -92,11 +92,11 @@ class Session:
         self.metadata.publish(**news)
 
     def run_each_step(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
-        """See StepCallbacks.each_step()."""
+        """See StepCallbacks.run_each_step()."""
         return self.step_callbacks.run_each_step(name, work)
 
     def run_throttled(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
-        """See StepCallbacks.throttled()."""
+        """See StepCallbacks.run_throttled()."""
         return self.step_callbacks.run_throttled(name, work)
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
@@ -114,7 +114,7 @@ class Session:
         if LOADING_PROBLEM:
             self.note(LOADING_PROBLEM)
         with guard("keeping torch.compile away from our hooks"):
-            torch_private.skip_package_frames()
+            torch_private.make_dynamo_skip_package()
 
     def attach(self, hooks: Sequence[Hook]) -> None:
         """Attach hooks in order. An unavailable hook is noted and left out. Raises ConfigError."""

@@ -25,7 +25,7 @@ from torchlens_perf.run.sidecar_status import SEVERAL_NODES, SHARED
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
 
-# If the sidecar has used less than this share of the wait as CPU time, it lacks a CPU.
+# If the sidecar's CPU time is less than this share of the waiting time, it lacks a CPU.
 _STARVED_SHARE = 0.5
 _MIN_JUDGED_WAIT_S = 0.1
 

@@ -45,7 +45,7 @@ class StepCallbacks:
     def run_throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
         """Run `work` at the ends of steps, at most every 50 ms, while the context is active.
 
-        Use this method for callbacks that take long.
+        Use this method for slow callbacks.
         """
         self._throttled[work] = name
         try:

@@ -7,8 +7,8 @@ from collections import Counter
 # The optimizer that ends the steps is replaced after this many steps of another optimizer. A GAN's
 # critic steps about five times for each step of the generator.
 _GONE_AFTER = 32
-# The same limit if no optimizer was passed to watch(). It is lower, because no step ends until
-# then. An actor may step twice for each step of its critics.
+# The same limit if no optimizer was passed to watch(). It is lower, because no step ends until the
+# limit is reached. An actor may step twice for each step of its critics.
 _GONE_AFTER_UNPASSED = 4
 NEVER = 1 << 62
 # After this many steps of other optimizers, those passed to watch() are considered unused.
@@ -82,7 +82,7 @@ class StepRule:
         """Id of the optimizer that ends the steps."""
         # Steps since the last boundary by optimizer, without the optimizer that ends the steps.
         self._others: Counter[int] = Counter()
-        # Steps of optimizers that were not passed, before a passed optimizer has stepped.
+        # Number of steps by optimizers not passed to watch(), until a passed one has stepped.
         self._strangers = 0
         self._stepped = False  # True once an optimizer has stepped.
         self._backwards = 0  # Number of backward passes before an optimizer has stepped.
@@ -137,7 +137,7 @@ class StepRule:
             if passed is not None:
                 if self.ignores_passed:
                     self.ignores_passed, self.ending = False, None
-                self._strangers = -1  # Passed optimizers step, so others never end steps.
+                self._strangers = -1  # From now on, other optimizers never end steps.
                 if self._turns.count_step(passed) and self._turns.last_optimizer != self._last:
                     self._last, self.ending = self._turns.last_optimizer, None
             elif optimizer == self.ending:
@@ -227,7 +227,7 @@ class EvaluationRule:
     """Decides which steps contain an evaluation.
 
     A step with forward passes without gradients contains an evaluation, unless at least every
-    second step has such passes. Frequent passes are part of training, as with a teacher.
+    second step has such passes. Frequent passes, as those of a teacher model, are part of training.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-from torchlens_perf.recorder.torch_private import FLIGHT_RECORDER, SNAPSHOT, works
+from torchlens_perf.recorder.torch_private import FLIGHT_RECORDER, SNAPSHOT, is_usable
 
 MAX_SNAPSHOT_ENTRIES = 200_000
 """Largest number of history entries in a snapshot. An entry with its stack takes about 1 KB."""
@@ -30,7 +30,7 @@ def attach_out_of_memory_observer(observer: Callable[[int, int, int, int], None]
 class MemoryHistory:
     """Control of torch's memory history, of which each process has one.
 
-    Histories that the job has started are left alone.
+    A history that the job has started is not changed.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def dump_flight_recorder() -> bytes | str:
 
     if not dist.is_available() or not dist.is_initialized():
         return "there is no process group"
-    if not works(FLIGHT_RECORDER):
+    if not is_usable(FLIGHT_RECORDER):
         return "this torch has none"
     from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
@@ -146,7 +146,7 @@ def dump_memory_snapshot() -> bytes | str:
 
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return "no GPU is in use"
-    if not works(SNAPSHOT):
+    if not is_usable(SNAPSHOT):
         return "this torch has none"
     snapshot = take_memory_snapshot()
     entries = sum(len(each["blocks"]) for each in snapshot["segments"]) + sum(

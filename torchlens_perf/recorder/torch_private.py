@@ -43,14 +43,14 @@ class PrivateName(NamedTuple):
     without: str
 
 
-def torch_version(text: str) -> tuple[int, int]:
+def parse_torch_version(text: str) -> tuple[int, int]:
     """Return (major, minor) of a version such as "2.13.0+cpu"."""
     major, minor, *_ = text.split(".")
     return int(major), int(minor)
 
 
 @functools.cache
-def works(name: str) -> bool:
+def is_usable(name: str) -> bool:
     """Return True if this private name passes its check. Each name is checked once per process.
 
     Errors of missing or changed names count as a failed check. Other exceptions are raised.
@@ -72,7 +72,7 @@ def works(name: str) -> bool:
 
 def require(name: str) -> None:
     """Raise HookUnavailable if the private name fails its check."""
-    if not works(name):
+    if not is_usable(name):
         raise HookUnavailable(f"torch lacks {name}: {_by_name[name].without}")
 
 
@@ -170,7 +170,7 @@ def _create_cuda_check(*names: str) -> Callable[[], bool]:
     return has_functions
 
 
-def is_prepared(profile: Any) -> bool:
+def is_profile_prepared(profile: Any) -> bool:
     """Return True if a torch.autograd.profiler.profile has been prepared and has not ended."""
     return bool(getattr(profile, "entered", False)) and profile.kineto_results is None
 
@@ -193,7 +193,7 @@ def _check_profiler() -> bool:
     unused = profiler.profile(use_kineto=True, experimental_config=create_all_threads_config())
     return (
         all(map(callable, calls))
-        and not is_prepared(unused)
+        and not is_profile_prepared(unused)
         and profiler._is_profiler_enabled in (True, False)
     )
 
@@ -315,12 +315,12 @@ def get_module_call_function() -> Callable[..., Any]:
     from torch.nn import Module
 
     function: Callable[..., Any] = (
-        Module._wrapped_call_impl if works(MODULE_CALL) else Module.__call__
+        Module._wrapped_call_impl if is_usable(MODULE_CALL) else Module.__call__
     )
     return function
 
 
-def is_compiled(module: Any) -> bool:
+def is_module_compiled(module: Any) -> bool:
     """Return True if torch.compile(module) created this module, or module.compile() was called."""
     return (
         type(module).__name__ == "OptimizedModule"
@@ -328,7 +328,7 @@ def is_compiled(module: Any) -> bool:
     )
 
 
-def queue_callback(callback: Callable[[], None]) -> None:
+def queue_backward_end_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass in progress has computed all gradients."""
     from torch.autograd import Variable
 
@@ -339,7 +339,7 @@ def get_tracing_context_reader() -> Callable[[], object]:
     """Return a function whose result is None unless torch.compile is tracing on
     the calling thread.
     """
-    if not works("torch._guards.TracingContext"):
+    if not is_usable("torch._guards.TracingContext"):
         return lambda: None
     from torch._guards import TracingContext
 
@@ -347,11 +347,11 @@ def get_tracing_context_reader() -> Callable[[], object]:
     return get
 
 
-def get_hiding_context() -> Callable[[], AbstractContextManager[object]]:
+def get_no_torch_function_context() -> Callable[[], AbstractContextManager[object]]:
     """Return a context manager that hides calls from the user's torch function modes and tensor
     subclasses.
     """
-    if not works("torch._C.DisableTorchFunction"):
+    if not is_usable("torch._C.DisableTorchFunction"):
         return nullcontext
     import torch
 
@@ -368,7 +368,7 @@ def find_steps_in_progress() -> list[int] | None:
     """Return the ids of optimizers whose step() is in progress, innermost first, or None if
     unknown.
     """
-    if not works("torch.optim.Optimizer.profile_hook_step"):
+    if not is_usable("torch.optim.Optimizer.profile_hook_step"):
         return None
     return [
         id(frame.f_locals.get("self"))
@@ -380,7 +380,7 @@ def find_steps_in_progress() -> list[int] | None:
 
 def get_stream_handle_reader() -> Callable[[int], int] | None:
     """Return the function that reads the handle of a CUDA device's current stream, or None."""
-    if not works(STREAM_HANDLE):
+    if not is_usable(STREAM_HANDLE):
         return None
     import torch
 
@@ -396,7 +396,9 @@ def read_compile_s() -> float | None:
     module = sys.modules.get("torch._dynamo.utils")
     if module is None:
         return 0.0
-    return float(module.calculate_time_spent()["total_wall_time"]) if works(COMPILE_TIMES) else None
+    if not is_usable(COMPILE_TIMES):
+        return None
+    return float(module.calculate_time_spent()["total_wall_time"])
 
 
 def is_autograd_compiled() -> bool:
@@ -418,13 +420,13 @@ def break_graph_at(function: Any) -> Any:
     return function
 
 
-def skip_package_frames() -> None:
+def make_dynamo_skip_package() -> None:
     """Let Dynamo skip all frames of this package.
 
     After a graph break, at backward() or in an optimizer, Dynamo tries to compile every Python
     function that runs, including hooks and the functions that hooks call.
     """
-    if not works("torch._C._dynamo.eval_frame.set_code_exec_strategy"):
+    if not is_usable("torch._C._dynamo.eval_frame.set_code_exec_strategy"):
         return
     package = __name__.partition(".")[0]
     for name, module in list(sys.modules.items()):

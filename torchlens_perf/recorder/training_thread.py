@@ -114,7 +114,7 @@ class TrainingThread:
         self._note(_NOT_RECORDED)
         return False
 
-    def note_unrecorded_backward(self) -> None:
+    def stop_reading_gradients(self) -> None:
         """Stop reading gradients, because an unrecorded thread begins a backward pass."""
         if self.reads_gradients:
             with self.gradients:
@@ -133,7 +133,7 @@ class TrainingThread:
                 and engine is not None
                 and any(each.f_code is engine for each, _ in traceback.walk_stack(frame))
             ):
-                self.note_unrecorded_backward()
+                self.stop_reading_gradients()
 
     @guard("finding the thread that trains")
     def _take_over(self, work: Work) -> bool:
@@ -152,7 +152,7 @@ class TrainingThread:
     def _is_recorded_thread_idle(self) -> bool:
         """Return True if the recorded thread has ended or waits in its pool.
 
-        A negative result is used again for 10 ms.
+        The result False is reused for 10 ms.
         """
         now_s = time.monotonic()
         if now_s - self._busy_s < _BUSY_INTERVAL_S:

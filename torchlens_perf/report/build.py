@@ -24,11 +24,11 @@ from torchlens_perf.report.collective_rows import (
 )
 from torchlens_perf.report.device_times import (
     build_device_times,
-    count_device_losses,
+    count_missing_device_times,
     device_section_rows,
 )
 from torchlens_perf.report.distribution import summarize_sketch
-from torchlens_perf.report.gpu_rows import gpu_rows, link_rows
+from torchlens_perf.report.gpu_rows import gpu_rows, network_port_rows
 from torchlens_perf.report.heat import build_heat_map
 from torchlens_perf.report.memory_rows import memory_notes, memory_row
 from torchlens_perf.report.module_rows import module_rows, section_rows
@@ -36,9 +36,9 @@ from torchlens_perf.report.step_classes import (
     build_phases,
     build_step_classes,
     build_typical_step,
-    largest_own_step,
+    largest_own_step_time,
     other_thread_times,
-    sampled_lack_of_cpu,
+    sampled_cpu_contention_share,
 )
 from torchlens_perf.report.step_history import build_step_history
 from torchlens_perf.run.place.node import host_of_node
@@ -82,8 +82,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 _REMOVED = "were removed to stay below disk_bytes"
-# A mark inside a step costs more than the 0.1 us of a tight loop, because caches are cold
-# (docs/internals/performance.md).
+# Recording a span in a real step costs more than the 0.1 us in a tight loop, because caches are
+# cold (docs/internals/performance.md).
 MARK_NS = 400.0
 
 
@@ -112,7 +112,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "sections": section_rows(processes),
         "device_sections": device_section_rows(processes),
         "gpus": gpu_rows(nodes, processes),
-        "links": link_rows(nodes),
+        "links": network_port_rows(nodes),
         "collectives": collectives,
         "slow_links": links,
         "captures": list(captures),
@@ -347,8 +347,8 @@ def _build_steps(
         "inference": any(_is_inference(p) for p in processes.values()),
         "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
         **build_step_classes(list(processes.values()), by_device=by_device),
-        "sampled_lack_of_cpu": sampled_lack_of_cpu(processes.values()),
-        "own_time": largest_own_step(findings) if by_device else None,
+        "sampled_lack_of_cpu": sampled_cpu_contention_share(processes.values()),
+        "own_time": largest_own_step_time(findings) if by_device else None,
     }
 
 
@@ -547,7 +547,7 @@ def _rank_notes(process: ProcessState) -> list[str]:
             process.internal_errors,
             "internal errors were caught and did not affect training. See the rank's log",
         ),
-        *count_device_losses(process),
+        *count_missing_device_times(process),
         about=about,
     )
     if not process.native:

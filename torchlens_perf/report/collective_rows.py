@@ -115,7 +115,7 @@ def _build_row(
     slowest = max(by_rank, key=lambda rank: (lags_ns[rank], by_rank[rank]["last"]), default=None)
     if slowest is not None and not (whole and by_rank[slowest]["last"]):
         slowest = None
-    if slowest is not None and is_chance(
+    if slowest is not None and is_last_by_chance(
         by_rank[slowest]["last"], statistics.joined, lags_ns, slowest
     ):
         slowest = None
@@ -163,7 +163,7 @@ def _build_row(
     }
 
 
-def is_chance(last: float, joined: int, lags_ns: Mapping[int, float], rank: int) -> bool:
+def is_last_by_chance(last: float, joined: int, lags_ns: Mapping[int, float], rank: int) -> bool:
     """Return True if a rank is last about as often as by chance and has no large share of the
     lag.
     """

@@ -31,8 +31,8 @@ _NOT_TIMED = {
         " on another stream than the step's own"
     ),
     "open_ended": (
-        "device stalls are unknown, because they were interrupted or because the backward pass,"
-        " for example a compiled one, did not report its end"
+        "device stalls are unknown: their marking was interrupted, for example by an exception, or"
+        " the backward pass (for example a compiled one) did not report its end"
     ),
     "unread": "device times were still unknown when the watch ended",
 }
@@ -75,7 +75,7 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
     }
 
 
-def own_device_times(process: ProcessState) -> dict[str, float]:
+def module_device_self_times(process: ProcessState) -> dict[str, float]:
     """Return the device seconds of each module in a typical step, without inner modules.
 
     Whole calls are timed in sampled steps. Their mean is multiplied by the calls per typical step.
@@ -142,7 +142,7 @@ def device_section_rows(processes: dict[int, ProcessState]) -> list[DeviceSectio
     return sorted(rows, key=lambda row: -row["calls"] * (row["device_s"]["mean_s"] or 0.0))
 
 
-def count_device_losses(process: ProcessState) -> list[tuple[object, str]]:
+def count_missing_device_times(process: ProcessState) -> list[tuple[object, str]]:
     """Return counts of a rank's missing device times, each with its reason."""
     device = process.statistics.device
     return [

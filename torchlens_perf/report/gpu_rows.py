@@ -63,8 +63,8 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
     return sorted(rows, key=lambda row: (row["ranks"] or [1 << 31], row["host"], row["uuid"]))
 
 
-def link_rows(nodes: list[NodeState]) -> list[Link]:
-    """Return the ports of InfiniBand and RoCE adapters, with their error counts during the run."""
+def network_port_rows(nodes: list[NodeState]) -> list[Link]:
+    """Return the ports of InfiniBand and RoCE adapters, with their errors during the run."""
     rows: list[Link] = []
     for node in nodes:
         for name, totals in sorted(node.telemetry.links.items()):

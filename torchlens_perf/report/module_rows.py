@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.report.device_times import own_device_times
+from torchlens_perf.report.device_times import module_device_self_times
 from torchlens_perf.report.distribution import summarize_sketch
 from torchlens_perf.report.step_classes import build_typical_step
 from torchlens_perf.run.sketch import Sketch, merge_sketches
@@ -24,7 +24,7 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
     """
     rows: list[Module] = []
     own_s = {rank: _own_time_by_module(process) for rank, process in processes.items()}
-    on_device_s = {rank: own_device_times(process) for rank, process in processes.items()}
+    on_device_s = {rank: module_device_self_times(process) for rank, process in processes.items()}
     for name in _all_names(processes, "modules"):
         calls = _sketches_by_rank(processes, "modules", name)
         backwards = _sketches_by_rank(processes, "module_backwards", name)

@@ -34,21 +34,22 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
     )
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
 
-    def blamed(each: StepClass) -> int | None:
+    def find_blamed_rank(each: StepClass) -> int | None:
         if each.only is not None:
             return all_ranks[each.only]
-        unexplained = not each.kinds and each.more_ns > 0
-        rank = waits.waited_for(each.steps[-MAX_STEPS:], each.more_ns) if unexplained else None
-        return None if rank is None else rank.rank
+        if each.kinds or each.more_ns <= 0:
+            return None
+        awaited = waits.find_awaited_rank(each.steps[-MAX_STEPS:], each.more_ns)
+        return None if awaited is None else awaited.rank
 
-    def rows(classes: Iterable[StepClass]) -> list[LongSteps]:
+    def build_rows(classes: Iterable[StepClass]) -> list[LongSteps]:
         return [
             {
                 "kinds": list(each.kinds),
                 "part": each.part,
                 "count": each.count,
                 "steps": list(each.steps),
-                "waited_for": blamed(each),
+                "waited_for": find_blamed_rank(each),
                 "period": each.period,
                 "mean_s": each.duration_ns / 1e9,
                 "more_s": each.more_ns / 1e9,
@@ -58,10 +59,9 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
             for each in classes
         ]
 
-    long, short = (
-        [_with_loss_of_job(each, found.total_ns / 1e9) for each in _join_stalls(rows(found.long))],
-        rows(found.short),
-    )
+    whole_s = found.total_ns / 1e9
+    long = [_with_loss_of_job(each, whole_s) for each in _join_stalls(build_rows(found.long))]
+    short = build_rows(found.short)
     alike = max(0, found.count - sum(each["count"] for each in (*long, *short)))
     return {
         "total_s": found.total_ns / 1e9,
@@ -148,7 +148,7 @@ def build_typical_step(statistics: RankStatistics) -> TypicalStep | None:
     }
 
 
-def largest_own_step(findings: Findings) -> OwnStepTime | None:
+def largest_own_step_time(findings: Findings) -> OwnStepTime | None:
     """Return the largest own time of all populations; None if it is not known."""
     own = max(
         (each.own for each in findings.usual if each.own),
@@ -189,7 +189,7 @@ def build_phases(statistics: RankStatistics, typical: TypicalStep) -> dict[str, 
     }
 
 
-def sampled_lack_of_cpu(processes: Iterable[ProcessState]) -> float | None:
+def sampled_cpu_contention_share(processes: Iterable[ProcessState]) -> float | None:
     """Return the share of time in which the ranks' main threads were runnable but not scheduled.
 
     The sidecar samples this state once a second. Return None without samples.

@@ -45,7 +45,7 @@ class AwaitedRankFinder:
         self._mixes = mixes
         self._typical: dict[int, TypicalStep | None] = {}
 
-    def waited_for(self, steps: Sequence[int], more_ns: float) -> AwaitedRank | None:
+    def find_awaited_rank(self, steps: Sequence[int], more_ns: float) -> AwaitedRank | None:
         """Return the rank that all others waited for in these steps; None if it differs between
         steps.
 
@@ -53,13 +53,13 @@ class AwaitedRankFinder:
         """
         if len(self._mixes) < 2 or not steps:
             return None
-        found = {self._in_step(step, more_ns) for step in steps}
+        found = {self._find_in_one_step(step, more_ns) for step in steps}
         return found.pop() if len(found) == 1 else None
 
-    def _in_step(self, step: int, more_ns: float) -> AwaitedRank | None:
+    def _find_in_one_step(self, step: int, more_ns: float) -> AwaitedRank | None:
         busy = []
         for rank in self._mixes:
-            more = self._more(step, rank)
+            more = self._excess_over_typical(step, rank)
             if more is None or more.sum() < _MIN_SHARE * more_ns:
                 return None
             part = PARTS[int(np.argmax(more))]
@@ -69,20 +69,20 @@ class AwaitedRankFinder:
                     return None
         return busy[0] if len(busy) == 1 else None
 
-    def _bin(self, step: int, rank: int) -> Bin | None:
+    def _find_bin(self, step: int, rank: int) -> Bin | None:
         """Return the bin of a rank that contains this step; None if the step was dropped."""
         return next((each for each in self._mixes[rank].bins.values() if step in each.steps), None)
 
     def _lacks_cpu(self, step: int, rank: int, more_ns: float) -> bool:
         """Return True if CPU contention explains most of a step's additional time on a rank."""
-        its = self._bin(step, rank)
+        its = self._find_bin(step, rank)
         if its is None or not its.measured:
             return False
         return float(its.ready_ns.sum()) / its.measured >= _MIN_SHARE * more_ns
 
-    def _more(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
+    def _excess_over_typical(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
         """Return the excess of each part over the rank's typical step in ns; None if unknown."""
-        its = self._bin(step, rank)
+        its = self._find_bin(step, rank)
         if its is None:
             return None
         if rank not in self._typical:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 COMMAND = "results"
 """Name of the subcommand in commands/results.py."""
 ANSWER_TIMEOUT_S = 5.0  # A sidecar that has just started first imports its modules.
-_WRITE_TIMEOUT_S = 5.0  # For the sidecar to write the last records of an ended run.
+_WRITE_TIMEOUT_S = 5.0  # Time for the sidecar to write the last records.
 _POLL_INTERVAL_S = 0.02
 _WAKE_INTERVAL_S = 0.5
 
@@ -111,9 +111,8 @@ def ask_sidecar(recorded: RunHandle, question: str) -> str | None:
         try:
             text = None
             while text is None and (left_s := deadline_s - time.monotonic()) > 0:
-                restart_sidecar(
-                    recorded
-                )  # A sidecar that is being killed may hold its lock a little longer.
+                # Try repeatedly: a sidecar that is being killed may hold its lock a little longer.
+                ensure_sidecar_runs(recorded)
                 text = box.wait_for_message(min(left_s, _WAKE_INTERVAL_S))
             return text
         finally:
@@ -121,8 +120,8 @@ def ask_sidecar(recorded: RunHandle, question: str) -> str | None:
     return None
 
 
-def restart_sidecar(recorded: RunHandle) -> None:
-    """Start the node's sidecar again if it was killed. Raise RunStoreError if it cannot start."""
+def ensure_sidecar_runs(recorded: RunHandle) -> None:
+    """Start the node's sidecar unless it is running. Raise RunStoreError if it cannot start."""
     if recorded.run is not None and recorded.session is not None:
         session = recorded.session
         sidecar.ensure_running(recorded.run, session.identity, session.config._exchange_token)

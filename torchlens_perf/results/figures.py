@@ -75,7 +75,7 @@ class FigureLoggers:
         self._session: Session | None = None
         self._mailbox: Mailbox | None = None
         self._newest: dict[str, int] = {}
-        self._slow: dict[str, Alert] = {}  # stragglers that have not ended, by what they are about
+        self._slow: dict[str, Alert] = {}  # Open alerts on slow ranks, by subject.
         self._last_step = 0
         self._several = False
 
@@ -116,7 +116,7 @@ class FigureLoggers:
                 self._newest,
                 now_s + log.asked.every_s,
             )
-            self._call_logger(log, _figures_writer(values))
+            self._call_logger(log, _create_figures_writer(values))
 
     def write_alert(self, alert: Alert) -> None:
         """Write a started, changed or ended alert to all loggers."""
@@ -155,7 +155,7 @@ class FigureLoggers:
 
     def _write_text(self, name: str, text: str) -> None:
         for log in self._logs:
-            self._call_logger(log, lambda to, step: to.text(name, text, step))
+            self._call_logger(log, lambda to, step: to.write_text(name, text, step))
 
     def _call_logger(self, log: _LoggerState, write: Callable[[Logger, int], None]) -> None:
         """Call `write` with a logger and the step number. Exceptions of the logger are logged."""
@@ -173,5 +173,5 @@ class FigureLoggers:
                 session.add_overhead(time.monotonic_ns() - began_ns, ours=False)
 
 
-def _figures_writer(values: dict[str, float]) -> Callable[[Logger, int], None]:
-    return lambda to, step: to.figures(values, step)
+def _create_figures_writer(values: dict[str, float]) -> Callable[[Logger, int], None]:
+    return lambda to, step: to.write_figures(values, step)

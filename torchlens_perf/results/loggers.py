@@ -24,10 +24,10 @@ class Logger(Protocol):
     Methods are called on the training thread. They pass on exceptions of the user's logger.
     """
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         """Write numbers by name."""
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def write_text(self, name: str, text: str, step: int) -> None:
         """Write a sentence or a report. Loggers that do not support texts ignore the call."""
 
 
@@ -37,14 +37,13 @@ class SummaryWriterAdapter:
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def text(self, name: str, text: str, step: int) -> None:
-        self._writer.add_text(
-            name, f"    {text}".replace("\n", "\n    "), step
-        )  # Markdown shows it as it is.
+    def write_text(self, name: str, text: str, step: int) -> None:
+        # Markdown shows indented text unchanged.
+        self._writer.add_text(name, f"    {text}".replace("\n", "\n    "), step)
         self._writer.flush()
 
 
@@ -54,11 +53,11 @@ class WandbAdapter:
     def __init__(self, run: Any) -> None:
         self._run = run
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         # A separate row would change the step number of the user's next row.
         self._run.log(values, commit=False)
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def write_text(self, name: str, text: str, step: int) -> None:
         run = (
             getattr(self._run, "run", None)
             if not hasattr(self._run, "finish_artifact")
@@ -80,12 +79,12 @@ class MlflowAdapter:
             self._run_id = active.info.run_id
         return self._run_id
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         run_id = self._find_run_id()
         if run_id:
             self._mlflow.log_metrics(values, step=step, run_id=run_id)
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def write_text(self, name: str, text: str, step: int) -> None:
         run_id = self._find_run_id()
         if run_id:  # The run may have ended.
             self._mlflow.MlflowClient().log_text(run_id, text, f"{name}.txt")
@@ -97,17 +96,17 @@ class LightningAdapter:
     def __init__(self, logger: Any) -> None:
         self._logger = logger
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         self._logger.log_metrics(values, step=step)
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def write_text(self, name: str, text: str, step: int) -> None:
         experiment, run_id = self._logger.experiment, getattr(self._logger, "run_id", None)
         if hasattr(experiment, "log_text") and run_id:  # MLflow's client
             experiment.log_text(run_id, text, f"{name}.txt")
             return
         writer = adapt_plain_logger(experiment)
         if writer is not None:
-            writer.text(name, text, step)
+            writer.write_text(name, text, step)
 
 
 class LoggerGroup:
@@ -116,27 +115,27 @@ class LoggerGroup:
     def __init__(self, loggers: Callable[[], Iterable[Logger]]) -> None:
         self._loggers = loggers
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         for logger in self._loggers():
-            logger.figures(values, step)
+            logger.write_figures(values, step)
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def write_text(self, name: str, text: str, step: int) -> None:
         for logger in self._loggers():
-            logger.text(name, text, step)
+            logger.write_text(name, text, step)
 
 
 class HuggingFaceAdapter:
     """Adapter of the loggers in a Hugging Face Trainer's `report_to`. Trainer.log() is not called.
 
-    It would print the figures, and derived trainers average and clear their own figures in it."""
+    Trainer.log() would print the figures, and in derived trainers it averages and clears their own
+    figures."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._texts: dict[
-            int, Logger
-        ] = {}  # By callback: some release their logger before the run ends.
+        # By id of the callback. Some callbacks release their logger before the run ends.
+        self._texts: dict[int, Logger] = {}
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         trainer = self._trainer
         for callback in self._find_trackers():
             # Each logger gets a copy, because some modify it.
@@ -144,10 +143,10 @@ class HuggingFaceAdapter:
                 trainer.args, trainer.state, trainer.control, logs=dict(values), model=trainer.model
             )
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def write_text(self, name: str, text: str, step: int) -> None:
         self._find_trackers()
         for logger in self._texts.values():
-            logger.text(name, text, step)
+            logger.write_text(name, text, step)
 
     def _find_trackers(self) -> list[Any]:
         found = []
@@ -169,14 +168,14 @@ class AccelerateAdapter:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         self._accelerator.log(values, step=step)
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def write_text(self, name: str, text: str, step: int) -> None:
         for tracker in self._accelerator.trackers:
             writer = adapt_plain_logger(getattr(tracker, "tracker", None))
             if writer is not None:
-                writer.text(name, text, step)
+                writer.write_text(name, text, step)
 
 
 class FunctionAdapter:
@@ -185,10 +184,10 @@ class FunctionAdapter:
     def __init__(self, function: Callable[[dict[str, float], int], object]) -> None:
         self._function = function
 
-    def figures(self, values: dict[str, float], step: int) -> None:
+    def write_figures(self, values: dict[str, float], step: int) -> None:
         self._function(values, step)
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def write_text(self, name: str, text: str, step: int) -> None:
         """Do nothing."""
 
 

@@ -35,8 +35,9 @@ class ResultMethods(abc.ABC):
         """Return the verdicts, step times and what recording costs, as they are now
         (run/verdicts.py).
 
-        The call takes a fraction of a second, or a few seconds if the sidecar is busy. In a watch
-        it counts as the tool's time. Missing values are None; `missing` gives the reason.
+        The call takes a fraction of a second, or a few seconds if the sidecar is busy. In a watch,
+        the call counts as this package's overhead. Missing values are None; `missing` gives the
+        reason.
         """
         from torchlens_perf.results.summary import build_summary
 

@@ -20,10 +20,10 @@ from torchlens_perf.results.ask import (
     Results,
     RunHandle,
     count_as_overhead,
+    ensure_sidecar_runs,
     missing_results,
     parse_results,
     request_results,
-    restart_sidecar,
 )
 from torchlens_perf.run.mailbox import VIEW, Mailbox
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _MIN_INTERVAL_S = 1.0
-_MIN_IDLE_RATIO = 100.0  # Relative to an update: slow front ends must not slow the job.
-_FIRST_S = 2.0  # Longest wait of a display for the first results, once there are steps.
+_MIN_IDLE_RATIO = 100.0  # Between updates, relative to an update's duration.
+_FIRST_S = 2.0  # Longest wait for the first results once there are steps.
 TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
 
 
@@ -81,7 +81,7 @@ class NotebookCell:
         """Display the results in the running cell and update them while the watch is recording.
 
         attach: function that enters a context until the watch ends. Raise NotImplementedError
-        outside a notebook. IPython then shows the text.
+        outside a notebook, which makes IPython show the text.
         """
         if find_notebook_shell() is None:
             raise NotImplementedError
@@ -110,7 +110,7 @@ class NotebookCell:
         assert session is not None
         self._mailbox = Mailbox(session.ring_path, VIEW)
         try:
-            restart_sidecar(recorded)
+            ensure_sidecar_runs(recorded)
             with session.run_throttled(
                 "updating a notebook's cell", lambda: self._update_display(session)
             ):

@@ -88,6 +88,5 @@ def _build_frame(backend: str, stream: bytes) -> Any:
             found = reader.read_all()
     else:
         found = pyarrow.table({})
-    return (
-        found if backend == "pyarrow" else found.to_pandas(use_threads=False)
-    )  # no thread in the training process
+    # Start no threads in the training process.
+    return found if backend == "pyarrow" else found.to_pandas(use_threads=False)

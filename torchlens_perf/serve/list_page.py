@@ -144,7 +144,7 @@ def _build_cells(line: RunLine, now_s: float) -> list[Element]:
         ranks,
         _number_text(line.hosts),
         _number_text(line.steps),
-        _build_state(line, now_s),
+        _build_state_cell(line, now_s),
         line.started.replace("T", " ")[:16],
     ]
     return [
@@ -156,7 +156,7 @@ def _number_text(value: int | None) -> str:
     return "" if value is None else f"{value:,}"
 
 
-def _build_state(line: RunLine, now_s: float) -> Child:
+def _build_state_cell(line: RunLine, now_s: float) -> Child:
     silent_s = now_s - line.changed_ns / 1e9
     if line.is_live and silent_s > SILENT_S:
         return tag(

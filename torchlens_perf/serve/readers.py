@@ -54,7 +54,8 @@ class ReaderPool:
         Arguments, result and function must be picklable.
 
         within_s: time limit for a reader to become free, and again for its answer. late: error text
-        if the answer takes longer. Raise ReadError if a limit is exceeded or the function fails.
+        if one of these limits is exceeded. Raise ReadError if a limit is exceeded or the function
+        fails.
         """
         loop = asyncio.get_running_loop()
         begun, ready = loop.create_future(), loop.create_future()

@@ -149,7 +149,7 @@ class RunList:
             shown = found[page * ROWS : (page + 1) * ROWS]
             wanted = found if is_sorted else shown
             unread = [
-                each for each in wanted if self._known_line(each).changed_ns != each.changed_ns
+                each for each in wanted if self._last_known_line(each).changed_ns != each.changed_ns
             ]
             if unread and self._reading is None:
                 self._reading = asyncio.create_task(self._read_lines(unread[:ROWS]))
@@ -157,7 +157,7 @@ class RunList:
             if self._reading is None or left_s <= 0:
                 break
             await asyncio.wait({self._reading}, timeout=left_s)
-        lines = [self._known_line(each) for each in shown]
+        lines = [self._last_known_line(each) for each in shown]
         return RunListPage(
             lines,
             page,
@@ -169,12 +169,12 @@ class RunList:
             self._problem,
         )
 
-    def _known_line(self, found: FoundRun) -> RunLine:
+    def _last_known_line(self, found: FoundRun) -> RunLine:
         """Return the last known line of a run."""
         return self._lines.get(found.name) or RunLine(found.name)
 
     def _matches(self, found: FoundRun, words: str) -> bool:
-        line = self._known_line(found)
+        line = self._last_known_line(found)
         return any(
             words in text.casefold() for text in (line.name, line.program, line.status, line.state)
         )

@@ -10,7 +10,7 @@ import gzip
 import hashlib
 from importlib import resources
 
-from torchlens_perf.page.document.scripts import page_script, page_style
+from torchlens_perf.page.document.scripts import build_page_script, build_page_style
 
 STYLE, LIST_SCRIPT, OPENING_SCRIPT = "page.css", "list.js", "open.js"
 PAGE_SCRIPT, LIVE_SCRIPT = "page.js", "live.js"
@@ -34,8 +34,8 @@ def compressed_file(name: str) -> bytes:
 
 def _read_text(name: str) -> str:
     if name == STYLE:
-        return f"{page_style()}\n{_read_own_file('live.css')}"
-    return page_script() if name == PAGE_SCRIPT else _read_own_file(name)
+        return f"{build_page_style()}\n{_read_own_file('live.css')}"
+    return build_page_script() if name == PAGE_SCRIPT else _read_own_file(name)
 
 
 def _read_own_file(name: str) -> str:

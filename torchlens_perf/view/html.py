@@ -102,9 +102,10 @@ def build_table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None)
 
     cells: elements that replace the text of cells, by column title.
     """
-    of, spec = spec.rows, spec.head(_MAX_ROWS)
+    of, spec = spec.rows, spec.first_rows(_MAX_ROWS)
     texts: list[Sequence[Child]] = [
-        (cells or {}).get(column.title) or [shorten(text, _LONGEST_CELL) for text in column.texts()]
+        (cells or {}).get(column.title)
+        or [cut_middle(text, _LONGEST_CELL) for text in column.texts()]
         for column in spec.columns
     ]
     first = spec.rows if spec.first is None or spec.first >= spec.rows else spec.first
@@ -163,7 +164,7 @@ def _cell_class(column: Column) -> str | None:
     return "text" if column.is_text else None
 
 
-def shorten(text: str, longest: int) -> Child:
+def cut_middle(text: str, longest: int) -> Child:
     """Return text whose middle is cut out if it is long. A tooltip shows the full text."""
     if len(text) <= longest:
         return text

@@ -158,7 +158,7 @@ class Table:
     def rows(self) -> int:
         return len(self.columns[0].values) if self.columns else 0
 
-    def head(self, rows: int) -> Table:
+    def first_rows(self, rows: int) -> Table:
         """Return a table with only the first rows."""
         columns = [
             dataclasses.replace(column, values=column.values[:rows], marks=column.marks[:rows])
@@ -168,7 +168,7 @@ class Table:
             self, columns=columns, slow=frozenset(row for row in self.slow if row < rows)
         )
 
-    def rest(self, shown: int) -> str:
+    def describe_hidden_rows(self, shown: int) -> str:
         """Return text on the hidden rows, such as "56 more ranks, compute 245 to 251 ms"; or ""."""
         left = self.rows - shown
         if left <= 0:

@@ -319,9 +319,7 @@ def _step_numbers_text(steps: Sequence[int]) -> str:
 
 
 def build_cause_table(report: Report) -> Table | None:
-    """Compare the signals of the first slow rank, while it is slow, with those of the other
-    ranks.
-    """
+    """Compare measurements on the first slow rank, while it is slow, with those on the other ranks."""
     for row in report["verdicts"]:
         evidence = row["evidence"]
         diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence) else None
@@ -341,15 +339,15 @@ def build_signal_table(
     others: Mapping[str, float],
     note: str = "",
 ) -> Table:
-    """Compare the signals of a slow rank with the median of the other ranks."""
+    """Compare the measurements on a slow rank with their medians over the other ranks."""
     columns = [
-        Column("signal", [name.replace("_", " ") for name in signals], Quantity.TEXT),
+        Column("measurement", [name.replace("_", " ") for name in signals], Quantity.TEXT),
         Column(f"rank {rank}", list(signals.values()), Quantity.NUMBER),
         Column("other ranks", [others.get(name, NOT_MEASURED) for name in signals], Quantity.NUMBER,
                help="Median of the other ranks."),
     ]  # fmt: skip
-    title = f"Signals of rank {rank} while it is slow"
-    return Table(key, title, columns, first=_FIRST_ROWS, note=note, noun="signal")
+    title = f"Measurements on rank {rank} while it is slow"
+    return Table(key, title, columns, first=_FIRST_ROWS, note=note, noun="measurement")
 
 
 def build_out_of_memory_table(report: Report) -> Table | None:

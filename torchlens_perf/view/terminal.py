@@ -449,7 +449,7 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
 
     If all durations have the same unit, the title shows it instead of the headings.
     """
-    shown = table.head(rows)
+    shown = table.first_rows(rows)
     units = {column.unit for column in shown.columns if column.unit}
     unit = units.pop() if len(units) == 1 else ""
     columns = [(column.title if unit else column.heading, column) for column in shown.columns]
@@ -481,7 +481,7 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
                     [each[at] if at < len(each) else "" for each in folded], columns, widths, style
                 )
             )
-    rest = table.rest(shown.rows)
+    rest = table.describe_hidden_rows(shown.rows)
     return [*lines, Text(f"  {rest}", style="dim")] if rest else lines
 
 

@@ -328,7 +328,7 @@ def test_time_to_read_marks_is_charged_to_the_sampled_step(
         rig.attach(recording)
         session = recording.watch._session
         charged: list[int] = []
-        monkeypatch.setattr(session.step._sampling, "add_later_cost", charged.append)
+        monkeypatch.setattr(session.step._sampling, "add_cost_after_step", charged.append)
         for sampled in (0, 0, 1, 0, 0, 0):
             session.recorder.sampled = sampled
             rig.step()

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.recording import Recording, recorded
 from torchlens_perf.hooks import attach
-from torchlens_perf.hooks.on_device.choice import GpuHook
+from torchlens_perf.hooks.on_device.choice import GpuIdentityHook
 
 GB = 1 << 30
 
@@ -49,7 +49,9 @@ class Devices:
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     """Replace torch's devices with three unused ones."""
     default_hooks = attach.create_hooks
-    monkeypatch.setattr(attach, "create_hooks", lambda *args: [*default_hooks(*args), GpuHook()])
+    monkeypatch.setattr(
+        attach, "create_hooks", lambda *args: [*default_hooks(*args), GpuIdentityHook()]
+    )
     return Devices(monkeypatch)
 
 

@@ -425,7 +425,7 @@ def test_plugin_is_set_before_the_first_communicator_is_created(
         "DeviceTimesHook",
         "DataParallelHook",
         "NcclHook",
-        "GpuHook",
+        "GpuIdentityHook",
         "DeviceSectionHook",
     ]
 

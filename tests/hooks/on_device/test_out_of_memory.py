@@ -335,10 +335,10 @@ def test_missing_memory_functions_of_torch_are_noted(
     """Readings, and tables without stacks, do not need the missing functions."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.delattr(torch._C, name)
-    torch_private.works.cache_clear()
+    torch_private.is_usable.cache_clear()
     with recorded(tmp_path, memory="history") as recording:
         recording.watch.step()
-    torch_private.works.cache_clear()
+    torch_private.is_usable.cache_clear()
 
     assert [each for each in recording.notes if each.startswith(note)]
     assert allocator.history is None

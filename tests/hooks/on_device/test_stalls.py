@@ -131,8 +131,8 @@ def test_step_with_a_pass_on_another_stream_has_incomplete_stalls(loop: Loop, ta
     """Waits of that pass are not stalls of the compute stream. The next step is complete."""
     loop.fake.stream = loop.device.new_stream()
     if tail:
-        on_autograds_thread(loop.stalls.begin_tail, TAIL)
-        loop.stalls.end_tail()
+        on_autograds_thread(loop.stalls.begin_backward_tail, TAIL)
+        loop.stalls.end_backward_tail()
     else:
         loop.blocked()
         loop.blocked()
@@ -153,28 +153,28 @@ def test_stall_in_the_backward_tail_ends_with_the_backward_pass(loop: Loop) -> N
     backward pass's end.
     """
     loop.recorder.begin(Kind.BACKWARD, 0)
-    on_autograds_thread(loop.stalls.begin_tail, TAIL)
+    on_autograds_thread(loop.stalls.begin_backward_tail, TAIL)
     loop.blocked(4 * MILLISECOND)
     on_autograds_thread(loop.blocked)
     loop.recorder.end(Kind.BACKWARD, 0)
     mark = loop.device_clock.mark()
     assert mark is not None
     loop.stalls.set_backward_end(mark)
-    loop.stalls.end_tail()
+    loop.stalls.end_backward_tail()
     assert [end for *_, end in loop.spans] == [mark]
     assert loop.device_clock.marked == 2
-    loop.stalls.begin_tail(TAIL)
+    loop.stalls.begin_backward_tail(TAIL)
     loop.device.spin(2 * MILLISECOND)
     # The last pass had no mark, and the mark of the previous pass must not be used.
-    loop.stalls.end_tail()
+    loop.stalls.end_backward_tail()
     loop.blocked()
     assert loop.durations_ms() == [5.0, 2.0, 1.0]
 
 
 def test_interrupted_stall_makes_the_stalls_of_the_step_incomplete(loop: Loop) -> None:
     """A backward pass that raises has no tail. An interrupted wait ends at the step's end."""
-    loop.stalls.begin_tail(TAIL)
-    loop.stalls.end_tail(raised=True)
+    loop.stalls.begin_backward_tail(TAIL)
+    loop.stalls.end_backward_tail(raised=True)
     assert loop.device_clock.missing_marks == 1
     loop.stalls.begin(TAIL)
     loop.blocked()
@@ -190,23 +190,23 @@ def test_interrupted_stall_makes_the_stalls_of_the_step_incomplete(loop: Loop) -
 
 def test_backward_pass_with_unknown_end_of_computation_is_counted(loop: Loop) -> None:
     """A backward pass that raised is not counted, because no rank waited for it."""
-    loop.stalls.end_tail(raised=True, is_known=False)
+    loop.stalls.end_backward_tail(raised=True, is_known=False)
     assert loop.device_clock.missing_marks == 0
-    loop.stalls.end_tail(is_known=False)
+    loop.stalls.end_backward_tail(is_known=False)
     assert loop.device_clock.missing_marks == 1
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("CUDA error"), KeyboardInterrupt()], ids=["ours", "user's"]
 )
-@pytest.mark.parametrize("which", ["begin", "end", "begin_tail", "end_tail"])
+@pytest.mark.parametrize("which", ["begin", "end", "begin_backward_tail", "end_backward_tail"])
 def test_failed_mark_makes_the_stalls_of_the_step_incomplete(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, which: str, error: BaseException
 ) -> None:
     """Later stalls are marked."""
     begin, end = loop.stalls.begin, loop.stalls.end
     if which.endswith("tail"):
-        begin, end = loop.stalls.begin_tail, loop.stalls.end_tail
+        begin, end = loop.stalls.begin_backward_tail, loop.stalls.end_backward_tail
     raising = [which.startswith("begin"), which.startswith("end")]
     record = loop.fake.record
 
@@ -225,9 +225,9 @@ def test_failed_mark_makes_the_stalls_of_the_step_incomplete(
     assert loop.device_clock.missing_marks > 0
     loop.blocked(2 * MILLISECOND)
     assert loop.durations_ms() == [2.0]
-    loop.stalls.begin_tail(TAIL)
+    loop.stalls.begin_backward_tail(TAIL)
     loop.device.spin(MILLISECOND)
-    loop.stalls.end_tail()
+    loop.stalls.end_backward_tail()
     assert loop.durations_ms() == [2.0, 1.0]
 
 

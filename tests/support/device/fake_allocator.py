@@ -157,7 +157,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
         "_cuda_record_memory_history": fake.record_history,
     }.items():
         monkeypatch.setattr(torch._C, name, function, raising=False)
-    torch_private.works.cache_clear()
+    torch_private.is_usable.cache_clear()
     return fake
 
 

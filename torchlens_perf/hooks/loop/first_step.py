@@ -48,7 +48,7 @@ class FirstStepTrigger:
         """Install the hooks. This method must not be called inside an optimizer's step."""
         relay.install_hooks()
         relay.after = self._start_after_optimizer_step
-        if torch_private.works("torch.autograd._engine_run_backward"):
+        if torch_private.is_usable("torch.autograd._engine_run_backward"):
             self._patch_backward_to_count()
         atexit.register(self._print_if_nothing_recorded)
 

@@ -155,10 +155,10 @@ class OptimizerHook:
         def drop_failed_steps(beginning: int) -> None:
             """Drop steps that ended by an exception, for which torch calls no post hook."""
             live = torch_private.find_steps_in_progress()
-            # If torch does not tell, assume that this optimizer has no other step in progress.
+            # If the steps are unknown, assume that this optimizer has no other step in progress.
             if live is None:
                 live = [each for each, _ in opened if each != beginning]
-            # torch lists only its own optimizers, so the beginning step may be missing.
+            # torch lists only steps of its own optimizers, so the step that begins may be missing.
             elif live[:1] == [beginning]:
                 del live[0]
             around = Counter(live)
@@ -193,7 +193,7 @@ class OptimizerHook:
         report_made = guard("an optimizer was made")(self._loop.on_optimizer_created)
         scaled_step = torch.amp.GradScaler.step
 
-        def scale_step_and_report(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        def scaler_step_and_report(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.closed or torch.compiler.is_compiling() or not thread.is_current():
                 return scaled_step(scaler, *args, **kwargs)
             ended = self._ended
@@ -204,7 +204,7 @@ class OptimizerHook:
 
         @guard("GradScaler.step")
         def report_step_without_hook(optimizer: Any) -> None:
-            # An optimizer of another class calls no hooks, so its step may have run.
+            # An optimizer that is not torch's calls no hooks, so its step may have run.
             self._loop.on_optimizer_step(
                 optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer)
             )
@@ -214,7 +214,9 @@ class OptimizerHook:
         relay.before, relay.after = on_step_begin, on_step_end
         try:
             with ExitStack() as attached:
-                attached.enter_context(patched(torch.amp.GradScaler, "step", scale_step_and_report))
+                attached.enter_context(
+                    patched(torch.amp.GradScaler, "step", scaler_step_and_report)
+                )
                 attached.enter_context(
                     patched(torch.optim.Optimizer, "__init__", construct_and_report)
                 )
@@ -233,7 +235,7 @@ class OptimizerHook:
 def _report_steps_of_class(
     owner: type, passed: PassedOptimizers, session: Session
 ) -> Iterator[None]:
-    """Report the steps of a class for which torch calls no hooks to the same listeners."""
+    """Call the step hooks' listeners for a class of optimizers for which torch calls no hooks."""
     step: Callable[..., Any] = owner.step  # type: ignore[attr-defined]
 
     def step_and_report(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +255,7 @@ def _report_steps_of_class(
     with ExitStack() as attached:
         try:
             attached.enter_context(patched(owner, "step", step_and_report))
-        except TypeError:  # The class is written in C.
+        except TypeError:  # A class written in C cannot be patched.
             session.note(
                 f"{owner.__name__}: its steps cannot be seen; call w.step() at the end of your loop"
             )

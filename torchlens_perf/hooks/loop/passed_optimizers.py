@@ -63,7 +63,7 @@ class PassedOptimizers:
         unseen = (
             each
             for each in self.list_alive()
-            if not any(_has_hooks(part) for part in iterate_parts(each))
+            if not any(_calls_torch_hooks(part) for part in iterate_parts(each))
         )
         return [each for each in unseen if callable(getattr(type(each), "step", None))]
 
@@ -103,7 +103,7 @@ def _iterate_attribute_values(owner: Any) -> Iterator[Any]:
     for kind in type(owner).__mro__:
         for member in vars(kind).values():
             if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # An empty slot raises it.
+                with contextlib.suppress(AttributeError):  # Raised if a slot is empty.
                     values.append(member.__get__(owner))
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -114,7 +114,7 @@ def _iterate_attribute_values(owner: Any) -> Iterator[Any]:
             yield value
 
 
-def _has_hooks(optimizer: Any) -> bool:
+def _calls_torch_hooks(optimizer: Any) -> bool:
     from torch.optim import Optimizer
 
     return isinstance(optimizer, Optimizer) and bool(getattr(type(optimizer).step, "hooked", False))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_MODULES = 128
 _AUTO_LEVELS = 2
 # Attributes in which wrappers store the wrapped module. Names shown to the user leave them out.
-# DDP's "module" is only left out around the whole model, because users use the name too.
+# DDP's "module" is only left out around the whole model, because users have such attributes.
 _WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -46,7 +46,7 @@ class WatchedModule:
     is_root: bool
 
 
-class Selection(NamedTuple):
+class ModuleSelection(NamedTuple):
     """Result of select_modules(): the modules of a model that are timed."""
 
     modules: list[WatchedModule]
@@ -65,7 +65,7 @@ class Selection(NamedTuple):
     """
 
 
-def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -> Selection:
+def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -> ModuleSelection:
     """Select the modules that config.modules requests. most: the maximum with modules="auto"."""
     root = model.module
     prefix, inner = _unwrap_model(root)
@@ -76,7 +76,7 @@ def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -
         if prefix.startswith(f"{name}."):
             continue  # This module is a wrapper around the model.
         shown = _remove_wrapper_names(name.removeprefix(prefix).removeprefix("."))
-        # A wrapper inside the model and its wrapped module have the same user name. Only the
+        # A wrapper inside the model and its wrapped module are shown under the same name. Only the
         # wrapper is timed.
         if shown and not isinstance(module, _container_classes()) and shown not in candidates:
             full = f"{model.name}.{shown}" if model.name else shown
@@ -114,7 +114,7 @@ def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -
     ]
     patterns = config.modules if isinstance(config.modules, tuple) else ()
     names = {pattern: [(name, each.name) for name, each in every.items()] for pattern in patterns}
-    return Selection(
+    return ModuleSelection(
         [shown_root, *chosen],
         all_levels=not untimed,
         unopened=sorted(timed & _enclosing_names(each.name for each in untimed)),
@@ -126,7 +126,7 @@ def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -
     )
 
 
-def describe_unmatched_patterns(selections: Iterable[Selection]) -> list[str]:
+def describe_unmatched_patterns(selections: Iterable[ModuleSelection]) -> list[str]:
     """Return an error message for each name pattern that matches no module of any model."""
     each = [selection.unmatched for selection in selections]
     messages = []
@@ -150,7 +150,7 @@ def _enclosing_names(names: Iterable[str]) -> set[str]:
 
 def _ids_inside_compiled(root: Module) -> set[int]:
     """Return the ids of modules inside a compiled module."""
-    compiled = [each for each in root.modules() if torch_private.is_compiled(each)]
+    compiled = [each for each in root.modules() if torch_private.is_module_compiled(each)]
     return {id(inner) for each in compiled for inner in each.modules() if inner is not each}
 
 
@@ -265,7 +265,7 @@ def _compute_levels(model: Module) -> dict[int, int]:
 
 def device_type_of(model: Module) -> str:
     """Return the device type of a model's first parameter, or "" for torch's meta device."""
-    with torch_private.get_hiding_context()():
+    with torch_private.get_no_torch_function_context()():
         kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {
             "meta"
         }

@@ -114,7 +114,7 @@ def find_models_with_gradients() -> list[NamedModel]:
 
     Must not run during a backward pass of another thread, which writes the gradients.
     """
-    with torch_private.get_hiding_context()():
+    with torch_private.get_no_torch_function_context()():
         models = [
             each
             for each in find_top_modules()

@@ -1,7 +1,7 @@
 """Track the user's training loop: which event ends a step, and which models are trained.
 
-All methods run on the training thread. The exception are optimizers that step inside a backward
-pass, on a thread of autograd.
+All methods run on the training thread. The exception is on_optimizer_step(), which runs on a thread
+of autograd if an optimizer steps inside a backward pass.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _GradientSample:
         return id(gradient), gradient._version, torch_private.get_local_shard(gradient)._version
 
     def compare_gradient(self, *, ended: bool) -> None:
-        """Compare the gradient with the last call, at the begin or end of a backward pass."""
+        """Compare the gradient with the last call. Called when a backward pass begins or ends."""
         now = self._read_gradient_version()
         if now != self._last_gradient:
             self._last_gradient = now
@@ -85,14 +85,14 @@ class AccumulationCounter:
     mistake a GAN's two losses or a gradient penalty for accumulation. One gradient of each
     optimizer is therefore observed: a backward pass that changes an existing gradient accumulates.
 
-    The counter runs on the training thread. It stops once another thread runs a backward pass,
-    which may write the same gradients.
+    The counter runs on the training thread. Counting stops once another thread runs a backward
+    pass, which may write the same gradients.
     """
 
     def __init__(self, thread: TrainingThread) -> None:
         self._thread = thread
         self._samples: dict[int, _GradientSample] = {}  # By the optimizer's id.
-        self._out_of_sight = torch_private.get_hiding_context()
+        self._out_of_sight = torch_private.get_no_torch_function_context()
         self._max_passes = 0  # Maximum over all optimizers in the current step.
 
     def add_optimizer(self, optimizer: Any) -> None:
@@ -164,9 +164,9 @@ class TrainingLoop:
         self._evaluations = EvaluationRule()
         self._accumulation = AccumulationCounter(session.thread)
         self._trained = TrainedModels()
-        # Optimizers that have stepped, by id. A later one may have the id of a deleted one.
+        # Optimizers that have stepped, by id. The id of a deleted one may be reused.
         self._optimizers: dict[int, _SteppedOptimizer] = {}
-        # Optimizers created in the watch, by id, with self._count at their creation.
+        # Optimizers created in the watch, by id, with the value of self._count at that time.
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._count = 0  # Number of optimizer steps.
         # Results of _get_patience(), by ids of the optimizer and of the one that ends steps.
@@ -248,7 +248,7 @@ class TrainingLoop:
 
         torch's own checkpointing does not call this method.
         """
-        self._session.metadata.add_unmeasured_part(RECOMPUTE)
+        self._session.metadata.note_unmeasured_part(RECOMPUTE)
 
     @guard("end of a backward pass")
     def on_backward_end(self) -> None:

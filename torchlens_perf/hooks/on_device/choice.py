@@ -94,7 +94,7 @@ def create_device_hooks(config: Config) -> list[Hook]:
 
         hooks.append(NcclHook(config.nccl))
     if kind == "cuda" and torch.version.cuda is not None:
-        hooks.append(GpuHook())
+        hooks.append(GpuIdentityHook())
     if stamped is not None:
         from torchlens_perf.hooks.on_device.stamps import DeviceSectionHook
 
@@ -103,7 +103,7 @@ def create_device_hooks(config: Config) -> list[Hook]:
     return hooks
 
 
-class GpuHook:
+class GpuIdentityHook:
     """Hook that publishes the UUIDs of the GPUs in use once, as soon as torch uses a GPU."""
 
     name = "the GPU's identity"

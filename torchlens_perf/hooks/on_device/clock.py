@@ -2,17 +2,17 @@
 
 ::
 
-    mark() ─▶ pending, a queue per stream ──drain(), at a step's end──▶ device times ─▶ span()
+    mark() ─▶ pending, a queue per stream ──read_reached_marks()──▶ device times ─▶ span()
 
 Events of one stream complete in order, so one query per step is enough: once the device has reached
 a step's newest mark, it has reached all earlier marks. No function here waits for the device.
-(torch queries both events again before it computes their distance, which takes a microsecond.)
+(torch queries both events again to compute the time between them, which takes a microsecond.)
 
 Anchors convert device times to host times. An anchor is an event on an otherwise idle stream. The
-host reads its own clock before it records the event and again after the event has completed.
-A new anchor is normally taken every second: CUDA returns distances as float32 milliseconds, which
-become coarser with distance. Durations are differences of device times. Each anchor continues the
-time line of the previous anchor. events.py contains the events of real devices.
+host reads its own clock before it records the event and again after the event has completed. A new
+anchor is normally taken every second: CUDA returns the time between events as float32 milliseconds,
+which is coarser for longer times. Durations are differences of device times. Each anchor continues
+the time line of the previous anchor. events.py contains the events of real devices.
 """
 
 from __future__ import annotations
@@ -94,19 +94,19 @@ class EventClock:
         self.aside = 0
         """Number of steps in which a phase waited on another stream than the compute stream.
 
-        Counted by Stalls.
+        Counted by StallMarker.
         """
         self.open_ended = 0
         """Number of waits without end mark, and of backward passes without tail mark.
 
-        Counted by Stalls.
+        Counted by StallMarker.
         """
         self.marked_on: Hashable | None = None
         """The stream of the newest mark."""
         self.passed_over: set[Hashable] = set()
         """Streams on which mark() did nothing because of `only_on`.
 
-        Stalls clears it at step ends.
+        StallMarker clears it at the ends of steps.
         """
         self.drift_ns = 0
         """Largest error of an anchor's time line, measured at the next anchor."""
@@ -131,7 +131,7 @@ class EventClock:
 
     @property
     def missing_marks(self) -> int:
-        """Number of events that should have been marked but were not."""
+        """Number of marks that should have been recorded but were not."""
         return self.captured + self.skipped + self.crowded + self.aside + self.open_ended
 
     def current_stream(self) -> Hashable | None:
@@ -181,7 +181,7 @@ class EventClock:
     def span(self, begin: int, end: int) -> tuple[int, int] | None:
         """Return (start in host time, duration in device time) of a span, or None if unknown.
 
-        Times are known after the device has reached both marks. MAX_TIMES marks are kept.
+        Times are known after the device has reached both marks, and kept for MAX_TIMES marks.
         """
         first, last = self._times.get(begin), self._times.get(end)
         if first is None or last is None:
@@ -283,7 +283,7 @@ class EventClock:
                 anchor = _build_anchor(event, before_ns, now_ns)
         anchor = self._take_anchor(ANCHOR_TIMEOUT_NS) or anchor
         if anchor is None:
-            # The old anchor stays in use. Its drift is measured when the next one is taken.
+            # The old anchor stays in use. Its drift is measured when the next anchor is taken.
             return
         if old is not None:
             since_ns = round(old.event.elapsed_time(anchor.event) * 1e6)

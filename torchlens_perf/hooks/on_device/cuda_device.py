@@ -83,7 +83,7 @@ class CudaDevice:
         for variable in (CONNECTIONS, "TORCH_NCCL_BLOCKING_WAIT"):
             if os.environ.get(variable) == "1":
                 raise DeviceError(f"with {variable}=1 the job would wait for the merge")
-        kernels.raise_rank_limit(self.current_index(), dist.get_world_size(group))
+        kernels.raise_shared_memory_limit(self.current_index(), dist.get_world_size(group))
         driver, device = CudaDriver(), self.current_index()
         if device not in _merge_streams:
             # Do not use torch's stream pool: other code shares its streams and would wait for the

@@ -37,7 +37,7 @@ class DataParallelHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
-            if torch_private.works(DDP_BUFFERS):
+            if torch_private.is_usable(DDP_BUFFERS):
                 attached.enter_context(_mark_ddp_buffer_waits(session))
 
             def patch_fsdp2_once_imported() -> None:
@@ -45,7 +45,7 @@ class DataParallelHook:
                 if _FSDP2_GROUPS not in sys.modules:
                     return
                 session.step_callbacks.remove(patch_fsdp2_once_imported)
-                if torch_private.works(FSDP2):
+                if torch_private.is_usable(FSDP2):
                     attached.enter_context(
                         _Fsdp2Patches(session, sys.modules[_FSDP2_GROUPS]).apply()
                     )
@@ -206,7 +206,7 @@ class _Fsdp2Patches:
     def _wrap_finalize(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
         """Mark the wait for the last reduction in the first finalize_backward() of a pass.
 
-        The other groups' calls do not wait any more.
+        The calls of other groups in the same pass do not wait again.
         """
 
         def finalize_in_stall(group: Any) -> Any:

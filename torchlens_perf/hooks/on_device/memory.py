@@ -31,7 +31,7 @@ _MEMORY = int(Kind.MEMORY)
 
 
 class MemoryHook:
-    """Hook that reads memory. It keeps the allocator's peak, which the job may read."""
+    """Hook that reads memory. It never resets the allocator's peak, which the job may read."""
 
     name = "memory"
 

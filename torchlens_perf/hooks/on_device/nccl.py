@@ -111,7 +111,7 @@ class NcclHook:
             )
         if self._every == 0:
             return (
-                f'it supports NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on"'
+                f'nccl="auto" times NCCL 2.28 to 2.30, and this is {".".join(map(str, nccl))}; nccl="on"'
                 " times some steps"
             )
         if plugin is None or file is None:
@@ -191,9 +191,9 @@ class NcclHook:
     def _note_missing_times(
         self, session: Session, counters: PluginCounters, *, last: bool
     ) -> None:
-        """Note operations without times: their existence at first, their number at the end.
+        """Note that some operations have no times, and at the end of the watch how many.
 
-        A killed job thus has at least the first note.
+        The report on a killed job thus has at least the first note.
         """
         since = {
             field: now - then
@@ -244,7 +244,7 @@ class _GraphCaptureWatcher:
         plugin = self._plugin
 
         @guard("a capture with NCCL")
-        def change_count(more: int) -> None:
+        def change_capture_count(more: int) -> None:
             # Another tool may have wrapped this wrapper and may still call it after the watch.
             if not is_detached:
                 self.under_way = max(0, self.under_way + more)
@@ -255,7 +255,7 @@ class _GraphCaptureWatcher:
             if not is_detached:
                 _captured.add(captured)
                 plugin.note_capture()
-                change_count(1)
+                change_capture_count(1)
 
         @guard("a replay with NCCL")
         def note_unseen_replay(captured: Any) -> None:
@@ -268,7 +268,8 @@ class _GraphCaptureWatcher:
             try:
                 return begin(self, *args, **kwargs)
             except BaseException:
-                change_count(-1)  # capture_end() is not called after a failed capture_begin().
+                # capture_end() is not called after a failed capture_begin().
+                change_capture_count(-1)
                 raise
 
         @wraps(end)
@@ -276,7 +277,7 @@ class _GraphCaptureWatcher:
             try:
                 return end(*args, **kwargs)
             finally:
-                change_count(-1)
+                change_capture_count(-1)
 
         @wraps(original_replay)
         def replay(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 torch calls an observer on the thread that requested memory. torch cannot remove an observer, so
 each process attaches one that does nothing outside of a watch. torch's error is raised unchanged.
-The user may catch it, or cuDNN, which then tries a smaller workspace.
+User code may catch it. cuDNN catches it and tries a smaller workspace.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 # Maximum number of files per process. The oldest files are deleted.
 _MAX_FILES = 8
-# Minimum pause between tables, as a multiple of the last one's cost: a loop may catch errors.
+# Minimum pause between tables, relative to the last table's cost: a loop may catch many errors.
 _MIN_IDLE_RATIO = 100
 _MAX_FRAMES = 64
 # Number of recent allocations and frees that torch's memory history keeps.
@@ -43,7 +43,7 @@ _HISTORY_ENTRIES = 20_000
 
 
 class _ObserverRelay:
-    """Link from the process's observer to the current watch."""
+    """Link from the process's out-of-memory observer to the current watch."""
 
     def __init__(self) -> None:
         self.observed: Callable[[int, int, int, int], None] | None = None

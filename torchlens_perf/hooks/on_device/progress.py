@@ -1,4 +1,4 @@
-"""Publish the device's progress. In a hang, the sidecar uses it to find the device that is behind.
+"""Publish the device's progress, from which the sidecar finds the device that is behind in a hang.
 
 The training thread checks the progress at each step's end without waiting for the device. If the
 training thread is blocked, the result of its last check remains published. Both the first and the

@@ -1,7 +1,7 @@
 """Measure device times of a step's phases and waits by events on the compute stream.
 
 Host times of a phase show when its work was issued, device times show when it ran. Both are
-recorded. Device times become known a few steps later, so records contain the step.
+recorded. Device times become known a few steps later, so records contain the step number.
 """
 
 from __future__ import annotations
@@ -128,14 +128,14 @@ class DeviceTimesHook:
             if self._clock is None:
                 self._start_if_device_in_use(session)
             else:
-                self._read_step(session, self._clock)
+                self._mark_step_end(session, self._clock)
             succeeded = True
         finally:
             # A failed callback is switched off, so later marks would never be read.
             if not succeeded:
                 self._stop_marking(session)
 
-    def _read_step(self, session: Session, clock: EventClock) -> None:
+    def _mark_step_end(self, session: Session, clock: EventClock) -> None:
         recorder, start_ns = session.recorder, session.recorder.now_ns()
         step, boundary = recorder.step, clock.mark()
         waited_ns = recorder.now_ns() - start_ns - LONGEST_MARK_NS
@@ -143,7 +143,7 @@ class DeviceTimesHook:
             # Exclude this wait for the device from the overhead of the step's end.
             recorder.add_overhead(-waited_ns)
         if self._stalls is not None:
-            self._stalls.finish_step()  # Counts the missing marks of this step.
+            self._stalls.finish_step()  # Counts missing end marks, for the check below.
         # Write no record of the step itself if a mark is missing.
         if (
             boundary is not None
@@ -162,7 +162,9 @@ class DeviceTimesHook:
         recorded, probed = self._record_known_spans(session, clock, step)
         # Reading the marks of an earlier, sampled step takes time in this step.
         if probed:
-            session.step.add_probe_cost((session.recorder.now_ns() - start_ns) * probed // recorded)
+            session.step.add_overhead_of_sampled_step(
+                (session.recorder.now_ns() - start_ns) * probed // recorded
+            )
         self._publish_clock_state(session, clock)
 
     def _start_if_device_in_use(self, session: Session) -> None:
@@ -178,7 +180,7 @@ class DeviceTimesHook:
                 self._kind, computes_there=session.metadata.computes_on(self._kind)
             )
             if device is None or _is_capturing(self._kind):
-                return  # Taking an anchor would end the capture.
+                return  # Taking an anchor would end the graph capture.
             self.start_marking(session, create_events(device))
         except (DeviceError, RuntimeError, NotImplementedError) as error:
             self._is_unavailable = True
@@ -220,7 +222,8 @@ class DeviceTimesHook:
     ) -> None:
         """Publish the error of device times and the number of missing marks for the sidecar.
 
-        Publish at the first call, when a number becomes positive, and at the end of the watch.
+        Publish at the first call, when a count of missing marks leaves 0, and at the end of the
+        watch.
         """
         missing = (
             clock.captured,
@@ -259,7 +262,7 @@ class DeviceTimesHook:
         if session.recorder.closed:
             _never_freed.append(clock)
             return
-        # The first call makes the newest mark a boundary. The second call reads up to it.
+        # The first call ends a step at the newest mark. The second call reads up to this mark.
         clock.read_reached_marks(BEHIND_STEPS)
         clock.read_reached_marks(BEHIND_STEPS)
         self._record_known_spans(session, clock, session.recorder.step)

@@ -5,7 +5,7 @@ The working time of a rank's device is the step's duration minus the stalls.
 
 - Stalls are marked only on the compute stream, on which the ends of steps are marked. Waits of
   other streams, such as FSDP2's own, do not delay computation.
-- A phase on another stream is delayed by that stream's waits. The step's stalls are then unknown.
+- If a phase runs on another stream, that stream's waits delay it, so the step's stalls are unknown.
 - Only the outermost of nested waits is marked.
 """
 
@@ -130,7 +130,7 @@ class StallMarker:
             listener(begin, end)
 
     @guard("marking the end of a backward pass's computation")
-    def begin_tail(self, name_id: int) -> int | None:
+    def begin_backward_tail(self, name_id: int) -> int | None:
         """Begin a stall on any thread, after a backward pass has computed its last gradient.
 
         Return the mark, or None inside another wait.
@@ -145,7 +145,7 @@ class StallMarker:
         self._backward_end = mark
 
     @guard("marking the end of a backward pass")
-    def end_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
+    def end_backward_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
         """End the stall of begin_tail(). Called on the thread that called the backward pass.
 
         is_known: False if the last gradient has no mark, and the gradients are sent to other ranks.

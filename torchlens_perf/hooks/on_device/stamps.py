@@ -1,4 +1,4 @@
-"""Time device sections by stamps, which the device reduces and can merge over ranks."""
+"""Time device sections by clock stamps, which the device reduces and can merge over ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 REDUCE_EVERY_NS = 1_000_000_000
-# Steps between two merges of all ranks' windows.
+# Number of steps between two merges of the statistics of all ranks.
 MERGE_STEPS = 64
 # Maximum wait for the last result at the end of a watch.
 _LAST_TIMEOUT_NS = 5_000_000
@@ -129,7 +129,7 @@ class SessionStamper:
             return
         slot = ring.assign_slot(name)
         if slot == NO_SLOT:
-            # Leave the name out: each different note is kept, and programs may generate names.
+            # Do not name the section: each distinct note is kept, and programs may generate names.
             self._session.note(
                 f"device sections: only {len(ring.names)} names are timed, and there are more"
             )
@@ -172,7 +172,7 @@ class SessionStamper:
         """Enqueue one merge for every MERGE_STEPS training steps.
 
         All ranks must enqueue the same merges. A rank therefore takes part even without data or
-        after an error. No merge is enqueued during a graph capture. It follows after the capture,
+        after an error. A merge that is due during a graph capture is enqueued after the capture,
         for two reasons:
 
         - The merge's stream would be forked from the captured stream and never joined.
@@ -226,7 +226,7 @@ class SessionStamper:
 
     def _drain_ring(self, ring: DeviceRing, merge: WindowMerger | None) -> None:
         if merge is not None:
-            self._enqueue_due_merges(ring, merge)  # A capture may have postponed merges.
+            self._enqueue_due_merges(ring, merge)  # A graph capture may have delayed merges.
         until_ns = self._now_ns() + _LAST_TIMEOUT_NS
         requested = False
         while self._now_ns() < until_ns:
@@ -237,7 +237,7 @@ class SessionStamper:
                 break
             requested = requested or ring.enqueue_reduction(self._device.stream_handle())
         if merge is not None:
-            self._note_unmerged(merge)
+            self._note_unmerged_windows(merge)
         if (requested and not ring.is_pending) or not ring.names:
             return
         self._session.note(
@@ -245,7 +245,7 @@ class SessionStamper:
             " watch ended"
         )
 
-    def _note_unmerged(self, merge: WindowMerger) -> None:
+    def _note_unmerged_windows(self, merge: WindowMerger) -> None:
         if not self._merges:
             self._session.note(
                 "device sections: nothing was merged over ranks, as there were fewer than"

@@ -41,7 +41,7 @@ class StepPartCollector:
             if len(self._spans) < MAX_EVENTS:
                 self._spans.append((kind, start_ns, duration_ns))
             else:
-                # Leave out the step: the missing span's time would count as another part.
+                # Leave out the step: the missing span's time would be counted in another part.
                 self._is_truncated = True
         elif kind == _STEP:
             self._complete_step(duration_ns)

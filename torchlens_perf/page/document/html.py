@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
-from torchlens_perf.page.document.scripts import page_script, page_style
+from torchlens_perf.page.document.scripts import build_page_script, build_page_style
 from torchlens_perf.page.sections.every import SECTIONS
 from torchlens_perf.page.sections.overview import build_header, build_key_figures, format_minute
 from torchlens_perf.page.sections.section import ranks_by_prominence, ranks_in_verdicts
@@ -133,7 +133,7 @@ def build_icon() -> Element:
 
 def _inline_parts() -> tuple[str, Child, Child]:
     """Return the policy, styles and scripts of a page with inline styles and scripts."""
-    style, script = page_style(), page_script()
+    style, script = build_page_style(), build_page_script()
     return (
         _content_security_policy(_csp_hash(style), _csp_hash(script), "'none'"),
         [build_icon(), raw_element("style", style)],

@@ -19,7 +19,7 @@ _STYLES = ("vendor/uPlot-1.6.32.min.css", "page.css", "charts.css")
 
 
 @functools.cache
-def page_script() -> str:
+def build_page_script() -> str:
     """Return the theme's names and thresholds and all scripts as one text."""
     return "\n".join(
         [
@@ -30,7 +30,7 @@ def page_script() -> str:
 
 
 @functools.cache
-def page_style() -> str:
+def build_page_style() -> str:
     """Return the theme's colours and all styles as one text."""
     return "\n".join([theme.css_variables(), *map(read_static_file, _STYLES)])
 

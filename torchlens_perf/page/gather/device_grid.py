@@ -47,7 +47,7 @@ def build_device_grid(
 
     node_of: each rank's node, as in file names. empty: a grid with rows for all ranks and no data.
     notes: receives a line for each file that cannot be read. hidden: True if devices hide the
-    delays of their hosts. Work is then known only from single steps of all ranks.
+    delays of their hosts. In that case, work can only be computed from single steps of all ranks.
     """
     processes = {rank: each for rank, each in processes.items() if each.judged_by == DEVICE}
     if not processes:

@@ -167,7 +167,7 @@ def build_rank_series(
     return found
 
 
-def fit_series(
+def trim_series(
     series: Sequence[TimeSeries], budget_bytes: int, notes: list[str]
 ) -> list[TimeSeries]:
     """Return as many series as fit the budget. notes: receives a sentence on left-out series.

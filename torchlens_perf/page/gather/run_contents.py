@@ -20,8 +20,8 @@ from torchlens_perf.page.contents import (
 from torchlens_perf.page.gather.device_grid import build_device_grid
 from torchlens_perf.page.gather.hardware_series import (
     build_rank_series,
-    fit_series,
     read_hardware_series,
+    trim_series,
 )
 from torchlens_perf.page.gather.step_choice import choose_ranks, choose_steps
 from torchlens_perf.page.gather.step_matrices import (
@@ -30,7 +30,7 @@ from torchlens_perf.page.gather.step_matrices import (
     read_step_grid,
     slow_periods,
 )
-from torchlens_perf.page.gather.thinning import fit_grid, fit_report, json_size_bytes
+from torchlens_perf.page.gather.thinning import json_size_bytes, trim_report, widen_grid
 from torchlens_perf.page.gather.whole_steps import read_whole_steps
 from torchlens_perf.report import report_json
 from torchlens_perf.report.run_report import load_report_and_states
@@ -69,7 +69,7 @@ def gather_contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES)
     plain: Report = report_json.to_json_types(report)
     ranks = choose_ranks(plain, slow, node_of)
     named = _reported_ranks(plain, slow)
-    shown = fit_report(
+    shown = trim_report(
         {**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes
     )
     begin_ns = first_step_unix_ns(processes)
@@ -87,12 +87,12 @@ def gather_contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES)
         grid.device = build_device_grid(
             run, processes, node_of, grid.empty_copy(), notes, hidden=hidden
         )
-        grid, fitting = fit_grid(
+        grid, fitting = widen_grid(
             grid, lambda of: build_step_matrices(of, processes, slow), room, notes
         )
         matrices = fitting
         series += build_rank_series(grid, fitting["columns"], processes, ranks)
-    series = fit_series(series, int(_SERIES * budget_bytes), notes)
+    series = trim_series(series, int(_SERIES * budget_bytes), notes)
     if grid is not None:
         left = budget_bytes - sum(map(json_size_bytes, (shown, matrices, series)))
         kept = find_kept_step_range(run, {node_of[rank] for rank in ranks})

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchlens_perf.page.gather.node_clocks import RankRecords
 
 
-def join_by_step(
+def join_collectives_by_step(
     ranks: Collection[RankRecords], shown: Collection[int], uncomparable: Collection[str]
 ) -> dict[int, list[JoinedCollective]]:
     """Return the collectives of each step that several of these ranks issued, sorted by end.

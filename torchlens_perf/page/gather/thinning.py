@@ -23,7 +23,7 @@ def json_size_bytes(value: Any) -> int:
     return len(json.dumps(value, separators=(",", ":")))
 
 
-def fit_grid(
+def widen_grid(
     grid: StepGrid, made_of: Callable[[StepGrid], _T], budget_bytes: int, notes: list[str]
 ) -> tuple[StepGrid, _T]:
     """Widen the grid's windows until its data fits the budget. Return the grid and the data."""
@@ -42,7 +42,7 @@ def fit_grid(
     return grid, made
 
 
-def fit_report(
+def trim_report(
     report: Report, named: Collection[int], budget_bytes: int, notes: list[str]
 ) -> Report:
     """Return the report with all verdicts and the most important rows. named: ranks to keep."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from torchlens_perf.page.contents import StepTrace, StepTraces
 from torchlens_perf.page.gather.node_clocks import CommonClock, NodeClocks, RankRecords
-from torchlens_perf.page.gather.step_collectives import join_by_step
+from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.page.gather.step_trace import build_rank_trace
 from torchlens_perf.page.gather.thinning import json_size_bytes as size_of
 from torchlens_perf.run.ring import Kind
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import ProcessState
 
-# Unless the span files are larger, collectives of hidden ranks are read too. They show which rank
-# arrived last.
+# Collectives of hidden ranks are read too, unless the span files are larger than this. These
+# collectives show which rank arrived last.
 MAX_SPAN_BYTES = 1 << 30
 
 
@@ -63,7 +63,7 @@ def read_whole_steps(
         if each.rank in ranks:
             for step, records in _split_by_step(each.records).items():
                 of_steps[step].append(each._replace(records=records))
-    collectives = join_by_step(of_ranks, ranks, uncomparable)
+    collectives = join_collectives_by_step(of_ranks, ranks, uncomparable)
     clocks = NodeClocks(of_steps.values(), uncomparable)
     index_of, rows, used_bytes, left_out = dict[str, int](), list[StepTrace](), 0, 0
     for step, why in steps:

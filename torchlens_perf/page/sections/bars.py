@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
-from torchlens_perf.view.html import build_figure, shorten
+from torchlens_perf.view.html import build_figure, cut_middle
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Bar, sanitize_line
 from torchlens_perf.view.theme import PARTS
@@ -60,7 +60,9 @@ def _build_bar_row(row: Bar, longest: float, names: Mapping[str, str]) -> list[E
         data_label=row.label if not row.heading else f"{row.heading} {row.label}",
         data_rank=None if row.rank is None else str(row.rank),
     )
-    return [made] if not row.heading else [tag("p", shorten(row.heading, 64), class_="name"), made]
+    return (
+        [made] if not row.heading else [tag("p", cut_middle(row.heading, 64), class_="name"), made]
+    )
 
 
 def draw_stacked_bar(

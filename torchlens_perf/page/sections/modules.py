@@ -50,7 +50,7 @@ def build_modules_section(contents: PageContents) -> Element | None:
     ][:_MAX_BARS]
     title = f"Self time of modules per step ({'device' if on_device else 'forward'})"
     shown = _build_module_figure(rows, ranks_in_verdicts(report), title) if rows else None
-    note = tag("p", "Modules nested more deeply are not timed.", class_="note")
+    note = tag("p", "Modules nested more deeply than those shown are not timed.", class_="note")
     return build_section(
         "modules",
         "Modules and sections",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import VerdictRow
 
 _MAX_STACKS = 8
-# The details leave out these attributes: the card shows the host, and all ranks share the rest.
+# The details leave out the host, which the card shows, and attributes that are equal on all ranks.
 _OTHER_PLACES = ("host.name", "torch.elastic.", "slurm.job.", "slurm.step.")
 
 
