@@ -52,7 +52,7 @@ def _tell(folder: str, shared_before: int, **found: object) -> None:
 def _lone(folder: str, wish: str) -> None:
     before = shared_bytes()
     with perf.watch(dir=folder, sidecar=False, report="off", modules="none", nccl=wish) as watch:
-        named = os.environ.get(VARIABLE) == str(nccl_plugin.find_path())
+        named = os.environ.get(VARIABLE) == str(nccl_plugin.find_plugin_file())
         dist.init_process_group("nccl")
         tensor = torch.ones(1 << 18, device="cuda")
         for _ in range(STEPS):

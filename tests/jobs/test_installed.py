@@ -162,7 +162,7 @@ def compiling(
     home = tmp_path_factory.mktemp("home")
     there = [
         path
-        for path, refused in native_tap.find_files(native_tap.build_file_name())
+        for path, refused in native_tap.find_tap_files(native_tap.build_file_name())
         if refused is None
     ]
     copies = (

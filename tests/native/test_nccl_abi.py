@@ -158,7 +158,7 @@ def test_offsets_equal_those_of_the_plugin_header(tmp_path: Path) -> None:
 
 def test_plugin_exports_interfaces_4_5_and_6_only() -> None:
     """NCCL 2.26 and older find no known interface and continue without a plugin."""
-    path = nccl_plugin.find_path()
+    path = nccl_plugin.find_plugin_file()
     assert path is not None
     library = ctypes.CDLL(str(path))
     found = [version for version in range(1, 10) if hasattr(library, f"ncclProfiler_v{version}")]

@@ -96,7 +96,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     own = folder / f"nccl-{rank}"
     own.mkdir()
     nccl = FakeNccl(folder / "libnccl.so", own, 6)
-    nccl_plugin.find_path, nccl_plugin.load_plugin = lambda: nccl.file, lambda: nccl.plugin  # type: ignore[assignment]
+    nccl_plugin.find_plugin_file, nccl_plugin.load_plugin = lambda: nccl.file, lambda: nccl.plugin  # type: ignore[assignment]
     group = dist.new_group(list(range(RANKS)), backend=f"cpu:gloo,{DEVICE}:fake")
     under_way: list[int] = []
 

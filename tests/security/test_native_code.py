@@ -30,20 +30,21 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("level", range(3))
 def test_plugin_that_other_users_can_change_is_not_used(level: int, plugin: Path) -> None:
     """The plugin's path is not passed to NCCL, and the reason names the file or folder."""
-    assert nccl_plugin.find_path() == plugin
+    assert nccl_plugin.find_plugin_file() == plugin
     part = [plugin, *plugin.parents][level]
     part.chmod(0o777)
 
-    assert nccl_plugin.find_path() is None
+    assert nccl_plugin.find_plugin_file() is None
     assert (
-        nccl_plugin.find_problem() == f"the plugin is not used: {part} can be written by everybody"
+        nccl_plugin.find_plugin_problem()
+        == f"the plugin is not used: {part} can be written by everybody"
     )
 
 
 def test_missing_plugin_is_reported_as_not_built(plugin: Path) -> None:
     plugin.unlink()
-    assert nccl_plugin.find_path() is None
-    assert nccl_plugin.find_problem() == "the plugin was not built"
+    assert nccl_plugin.find_plugin_file() is None
+    assert nccl_plugin.find_plugin_problem() == "the plugin was not built"
 
 
 @pytest.mark.parametrize("folder", ["", "cache", "./cache"])

@@ -174,7 +174,7 @@ def _check_nccl() -> Iterator[Check]:
     """Yield no check if torch has no NCCL of NVIDIA."""
     from torchlens_perf.recorder import nccl_plugin
 
-    nccl, file = nccl_plugin.read_nccl_version(), nccl_plugin.find_path()
+    nccl, file = nccl_plugin.read_nccl_version(), nccl_plugin.find_plugin_file()
     if nccl is None:
         return
     subject = f"kernels of NCCL {'.'.join(map(str, nccl))}"
@@ -184,7 +184,7 @@ def _check_nccl() -> Iterator[Check]:
     without = "end times of asynchronous collectives are missing"
     other = None if file is None else nccl_plugin.find_other_plugin(os.environ, file)
     if nccl_plugin.load_plugin() is None:
-        problem = nccl_plugin.find_problem() or "the native recorder is missing"
+        problem = nccl_plugin.find_plugin_problem() or "the native recorder is missing"
         yield Check(
             LIMITED,
             subject,

@@ -147,7 +147,7 @@ def _compile(compiler: list[str], place: Path, *, timeout_s: float | None) -> Pa
                 f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}",
             ]  # fmt: skip
             _run_compiler(command, folder, timeout_s)
-            native_tap.load_file(result)
+            native_tap.load_tap_file(result)
             _publish_file(result, tap)
     except ImportError as error:
         raise _CompilerError(f"the built tap cannot be loaded: {error}") from None

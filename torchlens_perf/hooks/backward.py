@@ -333,7 +333,7 @@ class BackwardHook:
                 waits = recorder.backwards or each.start is None
                 if waits and each.step == recorder.step:
                     later.append(each)
-                # Drop a pass that did not begin by the end of the next step.
+                # Drop a backward pass that has not begun by the end of the next step.
                 continue
             times = each.measure_span()
             if times is None:

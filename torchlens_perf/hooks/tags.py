@@ -58,7 +58,7 @@ class TagHook:
                     recorder.begin(_SECTION, name_id)
                 began_ns = now_ns()
                 return
-            if began_ns:  # 0 if the watch began in the middle of this collection.
+            if began_ns:  # The start is 0 if the watch began during this collection.
                 session.ring.add_gc_ns(now_ns() - began_ns)
                 began_ns = 0
             if oldest:

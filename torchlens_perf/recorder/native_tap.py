@@ -58,7 +58,7 @@ def _compute_source_digest() -> str:
     return digest.hexdigest()[:_DIGEST_DIGITS]
 
 
-def find_files(name: str) -> Iterator[tuple[Path, str | None]]:
+def find_tap_files(name: str) -> Iterator[tuple[Path, str | None]]:
     """Yield existing files of that name, best first, each with the reason not to load it or None."""
     for place in tap_requirements.tap_folders():
         path = place / name
@@ -77,7 +77,7 @@ def load_tap() -> Any | None:
     """Return the tap, or None if the tap or the native recorder is missing or cannot be loaded."""
     for path in _find_trusted_files() if recorder.NATIVE else ():
         try:
-            return load_file(path)
+            return load_tap_file(path)
         except ImportError:
             continue
     return None
@@ -92,10 +92,10 @@ def find_loaded_tap_file() -> Path | None:
 def list_tap_problems() -> list[str]:
     """Return a sentence for each existing tap that has the right name but is not used."""
     found = []
-    for path, refused in find_files(build_file_name()):
+    for path, refused in find_tap_files(build_file_name()):
         try:
             if refused is None and recorder.NATIVE:
-                load_file(path)
+                load_tap_file(path)
         except ImportError as error:
             refused = f"it cannot be loaded: {error}"
         if refused is not None:
@@ -105,13 +105,13 @@ def list_tap_problems() -> list[str]:
 
 def _find_trusted_files() -> Iterator[Path]:
     try:
-        yield from (path for path, refused in find_files(build_file_name()) if refused is None)
+        yield from (path for path, refused in find_tap_files(build_file_name()) if refused is None)
     except OSError:
         # The package was installed without its source.
         return
 
 
-def load_file(path: Path) -> ModuleType:
+def load_tap_file(path: Path) -> ModuleType:
     """Load a tap. Raises ImportError if the file is damaged or was built for another torch."""
     loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
     spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)

@@ -122,12 +122,12 @@ class NcclPlugin:
         return PluginCounters(*self._values)
 
 
-def find_path() -> Path | None:
-    """Return the plugin's file, or None if find_problem() returns a problem."""
-    return None if find_problem() else _plugin_file()
+def find_plugin_file() -> Path | None:
+    """Return the plugin's file, or None if find_plugin_problem() returns a problem."""
+    return None if find_plugin_problem() else _plugin_file()
 
 
-def find_problem() -> str:
+def find_plugin_problem() -> str:
     """Return why NCCL cannot load the plugin, or ""."""
     found = _plugin_file()
     try:
@@ -150,7 +150,7 @@ def _plugin_file() -> Path:
 @functools.cache
 def load_plugin() -> NcclPlugin | None:
     """Return the plugin, or None if it or the native recorder is missing."""
-    found = find_path() if recorder.NATIVE else None
+    found = find_plugin_file() if recorder.NATIVE else None
     return None if found is None else NcclPlugin(found)
 
 
@@ -257,7 +257,7 @@ def withdraw_plugin(environ: MutableMapping[str, str], file: Path) -> None:
 
 def offer_at_import(environ: MutableMapping[str, str], wish: str) -> None:
     """Offer the plugin at `import torch`, before communicators exist. wish: Config.nccl."""
-    file, nccl = find_path(), None if wish == "off" else read_nccl_version()
+    file, nccl = find_plugin_file(), None if wish == "off" else read_nccl_version()
     if (
         file is not None
         and recorder.NATIVE

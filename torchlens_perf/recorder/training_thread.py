@@ -65,8 +65,8 @@ class TrainingThread:
     work.
 
     A thread with a higher kind of work replaces the recorded thread. If the recorded thread has
-    ended or waits in its pool, any thread with work replaces it. If two threads train at the same
-    time, the first one is recorded.
+    ended or is idle in a thread pool, any thread with work replaces it. If two threads train at the
+    same time, the first one is recorded.
     """
 
     def __init__(self, recorder: Recorder, note: Callable[[str], None]) -> None:
@@ -150,7 +150,7 @@ class TrainingThread:
         return False
 
     def _is_recorded_thread_idle(self) -> bool:
-        """Return True if the recorded thread has ended or waits in its pool.
+        """Return True if the recorded thread has ended or is idle in a thread pool.
 
         The result False is reused for 10 ms.
         """

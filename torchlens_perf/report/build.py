@@ -185,7 +185,7 @@ def _step_begin_time(
 def _location_names(
     each: JudgedVerdict, processes: dict[int, ProcessState]
 ) -> dict[str, str] | None:
-    """Return names of the rank of a verdict: host, scheduler, container and cloud attributes.
+    """Return attributes that locate a verdict's rank: host, scheduler, container and cloud.
 
     Return None if the verdict has no rank, or if the rank's node shares no disk with this one.
     """

@@ -33,13 +33,13 @@ class LiveViews:
         """Callbacks of on_verdict()."""
         return self._alerts.callbacks
 
-    def on_verdict(self, recorded: RunHandle, callback: Callback) -> None:
+    def add_callback(self, recorded: RunHandle, callback: Callback) -> None:
         """Add a callback, see Watch.on_verdict(). It may be added before the watch begins."""
         self.callbacks.append(callback)
         if recorded.session is not None:
             self.start_views(recorded.session, has_sidecar=recorded.has_sidecar)
 
-    def log_to(self, recorded: RunHandle, asked: LogRequest) -> None:
+    def add_logger(self, recorded: RunHandle, asked: LogRequest) -> None:
         """Add a logger, see Watch.log_to(). It may be added before the watch begins."""
         self._figures.add_logger(asked)
         if recorded.session is not None:

@@ -110,7 +110,7 @@ class LiveResultMethods(ResultMethods):
             raise ConfigError(
                 f"callback={callback!r}: must be a function of one argument, the alert"
             )
-        self._get_live_views().on_verdict(self._get_run_handle(), callback)
+        self._get_live_views().add_callback(self._get_run_handle(), callback)
         return callback
 
     def log_to(
@@ -132,7 +132,7 @@ class LiveResultMethods(ResultMethods):
         """
         from torchlens_perf.results.figures import check_log_arguments
 
-        self._get_live_views().log_to(
+        self._get_live_views().add_logger(
             self._get_run_handle(), check_log_arguments(logger, every_s, step)
         )
 

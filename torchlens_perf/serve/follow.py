@@ -24,7 +24,7 @@ LOOK_INTERVAL_S = 1.0
 # An ended run can be restarted, so the server continues to poll it.
 _ENDED_LOOK_INTERVAL_S = 5.0
 _MIN_IDLE_RATIO, _MIN_IDLE_RATIO_ON_ERROR = 3, 1
-# A viewer waits at most this long for a newer page, and then receives the previous one.
+# A viewer waits at most this long for a newer page, and then receives the previous page.
 _TIMEOUT_S = 1.0
 _LOOK_WITHIN_S, _READ_WITHIN_S = 5.0, 300.0
 _GONE = 404

@@ -316,7 +316,7 @@ def build_memory_table(report: Report) -> Table | None:
 def _order_ranks(
     ranks: Sequence[Rank], place: Mapping[int, int], size: Callable[[Rank], float]
 ) -> tuple[list[Rank], frozenset[int], int | None]:
-    """Return the ranks in display order, the indexes of slow rows, and the number of first rows.
+    """Return the ranks in display order, indexes of slow rows, and the number of rows shown first.
 
     Slow ranks come first, then ranks of larger size. If many ranks are slow, healthy ranks follow
     after a few of them, so the first rows contain both. place: the result of slow_ranks().

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 def nccl(nccl_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     """Replace NCCL with one for two ranks that can load a plugin. No user settings exist."""
     made = FakeNccl(nccl_library, tmp_path, 6)
-    monkeypatch.setattr(nccl_plugin, "find_path", lambda: made.file)
+    monkeypatch.setattr(nccl_plugin, "find_plugin_file", lambda: made.file)
     monkeypatch.setattr(nccl_plugin, "load_plugin", lambda: made.plugin)
     monkeypatch.setattr(nccl_plugin, "_SYSTEM_FOLDERS", ())
     monkeypatch.setenv(VARIABLE, "")

@@ -56,7 +56,7 @@ class FakeNccl:
 
         `interface` is the newest plugin interface that this NCCL supports.
         """
-        built = nccl_plugin.find_path()
+        built = nccl_plugin.find_plugin_file()
         assert built is not None
         self.file = folder / "plugin.so"
         own = folder / "libnccl.so"

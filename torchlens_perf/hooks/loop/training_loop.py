@@ -231,7 +231,7 @@ class TrainingLoop:
             self._watch_models_of(optimizer)
 
     def on_unrecorded_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Handle an optimizer that steps on a thread that is not recorded."""
+        """Handle an optimizer step on a thread that is not recorded."""
         if id(optimizer) not in self._elsewhere:
             self._elsewhere.add(id(optimizer))
             position = self.passed.find_position(optimizer)

@@ -73,7 +73,7 @@ class NcclHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         with ExitStack() as attached:
-            plugin, file = nccl_plugin.load_plugin(), nccl_plugin.find_path()
+            plugin, file = nccl_plugin.load_plugin(), nccl_plugin.find_plugin_file()
             missing = self._offer_plugin(
                 plugin, file, session.identity.local_world_size or session.identity.world_size
             )
@@ -298,7 +298,7 @@ class _GraphCaptureWatcher:
 
 @contextmanager
 def _time_by_events(session: Session) -> Iterator[None]:
-    # The Python recorder cannot add the end of a collective later.
+    # The Python recorder cannot add the end of a collective to a written record.
     if not recorder.NATIVE:
         yield
         return

@@ -63,7 +63,7 @@ class DeviceTimesHook:
         self._stalls: StallMarker | None = None
         self._boundary: int | None = None  # The mark of the current step's begin.
         self._missing_before = 0  # The clock's number of missing marks at the step's begin.
-        self._given_up = 0  # Number of spans whose times the device did not report.
+        self._given_up = 0  # Number of dropped spans, whose times are missing.
         self._missing = (0,) * 6
         self._has_published = False
         self._progress = DeviceProgress()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
-    """Write the page atomically and return its size in bytes.
+    """Write the page of a run atomically and return its size in bytes.
 
     Raise RunStoreError if there is no run, or the file cannot be written.
     """
