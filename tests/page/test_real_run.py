@@ -211,7 +211,7 @@ def test_page_is_kept_if_its_process_aborts_after_writing_it(
         f"import os, subprocess\nif {writes}: subprocess.run({ordinary!r}, check=True)\nos.abort()"
     )
     monkeypatch.setattr(
-        page_file.children, "command", lambda *arguments: [sys.executable, "-c", aborts]
+        page_file.children, "build_command", lambda *arguments: [sys.executable, "-c", aborts]
     )
 
     why_not = page_file.write_page_in_child_process(made, lambda: False)

@@ -173,13 +173,13 @@ def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirector
     )
     notes = " ".join(report["quality"]["notes"])
     assert "3 device marks were left out while a CUDA graph was captured" in notes
-    assert "2 device times were not known" in notes
+    assert "2 device times were still unknown" in notes
     assert "5 device marks were left out, because too many earlier marks" in notes
     assert (
         "6 steps are not judged by device time, because their forward or backward pass ran and"
         " waited on another" in notes
     )
-    assert "7 device stalls are not known" in notes
+    assert "7 device stalls are unknown" in notes
     assert "too far behind" not in notes
     text = text_of(report)
     assert "Typical step of each rank, device clock, ms" in text

@@ -20,7 +20,7 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.run_contents import collect_ranks
 from torchlens_perf.page.gather.step_choice import choose_ranks
-from torchlens_perf.page.gather.step_collectives import join_by_step
+from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.page.gather.whole_steps import read_rank_records
 from torchlens_perf.report import report_json
 from torchlens_perf.report.run_report import load_report_and_states
@@ -292,7 +292,7 @@ def _build_rank_events(
     flows: dict[tuple[str, int], int],
 ) -> Iterator[Event]:
     """Yield slices and counters of all ranks, in order of time within each track."""
-    joined = join_by_step(records, [each.rank for each in records], source.uncomparable)
+    joined = join_collectives_by_step(records, [each.rank for each in records], source.uncomparable)
     matched = _match_collectives(joined, flows)
     for each in records:
         track_of = lambda lane, row, rank=each.rank: tracks.lane_track(rank, lane, row)  # noqa: E731

@@ -26,7 +26,7 @@ def headline_lines(head: Headline) -> Iterator[str]:
 
 def table_lines(table: Table) -> Iterator[str]:
     """Yield a table, as many rows as it shows at first."""
-    shown = table.head(table.first or table.rows)
+    shown = table.first_rows(table.first or table.rows)
     cells = [column.texts() for column in shown.columns]
     yield f"### {escaped(table.title)}"
     yield ""
@@ -34,7 +34,7 @@ def table_lines(table: Table) -> Iterator[str]:
     yield f"|{'|'.join('---' if column.is_text else '--:' for column in shown.columns)}|"
     for row in zip(*cells, strict=True):
         yield f"| {' | '.join(map(escaped, row))} |"
-    for text in filter(None, (table.rest(shown.rows), table.note)):
+    for text in filter(None, (table.describe_hidden_rows(shown.rows), table.note)):
         yield ""
         yield escaped(text)
 

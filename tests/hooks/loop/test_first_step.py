@@ -204,4 +204,6 @@ print([name.rpartition(".")[2] for name in names])
     (tmp_path / "script.py").write_text(MODEL + script)
     done = run([sys.executable, "script.py"], tmp_path, TORCHLENS_PERF="1")
 
-    assert done.stdout == "['counted', 'timed_backward', 'timed_backward', 'timed_backward']\n"
+    assert (
+        done.stdout == "['count_backward', 'timed_backward', 'timed_backward', 'timed_backward']\n"
+    )

@@ -146,7 +146,7 @@ class StallMarker:
 
     @guard("marking the end of a backward pass")
     def end_backward_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
-        """End the stall of begin_tail(). Called on the thread that called the backward pass.
+        """End the stall of begin_backward_tail(). Called on the thread that called the backward pass.
 
         is_known: False if the last gradient has no mark, and the gradients are sent to other ranks.
         """

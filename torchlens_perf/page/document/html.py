@@ -104,7 +104,7 @@ def build_document(contents: PageContents, live: LivePageParts | None = None) ->
 
 def build_static_document(title: str, elements: Sequence[Child]) -> str:
     """Return a page without scripts."""
-    style = page_style()
+    style = build_page_style()
     rules = _content_security_policy(_csp_hash(style), "'none'", "'none'")
     styles = [build_icon(), raw_element("style", style)]
     body = tag("body", tag("main", elements))
