@@ -252,7 +252,7 @@ def test_plugin_is_set_for_an_untested_nccl_version_only_on_request(
         assert VARIABLE not in os.environ
         assert recording.watch._session.clocks.collective_listener is not None
     (note,) = recording.notes
-    assert "it supports NCCL 2.28 to 2.30, and this is" in note
+    assert 'nccl="auto" times NCCL 2.28 to 2.30, and this is' in note
     monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda: version)
     for wish, offered in (("auto", False), ("on", True)):
         nccl_plugin.offer_at_import(os.environ, wish)
