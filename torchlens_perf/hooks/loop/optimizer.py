@@ -63,8 +63,8 @@ class OptimizerHookRelay:
             guarded.wrap_attribute(self, "before"),
             guarded.wrap_attribute(self, "after"),
         )
-        # Hooks that are traced into a graph would not run. A compiled optimizer breaks its graph
-        # around step() in any case, so its operations stay in one graph.
+        # Hooks that are traced into a graph would not run. Dynamo breaks the graph around a
+        # compiled optimizer's step() in any case, so the optimizer's operations stay in one graph.
         self._handles = [
             register_optimizer_step_pre_hook(torch_private.break_graph_at(step_begins)),
             register_optimizer_step_post_hook(torch_private.break_graph_at(step_ended)),
