@@ -29,10 +29,7 @@ def build_body(compared: Comparison) -> list[Element]:
         )
     ]
     rate = throughput_text(compared)
-    found += [
-        build_section(each.key, each.title, build_table(each), each.note)
-        for each in build_tables(compared)
-    ]
+    found.append(build_section("changes", "Changes", *map(build_table, build_tables(compared))))
     lines = [tag("li", text) for text in (rate, *build_notes(compared)) if text]
     return [*found, build_section("notes", "Notes", tag("ul", lines))]
 
