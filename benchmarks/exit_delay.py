@@ -1,4 +1,4 @@
-"""How long the end of a watch delays the process's exit if the OTLP endpoint cannot be reached."""
+"""Measure how long the end of a watch delays the process's exit if the OTLP endpoint cannot be reached."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).parent.parent
 
 
 def seeds(text: str) -> list[int]:
-    """Return the seeds in a text such as "0-4,7". Raises ValueError if there is none."""
+    """Return the seeds in a text such as "0-4,7". Raises ValueError for a text without seeds."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

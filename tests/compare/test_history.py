@@ -1,4 +1,4 @@
-"""The history of a job names the run from which its step changed, and no other one."""
+"""The history of a job names the run from which its step changed, and only that run."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_report_has_all_finished_steps_after_a_kill(kills: int, tmp_path: Path) 
 
 
 def sidecar_of(folder: Path) -> int:
-    """Return the process id of the sidecar of the run in this folder, or 0 if there is none yet.
+    """Return the process id of the sidecar of the run in this folder, or 0 before it has started.
 
     A search by command line would also find the shell that starts the sidecar.
     """

@@ -227,7 +227,7 @@ class Silent:
     def close(self):
         pass
 sender = Sender(Outbox(None, "n", "traces"), Silent())
-sender.add([object()])
+sender.queue_items([object()])
 try:
     sender.flush(60) if sys.argv[1] == "flush" else sender.close(60)
 except KeyboardInterrupt:

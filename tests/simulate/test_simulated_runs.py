@@ -386,7 +386,7 @@ def test_short_steps_are_joined_into_step_bins(capsys: pytest.CaptureFixture[str
             ["--rows", "--fault", "variable_length:reported=maybe"],
             "reported=maybe is not yes or no",
         ),
-        (["--rows", "--topology", "dp=3,x=2"], "--topology is like"),
+        (["--rows", "--topology", "dp=3,x=2"], "expected sizes such as"),
         (["--rows", "--topology", "dp=0"], "dp must be 1 or more"),
         (["--rows", "--ranks", "0"], "--ranks must be 1 or more, got 0"),
         (["--rows", "--topology", "dp=3", "--ranks", "4"], "do not agree"),
@@ -396,7 +396,7 @@ def test_short_steps_are_joined_into_step_bins(capsys: pytest.CaptureFixture[str
         (["--rows", "--step-ms", "0"], "a step's work must be"),
         (["--rows", "--steps", "0"], "--steps must be"),
         (["--rows", "--seed", "-1"], "seed must be 0 or more, got -1"),
-        (["--ranks", "1025"], "1024 ranks at most"),
+        (["--ranks", "1025"], "at most 1024 ranks"),
         ([], "--out DIR is missing"),
     ],
 )

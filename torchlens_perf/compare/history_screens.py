@@ -24,7 +24,7 @@ _MAX_PARTS = 5
 
 
 def build_headline(found: History) -> Headline:
-    """Return the newest change, or the statement that there is none."""
+    """Return the newest change, or a statement that the step did not change."""
     if not found.changes:
         status, severity, sentence = (
             "SAME",

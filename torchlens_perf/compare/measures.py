@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.Enum):
-    """What a measure describes. Values are titles."""
+    """Kind of a measure. The values are titles."""
 
     STEP = "step"
     PART = "part of the step"

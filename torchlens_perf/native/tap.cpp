@@ -37,7 +37,7 @@ PyObject *describe;
 std::atomic<bool> on{false}; // a watch is
 // By operator; with the GIL. Not destroyed at the process's end either.
 auto &libraries = *new std::unordered_map<std::string, std::unique_ptr<torch::Library>>;
-constexpr char OWNER[] = "torchlens_perf's native tap"; // so torch_dispatcher.owner_of_tap() knows it
+constexpr char OWNER[] = "torchlens_perf's native tap"; // so torch_dispatcher.find_kernel_owner() knows it
 
 const c10::DispatchKeySet below_tap(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 

@@ -54,7 +54,7 @@ _COUNTERS = 500
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What a trace contains."""
+    """Contents of a trace that was written."""
 
     size_bytes: int
     ranks: list[int]

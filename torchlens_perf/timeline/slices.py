@@ -21,7 +21,7 @@ _NUMBER = 0xFFFFFFFF
 
 
 class MatchedCollective(NamedTuple):
-    """What is known of one collective of a rank: arrow, wait, and the rank that it waited for."""
+    """One collective of a rank, matched with the other ranks: arrow, wait, and last rank."""
 
     flow: int
     wait_ns: int
