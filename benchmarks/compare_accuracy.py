@@ -29,8 +29,9 @@ from torchlens_perf.compare.comparison import (
     read_compared_run,
 )
 from torchlens_perf.compare.measures import STEP, Kind
+from torchlens_perf.compare.screens import DETAILS
 
-STEPS, BATCH, SIDE, DRAWS = 160, 8, 5, 100
+STEPS, BATCH, SIDE, DRAWS = 100, 8, 5, 100
 CLEAN, FAULTS = "clean", ("forward", "backward", "data", "loss")
 SIDECAR_TIMEOUT_S = 60
 
@@ -143,21 +144,24 @@ def judge(folder: Path) -> None:
             wrong = sum(rule(_steps_s(each[:side]), _steps_s(each[side:])) for each in drawn)
             print(f"    {name}: {wrong} of {DRAWS} changed")
     for fault, faulty in runs.items():
-        found = []
-        for _ in range(DRAWS):
-            found.append(
-                build_comparison(generator.sample(clean, SIDE), generator.sample(faulty, SIDE))
-            )
+        drawn = [
+            (generator.sample(clean, SIDE), generator.sample(faulty, SIDE)) for _ in range(DRAWS)
+        ]
+        found = [build_comparison(*each) for each in drawn]
         hits = sum(each.step.outcome is Outcome.CHANGED for each in found if each.step)
-        named = Counter(
-            changed[0][0].name if (changed := each.list_changed(Kind.PART)) else "none"
-            for each in found
+        parts, details = (
+            Counter(
+                changed[0][0].name if (changed := each.list_changed(*kinds)) else "none"
+                for each in found
+            )
+            for kinds in ((Kind.PART,), DETAILS)
         )
-        shares = [each.step.share for each in found if each.step]
-        print(
-            f"{fault}: step {statistics.median(shares):+.1%}, found in {hits} of {DRAWS}; first"
-            f" changed part: {dict(named)}"
-        )
+        share = statistics.median(each.step.share for each in found if each.step)
+        print(f"{fault}: step {share:+.1%}, step changed in {hits} of {DRAWS}; first changed part")
+        print(f"    {dict(parts)}, first changed module or section {dict(details)}")
+        for name, rule in RULES.items():
+            right = sum(rule(_steps_s(before), _steps_s(after)) for before, after in drawn)
+            print(f"    {name}: {right} of {DRAWS} changed")
 
 
 def _false(found: Sequence[Comparison]) -> str:
@@ -178,8 +182,11 @@ def _steps_s(runs: Sequence[ComparedRun]) -> list[float]:
 
 
 RULES: dict[str, Callable[[list[float], list[float]], bool]] = {
-    "mean 5 % apart (pytest-benchmark --benchmark-compare-fail=mean:5%)": lambda before, after: (
+    "means 5 % apart (pytest-benchmark --benchmark-compare-fail=mean:5%)": lambda before, after: (
         statistics.mean(after) > 1.05 * statistics.mean(before)
+    ),
+    "medians 10 % apart (asv's default factor)": lambda before, after: (
+        statistics.median(after) > 1.1 * statistics.median(before)
     ),
 }
 """Rules of other tools on the steps of two sides."""

@@ -250,7 +250,8 @@ def test_exemplars_have_the_ids_of_a_sampled_span(
 def test_alert_is_stored_with_its_sentence_severity_and_ids(clickhouse: ClickHouse) -> None:
     """The alert is about the slow rank.
 
-    The table has no column for the event name. Rows of a replay have the same log.record.uid.
+    The table has no column for the event name. A row that a replay sends again has the
+    log.record.uid of the first delivery.
     """
     rows = clickhouse.ask("SELECT * FROM otel.otel_logs")
     assert len(rows) == _TWICE * len({row["LogAttributes"][semantics.ALERT_UID] for row in rows})

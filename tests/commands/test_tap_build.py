@@ -223,7 +223,9 @@ def test_cxx_may_contain_arguments(
     assert ("-O1" in arguments.split()) == ("-O1" in command)
 
 
-def test_unbalanced_quote_in_cxx_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unbalanced_quote_in_cxx_is_reported_in_one_line(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No traceback is printed."""
     monkeypatch.setenv("CXX", "g++ 'a")
 

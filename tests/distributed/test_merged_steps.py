@@ -129,7 +129,7 @@ def one_run(folder: Path, late_s: float, *, watched: bool = True) -> dict[str, A
 
 def ranks_train(folder: Path) -> dict[str, dict[str, Any]]:
     begin(folder)
-    choice.find_merging_device = lambda kind: AsyncDevice()  # type: ignore[assignment, return-value]
+    choice.find_device_for_kernels = lambda kind: AsyncDevice()  # type: ignore[assignment, return-value]
     stamps.MERGE_STEPS = WINDOW
     late_s = LATE_S if dist.get_rank() == SLOW else 0.0
     return {

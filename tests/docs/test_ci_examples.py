@@ -63,7 +63,7 @@ def repository(tmp_path: Path) -> Path:
 def test_script_of_a_ci_job_compares_two_commits(
     script: str, output: str, repository: Path
 ) -> None:
-    script = script.replace("pip install torchlens-perf", "true")
+    script = script.replace("pip install ${{ vars.TORCHLENS_PERF }}", "true")
     script = script.replace("${{ github.base_ref }}", "main")
     # Ten runs would take a minute. One run a side is too few for a result.
     script = script.replace("torchlens-perf compare", "torchlens-perf compare --times 1")

@@ -290,7 +290,7 @@ def test_sidecar_is_not_a_child_of_the_rank(run: RunDirectory) -> None:
     assert report(run)["ranks"][0]["steps"] == 30
 
 
-def test_sidecar_is_a_child_of_the_rank_if_there_is_no_shell(
+def test_sidecar_records_all_steps_if_there_is_no_shell(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "_SHELL", "/nowhere/sh")

@@ -34,7 +34,7 @@ BUCKETS = PER_OCTAVE * (HIGHEST_OCTAVE - LOWEST_OCTAVE)
 class SumColumn(IntEnum):
     """Columns of a row of sums. The histogram follows these columns.
 
-    The sum of squares is in three limbs of 32 bits without carry.
+    The sum of squares is in three columns, each a sum of 32-bit limbs. The reader adds the carries.
     """
 
     COUNT = 0
@@ -87,7 +87,7 @@ def view_tables(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
 
 
 def mantissa_bounds() -> npt.NDArray[np.uint64]:
-    """Return the sorted bounds of one octave, each shifted until its highest bit is the 63rd.
+    """Return the sorted bounds of one octave, each shifted so that its highest set bit is bit 63.
 
     The kernel shifts a duration in the same way and compares it with the bounds. The bounds are
     rounded down, which does not change any comparison.

@@ -48,13 +48,13 @@ class CollectiveGroups:
             calls_back = (
                 on_cpu and torch_groups.get_group_backend(group, device) in _FUTURE_IS_COMPLETION
             )
-            name_id, slot = self.describe_operation(
+            name_id, slot = self.register_operation(
                 operator, group, _DTYPES.get(dtype, dtype.lower()), peer
             )
             return name_id, slot, max(0, backend_sequence), calls_back, on_cpu
         return 0, 1 << 16, 0, False, False
 
-    def describe_operation(
+    def register_operation(
         self, operator: str, group: str, dtype: str, peer: int
     ) -> tuple[int, int]:
         """Return the id of the operation's name and its slot in the table of groups."""

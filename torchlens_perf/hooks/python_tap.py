@@ -117,7 +117,7 @@ def _create_recording_handler(
         dtype = getattr(tensor, "dtype", None) if payload else None
         key = name, dtype, peer
         if key not in known:
-            name_id, slot = groups.describe_operation(
+            name_id, slot = groups.register_operation(
                 operator, name, str(dtype).removeprefix("torch.") if dtype else "", peer
             )
             known[key] = name_id, slot, f"{operator}/{name}/{peer}" if point_to_point else name

@@ -156,7 +156,7 @@ class RingFile:
                 self._names[name] = name_id, end
             finally:
                 self._words[NAMES_USED] = end if name in self._names else used
-            self._notify_listener()
+            self._pass_new_names_to_listener()
             return name_id
 
     def set_name_listener(self, listener: Callable[[str], None]) -> None:
@@ -166,9 +166,9 @@ class RingFile:
         """
         with self._lock:
             self._name_listener = listener
-            self._notify_listener()
+            self._pass_new_names_to_listener()
 
-    def _notify_listener(self) -> None:
+    def _pass_new_names_to_listener(self) -> None:
         listener = self._name_listener
         if listener is None:
             return

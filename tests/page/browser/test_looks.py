@@ -66,7 +66,7 @@ def test_page_and_charts_fit_the_window(
     tab.page.screenshot(path=str(shots / f"{name}-step.png"))
 
 
-def test_elements_do_not_overlap_at_any_width(tab_of: TabOf, wide_file: Path) -> None:
+def test_elements_do_not_overlap_on_desktop_and_phone(tab_of: TabOf, wide_file: Path) -> None:
     """Headings, words, tables and charts are checked."""
     for phone in (False, True):
         tab = tab_of(wide_file, phone=phone).open(VIEW)

@@ -41,7 +41,7 @@ def test_steps_that_keep_growing_are_one_verdict() -> None:
 
 
 def test_growing_waits_for_a_cpu_are_not_reported_as_growing_steps() -> None:
-    """The machine's load may have grown, which has another verdict."""
+    """The load of the machine may have grown. Another verdict reports that."""
     found = verdicts([float(each) for each in 1.02 ** np.arange(200)], forward=64.0, cpu=60.0)
 
     assert found[0]["kind"] == "lack_of_cpu"

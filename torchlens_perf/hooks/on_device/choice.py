@@ -30,7 +30,7 @@ def check_merging_config(config: Config) -> None:
 
     from torchlens_perf.recorder.devices import find_accelerator
 
-    if find_merging_device(find_accelerator()) is None:
+    if find_device_for_kernels(find_accelerator()) is None:
         raise ConfigError("aggregate='device': needs an NVIDIA GPU and a torch with CUDA")
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError("aggregate='device': call init_process_group() before the watch begins")
@@ -46,12 +46,12 @@ def decline_configured_merging(config: Config) -> None:
         from torchlens_perf.hooks.on_device.cuda_device import decline_merging
         from torchlens_perf.recorder.devices import find_accelerator
 
-        device = find_merging_device(find_accelerator())
+        device = find_device_for_kernels(find_accelerator())
         if device is not None:
             decline_merging(device)
 
 
-def find_merging_device(kind: str) -> CudaDevice | None:
+def find_device_for_kernels(kind: str) -> CudaDevice | None:
     """Return the device for device sections and merging, or None if its kernels cannot run."""
     import torch
 
@@ -72,7 +72,10 @@ def create_device_hooks(config: Config) -> list[Hook]:
     from torchlens_perf.recorder.devices import find_accelerator
 
     kind = find_accelerator()
-    stamped, aggregate = find_merging_device(kind) if kind else None, config.aggregate == "device"
+    stamped, aggregate = (
+        find_device_for_kernels(kind) if kind else None,
+        config.aggregate == "device",
+    )
     known = None
     if stamped is not None and aggregate:
         from torchlens_perf.cuda.steps import PendingSteps

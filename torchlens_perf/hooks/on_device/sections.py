@@ -180,7 +180,7 @@ class DeviceTimesHook:
                 self._kind, computes_there=session.metadata.computes_on(self._kind)
             )
             if device is None or _is_capturing(self._kind):
-                return  # Taking an anchor would end the graph capture.
+                return  # Reading the device clock would abort the graph capture.
             self.start_marking(session, create_events(device))
         except (DeviceError, RuntimeError, NotImplementedError) as error:
             self._is_unavailable = True

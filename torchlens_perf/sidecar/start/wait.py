@@ -12,7 +12,8 @@ of each ring's header, forty times a second. The wait ends at once in these case
 In the meantime, a thread imports the next modules on idle CPUs (preload.py). The report is
 therefore ready in time even after a run of a few seconds. If no CPU is idle, the thread waits for
 STARVED_S. Ranks wait for each other, so CPU time for imports costs the job twice as much. Without
-idle CPUs, imports therefore start late or when a ring fills, with a small share of a CPU at first.
+idle CPUs, imports therefore start only after STARVED_S, or earlier if a ring fills. At first they
+get only a small share of a CPU.
 """
 
 from __future__ import annotations

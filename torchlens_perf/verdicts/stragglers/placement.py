@@ -48,7 +48,7 @@ def group_slow(slow: Collection[int], places: Mapping[int, Placement]) -> list[S
     """
     left = set(slow)
     found: list[SlowRankGroup] = []
-    for kind, name, members in (*_ranks_by_node(places), *_ranks_by_position(places)):
+    for kind, name, members in (*_ranks_by_node(places), *_ranks_by_mesh_position(places)):
         ranks = tuple(rank for rank in members if rank in left)
         if (
             len(ranks) >= 2
@@ -67,7 +67,7 @@ def _ranks_by_node(places: Mapping[int, Placement]) -> list[tuple[str, str, list
     return [("node", host, ranks) for host, ranks in by_host.items()]
 
 
-def _ranks_by_position(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
+def _ranks_by_mesh_position(places: Mapping[int, Placement]) -> list[tuple[str, str, list[int]]]:
     """Return the ranks at each mesh position, such as "ep 3". Pipeline stages are left out."""
     by_position = defaultdict(list)
     for rank, place in places.items():
