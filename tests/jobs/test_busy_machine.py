@@ -20,7 +20,7 @@ PARTS = {
     ],
     "pickled models": ["tests/hooks/test_pickles.py"],
     "closed stderr": ["tests/jobs/test_stderr.py"],
-    "frozen programs": ["tests/jobs/test_children.py"],
+    "programs frozen by PyInstaller": ["tests/jobs/test_children.py"],
     "concurrent watches": ["tests/test_concurrent_watches.py"],
 }
 

@@ -290,7 +290,7 @@ def test_section_names_beyond_the_slots_are_noted_once(
     assert recording.notes == ["device sections: only 4 names are timed, and there are more"]
 
 
-def test_generated_section_names_do_not_overflow_the_metadata(
+def test_notes_beyond_the_metadata_limit_are_left_out_with_many_section_names(
     device: FakeDevice, torch_device: FakeTorchDevice, tmp_path: Path
 ) -> None:
     """Metadata for the sidecar is limited to 8 KB.

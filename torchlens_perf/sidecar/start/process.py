@@ -70,7 +70,7 @@ def read_live_run(
     try:
         lock = acquire_lock(run, lock_descriptor)
         lock.write_status(f"is making {run.path}")
-        if not create_run_directory(run, host, lock.write_status):
+        if not keep_trying_to_create_run_directory(run, host, lock.write_status):
             run.remove_local_leftovers()
             lock.remove()
             return 1
@@ -321,7 +321,7 @@ def render_live_results(run: RunDirectory) -> str:
     return results_from_run(run)
 
 
-def create_run_directory(
+def keep_trying_to_create_run_directory(
     run: RunDirectory, host: str, write_status: Callable[[str], None] = lambda doing: None
 ) -> bool:
     """Create the run directory. Return False if that fails for as long as a rank records.
