@@ -80,7 +80,7 @@ def test_folder_without_runs_ends_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["query", str(tmp_path), "SELECT 1"]) == 2
-    assert "no folder of runs" in capsys.readouterr().err
+    assert "nor a folder of runs" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

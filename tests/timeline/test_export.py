@@ -158,7 +158,7 @@ def test_limit_shortens_the_window_with_a_note(
     path = tmp_path / "small.pftrace"
     assert main(["report", str(run), "--perfetto", str(path), "--limit-mb", "0.02"]) == 0
     error = capsys.readouterr().err
-    assert "left out: steps" in error
+    assert "only steps" in error
     assert path.stat().st_size < 60_000
 
 

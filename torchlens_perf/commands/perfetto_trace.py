@@ -68,4 +68,4 @@ def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> Non
         file=sys.stderr,
     )
     for note in written.notes:
-        print(f"torchlens-perf: left out: {printable(note)}", file=sys.stderr)
+        print(f"torchlens-perf: {printable(note)}", file=sys.stderr)

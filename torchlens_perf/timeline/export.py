@@ -43,7 +43,8 @@ DEFAULT_LIMIT_BYTES = 50_000_000
 MAX_RANKS = 64
 """In larger jobs, the trace has only the ranks that the page shows, unless ranks are named."""
 _BYTES_PER_SPAN = 45
-_STEPS_AT_ONCE = 32
+# Steps of this many ranks are in memory at once.
+_RANK_STEPS_AT_ONCE = 2048
 # Of the chosen window, this share precedes the first step of a slow rank.
 _BEFORE = 0.25
 _FINDINGS_ORDER, _RANKS_ORDER = 0, 10
@@ -166,7 +167,7 @@ def _choose_ranks(
     if len(node_of) <= MAX_RANKS:
         return sorted(node_of)
     chosen = choose_ranks(report, slow, node_of)
-    notes.append(f"{len(chosen)} of {len(node_of)} ranks; --ranks chooses others")
+    notes.append(f"only {len(chosen)} of {len(node_of)} ranks; --ranks chooses others")
     return chosen
 
 
@@ -188,7 +189,7 @@ def _choose_window(
     begin = begins[-1] - int(_BEFORE * room) if begins else last - room + 1
     begin = max(first, min(begin, last - room + 1))
     notes.append(
-        f"steps {begin} to {begin + room - 1} of {first} to {last}; --steps and --limit-mb choose"
+        f"only steps {begin} to {begin + room - 1} of {first} to {last}; --steps and --limit-mb choose"
         " others"
     )
     return begin, begin + room - 1
@@ -203,10 +204,8 @@ def _write_events(
     last: int,
     advanced: Callable[[int, int], object],
 ) -> None:
-    batches = [
-        range(at, min(at + _STEPS_AT_ONCE, last + 1))
-        for at in range(first, last + 1, _STEPS_AT_ONCE)
-    ]
+    width = max(1, _RANK_STEPS_AT_ONCE // len(source.ranks))
+    batches = [range(at, min(at + width, last + 1)) for at in range(first, last + 1, width)]
     records = source.read(batches[0])
     if not records:
         raise RunStoreError(f"{source.run.path} has no records of steps {first} to {last}")
@@ -381,7 +380,7 @@ def _describe_trace(
         "ranks": f"{len(source.ranks)} of {run['world_size']}",
         "steps": f"{first} to {last}",
         "clocks": clock or "All ranks are on one node and share its clock.",
-        "left out": "; ".join(source.notes),
+        "limits": "; ".join(source.notes),
     }
 
 
