@@ -49,7 +49,9 @@ class Session:
         now_ns: Callable[[], int] | None = None,
         simulated_from: Anchor | None = None,
     ) -> None:
-        """now_ns: the recorder's clock, by default the host's. simulated_from: the wall-clock time at which a simulated clock starts; None for a real clock."""
+        """now_ns: the recorder's clock, by default the host's. simulated_from: the wall-clock time at
+        which a simulated clock starts; None for a real clock.
+        """
         self.config = config
         self.identity = identity
         self.ring = ring
