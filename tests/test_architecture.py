@@ -53,7 +53,7 @@ def test_package_issues_no_collective() -> None:
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which the user requests.
         ("hooks.on_device.cuda_device", "all_reduce"),
         ("hooks.on_device.cuda_device", "new_group"),
-        ("results.alerts", "loads"),  # JSON, as in the following entries.
+        ("results.alerts", "loads"),  # This and the following entries load JSON, not pickles.
         ("results.ask", "loads"),
         ("results.figures", "loads"),
         ("results.run", "loads"),
@@ -93,7 +93,7 @@ def test_broad_excepts_are_only_in_listed_places() -> None:
         "exporters.delivery.sender": 1,
         "exporters.delivery.http_session": (
             1
-        ),  # The same errors, classified together with the endpoint's responses.
+        ),  # Errors of a transport, classified like the endpoint's responses.
         "commands.doctor": 1,  # A failed check is a line.
         # In a reader process, an error that cannot be unpickled would end all readers.
         "serve.readers": 1,

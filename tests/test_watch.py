@@ -48,7 +48,7 @@ def open_sockets() -> set[str]:
         try:
             links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         except FileNotFoundError:
-            # The descriptor that listed the folder is gone.
+            # The descriptor that was used to list the folder is closed.
             continue
     return {link for link in links if link.startswith("socket:")}
 

@@ -34,7 +34,7 @@ def test_all_doctor_checks_pass_in_the_test_environment(
 def test_missing_private_name_of_torch_is_one_line_with_the_lost_feature(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All available names share another line."""
+    """One line has the missing name, and another line all available names."""
     import torch
 
     monkeypatch.delattr(torch.autograd, "_engine_run_backward")
@@ -134,7 +134,7 @@ def test_effect_of_environment_variables_is_shown_without_secrets(
 
 
 def test_unusable_shared_memory_is_reported_with_another_folder_and_a_remedy() -> None:
-    """The ring is written to the other folder."""
+    """The ring file is written to the folder that the doctor names."""
     program = (
         "from pathlib import Path\n"
         "from torchlens_perf.run import directory; directory._SHARED_MEMORY = Path('/proc')\n"
@@ -163,7 +163,7 @@ def test_doctor_exits_with_1_only_if_a_check_is_broken(
 
 
 def test_doctor_prints_all_groups_and_nothing_to_do_if_all_checks_pass(tmp_path: Path) -> None:
-    """Nothing hides pandas from this command. Without pandas, Dynamo would look missing."""
+    """The command's process can import pandas, without which Dynamo would look missing."""
     command = [sys.executable, "-m", "torchlens_perf", "doctor"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
 

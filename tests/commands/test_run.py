@@ -82,7 +82,7 @@ def test_script_imports_its_neighbours_despite_options_of_the_console_script(
 
 
 def test_run_imports_no_modules_from_the_working_directory(tmp_path: Path) -> None:
-    """A module there may have the same name as a library."""
+    """A module in the working directory may have the name of a library."""
     for name in ("dataclasses", "tempfile", "logging", "socket"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     (tmp_path / "src").mkdir()

@@ -208,8 +208,7 @@ BY_CONSOLE_SCRIPT = (
 )  # fmt: skip
 CONSOLE = "console script: "
 ALL = (*CASES, *(CONSOLE + name for name in BY_CONSOLE_SCRIPT))
-# Other cases run only in `make test-long`. In most of these, too, `run` only replaces itself by
-# Python.
+# Other cases run only in `make test-long`. In most cases, `run` only replaces itself by Python.
 USUAL = (
     "sees: script", "sees: zip", "sees: module", "sees: package", "sees: code", "sees: stdin", "sees: spaces, accents",
     "sees: name that is no text", "sees: options before", "sees: options after", "sees: -I", "sees: -S",

@@ -74,7 +74,7 @@ def in_background() -> Path:
 
 
 def test_built_tap_is_written_next_to_the_package(cache: Path, cxx: Path) -> None:
-    """In an image, for example, only the complete, executable tap is left next to the package."""
+    """The build leaves only the complete, executable tap there, for example in an image."""
     built = tap_build.build_tap()
 
     assert (
@@ -574,7 +574,7 @@ def processes(count: int, site: Path, *arguments: str, **environ: str) -> list[s
 def test_one_of_eight_sidecars_builds_the_tap_and_none_waits(
     cache: Path, tap: Path, tmp_path: Path
 ) -> None:
-    """One of all sidecars in all environments of a user compiles, and no other waits."""
+    """Only one sidecar of a user compiles, in whatever environment, and the others do not wait."""
     site = tiny_torch(tmp_path / "site")
     cxx = copying(
         tmp_path / "cxx", tap, before=f"while [ ! -e {tmp_path / 'go'} ]; do sleep 0.01; done"

@@ -50,7 +50,7 @@ def test_top_once_prints_one_plain_frame_if_stdout_is_no_terminal(
 
 
 def test_top_once_imports_no_textual_torch_or_pyarrow(live: LiveSimulation) -> None:
-    """`--once` must start fast and work on a login node without these packages."""
+    """`--once` must start fast, and must work on a login node that lacks these three packages."""
     program = (
         "import sys; from torchlens_perf.commands.cli import main; main(sys.argv[1:])\nprint([name"
         " for name in ('textual', 'torch', 'pyarrow', 'asyncio') if name in sys.modules])"

@@ -28,7 +28,7 @@ pytestmark = [
 ]
 RANK = str(ROOT / "tests" / "support" / "device" / "merging_rank.py")
 RANKS, WINDOWS, SLOW = 4, 3, 2
-OVER_NS = 4000  # Time of two launches and a stamp on the fake device.
+OVER_NS = 4000  # The fake device needs this long for two launches and a stamp.
 
 
 def ranks_of(driver: Path, kernels: Path, folder: Path, *options: str) -> list[dict[str, Any]]:
@@ -182,7 +182,7 @@ def test_successive_watches_reuse_memory_and_events_for_merging(
 ) -> None:
     """The stream and the page-locked memory are reused too.
 
-    Nothing is freed, because that may wait for the device.
+    Nothing is freed, because a call that frees memory may wait for the device.
     """
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
@@ -193,7 +193,7 @@ def test_successive_watches_reuse_memory_and_events_for_merging(
     counts, hosts = [], []
     for watch in range(5):
         merge = torch_device.create_merger(ring, None)
-        if watch == 2:  # The copy of this result arrives after the watch's end.
+        if watch == 2:  # This window's result is copied after the watch's end.
             device.spin(60_000_000_000, torch_device.aside_stream)
         merge.enqueue_merge(window=ring.enqueue_reduction(0))
         if watch != 2:

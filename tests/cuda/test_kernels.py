@@ -144,9 +144,9 @@ def test_kernel_constants_equal_those_of_the_numpy_version() -> None:
 def test_kernel_reduces_windows_of_any_length_like_the_numpy_version(
     kernels: ShimKernels, places: int
 ) -> None:
-    """Windows are empty, odd, full, or longer than the ring. Some contain the wrap of the counter.
+    """Windows are empty, odd, full, or longer than the ring. In some, the counter restarts at 0.
 
-    Records above the ring's size are counted as lost, and one place of a full ring is not read.
+    Records above the ring's size are counted as lost, and one record of a full ring is not read.
     """
     counts = [0, 1, 2, 3, places // 2 + 1, places, places + 1, 3 * places]
     tails = [0, 5, 77, 2**32 - 2, 2**32 - places // 2 - 1, 11, 2**32 - 1, 4]
@@ -227,7 +227,7 @@ def test_reduction_of_no_durations_is_an_empty_sketch(kernels: ShimKernels) -> N
 
 
 def test_quantiles_of_merged_rows_equal_those_of_the_numpy_version(kernels: ShimKernels) -> None:
-    """Histograms are sparse, dense, empty, or have one bucket. One case has very many slots."""
+    """Histograms have few, many, no, or one filled bucket. One case has very many slots."""
     random = np.random.default_rng(3)
     sums = np.zeros((9, SUM_ROW), np.int64)
     histograms = (random.random((9, BUCKETS)) < 0.03) * random.integers(1, 10**6, (9, BUCKETS))
@@ -285,7 +285,7 @@ def test_slowness_scores_of_ranks_equal_those_of_the_numpy_version(
 
 
 def test_stamp_closes_one_section_and_opens_the_next(kernels: ShimKernels) -> None:
-    """A chain of three sections needs four stamps. A close without an open records nothing."""
+    """Three successive sections need four stamps. A section without a start leaves no record."""
     slots, places = 3, 4
     opened, head = np.zeros(slots, np.uint64), np.zeros(slots, np.uint32)
     start_ns, duration_ns = (
@@ -307,7 +307,7 @@ def test_stamp_closes_one_section_and_opens_the_next(kernels: ShimKernels) -> No
 
     stamp(2, -1)
     assert not head.any()
-    for _ in range(5):  # There are more records than the ring has places.
+    for _ in range(5):  # The test writes more records than the ring can hold.
         stamp(-1, 0)
         stamp(0, 1)
         stamp(1, 2)

@@ -43,7 +43,7 @@ def reduced(device: FakeDevice, ring: DeviceRing) -> ReducedWindow:
 
 
 def test_section_is_timed_by_the_device(device: FakeDevice) -> None:
-    """A planted millisecond is measured, plus the fake device's launch time.
+    """A section of one millisecond is measured as that, plus the fake device's launch time.
 
     Start times are device times.
     """
@@ -103,7 +103,7 @@ def test_sections_of_twenty_steps_are_recorded_without_synchronization(device: F
 def test_records_that_overflow_the_device_ring_are_counted_as_lost(device: FakeDevice) -> None:
     """A hundred records are written to 64 places.
 
-    The newest 63 are read, because one place may be in use.
+    The newest 63 are read, because the oldest may just be overwritten.
     """
     ring = new_ring(device)
     for _ in range(100):
@@ -135,7 +135,7 @@ def test_reduction_waits_until_the_last_one_is_collected(device: FakeDevice) -> 
 
 
 def test_reduction_is_not_captured_into_a_graph(device: FakeDevice) -> None:
-    """A captured reduction would write to memory that is being read."""
+    """A captured reduction would write to memory that the host is reading."""
     ring, stream = new_ring(device), device.new_stream()
     device.begin_capture(stream)
     assert not ring.enqueue_reduction(stream)
@@ -143,7 +143,7 @@ def test_reduction_is_not_captured_into_a_graph(device: FakeDevice) -> None:
 
 
 def test_collected_result_does_not_change_with_the_next_copy(device: FakeDevice) -> None:
-    """The next copy from the device uses the same memory."""
+    """The next copy from the device overwrites the memory of the first."""
     ring = new_ring(device)
     section(device, ring, "a", MILLISECOND)
     first = reduced(device, ring)

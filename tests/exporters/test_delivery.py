@@ -411,7 +411,7 @@ def test_refused_request_is_counted_and_the_next_one_is_sent() -> None:
 
 
 def test_at_most_one_request_is_in_flight() -> None:
-    """At most one request can therefore be delivered twice."""
+    """Therefore, a failure can cause at most one request to be delivered twice."""
     inside, most, lock = [0], [0], threading.Lock()
 
     def answer(items: int) -> SendResult:

@@ -146,9 +146,7 @@ def test_parent_is_the_smallest_span_that_contains_its_child(spans: list[Span]) 
 
 @st.composite
 def call_trees(draw: st.DrawFn) -> list[tuple[Span, int]]:
-    """Draw calls of one thread in the order of their ends, each with the index of its caller, or
-    -1.
-    """
+    """Draw calls of one thread in the order of their ends, each with its caller's index or -1."""
     calls: list[tuple[Span, int]] = []
     clock, names = 0, iter(range(1000))
 
@@ -239,7 +237,7 @@ def test_service_name_comes_from_environment_then_job_then_script(
 
 
 def test_replay_without_the_nodes_state_file_omits_unknown_attributes() -> None:
-    """Required attributes are sent as unknown."""
+    """Attributes that OpenTelemetry requires are sent with the value "unknown"."""
     attributes = build_rank_resource(identity(program="", pid=0)).attributes
     assert "process.pid" not in attributes
     assert str(attributes["service.name"]).startswith("unknown_service")

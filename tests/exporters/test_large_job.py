@@ -107,7 +107,7 @@ def test_sent_steps_have_a_reason_and_a_rank_for_comparison() -> None:
 
 
 def test_each_step_is_in_exactly_one_histogram() -> None:
-    """Node 0 sends the shared histogram and those of slow ranks."""
+    """Node 0 sends one histogram shared by most ranks, and a separate one for each slow rank."""
     job = sent(LARGE, STEPS)
     for metric in (semantics.STEP_DURATION, semantics.STEP_OWN_TIME):
         counts: Counter[int | None] = Counter()

@@ -120,7 +120,7 @@ def test_trace_is_a_tree_with_one_child_of_the_root_per_rank(exported: Exported)
             assert span.attributes[semantics.RANK] == parent.attributes[semantics.RANK]
             assert parent.start_ns <= span.start_ns <= parent.end_ns
             # The parent of a collective is the span that issued it. The collective may end later
-            # than its parent.
+            # than this span.
             assert (
                 span.end_ns <= parent.end_ns or span.attributes[semantics.SPAN_KIND] == "collective"
             )
@@ -350,7 +350,7 @@ def test_counter_has_the_steps_and_gauge_the_memory_of_each_rank(exported: Expor
 def test_replay_sends_the_same_spans_as_the_live_run(
     exported: Exported, receiver: Receiver, tmp_path: Path
 ) -> None:
-    """Ids, parents and durations are the same."""
+    """The replay sends the ids, parents and durations that the live run sent."""
     replayed = Sidecar(exported.run, tmp_path, exported.told)
     assert replayed.returncode == 0
 

@@ -37,8 +37,8 @@ pytestmark = pytest.mark.distributed
 
 Run = Callable[..., Sidecar]
 Fault = Callable[[], AbstractContextManager[str]]
-LONGEST_EXIT_S = 1.5  # LONGEST_WAIT_S and half a second, on an idle machine.
-LONGEST_WAIT_S = 1.0  # The longest wait for the report.
+LONGEST_EXIT_S = 1.5  # On an idle machine: LONGEST_WAIT_S plus half a second.
+LONGEST_WAIT_S = 1.0  # The longest time that a program waits for its report.
 TRIES = 6
 ENDPOINT, PROTOCOL = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL"
 HTTP = "http/protobuf"

@@ -78,7 +78,7 @@ def known(
 def test_span_budget_is_not_exceeded_in_any_minute(
     per_s: int, demands: list[tuple[float, int]]
 ) -> None:
-    """A caller that spends at most what refill_until() returns stays within the budget."""
+    """Callers that send at most as many spans as refill_until() returns stay within the budget."""
     budget, now_s, sent = SpanBudget(per_s), 0.0, []
     for after_s, spans in demands:
         now_s += after_s
@@ -198,7 +198,7 @@ def test_large_job_sends_only_the_ranks_that_explain_the_step() -> None:
 
 
 def test_step_with_very_many_spans_is_sent_in_part() -> None:
-    """The step has 100,000 spans and does not use the whole budget."""
+    """The step has 100,000 spans, but uses only a part of the budget of spans."""
     chooser = StepSampler(200)
     chooser.add_steps(steps([100]), 100, 0.0)
     (chosen,) = chooser.select_steps(0, known(1, 100_000), 9.0)

@@ -194,7 +194,7 @@ def test_endless_tls_handshake_ends_within_the_timeout() -> None:
 
 
 def test_next_send_works_after_an_attempt_that_was_cut_off() -> None:
-    """The same transport delivers and reuses connections."""
+    """The transport whose attempt was cut off delivers later requests and reuses connections."""
     slow = threading.Event()
     slow.set()
 

@@ -140,7 +140,7 @@ class Clock:
 
 
 class Node0:
-    """The series that node 0 exports for other nodes."""
+    """Node 0's series, with the sums that other nodes have sent."""
 
     def __init__(self, clock: Clock, *, explicit_bounds: bool = False, delta: bool = False) -> None:
         self.meter = ArrayMeter(explicit_bounds=explicit_bounds, delta=delta)
@@ -156,7 +156,7 @@ def deliver_messages(
 ) -> None:
     """Deliver each message at once.
 
-    A message has room for some series only, so enough messages are sent to contain each series.
+    A message can contain only some series, so messages are sent until each series was in one.
     """
     for _ in range(times):
         clock.now_s += EVERY_S

@@ -28,7 +28,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> PageContents:
 
 
 def test_page_of_many_ranks_is_within_its_size_budget(many: PageContents) -> None:
-    """All verdicts are there, and the matrices have all ranks."""
+    """The page has all verdicts, and its matrices have all ranks."""
     assert len(contents_as_json(many)) <= BUDGET_BYTES
     assert many["steps"] is not None
     assert len(many["steps"]["places"]) == RANKS

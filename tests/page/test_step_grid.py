@@ -107,7 +107,7 @@ def test_widened_grid_equals_one_that_was_wide_from_the_start(
 
 
 def test_column_quantiles_are_those_of_all_its_steps() -> None:
-    """The steps of all ranks count. The error is at most one percent."""
+    """A column includes the steps of all ranks. A quantile's error is at most one percent."""
     batch = steps()
     grid = grid_of(batch)
     while len(grid.flags) > 1:

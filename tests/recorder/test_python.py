@@ -13,7 +13,7 @@ TESTS = (
     "jobs/test_bit_equality.py", "jobs/test_nothing_left_behind.py", "hooks/test_module.py", "hooks/test_backward.py",
     "hooks/test_data.py", "hooks/test_memory.py", "hooks/loop/test_optimizer.py",
 )  # fmt: skip
-# The package chooses a recorder when it is imported, so the tests run in another process.
+# The package chooses a recorder at its import, so the Python recorder needs another process.
 PROGRAM = """
 import sys
 sys.modules["torchlens_perf._native"] = None

@@ -194,7 +194,7 @@ def test_spans_nested_deeper_than_64_levels_are_counted_and_not_recorded(rig: Ri
 
 
 def test_calls_of_a_closed_recorder_do_nothing(rig: Rig) -> None:
-    """The file's state is CLOSED."""
+    """The state in the ring file is CLOSED."""
     recorder = rig.recorder
     recorder.begin(Kind.FORWARD, rig.ring.intern("forward"))
     recorder.activate()
@@ -302,7 +302,7 @@ class TestSection:
     def test_record_lost_by_interleaved_sections_is_counted(self, rig: Rig) -> None:
         """Sections in asyncio tasks may end out of order.
 
-        One record is lost and no other is affected.
+        One record is lost, and all other records are right.
         """
         rig.recorder.activate()
         first, second = rig.implementation.section("first"), rig.implementation.section("second")
@@ -406,8 +406,8 @@ class TestThreads:
         assert (taken[-1], recorder.backwards) == (True, 0)
 
     def test_backward_pass_on_another_thread_gets_no_recomputation(self, rig: Rig) -> None:
-        """Calls of the owner and recomputation on autograd's thread do not belong to that backward
-        pass.
+        """Calls of the owner and recomputation on autograd's thread do not belong to the other
+        thread's pass.
         """
         recorder, backward, model = (
             rig.recorder,
@@ -851,8 +851,7 @@ def test_native_and_python_recorder_write_the_same_bytes(tmp_path: Path) -> None
         rig.recorder.deactivate()
         rig.close()
         data = bytearray(rig.ring.path.read_bytes())
-        # Data above the stack's depth are leftovers, and the Python recorder does not store all
-        # spans there.
+        # Above the stack's depth are data of ended spans. The Python recorder omits some.
         data[8 * ring.FRAMES : 8 * (ring.FRAMES + 4 * ring.MAX_FRAMES)] = b""
         files.append(data)
 

@@ -249,7 +249,7 @@ def test_wait_wrapped_by_two_watches_counts_once(
 ) -> None:
     """Another tool has wrapped the earlier watch's wait and still calls it.
 
-    The next watch wraps both.
+    The next watch wraps the wrapper of the other tool.
     """
     earlier = CollectiveRig(implementation, tmp_path)
 
@@ -329,7 +329,7 @@ def test_compiled_code_calls_the_timed_wait_with_its_object(
 def test_wait_inside_a_wait_counts_once(rig: CollectiveRig) -> None:
     """A Work that waits for others is one wait.
 
-    A call that did not start the wait must not end it.
+    A nested call must not end the wait that the outer call has started.
     """
     assert rig.recorder.begin_wait()
     rig.clock.advance(10)
@@ -517,7 +517,7 @@ def test_close_writes_running_operations_without_an_end(rig: CollectiveRig) -> N
 def test_close_writes_running_operations_of_other_threads_once(
     implementation: ModuleType, tmp_path: Path
 ) -> None:
-    """Some of the threads have ended. A later wait belongs to another operation."""
+    """Some of the threads have ended. A wait after close() belongs to another operation."""
     rig = CollectiveRig(implementation, tmp_path)
     issued, closed = threading.Event(), threading.Event()
 
@@ -552,7 +552,7 @@ def test_close_writes_running_operations_of_other_threads_once(
 
 
 def test_operations_of_very_many_threads_are_recorded_without_an_end(rig: CollectiveRig) -> None:
-    """Operations above the limit are recorded at once."""
+    """Operations above the limit are recorded when they are issued."""
     issued, ended = threading.Barrier(101), threading.Event()
 
     def elsewhere(number: int) -> None:

@@ -54,7 +54,7 @@ def run(rig: Rig, *turns: int) -> None:
 
 
 def test_section_of_the_first_of_two_interleaved_tasks_is_recorded(rig: Rig) -> None:
-    """The first task leaves first, and its record has its time.
+    """The first task leaves its section first, and the record has that task's time.
 
     Sections that were opened after the first task's section are lost and counted.
     """

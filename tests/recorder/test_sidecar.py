@@ -38,7 +38,7 @@ from torchlens_perf.run.processes import (
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start.preload import MODULES
 
-FIRST_SECOND_S = 0.4  # CPU seconds, on a machine where an interpreter starts in BARE_S.
+FIRST_SECOND_S = 0.4  # CPU seconds if an interpreter needs BARE_S to start.
 BARE_S = 0.05
 WORK_NS = 20_000_000  # CPU time of work that the job does while the sidecar starts.
 # Modules of this package that the sidecar imports before it reads any data.
@@ -114,7 +114,7 @@ def imported(run: RunDirectory) -> list[str]:
 
     The sidecar's log has the imports because PYTHONPROFILEIMPORTTIME is 1.
     """
-    # The sidecar's log is first written to the second file.
+    # At first the sidecar logs to the second file, later to the first.
     logs = [run.node_log_path(HOST), sidecar_log_path(sidecar_lock_path(run.run_id))]
     lines = [line for log in logs if log.exists() for line in log.read_text().splitlines()]
     return [line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")][
@@ -193,7 +193,7 @@ def test_sidecar_threads_run_at_lower_priority_than_the_job_except_delivery(
     policies, groups = set(), set()
     while "has not begun" in read_status(run)[2]:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            # The thread has just ended.
+            # The thread may have ended after it was listed.
             with contextlib.suppress(ProcessLookupError):
                 policies.add(os.sched_getscheduler(int(thread)))
         groups |= {group.read_text().split()[-1]} if group.exists() else {str(priority.IDLE_GROUP)}

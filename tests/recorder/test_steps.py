@@ -115,7 +115,7 @@ def test_step_ends_at_the_expected_event_for_each_kind_of_loop(
     ],
 )
 def test_each_backward_pass_ends_a_step_without_an_optimizer(expected: str) -> None:
-    """Before the second backward pass, another event might still end the step."""
+    """The first backward pass ends no step yet, because another event might."""
     assert expected == ends(StepRule(), expected, alive=False)
 
 

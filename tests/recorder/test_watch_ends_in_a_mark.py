@@ -23,9 +23,9 @@ End = Callable[..., Any]
 
 
 class EndingRig:
-    """A recorder that the test ends while it is called.
+    """A recorder that the test closes while one of its functions runs.
 
-    The recorder is closed, its file is unmapped, and no reference is left.
+    After that, the recorder's file is unmapped, and no reference to the recorder is left.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ def nvtx_after_a_wait(rig: EndingRig) -> None:
     waited(rig)
 
 
-# The wait owns the lock that keeps the file mapped. Another thread's close() waits for this lock,
-# as intended.
+# A wait in progress has locked the lock that keeps the file mapped. Another thread's close() waits
+# for this lock, as intended.
 LOCKED = (nvtx_before_a_wait, nvtx_after_a_wait)
 PLACES = (
     name_of_a_section, nvtx_push, nvtx_pop, nvtx_pop_of_what_was_lost, nvtx_pop_of_a_drop, nvtx_pop_of_the_end,

@@ -87,7 +87,7 @@ class Gpu(Rank):
     ) -> None:
         """Record a span by the device's clock.
 
-        `start_ns` is the time after now.
+        `start_ns` is the span's start, counted from now.
         """
         name_id = self.session.intern(name)
         self.session.recorder.record_completed(

@@ -47,7 +47,7 @@ def node(
 ) -> NodeState:
     """Return a node whose ranks made the given steps.
 
-    `found` has the node's findings, `changed` other field values of the node and its processes.
+    `found` has the node's findings, `changed` replaces field values of the node and its processes.
     """
     of_node = {
         field.name: changed.pop(field.name)
@@ -476,7 +476,7 @@ def test_newest_ended_findings_are_listed_as_earlier() -> None:
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_range_of_windows_has_the_largest_difference_to_the_others(held: list[bool]) -> None:
-    """No other range of windows separates windows with and without the finding better."""
+    """In no other range do windows with the finding outnumber those without it by more."""
 
     def worth(begin: int, end: int) -> int:
         return sum(1 if each else -1 for each in held[begin:end])

@@ -189,7 +189,7 @@ def test_rank_that_ran_out_of_memory_is_the_first_verdict(run: RunDirectory) -> 
 
 
 def test_out_of_memory_in_the_first_step_is_the_verdict(run: RunDirectory) -> None:
-    """In this most common case, the missing steps are not the main problem."""
+    """Memory often runs out in the first step. The missing steps are then not the main problem."""
     rank = Rank(run, 0, 1)
     rank.session.recorder.record_span(Kind.SECTION, rank.session.intern("x"), 0, 5)
     ran_out(run, rank, step=0)

@@ -202,7 +202,7 @@ class TestOneCause:
         assert not any("aiting in communication" in head for head in heads(report))
 
     def test_waiting_for_another_pipeline_stage_is_no_separate_verdict(self) -> None:
-        """Larger buckets would not help a stage with little work."""
+        """Larger gradient buckets would not help a stage that waits because it has little work."""
         loops = [
             [{**BASE, **parts} for _ in range(100)]
             for parts in ({"communication": 30.0}, {"forward": 34.0})

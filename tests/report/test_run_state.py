@@ -277,9 +277,9 @@ def test_report_on_few_steps_shows_their_phases(
 
 
 def test_run_without_steps_is_explained_by_lost_records(run: RunDirectory) -> None:
-    """After 60 steps, there were more sections than the ring has room for.
+    """After 60 steps, more sections were recorded than fit into the ring.
 
-    Advice on watch() would be wrong.
+    Advice on how to call watch() would be wrong.
     """
     rank = Rank(run, 0, 1)
     rank.steps(60, **WORK)
@@ -294,7 +294,7 @@ def test_run_without_steps_is_explained_by_lost_records(run: RunDirectory) -> No
 
 
 def test_single_step_before_recording_began_is_noted(run: RunDirectory) -> None:
-    """With `TORCHLENS_PERF=1`, a script of one iteration has such a step."""
+    """With `TORCHLENS_PERF=1`, this happens to a script of one iteration."""
     rank = Rank(run, 0, 1, first_step=1)
     report = report_of(run, state_of(run, [rank], (0,)))
 

@@ -82,7 +82,7 @@ def test_results_have_all_finished_steps_during_and_after_the_run(tmp_path: Path
 
 
 def test_results_right_after_the_end_wait_for_the_sidecar(tmp_path: Path) -> None:
-    """No report was requested, so the sidecar is still writing."""
+    """Without a report the watch does not wait at its end, so the sidecar is still writing."""
     with perf.watch(dir=str(tmp_path), report="off") as watch:
         Loop(watch).train(17)
     found = watch.summary()

@@ -52,7 +52,7 @@ def steps(viewer: Viewer, run: str) -> int:
 
 
 def newer(news: ChangePoller, version: object) -> dict[str, object]:
-    """Wait for another version of the page."""
+    """Wait for a version of the page other than the given one, and return the news about it."""
     while (now := news.next())["version"] == version:
         pass
     return now

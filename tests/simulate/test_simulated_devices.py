@@ -147,7 +147,7 @@ def test_no_rank_is_reported_when_hosts_run_ahead_of_their_devices(tmp_path: Pat
 def test_cost_of_a_slow_host_is_its_excess(phase: str, tmp_path: Path) -> None:
     """The excess is 20 ms of 200.
 
-    Other hosts begin to wait for room in their devices' queues, which is not work.
+    Other hosts begin to wait because their devices' queues are full, which is not work.
     """
     found, _, _ = launch_bound(tmp_path, f"constant:rank=2,share=0.1,phase={phase},since=32")
     (episode,) = found.episodes
@@ -166,7 +166,7 @@ def test_page_compares_hosts_for_each_step_of_a_short_run(
     With more steps than the limit, the page has no excess of single steps.
     """
     if not each_step:
-        # The 8 ranks have one step more than this limit.
+        # Together, the 8 ranks have one step more than this limit.
         monkeypatch.setattr(device_grid, "MAX_STEPS", 8 * STEPS - 1)
     _, _, run = launch_bound(tmp_path, "constant:rank=2,share=0.1,phase=forward,since=32")
     page = gather_contents(run)

@@ -115,7 +115,7 @@ def test_simulated_noise_consists_of_excerpts_of_recordings() -> None:
     ]
 
     assert min(errors) < 1e-3
-    # Only the right pair of excerpts fits.
+    # Pairs of excerpts other than the right one do not fit.
     assert np.median(errors) > 0.1
 
 

@@ -121,7 +121,7 @@ def test_inconsistent_files_are_reported_as_a_problem(live: LiveSimulation) -> N
 def test_removed_run_directory_keeps_the_last_view(live: LiveSimulation) -> None:
     """The message says that the numbers are old.
 
-    If the directory returns, the run is read again.
+    When the directory is back, the run is read again.
     """
     live.add_blocks()
     reader = RunReader(live.run, monotonic=Clock())

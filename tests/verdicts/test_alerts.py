@@ -288,7 +288,7 @@ def test_ended_straggler_is_not_raised_again_after_a_restart() -> None:
 
 
 def test_new_attempt_ends_open_findings() -> None:
-    """Findings on the new processes are raised again."""
+    """If the new processes have the same problems, alerts are raised again."""
     log = FindingLog("run")
     told(log, findings(episode()), hung=hang())
     raised = told(log, findings(episode()), attempt=1)

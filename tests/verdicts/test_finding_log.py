@@ -134,7 +134,7 @@ def test_slow_link_that_returns_after_a_minute_is_a_new_finding() -> None:
 
 
 def test_stragglers_are_removed_from_the_log_at_their_end() -> None:
-    """The detector keeps their episodes."""
+    """The detector still has the episodes of these stragglers."""
     log = FindingLog("run")
     alerts = log.record_changes(
         0, findings(episode(), episode(5, until=180)), None, PLACES, S, last_step=200

@@ -91,7 +91,7 @@ def test_no_hang_is_reported_if_no_rank_is_alive() -> None:
 
 
 def test_rank_that_has_not_entered_a_collective_is_blamed() -> None:
-    """The text has the first collective that the rank has not entered, its open span and its
+    """The text has the first collective that the rank has not entered, and the rank's open span and
     host.
     """
     hang = found(behind(2))
@@ -310,7 +310,7 @@ def test_ranks_that_wait_for_a_stopped_one_are_not_blamed() -> None:
 
     hang = found(*ranks, groups=groups)
 
-    # Collectives in which ranks wait for one of the victims are not shown either.
+    # Collectives in which ranks wait for a rank that is itself waiting are not shown either.
     assert (named(hang), hang.collective, hang.waiting) == ([3], None, (0, 1, 2))
 
 
@@ -366,7 +366,7 @@ def test_ended_rank_that_entered_all_collectives_is_not_blamed() -> None:
 
 
 def test_ended_rank_is_missing_and_makes_no_other_rank_missing() -> None:
-    """Collectives that the ended rank issued before do not matter."""
+    """Collectives that the ended rank issued before its end do not matter."""
     ranks = [
         rank(0, issued={"a": 3}, operations={}),
         rank(1, issued={"a": 2, "b": 9}, operations={}, state="closed"),
@@ -416,7 +416,7 @@ def test_silent_node_is_blamed_even_if_its_ranks_have_entered_the_collective() -
 
 
 def test_node_that_became_silent_long_before_the_hang_is_not_blamed() -> None:
-    """Reports of this node are outdated, because the job continued without it for a minute."""
+    """The node's reports are outdated, because the job continued without the node for a minute."""
     stale = on_silent_node(3, report_age_s=70.0, issued={WORLD: 3})
     hang = found(behind(2), stale)
 
@@ -439,7 +439,7 @@ def test_network_is_not_blamed_if_some_ranks_do_not_report() -> None:
 
 
 def test_only_reporting_rank_is_not_called_the_last_living_one() -> None:
-    """Ranks that do not report may not have ended."""
+    """Ranks that do not report may still be running."""
     hang = found(*(on_silent_node(number, report_age_s=70.0) for number in (1, 2, 3)))
 
     assert (hang.kind, named(hang), hang.waiting, hang.unheard) == ("unheard", [], (0,), (1, 2, 3))

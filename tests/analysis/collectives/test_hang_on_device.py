@@ -20,7 +20,7 @@ ITEM = "`loss.item()`, train (gpt.py:31)"
 def at(
     number: int, place: int, mark: str = "", step: int = 99, stood_s: float = 1.0, **changed: Any
 ) -> RankProgress:
-    """Return a rank whose device was last polled at a mark."""
+    """Return a rank whose device had reached the given mark when the device was last polled."""
     return rank(number, device=LastDeviceMark(step, place, mark, stood_s), **changed)
 
 
@@ -74,9 +74,9 @@ def test_no_rank_is_blamed_if_one_ranks_kernels_are_not_reported(missing: dict[s
 
 
 def test_device_stuck_at_an_earlier_mark_is_blamed() -> None:
-    """Rank 3's device stayed at one mark for a second.
+    """Rank 3's device has made no progress for a second.
 
-    Other devices had passed the mark when they were last polled.
+    When other devices were last polled, they had made more progress.
     """
     others = [at(number, 3, BACKWARD, stood_s=0.0) for number in range(3)]
     hang = found(*others, at(3, 1, FORWARD))
@@ -122,7 +122,7 @@ def test_device_is_not_stuck_if_the_usual_step_time_is_unknown() -> None:
 
 
 def test_no_rank_is_blamed_if_the_mark_of_one_is_unknown() -> None:
-    """The rank with the unknown mark may be on another node."""
+    """The rank whose device has an unknown mark may be on another node."""
     assert found(*(at(number, 3) for number in range(2)), at(2, 1), rank(3)).kind == "together"
 
 
@@ -228,7 +228,7 @@ def test_rank_with_a_stuck_device_is_blamed_if_all_stacks_wait_for_devices() -> 
     ],
 )
 def test_stack_lines_that_wait_for_a_device_are_recognized(source: str, waits: bool) -> None:
-    """A process with a device may spend seconds in such a line."""
+    """A process with a device may wait for seconds in one of these source lines."""
     assert waits_for_device(source) is waits
 
 

@@ -35,7 +35,7 @@ def test_groups_used_in_different_order_are_shown_as_a_cycle() -> None:
 
 
 def test_cycle_excludes_ranks_that_only_wait_for_it() -> None:
-    """A rank that waits for the cycle, but that no rank waits for, is not in the cycle."""
+    """A rank that waits for ranks of the cycle is not in the cycle if no rank waits for it."""
     ranks = [
         rank(0, issued={"a": 5}, operations={}),
         rank(1, issued={"a": 4, "b": 8}, operations={}),
@@ -149,7 +149,7 @@ def test_span_with_the_fewest_ranks_is_first_if_no_collective_is_recorded() -> N
 
 
 def test_single_waiting_rank_is_not_the_first_to_look_at() -> None:
-    """Several other ranks do not wait, so the cause is more likely one of these."""
+    """Several other ranks do not wait, so one of them is more likely the cause."""
     ranks = [
         rank(0, issued={}, operations={}),
         *(behind(n, issued={}, operations={}) for n in (1, 2)),
@@ -184,7 +184,7 @@ def test_idle_server_rank_is_a_hang_only_if_its_process_is_stopped() -> None:
 
 
 def test_no_hang_is_reported_while_other_ranks_almost_reach_the_limit() -> None:
-    """When the first rank reaches the limit, the others may reach it a moment later."""
+    """The first rank may reach the time limit a moment before the others."""
     others = [rank(number, since_step_s=9.9, since_mark_s=9.8) for number in (0, 1, 3)]
 
     assert job(behind(2), *others) is None

@@ -32,7 +32,7 @@ def of(
 
 
 def counts(join: CollectiveJoin) -> JoinCounts:
-    """Return the counts of the only group."""
+    """Return the counts of joined and not joined records of the only group."""
     (only,) = join.join_counts().values()
     return only
 
@@ -248,7 +248,7 @@ def test_different_root_at_the_same_number_counts_as_mismatched() -> None:
 
 
 def test_records_with_a_duplicate_number_are_not_joined() -> None:
-    """One of two records with the same number must belong to another operation."""
+    """If two records of a rank have the same number, one belongs to another operation."""
     for other in ([Issued(NAME, 0, 10)], []):
         join = joined({0: [Issued(NAME, 0, 90), Issued(NAME, 0, 95)], 1: other})
 
@@ -315,9 +315,9 @@ def test_group_is_joined_once_its_members_are_published() -> None:
 
 
 def test_ranks_that_number_operations_differently_are_not_joined() -> None:
-    """Rank 0's number 1 is rank 1's number 0.
+    """Rank 0's operation 1 is rank 1's operation 0.
 
-    By the node's clock, one rank left before the other one arrived.
+    By the node's clock, one rank left an operation of this number before the other rank arrived.
     """
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
@@ -347,7 +347,7 @@ def test_kernels_with_inconsistent_times_on_one_rank_are_not_joined() -> None:
     late = [each._replace(start_ns=each.start_ns + ms) for each in kernels]
     assert counts(joined({0: kernels, 1: late})) == JoinCounts(joined=5)
     ahead = [each._replace(sequence=each.sequence + 1) for each in kernels]
-    # The partner of a record without one may still arrive.
+    # The matching record of the other rank may still arrive.
     assert counts(joined({0: kernels, 1: ahead})) == JoinCounts(unmatched_records=8)
     one = [
         each._replace(start_ns=each.start_ns + 6 * ms * (each.sequence == 2)) for each in kernels
@@ -530,7 +530,7 @@ def test_operations_are_joined_in_order_when_32_bit_numbers_wrap() -> None:
 
 
 def test_pending_records_are_not_joined_after_a_sidecar_restart() -> None:
-    """Pending records are counted as unjoined, and new ones are joined."""
+    """Records from before the restart are counted as unjoined, and new records are joined."""
     join = joined(
         {0: [Issued(NAME, n, 10) for n in range(6)], 1: [Issued(NAME, n, 30) for n in range(4)]}
     )
@@ -546,7 +546,7 @@ def test_pending_records_are_not_joined_after_a_sidecar_restart() -> None:
 def test_ranks_that_number_operations_differently_are_not_joined_after_a_restart() -> None:
     """Numbers of the ranks still differ after a restart of the sidecar.
 
-    Joining stops again at the next operation that one rank left before the other one arrived.
+    Joining stops again at the next operation that one rank left before the other rank arrived.
     """
     ms = 1_000_000
     calls = [Issued(NAME, number, 2 * ms, start_ns=10 * ms * number) for number in range(5)]
@@ -575,7 +575,7 @@ def test_messages_of_different_types_share_one_sequence_of_numbers() -> None:
 
 
 def test_records_that_are_no_collectives_are_ignored_by_the_join() -> None:
-    """Other records belong to steps, modules and unknown names."""
+    """Records that are no collectives belong to steps, modules and unknown names."""
     made, names = records(
         [Issued(NAME, 0, 10), Issued("forward Model", 0, 10), Issued("(other)", 1, 10)]
     )

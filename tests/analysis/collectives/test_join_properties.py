@@ -89,8 +89,8 @@ def test_any_order_and_split_of_records_joins_the_same_operations(
 def test_joined_operations_equal_those_of_a_simple_algorithm(
     job: tuple[dict[int, list[Issued]], dict[str, dict[str, str]]],
 ) -> None:
-    """The simple algorithm joins records of one number with equal name and bytes if all members
-    have ended.
+    """The simple algorithm joins records of equal number, name and bytes if every member's record
+    has an end.
     """
     by_rank, groups = job
     expected: dict[str, int] = {}

@@ -78,7 +78,7 @@ def test_all_ranks_of_an_all_reduce_wait_for_the_last_one(operation: str) -> Non
 def test_receivers_of_a_broadcast_wait_for_the_root(operation: str) -> None:
     """The additional time of a receiver over the shortest receiver is its wait.
 
-    The time that all receivers have in common may be a late root or the transfer.
+    The shortest receiver's time may be due to a late root or to the transfer.
     """
     found = split_wait_and_transfer(operation, np.array([[5, 100, 140], [300, 100, 100]]), 0)
 

@@ -133,7 +133,7 @@ def test_node_common_to_all_slow_groups_is_blamed() -> None:
 
 
 def test_nodes_common_to_all_groups_are_not_blamed() -> None:
-    """Fast groups also use the nodes that all slow groups have in common."""
+    """Nodes that all slow groups have in common are also used by fast groups."""
     pairs = [(rank, rank + 4) for rank in range(4)] + [
         (rank, 4 + (rank + 1) % 4) for rank in range(4)
     ]
@@ -218,7 +218,7 @@ def test_groups_across_nodes_are_not_compared_with_groups_within_nodes() -> None
 
 
 def test_missing_comparison_of_links_is_explained() -> None:
-    """The reasons are one group of all ranks, two similar groups, or too few operations."""
+    """No link is judged for one group of all ranks, two similar groups, or too few operations."""
     one = find_slow_links(job({"default_pg": [tuple(range(8))]}, {tuple(range(8)): 9.0}))
     assert (one.links, one.compared) == ((), 0)
     assert "cannot be distinguished from a slow network" in one.undecided

@@ -25,7 +25,7 @@ Row = tuple[Kind, int, float, float] | tuple[Kind, int, float, float, Kind]
 def records(*rows: Row, flags: int = 0) -> np.ndarray:
     """Return records from tuples of kind, step, start in ms and duration in ms.
 
-    A DEVICE record also has the kind of its span.
+    A record of the kind DEVICE also has the kind of the span that the device executed.
     """
     made = np.zeros(len(rows), record_dtype())
     for record, row in zip(made, rows, strict=True):
@@ -112,7 +112,7 @@ def test_loader_costs_nothing_while_the_device_has_work() -> None:
 
 
 def test_host_wait_counts_only_while_the_device_is_idle() -> None:
-    """A wait of the host while the device is in a phase already counts in the phase."""
+    """If the host waits while the device is in a phase, the time already counts in the phase."""
     table = joined(
         records(
             (Kind.WAIT, 0, 5, 20),
@@ -312,7 +312,7 @@ def test_steps_timed_by_the_host_have_no_separate_host_times() -> None:
 def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 1e9) -> list[float]:
     """Return a segment's own time on the host in each of the given steps.
 
-    A step has the host time, the lag at its start, and whether the queue may be full.
+    Each step is given as host time, device lag at the start, and whether the queue may be full.
     """
     host_times = HostTimeEstimator()
     found = []
@@ -330,7 +330,7 @@ def hosts_own_ms(steps: list[tuple[float, float, bool]], lag_at_end_ms: float = 
 
 
 def test_wait_for_the_device_is_not_own_time_of_the_host() -> None:
-    """The host synchronizes, so its time is 1 ms plus the lag."""
+    """The host waits for the device, so its time is 1 ms plus the device's lag."""
     lags_ms = [5.0 + 3 * (step % 2) for step in range(40)]
 
     found = hosts_own_ms([(1 + lag_ms, lag_ms, False) for lag_ms in lags_ms])
@@ -339,7 +339,7 @@ def test_wait_for_the_device_is_not_own_time_of_the_host() -> None:
 
 
 def test_blocking_copy_between_steps_is_not_own_time_of_the_host() -> None:
-    """The host needs about as long as the lag, and no lag is left at the end."""
+    """The host needs about as long as the device lags, and at the end the device does not lag."""
     steps = [(81.0, 80.0, False)] * 3
 
     assert hosts_own_ms(steps, lag_at_end_ms=0.0) == [1.0] * 3
@@ -348,7 +348,7 @@ def test_blocking_copy_between_steps_is_not_own_time_of_the_host() -> None:
 
 
 def test_time_independent_of_the_lag_is_own_time_of_the_host() -> None:
-    """A host that never waits needs the same time with and without a lag."""
+    """A host that never waits needs the same time whether or not the device lags."""
     found = hosts_own_ms([(8.0, 5.0 + 3 * (step % 2), False) for step in range(40)])
 
     assert found[-20:] == [8.0] * 20
@@ -361,7 +361,7 @@ def test_own_time_with_a_full_queue_is_taken_from_other_steps() -> None:
 
 
 def test_own_time_is_the_host_time_if_the_queue_was_always_full() -> None:
-    """No other times are known. A long lag hides the wait (own_time.py)."""
+    """Only times with a full queue are known. A long device lag hides the wait (own_time.py)."""
     assert hosts_own_ms([(20.0, 15.0, True)] * 20)[-1] == 20.0
 
 
@@ -372,5 +372,5 @@ def test_device_makes_progress_when_it_reaches_a_mark() -> None:
     later = host_times.made_progress(np.array([40]), np.array([10, 30, 40]), np.array([25, 45, 50]))
 
     assert found.tolist() == [True, False, True]
-    # The first interval has the mark at 20, which is known from the previous call.
+    # In the first interval, the device reached the mark at 20, known from the previous call.
     assert later.tolist() == [True, True, False]

@@ -101,7 +101,7 @@ def test_decreased_peak_is_a_reset_and_the_peak_of_the_run_stays() -> None:
 
 
 def test_readings_of_a_long_run_are_thinned_out_evenly() -> None:
-    """The newest reading stays. Saving and loading in between changes nothing."""
+    """The newest reading stays. Saving and loading the statistics in between changes nothing."""
     statistics = MemoryStatistics()
     for i in range(3000):
         statistics.add_records(records(i, allocated=(i, i)), NAMES)

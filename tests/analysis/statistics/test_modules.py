@@ -17,7 +17,7 @@ NAMES = ["embedding", "head", "layers.0"]
 
 
 def heard(times: ModuleTimes, rank: int, *ns: float, names: list[str] = NAMES) -> None:
-    """Add a rank of another node. The rank's message has room for more modules than it contains."""
+    """Add a rank of another node. The rank's message contains fewer modules than it can."""
     sent = np.zeros(MAX_MODULES, np.float32)
     sent[: len(ns)] = ns
     times.set_times_of_remote_rank(rank, digest_names(names), sent)
@@ -81,7 +81,7 @@ def test_modules_beyond_the_limit_are_not_compared() -> None:
 
 
 def test_memory_for_modules_of_many_ranks_is_limited() -> None:
-    """For 16384 ranks, only their values are stored, not their whole messages."""
+    """For 16384 ranks, the modules' times are stored, but not the ranks' whole messages."""
     times = ModuleTimes()
     times.set_times_of_local_rank(0, {f"layers.{i:02d}": 1e6 for i in range(64)})
     names = select_reported_modules({f"layers.{i:02d}": 0.0 for i in range(64)})

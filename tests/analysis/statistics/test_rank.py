@@ -178,7 +178,7 @@ def test_outliers_do_not_change_the_parts_of_a_typical_step(
 
 
 def test_number_of_kept_step_durations_is_limited() -> None:
-    """All steps have a duration, but only those of typical steps are kept."""
+    """All steps have a duration, but only the durations of typical steps are kept."""
     statistics, rng = RankStatistics(), np.random.default_rng(0)
     for first in range(0, 2000, 100):
         durations = [
@@ -238,7 +238,7 @@ def test_statistics_continue_unchanged_after_a_json_round_trip() -> None:
         msgspec.json.decode(encode_json(straight)),
         msgspec.json.decode(encode_json(again)),
     )
-    # After reading, the window in progress starts again, and its first steps are a separate row.
+    # After reading, a new window begins, and the steps of the unfinished one are a separate row.
     left.pop("history")
     right.pop("history")
     assert left == right

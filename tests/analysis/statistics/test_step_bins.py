@@ -106,7 +106,7 @@ def test_bin_values_are_means_per_step() -> None:
 def test_time_without_a_cpu_is_not_work() -> None:
     """Time without a CPU is subtracted from its part and stored separately.
 
-    In a part that waits for other ranks, time without a CPU is not stored.
+    If a rank lacks a CPU while it waits for other ranks, that time is not stored.
     """
     ready_ns = np.zeros((4, len(PARTS)), np.int64)
     ready_ns[:, PARTS.index("forward")] = 3 * MS
@@ -137,7 +137,7 @@ def test_value_unknown_for_one_step_is_unknown_for_its_bin() -> None:
 
 
 def test_bin_is_the_mean_of_its_steps_without_other_work() -> None:
-    """A step with other work does not exclude its bin, unless all its steps have other work."""
+    """A bin is excluded only if all its steps have other work, such as an evaluation."""
     flags = np.array(
         [0, int(Flag.SAMPLED), 0, 0, *[int(Flag.EVALUATION)] * 4, 0, int(Flag.COLLECTED), 0, 0]
     )
@@ -220,7 +220,7 @@ def test_bins_are_the_same_however_steps_are_split_into_tables(
     table = dataclasses.replace(
         table, flags=random.integers(0, 4, count), workload=random.integers(0, 9, count)
     )
-    # The width is chosen by the first eight steps, so these are added together.
+    # The first eight steps determine the bins' width, so these eight are added together.
     edges = sorted({8, *(each for each in cuts if 8 < each < count)})
     pieces = [
         cut(table, begin, end) for begin, end in zip([0, *edges], [*edges, count], strict=True)

@@ -259,7 +259,7 @@ class TestDurationsWithinAClass:
         assert found.long[0].more_ns == pytest.approx(45_000 * MS, rel=0.01)
 
     def test_huge_step_is_a_class_if_others_with_its_flag_are_short(self) -> None:
-        """Other steps with the same flag are as short as typical steps."""
+        """Other steps with the long step's flag are as short as typical steps."""
         steps = loop(300, every50={"flags": Flag.EVALUATION})
         steps[149] = {**NORMAL, "host": 45_000.0, "flags": Flag.EVALUATION}
         (long,) = classes(steps).long
@@ -405,7 +405,7 @@ class TestLackOfCpu:
 
 class TestSeveralRanks:
     def test_step_counts_of_classes_are_those_of_one_rank(self) -> None:
-        """All ranks make the same steps, which must not be added up."""
+        """All ranks make each step together, so the ranks' counts must not be added up."""
         one = loop(100, every25={"host": 101.0, "flags": Flag.EVALUATION})
         (alone,) = classes(one).long
         together = classify_steps([mix_of(mixed_table(one)) for _ in range(4)])

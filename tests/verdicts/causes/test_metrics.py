@@ -50,7 +50,7 @@ def test_rank_without_signals_has_no_usual_signals() -> None:
 
 
 def test_means_exclude_time_slots_with_other_steps() -> None:
-    """If all time slots contain other steps too, all slots count."""
+    """If each time slot also contains steps outside the range, all slots count."""
     history = MetricHistory()
     for second in range(10):
         told(history, 100.0 + second, 10 * second, {0: 0.0, 3: 0.5 if second >= 5 else 0.25})
@@ -58,7 +58,7 @@ def test_means_exclude_time_slots_with_other_steps() -> None:
     assert gc_share(history, 3, 50) == 0.5
     assert gc_share(history, 3, 0, 50) == 0.25
     assert gc_share(history, 0, 0) == 0.0
-    # Only the last second, which began with step 90, counts.
+    # Only the last second counts, which began with step 90, after step 85.
     assert gc_share(history, 3, 85) == 0.5
     assert history.mean_signals([7], 0) == {}
     assert history.ranks == [0, 3]
@@ -75,7 +75,7 @@ def test_usual_signals_are_the_better_quartile_before_a_step() -> None:
     found = history.usual_signals_before(3, 100)
     assert found is not None
     assert measured_signals(found) == {"gc_share": 0.0, "refaults_per_s": 0.0, "sm_clock_mhz": 2000}
-    # Without the first one, only three seconds precede step 40.
+    # The first second does not count, and only three more precede step 40.
     assert history.usual_signals_before(3, 40) is None
     assert history.usual_signals_before(7, 100) is None
 
@@ -128,7 +128,7 @@ def test_history_has_at_most_32_slots_and_short_ones_for_recent_time() -> None:
 
 
 def test_late_samples_of_a_slot_have_full_weight() -> None:
-    """Means of a slot are not rounded while samples are added."""
+    """The mean of a time slot is not rounded while samples are added."""
     history = MetricHistory()
     for sample in range(4000):
         told(history, 0.5 + sample / 1e5, 0, {1: float(sample >= 2000)})

@@ -42,8 +42,8 @@ def diagnosis(
 ) -> Diagnosis:
     """Diagnose rank SLOW.
 
-    `changed` has the differences of the slow rank from a healthy rank, and `others` those of the
-    other ranks.
+    `changed` has the signals in which the slow rank differs from a healthy one, `others` those in
+    which the other ranks do.
     """
     rows = {rank: {**HEALTHY, **(others or {})} for rank in range(4)}
     for rank in (SLOW, *together):
@@ -249,7 +249,7 @@ def test_lack_of_cpu_is_not_ruled_out_for_a_rank_in_phase_cpu() -> None:
             "sm_clock_mhz": 1950.0,
             "sm_clock_share": 0.985,
             "power_share": 0.6,
-        },  # GPU clocks usually differ by this much.
+        },  # GPU clocks usually differ by up to this much.
         {
             "sm_clock_mhz": 1900.0,
             "sm_clock_share": 0.96,
@@ -263,7 +263,7 @@ def test_lack_of_cpu_is_not_ruled_out_for_a_rank_in_phase_cpu() -> None:
             "asleep_share": 0.1,
             "major_faults_per_s": 900.0,
             "memory_limit_share": 0.99,
-        },  # These page faults are first reads of pages.
+        },  # The page faults are first reads of pages.
         {"nvlink_errors_per_s": 1 / 1200},
         {"pcie_replays_per_s": 0.5},
         {"alloc_retries_per_step": 0.02},

@@ -107,7 +107,7 @@ class TestSlowRankIsReported:
 
     @pytest.mark.parametrize("seed", [*range(4), 47])
     def test_episodes_of_one_rank_do_not_overlap(self, seed: int) -> None:
-        """The rank is slow repeatedly, in much noise."""
+        """The rank becomes slow several times, and the noise is large."""
         job, draw = Job.of(2 + seed % 3, 600, noise=0.05, seed=seed), np.random.default_rng(seed)
         at = 60
         while at < 600:
@@ -223,7 +223,7 @@ class TestLackOfACpu:
         job.ready_ns = np.tile(random.uniform(0, 2 * WORK_NS, 300), (12, 1))
         assert {episode.rank for episode in job.judge().episodes} == {1, 2}
 
-        # Now the rank that waits longest for a CPU is last.
+        # From here on, the rank that waits longest for a CPU arrives last.
         job.ready_ns = random.uniform(0, WORK_NS, (12, 300))
         found = job.judge()
         assert found.episodes == ()
@@ -612,13 +612,13 @@ class TestLateAndMissingBins:
     def test_ranks_that_end_a_few_bins_apart_are_compared_to_the_end(
         self, short: int, fewer: int
     ) -> None:
-        """The slow rank stays slow."""
+        """The slow rank stays slow in the verdict, although bins of one rank are missing."""
         job = self.job()
         judge = StragglerDetector()
         for rank in range(4):
             judge.add_rows(rank, job.rows_of(rank, slice(0, 120 - (fewer if rank == short else 0))))
         judge.judge()
-        for rank in range(4):  # The ends arrive in another order for each value of `short`.
+        for rank in range(4):  # `short` determines the order in which ranks end.
             judge.end_rank((short + rank) % 4)
             judge.judge()
         found = judge.judge(final=True)

@@ -62,7 +62,7 @@ def test_steps_wait_until_the_device_of_a_rank_is_known() -> None:
 
 
 def test_rank_on_a_device_without_times_is_judged_by_the_host() -> None:
-    """All host steps are used, and later device times are not."""
+    """All steps of the host are used, and device times that arrive later are not."""
     judge = JudgedSteps()
     found = [judged(judge, step(n), on_device=True) for n in range(SILENT_AFTER_STEPS)]
     late = judged(judge, step(SILENT_AFTER_STEPS, timed=3), on_device=True)

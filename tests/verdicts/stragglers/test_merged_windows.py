@@ -300,7 +300,7 @@ def test_windows_of_ranks_with_different_work_are_ignored(places: dict[int, Plac
 
 
 def test_restarted_sidecar_drops_episodes_found_in_windows() -> None:
-    """An episode may be found again, but does not stay open without new windows."""
+    """The detector may find the episode again, but without new windows no episode stays open."""
     found = combine_with_windows(judged(episode(rank=1), ranks=2), seen(*[FORWARD] * 3), NODE)
     assert [each.rank for each in EarlierEpisodes(found).merge_into(judged(ranks=2)).episodes] == [
         1

@@ -63,9 +63,7 @@ def test_own_time_of_a_slow_host_is_higher_by_its_extra_time() -> None:
 
 
 def test_host_time_hidden_by_a_lagging_device_is_not_own_time() -> None:
-    """The device of the slow rank lags by more than its host needs, so device times are
-    compared.
-    """
+    """The slow rank's device lags by more than the host's time, so device times are compared."""
     np.testing.assert_allclose(
         forward_ms([10.0, 12.0], issue_ms=[9.0, 3.0], lag_ms=[30.0, 20.0]), [10.0, 12.0]
     )
@@ -96,9 +94,7 @@ def test_lag_of_the_device_hides_a_part_of_the_hosts_time() -> None:
 
 
 def test_recomputation_counts_as_issued_in_the_backward_pass() -> None:
-    """The host's time for recomputation and backward pass is compared with the device's time for
-    both.
-    """
+    """The sum of recomputation and backward pass on the host is compared with that on the device."""
     own_ms = own_alone_ms(parts(backward=4.0, recompute=3.0), parts(backward=6.0), parts())
 
     np.testing.assert_allclose(own_ms, parts(backward=4.0, recompute=3.0) / MS)

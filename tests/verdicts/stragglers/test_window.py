@@ -50,7 +50,7 @@ def test_batch_from_one_rank_has_the_numbers_and_values_of_its_bins() -> None:
 
 
 def test_bins_outside_a_range_are_marked_as_missing() -> None:
-    """A bin that begins inside the range is kept."""
+    """If a bin begins inside the range, the bin is kept."""
     block = BinBatch.from_rank(0, wider(Job.of(1, 20).rows_of(0), 4))
 
     assert block.select_steps(4, 13).key.tolist() == [[-1, 1, 2, 3, -1]]

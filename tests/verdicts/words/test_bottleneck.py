@@ -399,7 +399,7 @@ class TestLongStepsAndCpus:
         )
 
     def test_equal_lack_of_a_cpu_in_all_steps_is_mentioned_for_long_steps(self) -> None:
-        """The longer steps lack a CPU for no longer than the others."""
+        """The long steps lack a CPU for as long as the usual steps."""
         text = self.text({**BASE, "forward": 24.0, "cpu": 20.0}, {"backward": 600.0}, [53])
         assert "(most of it in the backward pass, while there are too few CPUs)" in text
         assert text.endswith("Next: see whether step 53 still takes longer with enough CPUs.")
@@ -421,7 +421,7 @@ def test_regular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
 
 
 def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
-    """On a busy machine, some of these steps are in another class."""
+    """On a busy machine, some steps with long communication are in another class."""
     loop = [
         {**BASE, "communication": 60.0 if step in (20, 24, 32, 36, 52, 56) else 0.4}
         for step in range(100)
@@ -436,7 +436,7 @@ def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> Non
 
 
 def test_very_long_step_has_a_separate_verdict() -> None:
-    """The step is not averaged with a slightly long step of the same part."""
+    """The very long step is not averaged with a step that is slightly long in the same part."""
     loop = [{**BASE, "communication": 1.0} for _ in range(319)]
     loop[130] = {**BASE, "communication": 60.0}
     loop[300] = {**BASE, "communication": 45_000.0}
@@ -627,7 +627,7 @@ class TestOtherThreads:
     def test_work_on_other_threads_is_always_in_a_note(
         self, elsewhere_ms: dict[str, float], noted: bool
     ) -> None:
-        """The verdict may be about something else."""
+        """The note is also given if the verdict is not about other threads."""
         notes = self.report({"data": 40.0}, elsewhere_ms)["quality"]["notes"]
 
         note = "other threads also worked (the forward pass 30.0 ms, data loading 1.00 ms a step)"

@@ -247,7 +247,7 @@ class TestModules:
     def test_module_excess_larger_than_the_phase_excess_is_not_shown(self) -> None:
         """Times of modules cover the whole run and contain lack of a CPU.
 
-        49 ms cannot be part of 18 ms.
+        The module's excess of 49 ms cannot be part of the phase's excess of 18 ms.
         """
         others = {str(rank): 0.010 for rank in range(8)}
         verdict = verdict_on(
