@@ -24,7 +24,7 @@ virtual time on the device's clock:
   computation does not affect device times.
 - A collective begins on all ranks when the last rank's stream has reached it, and takes
   `set_collective_time`.
-- An event is reached when its work has been computed and its time has passed.
+- An event is reached when the work before it is computed and that work's time has passed.
 
 Limits:
 

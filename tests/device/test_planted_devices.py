@@ -44,7 +44,7 @@ LOOPS = {"launch-clean": 24, "launch-forward": 20, "ahead-optimizer": 22}
 
 
 def truths() -> list[Truth]:
-    """Return faults of the campaign, all with the same time per step."""
+    """Return faults of the campaign that all cost the same time per step."""
     drawn = [plant(kind, seed, RANKS, STEPS) for kind, seed in FAULTS.items()]
     return [
         dataclasses.replace(

@@ -217,7 +217,7 @@ class Result(NamedTuple):
 
 def one_rank(folder: Path) -> dict[str, Result]:
     """Run every case without and with a watch."""
-    # Create the group once, because a second one would get another name.
+    # Create the group once, because a second group would have a different name.
     GROUPS.append(dist.new_group([0, 1]))
     return {name: one_case(case, folder / name) for name, case in CASES.items()}
 

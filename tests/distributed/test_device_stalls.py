@@ -35,7 +35,7 @@ QUIET, STEADY = range(4, LATE_FROM), range(LATE_FROM + 2, 23)
 LATE_MS = LATE_S * 1e3
 # Tolerance for transfers and the device's time for events.
 OVER_MS = 1.0
-# Whether a run is watched or not.
+# A watched and an unwatched run.
 Both = tuple[Trained, Trained]
 
 

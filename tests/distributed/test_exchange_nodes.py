@@ -53,7 +53,7 @@ _HOST_A_STORE = """if True:
 def node_settings(job_store: tuple[str, int], rank: int) -> dict[str, Any]:
     """Return the settings of tests/scripts/exchange_node.py.
 
-    Each node has one rank with the same number, and node 0 collects the messages.
+    Each node has one rank with the node's number, and node 0 collects the messages.
     """
     timing = dataclasses.asdict(TIMING)
     return {

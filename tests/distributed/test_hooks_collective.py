@@ -278,7 +278,7 @@ def messages(folder: Path) -> Recording:
 
 
 def test_messages_are_numbered_by_pair_and_direction(results: dict[str, list[Recording]]) -> None:
-    """The type of a message does not matter."""
+    """Messages of all data types are counted together."""
     for rank in results["messages"]:
         dtypes = [each.name.split()[2] for each in in_order(rank)]
         assert dtypes == ["dtype=float32", "dtype=float16", "dtype=float32"]

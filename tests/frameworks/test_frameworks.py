@@ -90,7 +90,7 @@ def unwatched(name: str, folder: Path) -> dict[str, Any]:
 
 
 def facts(name: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """Run a script and parse its last line. Its own warnings and progress go to stderr."""
+    """Run a script and parse its last line. The script's warnings and progress go to stderr."""
     done = run_warm(
         [sys.executable, str(SCRIPTS / f"{name}.py")], folder, timeout_s=200, **environment
     )

@@ -34,7 +34,7 @@ LAYERS, WIDTH = 3, 8
 class Layer(nn.Module):
     """A layer without submodules.
 
-    If its forward() is checkpointed, no watched module runs again, because the layer has no
+    If the layer's forward() is checkpointed, no watched module runs again, because the layer has no
     submodules.
     """
 

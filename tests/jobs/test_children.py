@@ -120,7 +120,7 @@ def test_every_command_line_is_built_with_a_checked_interpreter(
 
 
 def test_sys_executable_is_read_in_one_place_only() -> None:
-    """Command lines of our processes are built in that place."""
+    """Command lines of our processes are built in the place that reads it."""
     allowed = {
         "run/children.py",
         "sidecar/host/stacks.py",  # py-spy is in the same folder as the interpreter.
@@ -212,7 +212,7 @@ def test_children_of_an_isolated_program_are_isolated(tmp_path: Path) -> None:
     [
         # The package is in the folder of `pip install --target`.
         ("lib/site-packages", "import sys; sys.path.insert(0, {folder!r})"),
-        ("lib", "import sys; sys.path.append({folder!r})"),  # As PEX and shiv do.
+        ("lib", "import sys; sys.path.append({folder!r})"),  # PEX and shiv do so.
         (".", ""),  # The package is a copy in the script's folder.
     ],
 )

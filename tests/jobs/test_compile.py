@@ -303,7 +303,7 @@ def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path, 
 
 
 def test_watch_begins_and_ends_without_recompilation(tmp_path: Path) -> None:
-    """Graphs from before and inside the watch are reused, and are timed inside it."""
+    """Graphs from before and inside the watch are reused. Inside the watch they are timed."""
     counter = CompileCounter()
     before, inside = Model(), Other()
     compiled_before = torch.compile(before, backend=counter, fullgraph=True)

@@ -131,7 +131,7 @@ def test_operations_that_end_in_any_order_get_their_own_times(rig: NcclRig) -> N
 
 
 def test_reports_about_a_finished_operation_change_nothing(rig: NcclRig) -> None:
-    """The plugin may have reused the finished operation's place for another one."""
+    """The plugin may have reused the finished operation's memory for a new operation."""
     task = rig.collective(0)
     rig.kernel(task)
     for _ in range(MAX_OPERATIONS - 1):
@@ -262,7 +262,7 @@ def test_collective_lasts_from_its_first_kernel_to_its_last(rig: NcclRig) -> Non
         rig.nccl.kernel(rig.context, task, began_ns + 100_000 * index, ended_ns - 1_000_000 * index)
     (record,) = rig.collectives()
     # The first start and the last end are converted to host time when each is reported. On a busy
-    # machine the two conversions may lie apart.
+    # machine some time may pass between the two conversions.
     assert record["duration_ns"] == pytest.approx(ended_ns - began_ns, rel=0.1)
     assert record["flags"] == Flag.COMPLETED | Flag.DEVICE
 

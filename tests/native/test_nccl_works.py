@@ -131,7 +131,7 @@ def test_switching_timing_in_a_capture_breaks_the_count_of_nccl_works(
     job.rig.nccl.set_mask(SEEN)
     graph = job.capture()
     job.rig.nccl.set_mask(ON)
-    # Each work gets the end of the next work as its own.
+    # NCCL takes the end of the next work for the end of each work.
     assert job.eager(3) == [1, 1, 1]
     assert job.replay(graph) == 0
     assert job.replay(graph) == 0

@@ -39,7 +39,7 @@ with perf.watch(part, optimizer) as w:
         optimizer.zero_grad()
         # -- end
         # Rank 0 prints, but the loss is on the last rank. A checksum of rank 0's weights is printed
-        # instead, because they depend on the loss.
+        # instead, because these weights depend on the loss.
         losses.add(part[0].weight.sum().detach())
 losses.print(steps=STEPS)
 dist.destroy_process_group()

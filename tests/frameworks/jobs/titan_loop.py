@@ -21,7 +21,7 @@ losses = Losses()
 
 
 class OptimizersContainer:
-    """Optimizers for the parts of the model, which step together."""
+    """Optimizers of the model's parts, all of which step together."""
 
     def __init__(self, parts):
         self.optimizers = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts]

@@ -171,7 +171,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 def test_watch_in_the_script_turns_off_automatic_recording(tmp_path: Path) -> None:
-    """Automatic recording starts neither inside nor after it, and no message is printed."""
+    """Automatic recording starts neither inside the watch nor later, and prints no message."""
     script = f"""
 import torchlens_perf as perf
 with perf.watch(model) as w:

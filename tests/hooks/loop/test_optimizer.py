@@ -407,7 +407,7 @@ def test_note_says_that_first_steps_of_a_new_optimizer_count_as_one(tmp_path: Pa
 
 
 def test_second_optimizer_ends_steps_once_the_loop_uses_it(tmp_path: Path) -> None:
-    """Two optimizers exist from the start. The loop uses the first, the second, and the first."""
+    """Two optimizers exist from the start. The loop uses first, second, first."""
     model = TwoParts()
     first, second = (
         torch.optim.SGD(model.parameters(), lr=0.1),

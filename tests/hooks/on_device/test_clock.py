@@ -216,7 +216,7 @@ def test_no_marks_are_made_while_the_device_is_far_behind(
 def test_marks_beyond_the_event_limit_are_skipped_and_counted_separately(
     device: FakeDevice, clock: EventClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit bounds memory. Marks skipped because the device is behind have another counter."""
+    """The limit bounds memory. Marks skipped for a late device are counted separately."""
     monkeypatch.setattr(events, "MAX_EVENTS", 8)
     assert sum(clock.mark() is not None for _ in range(20)) == 8
     assert (clock.crowded, clock.skipped, clock.missing_marks) == (12, 0, 12)

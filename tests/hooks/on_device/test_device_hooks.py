@@ -343,7 +343,7 @@ def test_time_to_read_marks_is_charged_to_the_sampled_step(
 def test_wait_for_room_in_a_full_device_queue_is_not_overhead(
     device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mark waits for room in the queue. Without it, the job's next launch would wait."""
+    """A mark waits for space in the queue. Without that space, the job's next launch would wait."""
     rig = Rig(device)
     with recorded(tmp_path, rig.model, rig.optimizer) as recording:
         rig.attach(recording)

@@ -266,7 +266,7 @@ def test_tables_of_repeated_errors_take_at_most_a_hundredth_of_the_time(
 def test_error_shortly_after_a_table_writes_a_short_file(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """Even so short a time after a table, a file is written, because the error may end the job.
+    """Even shortly after a table, a file is written, because the error may end the job.
 
     The short file refers to the last table, and only the newest short file is kept.
     """

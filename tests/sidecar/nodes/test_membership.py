@@ -72,7 +72,7 @@ def test_first_process_set_of_a_late_node_does_not_join_generation_0() -> None:
     assert late.generation_number(0) == 2
     assert late.is_generation_number_known(0)
     late.add_set(1, 130.0, 4)
-    assert late.generation_number(1) == 3  # A guess until node 0's message arrives.
+    assert late.generation_number(1) == 3  # The node guesses until node 0's message arrives.
 
 
 def test_process_set_is_numbered_by_its_age_if_an_earlier_set_is_missing() -> None:

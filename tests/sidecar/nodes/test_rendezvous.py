@@ -65,7 +65,7 @@ def test_unpacked_address_equals_the_packed_one() -> None:
 
 class TestFolder:
     def test_node_0_is_found_in_the_run_directory(self, tmp_path: Path) -> None:
-        """The file is private and written atomically. At its end, node 0 removes only its own."""
+        """The file is private and written atomically. At its end, node 0 removes only its file."""
         meeting, other = (Rendezvous(Endpoints(None, tmp_path), KEY) for _ in range(2))
         with pytest.raises(NotPublishedYet):
             other.find_addresses()

@@ -23,7 +23,7 @@ from torchlens_perf.run.sketch import bucket_bounds
 NO_SMALLEST = -(2**63 - 1)
 # Factor from the MAD to the standard deviation of normal values.
 ROBUST_DEVIATION = np.float32(1.4826)
-# Minimum number of ranks with a time in a slot for a score.
+# A slot without times of at least this many ranks has no scores.
 FEWEST_RANKS = 2
 
 
@@ -52,7 +52,7 @@ def reduce_window(
     for slot in range(slots):
         newest = int(head[slot])
         written = (newest - int(tail[slot])) % (1 << 32)
-        # The oldest place is skipped, because another stream may be writing to it.
+        # The oldest entry is skipped, because another stream may be writing to it.
         count = min(written, places - 1)
         at = (newest - count + np.arange(count)) % places
         _reduce(duration_ns[slot, at], *(table[slot] for table in reduced))
