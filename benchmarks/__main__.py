@@ -55,7 +55,7 @@ def main() -> int:
         return 2
     machine = f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}"
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {machine}")
-    # pip writes bytecode on users' machines. Without bytecode each process would compile our
+    # On users' machines, pip writes bytecode. Without bytecode each process would compile our
     # modules for 0.4 s.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False

@@ -25,7 +25,7 @@ from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.findings import Findings
 
 STEPS = FIRST_FAULTY + 256
-# Column title to the way in which device times arrive. None: the work is on CPUs.
+# By column title: the way in which device times arrive. None: the work is on CPUs.
 DEVICES = {
     "CPU": None,
     "device, told after 1 step": SimulatedDevice(1),

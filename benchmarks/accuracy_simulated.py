@@ -158,8 +158,8 @@ class Others:
 def faulty_run(job: Job, seed: int, others: bool = True) -> dict[str, list[bool]]:
     """Simulate one run with a rank that becomes slower.
 
-    Return three booleans per judge: the right rank was named in time, the judge's slowest rank is
-    the right one, another rank was named.
+    Return three booleans per judge: the slow rank was named in time, the judge's slowest rank is
+    the slow one, a healthy rank was named.
     """
     random = np.random.default_rng([seed, 7])
     rank, since = int(random.integers(job.ranks)), job.since + int(random.integers(BLOCK))
@@ -296,7 +296,7 @@ def curve(options: argparse.Namespace) -> int:
 
 
 def spread(options: argparse.Namespace) -> int:
-    """Print the smallest detected slowdown if ranks differ all the time, as GPUs of one type do."""
+    """Print the smallest detected slowdown if ranks always differ, as GPUs of one type do."""
     deviations, shares = (0.005, 0.01), (0.05, 0.1)
     columns = [(deviation, share) for deviation in deviations for share in shares]
     table = Table(
@@ -336,7 +336,8 @@ KINDS = {
 
 
 def kinds(options: argparse.Namespace) -> int:
-    """Print for each kind of fault how often and how soon its rank is named, and false alarms."""
+    """Print for each kind of fault how often and how soon its rank is named, and the false
+    alarms."""
     table = Table(
         "fault", "faulty rank named by the end", "median steps until then", "another rank named"
     )

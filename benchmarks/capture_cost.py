@@ -152,9 +152,8 @@ def lasting_ratios() -> tuple[list[float], list[float]]:
     """Return the step times of a captured process relative to those of an uncaptured one, by round,
     before and after captures.
 
-    Two processes can differ by a percent for their whole life. The ratios before and after captures
-    are therefore compared, and dividing by the uncaptured process removes other changes on the
-    machine.
+    Two processes can differ by a percent for their whole life. Ratios before and after captures are
+    therefore compared; a ratio excludes changes that slow both processes.
     """
     draw = random.Random(1)
     with Trainer() as never, Trainer() as captured:
@@ -174,7 +173,7 @@ def lasting_ratios() -> tuple[list[float], list[float]]:
 
 
 class Trainer:
-    """Another process that trains under a watch, one block at a time."""
+    """A child process that trains under a watch, one block at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

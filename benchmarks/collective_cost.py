@@ -1,5 +1,5 @@
 """Overhead of a watch on a small collective: a 4 KB all-reduce of two gloo ranks on one busy core,
-and on two.
+and on two cores.
 
 Blocks of calls without and with a watch alternate in the same processes and are compared pair by
 pair. The wall clock is that of rank 0. CPU time is the sum of both processes, including gloo's

@@ -3,9 +3,9 @@
 usage: python -m benchmarks.compare_accuracy record FOLDER [--runs N] [--fault-ms MS]
        python -m benchmarks.compare_accuracy judge FOLDER
 
-`record` adds runs of a small transformer to FOLDER. With --fault-ms, runs without a fault take turns
-with runs of each fault, which spends that time in each step. `judge` draws sides of five runs, and
-pairs of single runs, and compares them. Other tools' rules are applied to the same step times.
+`record` adds runs of a small transformer to FOLDER. With --fault-ms, runs without a fault alternate
+with runs of each fault, which adds MS milliseconds to each step. `judge` draws sides of five runs,
+and pairs of single runs, and compares them. Other tools' rules are applied to the same step times.
 """
 
 from __future__ import annotations

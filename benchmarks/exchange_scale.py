@@ -2,7 +2,7 @@
 real gRPC.
 
 The nodes are real connections that send the same messages as real sidecars, 512 in each of 4
-processes. All nodes post at the same instant. Such posts are the worst case, but usual, because
+processes. All nodes post at the same instant. Simultaneous posts are the worst case, but usual:
 windows of synchronous training end together.
 """
 
@@ -138,7 +138,8 @@ class Node:
 
 
 async def post(places: Endpoints, number: int) -> None:
-    """Run some nodes other than node 0. Each line of stdin is the posts per node to send."""
+    """Run some nodes other than node 0. Each line of stdin is the number of posts that each node
+    sends."""
     nodes = [
         Node(places, node)
         for node in range(number * NODES // CLIENTS, (number + 1) * NODES // CLIENTS)
@@ -196,7 +197,7 @@ def _measure(folder: str) -> int:
     rounds, several = [], []
     for _ in range(ROUNDS):
         posted = all_clients(1)
-        # Wait until unanswered messages have arrived too.
+        # Wait until messages without an answer have arrived too.
         time.sleep(0.3)
         rounds.append(
             {

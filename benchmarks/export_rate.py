@@ -4,8 +4,8 @@
 
 Without --endpoint, this benchmark starts an endpoint that reads and answers each request. The SDK
 is used as in its documentation: a tracer, spans with explicit times, a batch processor and the same
-exporter. Both ways are limited by one thread's processor time, so the table shows this time next to
-the rate.
+exporter. One thread's processor time limits our sender and the SDK, so the table also shows this
+time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
             "torchlens_perf": [],
             "OpenTelemetry SDK": [],
         }
-        # Interleave the two ways, because the machine's speed changes over time.
+        # Alternate between our sender and the SDK, because the machine's speed changes over time.
         for _ in range(options.repeats):
             rates["torchlens_perf"].append(run("ours", Path(folder) / "run", endpoint))
             rates["OpenTelemetry SDK"].append(run("sdk", Path(folder) / "run", endpoint))

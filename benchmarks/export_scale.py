@@ -4,8 +4,9 @@
 
 The ranks are simulated, eight per node, with a slow rank, stalls, pauses and 200 spans per step and
 rank. Each node has eight GPUs and eight ports that report everything. The code that makes decisions
-is the product's: each node's choice of steps, exported spans and metrics, windows and tallies, and
-node 0's messages. The network between nodes is not simulated: a posted message arrives at once.
+is that of a real sidecar: each node's choice of steps, exported spans and metrics, windows and
+tallies, and node 0's messages. The network between nodes is not simulated: a posted message arrives
+at once.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def ratio_interval(
 
 
 class Table:
-    """A Markdown table that prints each row at once, and if the row meets its bar (limit)."""
+    """A Markdown table that prints each row at once, and whether the row meets its bar (limit)."""
 
     def __init__(self, *columns: str) -> None:
         self.missed = 0

@@ -115,7 +115,8 @@ def memory_mb(field: str) -> float:
 
 
 def measured() -> dict[str, Any]:
-    """Measure in a process with only a sidecar's code, whose memory is then comparable."""
+    """Measure in a process with only a sidecar's code, so its memory is comparable to a
+    sidecar's."""
     import torch.distributed  # noqa: F401  the exchange's store
 
     import torchlens_perf.sidecar.node  # noqa: F401

@@ -26,7 +26,7 @@ from benchmarks.planted_training import wait_for_sidecar
 from tests.device import device
 
 STEPS, WIDTH, BLOCKS, BATCH = 100, 32, 4, 8
-# Kind of loop to the right verdict.
+# By kind of loop: the right verdict.
 RIGHT = {
     "device_bound": "compute_bound",
     "device_bound_item": "compute_bound",

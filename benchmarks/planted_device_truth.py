@@ -60,8 +60,8 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """Planned host and device time of a loop's step by phase, in ms. Kernels take 10 us, and copies
-    do not block.
+    """Planned times of the host and the device in a loop's step, by phase, in ms. Kernels take 10
+    us, and copies do not block.
     """
 
     host_ms: dict[str, float]
@@ -87,8 +87,8 @@ def pace(kind: str, seed: int) -> Pace | None:
     """Return how long the phases of a loop take, or None for the other ways to train.
 
     launch: the host's code takes all of the step. mixed: the device waits for the host's code in
-    the forward pass, and the host for the device at the step's end. ahead: the device's work takes
-    all of the step, and the host runs ahead until the queue is full.
+    the forward pass, and the host waits for the device at the step's end. ahead: the device's work
+    takes all of the step, and the host runs ahead until the queue is full.
     """
     way = kind.partition("-")[0]
     if way not in LOOPS:

@@ -77,7 +77,7 @@ def record(truths: list[Truth], out: Path) -> None:
 
 
 def _run_group(truths: list[Truth], out: Path) -> str:
-    """Do these runs in one group of ranks. Return an error message, or ""."""
+    """Record these runs with one group of rank processes. Return an error message, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.planted_training", "--out", str(out)]
         command += [
@@ -111,9 +111,7 @@ def started(command: list[str], ranks: int, out: Path) -> Iterator[list[subproce
 
 
 def wait(ranks: list[subprocess.Popen[bytes]], deadline_s: float) -> str:
-    """Wait until all ranks have ended or one has failed, because the other ranks would
-    wait for it.
-    """
+    """Wait until all ranks have ended or one has failed: others would wait for a failed rank."""
     while time.monotonic() < deadline_s:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]

@@ -47,9 +47,9 @@ class PlantedDevice(Protocol):
         """Set the factor for the duration of all kernels enqueued from now on."""
 
     def paced(self, kernel_s: float | None) -> AbstractContextManager[None]:
-        """Shorten kernels to `kernel_s` for a loop in which the host's code takes the time.
+        """Shorten kernels to `kernel_s` for a loop whose step time is the time of the host's code.
 
-        None if the host's code does not take the time.
+        kernel_s: None for other loops.
         """
 
     def work(self, x: Tensor) -> Tensor:

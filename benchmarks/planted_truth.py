@@ -1,7 +1,8 @@
-"""Draw the faults of a run in the fault campaign from its seed: the ground truth for verdicts.
+"""Draw the faults of a run in the fault campaign from the run's seed: the ground truth for
+verdicts.
 
 A fault is real work or a real wait in one rank's training loop. Kind and seed determine the fault,
-so the same run can be repeated under another tool, and no judge can be tuned to one draw.
+so a run can be repeated under another tool, and no judge can be tuned to one draw.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def findings(folder: Path) -> Findings:
 
 
 def steps_until_named(folder: Path, truth: Truth) -> int | None:
-    """Return the number of steps from the first fault's start until its rank was named.
+    """Return the number of steps from the start of the first fault until the faulty rank was named.
 
     None if the rank was not named.
     """
@@ -198,7 +198,7 @@ def print_judgement(
             try:
                 answers[name] = judge(folder)
             except FileNotFoundError:
-                # This seed was not run under the other tool.
+                # This seed was not run under TraceML.
                 continue
             table.setdefault((truth.kind, name), []).append(score(truth, answers[name]))
         if each:

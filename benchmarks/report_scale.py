@@ -1,4 +1,4 @@
-"""Cost of a report on a large job, whose node files are copies of that of a simulated node.
+"""Cost of a report on a large job, whose node files are copies of one simulated node's file.
 
 python -m benchmarks.report_scale [RANKS]
 """
@@ -80,7 +80,7 @@ def multiply(nodes: Path, count: int) -> int:
 
 
 def of_node(state: dict[str, Any], node: int, world_size: int) -> dict[str, Any]:
-    """Return the state of another node. Only the first node has the findings."""
+    """Return a copy of the state for a further node. Only the first node has the findings."""
     host = f"node-{node:04d}"
     made = {**state, "host": host, "processes": {}}
     if node:

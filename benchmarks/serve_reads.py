@@ -76,7 +76,7 @@ def _followed(folder: Path, log: Path) -> int:
 def _with_viewers(
     server: PageServer, live: LiveSimulation, count: int, log: Path
 ) -> tuple[float, float, float, float]:
-    """Return polls, reads and calls per second, and the share of one processor."""
+    """Return polls, reads and calls per second, and the used share of one processor."""
     viewer = server.viewer()
     loading = [
         threading.Thread(target=_load, args=(viewer, live.name), daemon=True) for _ in range(count)

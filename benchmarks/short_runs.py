@@ -3,11 +3,11 @@ results.
 
 Two ranks over gloo make three steps of DDP and end at once, which is the worst case for work still
 in progress. Each round has a run of each kind, in shuffled order: unwatched, inside watch(), and
-recorded from outside (as by torchrun's flag). Each kind runs once with and once without a call of
-destroy_process_group().
+recorded from outside (as by torchrun's flag). Each kind of run is made once with and once without a
+call of destroy_process_group().
 
 gloo itself aborts some processes at exit ("terminate called without an active exception"), because
-its thread drops a Python object while the interpreter ends. Other processes hang because of gloo: a
+its thread drops a Python object while the interpreter ends. gloo also makes some processes hang: a
 thread that has the GIL joins a thread that waits for the GIL. Aborts and hangs happen with and
 without a watch. The benchmark therefore counts all failures and compares the rates with and without
 a watch.
@@ -170,7 +170,7 @@ def busy() -> Iterator[None]:
 
 
 def runs(rounds: int = ROUNDS) -> list[Run]:
-    """Return all runs, which a process makes that has imported only torch."""
+    """Return all runs, which are made by a process that has imported only torch."""
     environ = {
         name: value
         for name, value in os.environ.items()

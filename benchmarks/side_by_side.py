@@ -242,7 +242,7 @@ def show_pages(browser: Browser, python: Path, out: Path) -> None:
 def show_terminals(python: Path, out: Path) -> None:
     """Save terminals of 80 and 120 columns in the middle of a run.
 
-    For wandb, save the terminal's output after the run.
+    For wandb, save the terminal's text after the run.
     """
     leet = f"{python.parent / 'wandb'} leet {out / 'wandb-0' / 'wandb'}"
     for columns, lines in ((80, 24), (120, 40)):

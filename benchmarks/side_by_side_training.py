@@ -103,7 +103,7 @@ def train(
 
 
 def held() -> dict[str, Any]:
-    """Return this process's threads, open sockets, and modules that Python has loaded."""
+    """Return the numbers of this process's threads, open sockets, and loaded Python modules."""
     links = []
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

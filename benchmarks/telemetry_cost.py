@@ -82,8 +82,8 @@ def _measure(folder: Path) -> int:
 
 
 def _write(folder: Path, sample: GpuSample, table: Table) -> None:
-    """Write a file of two minutes of eight GPUs whose values all differ, as in a run
-    of some hours.
+    """Write two minutes of samples of eight GPUs, whose values all differ as in a run of some
+    hours.
     """
     run = RunDirectory(folder / "run")
     run.create()

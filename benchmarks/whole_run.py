@@ -2,10 +2,10 @@
 process's end.
 
 A small GPT trains in a plain loop for about 1, 5 and 60 s: one rank with two threads, and two ranks
-with one each, so two processors are busy. A pair is a run without and a run with a default watch,
-with the same steps, in random order. Ranks are forked from a process that has imported torch but
-not torchlens_perf. Pairs in which other programs took more than a twentieth of the processors are
-excluded if enough pairs remain.
+with one thread each, so two processors are busy. A pair is a run without and a run with a default
+watch, with the same steps, in random order. Ranks are forked from a process that has imported torch
+but not torchlens_perf. Pairs in which other programs took more than a twentieth of the processors
+are excluded if enough pairs remain.
 
 The required limit (bar) applies to the time of the whole run. The other columns are parts of this
 time: entering the watch, the steps, and the end. Most of the end is rank 0's wait for the report
@@ -109,7 +109,7 @@ def percent(ratio: tuple[float, float, float]) -> str:
 
 
 def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
-    """Return all pairs, which a fresh process makes that has imported only torch."""
+    """Return all pairs, which are made by a fresh process that has imported only torch."""
     environ = {
         name: value
         for name, value in os.environ.items()

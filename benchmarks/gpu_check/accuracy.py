@@ -63,7 +63,8 @@ def clock(checks: Checks) -> None:
 
 
 def _parts_of_a_mark(checks: Checks) -> None:
-    """Measure the unavoidable parts of a mark. A mark made from C could save at most the rest."""
+    """Measure the unavoidable parts of a mark. A mark made from C could save at most the time
+    outside these parts."""
     events, driver = CudaEvents(torch.cuda.current_device()), CudaDriver()
     event, current = events.create_event(), events.current_stream()
     # torch creates the event when it is first recorded.

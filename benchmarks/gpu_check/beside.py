@@ -1,6 +1,6 @@
 """Graph captures on another thread while a watch records device marks.
 
-A device query in the wrong mode would end a capture.
+A device query in the wrong mode would make a capture fail.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torchlens_perf as perf
 from benchmarks.gpu_check.gpt import trainer
 from benchmarks.gpu_check.lines import Checks
 
-# This time includes several clock anchors and windows, which occur once a second.
+# In this time the watch reads both clocks and reduces windows several times, as it does once a
+# second.
 SECONDS = 6.0
 # This number of operations makes a capture last some milliseconds.
 _OPERATIONS, LEAST = 100, 30

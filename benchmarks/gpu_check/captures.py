@@ -24,7 +24,8 @@ AROUND, TIMES = 40, 3
 
 
 def capture(checks: Checks) -> None:
-    """Make three captures. The first one attaches CUPTI, which may stay attached (pytorch #146604)."""
+    """Make three captures. The first capture attaches CUPTI, which may stay attached (pytorch
+    #146604)."""
     model, step = trainer(batch=2)
     for _ in range(10):
         step()

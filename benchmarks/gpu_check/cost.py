@@ -132,7 +132,7 @@ def synchronizations(checks: Checks) -> None:
     """Count the waits that torch.profiler records in 300 steps without and with a watch.
 
     Waits are synchronizations, and copies from or to memory that is not page-locked. The steps take
-    some seconds, so windows are reduced and clock anchors are taken in them. The steps launch few
+    some seconds, in which the watch reduces windows and compares the clocks. The steps launch few
     kernels, because the profiler's event of each kernel must be read. One synchronization that this
     check makes itself must appear. The watch calls a waiting function of the driver only when a
     device ring is created.

@@ -20,7 +20,7 @@ _DRIVER, _RUNTIME, _RESOURCE = 1, 2, 3  # CUpti_CallbackDomain
 _MODULE_LOADED, _MODULE_UNLOADED = 6, 7  # CUpti_CallbackIdResource
 # Neither API has that many functions.
 _MOST_FUNCTIONS = 2000
-# Kind of call to a pattern of function names without version and "Async".
+# By kind of call: a pattern of function names without version and "Async".
 KINDS = {
     "synchronize": r"cu(da)?(Ctx|Stream|Event|Device|Thread)Synchronize",
     "device memory": (

@@ -41,7 +41,7 @@ def _cuda() -> dict[str, str] | str:
 
 
 def _driver() -> str:
-    """Return the version of NVIDIA's driver. A container may lack either of the two sources."""
+    """Return the version of NVIDIA's driver. A container may lack /proc/driver or nvidia-smi."""
     file = Path("/proc/driver/nvidia/version")
     words = file.read_text().split("\n")[0].partition("Module")[2].split() if file.is_file() else []
     found = next((word for word in words if word[0].isdigit()), "")

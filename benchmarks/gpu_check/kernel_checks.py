@@ -31,8 +31,8 @@ MOST_US = 100
 
 
 def on_device(values: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Copy the array's bytes to the device. torch has no arithmetic for unsigned types, but none is
-    needed.
+    """Copy the array's bytes to the device. torch has no arithmetic for unsigned types, but the
+    checks need no arithmetic.
     """
     signed = (
         values.view(np.dtype(f"i{values.dtype.itemsize}")) if values.dtype.kind == "u" else values

@@ -45,7 +45,7 @@ Told = dict[str, dict[str, Any]]
 def nccl1(checks: Checks) -> None:
     """Run one rank in a separate process.
 
-    The plugin must be loaded and must stop timing at the rank's first copy to itself.
+    The plugin must be loaded, and must stop timing at the rank's first send to itself.
     """
     version = nccl_plugin.read_nccl_version()
     if nccl_plugin.load_plugin() is None or version is None:
@@ -175,7 +175,7 @@ def nccl_room(checks: Checks) -> None:
 
 
 def _not_ended(checks: Checks, part: str, what: str, wish: str, problem: str) -> None:
-    """Report ranks that did not end, which is a FAIL only if they do end without the plugin."""
+    """Report ranks that did not exit, which is a FAIL only if ranks without the plugin do exit."""
     if wish == "off":
         checks.missing(part, what, problem)
     else:

@@ -3,7 +3,7 @@ sidecar.
 
 The runs are chosen from the campaign on devices (benchmarks/planted_devices.py) and use the
 requested device. On CUDA both ranks are on one GPU (one_gpu.py). gloo cannot replace NCCL here:
-gloo's collectives block the host, so host times show the slow rank, which they do not with NCCL.
+gloo's collectives block the host, so host times show the slow rank; with NCCL, host times do not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FAULTS = {
     "ddp-clean_item": "nothing, .item() in every step",
 }
 RANKS, STEPS, SEED = 2, 120, 1
-# The host hides shorter delays behind the device. They must not be reported.
+# The device's work hides shorter delays of the host. Hidden delays must not be reported.
 HOST_MS = (120, 160)
 _RUN_S = 60
 

@@ -1,4 +1,5 @@
-"""Run the check's parts in separate processes, one after the other, until a common time limit.
+"""Run the check's parts in separate processes, one after the other, until the time limit of all
+parts.
 
 A part's effects on its process or its device context do not affect the next part. The Markdown file
 is written after each line, so a kill loses no line.
@@ -115,7 +116,8 @@ class Runner:
         self._add(Line(part.name, "the part itself", value, bar, FAIL))
 
     def _take_lines(self, reading: int, deadline_s: float) -> bool:
-        """Read lines until the part closes its end of the pipe. Return True if it did in time."""
+        """Read lines until the part closes its end of the pipe. Return True if the pipe was closed
+        in time."""
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(reading, selectors.EVENT_READ)

@@ -128,8 +128,8 @@ def _load_shows(checks: Checks, idle: Sequence[GpuSample], loaded: Sequence[GpuS
         "at most 1.05",
         most <= 1.05,
     )
-    # Compare sampled throttle reasons with the counter of throttled time, which would differ by a
-    # factor of 1000 in another unit.
+    # Compare sampled throttle reasons with the counter of throttled time: a wrong unit would differ
+    # by a factor of 1000.
     asked, counted = under.counts.get("clock_reasons", 0), under.throttled_shares().get("power")
     by_samples = under.reasons.get("power", 0) / asked if asked else 0.0
     if by_samples < 0.5 or counted is None:

@@ -14,8 +14,8 @@ from benchmarks.gpu_check.driver_calls import KINDS, Calls
 from benchmarks.gpu_check.gpt import trainer
 from benchmarks.gpu_check.lines import Checks
 
-# So many steps take some seconds, in which windows are reduced, clock anchors are taken, and memory
-# is read.
+# This many steps take some seconds, in which the watch reduces windows, compares clocks and reads
+# memory.
 STEPS, WARM_UP = 300, 40
 _MODULE = 'extern "C" __global__ void of_the_check_{number}(void) {{}}'
 
