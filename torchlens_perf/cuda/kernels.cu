@@ -29,8 +29,8 @@ __device__ __forceinline__ u64 global_timer_ns()
 #define FIRST_BIT 5
 #define FIRST_PLACE 29
 
-/* A row of the values that merge by SUM: these, then the histogram. The squares are kept in three limbs of 32 bits,
- * whose sums are exact for 2^31 durations. */
+/* A row of the values that merge by SUM: these, then the histogram. Each square is split into three parts of 32 bits
+ * with a column each, whose sums are exact for 2^31 durations. */
 enum { SUM_COUNT, SUM_NS, SUM_SQUARES_0, SUM_SQUARES_1, SUM_SQUARES_2, SUM_LOST, SUM_FIELDS };
 /* Values that merge by MAX. */
 enum { MAX_NS, MAX_MINUS_SMALLEST, MAX_FIELDS };
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 /* Returns the bucket of a duration. bounds: the ordered bounds of one octave, see reduction.mantissa_bounds(). The
- * duration is shifted until its highest bit is the 63rd, and compared with the bounds as integers. A logarithm in
+ * duration is shifted until its highest set bit is bit 63, and compared with the bounds as integers. A logarithm in
  * floating point would be wrong at some bounds. */
 __device__ __forceinline__ int bucket_of(u64 duration_ns, const u64 *bounds)
 {
@@ -340,8 +340,8 @@ __device__ u32 select_key(const u32 *keys, u32 count, u32 k, u32 (*counts)[256],
  * middle [slots, 2]: lower median and median absolute deviation (MAD) in ns, as float.
  * worst [ranks]: zeroed before the call; the bits of the rank's highest score, and below them its slot.
  *
- * A score is (time - median) / max(1.4826 MAD, min_spread * median). It needs two ranks with a time; of two, the faster
- * one is the median. 1.4826 MAD estimates the standard deviation of normally distributed values.
+ * A score is (time - median) / max(1.4826 MAD, min_spread * median). A slot needs at least two ranks with a time; of
+ * two times, the shorter is the median. 1.4826 MAD estimates the standard deviation of normally distributed values.
  */
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS)
     rank_scores(const i64 *__restrict__ times_ns, int ranks, int slots, float min_spread, float *__restrict__ middle,

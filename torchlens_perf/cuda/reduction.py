@@ -78,7 +78,8 @@ class ReducedWindow(NamedTuple):
 
 
 def view_tables(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
-    """Return views of contiguous tables [slots, width] in an array or tensor, and of the rest."""
+    """Return views of contiguous tables [slots, width] in an array or tensor, and of what
+    follows."""
     tables, at = [], 0
     for width in widths:
         tables.append(words[at : at + slots * width].reshape(slots, width))

@@ -34,7 +34,7 @@ from torchlens_perf.cuda.reduction import (
 )
 
 SLOTS = 64
-# Capacity of a slot's ring between two reductions. Excess spans are counted as lost.
+# Capacity of a section's ring between two reductions. Excess spans are counted as lost.
 PLACES = 1024
 REDUCE_THREADS = 256
 NO_SLOT = -1

@@ -9,7 +9,7 @@ that reduces the sections' rings also reduces the parts:
     steps of a window ─▶ page-locked block ──copy──▶ block in device memory ──reduce_window──▶ rows
 
 All work is enqueued on the stream of the merge. The block is used again once it has been copied. If
-it has not been copied by the next window, the steps become part of the window after that.
+the block has not been copied by the next window, the steps become part of the window after that.
 """
 
 from __future__ import annotations

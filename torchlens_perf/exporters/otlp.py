@@ -149,7 +149,7 @@ class OtlpExporter:
     # -- parts
 
     def _ensure_resource(self, identity: Identity) -> Resource:
-        """Return the node's resource. The first call creates it and schedules metrics."""
+        """Return the node's resource. The first call creates the resource and schedules metrics."""
         if self._resource is None:
             self._resource = build_node_resource(identity)
             if self._metrics is not None:

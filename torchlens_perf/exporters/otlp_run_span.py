@@ -1,8 +1,8 @@
 """The span of the whole run, which connects the traces of steps to the trace of the caller.
 
 The caller is the span that started the job, such as a workflow's task. The run's span is a child of
-this span and links to the traces of steps. The span is sent when the ranks have ended, if the
-caller's trace exists and is sampled.
+the caller's span and links to the traces of steps. The span is sent when the ranks have ended, if
+the caller's trace exists and is sampled.
 """
 
 from __future__ import annotations

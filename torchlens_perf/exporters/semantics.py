@@ -69,7 +69,7 @@ HANG_KIND = "torch.train.hang.kind"
 LOCAL_RANK = _identity.LOCAL_RANK
 WORLD_SIZE = _identity.WORLD_SIZE
 RESTART_COUNT = _identity.RESTART_COUNT
-# The same values under NeMo Lens's names, by which its backends group jobs.
+# Ranks and world size under NeMo Lens's names, by which its backends group jobs.
 LENS_RANK = _identity.LENS_RANK
 LENS_LOCAL_RANK = _identity.LENS_LOCAL_RANK
 LENS_WORLD_SIZE = _identity.LENS_WORLD_SIZE

@@ -1,4 +1,4 @@
-"""Time the backward pass: in total, its tail of exposed communication, and per module.
+"""Time the backward pass: in total, per module, and its communication after the last gradient.
 
 Modules are timed in sampled steps only. `full_backward_hook` is not used, because it turns outputs
 into views, breaks in-place activations and costs 30 us per module.
@@ -430,7 +430,7 @@ class BackwardHook:
             torch_private.get_no_torch_function_context(),
         )
         name_id = session.intern(watched.name)
-        # Calls in progress. A module that calls itself has several.
+        # Calls in progress, of which a module that calls itself has several.
         waiting: list[_ModuleBackward] = []
 
         def is_not_observed() -> bool:

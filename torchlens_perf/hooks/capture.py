@@ -319,7 +319,7 @@ def _is_cuda_used(torch: Any) -> bool:
 
 
 def _is_capturing_graph() -> bool:
-    """Return True during a CUDA graph capture, which a synchronization would end."""
+    """Return True during a CUDA graph capture, which a synchronization would abort."""
     import torch
 
     return _is_cuda_used(torch) and torch.cuda.is_current_stream_capturing()

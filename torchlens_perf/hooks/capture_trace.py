@@ -41,8 +41,8 @@ def find_other_profiler() -> str:
         return tool
     if torch_instruments.is_profiler_on():
         return "torch.profiler"
-    # torch has no list of profilers that are warming up, so search all objects. This takes about 60
-    # ns per object, once per capture.
+    # torch has no list of profilers that are warming up, so search all objects. The search takes
+    # about 60 ns per object, once per capture.
     prepared = [
         each for each in gc.get_referrers(profiler.profile) if isinstance(each, profiler.profile)
     ]

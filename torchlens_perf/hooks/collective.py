@@ -7,7 +7,8 @@ operations that DDP's reducer, FSDP2, DTensor and compiled graphs issue from C++
 - The Python tap is used where the native tap has not been built. The Python tap costs about 50 us
   per operation and records no end of an operation unless the caller waits for it immediately.
 
-No Python callback runs on a backend's thread: it made 3 of 19 processes abort at their exit.
+No Python callback runs on a backend's thread: such a callback made 3 of 19 processes abort at their
+exit.
 """
 
 from __future__ import annotations

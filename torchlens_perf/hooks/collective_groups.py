@@ -17,7 +17,8 @@ _DTYPES = {
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }  # fmt: skip
-# Backends whose future completes when the operation ends. NCCL's completes when it is enqueued.
+# Backends whose future completes when the operation ends. NCCL's future completes when the
+# operation is enqueued.
 _FUTURE_IS_COMPLETION = ("gloo",)
 
 

@@ -87,7 +87,8 @@ class CurrentStep:
         self._memory_bytes = memory_bytes
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
-        """Charge to this step overhead that only some steps have. ours: True for this package's."""
+        """Charge to this step overhead that only some steps have. ours: True for overhead of this
+        package."""
         self._overhead_ns += duration_ns
         if ours:
             self._recorder.add_overhead(duration_ns)

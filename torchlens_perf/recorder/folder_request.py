@@ -29,7 +29,7 @@ class FolderRequest:
     """
 
     def __init__(self, folders: Sequence[Path], *, shared: bool = False) -> None:
-        """Start the child process. Raise RunStoreError if it cannot be started.
+        """Start the child process. Raise RunStoreError if the process cannot be started.
 
         folders: absolute paths that must be writable. Missing folders are created.
         shared: True to let the user's group read new folders.
@@ -89,7 +89,8 @@ class FolderRequest:
 
 
 def find_folder_problem(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:
-    """Create a missing folder. Return why it is not writable, or "". Raises RunStoreError."""
+    """Create a missing folder. Return why the folder is not writable, or "". Raises
+    RunStoreError."""
     request = FolderRequest([folder], shared=shared)
     answer = request.wait_for_answer(timeout_s)
     request.keep_folders()

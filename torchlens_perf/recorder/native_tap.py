@@ -59,7 +59,8 @@ def _compute_source_digest() -> str:
 
 
 def find_tap_files(name: str) -> Iterator[tuple[Path, str | None]]:
-    """Yield existing files of that name, best first, each with the reason not to load it or None."""
+    """Yield existing files called `name`, best first, each with the reason not to load it or
+    None."""
     for place in tap_requirements.tap_folders():
         path = place / name
         try:

@@ -5,8 +5,8 @@ and module_call.c explain the design. tests/recorder/test_recorder.py runs every
 implementations.
 
 There are two differences. In the ring file, the stack of open spans contains only phases, because
-writing every span would double the cost of a section. And interleaved sections of the same name in
-asyncio tasks are not distinguished.
+writing every span would double the cost of a section. In addition, interleaved sections of one name
+in asyncio tasks are not distinguished.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class RankMetadata:
         *,
         reports_start: bool,
     ) -> None:
-        """simulated_from: anchor of a simulated rank's clock. reports_start: False for simulated
-        processes.
+        """simulated_from: the wall-clock time at which a simulated rank's clock starts; else None.
+        reports_start: False for simulated processes.
         """
         self._ring = ring
         self._recorder = recorder

@@ -7,8 +7,8 @@ from collections import Counter
 # The optimizer that ends the steps is replaced after this many steps of another optimizer. A GAN's
 # critic steps about five times for each step of the generator.
 _GONE_AFTER = 32
-# The same limit if no optimizer was passed to watch(). It is lower, because no step ends until the
-# limit is reached. An actor may step twice for each step of its critics.
+# The lower limit if no optimizer was passed to watch(), because no step ends until the limit is
+# reached. An actor may step twice for each step of its critics.
 _GONE_AFTER_UNPASSED = 4
 NEVER = 1 << 62
 # After this many steps of other optimizers, those passed to watch() are considered unused.

@@ -158,7 +158,7 @@ def _check_skip_code() -> bool:
 
 
 def _create_cuda_check(*names: str) -> Callable[[], bool]:
-    """Return a check that torch has these functions. It passes in a build without CUDA."""
+    """Return a check that torch has these functions. The check passes in a build without CUDA."""
 
     def has_functions() -> bool:
         import torch

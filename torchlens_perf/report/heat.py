@@ -33,7 +33,7 @@ def build_heat_map(
       population, minus 1. It is null if the rank, or all other ranks, have no comparable work in
       the window.
     - `slow`: pairs of first step and end step of the rank's straggler episodes; the end is null if
-      it is still slow.
+      the rank is still slow.
     - `tags`: for each window, other activity of any rank in it.
     """
     if windows is None or any(each.own and each.own.is_hidden for each in findings.usual):

@@ -1,7 +1,7 @@
 """Adapters of w.log_to() for common loggers. This module imports none of these loggers.
 
-Step figures must not change the step number of the user's own rows. For loggers where a new row
-would do so, the figures become part of the user's next row.
+Step figures must not change the step number of the user's own rows. If a new row in a logger would
+change that number, the figures become part of the user's next row.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _MIN_INTERVAL_S = 1.0
-_MIN_IDLE_RATIO = 100.0  # Between updates, relative to an update's duration.
+_MIN_IDLE_RATIO = 100.0  # Pause between updates, relative to an update's duration.
 _FIRST_S = 2.0  # Longest wait for the first results once there are steps.
 TOO_MANY = "a job with so many ranks is shown when it is asked for, not live"
 

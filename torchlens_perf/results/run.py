@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Run(ResultMethods):
-    """Results of a run directory. Reading changes nothing in it."""
+    """Results of a run directory. Reading changes nothing in the directory."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         """Raise RunStoreError for a folder that is not a run directory."""

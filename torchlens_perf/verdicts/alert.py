@@ -79,7 +79,7 @@ class AlertBuilder:
     ) -> Alert:
         """Return the alert on a straggler.
 
-        group: the same straggler, as find_straggler_groups() returned it last.
+        group: the straggler's group that find_straggler_groups() returned last.
         """
         if self.diagnosed is not None:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))

@@ -114,7 +114,8 @@ class FindingLog:
     ) -> None:
         """Start a log, or resume the log of an earlier sidecar of the node.
 
-        saved, findings: state of the earlier sidecar, which has already raised alerts on it.
+        saved, findings: state of the earlier sidecar, which has already raised alerts on these
+        findings.
         """
         self._run_id = run_id
         self.records = FindingRecords() if saved is None else saved
@@ -147,11 +148,11 @@ class FindingLog:
         findings, hang: the present state of the job. unix_ns: the present time.
         at_step: the furthest step in progress; None if no process runs. last_step: the newest
         finished step.
-        judge: "" if this node judges all ranks. Its name if it judges only its own ranks, because
-        node 0 cannot be reached. `judge` is None if another node judges, which ends all findings
-        here.
-        verdicts: other verdicts that hold now, such as an imbalance. The finding of such a verdict
-        ends after a minute without it.
+        judge: "" if this node judges all ranks; the name of this node if it judges only its own
+        ranks, because node 0 cannot be reached. `judge` is None if another node judges, which ends
+        all findings here.
+        verdicts: other verdicts that hold now, such as an imbalance. A finding on one of them ends
+        after a minute without its verdict.
         context: returns the report's values that sentences need. diagnosed: returns the diagnosis
         of a straggler. context() and diagnosed() are called only when a straggler is reported.
         """

@@ -224,8 +224,8 @@ class NodeState:
     def save(self, run: RunDirectory, *, durably: bool = False) -> None:
         """Replace the node's file.
 
-        durably: sync the file, which then survives a power failure. Raises OSError, for example if
-        the disk is full.
+        durably: True to sync the file, so that its content survives a power failure. Raises
+        OSError, for example if the disk is full.
         """
         path = run.node_state_path(self.host)
         partial = path.with_suffix(".partial")

@@ -18,7 +18,7 @@ def build_slow_link_verdict(
 ) -> JudgedVerdict | None:
     """Return the verdict on slow links; None if no link is slow.
 
-    ranks: statistics of the ranks. The verdict's cost is a share of these ranks' steps.
+    ranks: statistics of the ranks. The verdict's cost is a share of the steps of `ranks`.
     """
     if not found.links:
         return None

@@ -461,7 +461,7 @@ def _group_indexes_by_value(
 def _sender_and_receiver(
     rank: int, operation: CollectiveName, group: GroupKey
 ) -> tuple[int, int] | None:
-    """Return sender and receiver; None if it is not a message or its peer is not known."""
+    """Return sender and receiver; None if the operation is no message or its peer is not known."""
     if operation.operation not in ("send", "recv") or not group.ranks:
         return None
     peer = group.global_rank(operation.peer)

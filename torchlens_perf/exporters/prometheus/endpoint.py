@@ -69,7 +69,7 @@ class MetricsServer:
 
         - answer: callback on the server's thread that renders /metrics for an Accept header.
         - request_timeout_s: time limit for receiving all headers.
-        - answer_timeout_s: time limit for sending the response. The default is that of Prometheus.
+        - answer_timeout_s: time limit for sending the response. The default is Prometheus's.
         """
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)

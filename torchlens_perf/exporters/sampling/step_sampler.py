@@ -159,8 +159,8 @@ class StepSampler:
     ) -> TracedStep | bool | None:  # fmt: skip
         """Decide about one candidate.
 
-        Return False if the step exceeds the budget or has no records. Return None if it cannot be
-        decided yet.
+        Return False if the step exceeds the budget or has no records. Return None if the candidate
+        cannot be decided yet.
         """
         if not spans:
             return False

@@ -3,7 +3,7 @@
 Names are read only where this has no side effects: from dictionaries of modules and objects, from
 the source line that calls watch(), and since Python 3.12 from local variables of running functions.
 In Python 3.11, reading a running function's locals writes them into a dictionary that the function
-may use. A model in a local variable is then named after its class.
+may use. In this version, a model in a local variable is named after its class.
 """
 
 from __future__ import annotations

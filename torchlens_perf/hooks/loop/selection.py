@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 MAX_MODULES = 128
 _AUTO_LEVELS = 2
 # Attributes in which wrappers store the wrapped module. Names shown to the user leave them out.
-# DDP's "module" is only left out around the whole model, because users have such attributes.
+# DDP's "module" is only left out around the whole model, because users' own modules have attributes
+# of this name.
 _WRAPPED_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 

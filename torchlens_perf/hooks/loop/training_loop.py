@@ -70,7 +70,8 @@ class _GradientSample:
         return id(gradient), gradient._version, torch_private.get_local_shard(gradient)._version
 
     def compare_gradient(self, *, ended: bool) -> None:
-        """Compare the gradient with the last call. Called when a backward pass begins or ends."""
+        """Compare the gradient with its state at the last call. Called when a backward pass begins
+        or ends."""
         now = self._read_gradient_version()
         if now != self._last_gradient:
             self._last_gradient = now
@@ -164,7 +165,7 @@ class TrainingLoop:
         self._evaluations = EvaluationRule()
         self._accumulation = AccumulationCounter(session.thread)
         self._trained = TrainedModels()
-        # Optimizers that have stepped, by id. The id of a deleted one may be reused.
+        # Optimizers that have stepped, by id. The id of a deleted optimizer may be reused.
         self._optimizers: dict[int, _SteppedOptimizer] = {}
         # Optimizers created in the watch, by id, with the value of self._count at that time.
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}

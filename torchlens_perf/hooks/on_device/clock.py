@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.hooks.on_device.events import AcceleratorEvents
 
-# Maximum number of events in use and in the pool. Each takes a few hundred bytes of host memory.
+# Maximum number of events in use and in the pool. Each event needs a few hundred bytes of host
+# memory.
 MAX_EVENTS = 32768
 # Maximum number of device times kept for span(). The oldest times are dropped.
 MAX_TIMES = 2 * MAX_EVENTS
@@ -139,7 +140,8 @@ class EventClock:
         return self._events.current_stream()
 
     def mark(self, only_on: Hashable | None = None) -> int | None:
-        """Record a mark on the current stream. Return None, and count it, if that is impossible.
+        """Record a mark on the current stream. Return None, and count the missing mark, if that is
+        impossible.
 
         only_on: the only stream on which a mark is recorded. Any other current stream is added to
         `passed_over`, without a mark or a count.

@@ -95,7 +95,7 @@ class CudaDevice:
     def all_ranks_agree(self, group: Any, *, able: bool) -> bool:
         """Return True if all ranks are able to merge.
 
-        Called only at the start of a watch, because this waits and creates the communicator.
+        Called only at the start of a watch, because the call waits and creates the communicator.
         """
         import torch
         import torch.distributed as dist

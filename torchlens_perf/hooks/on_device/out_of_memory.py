@@ -1,8 +1,8 @@
 """Write a table of the memory in use before torch raises an out-of-memory error.
 
 torch calls an observer on the thread that requested memory. torch cannot remove an observer, so
-each process attaches one that does nothing outside of a watch. torch's error is raised unchanged.
-User code may catch it. cuDNN catches it and tries a smaller workspace.
+each process attaches one that does nothing outside of a watch. torch's error is raised unchanged,
+and user code may catch the error. cuDNN catches it and tries a smaller workspace.
 """
 
 from __future__ import annotations

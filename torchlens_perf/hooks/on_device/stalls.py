@@ -33,7 +33,7 @@ SpanMarked = Callable[[int, int, int, int], None]
 
 
 class StallMarker:
-    """Marker of device waits of the training thread, or autograd's in a backward pass.
+    """Marker of device waits of the training thread, or of autograd's thread in a backward pass.
 
     Methods must be called with the GIL.
     """

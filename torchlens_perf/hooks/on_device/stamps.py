@@ -266,7 +266,7 @@ class SessionStamper:
     def _count_untimed_section(self, name: str) -> None:
         """Count a section that was entered before the ring was created.
 
-        The ring is not created inside a step: this takes a second and ends a capture.
+        The ring is not created inside a step: creating it takes a second and would abort a capture.
         """
         if self._is_unavailable:
             return
@@ -280,7 +280,8 @@ class SessionStamper:
             )
 
     def _create_ring_at_step_end(self) -> None:
-        """Create the ring at a step's end if possible. This counts as overhead of the step."""
+        """Create the ring at a step's end if possible. The creation counts as overhead of the
+        step."""
         step = self._session.recorder.step
         if (
             self._is_unavailable

@@ -185,9 +185,9 @@ class MetricHistory:
         """Return a rank's usual signals before a step; None if the time before it is too short.
 
         The usual value is the better quartile over the ranges of time. For rare events, which occur
-        in bursts, it is the mean. A mean of other signals would include slow steps, because the
-        first slow step may have been detected too late. The first range of time is left out,
-        because it contains the job's start.
+        in bursts, the usual value is the mean. A mean of other signals would include slow steps,
+        because the first slow step may have been detected too late. The first range of time is left
+        out, because it contains the job's start.
         """
         inside = [slot for slot in self._slots if slot.last_step < step][1:]
         at = self._index.get(rank)

@@ -2,8 +2,8 @@
 
 A cause that takes time must explain a share of the rank's excess. The explained share is the
 additional time of the cause's signal, compared with other ranks, divided by the excess. Link errors
-and similar signals take no measurable time. Such signals are reported if only this rank has them.
-Without a cause, the diagnosis lists the checks, because a guess would mislead.
+and similar signals take no measurable time. Such signals are reported if only the slow rank has
+them. Without a cause, the diagnosis lists the checks, because a guess would mislead.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _check_cpu_shortage(case: _SlowRankCase) -> list[Cause]:
     if neighbours is None:
         action = "see what else runs on its CPUs, how many threads it has, and how it is pinned."
         return [Cause("no_cpu", waited, action, explains, evidence)]
-    # This load is not compared with that of other ranks, which may have as much but wait less.
+    # This load is not compared with that of other ranks, which may have as much load but wait less.
     if neighbours >= _MIN_NEIGHBOURS:
         who = case.details.get("neighbour")
         text = (
@@ -392,7 +392,7 @@ _ERRORS = {
         "look at the cable and port (perfquery, ibdiagnet)",
     ),
 }
-# Smaller rates of these errors are usual. All other errors are reported at any rate.
+# Smaller rates of these errors are usual. All other errors are reported even if they are rare.
 _MIN_ERRORS = {
     "pcie_replays_per_s": 1.0,
     "nvlink_errors_per_s": 1 / 60,

@@ -73,8 +73,8 @@ class SuspectSearch:
         """Prepare the excess of all ranks.
 
         with_workload: by rank, the first step of open episodes whose excess includes the effect of
-        a larger workload. step_ns: usual duration of a step. running_ns: this duration without the
-        time in which ranks lacked a CPU.
+        a larger workload. step_ns: usual duration of a step. running_ns: usual duration of a step
+        without the time in which ranks lacked a CPU.
         """
         self._window = window
         self._present = present
@@ -154,8 +154,8 @@ class SuspectSearch:
         ):
             return []
         # Intervals above zero detect intermittent slowness. However, if a rank was always slightly
-        # slower, such intervals begin early and dilute a new excess. Therefore, also search for
-        # intervals above half of the smallest excess worth naming.
+        # slower, intervals above zero begin early and dilute a new excess. Therefore, also search
+        # for intervals above half of the smallest excess worth naming.
         candidates = [
             each
             for level in (0.0, min_ns / 2)
@@ -260,7 +260,7 @@ class SuspectSearch:
     def _weight_by_host_share(self, factor: float) -> float:
         """Return the factor if ranks are compared by host times only, and 1 without host times.
 
-        If only a share of their times is host time, return a value in between.
+        If only a share of their times is host time, return a value between 1 and the factor.
         """
         return 1 + (factor - 1) * self._hosts_share
 

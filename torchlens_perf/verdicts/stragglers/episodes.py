@@ -142,8 +142,9 @@ def measure_episode(
         excess_ns=excess_ns,
         phase_excess_ns=phase_excess_ns,
         # The step ends with the slowest rank. The cost is the time by which the step would end
-        # earlier without this rank. The same time for a healthy rank is noise, and is subtracted.
-        # The cost never exceeds the excess, which excludes waits because the rank lacks a CPU.
+        # earlier without this rank. The time gained without a healthy rank is noise, and is
+        # subtracted. The cost never exceeds the excess, which excludes waits because the rank lacks
+        # a CPU.
         cost_ns=min(
             _gain_without_last_ns(_work_and_cpu_wait_ns(window, np.append(others, index), at)),
             max(0.0, excess_ns),
@@ -184,8 +185,9 @@ def compute_shared_cost_ns(
 ) -> float:
     """Return the mean time by which the rows `keys` would have ended earlier without several ranks.
 
-    The same time for as many healthy ranks is noise, and is subtracted. together, others: positions
-    of the slow and of the healthy ranks in `window`. Rows with a single stall are ignored.
+    The time gained without as many healthy ranks is noise, and is subtracted. together, others:
+    positions of the slow and of the healthy ranks in `window`. Rows with a single stall are
+    ignored.
     """
     own = _work_and_cpu_wait_ns(window, np.append(others, together), keys % window.columns)
     theirs, own = own[len(others) :].max(axis=0), own[: len(others)]
@@ -201,7 +203,7 @@ def compute_shared_cost_ns(
 def _work_and_cpu_wait_ns(
     window: SlidingWindow, ranks: npt.NDArray[np.int64], at: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
-    """Return work plus the time without a CPU: [ranks, rows]. Other ranks wait for both."""
+    """Return work plus the time without a CPU, the times for which others wait: [ranks, rows]."""
     place = np.ix_(ranks, at)
     return window.own_ns[place] + np.nan_to_num(window.no_cpu_ns[place])
 
@@ -221,8 +223,8 @@ def _is_host_bound(
 def _gain_without_last_ns(own: npt.NDArray[np.float32]) -> float:
     """Return the mean time by which rows would end earlier without the last rank in `own`.
 
-    The median of the same time for the other ranks is subtracted. own: times of [ranks or groups of
-    ranks, rows].
+    The median of the times gained without one of the other ranks is subtracted. own: times of
+    [ranks or groups of ranks, rows].
     """
     last, columns = own.argmax(axis=0), np.arange(own.shape[1])
     largest = own[last, columns]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # The largest number of intervals that are tested for each rank at one time.
 _MAX_INTERVALS = 256
-# Rows are clipped at this many standard deviations. A single row can therefore not decide.
+# Rows are clipped at this many standard deviations, so a single row cannot make a rank slow.
 CLIP = 4.0
 # The probability that a test of all ranks of a healthy job names a rank, see detection_threshold().
 FALSE_ALARMS = 1e-4
@@ -36,7 +36,7 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
     if ranks < 2:
         return np.full(values.shape, np.nan, values.dtype)
     # Element i of the other ranks' sorted values is element i of all sorted values. If the rank's
-    # own value is sorted before it, it is element i + 1.
+    # own value is sorted before that element, use element i + 1 instead.
     order = values.argsort(axis=0, kind="stable")
     ascending, position = np.take_along_axis(values, order, 0), order.argsort(axis=0)
     lower, upper = (ranks - 2) // 2, (ranks - 1) // 2
@@ -202,7 +202,7 @@ def subtract_workload_effect(
     The arguments and the result have the shape [ranks, rows]. The explained part is a linear fit
     over all ranks and rows. The explained part is subtracted only if this reduces the excess. If a
     rank has had clearly more workload in at least the newest `min_rows` rows, its excess is kept,
-    because this is reported. Rows with an unknown workload (NaN) are not changed.
+    because the larger workload is reported. Rows with an unknown workload (NaN) are not changed.
     """
     known = np.isfinite(workload).all(axis=0)
     if known.sum() < max(min_rows // 4, known.size / 2):

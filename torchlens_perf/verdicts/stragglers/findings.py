@@ -155,7 +155,7 @@ class Findings:
         return tuple(each for each in self.episodes if each.is_over)
 
     def with_episodes(self, episodes: Iterable[Episode], **changed: Any) -> Findings:
-        """Return the findings with other episodes. Open and costly episodes are sorted first."""
+        """Return a copy with these episodes. Open and costly episodes are sorted first."""
         in_order = tuple(sorted(episodes, key=lambda episode: (episode.is_over, -episode.cost_ns)))
         return dataclasses.replace(self, episodes=in_order, **changed)
 

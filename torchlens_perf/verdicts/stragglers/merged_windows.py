@@ -54,7 +54,7 @@ MIN_WINDOWS, QUIET_WINDOWS = 3, 2
 GAP = "gap"
 # If more than one in this many ranks is an outlier, the ranks are assumed to do different work.
 _RANKS_PER_OUTLIER = 4
-# Number of newest windows that are kept, to measure episodes and to check those of the detector.
+# Number of newest windows that are kept, to measure episodes and to check the detector's episodes.
 _KEPT = 64
 _ROW_OF_PART = {
     "forward": StepPart.FORWARD, "recompute": StepPart.RECOMPUTE, "backward": StepPart.BACKWARD,
@@ -63,7 +63,7 @@ _ROW_OF_PART = {
 }  # fmt: skip
 # A rank that is slow in at least this share of the steps is visible in medians.
 _SEEN_SHARE = 0.6
-# These constants have the same values in rank_scores on the device.
+# The kernel rank_scores uses the same values of these constants.
 _ROBUST_DEVIATION, _MIN_SPREAD = 1.4826, 0.01
 
 
@@ -236,9 +236,9 @@ def combine_with_windows(
     """Return the detector's findings, combined with those from merged windows.
 
     Slow ranks that only the windows show are added if the detector does not compare all ranks of
-    the job. If it compares all ranks, the episodes of such ranks are `unconfirmed`. The detector's
-    episodes that the windows should show but do not show are `disputed`. places: placements of the
-    ranks that the detector knows.
+    the job. If the detector compares all ranks, the episodes of ranks that only the windows show
+    are `unconfirmed`. The detector's episodes that the windows should show but do not show are
+    `disputed`. places: placements of the ranks that the detector knows.
     """
     if windows.seen < MIN_WINDOWS or _do_different_work(places):
         return findings

@@ -6,12 +6,12 @@ the host needs `issue` to issue the work, the device needs `busy` to execute it,
 begins the part `lag` after the host. The device then ends the part after the longer of `busy` and
 `issue - lag`.
 
-The critical rank is the rank for which all other ranks wait. Only on this rank, the device's clock
-shows the own time. Any other rank waits in a collective while its host issues more work. This wait
-increases its lag, and the lag hides the host's time in later parts. The own time of all ranks is
-therefore computed with the lag of the critical rank: max(busy, issue - lag of the critical rank).
-If devices are the bottleneck, this lag is long and the device's time counts. If hosts are the
-bottleneck, the lag is short and the host's time counts.
+The critical rank is the rank for which all other ranks wait. Only on the critical rank, the
+device's clock shows the own time. Any other rank waits in a collective while its host issues more
+work. This wait increases its lag, and the lag hides the host's time in later parts. The own time of
+all ranks is therefore computed with the lag of the critical rank: max(busy, issue - lag of the
+critical rank). If devices are the bottleneck, this lag is long and the device's time counts. If
+hosts are the bottleneck, the lag is short and the host's time counts.
 
 If both host and device need much time in one part, for example for kernels after host code, this
 maximum is too small. Without its larger lag, the rank would need more time, at most the difference

@@ -69,13 +69,13 @@ class Population:
             self._pending.append(block)
 
     def end_rank(self, rank: int) -> None:
-        """Mark a rank as ended. The other ranks are then judged without waiting for it."""
+        """Mark a rank as ended. Judging no longer waits for its rows."""
         self._ended.add(rank)
 
     def judge(self, *, final: bool = False) -> None:
         """Judge the new rows that all ranks have, in order.
 
-        final: True if the run has ended. The last rows are then judged as well.
+        final: True if the run has ended, so that the last rows are judged as well.
         """
         for chunk in self._pending_chunks():
             self._put_in_window(chunk)
@@ -138,7 +138,7 @@ class Population:
             self._judge_rows_before(window, end)
         if final and frontier > self._judged:
             self._judge_rows_before(window, frontier + 1)
-        # These times are only reported, so computing them once for each call is enough.
+        # Usual times are only reported, so computing them once for each call is enough.
         if self._judged > before and self._recent is not None:
             self.work_ns = float(fast_median(window.own_ns[self._recent].ravel(), 0))
             self.own = window.mean_own_time(self._recent)
@@ -291,5 +291,5 @@ class Population:
             return dict.fromkeys(ranks)
         cost_ns = compute_shared_cost_ns(window, present[slow], present[~slow], keys)
         # As in measure_episode(), a cost never exceeds the excess: the job may also wait because a
-        # rank lacks a CPU, but that is not part of its excess.
+        # rank lacks a CPU, but this wait is not part of the rank's excess.
         return dict.fromkeys(ranks, min(cost_ns, max(each.excess_ns for each in together)))

@@ -61,8 +61,8 @@ class EarlierEpisodes:
         before = self._open.pop(episode.rank, None)
         if before is None:
             return
-        # If the rank was healthy between the two episodes, there were too few steps to detect that.
-        # The episodes are then merged.
+        # If the rank was healthy between the two episodes, there were too few steps to detect that,
+        # so the episodes are merged.
         gap = episode.judged_from_step - before.last_step
         if gap < _steps_until_named_again(before, compared) or episode.judged_from_step <= (
             self._few_rows_step or -1

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 # If a rank ends at most this many rows before the other ranks, it counts as ended with them.
 ENDED_ROWS = 4
-# A rank that is more than this many rows behind the others is missing, and judging does not wait.
+# A rank that is more than this many rows behind the others counts as missing, and judging does not
+# wait for it.
 LATE_ROWS = 64
 _MANY_RANKS = 4096
 # Own times are computed for at most this many rows at once, to limit the memory for many ranks.
@@ -113,7 +114,7 @@ class _NarrowBins:
         )
 
     def merge(self, later: _NarrowBins) -> _NarrowBins:
-        """Return the rows of both. If both have the same row, use the one of `later`."""
+        """Return the rows of `self` and `later`. Rows of `later` replace equal keys in `self`."""
         known = np.isin(self.rank << _KEY_BITS | self.key, later.rank << _KEY_BITS | later.key)
         self = self.select(~known) if known.any() else self
         values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
@@ -249,7 +250,7 @@ class SlidingWindow:
     def with_more_ranks(self, ranks: npt.NDArray[np.int64]) -> SlidingWindow:
         grown = SlidingWindow(ranks, self.width)
         if grown.columns != self.columns:
-            # With many ranks, a window has fewer columns. The new window then starts empty.
+            # With many ranks, a window has fewer columns, and the new window starts empty.
             return grown
         at = np.searchsorted(ranks, self.ranks)
         if self._has_host_times:

@@ -182,8 +182,8 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
-        # The host waits for the device in some steps, for example to print a loss. The device's
-        # step is then as long as usual.
+        # The host waits for the device in some steps, for example to print a loss. In such a step,
+        # the device takes as long as usual.
         classes = [each for each in classes if each["kinds"]]
     worth = [
         each
@@ -461,8 +461,8 @@ _WAITS = (
 def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) -> list[TimeShare]:
     """Return host code as two parts: the section that takes most of its time, and the rest.
 
-    A small rest is left out. For nested sections, the innermost section that takes most of the time
-    is named. Parts other than host code are returned unchanged.
+    A small remaining part is left out. For nested sections, the innermost section that takes most
+    of the time is named. Parts other than host code are returned unchanged.
     """
     whole_s = sum(step["parts"].get("host", 0.0) for step in _collect_typical_steps(report)) / len(
         _collect_typical_steps(report)

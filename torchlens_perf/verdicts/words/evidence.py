@@ -23,7 +23,7 @@ SLOW_COMMUNICATION = "slow_communication"
 
 
 class StragglerEvidence(Struct, frozen=True):
-    """Evidence on ranks that are slow now. Seconds are per step. Except for `others_work_s`, they
+    """Evidence on ranks that are slow now. Seconds are per step. All times except `others_work_s`
     are those of the slowest rank."""
 
     cause: str = field(name="class")
@@ -293,7 +293,8 @@ OVER = "_ended"
 NOT_COMPUTING_KINDS = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
 """Kinds of verdicts that something other than computing limits the step."""
 
-# The types of evidence that each kind of verdict can have. The JSON schema is built from this.
+# The types of evidence that each kind of verdict can have. The JSON schema is built from this
+# mapping.
 EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "straggler": (StragglerEvidence,),
     "straggler_transient": (PastStragglerEvidence,),

@@ -38,8 +38,8 @@ def build_run_part_verdict(
     """Return a verdict on what limited the steps in range(since_step, until_step).
 
     until_step: None if the newest steps are still limited. use: the limit, with its time per step
-    in this part of the run. rest_s: its time per step in the rest of the run. everywhere: True if
-    that time was measured in all of the rest.
+    in this part of the run. rest_s: the limit's time per step in the rest of the run. everywhere:
+    True if rest_s was measured in all of the rest.
     """
     share = use.seconds / step_s
     takes = f"{format_percent(share)} ({format_duration(use.seconds)}) of a step of {format_duration(step_s)}"
@@ -103,7 +103,7 @@ def build_ended_hang_verdict(
 def build_ended_verdict(
     kind: str, text: str, ranks: Sequence[int], since_step: int | None
 ) -> JudgedVerdict:
-    """Return a verdict on a finding that has ended. text: the newest sentence on it."""
+    """Return a verdict on a finding that has ended. text: the newest sentence on the finding."""
     evidence = PastEvidence(tuple(ranks), None, None, {})
     return make_verdict(
         f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {text}", evidence

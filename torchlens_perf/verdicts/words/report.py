@@ -18,7 +18,7 @@ from torchlens_perf.verdicts.words.report_memory import Memory
 
 
 class Distribution(TypedDict):
-    """Quantiles and mean of durations. All are None without durations.
+    """Quantiles and mean of durations. All fields are None without durations.
 
     Quantiles have an error of at most 1.1 %.
     """
@@ -91,7 +91,7 @@ class StepClasses(TypedDict):
     """Classes of steps with a similar duration, as means over the ranks.
 
     Each step after the warm-up is in one class: `alike`, or one of `long` and `short`. The counts
-    of all classes add up to the number of these steps, and their times add up to total_s.
+    of all classes add up to the number of steps after the warm-up, and their times to total_s.
     """
 
     total_s: float

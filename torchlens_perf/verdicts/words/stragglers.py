@@ -277,7 +277,7 @@ def _build_verdict_on_group(
 def _describe_causes(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
     """Return the causes as sentences and as a short text.
 
-    Without causes, both list the checks. lacks_cpu: see SlowRankContext.
+    Without causes, both texts list the checks. lacks_cpu: see SlowRankContext.
     """
     diagnosis = straggler.diagnosis
     if diagnosis is None:
