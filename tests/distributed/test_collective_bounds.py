@@ -182,7 +182,7 @@ def ring(job: Job, watching: Watching) -> None:
 def watches_that_begin_at_different_calls(job: Job, watching: Watching) -> None:
     """Start the watch on rank r after the first r rounds of every form.
 
-    The numbers of each rank continue from the backend's count of operations.
+    On each rank, sequence numbers continue the backend's count of operations.
     """
     with watching() if job.rank == 0 else nullcontext():
         every_form(job)

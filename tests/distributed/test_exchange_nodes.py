@@ -327,7 +327,9 @@ class TestProcesses:
         assert n0.lines[-1]["notes"] == []
 
     @pytest.mark.long
-    def test_nodes_continue_and_close_after_the_job_is_killed(self, stack: ExitStack) -> None:
+    def test_nodes_continue_without_the_store_and_close_without_node_0(
+        self, stack: ExitStack
+    ) -> None:
         """The job's store ended with the job."""
         store, port = host_a_store(stack)
         n0, n1 = (Node(stack, ("127.0.0.1", port), rank, []) for rank in range(2))

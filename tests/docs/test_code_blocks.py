@@ -476,7 +476,7 @@ def test_documented_commands_succeed_in_bash(
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=lambda each: each.place)
-def test_other_blocks_are_checked_or_have_a_source(block: Block) -> None:
+def test_blocks_that_are_not_executed_are_checked_or_have_a_reason(block: Block) -> None:
     """Rules for Prometheus may use only exported metrics.
 
     The listing of a run directory is checked by another test.

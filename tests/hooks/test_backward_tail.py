@@ -94,7 +94,7 @@ def test_backward_pass_of_a_single_process_has_no_tail(tmp_path: Path) -> None:
 
 
 class Output:
-    """A model output whose tensors are not found by a search of its attributes."""
+    """A model output of a plain class, in whose attributes no tensors are searched."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits

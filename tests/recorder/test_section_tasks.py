@@ -128,7 +128,7 @@ def test_section_may_set_the_first_context_variable_of_a_thread(tmp_path: Path) 
 
 
 def test_section_that_ends_in_another_context_is_counted_as_lost(rig: Rig) -> None:
-    """The record of the enclosing span is counted as lost too."""
+    """The enclosing section is still recorded."""
 
     def parts() -> Iterator[None]:
         with rig.implementation.section("part"):

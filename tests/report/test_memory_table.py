@@ -368,13 +368,13 @@ SMALL = [live_row("", ["train.py:3 <module>"], GB, 5, GB, None)]
         (
             {**SHARE, "free_bytes": 38 * GB},
             None,
-            "the process's share of the device is full, but the device is not: 50%",
+            "the process's share of it is full: 50%",
         ),
         ({**SHARE, "free_bytes": GB}, None, "look for other processes"),
         (
             {**SHARE, "free_bytes": 38 * GB, "table": FRAGMENTED},
             None,
-            "the process's share of the device is full",
+            "the process's share of it is full",
         ),
         (BRIEF, None, "see oom/rank00000-3.json; use a smaller batch"),
         (BRIEF, GROWTH, "grown by 8.0 MB a step over steps 10 to 90"),

@@ -15,7 +15,7 @@ from torchlens_perf.top.pace import (
     draw_curve,
     estimate_time_left_s,
     format_time_left,
-    step_times,
+    window_median_step_s,
 )
 
 
@@ -99,14 +99,14 @@ def test_pace_line_has_steps_rate_and_current_step_time(tmp_path: Path) -> None:
     words, seen, now_s = (
         describe_pace(report, None),
         describe_pace(report, 0.25),
-        step_times(report)[-1],
+        window_median_step_s(report)[-1],
     )
 
-    assert step_times(report)[0] == pytest.approx(0.21, rel=0.1)
+    assert window_median_step_s(report)[0] == pytest.approx(0.21, rel=0.1)
     assert now_s == pytest.approx(0.3, rel=0.1)
     assert words[:3] == [
         "128 steps",
-        f"{1 / step_times(report)[-1]:.3g} steps/s",
-        f"now {format_duration(step_times(report)[-1])}",
+        f"{1 / window_median_step_s(report)[-1]:.3g} steps/s",
+        f"now {format_duration(window_median_step_s(report)[-1])}",
     ]
     assert seen[1:3] == ["4 steps/s", "now 250 ms"]

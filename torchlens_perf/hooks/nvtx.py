@@ -57,7 +57,7 @@ class NvtxHook:
             step[0] = domain.start_range(attributes[0])
 
         try:
-            with session.run_each_step(self.name, begin_next_range):
+            with session.running_each_step(self.name, begin_next_range):
                 yield
         finally:
             # In a forked child the recorder is closed and the range belongs to the parent process.

@@ -47,6 +47,8 @@ class SectionHook:
         register_with_dynamo()
         # Try again at the end of each step, because the job may import Dynamo later.
         with (
-            nullcontext() if _registered else session.run_each_step(self.name, register_with_dynamo)
+            nullcontext()
+            if _registered
+            else session.running_each_step(self.name, register_with_dynamo)
         ):
             yield

@@ -35,7 +35,9 @@ class TagHook:
             attached.enter_context(self._observe_garbage_collections(session))
             attached.enter_context(self._time_saves(session))
             attached.enter_context(
-                session.run_each_step("watching torch.compile", _create_compilation_tagger(session))
+                session.running_each_step(
+                    "watching torch.compile", _create_compilation_tagger(session)
+                )
             )
             yield
 

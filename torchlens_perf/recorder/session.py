@@ -91,9 +91,11 @@ class Session:
         """See RankMetadata.publish()."""
         self.metadata.publish(**news)
 
-    def run_each_step(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
+    def running_each_step(
+        self, name: str, work: Callable[[], object]
+    ) -> AbstractContextManager[None]:
         """See StepCallbacks.run_each_step()."""
-        return self.step_callbacks.run_each_step(name, work)
+        return self.step_callbacks.running_each_step(name, work)
 
     def run_throttled(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
         """See StepCallbacks.run_throttled()."""

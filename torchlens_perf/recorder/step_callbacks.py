@@ -33,7 +33,7 @@ class StepCallbacks:
         self._throttled.pop(work, None)
 
     @contextmanager
-    def run_each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+    def running_each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
         """Run `work` at the end of each step while the context is active."""
         self.add(name, work)
         try:

@@ -24,7 +24,8 @@ class _TurnCounter:
     """Finds optimizers that step exactly once per turn of the loop. A turn begins with the step of
     the first optimizer.
 
-    An optimizer that steps in every second turn, or twice per turn, does not end a turn.
+    An optimizer that steps in every second turn, or twice per turn, is excluded: its step cannot
+    mark the end of a turn.
     """
 
     def __init__(self, optimizers: int) -> None:

@@ -84,7 +84,7 @@ def _has_live_sidecar(path: Path) -> bool:
 
 
 def start_draining(but: str = "") -> bool:
-    """Start the drain program if there are dead runs, and return True if there are.
+    """Start a program that reads the rings of dead runs. Return False without dead runs.
 
     The program exports nothing, because the OTEL_* variables are meant for another job.
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import format_coverage, format_duration
 from torchlens_perf.run.verdicts import format_overhead
-from torchlens_perf.top.pace import describe_pace, draw_curve, step_times
+from torchlens_perf.top.pace import describe_pace, draw_curve, window_median_step_s
 from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.text import (
     Terminal,
@@ -208,7 +208,7 @@ def pace_lines(view: View, width: int, height: int) -> list[Text]:
     assert view.report is not None
     words, values = (
         join_fitting(describe_pace(view.report, view.seen_s), max(1, width - 4)),
-        step_times(view.report),
+        window_median_step_s(view.report),
     )
     first = draw_rule(words, width)
     if len(values) < 2:

@@ -34,7 +34,11 @@ def describe_pace(report: Report, seen_s: float | None) -> list[str]:
 
     A hanging or ended run has no rate. seen_s: from SeenSteps.
     """
-    steps, total, windows_s = report["steps"], report["run"]["total_steps"], step_times(report)
+    steps, total, windows_s = (
+        report["steps"],
+        report["run"]["total_steps"],
+        window_median_step_s(report),
+    )
     made = max(
         (rank["last_step"] + 1 for rank in report["ranks"] if rank["last_step"] is not None),
         default=0,
@@ -63,7 +67,7 @@ def describe_pace(report: Report, seen_s: float | None) -> list[str]:
     return [*words, *["device clock"] * (steps["by"] == DEVICE)]
 
 
-def step_times(report: Report) -> Sequence[float]:
+def window_median_step_s(report: Report) -> Sequence[float]:
     """Return step times in windows of consecutive steps, oldest first."""
     return report["history"]["median_s"] if report["history"] is not None else ()
 

@@ -305,7 +305,7 @@ def test_group_without_known_members_is_joined_by_the_ranks_seen() -> None:
     assert sum(each.unmatched_records for each in join.join_counts().values()) == 2
 
 
-def test_group_is_joined_once_its_members_are_published() -> None:
+def test_records_before_a_group_is_published_are_not_counted_for_the_group() -> None:
     """Earlier records are not mixed with those of the known group."""
     join = CollectiveJoin()
     for sequence, groups in ((0, {}), (1, world(3))):

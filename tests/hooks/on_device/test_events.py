@@ -36,7 +36,7 @@ class Cuda:
 
 
 @pytest.mark.parametrize("handles", [True, False])
-def test_equal_cuda_streams_are_stored_as_one_object(
+def test_current_streams_are_equal_by_value_and_created_once_per_handle(
     monkeypatch: pytest.MonkeyPatch, handles: bool
 ) -> None:
     """Streams are compared by value, or by their handles if torch returns them."""

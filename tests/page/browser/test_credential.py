@@ -61,7 +61,7 @@ def neighbour() -> Iterator[Neighbour]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    # A run can have only one sidecar at a time, so each process simulates its own run.
+    # Sidecars of runs with one name exclude each other, so each test process has its own name.
     made = folder / f"made-{os.getpid()}"
     command = ["simulate", "--ranks", "2", "--steps", "96", "--out", str(made), "--quiet"]
     subprocess.run(

@@ -246,7 +246,7 @@ class TestPlaces:
         }
         assert find_listen_addresses(Endpoints(None, None, "head:7")) == (["10.0.0.9", "::"], 7)
 
-    def test_no_endpoints_without_a_store_or_configured_address(self, tmp_path: Path) -> None:
+    def test_endpoints_come_from_the_store_or_the_setting(self, tmp_path: Path) -> None:
         """With `exchange` off, there are no endpoints either."""
         assert Endpoints.from_setting(None, "auto", tmp_path) is None
         assert Endpoints.from_setting(None, "grpcs://?certs=/tls", tmp_path) is None

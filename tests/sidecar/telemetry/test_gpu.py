@@ -306,7 +306,7 @@ def test_library_is_initialised_again_after_a_driver_reload(
     )
 
 
-def test_xids_are_counted_per_gpu_without_waiting(rig: Rig) -> None:
+def test_xids_are_counted_per_gpu_and_at_most_64_per_sample(rig: Rig) -> None:
     """XIDs of GPUs that are not sampled do not count."""
     rig.nvml.gpus = [dict(HOPPER) for _ in range(3)]
     rig.nvml.write()

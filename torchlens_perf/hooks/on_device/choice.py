@@ -122,7 +122,7 @@ class GpuIdentityHook:
             if self._publish_gpus(session):
                 session.step_callbacks.remove(publish_once)
 
-        with session.run_each_step(self.name, publish_once):
+        with session.running_each_step(self.name, publish_once):
             yield
 
     def _publish_gpus(self, session: Session) -> bool:

@@ -44,7 +44,7 @@ class MemoryHook:
         if has_cuda_devices():
             session.publish(memory_source="device allocator, peak")
             with (
-                session.run_each_step(self.name, _AllocatorReader(session).record_if_due),
+                session.running_each_step(self.name, _AllocatorReader(session).record_if_due),
                 ExitStack() as attached,
             ):
                 self._attach_out_of_memory_hook(session, attached)

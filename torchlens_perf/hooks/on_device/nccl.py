@@ -167,7 +167,7 @@ class NcclHook:
                 ExitStack() as sampling,
             ):
                 if self._every > 1:
-                    sampling.enter_context(session.run_each_step(self.name, switch_plugin))
+                    sampling.enter_context(session.running_each_step(self.name, switch_plugin))
                     self._note_if_multi_rank(
                         session, f"NCCL's kernels are timed in one step of {self._every}"
                     )
@@ -303,7 +303,7 @@ def _time_by_events(session: Session) -> Iterator[None]:
         yield
         return
     events = CollectiveEvents(session)
-    with session.run_each_step("device times of collectives", events.report_known_times):
+    with session.running_each_step("device times of collectives", events.report_known_times):
         session.clocks.set_collective_listener(events.store_marks)
         try:
             yield

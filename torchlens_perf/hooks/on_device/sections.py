@@ -77,7 +77,7 @@ class DeviceTimesHook:
                 ' with computation; device_times="on" records them anyway'
             )
         try:
-            with session.run_each_step(self.name, lambda: self._handle_step_end(session)):
+            with session.running_each_step(self.name, lambda: self._handle_step_end(session)):
                 yield
         finally:
             self._stop_marking(session)

@@ -57,7 +57,7 @@ class DeviceSectionHook:
                 stamper.prepare_ring()
         device_sections.set_stamper(stamper)
         try:
-            with session.run_each_step(self.name, stamper.update_at_step_end):
+            with session.running_each_step(self.name, stamper.update_at_step_end):
                 yield
         finally:
             device_sections.set_stamper(None)

@@ -828,7 +828,7 @@ def _action_on_long_steps(long: LongSteps) -> str:
             f"see what the loader does at {at}: a new epoch starts new workers unless"
             " persistent_workers=True."
         ),
-        "communication": f"find the rank that does other work at {at}.",
+        "communication": f"find the rank that does work at {at} which other ranks do not do.",
         "host": (
             f"see what the loop does at {at} (logging, an epoch's end): wrap parts in"
             " perf.section()."

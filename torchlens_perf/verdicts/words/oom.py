@@ -163,9 +163,9 @@ def build_next_action(oom: OutOfMemory, growth: MemoryGrowth | None) -> str:
         return _describe_growth(growth)
     if _has_memory_fraction(oom) and oom["free_bytes"] >= asked:
         return (
-            "the process's share of the device is full, but the device is not:"
+            "the device has free memory, but the process's share of it is full:"
             f" {format_percent(limit / device_bytes)} (torch.cuda.set_per_process_memory_fraction); raise"
-            " it, or take a smaller batch."
+            " the share, or use a smaller batch."
         )
     if asked >= _ONE_REQUEST_SHARE * limit:
         where = f" at {oom['stack'][0]}" if oom["stack"] else ""
