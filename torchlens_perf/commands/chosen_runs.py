@@ -12,7 +12,8 @@ from torchlens_perf.errors import RunStoreError
 def find_newest_run() -> Path:
     """Return the newest run in the default folder. Raise RunStoreError if it has no runs."""
     folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
-    runs = [run for run in _find_runs_below(folder) if not run.is_symlink()]
+    compared = [run for each in folder.glob("compare-*") for run in _find_runs_below(each)]
+    runs = [run for run in (*_find_runs_below(folder), *compared) if not run.is_symlink()]
     if not runs:
         raise RunStoreError(
             f"no run in {folder}: record one with `torchlens-perf run train.py`, or name one,"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.commands.chosen_runs import find_newest_run, find_runs
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, printable
@@ -88,7 +89,7 @@ def _print_table(found: Rows) -> None:
         Column(name, [_to_cell(value) for value in column], Quantity.NUMBER)
         for name, column in zip(found.names, values, strict=True)
     ]
-    table = Table("query", f"{len(found.rows):,} rows", columns, first=_SHOWN_ROWS)
+    table = Table("query", format_count(len(found.rows), "row"), columns, first=_SHOWN_ROWS)
     print_lines(lambda width: table_lines(table, width, _SHOWN_ROWS), sys.stdout)
 
 

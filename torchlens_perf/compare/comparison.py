@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _WORTH = 0.005
 MARGIN = 0.02
 """A change below this share of the step counts as no change."""
-ONE_RUN_SPREAD = 0.05
+ONE_RUN_SPREAD = 0.1
 """Assumed standard deviation between runs, as a share, for a side with a single run.
 
 The share of the step that waits for a CPU is added, since other programs vary from run to run.

@@ -30,6 +30,13 @@ def build_headline(compared: Comparison) -> Headline:
     """Return the result for the typical step, with the parts and details that changed with it."""
     step = compared.changes[STEP]
     status, severity = _choose_status(compared, step)
+    sentences = [_describe_step(step), _describe_changes(compared, step)]
+    if step.outcome is not Outcome.CHANGED:
+        # The status is then about the parts and details.
+        sentences.reverse()
+    if min(len(compared.before), len(compared.after)) == 1:
+        sentences.append("A side has one run: how much runs differ is assumed, not measured.")
+    sentences = [each for each in sentences if each]
     return Headline(
         kind="comparison",
         status=status,
@@ -40,7 +47,7 @@ def build_headline(compared: Comparison) -> Headline:
         ),
         cost_s_per_step=None,
         cost_share=None,
-        sentence=f"{_describe_step(step)} {_describe_changes(compared, step)}".rstrip(),
+        sentence=" ".join(sentences),
         cause="",
         action=_suggest_action(compared, step),
         command=_suggest_command(compared, step),
@@ -76,17 +83,17 @@ def _describe_changes(compared: Comparison, step: Change) -> str:
     """Return sentences on the parts and details that changed most; "" if none changed."""
     parts = [
         f"{measure.name} {_format_signed(change.difference, measure)}"
-        for measure, change in compared.list_changed(Kind.PART, Kind.MEMORY)[:_MAX_NAMED]
+        for measure, change in compared.list_changed(Kind.PART)[:_MAX_NAMED]
     ]
     details = [
         f"{measure.kind.value} {measure.name} {_format_signed(change.difference, measure)}"
-        for measure, change in compared.list_changed(*DETAILS)[:_MAX_NAMED]
+        for measure, change in compared.list_changed(*DETAILS, Kind.MEMORY)[:_MAX_NAMED]
     ]
     begin = "Changed parts"
     if step.outcome is Outcome.CHANGED:
         begin = f"Parts of {_format_signed(step.difference, STEP)}"
     sentences = [f"{begin}: {', '.join(parts)}."] if parts else []
-    sentences += [f"Largest changes inside: {', '.join(details)}."] if details else []
+    sentences += [f"Largest other changes: {', '.join(details)}."] if details else []
     return sanitize_line(" ".join(sentences))
 
 
@@ -121,7 +128,7 @@ def build_tables(compared: Comparison) -> list[Table]:
         unknown = sum(compared.changes[each].outcome is Outcome.UNKNOWN for each in details)
         note = (
             f"{len(details)} modules, sections and collectives compared: {len(changed)} changed,"
-            f" {unknown} cannot be told from noise."
+            f" {unknown} cannot be told from noise, {len(details) - len(changed) - unknown} same."
         )
         found[-1] = _with_note(found[-1], note)
     return found
@@ -133,6 +140,12 @@ def _with_note(table: Table, note: str) -> Table:
 
 def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Measure]) -> Table:
     changes = [compared.changes[each] for each in rows]
+    times = (
+        max(each.before, each.after)
+        for of, each in zip(rows, changes, strict=True)
+        if of.kind is not Kind.MEMORY
+    )
+    unit_s = max(times, default=0.0)
     slower = (
         at for at, each in enumerate(changes)
         if each.outcome is Outcome.CHANGED and each.difference > 0
@@ -142,9 +155,12 @@ def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Meas
         Column(
             "before",
             [_format_value(each.before, of) for of, each in zip(rows, changes, strict=True)],
+            unit_of=unit_s,
         ),
         Column(
-            "after", [_format_value(each.after, of) for of, each in zip(rows, changes, strict=True)]
+            "after",
+            [_format_value(each.after, of) for of, each in zip(rows, changes, strict=True)],
+            unit_of=unit_s,
         ),
         Column("change", [format_signed_share(each.share) for each in changes], Quantity.NUMBER),
         Column(
@@ -197,7 +213,9 @@ def format_signed_share(share: float) -> str:
 
 
 def _format_interval(change: Change) -> str:
-    return f"{format_signed_share(change.low / change.before)} to {format_signed_share(change.high / change.before)}"
+    # No time falls by more than all of it.
+    low = max(-1.0, change.low / change.before)
+    return f"{format_signed_share(low)} to {format_signed_share(change.high / change.before)}"
 
 
 def throughput_text(compared: Comparison) -> str:

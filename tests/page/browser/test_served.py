@@ -194,7 +194,7 @@ def test_capture_button_sends_the_request_and_shows_results(tab: Tab, live: Live
     tab.page.fill("input[name=ranks]", "77")
     tab.page.get_by_role("button", name="Profile", exact=True).click()
     tab.until(
-        "document.querySelector('#capture-status .problem')?.textContent.includes('no rank 77')"
+        "document.querySelector('#capture-status .problem')?.textContent.includes('rank 77 does not run')"
     )
 
 
