@@ -28,8 +28,7 @@ from torchlens_perf.compare.comparison import (
     build_comparison,
     read_compared_run,
 )
-from torchlens_perf.compare.measures import STEP, Kind
-from torchlens_perf.compare.screens import DETAILS
+from torchlens_perf.compare.measures import DETAILS, STEP, Kind
 
 STEPS, BATCH, SIDE, DRAWS = 100, 8, 5, 100
 CLEAN, FAULTS = "clean", ("forward", "backward", "data", "loss")
@@ -148,7 +147,7 @@ def judge(folder: Path) -> None:
             (generator.sample(clean, SIDE), generator.sample(faulty, SIDE)) for _ in range(DRAWS)
         ]
         found = [build_comparison(*each) for each in drawn]
-        hits = sum(each.step.outcome is Outcome.CHANGED for each in found if each.step)
+        hits = sum(each.step.outcome is Outcome.CHANGED for each in found)
         parts, details = (
             Counter(
                 changed[0][0].name if (changed := each.list_changed(*kinds)) else "none"
@@ -156,7 +155,7 @@ def judge(folder: Path) -> None:
             )
             for kinds in ((Kind.PART,), DETAILS)
         )
-        share = statistics.median(each.step.share for each in found if each.step)
+        share = statistics.median(each.step.share for each in found)
         print(f"{fault}: step {share:+.1%}, step changed in {hits} of {DRAWS}; first changed part")
         print(f"    {dict(parts)}, first changed module or section {dict(details)}")
         for name, rule in RULES.items():
@@ -171,7 +170,7 @@ def _false(found: Sequence[Comparison]) -> str:
 
 
 def _step_words(found: Sequence[Comparison]) -> str:
-    steps = [each.step for each in found if each.step]
+    steps = [each.step for each in found]
     detectable = statistics.median(each.detectable / each.before for each in steps)
     outcomes = Counter(each.outcome.value for each in steps)
     return f"smallest detectable change of the step {detectable:.1%}, outcomes {dict(outcomes)}"

@@ -210,15 +210,12 @@ def choose_exit_code(budgets: Mapping[str, float], compared: Comparison) -> tupl
     upper bound of its interval must not exceed the budget; otherwise the result is UNKNOWN.
     """
     from torchlens_perf.compare.changes import Outcome
-    from torchlens_perf.compare.measures import STEP, Kind, Measure
+    from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure
 
+    named = {"step": STEP, "memory": PEAK_MEMORY}
     exceeded, unknown = [], []
     for name, budget in budgets.items():
-        kind = Kind.MEMORY if name == "memory" else Kind.PART
-        measure = (
-            STEP if name == "step" else Measure(kind, "peak memory" if name == "memory" else name)
-        )
-        change = compared.changes.get(measure)
+        change = compared.changes.get(named.get(name, Measure(Kind.PART, name)))
         if change is None:
             unknown.append(f"{name} was not measured both before and after")
         elif change.outcome is Outcome.CHANGED and change.share > budget:

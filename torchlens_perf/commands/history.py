@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.commands.chosen_runs import find_runs
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError, printable
-from torchlens_perf.run.installation import build_install_command
+from torchlens_perf.errors import printable
+from torchlens_perf.run.installation import require_packages
 
 if TYPE_CHECKING:
     from torchlens_perf.compare.history import History
@@ -33,10 +32,7 @@ def add_command(commands: Any) -> None:
 
 
 def _run_history(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("ruptures") is None:
-        raise ConfigError(
-            f"history needs ruptures, not installed here: {build_install_command('history')}"
-        )
+    require_packages("history", ["ruptures"], "history")
     from torchlens_perf.compare.history import read_history
 
     with Progress("reading the runs", quiet=options.quiet) as progress:

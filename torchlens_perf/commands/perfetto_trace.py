@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
 import sys
 from typing import TYPE_CHECKING
 
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError, printable
-from torchlens_perf.run.installation import build_install_command
+from torchlens_perf.errors import printable
+from torchlens_perf.run.installation import require_packages
+from torchlens_perf.run.rank_ranges import parse_ranges
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 
 def add_arguments(report: argparse.ArgumentParser) -> None:
     trace = report.add_argument_group("with --perfetto")
-    trace.add_argument("--ranks", type=_parse_numbers, help="ranks to write, such as 0,3,8-15")
+    trace.add_argument("--ranks", type=_parse_ranks, help="ranks to write, such as 0,3,8-15")
     trace.add_argument("--steps", type=_parse_range, help="first and last step, such as 100-200")
     trace.add_argument(
         "--limit-mb", type=float, help="size of the file, which limits the steps; default: 50"
     )
 
 
-def _parse_numbers(text: str) -> list[int]:
-    found: list[int] = []
-    for each in text.split(","):
-        first, last = _parse_range(each)
-        found += range(first, last + 1)
-    return found
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    try:
+        ranks = parse_ranges(text)
+    except ValueError:
+        ranks = ()
+    if not ranks:
+        raise argparse.ArgumentTypeError(f"invalid ranks {text!r}: expected 5, 0-3 or 0,5")
+    return ranks
 
 
 def _parse_range(text: str) -> tuple[int, int]:
@@ -42,10 +44,7 @@ def _parse_range(text: str) -> tuple[int, int]:
 
 def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> None:
     """Write the trace and print what it contains. Raise ConfigError or RunStoreError."""
-    if importlib.util.find_spec("perfetto") is None:
-        raise ConfigError(
-            f"--perfetto needs perfetto, not installed here: {build_install_command('perfetto')}"
-        )
+    require_packages("--perfetto", ["perfetto"], "perfetto")
     from torchlens_perf.timeline.export import DEFAULT_LIMIT_BYTES, write_trace
 
     limit = options.limit_mb * 1e6 if options.limit_mb else DEFAULT_LIMIT_BYTES

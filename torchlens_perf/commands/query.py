@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.commands.chosen_runs import find_newest_run, find_runs
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.errors import printable
 from torchlens_perf.run.directory import TABLES
-from torchlens_perf.run.installation import build_install_command
+from torchlens_perf.run.installation import require_packages
 
 if TYPE_CHECKING:
     from torchlens_perf.query.engine import Rows
@@ -43,10 +42,7 @@ def add_command(commands: Any) -> None:
 
 
 def _run_query(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("duckdb") is None:
-        raise ConfigError(
-            f"query needs duckdb, not installed here: {build_install_command('query')}"
-        )
+    require_packages("query", ["duckdb"], "query")
     from torchlens_perf.query.engine import run_query
 
     notes: list[str] = []

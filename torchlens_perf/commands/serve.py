@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, printable
-from torchlens_perf.run.installation import build_install_command
+from torchlens_perf.run.installation import require_packages
 
 _NEEDS = ("starlette", "uvicorn", "anyio")
 
@@ -48,11 +47,7 @@ def add_command(commands: Any) -> None:
 
 def run_serve(options: argparse.Namespace) -> int:
     """Run the server until Ctrl-C, then return 0. Raises ConfigError or RunStoreError."""
-    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"serve needs {' and '.join(missing)}, not installed here: {build_install_command('serve')}"
-        )
+    require_packages("serve", _NEEDS, "serve")
     from torchlens_perf.serve import server as servers
     from torchlens_perf.serve.app import Server
     from torchlens_perf.serve.run_list import find_runs

@@ -31,7 +31,7 @@ _MIN_SPREAD = 0.001
 # With fewer permutations, none is rare enough for a false alarm rate of 5 %.
 _MIN_PERMUTATIONS = 40
 _MAX_PERMUTATIONS = 1000
-_SIMULATED = 4000
+_SIMULATED = 256_000
 # A change that is this many standard errors above the critical value is found in 4 of 5 cases.
 _POWER_80 = 0.9
 
@@ -66,7 +66,7 @@ class Change:
     @property
     def share(self) -> float:
         """The difference as a share of the value before."""
-        return self.difference / self.before if self.before else math.inf
+        return self.difference / self.before
 
 
 def find_changes(
@@ -89,10 +89,11 @@ def find_changes(
     values = np.concatenate([before, after])
     noise = np.nan_to_num(np.concatenate([noise_before, noise_after]))
     runs = len(before)
-    critical = _critical_value(values, noise, assumed, runs, false_alarms)
+    smallest = _MIN_SPREAD * np.abs(values).mean(axis=0) / math.sqrt(runs)
+    critical = _critical_value(values, noise, assumed, smallest, runs, false_alarms)
     actual = (np.arange(len(values)) < runs)[None, :]
     difference, error = (each[0] for each in _difference_and_error(values, noise, assumed, actual))
-    error = np.maximum(error, _MIN_SPREAD * np.abs(values).mean(axis=0) / math.sqrt(runs))
+    error = np.maximum(error, smallest)
     low, high = difference - critical * error, difference + critical * error
     detectable = np.maximum((critical + _POWER_80) * error, worth)
     found = []
@@ -141,25 +142,31 @@ def _difference_and_error(
 
 
 def _critical_value(
-    values: Floats, noise: Floats, assumed: Floats, runs: int, false_alarms: float
+    values: Floats,
+    noise: Floats,
+    assumed: Floats,
+    smallest: Floats,
+    runs: int,
+    false_alarms: float,
 ) -> float:
     """Return the largest statistic that equal sides exceed with probability `false_alarms`.
 
-    Residuals are permuted, so a true change of one measure does not hide those of others.
+    smallest: by measure, the smallest standard error that counts. Residuals are permuted, so a true
+    change of one measure does not hide those of others.
     """
+    # The rate of false alarms of each measure, if the measures are independent.
+    of_one = 1 - (1 - false_alarms) ** (1 / values.shape[1])
     if math.comb(len(values), runs) < _MIN_PERMUTATIONS or min(runs, len(values) - runs) < 2:
-        return _simulated_critical_value(runs, len(values) - runs, values.shape[1], false_alarms)
+        return _simulated_critical_value(runs, len(values) - runs, of_one)
     residuals = np.concatenate([
         (side - side.mean(axis=0)) * math.sqrt(len(side) / (len(side) - 1))
         for side in (values[:runs], values[runs:])
     ])  # fmt: skip
     assignments = _assignments(len(values), runs)
     difference, error = _difference_and_error(residuals, noise, assumed, assignments)
-    smallest = np.maximum(error, _MIN_SPREAD * np.abs(values).mean(axis=0) / math.sqrt(runs))
-    largest = np.max(np.abs(difference) / smallest, axis=1)
+    largest = np.max(np.abs(difference) / np.maximum(error, smallest), axis=1)
     # Where noise within the runs is larger than between them, residuals are too small to count.
-    independent = 1 - (1 - false_alarms) ** (1 / values.shape[1])
-    known_variance = statistics.NormalDist().inv_cdf(1 - independent / 2)
+    known_variance = statistics.NormalDist().inv_cdf(1 - of_one / 2)
     return max(known_variance, float(np.quantile(largest, 1 - false_alarms, method="higher")))
 
 
@@ -175,17 +182,15 @@ def _assignments(total: int, chosen: int) -> npt.NDArray[np.bool_]:
     return is_before
 
 
-def _simulated_critical_value(before: int, after: int, measures: int, false_alarms: float) -> float:
-    """Return the critical value for independent measures with normal noise.
+def _simulated_critical_value(before: int, after: int, false_alarms: float) -> float:
+    """Return the critical value of one measure with normal noise.
 
     The variance of a side with one run is assumed and not estimated.
     """
     generator = np.random.default_rng(0)
-    share = 1 - (1 - false_alarms) ** (1 / max(1, measures))
-    draws = 64 * _SIMULATED
-    difference = generator.standard_normal(draws) * math.sqrt(1 / before + 1 / after)
-    variance = np.zeros(draws)
+    difference = generator.standard_normal(_SIMULATED) * math.sqrt(1 / before + 1 / after)
+    variance = np.zeros(_SIMULATED)
     for runs in (before, after):
-        scale = generator.chisquare(runs - 1, draws) / (runs - 1) if runs > 1 else 1.0
+        scale = generator.chisquare(runs - 1, _SIMULATED) / (runs - 1) if runs > 1 else 1.0
         variance += scale / runs
-    return float(np.quantile(np.abs(difference) / np.sqrt(variance), 1 - share))
+    return float(np.quantile(np.abs(difference) / np.sqrt(variance), 1 - false_alarms))

@@ -11,7 +11,7 @@ import numpy as np
 from torchlens_perf.compare.changes import FALSE_ALARMS, Change, Outcome, find_changes
 from torchlens_perf.compare.measures import (
     CONTENTION,
-    MEAN_STEP,
+    DETAILS,
     STEP,
     Kind,
     Measure,
@@ -43,7 +43,6 @@ The share of the step that waits for a CPU is added, since other programs vary f
 """
 # Between runs, some time moves from one part or module to another: this share of the step.
 _SHIFTED_SHARE = 0.1
-_MAIN = (Kind.STEP, Kind.PART, Kind.MEMORY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +86,9 @@ class Comparison:
     notes: Sequence[str]
 
     @property
-    def step(self) -> Change | None:
-        """Change of the typical step; None if a run has none."""
-        return self.changes.get(STEP)
+    def step(self) -> Change:
+        """Change of the typical step, which every compared run has."""
+        return self.changes[STEP]
 
     def list_changed(self, *kinds: Kind) -> list[tuple[Measure, Change]]:
         """Return the changed measures of these kinds, the largest difference first."""
@@ -137,13 +136,13 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
     found: dict[Measure, Change] = {}
     # The step and its parts are one family of tests, all details another. Each gets half of the
     # false alarms, so many modules do not hide a change of the step.
-    for family in (True, False):
-        chosen = [each for each in common if (each.kind in _MAIN) is family]
+    for is_detail in (False, True):
+        chosen = [each for each in common if (each.kind in DETAILS) is is_detail]
         if chosen:
             found |= zip(chosen, _changes(chosen, before, after), strict=True)
     notes = describe_differences(before[0].report, after[0].report)
     notes += [note for run in (*before, *after) for note in run.notes]
-    assumed = ONE_RUN_SPREAD + max(run.contention_share for run in (*before, *after))
+    assumed = _assume_spread((*before, *after))
     for name, side in (("before", before), ("after", after)):
         if len(side) == 1:
             notes.append(
@@ -158,6 +157,11 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
         [each for each in after[0].values if not _has_all(each, before)],
         notes,
     )
+
+
+def _assume_spread(runs: Sequence[ComparedRun]) -> float:
+    """Return the assumed standard deviation between runs, as a share, for a side with one run."""
+    return ONE_RUN_SPREAD + max(run.contention_share for run in runs)
 
 
 def _has_all(measure: Measure, runs: Sequence[ComparedRun]) -> bool:
@@ -179,8 +183,7 @@ def _changes(
     of_step = np.array([each.kind is not Kind.COLLECTIVE for each in chosen]) & is_time
     mean = values_before.mean(axis=0)
     scale = np.where(of_step, step_s, mean)
-    busy = max(run.contention_share for run in (*before, *after))
-    spread = ONE_RUN_SPREAD + busy
+    spread = _assume_spread((*before, *after))
     largest = np.concatenate([values_before, values_after]).max(axis=0)
     assumed = spread * (largest + np.where(of_step, _SHIFTED_SHARE * step_s, 0.0))
     assumed[~is_time] = _WORTH * mean[~is_time]
@@ -198,14 +201,3 @@ def _changes(
         MARGIN * scale,
         FALSE_ALARMS / 2,
     )
-
-
-__all__ = [
-    "MEAN_STEP",
-    "STEP",
-    "ComparedRun",
-    "Comparison",
-    "build_comparison",
-    "compare_runs",
-    "read_compared_run",
-]

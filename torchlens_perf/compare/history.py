@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MIN_RUNS = 4
 """Fewest runs on each side of a change."""
+MIN_COMPARED = 2 * MIN_RUNS
+"""With fewer runs, no changes are looked for."""
 # A penalty in units of the variance between neighbouring runs, as in a Bayesian criterion.
 _PENALTY = 3.0
 
@@ -65,14 +67,14 @@ def read_history(
             notes.append(str(error))
         advanced(number, len(paths))
     runs.sort(key=lambda run: run.report["run"]["started"] or "")
-    if len(runs) < 2 * MIN_RUNS:
-        notes.append(f"{len(runs)} runs: changes are looked for from {2 * MIN_RUNS} runs on")
+    if len(runs) < MIN_COMPARED:
+        notes.append(f"{len(runs)} runs: changes are looked for from {MIN_COMPARED} runs on")
     return History(runs, find_history_changes(runs), notes)
 
 
 def find_history_changes(runs: Sequence[ComparedRun]) -> list[HistoryChange]:
     """Return the changes of the typical step, the oldest first."""
-    if len(runs) < 2 * MIN_RUNS:
+    if len(runs) < MIN_COMPARED:
         return []
     places = [0, *_find_places(np.array([run.values[STEP] for run in runs])), len(runs)]
     while len(places) > 2:
@@ -82,14 +84,14 @@ def find_history_changes(runs: Sequence[ComparedRun]) -> list[HistoryChange]:
         ]
         doubtful = [
             at for at, each in enumerate(compared)
-            if each.step is None or each.step.outcome is not Outcome.CHANGED
+            if each.step.outcome is not Outcome.CHANGED
         ]  # fmt: skip
         if not doubtful:
             return [
                 HistoryChange(runs[at], each)
                 for at, each in zip(places[1:-1], compared, strict=True)
             ]
-        # Without the least certain place, its neighbours are compared over more runs.
+        # Without this place, its neighbours are compared over more runs.
         del places[doubtful[0] + 1]
     return []
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.analysis.statistics.quantities import format_duration
-from torchlens_perf.compare.history import History, HistoryChange
-from torchlens_perf.compare.measures import STEP, Kind, Measure
-from torchlens_perf.compare.screens import format_signed_share
+from torchlens_perf.analysis.statistics.quantities import format_change, format_duration
+from torchlens_perf.compare.history import MIN_COMPARED, History, HistoryChange
+from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure
 from torchlens_perf.page.document.html import build_static_document
 from torchlens_perf.page.document.write import write_page_file
 from torchlens_perf.view.headline import Headline
@@ -31,11 +30,11 @@ def build_headline(found: History) -> Headline:
             GOOD,
             f"No change of the step in {len(found.runs)} runs.",
         )
-        if any("are looked for" in note for note in found.notes):
+        if len(found.runs) < MIN_COMPARED:
             status, severity, sentence = "CANNOT SAY", NEUTRAL, "There are too few runs."
     else:
         newest = found.changes[-1]
-        step = newest.comparison.changes[STEP]
+        step = newest.comparison.step
         status, severity = ("SLOWER", BAD) if step.difference > 0 else ("FASTER", GOOD)
         sentence = _describe_change(newest)
     return Headline(
@@ -45,15 +44,15 @@ def build_headline(found: History) -> Headline:
 
 
 def _describe_change(change: HistoryChange) -> str:
-    step = change.comparison.changes[STEP]
+    step = change.comparison.step
     parts = [
-        f"{measure.name} {format_signed_share(part.difference / step.before)}"
+        f"{measure.name} {format_change(part.difference / step.before)}"
         for measure, part in change.comparison.list_changed(Kind.PART)[:2]
     ]
     of_step = f", of which {' and '.join(parts)} of the step" if parts else ""
     return (
         f"Since run {change.first.run.run_id}, a typical step takes {format_duration(step.after)} instead"
-        f" of {format_duration(step.before)}: {format_signed_share(step.share)}{of_step}."
+        f" of {format_duration(step.before)}: {format_change(step.share)}{of_step}."
     )
 
 
@@ -85,7 +84,7 @@ def build_run_table(found: History) -> Table:
         ),
         Column(
             "peak memory",
-            [run.values.get(Measure(Kind.MEMORY, "peak memory")) for run in runs],
+            [run.values.get(PEAK_MEMORY) for run in runs],
             Quantity.BYTES,
             optional=2,
         ),
@@ -115,9 +114,9 @@ def to_dictionary(found: History) -> dict[str, Any]:
         "changes": [
             {
                 "first_run": change.first.run.run_id,
-                "before_s": change.comparison.changes[STEP].before,
-                "after_s": change.comparison.changes[STEP].after,
-                "share": change.comparison.changes[STEP].share,
+                "before_s": change.comparison.step.before,
+                "after_s": change.comparison.step.after,
+                "share": change.comparison.step.share,
                 "sentence": _describe_change(change),
             }
             for change in found.changes

@@ -23,6 +23,10 @@ class Kind(enum.Enum):
     COLLECTIVE = "collective"
 
 
+DETAILS = (Kind.MODULE, Kind.SECTION, Kind.COLLECTIVE)
+"""Kinds inside a step. The other kinds describe the step as a whole."""
+
+
 class Measure(NamedTuple):
     """One value of a run: bytes for memory, otherwise seconds per typical step.
 
@@ -36,6 +40,7 @@ class Measure(NamedTuple):
 STEP = Measure(Kind.STEP, "typical step")
 CONTENTION = Measure(Kind.PART, PARTS["cpu"].name)
 MEAN_STEP = Measure(Kind.STEP, "mean of all steps")
+PEAK_MEMORY = Measure(Kind.MEMORY, "peak memory")
 
 
 def collect_measures(report: Report) -> dict[Measure, float]:
@@ -47,7 +52,7 @@ def collect_measures(report: Report) -> dict[Measure, float]:
     parts = mean_parts(parts_by_rank(report).values())
     found |= {Measure(Kind.PART, PARTS[part].name): parts[part] for part in parts if parts[part]}
     peaks = [rank["memory"]["max_bytes"] for rank in report["ranks"]]
-    found[Measure(Kind.MEMORY, "peak memory")] = max((peak or 0 for peak in peaks), default=0)
+    found[PEAK_MEMORY] = max((peak or 0 for peak in peaks), default=0)
     for module in report["modules"]:
         own_s = module["device_own_s_per_step"]
         own_s = module["own_s_per_step"] if own_s is None else own_s

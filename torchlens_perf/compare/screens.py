@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_bytes,
+    format_change,
     format_duration,
     format_percent,
 )
 from torchlens_perf.compare.changes import Change, Outcome
 from torchlens_perf.compare.comparison import MARGIN, Comparison
-from torchlens_perf.compare.measures import MEAN_STEP, STEP, Kind, Measure
+from torchlens_perf.compare.measures import DETAILS, MEAN_STEP, STEP, Kind, Measure
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
@@ -20,15 +21,13 @@ from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DETAILS = (Kind.MODULE, Kind.SECTION, Kind.COLLECTIVE)
-_MAIN = (Kind.STEP, Kind.PART, Kind.MEMORY)
 _MAX_ROWS = 20
 _MAX_NAMED = 3
 
 
 def build_headline(compared: Comparison) -> Headline:
     """Return the result for the typical step, with the parts and details that changed with it."""
-    step = compared.changes[STEP]
+    step = compared.step
     status, severity = _choose_status(compared, step)
     sentences = [_describe_step(step), _describe_changes(compared, step)]
     if step.outcome is not Outcome.CHANGED:
@@ -65,7 +64,7 @@ def _choose_status(compared: Comparison, step: Change) -> tuple[str, str]:
 
 def _describe_step(step: Change) -> str:
     times = f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after"
-    found = f"{times}: {format_signed_share(step.share)} ({_format_interval(step)}, 95 %)."
+    found = f"{times}: {format_change(step.share)} ({_format_interval(step)}, 95 %)."
     if step.outcome is Outcome.UNKNOWN:
         return (
             f"{found} Noise may explain this. A change of {_detectable_share(step)} would be found."
@@ -115,7 +114,10 @@ def build_tables(compared: Comparison) -> list[Table]:
     """Return the table of the step and its parts, and the table of changed details."""
     found = [
         _build_table(
-            compared, "step", "Step", [each for each in compared.changes if each.kind in _MAIN]
+            compared,
+            "step",
+            "Step",
+            [each for each in compared.changes if each.kind not in DETAILS],
         )
     ]
     details = [each for each in compared.changes if each.kind in DETAILS]
@@ -130,12 +132,8 @@ def build_tables(compared: Comparison) -> list[Table]:
             f"{len(details)} modules, sections and collectives compared: {len(changed)} changed,"
             f" {unknown} cannot be told from noise, {len(details) - len(changed) - unknown} same."
         )
-        found[-1] = _with_note(found[-1], note)
+        found[-1] = dataclasses.replace(found[-1], note=note)
     return found
-
-
-def _with_note(table: Table, note: str) -> Table:
-    return Table(table.key, table.title, table.columns, table.slow, table.first, note, table.noun)
 
 
 def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Measure]) -> Table:
@@ -162,7 +160,7 @@ def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Meas
             [_format_value(each.after, of) for of, each in zip(rows, changes, strict=True)],
             unit_of=unit_s,
         ),
-        Column("change", [format_signed_share(each.share) for each in changes], Quantity.NUMBER),
+        Column("change", [each.share for each in changes], Quantity.CHANGE),
         Column(
             "95 % interval",
             [
@@ -189,7 +187,7 @@ def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Meas
 
 
 def _label_measure(measure: Measure) -> str:
-    return measure.name if measure.kind in _MAIN else f"{measure.kind.value} {measure.name}"
+    return f"{measure.kind.value} {measure.name}" if measure.kind in DETAILS else measure.name
 
 
 def _format_value(value: float, measure: Measure) -> float | str:
@@ -205,17 +203,10 @@ def _format_signed(value: float, measure: Measure) -> str:
     return f"{'+' if value >= 0 else '-'}{text}"
 
 
-def format_signed_share(share: float) -> str:
-    """Return a change as a signed percentage."""
-    if not math.isfinite(share):
-        return "new"
-    return f"{'+' if share >= 0 else '-'}{format_percent(abs(share))}"
-
-
 def _format_interval(change: Change) -> str:
     # No time falls by more than all of it.
     low = max(-1.0, change.low / change.before)
-    return f"{format_signed_share(low)} to {format_signed_share(change.high / change.before)}"
+    return f"{format_change(low)} to {format_change(change.high / change.before)}"
 
 
 def throughput_text(compared: Comparison) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from torchlens_perf.errors import ConfigError
 
 NAME = "torchlens-perf"
 
@@ -18,6 +22,19 @@ def build_install_command(extra: str = "", *, options: str = "") -> str:
     direct_url.json (PEP 610) names this source: a clone, a repository, an archive or an index.
     """
     return " ".join(["pip install", *filter(None, [options]), *_install_arguments(extra)])
+
+
+def require_packages(user: str, packages: Iterable[str], extra: str) -> None:
+    """Raise ConfigError with the pip command if a package is not installed.
+
+    user: the command or option that needs the packages of the extra.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{user} needs {' and '.join(missing)}, not installed here:"
+            f" {build_install_command(extra)}"
+        )
 
 
 def _install_arguments(extra: str) -> list[str]:

@@ -67,16 +67,19 @@ def render_page(path: str, version: str) -> RenderedPage:
     page = build_document(
         held, LivePageParts(version, parts, [static_address(STYLE, ROOT)], scripts)
     )
-    return RenderedPage(version, _compress(page), _compress(contents_as_json(held)), is_live)
+    return RenderedPage(
+        version, compress_text(page), compress_text(contents_as_json(held)), is_live
+    )
 
 
 def step_as_json(path: str, number: int) -> bytes:
     """Return StepTraces with one step, or none if it was not recorded, as compressed JSON."""
     step = gather_step(open_run(path), number)
-    return _compress(json.dumps(step, separators=(",", ":"), allow_nan=False))
+    return compress_text(json.dumps(step, separators=(",", ":"), allow_nan=False))
 
 
-def _compress(text: str) -> bytes:
+def compress_text(text: str) -> bytes:
+    """Return text as gzip content of a response."""
     return gzip.compress(text.encode("utf-8", "replace"), _GZIP_LEVEL)
 
 

@@ -228,9 +228,10 @@ def _write_events(
     for number, steps in enumerate(batches):
         records = source.read(steps) if number else records
         events = list(_build_rank_events(records, offset_of, tracks, source, steps, flows))
-        events.sort(key=lambda event: event.time_ns)
-        until_ns = events[-1].time_ns if events and number < len(batches) - 1 else None
-        due = [each for each in waiting if until_ns is None or each.time_ns <= until_ns]
+        due = waiting
+        if number < len(batches) - 1:
+            until_ns = max((event.time_ns for event in events), default=begin_ns)
+            due = [event for event in waiting if event.time_ns <= until_ns]
         waiting = waiting[len(due) :]
         events += due
         events.sort(key=lambda event: event.time_ns)
@@ -264,12 +265,10 @@ class _Tracks:
     ) -> int:
         if key not in self._tracks:
             process = self._find_or_add_process(key[0])
-            add = self._writer.add_counter if unit else None
-            self._tracks[key] = (
-                add(name, unit, process, order)
-                if add
-                else self._writer.add_track(name, process, order)
-            )
+            if unit:
+                self._tracks[key] = self._writer.add_counter(name, unit, process, order)
+            else:
+                self._tracks[key] = self._writer.add_track(name, process, order)
         return self._tracks[key]
 
     def _find_or_add_process(self, owner: int | str) -> int:

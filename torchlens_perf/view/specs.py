@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_bytes,
+    format_change,
     format_percent,
     format_rounded,
     printable,
@@ -118,7 +119,7 @@ class Column:
         if self.quantity is Quantity.SHARE:
             return format_percent(value)
         if self.quantity is Quantity.CHANGE:
-            return f"{'+' if value >= 0 else '-'}{format_percent(abs(value))}"
+            return format_change(value)
         if self.quantity is Quantity.BYTES:
             return format_bytes(value, "B")
         if self.quantity is Quantity.RATE:

@@ -19,6 +19,11 @@ def format_percent(share: float) -> str:
     return f"{share:.0%}" if abs(share) >= 0.1 else f"{share:.1%}"
 
 
+def format_change(share: float) -> str:
+    """Format a relative change with its sign, also of zero."""
+    return f"{'+' if share >= 0 else '-'}{format_percent(abs(share))}"
+
+
 def format_rounded(value: float) -> str:
     """Format a number with at least three significant digits and no exponent: "4,540", "19.4"."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
