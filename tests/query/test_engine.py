@@ -55,6 +55,15 @@ def test_text_and_csv_have_the_same_values(runs: Path, capsys: pytest.CaptureFix
     assert rows == [["rank", "steps"], ["0", "20"], ["1", "20"]]
 
 
+def test_value_that_is_not_finite_is_null_in_json(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["query", str(runs / "run-0"), "SELECT 'nan'::DOUBLE AS a, 1.5 AS b", "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out) == [{"a": None, "b": 1.5}]
+
+
 def test_damaged_file_is_left_out_with_a_line(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import decimal
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +51,8 @@ def _run_query(options: argparse.Namespace) -> int:
     with Progress("reading the runs", quiet=options.quiet):
         found = run_query(options.sql, _list_runs(options.runs), notes)
     if options.json:
-        rows = [dict(zip(found.names, row, strict=True)) for row in found.rows]
-        json.dump(rows, sys.stdout, indent=1, default=str)
+        rows = [dict(zip(found.names, map(_to_json, row), strict=True)) for row in found.rows]
+        json.dump(rows, sys.stdout, indent=1, default=str, allow_nan=False)
         print()
     elif options.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
@@ -87,6 +89,12 @@ def _print_table(found: Rows) -> None:
     ]
     table = Table("query", format_count(len(found.rows), "row"), columns, first=_SHOWN_ROWS)
     print_lines(lambda width: table_lines(table, width, _SHOWN_ROWS), sys.stdout)
+
+
+def _to_json(value: object) -> object:
+    """Return a value for JSON: decimals as floats, and null for NaN and infinity."""
+    value = float(value) if isinstance(value, decimal.Decimal) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _to_cell(value: object) -> float | int | str | None:
