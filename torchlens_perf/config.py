@@ -338,7 +338,7 @@ class Config:
             )
 
     def _check_exchange(self) -> None:
-        """Remove the token from the URL, so that the token is never written or shown."""
+        """Remove the token from the URL, which may be written and shown."""
         token = self._exchange_token
         if self.exchange not in ("auto", "off"):
             try:

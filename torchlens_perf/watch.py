@@ -621,9 +621,7 @@ def _withdraw_from_merging(
     error: BaseException | None,
     traceback: TracebackType | None,
 ) -> None:
-    """Withdraw from merging over ranks if the block fails, so that other ranks do not wait for this
-    one.
-    """
+    """Withdraw from merging if the block fails: other ranks must not wait for this one."""
     if isinstance(error, Exception):
         with guard("declining to merge with other ranks"):
             on_device.decline_configured_merging(config)

@@ -33,7 +33,7 @@ from torchlens_perf.verdicts.stragglers.findings import Findings
 
 
 def verdicts(findings: Findings) -> list[tuple[Any, ...]]:
-    """Return the content of each verdict, with rounded costs so that runs can be compared."""
+    """Return the content of each verdict. Costs are rounded, for comparisons of runs."""
     return [
         (e.rank, e.phase, e.since_step, e.until_step, e.named_step, round(e.excess_ns / 1e5))
         for e in findings.episodes

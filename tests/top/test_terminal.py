@@ -111,9 +111,7 @@ def test_screen_adapts_to_a_resized_terminal(planted: LiveSimulation) -> None:
     """The size changes while the program runs, to small and large sizes."""
 
     def is_drawn(shown: list[str], columns: int, lines: int, keys: str) -> bool:
-        """Return True if a screen of this size is complete, so that its first line has full
-        width.
-        """
+        """Return True if a screen of this size is complete: its first line has full width."""
         return len(shown) == lines and len(shown[0]) == columns and shown[-1].endswith(keys)
 
     with Tmux(120, 40) as terminal:

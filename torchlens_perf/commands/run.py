@@ -122,7 +122,7 @@ def environment_at_start() -> dict[str, str]:
 def _switch_recording_on(
     environment: dict[str, str], options: Sequence[str], *, quiet: bool
 ) -> None:
-    """Change the environment so that Python with these options records. quiet: no report."""
+    """Set the variables that make Python with these options record. quiet: no report."""
     if quiet:
         environment.setdefault(f"{config.ENVIRONMENT_PREFIX}REPORT", "quiet")
     try:

@@ -88,7 +88,7 @@ def view_tables(words: Any, slots: int, widths: Sequence[int]) -> list[Any]:
 
 
 def mantissa_bounds() -> npt.NDArray[np.uint64]:
-    """Return the sorted bounds of one octave, each shifted so that its highest set bit is bit 63.
+    """Return the sorted bounds of one octave, shifted until the highest set bit is bit 63.
 
     The kernel shifts a duration in the same way and compares it with the bounds. The bounds are
     rounded down, which does not change any comparison.

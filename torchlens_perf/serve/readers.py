@@ -1,4 +1,4 @@
-"""Reader processes, in which the server reads all files, so that a hanging disk cannot block it.
+"""Reader processes, in which the server reads all files: a hanging disk must not block the server.
 
 While the server listens, its own process accesses no run directory. A reader that does not answer
 in time is killed, and the caller receives an error. The number of readers is limited. Readers have

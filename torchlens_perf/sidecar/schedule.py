@@ -51,7 +51,7 @@ class Schedule:
             self._done_s["account"] = self._done_s["keep"] = float("-inf")
 
     def adapt_poll_interval(self, fullest: float) -> None:
-        """Adapt the poll interval, so that polls find the fullest ring one eighth full."""
+        """Adapt the poll interval: a poll should find the fullest ring one eighth full."""
         if fullest > 1 / 8:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:

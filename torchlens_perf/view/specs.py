@@ -59,9 +59,7 @@ class Column:
     help: str = ""
     """A sentence that explains the title, shown as a tooltip."""
     unit_of: float = 0.0
-    """A duration that sets the unit, so that related columns share one; 0: the largest value of
-    the column sets it.
-    """
+    """A duration that sets the unit of related columns; 0: the column's largest value sets it."""
     marks: Sequence[str] = ()
     """A prefix for each value: ">= " for a lower bound, "~ " for an estimate."""
 

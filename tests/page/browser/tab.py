@@ -95,7 +95,7 @@ class Tab:
         return self.page.locator(f"#{section}")
 
     def show_all(self) -> None:
-        """Scroll down the page, so that each chart is drawn."""
+        """Scroll down the page, because charts are drawn when they become visible."""
         for section in self.value(
             "[...document.querySelectorAll('main > section')].map(each => each.id)"
         ):

@@ -53,7 +53,7 @@ class TrainedModels:
         ]
 
     def _add_models(self, optimizer: Optimizer) -> None:
-        """Add the models of all optimizers at once, so that each gets a distinct name."""
+        """Add the models of all optimizers at once, which gives each a distinct name."""
         known = {id(module) for reference, _ in self._known if (module := reference()) is not None}
         trained = {
             id(p) for each in (optimizer, *find_living_optimizers()) for p in parameters_of(each)

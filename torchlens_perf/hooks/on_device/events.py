@@ -97,7 +97,7 @@ class CudaEvents(AcceleratorEvents):
         self._known: dict[int, Any] = {}
 
     def _create_idle_stream(self) -> Any:
-        """Return a stream of the highest priority, so that anchors do not wait for other work."""
+        """Return a stream of the highest priority, on which events do not wait for other work."""
         import torch
 
         return torch.cuda.Stream(self._index, priority=-1)

@@ -174,7 +174,7 @@ def contents_as_json(contents: PageContents) -> str:
 
 
 def escape_json(text: str) -> str:
-    """Escape angle brackets and ampersands, so that JSON text cannot end a script element."""
+    """Escape angle brackets and ampersands: JSON text must not end a script element."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

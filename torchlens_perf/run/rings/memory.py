@@ -1,4 +1,4 @@
-"""Allocate memory for a ring file, so that writes neither fail nor wait for a disk.
+"""Allocate memory for a ring file, to which writes neither fail nor wait for a disk.
 
 A write to a mapped file causes SIGBUS if the file system has no space for the page or has lost its
 disk. In shared memory (tmpfs), all pages are allocated when the file is created. If shared memory

@@ -1,5 +1,4 @@
-"""Merging of a detector's findings after a restart of the sidecar with those before the restart.
-Pure."""
+"""Merge the detector's findings from before and after a restart of the sidecar. Pure."""
 
 from __future__ import annotations
 
