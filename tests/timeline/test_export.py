@@ -43,6 +43,8 @@ class Decoded:
         """Track, start, end, name, category, and flows."""
         self.instants: list[tuple[int, str, dict[str, Any]]] = []
         self.counters: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        self.descriptors: list[Any] = []
+        """All track descriptors, in the order of the file."""
 
     def process_of(self, track: int) -> str:
         return self.names[self.parents[track]]
@@ -64,6 +66,7 @@ def decoded(path: Path) -> Decoded:
             categories[each.iid] = each.name
         if packet.HasField("track_descriptor"):
             track = packet.track_descriptor
+            found.descriptors.append(track)
             found.names[track.uuid] = track.name or track.process.process_name
             found.parents[track.uuid] = track.parent_uuid
         if not packet.HasField("track_event"):
@@ -114,6 +117,12 @@ def test_steps_and_ranks_are_tracks_in_order(trace: Decoded) -> None:
     processes = [name for track, name in trace.names.items() if not trace.parents[track]]
     ranks = [name for name in processes if name.startswith("rank ")]
     assert [name.split()[1] for name in ranks] == [str(rank) for rank in range(RANKS)]
+    # Perfetto sorts processes by their ranks only if the root comes first and asks for it.
+    root, *others = trace.descriptors
+    assert root.uuid == 0
+    assert root.process_ordering == pb.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
+    orders = [each.sibling_order_rank for each in others if each.process.process_name in ranks]
+    assert orders == sorted(set(orders))
 
 
 def test_spans_of_a_collective_are_connected_and_wait_for_the_slow_rank(trace: Decoded) -> None:

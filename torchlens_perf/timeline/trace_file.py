@@ -64,13 +64,17 @@ class TraceWriter:
         snapshot.clocks.add(clock_id=boot, timestamp=begin_ns)
         real = pb.BuiltinClock.BUILTIN_CLOCK_REALTIME
         snapshot.clocks.add(clock_id=real, timestamp=begin_ns)
+        # Perfetto reads the order of processes from the root, which comes before them.
+        root = self._trace.packet.add(trusted_packet_sequence_id=_SEQUENCE).track_descriptor
+        root.uuid = 0
+        root.process_ordering = pb.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
+        root.child_ordering = pb.TrackDescriptor.EXPLICIT
 
     def add_process(self, number: int, name: str, order: int) -> int:
         """Add a process, a group of tracks, and return the number of its track."""
         descriptor = self._add_descriptor()
         descriptor.process.pid = number
         descriptor.process.process_name = name
-        descriptor.process_ordering = pb.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
         descriptor.sibling_order_rank = order
         descriptor.child_ordering = pb.TrackDescriptor.EXPLICIT
         return int(descriptor.uuid)
