@@ -54,16 +54,18 @@ def decoded(path: Path) -> Decoded:
     """Decode a trace as Perfetto does: by interned names and a clock of differences."""
     trace = pb.Trace()
     trace.ParseFromString(path.read_bytes())
-    found, names, categories = Decoded(), dict[int, str](), dict[int, str]()
+    found = Decoded()
+    names, categories = dict[tuple[int, int], str](), dict[tuple[int, int], str]()
     opened: dict[int, list[tuple[int, str, str, tuple[int, ...]]]] = defaultdict(list)
-    now = 0
+    now: dict[int, int] = {}
     for packet in trace.packet:
+        sequence = packet.trusted_packet_sequence_id
         if packet.HasField("clock_snapshot"):
-            now = max(clock.timestamp for clock in packet.clock_snapshot.clocks)
+            now[sequence] = max(clock.timestamp for clock in packet.clock_snapshot.clocks)
         for each in packet.interned_data.event_names:
-            names[each.iid] = each.name
+            names[sequence, each.iid] = each.name
         for each in packet.interned_data.event_categories:
-            categories[each.iid] = each.name
+            categories[sequence, each.iid] = each.name
         if packet.HasField("track_descriptor"):
             track = packet.track_descriptor
             found.descriptors.append(track)
@@ -71,23 +73,23 @@ def decoded(path: Path) -> Decoded:
             found.parents[track.uuid] = track.parent_uuid
         if not packet.HasField("track_event"):
             continue
-        now += packet.timestamp
-        event = packet.track_event
+        now[sequence] += packet.timestamp
+        time_ns, event = now[sequence], packet.track_event
         if event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
-            category = categories[event.category_iids[0]]
+            category = categories[sequence, event.category_iids[0]]
             opened[event.track_uuid].append(
-                (now, names[event.name_iid], category, tuple(event.flow_ids))
+                (time_ns, names[sequence, event.name_iid], category, tuple(event.flow_ids))
             )
         elif event.type == pb.TrackEvent.TYPE_SLICE_END:
             start, name, category, flows = opened[event.track_uuid].pop()
-            found.slices.append((event.track_uuid, start, now, name, category, flows))
+            found.slices.append((event.track_uuid, start, time_ns, name, category, flows))
         elif event.type == pb.TrackEvent.TYPE_INSTANT:
             annotations = {
                 each.name: each.string_value or each.int_value for each in event.debug_annotations
             }
-            found.instants.append((now, names[event.name_iid], annotations))
+            found.instants.append((time_ns, names[sequence, event.name_iid], annotations))
         else:
-            found.counters[event.track_uuid].append((now, event.double_counter_value))
+            found.counters[event.track_uuid].append((time_ns, event.double_counter_value))
     assert not any(opened.values()), "a slice has no end"
     return found
 

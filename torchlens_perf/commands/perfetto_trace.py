@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.commands.progress import Progress
@@ -22,6 +23,18 @@ def add_arguments(report: argparse.ArgumentParser) -> None:
     trace.add_argument("--steps", type=_parse_range, help="first and last step, such as 100-200")
     trace.add_argument(
         "--limit-mb", type=float, help="size of the file, which limits the steps; default: 50"
+    )
+    trace.add_argument(
+        "--profile",
+        type=_parse_profile,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="[RANK=]FILE",
+        help=(
+            "add the operators and kernels of a trace that torch.profiler made of the same steps, one"
+            " file per rank; captures of the run are added without it"
+        ),
     )
 
 
@@ -42,6 +55,13 @@ def _parse_range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
+def _parse_profile(text: str) -> tuple[int | None, Path]:
+    match = re.fullmatch(r"(?:(\d{1,6})=)?(.+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError("expected a file, or RANK=FILE")
+    return int(match[1]) if match[1] else None, Path(match[2])
+
+
 def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> None:
     """Write the trace and print what it contains. Raise ConfigError or RunStoreError."""
     require_packages("--perfetto", ["perfetto"], "perfetto")
@@ -55,6 +75,7 @@ def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> Non
             ranks=options.ranks,
             steps=options.steps,
             limit_bytes=int(limit),
+            profiles=options.profile,
             advanced=progress,
         )
     if options.quiet:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,17 @@ class MatchedCollective(NamedTuple):
     flow: int
     wait_ns: int
     last_rank: int | None
+
+
+class Slice(NamedTuple):
+    """A slice of a track, in ns of the trace's clock."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+    category: str
+    flows: tuple[int, ...] = ()
+    arguments: Mapping[str, Any] = {}
 
 
 TrackOf = Callable[[str, int], int]
@@ -54,19 +65,14 @@ def build_slice_events(
             rows = assign_free_rows(chosen["start_ns"], end_ns, 0)
         for row in np.unique(rows).tolist():
             of_row = chosen[rows == row]
-            yield _nest_spans(of_row, texts, offset_ns, track_of(name, row), matched)
+            named = _name_spans(of_row, texts, offset_ns, matched)
+            yield nest_slices(named, track_of(name, row))
 
 
-def _nest_spans(
-    spans: npt.NDArray[np.void],
-    texts: list[str],
-    offset_ns: int,
-    track: int,
-    matched: MatchedCollectives,
-) -> list[Event]:
-    """Return the begins and ends of spans, which are sorted by start and nest in each other."""
-    events: list[Event] = []
-    open_until: list[int] = []
+def _name_spans(
+    spans: npt.NDArray[np.void], texts: list[str], offset_ns: int, matched: MatchedCollectives
+) -> Iterator[Slice]:
+    """Yield spans in their order. A matched collective is followed by its wait."""
     starts = (spans["start_ns"] + offset_ns).tolist()
     ends = (spans["start_ns"] + np.maximum(spans["duration_ns"], 0) + offset_ns).tolist()
     on_device = spans["kind"] == Kind.DEVICE
@@ -82,21 +88,27 @@ def _nest_spans(
         strict=True,
     )
     for start, end, kind, name_id, step, number, recorded_kind in fields:
-        while open_until and open_until[-1] <= start:
-            events.append(Event(open_until.pop(), EventType.END, track))
-        # A record of an earlier version may end after the span around it.
-        end = min([end, *open_until[-1:]])
         name = f"step {step}" if kind == Kind.STEP else texts[name_id] or kind_name(kind)
         match = None
         if recorded_kind == Kind.COLLECTIVE:
             operation = parse_collective_name(name)
             match = operation and matched.get((operation.group, number))
-        flow = match.flow if match else 0
-        events.append(Event(start, EventType.BEGIN, track, name, kind_name(kind), flow))
+        yield Slice(start, end, name, kind_name(kind), (match.flow,) if match else ())
         if match and 0 < match.wait_ns <= end - start:
             waited_for = "" if match.last_rank is None else f" for rank {match.last_rank}"
-            events.append(Event(start, EventType.BEGIN, track, f"wait{waited_for}", "wait"))
-            events.append(Event(start + match.wait_ns, EventType.END, track))
+            yield Slice(start, start + match.wait_ns, f"wait{waited_for}", "wait")
+
+
+def nest_slices(slices: Iterable[Slice], track: int) -> list[Event]:
+    """Return the begins and ends of slices, which are sorted by start and nest in each other."""
+    events: list[Event] = []
+    open_until: list[int] = []
+    for start, end, name, category, flows, _ in slices:
+        while open_until and open_until[-1] <= start:
+            events.append(Event(open_until.pop(), EventType.END, track))
+        # A record of an earlier version may end after the span around it.
+        end = min([end, *open_until[-1:]])
+        events.append(Event(start, EventType.BEGIN, track, name, category, flows))
         open_until.append(end)
     events += [Event(end, EventType.END, track) for end in reversed(open_until)]
     return events

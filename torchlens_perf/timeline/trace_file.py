@@ -1,7 +1,8 @@
 """Write slices, counters and instants as Perfetto track events, with the official protobuf classes.
 
-All packets belong to one sequence. Names are interned, and a timestamp is the difference to that of
-the packet before, so an event takes about 20 bytes.
+Names are interned, and a timestamp is the difference to that of the packet before, so an event takes
+about 20 bytes. Both refer to earlier packets of the same sequence. Events that are read later and are
+older begin a new sequence.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from typing import IO, NamedTuple
 
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb  # type: ignore[import-untyped]
 
-_SEQUENCE = 1
-# A clock of this sequence. Its timestamps are differences.
+# A clock of each sequence. Its timestamps are differences.
 _CLOCK = 64
 _PACKETS_AT_ONCE = 4096
 
@@ -36,8 +36,8 @@ class Event(NamedTuple):
     track: int
     name: str = ""
     category: str = ""
-    flow: int = 0
-    """Number that connects slices by arrows; 0: no arrow."""
+    flows: tuple[int, ...] = ()
+    """Numbers that connect slices by arrows."""
     value: float = 0.0
     """Value of a counter."""
     annotations: Mapping[str, str | int | float] = {}
@@ -49,26 +49,31 @@ class TraceWriter:
     def __init__(self, file: IO[bytes], begin_ns: int) -> None:
         """begin_ns: time of the trace's clock that no event precedes."""
         self._file = file
+        self._sequence = 0
+        self._tracks = itertools.count(1)
+        self._trace = pb.Trace()
+        self.begin_sequence(begin_ns)
+        # Perfetto reads the order of processes from the root, which comes before them.
+        root = self._trace.packet.add(trusted_packet_sequence_id=self._sequence).track_descriptor
+        root.uuid = 0
+        root.process_ordering = pb.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
+        root.child_ordering = pb.TrackDescriptor.EXPLICIT
+
+    def begin_sequence(self, begin_ns: int) -> None:
+        """Begin a sequence of events that are in order of time, but not later than the others."""
+        self._sequence += 1
         self._time_ns = begin_ns
         self._names: dict[str, int] = {}
         self._categories: dict[str, int] = {}
-        self._annotations: dict[str, int] = {}
-        self._tracks = itertools.count(1)
-        self._trace = pb.Trace()
-        packet = self._trace.packet.add(trusted_packet_sequence_id=_SEQUENCE)
+        packet = self._trace.packet.add(trusted_packet_sequence_id=self._sequence)
         packet.sequence_flags = pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
         packet.trace_packet_defaults.timestamp_clock_id = _CLOCK
-        snapshot = self._trace.packet.add(trusted_packet_sequence_id=_SEQUENCE).clock_snapshot
+        snapshot = self._trace.packet.add(trusted_packet_sequence_id=self._sequence).clock_snapshot
         snapshot.clocks.add(clock_id=_CLOCK, timestamp=0, is_incremental=True)
         boot = pb.BuiltinClock.BUILTIN_CLOCK_BOOTTIME
         snapshot.clocks.add(clock_id=boot, timestamp=begin_ns)
         real = pb.BuiltinClock.BUILTIN_CLOCK_REALTIME
         snapshot.clocks.add(clock_id=real, timestamp=begin_ns)
-        # Perfetto reads the order of processes from the root, which comes before them.
-        root = self._trace.packet.add(trusted_packet_sequence_id=_SEQUENCE).track_descriptor
-        root.uuid = 0
-        root.process_ordering = pb.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
-        root.child_ordering = pb.TrackDescriptor.EXPLICIT
 
     def add_process(self, number: int, name: str, order: int) -> int:
         """Add a process, a group of tracks, and return the number of its track."""
@@ -109,13 +114,13 @@ class TraceWriter:
         self._trace.Clear()
 
     def _add_descriptor(self) -> pb.TrackDescriptor:
-        packet = self._trace.packet.add(trusted_packet_sequence_id=_SEQUENCE)
+        packet = self._trace.packet.add(trusted_packet_sequence_id=self._sequence)
         packet.track_descriptor.uuid = next(self._tracks)
         return packet.track_descriptor
 
     def _add_event(self, event: Event) -> None:
         packet = self._trace.packet.add()
-        packet.trusted_packet_sequence_id = _SEQUENCE
+        packet.trusted_packet_sequence_id = self._sequence
         packet.sequence_flags = pb.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
         # Clocks of two nodes may be corrected by different amounts from one batch to the next.
         packet.timestamp = max(0, event.time_ns - self._time_ns)
@@ -129,8 +134,7 @@ class TraceWriter:
             into.category_iids.append(
                 self._intern_text(self._categories, event.category, packet, "event_categories")
             )
-        if event.flow:
-            into.flow_ids.append(event.flow)
+        into.flow_ids.extend(event.flows)
         if event.type is EventType.COUNTER:
             into.double_counter_value = event.value
         for name, value in event.annotations.items():
