@@ -332,14 +332,18 @@ class Watch(LiveResultMethods):
         elif self._enabled and not self._entered:
             _warn_not_started()
 
-    def steps_by_hand(self) -> None:
+    def steps_by_hand(self, model_steps: int | None = None) -> None:
         """Let only step() end steps.
 
         For callers that call step() in every step, such as callbacks of frameworks.
+
+        model_steps: number of steps that the model has made so far, in earlier processes too.
         """
         watch = self._joined or self
         if watch._loop is not None:
             watch._loop.on_manual_step()
+        if watch._session is not None and model_steps is not None:
+            watch._session.metadata.set_model_steps(model_steps, watch._session.recorder.step)
 
     def tag(self, what: str) -> None:
         """Mark the current step as more than training. It is not compared with other ranks' steps.

@@ -94,7 +94,11 @@ def of_two_ranks() -> Sent:
         exporter.on_assessment(assessment_of(found, log, hung))
     over = dataclasses.replace(slow, until_step=180)
     exporter.on_assessment(
-        dataclasses.replace(assessment_of(findings(over), log, hang()), ended=True)
+        dataclasses.replace(
+            assessment_of(findings(over), log, hang()),
+            ended=True,
+            goodput_s={"productive": 1.0},
+        )
     )
     assert exporter.shutdown(20) == []
     return Sent(

@@ -26,6 +26,7 @@ from tests.results.test_figures import Board
 from tests.support.reports import checked
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.commands.simulate import record_simulation
+from torchlens_perf.diagnosis.goodput import CLASSES
 from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
@@ -47,6 +48,7 @@ from torchlens_perf.top.overview import all_finding_lines
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.view.headline import build_headlines, choose_headline
+from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.terminal import render_full, render_short
 
 STEPS = 160
@@ -106,6 +108,7 @@ def check_all_surfaces_agree(
     for row in report["verdicts"]:
         sentence_has_the_figures_of_its_row(row)
     parts_add_up(report)
+    goodput_has_the_figures_of_the_rows(report, exporter)
     every_surface_has_the_verdicts(report)
     check_alerts_have_the_figures_of_the_rows(report, exporter)
     loggers_have_the_figures_of_the_rows(report, exporter)
@@ -139,6 +142,26 @@ def _shown(text: str) -> Iterator[tuple[str, str, int, int | None]]:
         yield cost, share, int(since or 0), None
     for since, last, cost, share in BEFORE.findall(text):
         yield cost, share, int(since or 0), int(last) + 1
+
+
+def goodput_has_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
+    """Check that classes add up, and that the slow ranks' loss is the verdicts', also over OTLP."""
+    found = {
+        name: each["seconds"]
+        for name, each in report["goodput"]["classes"].items()
+        if each["seconds"] is not None
+    }
+    assert sum(found.values()) == pytest.approx(report["goodput"]["wall_s"])
+    rows = [row for row in report["verdicts"] if row["kind"].startswith("straggler")]
+    lost_s = sum(row["lost_s"] or 0.0 for row in rows)
+    assert found["straggler"] == pytest.approx(lost_s, abs=1e-9)
+    table = next(each for each in build_tables(cast("Any", report)) if each.key == "goodput")
+    shown = dict(zip(table.columns[0].values, table.columns[1].values, strict=True))
+    assert {CLASSES[name]: value for name, value in found.items() if value} == {
+        name: value for name, value in shown.items() if isinstance(value, float)
+    }
+    if exporter.assessment is not None and exporter.assessment.goodput_s:
+        assert exporter.assessment.goodput_s == pytest.approx(found)
 
 
 def parts_add_up(report: dict[str, Any]) -> None:

@@ -71,6 +71,17 @@ def test_hang_is_recorded_with_start_end_duration_and_last_sentence() -> None:
     assert rig.log.records.find_open("hang") is None
 
 
+def test_duration_of_a_hang_is_kept_after_the_job_was_restarted() -> None:
+    rig = Rig()
+    rig.look(112, 56, hang(57, since_s=12))
+    rig.look(150, 56, hang(57, since_s=50))
+    rig.look(200, 3, attempt=1)
+    rig.restart()
+    rig.look(260, 8, hang(9, since_s=15), attempt=1)
+
+    assert rig.log.records.hung_s == {0: {57: 50.0}, 1: {9: 15.0}}
+
+
 def test_sidecar_restart_changes_neither_alerts_nor_records() -> None:
     straight, restarted = Rig(), Rig()
     looks = [

@@ -110,7 +110,8 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     log.record_changes(0, slow, None, PLACES, 0, verdicts=[slow_links((0, 1))])
     return dataclasses.replace(
         sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=found,
-        hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}), records=log.records,
+        hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}),
+        records=dataclasses.replace(log.records, hung_s={0: {57: 12.5}}),
         telemetry=rig.log.run_totals(), tap_outlook="it is built", sidecar_cpu_s=1.25,
     )  # fmt: skip
 
@@ -143,6 +144,8 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
         "memory_bytes",
         "memory_max_bytes",
         "work",
+        "workload",
+        "workload_steps",
     }
     assert empty(statistics["device"]) <= {
         "caught_up",

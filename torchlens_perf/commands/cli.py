@@ -202,6 +202,12 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     perfetto_trace.add_arguments(report)
     report.add_argument(
+        "--price-per-device-hour",
+        type=float,
+        metavar="PRICE",
+        help="show the cost of each class of time, as text or with --json",
+    )
+    report.add_argument(
         "--fail-on",
         type=fail_on.parse_verdict_names,
         action="extend",
@@ -281,6 +287,7 @@ def _run_report(options: argparse.Namespace) -> int:
             )
         report_json.write_json(report_json.build_schema(), sys.stdout)
         return 0
+    from torchlens_perf.diagnosis.goodput import add_price
     from torchlens_perf.report.run_report import load_report_and_states
     from torchlens_perf.view.terminal import print_report
 
@@ -302,6 +309,8 @@ def _run_report(options: argparse.Namespace) -> int:
         return 0
     with Progress("reading the run", quiet=options.quiet) as progress:
         value, states = load_report_and_states(run, progress)
+    if options.price_per_device_hour is not None and value["goodput"] is not None:
+        add_price(value["goodput"], options.price_per_device_hour)
     if options.json:
         report_json.write_json(value, sys.stdout)
     elif options.html is None:

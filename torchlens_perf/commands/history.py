@@ -20,8 +20,8 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "history",
         description=(
-            "Show the runs of a folder in order of time: step, parts and memory of each, and the"
-            " runs from which the step takes longer or shorter."
+            "Show the runs of a folder in order of time: step, parts and memory of each, the runs"
+            " from which the step takes longer or shorter, and the goodput of each job."
         ),
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of runs of one job")
@@ -56,5 +56,5 @@ def _print_history(found: History, options: argparse.Namespace) -> None:
         from torchlens_perf.view.terminal import print_tables
 
         head = screens.build_headline(found)
-        print_tables(head, [screens.build_run_table(found)], screens.list_changes(found),
+        print_tables(head, screens.build_tables(found), screens.list_changes(found),
                      found.notes, sys.stdout)  # fmt: skip

@@ -103,10 +103,14 @@ class Comparison:
 def read_compared_run(path: Path) -> ComparedRun:
     """Read a run for a comparison. Raise RunStoreError if it has no step to compare."""
     run = RunDirectory(path)
-    report = load_report(run)
+    return build_compared_run(run, load_report(run))
+
+
+def build_compared_run(run: RunDirectory, report: Report) -> ComparedRun:
+    """Return a run for a comparison. Raise RunStoreError if it has no step to compare."""
     values = collect_measures(report)
     if STEP not in values:
-        raise RunStoreError(f"{path} has no typical step to compare: it recorded too few steps")
+        raise RunStoreError(f"{run.path} has no typical step to compare: it recorded too few steps")
     unreadable: list[UnreadableFileError] = []
     errors = bootstrap_standard_errors(read_step_series(run, unreadable))
     names = ["", *(PARTS[part].name for part in RECORDED_PARTS), PARTS["cpu"].name]

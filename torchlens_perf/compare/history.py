@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,14 +17,19 @@ from torchlens_perf.compare.changes import Outcome
 from torchlens_perf.compare.comparison import (
     ComparedRun,
     Comparison,
+    build_compared_run,
     build_comparison,
-    read_compared_run,
 )
 from torchlens_perf.compare.measures import STEP
+from torchlens_perf.diagnosis.goodput import combine_jobs
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.report.run_report import load_report
+from torchlens_perf.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torchlens_perf.verdicts.words.report_goodput import Goodput
 
 MIN_RUNS = 4
 """Fewest runs on each side of a change."""
@@ -49,6 +54,8 @@ class History:
 
     runs: Sequence[ComparedRun]
     changes: Sequence[HistoryChange]
+    jobs: Mapping[str, Goodput]
+    """The goodput of each job, including runs that are too short to be compared."""
     notes: Sequence[str]
 
 
@@ -59,17 +66,21 @@ def read_history(
 
     advanced: called with the number of runs read so far and the total.
     """
-    runs, notes = [], []
+    runs, goodputs, notes = [], [], []
     for number, path in enumerate(paths, 1):
+        run = RunDirectory(path)
         try:
-            runs.append(read_compared_run(path))
+            report = load_report(run)
+            if report["goodput"] is not None:
+                goodputs.append((run.run_id, report["goodput"]))
+            runs.append(build_compared_run(run, report))
         except RunStoreError as error:
             notes.append(str(error))
         advanced(number, len(paths))
     runs.sort(key=lambda run: run.report["run"]["started"] or "")
     if len(runs) < MIN_COMPARED:
         notes.append(f"{len(runs)} runs: changes are looked for from {MIN_COMPARED} runs on")
-    return History(runs, find_history_changes(runs), notes)
+    return History(runs, find_history_changes(runs), combine_jobs(goodputs), notes)
 
 
 def find_history_changes(runs: Sequence[ComparedRun]) -> list[HistoryChange]:

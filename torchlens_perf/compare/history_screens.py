@@ -9,6 +9,7 @@ from torchlens_perf.compare.history import MIN_COMPARED, History, HistoryChange
 from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure
 from torchlens_perf.page.document.html import build_static_document
 from torchlens_perf.page.document.write import write_page_file
+from torchlens_perf.view.goodput_table import build_job_table
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.html import build_section, build_table, build_verdict_card
 from torchlens_perf.view.markup import tag
@@ -59,6 +60,11 @@ def _describe_change(change: HistoryChange) -> str:
 def list_changes(found: History) -> list[tuple[str, str]]:
     """Return labelled sentences on the earlier changes, the newest first."""
     return [("earlier", _describe_change(each)) for each in reversed(found.changes[:-1])]
+
+
+def build_tables(found: History) -> list[Table]:
+    """Return the table of runs and that of the jobs' goodput. Tables without rows are left out."""
+    return [each for each in (build_run_table(found), build_job_table(found.jobs)) if each.rows]
 
 
 def build_run_table(found: History) -> Table:
@@ -121,6 +127,7 @@ def to_dictionary(found: History) -> dict[str, Any]:
             }
             for change in found.changes
         ],
+        "jobs": found.jobs,
         "notes": list(found.notes),
     }
 
@@ -131,7 +138,7 @@ def write_history_page(found: History, path: Path) -> None:
     lines += [tag("li", note) for note in found.notes]
     elements = [
         build_section("verdicts", "History", build_verdict_card(build_headline(found), "history")),
-        build_section("runs", "Runs", build_table(build_run_table(found))),
+        *(build_section(each.key, each.title, build_table(each)) for each in build_tables(found)),
         *([build_section("notes", "Notes", tag("ul", lines))] if lines else []),
     ]
     write_page_file(path, build_static_document("history · torchlens_perf", elements))

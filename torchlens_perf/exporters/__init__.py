@@ -90,6 +90,9 @@ class Assessment:
     """True if the sidecar compares all ranks of the job, False for ranks of its node."""
     ended: bool = False
     """True if all processes of the node have ended."""
+    goodput_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Time of the job by class, see diagnosis/goodput.py. Classes that are not measured are missing.
+    """
 
 
 UNDELIVERED = "OTLP: "

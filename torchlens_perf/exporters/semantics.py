@@ -96,6 +96,9 @@ STRAGGLER_COST = "torch.train.straggler.cost"
 STRAGGLERS = "torch.train.stragglers"
 DETECTABLE = "torch.train.straggler.detectable"
 HANG_DURATION = "torch.train.hang.duration"
+# Time of the job since its start, by class of goodput.
+GOODPUT = "torch.train.goodput.time"
+GOODPUT_CLASS = "torch.train.goodput.class"
 
 # Metrics of the node's hardware: first names from OpenTelemetry's conventions, then our names for
 # metrics that the conventions lack.
@@ -222,6 +225,7 @@ METRICS = (
     Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps selected for a trace, but left out to keep the budget",
         when="an exceeded budget"),
     Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time since the last step", when="a hang"),
+    Metric(GOODPUT, "gauge", "s", (GOODPUT_CLASS,), "time of the job by class, as a mean over the ranks of node 0"),
     Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of time with a running kernel", OPENTELEMETRY, _GPU),
     Metric(GPU_MEMORY, "up-down counter", "By", _OF_GPU, "memory in use by all processes", OPENTELEMETRY, _GPU),
     Metric(GPU_MEMORY_LIMIT, "up-down counter", "By", _OF_GPU, "total memory", OPENTELEMETRY, _GPU),
@@ -298,6 +302,8 @@ ATTRIBUTES = (
     Attribute(STRAGGLER_SCOPE, "string", _EVENT, "rank, node, position (in the mesh) or stage"),
     Attribute(HANG_KIND, "string", f"{_POINT}, {_EVENT}", "dead, stopped, silent, missing, uneven, device, mismatch,"
         " together, blocked, unheard, apart or alone"),
+    Attribute(GOODPUT_CLASS, "string", _POINT, "productive, startup, data_stall, straggler, communication,"
+        " checkpoint, evaluation, restart, lost_work, hang, idle or other"),
     Attribute(HANG_DURATION, "double", _EVENT, "seconds since the last step"),
     Attribute(HARDWARE_ID, "string", _POINT, "UUID of a GPU, or a port such as mlx5_0/1", OPENTELEMETRY,
         f"{_GPU}, or {_PORT}"),

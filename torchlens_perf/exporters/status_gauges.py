@@ -36,6 +36,7 @@ class StatusGauges:
             (semantics.STRAGGLERS, self._observe_straggler_counts),
             (semantics.DETECTABLE, self._observe_detectable_slowdown),
             (semantics.HANG_DURATION, self._observe_hang_duration),
+            (semantics.GOODPUT, self._observe_goodput),
             (semantics.RANKS_WORK, self._make_quantile_callback("work")),
             (semantics.RANKS_WAIT, self._make_quantile_callback("wait")),
         ):
@@ -96,6 +97,10 @@ class StatusGauges:
     def _observe_hang_duration(self, options: CallbackOptions) -> Iterator[Observation]:
         for kind, value in self._append_zeros("hang", self._hangs_s):
             yield Observation(value, {semantics.HANG_KIND: kind})
+
+    def _observe_goodput(self, options: CallbackOptions) -> Iterator[Observation]:
+        for name, value in (self._newest.goodput_s if self._newest else {}).items():
+            yield Observation(value, {semantics.GOODPUT_CLASS: name})
 
     def _append_zeros(self, gauge: str, values: Mapping[Any, float]) -> list[tuple[Any, float]]:
         """Return the values, and a zero for each key that had a value in a recent export."""

@@ -55,7 +55,7 @@ class FrameworkRun:
             config = dataclasses.replace(config, _total_steps=max(0, total_steps))
             watched = self._watch = watch(model, **{**self._settings, "config": config}).start()
             if step is not None:
-                watched.steps_by_hand()
+                watched.steps_by_hand(step())
             for each in (self._log_to, log_to):
                 if each is not None:
                     watched.log_to(each, every_s=self._log_every_s, step=step)

@@ -93,6 +93,7 @@ class RankMetadata:
             "unopened_modules": [],
             "process_began_ns": _compute_process_start_ns(identity) if reports_start else 0,
             "start_cpu_wait_ns": None,
+            "step_offset": None,
             "memory_source": "",
             "device": {},
             "gpus": [],
@@ -114,6 +115,15 @@ class RankMetadata:
         """Note that a part of the step cannot be measured separately."""
         if part not in self._facts["not_measured"]:
             self._facts["not_measured"].append(part)
+            self.publish()
+
+    def set_model_steps(self, model_steps: int, steps: int) -> None:
+        """Publish how many steps the model had made before this process. The first call counts.
+
+        model_steps: the model's step counter after `steps` steps of this process.
+        """
+        if self._facts["step_offset"] is None:
+            self._facts["step_offset"] = max(0, model_steps - steps)
             self.publish()
 
     def add_group(self, name: str, members: Sequence[int], description: str) -> None:

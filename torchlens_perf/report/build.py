@@ -17,6 +17,7 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import align_windows
+from torchlens_perf.diagnosis.goodput import StragglerLoss, build_goodput
 from torchlens_perf.report.collective_rows import (
     collective_rows,
     count_last_arrivals,
@@ -116,6 +117,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "collectives": collectives,
         "slow_links": links,
         "captures": list(captures),
+        "goodput": None,
         "quality": _build_quality(nodes, processes),
     }
     for rank in facts["ranks"]:
@@ -152,6 +154,12 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         }
         for each, held, lost_s in times.build_rows(found)
     ]
+    losses = [
+        StragglerLoss(each["lost_s"], len(order.ranks_in_row(each)), each["phase"] == "data")
+        for each in rows
+        if each["kind"].startswith("straggler") and each["lost_s"]
+    ]
+    facts["goodput"] = build_goodput(nodes, losses, facts["gpus"])
     return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
 
 

@@ -41,6 +41,7 @@ _LAST_WINDOWS_S = 5.0
 _LAST_CHOICE_S = 3.0
 # The report waits this long for the last steps of other ranks, which end milliseconds after rank 0.
 _OTHER_RANKS_TIMEOUT_S = 0.3
+_GOODPUT_PERIOD_S, _MIN_IDLE_RATIO = 60.0, 100.0
 _TAP = "building the native tap on collectives"
 
 
@@ -85,6 +86,8 @@ class Sidecar:
         self._saved_hang = state.hang
         self._reported: set[str] = set()
         self._joined = run.run_id
+        self._goodput_s: dict[str, float] = {}
+        self._goodput_due_s, self._goodput_is_live = 0.0, True
 
     @property
     def exports(self) -> bool:
@@ -193,7 +196,29 @@ class Sidecar:
         assessment = monitor.alerts.take_assessment()
         # Export alerts after the steps, because alerts link to the steps' traces.
         if assessment is not None:
-            self._exporter.on_assessment(dataclasses.replace(assessment, ended=not live))
+            self._update_goodput(now_s, live=live)
+            self._exporter.on_assessment(
+                dataclasses.replace(assessment, ended=not live, goodput_s=self._goodput_s)
+            )
+
+    def _update_goodput(self, now_s: float, *, live: bool) -> None:
+        """Compute the goodput of this node's ranks, if it is due or the ranks have just ended."""
+        if now_s < self._goodput_due_s and live == self._goodput_is_live:
+            return
+        with self.contain_errors("computing the goodput"):
+            # The module is only needed here, and takes memory.
+            from torchlens_perf.report.build import build_report
+
+            self._goodput_is_live = live
+            goodput = build_report(self.run.run_id, [self.state])["goodput"]
+            classes = {} if goodput is None else goodput["classes"]
+            self._goodput_s = {
+                name: each["seconds"]
+                for name, each in classes.items()
+                if each["seconds"] is not None
+            }
+        cost_s = time.monotonic() - now_s
+        self._goodput_due_s = now_s + max(_GOODPUT_PERIOD_S, _MIN_IDLE_RATIO * cost_s)
 
     def save_records(self) -> None:
         """Write a segment and the state. Remove rings of processes whose records are all saved."""

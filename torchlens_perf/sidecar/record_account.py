@@ -212,6 +212,7 @@ def _copy_counters(source: RingSource) -> None:
             metadata.get("interactive", False),
         )
         state.start_cpu_wait_ns = metadata.get("start_cpu_wait_ns")
+        state.step_offset = metadata.get("step_offset")
         source.stack_file = metadata["stack_file"]
         source.simulated = metadata.get("simulated", False)
         source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None

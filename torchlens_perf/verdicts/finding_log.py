@@ -91,6 +91,8 @@ class FindingRecords:
     findings: list[Finding] = dataclasses.field(default_factory=list)
     """The findings, oldest first. Ended stragglers are removed, because the detector keeps their
     episodes."""
+    hung_s: dict[int, dict[int, float]] = dataclasses.field(default_factory=dict)
+    """Duration of each hang by attempt and step, of all attempts."""
 
     @property
     def open_findings(self) -> list[Finding]:
@@ -322,13 +324,20 @@ class FindingLog:
         if before is None or before.hang is None:
             alert = now.build_hang_alert(hang, STARTED, hang.text)
             self._open_finding(now, alert).hang = hang
+            self._note_hang_duration(hang.step, hang.since_s)
             yield alert
             return
         was, longest_s = before.hang, max(hang.since_s, before.hang.since_s)
         before.hang = dataclasses.replace(hang, since_s=longest_s, stacks=hang.stacks or was.stacks)
         before.alert = now.build_hang_alert(before.hang, UPDATED, hang.text)
+        self._note_hang_duration(hang.step, longest_s)
         if (hang.kind, hang.ranks) != (was.kind, was.ranks):
             yield before.alert
+
+    def _note_hang_duration(self, step: int, duration_s: float) -> None:
+        of_attempt = self.records.hung_s.setdefault(self.records.attempt, {})
+        if step in of_attempt or len(of_attempt) < MAX_KEPT:
+            of_attempt[step] = duration_s
 
     def _record_other_changes(
         self, now: AlertBuilder, verdicts: Sequence[JudgedVerdict]

@@ -143,6 +143,12 @@ class ProcessState:
     cpu_users: CpuUsage = dataclasses.field(default_factory=CpuUsage)
     missing_tap: str = ""
     """The missing shared library that records collectives; "" if loaded or not needed."""
+    seen_ns: int = 0
+    """Newest time at which the sidecar saw the process run, by the clock of its records; 0 if it did
+    not, as in a simulation."""
+    step_offset: int | None = None
+    """Steps that the model had made before step 0 of this process, by the step counter of its
+    framework or optimizer; None if not known."""
     out_of_memory: OutOfMemory | None = None
     """The memory table of the newest failed allocation on its device, see
     hooks/on_device/out_of_memory.py."""

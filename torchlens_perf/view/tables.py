@@ -12,6 +12,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.oom import allocation_place
 from torchlens_perf.view.collective_table import build_collective_table, build_slow_link_table
+from torchlens_perf.view.goodput_table import build_goodput_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
 from torchlens_perf.view.headline import phase_name
 from torchlens_perf.view.rank_tables import (
@@ -45,6 +46,7 @@ def build_tables(report: Report) -> list[Table]:
         *ranks, build_module_table, build_section_table, build_device_section_table, build_step_class_table,
         build_collective_table, build_slow_link_table, build_cause_table, build_cpu_table,
         build_out_of_memory_table, build_memory_table, build_gpu_table, build_port_table, build_capture_table,
+        build_goodput_table,
     ]  # fmt: skip
     return [table for make in made if (table := make(report)) is not None and table.rows]
 

@@ -6,6 +6,7 @@ of autograd if an optimizer steps inside a backward pass.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +45,8 @@ _EVALUATION, _INFERENCE, _SKIPPED = int(Flag.EVALUATION), int(Flag.INFERENCE), i
 # Maximum number of observed optimizers. Programs with one optimizer per parameter do not accumulate
 # gradients, so the first optimizers are sufficient.
 _MAX_OPTIMIZERS = 8
+# The step after which an optimizer's counter is read, and how many of its parameters are read.
+_COUNTED_STEPS, _MAX_COUNTERS = 2, 8
 
 
 class _GradientSample:
@@ -226,6 +229,8 @@ class TrainingLoop:
         is_new = known is None or known.reference() is not optimizer
         if known is None or is_new:
             known = self._add_optimizer(optimizer)
+        if self._count == _COUNTED_STEPS and not is_new:
+            self._publish_model_steps(optimizer)
         self._accumulation.on_optimizer_step(optimizer)
         self._handle_optimizer_step(id(optimizer), known.position, optimizer, is_new=is_new)
         if is_new:
@@ -347,6 +352,26 @@ class TrainingLoop:
         )
         for optimizer in new:
             self._watch_models_of(optimizer)
+
+    @guard("reading an optimizer's step counter")
+    def _publish_model_steps(self, optimizer: Optimizer) -> None:
+        """Publish how many steps an optimizer counts, which a checkpoint restores.
+
+        If the optimizer has stepped once per step so far, its counter counts steps. A counter on a
+        device is not read, because that waits for the device.
+        """
+        steps = self._session.recorder.step + 1
+        if steps != _COUNTED_STEPS:
+            return
+        states = itertools.islice(getattr(optimizer, "state", {}).values(), _MAX_COUNTERS)
+        counters: list[Any] = [each.get("step") for each in states if isinstance(each, dict)]
+        known = [
+            int(each)
+            for each in counters
+            if isinstance(each, int) or getattr(each, "is_cpu", False)
+        ]
+        if known:
+            self._session.metadata.set_model_steps(max(known), steps)
 
     def _add_optimizer(self, optimizer: Optimizer) -> _SteppedOptimizer:
         added = _SteppedOptimizer(

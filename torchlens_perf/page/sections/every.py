@@ -197,6 +197,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[PageContents], Element | None]], ...] 
     ),
     ("memory", "Memory", _build_memory_section),
     ("telemetry", "Hardware", _build_hardware_section),
+    (
+        "goodput",
+        "Goodput",
+        lambda of: _build_tables_section(of, "goodput", "Goodput", "goodput"),
+    ),
     ("quality", "Data quality", build_quality_section),
 )
 """URL fragment, label, and function of each section."""

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 HOLD_S = 2.0
 # Number of steps from which a rank's usual step time is computed.
 USUAL_STEPS = 32
+# A process that was seen to run within this time before its end was found has just ended.
+_MAX_ROUND_NS = 60_000_000_000
 
 
 @dataclasses.dataclass
@@ -99,6 +101,12 @@ class RingSource:
         if process_start_ticks(identity.pid) != identity.process_started:
             return "closed" if self.reader.read_counter(ring.STATE) == State.CLOSED else "died"
         return ""
+
+    def note_if_running(self, end_state: str, now_ns: int) -> None:
+        """Note that the process runs, or that it has just ended. end_state: poll_end_state()."""
+        is_new = 0 <= now_ns - self.state.seen_ns < _MAX_ROUND_NS
+        if not self.simulated and (is_new or not end_state):
+            self.state.seen_ns = now_ns
 
     def current_activity(self, now_ns: int) -> ProcessActivity | None:
         """Return the current step and open spans, or None if the process has ended or is simulated.

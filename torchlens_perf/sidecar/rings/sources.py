@@ -97,6 +97,7 @@ class RingSources:
         fullest = 0.0
         for source in self.unfinished_rings():
             final = source.poll_end_state()
+            source.note_if_running(final, time.monotonic_ns())
             try:
                 batch = source.reader.read_records(final=bool(final))
             except (RingError, ValueError, IndexError, OverflowError) as error:

@@ -13,6 +13,7 @@ from typing import TypedDict
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.words.evidence import Evidence, LongSteps
+from torchlens_perf.verdicts.words.report_goodput import Goodput
 from torchlens_perf.verdicts.words.report_hardware import Gpu, Link
 from torchlens_perf.verdicts.words.report_memory import Memory
 
@@ -480,6 +481,8 @@ class Facts(TypedDict):
     collectives: list[Collective]
     slow_links: LinkFindings
     captures: list[Capture]
+    goodput: Goodput | None
+    """None for a run without steps whose processes' start is not known."""
     quality: Quality
 
 

@@ -1,0 +1,83 @@
+"""Tables of jobs' time by class: goodput and what is lost. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
+    format_percent,
+    format_rounded,
+    format_run_duration,
+)
+from torchlens_perf.diagnosis.goodput import CLASSES
+from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torchlens_perf.verdicts.words.report import Report
+    from torchlens_perf.verdicts.words.report_goodput import Goodput
+
+
+def build_goodput_table(report: Report) -> Table | None:
+    """Return a row for each class that has time, in a fixed order."""
+    goodput = report["goodput"]
+    if goodput is None:
+        return None
+    classes = goodput["classes"]
+    names = [name for name, each in classes.items() if each["seconds"] != 0.0]
+    rows = [classes[name] for name in names]
+    columns = [
+        Column("time", [CLASSES[name] for name in names], Quantity.TEXT),
+        Column("duration", _known(each["seconds"] for each in rows), help="Mean over the ranks."),
+        Column("share", _known(each["share"] for each in rows), Quantity.SHARE),
+        Column("device hours", _known(each["device_hours"] for each in rows), Quantity.NUMBER, 0.6),
+    ]
+    if goodput["price_per_device_hour"] is not None:
+        columns.append(Column("cost", _known(each["cost"] for each in rows), Quantity.NUMBER))
+    share = classes["productive"]["share"] or 0.0
+    title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput['wall_s'])})"
+    return Table("goodput", title, columns, note=_describe_job(goodput), noun="class")
+
+
+def build_job_table(jobs: Mapping[str, Goodput]) -> Table:
+    """Return a row for each job with the shares of its classes, the newest job first."""
+    newest = sorted(jobs, key=lambda job: -jobs[job]["attempts"][0]["began_unix_s"])
+    found = [jobs[job] for job in newest]
+    columns = [
+        Column("job", newest, Quantity.TEXT),
+        Column("attempts", [len(each["attempts"]) for each in found], Quantity.NUMBER),
+        Column("lost steps", _known(each["lost_steps"] for each in found), Quantity.NUMBER, 1),
+        Column("duration", [each["wall_s"] for each in found]),
+    ]
+    for place, (name, title) in enumerate(CLASSES.items()):
+        shares = [each["classes"][name]["share"] for each in found]
+        if any(share != 0.0 for share in shares):
+            columns.append(Column(title, _known(shares), Quantity.SHARE, optional=place))
+    return Table("jobs", "Goodput of each job", columns, noun="job")
+
+
+def _known(values: Iterable[float | None]) -> list[Value]:
+    return [NOT_MEASURED if value is None else value for value in values]
+
+
+def _describe_job(goodput: Goodput) -> str:
+    """Return sentences on restarts, unmeasured classes and energy."""
+    found = []
+    count, lost, source = (
+        len(goodput["attempts"]),
+        goodput["lost_steps"],
+        goodput["lost_steps_from"],
+    )
+    if count > 1:
+        known = "an unknown number of steps" if lost is None else format_count(lost, "step")
+        by = f" (by {source})" if source else ""
+        found.append(f"{count} attempts, which made {known} again{by}.")
+    if any(each["seconds"] is None for each in goodput["classes"].values()):
+        found.append("Time of classes that were not measured counts as productive.")
+    per_step, per_token = goodput["energy_j_per_step"], goodput["energy_j_per_token"]
+    if per_step is not None:
+        each = "" if per_token is None else f", {format_rounded(per_token)} J per token"
+        found.append(f"Energy: {format_rounded(per_step)} J per step{each}.")
+    return " ".join(found)
