@@ -6,6 +6,7 @@ RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
 INTEL_MPI := .venv-intel-mpi
 PAGE := .venv-page
+ENGINES := $(addprefix .venv-engines/,ray spark)
 BACKENDS := $(addprefix .venv-backends/,mlflow phoenix rotel chdb autotel victoria-metrics)
 # Two environments are made side by side.
 MAKEFLAGS += --jobs=2
@@ -38,9 +39,16 @@ test: check $(TEST)/tap $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
-test-long: $(TEST)/tap $(RECEIVER)/ready
-	EXAMPLES=400 FIGURES=1 $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
+test-long: $(TEST)/tap $(RECEIVER)/ready $(addsuffix /ready,$(ENGINES))
+	EXAMPLES=400 FIGURES=1 ENGINES=$(CURDIR)/.venv-engines $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
+
+# Spark and Ray for `query`, with what their extras install, and Debian's Java: as root it is installed where it is missing.
+.venv-engines/%/ready: pyproject.toml
+	command -v java || apt-get install -y -q --no-install-recommends openjdk-17-jre-headless
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-compile -e '.[$*]'
+	touch $@
 
 # Under real launchers, on two nodes of this machine: as root, with the packages that docs/guides/launchers.md lists.
 test-launchers: $(TEST)/tap $(FRAMEWORKS)/ready $(INTEL_MPI)/ready
@@ -145,4 +153,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) .venv-backends build torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) .venv-backends .venv-engines build torchlens_perf/*.so torchlens-perf

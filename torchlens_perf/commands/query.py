@@ -1,4 +1,4 @@
-"""`torchlens-perf query RUN... "SQL"`: SQL on the tables of runs, by DuckDB."""
+"""`torchlens-perf query RUN... "SQL"`: SQL on the tables of runs, by DuckDB, Spark or Ray."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from torchlens_perf.run.directory import TABLES
 from torchlens_perf.run.installation import require_packages
 
 if TYPE_CHECKING:
-    from torchlens_perf.query.engine import Rows
+    from torchlens_perf.query.files import Rows
 
 _SHOWN_ROWS = 50
+_PACKAGES = {"duckdb": ["duckdb"], "ray": ["raydp", "sqlglot"], "spark": ["pyspark", "sqlglot"]}
 
 
 def add_command(commands: Any) -> None:
@@ -37,6 +38,10 @@ def add_command(commands: Any) -> None:
         help="run directories, folders of runs, or s3:// addresses; default: the newest run here",
     )  # fmt: skip
     parser.add_argument("sql", help="a query in DuckDB's SQL")
+    parser.add_argument(
+        "--engine", choices=sorted(_PACKAGES), default="duckdb",
+        help="spark, ray: a cluster that is configured, or else started here; default: duckdb",
+    )  # fmt: skip
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array of objects")
     form.add_argument("--csv", action="store_true", help="print CSV")
@@ -44,12 +49,11 @@ def add_command(commands: Any) -> None:
 
 
 def _run_query(options: argparse.Namespace) -> int:
-    require_packages("query", ["duckdb"], "query")
-    from torchlens_perf.query.engine import run_query
-
+    extra = "query" if options.engine == "duckdb" else options.engine
+    require_packages("query", _PACKAGES[options.engine], extra)
     notes: list[str] = []
     with Progress("reading the runs", quiet=options.quiet):
-        found = run_query(options.sql, _list_runs(options.runs), notes)
+        found = _run_sql(options.engine, options.sql, _list_runs(options.runs), notes)
     if options.json:
         rows = [dict(zip(found.names, map(_to_json, row), strict=True)) for row in found.rows]
         json.dump(rows, sys.stdout, indent=1, default=str, allow_nan=False)
@@ -65,8 +69,18 @@ def _run_query(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run_sql(engine: str, sql: str, runs: list[str], notes: list[str]) -> Rows:
+    if engine == "duckdb":
+        from torchlens_perf.query.engine import run_query
+
+        return run_query(sql, runs, notes)
+    from torchlens_perf.query import spark
+
+    return spark.run_query(sql, runs, notes, engine)
+
+
 def _list_runs(named: list[str]) -> list[str]:
-    from torchlens_perf.query.engine import REMOTE
+    from torchlens_perf.query.files import REMOTE
 
     if not named:
         return [str(find_newest_run())]

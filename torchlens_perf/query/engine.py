@@ -7,26 +7,16 @@ Damaged files are left out. Runs may lie in an object store, whose files are not
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import duckdb
 
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.query.files import REMOTE, Rows, list_local_files
 from torchlens_perf.run.directory import TABLES
-from torchlens_perf.store.reader import ParquetFolder
 
-REMOTE = re.compile(r"(s3|gcs|gs|r2|https?)://")
 _RUN_OF_FILE = r"([^/]+)/[a-z]+/[^/]+$"
-
-
-class Rows(NamedTuple):
-    """The result of a query."""
-
-    names: list[str]
-    rows: list[tuple[Any, ...]]
 
 
 def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
@@ -70,8 +60,7 @@ def _list_files(run: str, table: str, notes: list[str]) -> Iterator[str]:
     if REMOTE.match(run):
         yield f"{run.rstrip('/')}/{table}/*.parquet"
         return
-    files = ParquetFolder(Path(run) / table, unreadable=lambda error: notes.append(str(error)))
-    yield from map(str, files.readable_paths())
+    yield from map(str, list_local_files(run, table, notes))
 
 
 def _load_object_store_support(connection: duckdb.DuckDBPyConnection, runs: Sequence[str]) -> None:
