@@ -72,6 +72,8 @@ def _translate(sql: str) -> list[str]:
         elif isinstance(node, exp.TimeToUnix):
             micros = exp.Anonymous(this="UNIX_MICROS", expressions=[value])
             node.replace(exp.Paren(this=micros / exp.Literal.number("1e6")))
+        elif isinstance(node, exp.Anonymous) and node.name.lower() == "epoch_us":
+            node.set("this", "UNIX_MICROS")
         elif isinstance(node, exp.Literal) and node.is_number and "." in value:
             # Spark rounds quotients of decimals such as 1.5 to a few digits. 1.5e0 is a double.
             node.set("this", value if "e" in value.lower() else f"{value}e0")
