@@ -37,6 +37,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("exporters", ("exporters",), 2600, 5890),
     ("view", ("report", "view", "page", "top"), 6000, 12477),
     ("compare, queries", ("compare", "timeline", "query"), 2500, 1894),
+    ("diagnosis", ("diagnosis",), 2500, 0),
     ("serve", ("serve",), 1300, 2351),
     ("sidecar", ("sidecar",), 5400, 9778),
     ("simulate, commands", ("simulate", "commands"), 2200, 4468),

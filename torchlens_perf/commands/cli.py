@@ -23,6 +23,7 @@ from torchlens_perf.commands import (
     serve,
     simulate,
     top,
+    what_if,
 )
 from torchlens_perf.commands import run as run_command
 from torchlens_perf.commands.chosen_runs import find_newest_run
@@ -42,6 +43,7 @@ _GROUPS = {
         "top": "watch a live run in the terminal",
         "serve": "show runs in a browser, live and finished",
         "history": "show the runs of a job over time, and where they changed",
+        "what-if": "predict the step time after a change",
         "query": "run SQL on the tables of runs",
         "compare": "compare runs before and after a change, also in CI",
     },
@@ -242,6 +244,7 @@ def _build_parser() -> argparse.ArgumentParser:
     compare.add_command(commands)
     query.add_command(commands)
     history.add_command(commands)
+    what_if.add_command(commands)
     serve.add_command(commands)
     simulate.add_command(commands)
     results.add_command(commands)

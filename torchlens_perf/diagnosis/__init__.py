@@ -1,1 +1,1 @@
-"""What bounds a job and what it loses: pure functions on node states and on the report's facts."""
+"""What bounds a job, what it loses, and what changes would gain: pure functions on recorded times."""

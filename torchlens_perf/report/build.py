@@ -118,6 +118,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "slow_links": links,
         "captures": list(captures),
         "goodput": None,
+        "lost_time": None,  # It is computed from recorded steps, see run_report.py.
         "quality": _build_quality(nodes, processes),
     }
     for rank in facts["ranks"]:

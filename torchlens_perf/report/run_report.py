@@ -37,13 +37,20 @@ def load_report_and_states(
     advanced: called with the number of files read so far and the total.
     """
     unusable: list[str] = []
-    return report_from_states(run, node_state.load_all(run, unusable, advanced), unusable)
+    report, states = report_from_states(run, node_state.load_all(run, unusable, advanced), unusable)
+    # This import takes 50 ms, which `top` does not need.
+    from torchlens_perf.report.usual_steps import find_lost_time
+
+    report["lost_time"] = find_lost_time(run, report, states)
+    return report, states
 
 
 def report_from_states(
     run: RunDirectory, states: list[NodeState], unusable: Sequence[str]
 ) -> tuple[Report, list[NodeState]]:
     """Return the report on loaded states, and those of the states that are usable.
+
+    It has no `lost_time`, which needs recorded steps.
 
     unusable: the reason for each unloadable file.
     """

@@ -420,6 +420,52 @@ class Period(TypedDict):
     until: str | None
 
 
+class TimeClass(TypedDict):
+    """A class of time on the critical path, such as "forward", "slow rank" or "evaluation"."""
+
+    name: str
+    s_per_step: float
+    share: float
+    rank: int | None
+    """The rank, for the class "slow rank"."""
+
+
+class PredictedChange(TypedDict):
+    """The predicted gain of a change, see `torchlens-perf what-if`."""
+
+    change: str
+    gain_s: float
+    """Seconds by which a mean step would be shorter."""
+    low_s: float
+    high_s: float
+    """Bounds of the gain."""
+    share: float
+    """Share of the gain in a mean step."""
+
+
+class LostTime(TypedDict):
+    """The critical path of recorded steps over all ranks.
+
+    The classes add up to step_s, the mean of all steps after the warm-up. Steps from first_step to
+    last_step show how a usual step divides; all steps show how much irregular steps add.
+    """
+
+    first_step: int
+    last_step: int
+    rows: int
+    """Number of usual steps that all ranks have made."""
+    step_s: float
+    bound_by: str
+    """Name of the class that bounds the job: the largest one in which nothing is computed, or a
+    phase."""
+    classes: list[TimeClass]
+    changes: list[PredictedChange]
+    """The most valuable single changes, the largest gain first."""
+    drift_share: float
+    """Difference between the replay without a change and the recorded steps. No gain is predicted
+    above 0.05."""
+
+
 class VerdictFacts(TypedDict):
     """A verdict without its evidence."""
 
@@ -483,6 +529,8 @@ class Facts(TypedDict):
     captures: list[Capture]
     goodput: Goodput | None
     """None for a run without steps whose processes' start is not known."""
+    lost_time: LostTime | None
+    """None without enough usual steps that all ranks have made, or if their times are not known."""
     quality: Quality
 
 

@@ -1,0 +1,160 @@
+"""Planted bottlenecks: which class of lost time is first, and whether predicted gains come true.
+
+    python -m benchmarks.bottlenecks record --seeds 0-9 --out FOLDER
+    python -m benchmarks.bottlenecks judge --out FOLDER
+    python -m benchmarks.bottlenecks gains --out FOLDER
+
+`record` records each kind, and a run of the same seed without the bottleneck next to it, with two
+ranks. `judge` prints how often the first class of lost time is the planted one. `gains` compares the
+gain that `what-if` predicts from the runs with the bottleneck with the measured difference to the
+runs without it. Do nothing else on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from benchmarks.measure import Table
+from benchmarks.planted_faults import REPOSITORY, environment, seeds
+from torchlens_perf.diagnosis.what_if import Replay, parse_change
+from torchlens_perf.report.run_report import load_report_and_states
+from torchlens_perf.report.usual_steps import read_usual_steps
+from torchlens_perf.run.directory import RunDirectory
+
+RANKS, RUN_TIMEOUT_S = 2, 180
+# For each kind, the classes of lost time that are right, and the change that removes it.
+KINDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "storage": (("data",), "data=0"),
+    "workers": (("data",), "data=0"),
+    "collation": (("data",), "data=0"),
+    "host": (("host",), "host=0"),
+    "section": (("host",), "section:tokenize=0"),
+    "communication": (("communication",), "communication=0"),
+    "slow_rank": (("slow rank",), "rank={slow}@median"),
+    "imbalance": (("imbalance",), "rank=all@median"),
+    "recompute": (("recompute",), "recompute=0"),
+    "optimizer": (("optimizer",), "optimizer=0"),
+    "module": (("forward", "backward"), "module:wide x0.5"),
+    "saving": (("saving",), "saving=0"),
+    "gc": (("garbage collection", "host"), "gc=0"),
+    "evaluation": (("evaluation", "forward passes without gradients"), "evaluation=0"),
+    "rollouts": (("evaluation", "forward passes without gradients", "host", "forward"), "host=0"),
+    "contention": (("cpu",), "contention=0"),
+}
+_LEFT = {"module": "module_half"}
+"""What is left when the change is made; "none" for other kinds."""
+
+
+def record(kinds: list[str], numbers: list[int], out: Path) -> None:
+    """Record the runs that are missing, each next to one without the bottleneck."""
+    out.mkdir(parents=True, exist_ok=True)
+    port = 29500 + os.getpid() % 1000
+    for seed in numbers:
+        for kind in kinds:
+            for name, planted in ((kind, kind), (f"{kind}.left", _LEFT.get(kind, "none"))):
+                folder = out / f"{name}-{seed}"
+                if not (folder / "done").exists():
+                    port += 1
+                    _run_ranks(planted, seed, folder, port)
+            print(f"{kind} {seed} recorded", flush=True)
+
+
+def _run_ranks(kind: str, seed: int, folder: Path, port: int) -> None:
+    command = [sys.executable, "-m", "benchmarks.bottleneck_training", "--kind", kind]
+    command += ["--seed", str(seed), "--out", str(folder)]
+    ranks = []
+    for rank in range(RANKS):
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        ranks.append(
+            subprocess.Popen(
+                command, cwd=REPOSITORY, env={**environment(), **rendezvous, **places},
+                stderr=subprocess.DEVNULL,
+            )
+        )  # fmt: skip
+    for each in ranks:
+        if each.wait(RUN_TIMEOUT_S):
+            raise RuntimeError(f"{kind} {seed}: a rank failed")
+    (run,) = (path.parent for path in folder.glob("*/nodes"))
+    subprocess.run([sys.executable, "-m", "torchlens_perf", "sidecar", str(run)], cwd=REPOSITORY,
+                   check=False, capture_output=True, timeout=RUN_TIMEOUT_S)  # fmt: skip
+    (folder / "done").touch()
+
+
+def _run_of(folder: Path) -> RunDirectory:
+    (run,) = (path.parent for path in folder.glob("*/nodes"))
+    return RunDirectory(run)
+
+
+def judge(out: Path) -> None:
+    """Print how often the first class of lost time is the planted one, and the others."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for folder in sorted(out.glob("*-*")):
+        kind = folder.name.rpartition("-")[0]
+        if kind in KINDS and (folder / "done").exists():
+            report, _ = load_report_and_states(_run_of(folder))
+            lost = report["lost_time"]
+            found[kind].append("not known" if lost is None else lost["bound_by"])
+    table = Table("kind", "right", "others")
+    for kind, firsts in found.items():
+        right = [first for first in firsts if first in KINDS[kind][0]]
+        others = ", ".join(sorted(set(firsts) - set(right)))
+        table.row(kind, f"{len(right)} of {len(firsts)}", others)
+
+
+def gains(out: Path) -> None:
+    """Print predicted and measured gains, as medians over the seeds."""
+    table = Table("change", "predicted ms", "bounds ms", "measured ms", "inside", "error")
+    for kind, (_, text) in KINDS.items():
+        rows = []
+        for folder in sorted(out.glob(f"{kind}-*")):
+            left = folder.with_name(folder.name.replace(f"{kind}-", f"{kind}.left-"))
+            if not (folder / "done").exists() or not (left / "done").exists():
+                continue
+            run = _run_of(folder)
+            report, states = load_report_and_states(run)
+            times = read_usual_steps(run, report, states)
+            after, _ = load_report_and_states(_run_of(left))
+            if times is None:
+                continue
+            slow = max(report["ranks"], key=lambda rank: rank["own_s"]["p50_s"] or 0.0)["rank"]
+            replay = Replay(times, report)
+            predicted = replay.predict([parse_change(text.format(slow=slow))])
+            steps = after["steps"]
+            measured = replay.step_s - steps["total_s"] / (steps["count"] - steps["warm_up"])
+            rows.append((predicted["gain_s"], predicted["low_s"], predicted["high_s"], measured))
+        if rows:
+            gain, low, high, measured = (
+                1e3 * statistics.median(each) for each in zip(*rows, strict=True)
+            )
+            inside = sum(row[1] <= row[3] <= row[2] for row in rows)
+            error = abs(gain - measured) / measured if measured else float("nan")
+            table.row(text, f"{gain:.2f}", f"{low:.2f} to {high:.2f}", f"{measured:.2f}",
+                      f"{inside} of {len(rows)}", f"{error:.0%}")  # fmt: skip
+
+
+def main() -> int:
+    """Parse the command line and run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("record", "judge", "gains"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seeds", type=seeds, default=list(range(10)), help="like 0-9")
+    options = parser.parse_args()
+    if options.command == "record":
+        record(options.kinds, options.seeds, options.out)
+    else:
+        {"judge": judge, "gains": gains}[options.command](options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The command `what-if` on simulated runs: gains, forms and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.simulated_runs import simulate_run
+from torchlens_perf.commands.cli import main
+from torchlens_perf.report.run_report import load_report
+from torchlens_perf.run.directory import RunDirectory
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("what-if") / "run"
+    return simulate_run(
+        folder, "--ranks", "8", "--fault", "constant:rank=3,share=0.25,phase=forward"
+    )
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulate_run(tmp_path_factory.mktemp("what-if") / "healthy", "--ranks", "8")
+
+
+def predict(run: Path, *changes: str, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    assert main(["what-if", str(run), *changes, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["changes"]
+    return found  # type: ignore[no-any-return]
+
+
+def test_gain_without_the_slow_rank_is_the_step_of_a_run_without_it(
+    run: Path, healthy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, usual = (load_report(RunDirectory(each))["lost_time"] for each in (run, healthy))
+    assert steps is not None
+    assert usual is not None
+    found = predict(run, "rank=3@median", capsys=capsys)
+    measured_s = steps["step_s"] - usual["step_s"]
+    assert found["low_s"] < measured_s < found["high_s"]
+    assert found["gain_s"] == pytest.approx(measured_s, rel=0.1)
+
+
+def test_report_shows_the_class_and_the_gain_of_a_slow_rank_with_the_cost_of_its_verdict(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = load_report(RunDirectory(run))
+    lost = report["lost_time"]
+    assert lost is not None
+    (cost_s,) = [row["cost_s_per_step"] for row in report["verdicts"] if row["kind"] == "straggler"]
+    gains = {each["change"]: each["gain_s"] for each in lost["changes"]}
+    classes = {each["name"]: each for each in lost["classes"]}
+    assert gains["rank=3@median"] == classes["slow rank"]["s_per_step"] == cost_s
+    assert sum(each["s_per_step"] for each in lost["classes"]) == pytest.approx(lost["step_s"])
+    assert lost["bound_by"] == "slow rank"
+    assert main(["report", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "slow rank 3" in text
+    assert "rank=3@median" in text
+
+
+def test_healthy_job_is_bound_by_computing(healthy: Path) -> None:
+    lost = load_report(RunDirectory(healthy))["lost_time"]
+    assert lost is not None
+    assert lost["bound_by"] == "backward"
+
+
+def test_table_has_the_gain_and_the_drift_of_the_replay(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["what-if", str(run), "rank=3@median", "forward x0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "A mean step takes 2" in text
+    assert "the replay differs from the recorded steps by 0.0%" in text
+    assert "rank=3@median, forward x0.5" in text
+
+
+def test_mistakes_are_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", str(run), "faster"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "torchlens-perf: 'faster' is not a change: use one of"
+    )
+    assert main(["what-if", str(run), "module:x=0"]) == 2
+    assert "no timed module matches 'x'" in capsys.readouterr().err
+
+
+def test_too_few_steps_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = simulate_run(tmp_path / "short", "--ranks", "2", "--steps", "6")
+    assert main(["what-if", str(short), "data=0"]) == 2
+    assert "fewer than 8 usual steps" in capsys.readouterr().err

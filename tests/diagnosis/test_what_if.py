@@ -1,0 +1,228 @@
+"""Predicted gains equal those of a simulation whose truth is known, or a calculation by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchlens_perf.diagnosis.lost_time import classify_time, find_bound, find_critical_path
+from torchlens_perf.diagnosis.step_times import USES, StepTimes, split_contention
+from torchlens_perf.diagnosis.what_if import Replay, parse_change, predict_standard_changes
+from torchlens_perf.errors import ConfigError
+from torchlens_perf.simulate.faults import parse_fault
+from torchlens_perf.simulate.simulation import Simulation, Topology
+
+BLOCKS = 4
+
+
+def make_times(*ranks: dict[str, float], rows: int = 64) -> StepTimes:
+    """Return equal rows. ranks: ms by use; the wait of each rank is added."""
+    own = [sum(rank.get(use, 0.0) for use in USES[:-1]) for rank in ranks]
+    exposed = ranks[0].get("communication", 0.0)
+    filled = [
+        {**rank, "communication": max(own) - mine + exposed}
+        for rank, mine in zip(ranks, own, strict=True)
+    ]
+    uses = np.array([[rank.get(use, 0.0) for use in USES] for rank in filled]) * 1e6
+    count = len(ranks)
+    return StepTimes(
+        tuple(range(count)),
+        ("",) * count,
+        np.arange(rows),
+        1,
+        np.repeat(uses[:, None], rows, axis=1),
+    )
+
+
+def make_facts(times: StepTimes, **changed: Any) -> Any:
+    """Return the facts of a report that gains depend on."""
+    step_s = float(times.uses_ns.sum(axis=2).mean()) / 1e9
+    count = len(times.steps)
+    long = changed.pop("long", [])
+    total_s = step_s * count + sum(each["total_s"] for each in long)
+    steps = {"total_s": total_s, "count": count, "warm_up": 0, "long": long}
+    return {
+        "steps": steps,
+        "ranks": [],
+        "modules": [],
+        "sections": [],
+        "collectives": [],
+        **changed,
+    }
+
+
+def predict(times: StepTimes, *texts: str, **facts: Any) -> Any:
+    return Replay(times, make_facts(times, **facts)).predict([parse_change(text) for text in texts])
+
+
+def simulate(topology: Topology, fault: str) -> tuple[StepTimes, float]:
+    """Return the steps of a simulated run, and the seconds per step that its fault costs."""
+    simulation = Simulation(topology, faults=[parse_fault(fault)], seed=1)
+    blocks = [simulation.block(number) for number in range(BLOCKS)]
+    uses = np.zeros((topology.rank_count, sum(map(len, blocks)), len(USES)))
+    uses[..., :6] = np.concatenate([block.parts_ns for block in blocks], axis=1)
+    duration_ns = np.concatenate([block.duration_ns for block in blocks])
+    uses[..., USES.index("communication")] = duration_ns - uses[..., :6].sum(axis=2)
+    ranks = range(topology.rank_count)
+    populations = tuple(topology.placement(rank).population for rank in ranks)
+    times = StepTimes(
+        tuple(ranks), populations, np.arange(uses.shape[1]), 1, uses, pipelined=topology.pp > 1
+    )
+    effect = simulation.fault_effects(uses.shape[1])[0]
+    return times, float(effect.cost_ns.mean()) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("topology", "error"), [(Topology(1024), 0.05), (Topology(128, 8), 0.05), (Topology(64, 4, 4), 0.07)],
+    ids=["data-parallel", "tensor-parallel", "pipeline"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "changes"),
+    [
+        ("constant:rank=37,share=0.25", ["rank=37@median"]),
+        ("intermittent:rank=37,share=0.3", ["rank=37@median"]),
+        ("node:node=3,share=0.2", [f"rank={rank}@median" for rank in range(24, 32)]),
+        ("stalls:rank=37,share=2,every=5", ["data=0"]),
+    ],
+)
+def test_gain_is_within_a_few_percent_of_the_simulated_truth(
+    topology: Topology, error: float, fault: str, changes: list[str]
+) -> None:
+    times, truth_s = simulate(topology, fault)
+    gain_s = predict(times, *changes)["gain_s"]
+    # data=0 also removes the usual time of the data phase.
+    assert gain_s == pytest.approx(truth_s, rel=error)
+
+
+def test_work_that_other_ranks_wait_for_anyway_gains_nothing() -> None:
+    times = make_times({"forward": 100}, {"forward": 70, "data": 25})
+    assert predict(times, "data=0")["gain_s"] == 0
+    assert predict(times, "forward x0.5")["gain_s"] == pytest.approx(0.04)
+
+
+def test_gains_of_several_changes_are_not_summed() -> None:
+    times = make_times({"forward": 100}, {"forward": 60, "host": 60})
+    both = predict(times, "host=0", "rank=0@median")["gain_s"]
+    assert both == pytest.approx(0.06)
+    assert predict(times, "host=0")["gain_s"] == pytest.approx(0.02)
+    assert predict(times, "rank=0@median")["gain_s"] == 0
+
+
+def test_faster_transfers_shorten_exposed_communication_only() -> None:
+    times = make_times({"forward": 50, "communication": 20}, {"forward": 50})
+    row = {"group": "0", "description": "dp", "operation": "allreduce", "count": 2 * 64,
+           "transfer_s": {"mean_s": 0.03}}  # fmt: skip
+    facts = {
+        "collectives": [row],
+        "ranks": [{"rank": 0, "typical": None}, {"rank": 1, "typical": None}],
+    }
+    assert predict(times, "bandwidth:dp x2", **facts)["gain_s"] == pytest.approx(0.015)
+    assert predict(times, "bandwidth:allreduce x100", **facts)["gain_s"] == pytest.approx(0.02)
+    assert predict(times, "overlap=all", **facts)["gain_s"] == pytest.approx(0.02)
+    with pytest.raises(ConfigError, match="no measured transfers of tp"):
+        predict(times, "bandwidth:tp x2", **facts)
+
+
+def test_module_gain_includes_its_share_of_the_backward_pass() -> None:
+    times = make_times({"forward": 40, "backward": 80})
+    modules = [
+        {"name": "blocks.0.mlp", "is_root": False, "device_own_by_rank": {}, "by_rank": {"0": 0.01}}
+    ]
+    ranks = [{"rank": 0, "typical": {"parts": {"forward": 0.04, "backward": 0.08}}}]
+    found = predict(times, "module:blocks.*.mlp x0.5", modules=modules, ranks=ranks)
+    assert found["gain_s"] == pytest.approx(0.005 + 0.01)
+
+
+def test_irregular_steps_gain_their_mean_per_step() -> None:
+    saving = {"kinds": ["saving"], "total_s": 0.64}
+    times = make_times({"forward": 10})
+    assert predict(times, "saving=0", long=[saving])["gain_s"] == pytest.approx(0.01)
+    assert predict(times, "evaluation=0", long=[saving])["gain_s"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("faster", "is not a change: use one of data=0"),
+        ("dataa=0", "did you mean 'data'"),
+        ("module x0.5", "module"),
+        ("bandwidth:dp=0", "cannot become 0"),
+        ("rank=7@median", "has no rank 7"),
+        ("module:nothing x0.5", "no timed module"),
+        ("section:nothing=0", "no section"),
+        ("bubble=0", "no pipeline"),
+    ],
+)
+def test_change_that_names_nothing_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        predict(make_times({"forward": 10}, {"forward": 10}), text)
+
+
+def test_no_gains_are_predicted_if_ranks_do_not_wait_for_each_other() -> None:
+    times = make_times({"forward": 100}, {"forward": 50})
+    times.uses_ns[..., USES.index("communication")] = 0
+    changes, drift = predict_standard_changes(times, make_facts(times), [])
+    assert (changes, drift > 0.3) == ([], True)
+
+
+def test_gain_of_the_named_slow_rank_is_the_cost_of_its_verdict() -> None:
+    times = make_times({"forward": 10}, {"forward": 30})
+    verdict: Any = {
+        "kind": "straggler",
+        "is_over": False,
+        "rank": 1,
+        "cost_s_per_step": 0.019,
+        "phase": "forward",
+    }
+    changes, _ = predict_standard_changes(times, make_facts(times), [verdict])
+    assert {each["change"]: each["gain_s"] for each in changes}["rank=1@median"] == 0.019
+    classes = classify_time(find_critical_path(times), make_facts(times), [verdict])
+    slow = next(each for each in classes if each["name"] == "slow rank")
+    assert (slow["rank"], slow["s_per_step"]) == (1, pytest.approx(0.019))
+    assert sum(each["s_per_step"] for each in classes) == pytest.approx(0.03)
+
+
+def test_classes_add_up_to_the_mean_step_and_name_the_bound() -> None:
+    times = make_times({"forward": 10, "data": 5, "communication": 2}, {"forward": 14, "data": 5})
+    saving = {"kinds": ["saving"], "total_s": 6.4}
+    facts = make_facts(times, long=[saving])
+    classes = classify_time(find_critical_path(times), facts, [])
+    assert sum(each["s_per_step"] for each in classes) == pytest.approx(0.021 + 0.1)
+    seconds = {each["name"]: each["s_per_step"] for each in classes}
+    assert seconds == {
+        "saving": pytest.approx(0.1), "forward": pytest.approx(0.01), "data": pytest.approx(0.005),
+        "imbalance": pytest.approx(0.004), "communication": pytest.approx(0.002),
+    }  # fmt: skip
+    assert find_bound(classes) == "saving"
+    assert find_bound(classify_time(find_critical_path(times), make_facts(times), [])) == "data"
+
+
+@pytest.mark.parametrize(("data", "bound"), [(1, "forward"), (2, "data")])
+def test_lost_time_bounds_a_job_from_a_tenth_of_its_step(data: float, bound: str) -> None:
+    times = make_times({"forward": 11, "data": data})
+    assert find_bound(classify_time(find_critical_path(times), make_facts(times), [])) == bound
+
+
+def test_contention_is_subtracted_where_it_usually_occurs() -> None:
+    parts = np.array([[10.0, 20.0, 0.0]])
+    left = split_contention(parts, np.array([12.0]), np.array([1.0, 0.0, 0.0]))
+    assert left == pytest.approx(np.array([[0.0, 18.0, 0.0]]))
+    assert split_contention(parts, np.array([50.0]), np.zeros(3)) == pytest.approx(np.zeros((1, 3)))
+
+
+def test_thousands_of_ranks_take_less_than_a_second_of_cpu_time() -> None:
+    import time
+
+    times, _ = simulate(Topology(4096), "constant:rank=37,share=0.1")
+    window = StepTimes(times.ranks, times.populations, times.steps[:64], 1, times.uses_ns[:, :64])
+    facts = make_facts(window)
+    predict_standard_changes(window, facts, [])
+    begin_s = time.process_time()
+    changes, _ = predict_standard_changes(window, facts, [])
+    classes = classify_time(find_critical_path(window), facts, [])
+    # The bar is one second of a core. A slow or busy machine takes several times as long.
+    assert time.process_time() - begin_s < 5
+    assert changes
+    assert classes

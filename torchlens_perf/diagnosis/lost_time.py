@@ -1,0 +1,154 @@
+"""The critical path of steps over all ranks, as classes of time that add up to the step. Pure.
+
+Ranks of a synchronous job wait for each other. The critical rank of a step is the rank that waits
+least: what it does is on the critical path, and its own wait is communication that no rank can
+avoid. What the critical rank computes longer than the median rank is imbalance, not computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.diagnosis.step_times import USES, StepTimes
+from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.diagnosis.step_times import Floats
+    from torchlens_perf.verdicts.words.report import Facts, TimeClass, VerdictRow
+
+SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
+_COMMUNICATION = USES.index("communication")
+COMPUTE = ("forward", "recompute", "backward", "optimizer")
+_COMPUTING = ("forward", "backward", "tool")
+# The smallest share of a step for which lost time bounds the job.
+_MIN_LOST_SHARE = 0.1
+# An optimizer is part of every training step, and only lost time if it takes unusually long.
+_MIN_LOST = {"optimizer": 0.25}
+_COMPUTE = [USES.index(use) for use in COMPUTE]
+
+
+def find_critical_path(times: StepTimes) -> dict[str, float]:
+    """Return the critical path by use and imbalance in ns, as the mean over all rows."""
+    rows = np.arange(len(times.steps))
+    critical = find_critical_ranks(times.uses_ns[..., _COMMUNICATION])
+    path = times.uses_ns[critical, rows]
+    median = np.empty_like(path)
+    populations = np.array(times.populations)
+    for population in set(times.populations):
+        here = populations[critical] == population
+        median[here] = _lower_median(times.uses_ns[populations == population][:, here])
+    more_ns = np.clip(path - median, 0, None)[:, _COMPUTE]
+    excess_ns = np.clip((path - median)[:, _COMPUTE].sum(axis=1), 0, None)
+    # The excess is taken from the uses that are longer than on the median rank.
+    scale = np.divide(
+        excess_ns, more_ns.sum(axis=1), out=np.zeros_like(excess_ns), where=excess_ns > 0
+    )
+    path[:, _COMPUTE] -= more_ns * scale[:, None]
+    return {
+        **dict(zip(USES, path.mean(axis=0).tolist(), strict=True)),
+        IMBALANCE: float(excess_ns.mean()),
+    }
+
+
+def classify_time(
+    path_ns: Mapping[str, float],
+    facts: Facts,
+    verdicts: Sequence[VerdictRow],
+    *,
+    pipelined: bool = False,
+) -> list[TimeClass]:
+    """Return the classes of time of a mean step, the largest first. They add up to the mean step.
+
+    path_ns: the result of find_critical_path(). pipelined: see StepTimes.
+
+    Longer steps of a known kind, such as evaluation, are classes of their own. A slow rank that a
+    current verdict names has the cost of this verdict.
+    """
+    steps = facts["steps"]
+    count = max(1, steps["count"] - steps["warm_up"])
+    irregular: dict[str, float] = {}
+    for each in steps["long"]:
+        if each["kinds"]:
+            name = " and ".join(each["kinds"])
+            irregular[name] = irregular.get(name, 0.0) + each["total_s"] / count
+    step_s = steps["total_s"] / count
+    regular_s = max(0.0, step_s - sum(irregular.values()))
+    scale = regular_s / max(1.0, sum(path_ns.values()))
+    uses_s = {name: used_ns * scale for name, used_ns in path_ns.items()}
+    transfer_s = sum_transfers(facts, "all") if pipelined else None
+    if transfer_s is not None:
+        uses_s[BUBBLE] = max(0.0, uses_s["communication"] - transfer_s)
+        uses_s["communication"] -= uses_s[BUBBLE]
+    found: list[tuple[str, float, int | None]] = []
+    for row in verdicts:
+        if row["kind"] in ("straggler", "imbalance") and not row["is_over"]:
+            taken_s = _take_time(uses_s, row["phase"] or "", row["cost_s_per_step"] or 0.0)
+            name = SLOW_RANK if row["kind"] == "straggler" else IMBALANCE
+            found.append((name, taken_s, row["rank"]))
+    found += [(name, seconds, None) for name, seconds in (uses_s | irregular).items()]
+    classes: list[TimeClass] = [
+        {"name": name, "s_per_step": seconds, "share": seconds / step_s, "rank": rank}
+        for name, seconds, rank in found
+        if seconds > 0
+    ]
+    return sorted(classes, key=lambda each: -each["s_per_step"])
+
+
+def sum_transfers(facts: Facts, name: str) -> float | None:
+    """Return the time per step and rank in which collectives transfer data; None if not measured.
+
+    name: a group, its description, an operation, or "all".
+    """
+    total_s, steps = 0.0, max(1, facts["steps"]["count"])
+    rows = [
+        row
+        for row in facts["collectives"]
+        if name in (row["group"], row["description"], row["operation"], "all")
+    ]
+    for row in rows:
+        mean_s = row["transfer_s"]["mean_s"]
+        if mean_s is None:
+            return None
+        total_s += mean_s * row["count"] / steps / max(1, len(facts["ranks"]))
+    return total_s if rows else None
+
+
+def find_bound(classes: Sequence[TimeClass]) -> str:
+    """Return the name of the class that bounds the job.
+
+    That is the largest class of time in which nothing is computed, if it is large enough to be worth
+    a change, otherwise the largest class of computing.
+    """
+    lost = [
+        each
+        for each in classes
+        if each["share"] >= _MIN_LOST.get(each["name"], _MIN_LOST_SHARE)
+        and each["name"] not in _COMPUTING
+    ]
+    return (lost or [each for each in classes if each["name"] in COMPUTE] or classes)[0]["name"]
+
+
+def _take_time(uses_s: dict[str, float], phase: str, seconds: float) -> float:
+    """Subtract time from the uses of a phase, then from the others. Return what was there."""
+    first = {"compute": [IMBALANCE, "forward", "backward"], "gap": ["host", "data"]}.get(
+        phase, [IMBALANCE, phase] if phase in COMPUTE else [phase]
+    )
+    left = seconds
+    for use in dict.fromkeys([*first, IMBALANCE, *uses_s]):
+        taken = min(left, uses_s.get(use, 0.0))
+        if taken:
+            uses_s[use] -= taken
+            left -= taken
+    return seconds - left
+
+
+def _lower_median(values: npt.NDArray[np.float64]) -> Floats:
+    """Return the median over the first axis; of two values in the middle, the smaller one."""
+    middle = (len(values) - 1) // 2
+    found: Floats = np.partition(values, middle, axis=0)[middle]
+    return found

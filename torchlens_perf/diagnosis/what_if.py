@@ -1,0 +1,284 @@
+"""Predict the mean step after a change, by replaying recorded steps with changed times. Pure.
+
+The replay is that of a synchronous job: a step ends when the last rank has done its own work, plus
+the communication that even this rank waits for. A gain is therefore no share of a sum: work that
+other ranks wait for anyway gains nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.diagnosis.lost_time import sum_transfers
+from torchlens_perf.diagnosis.step_times import OWN, USES, StepTimes
+from torchlens_perf.errors import ConfigError, unknown_word_text
+from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
+
+if TYPE_CHECKING:
+    from torchlens_perf.diagnosis.step_times import Floats
+    from torchlens_perf.verdicts.words.report import Facts, PredictedChange, VerdictRow
+
+MAX_DRIFT = 0.05
+"""Without a change, the replay may differ from the recorded steps by at most this share."""
+_COMMUNICATION = USES.index("communication")
+_FORWARD, _BACKWARD, _HOST = (USES.index(use) for use in ("forward", "backward", "host"))
+# The gain of a change that was made may differ from the prediction by this share: other work then
+# meets other caches, clocks and neighbours.
+_MODEL_ERROR = 0.15
+# Two standard errors are an interval of 95 %.
+_STANDARD_ERRORS = 2.0
+_PARTS = {use: use for use in USES if use not in ("cpu", "communication")} | {
+    "contention": "cpu",
+    "communication": "communication",
+}
+_IRREGULAR = {
+    "evaluation": ("evaluation", "forward passes without gradients"),
+    "saving": ("saving",),
+    "gc": ("garbage collection",),
+    "compilation": ("compilation",),
+}
+_FORMS = (
+    "data=0, forward x0.5, contention=0, saving=0, rank=3@median, rank=all@median,"
+    ' "module:blocks.*.mlp x0.5", section:NAME=0, overlap=all, bubble=0, "bandwidth:GROUP x2"'
+)
+_AT_MEDIAN = re.compile(r"rank\s*=\s*(\d+|all)\s*@\s*median")
+_FACTOR = re.compile(r"(.+?)(?:\s*=\s*|\s+x\s*|\s*=\s*x\s*)(\d+(?:\.\d+)?)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change whose gain is to be predicted."""
+
+    text: str
+    """The form in which it is written on the command line."""
+    subject: str
+    """A key of _PARTS or _IRREGULAR, or rank, module, section, bandwidth or overlap."""
+    name: str = ""
+    """Name or pattern of a module, section or group; a rank, or "all"."""
+    factor: float = 0.0
+    """Factor of the time; for a bandwidth, of the speed."""
+
+
+def parse_change(text: str) -> Change:
+    """Return a change from its text. Raise ConfigError if it is not one of the forms."""
+    text = " ".join(text.split())
+    if found := _AT_MEDIAN.fullmatch(text):
+        return Change(text, "rank", found[1])
+    if text in ("overlap=all", "bubble=0"):
+        return Change(text, text.partition("=")[0])
+    found = _FACTOR.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text!r} is not a change: use one of {_FORMS}")
+    subject, _, name = found[1].strip().partition(":")
+    factor = float(found[2])
+    named = ("module", "section", "bandwidth")
+    known = (*_PARTS, *_IRREGULAR, *named)
+    if subject not in known or (subject in named) != bool(name):
+        raise ConfigError(f"{text!r}: {unknown_word_text('subject', subject, known)}")
+    if subject == "bandwidth" and factor <= 0:
+        raise ConfigError(f"{text!r}: a bandwidth cannot become 0")
+    return Change(text, subject, name, factor)
+
+
+class Replay:
+    """Recorded steps that can be replayed with changes."""
+
+    def __init__(self, times: StepTimes, facts: Facts) -> None:
+        self._times = times
+        self._facts = facts
+        rows = np.arange(len(times.steps))
+        critical = find_critical_ranks(times.uses_ns[..., _COMMUNICATION])
+        self._critical_uses = times.uses_ns[critical, rows]
+        self._rest_ns = self._critical_uses[:, _COMMUNICATION]
+        self._end_ns = times.own_ns.max(axis=0) + self._rest_ns
+        steps = facts["steps"]
+        self.step_s = steps["total_s"] / max(1, steps["count"] - steps["warm_up"])
+
+    @property
+    def drift_share(self) -> float:
+        """Difference between the replay without a change and the recorded steps, as a share."""
+        recorded = float(self._times.uses_ns.sum(axis=2).mean())
+        return abs(float(self._end_ns.mean()) / recorded - 1)
+
+    def predict(self, changes: Sequence[Change]) -> PredictedChange:
+        """Return the gain of several changes together. Raise ConfigError if one names nothing."""
+        uses, rest_ns, irregular_s = self._times.uses_ns.copy(), self._rest_ns.copy(), 0.0
+        for change in changes:
+            if change.subject in _IRREGULAR:
+                irregular_s += (1 - change.factor) * self._irregular_s(change)
+            elif change.subject in ("bandwidth", "overlap", "bubble", "communication"):
+                rest_ns = self._change_communication(change, rest_ns)
+            else:
+                self._change_uses(change, uses)
+        own_ns = uses[..., OWN].sum(axis=2).max(axis=0)
+        if self._times.pipelined:
+            # The bubble of a pipeline is as long as the slowest stage's micro-batches.
+            rest_ns = rest_ns * own_ns / self._times.own_ns.max(axis=0)
+        gain_ns = self._end_ns - (own_ns + rest_ns)
+        usual_s, error_s = float(gain_ns.mean()) / 1e9, _standard_error(gain_ns) / 1e9
+        gain_s = usual_s + irregular_s
+        around_s = _STANDARD_ERRORS * error_s + _MODEL_ERROR * abs(gain_s)
+        return {
+            "change": ", ".join(change.text for change in changes),
+            "gain_s": gain_s,
+            "low_s": gain_s - around_s,
+            "high_s": min(self.step_s, gain_s + around_s + self._contention_share * abs(usual_s)),
+            "share": gain_s / self.step_s,
+        }
+
+    @property
+    def _contention_share(self) -> float:
+        """Share of CPU contention on the critical path, which less work on any rank reduces too."""
+        uses = self._critical_uses.mean(axis=0)
+        return float(uses[USES.index("cpu")] / uses.sum())
+
+    def _irregular_s(self, change: Change) -> float:
+        """Return the mean time per step that steps of these kinds take longer."""
+        steps, kinds = self._facts["steps"], _IRREGULAR[change.subject]
+        total_s = sum(each["total_s"] for each in steps["long"] if set(each["kinds"]) & set(kinds))
+        return total_s / max(1, steps["count"] - steps["warm_up"])
+
+    def _change_communication(self, change: Change, rest_ns: Floats) -> Floats:
+        if change.subject == "bubble" and not self._times.pipelined:
+            raise ConfigError(f"{change.text!r}: the job is no pipeline")
+        if change.subject == "communication":
+            return np.multiply(rest_ns, change.factor, dtype=np.float64)
+        if change.subject == "overlap":
+            computing_ns: Floats = self._critical_uses[:, [_FORWARD, _BACKWARD]].sum(axis=1)
+            return np.maximum(rest_ns - computing_ns, 0)
+        transfer_s = sum_transfers(self._facts, change.name or "all")
+        if transfer_s is None:
+            raise ConfigError(
+                f"{change.text!r}: the run has no measured transfers of {change.name or 'all groups'}"
+            )
+        transfer_ns = 1e9 * transfer_s
+        if change.subject == "bubble":
+            return np.minimum(rest_ns, transfer_ns)
+        return np.maximum(rest_ns - (1 - 1 / change.factor) * transfer_ns, 0)
+
+    def _change_uses(self, change: Change, uses: Floats) -> None:
+        times = self._times
+        if change.subject == "rank":
+            _set_to_median(change, times, uses)
+        elif change.subject == "module":
+            less_s = _module_times(self._facts, change)
+            for use, seconds in less_s.items():
+                _shorten(uses, USES.index(use), times.ranks, seconds, 1 - change.factor)
+        elif change.subject == "section":
+            row = next((r for r in self._facts["sections"] if r["name"] == change.name), None)
+            if row is None or row["host_s_per_typical_step"] is None:
+                raise ConfigError(f"{change.text!r}: the run has no section {change.name!r}")
+            part_s = {str(rank): row["host_s_per_typical_step"] for rank in times.ranks}
+            _shorten(uses, _HOST, times.ranks, part_s, 1 - change.factor)
+        else:
+            uses[..., USES.index(_PARTS[change.subject])] *= change.factor
+
+
+def predict_standard_changes(
+    times: StepTimes, facts: Facts, verdicts: Sequence[VerdictRow], most: int = 5
+) -> tuple[list[PredictedChange], float]:
+    """Return the most valuable single changes, and the drift of the replay.
+
+    For a slow rank that a current verdict names, the gain is the cost of the verdict.
+
+    Work itself cannot be removed, so changes of computing are only predicted for its largest module
+    at half its time. Return no changes if the replay does not reproduce the recorded steps.
+    """
+    replay = Replay(times, facts)
+    drift = replay.drift_share
+    if drift > MAX_DRIFT:
+        return [], drift
+    texts = ["data=0", "host=0", "contention=0", "recompute=0", "optimizer x0.5"]
+    texts += [f"{name}=0" for name in _IRREGULAR]
+    if len(times.ranks) > 1:
+        texts += ["overlap=all", "rank=all@median"]
+    if times.pipelined and sum_transfers(facts, "all") is not None:
+        texts.append("bubble=0")
+    modules = [each for each in facts["modules"] if not each["is_root"]]
+    texts += [f"module:{modules[0]['name']} x0.5"] if modules else []
+    found = [replay.predict([parse_change(text)]) for text in texts]
+    for row in verdicts:
+        if row["kind"] == "straggler" and not row["is_over"] and row["cost_s_per_step"]:
+            its = replay.predict([parse_change(f"rank={row['rank']}@median")])
+            cost_s = row["cost_s_per_step"]
+            low_s, high_s = min(its["low_s"], cost_s), max(its["high_s"], cost_s)
+            share = cost_s / replay.step_s
+            found.append(
+                {**its, "gain_s": cost_s, "low_s": low_s, "high_s": high_s, "share": share}
+            )
+    found = [each for each in found if each["low_s"] > 0]
+    return sorted(found, key=lambda each: -each["gain_s"])[:most], drift
+
+
+def _set_to_median(change: Change, times: StepTimes, uses: Floats) -> None:
+    """Give ranks the median work of their population, where that is less than their own."""
+    wanted = times.ranks if change.name == "all" else (int(change.name),)
+    if not set(wanted) <= set(times.ranks):
+        raise ConfigError(f"{change.text!r}: the run has no rank {change.name}")
+    populations, all_own = np.array(times.populations), uses[..., OWN].sum(axis=2)
+    for population in set(times.populations):
+        members = np.flatnonzero(populations == population)
+        chosen = [at for at in members if times.ranks[at] in wanted]
+        if not chosen or len(members) < 2:
+            continue
+        own = all_own[members]
+        # Which rank is at the median differs from row to row, and with it what it does.
+        middle = np.argsort(own, axis=0)[(len(members) - 1) // 2]
+        rows = np.arange(own.shape[1])
+        median = uses[members[middle], rows]
+        for at in chosen:
+            slower = all_own[at] > own[middle, rows]
+            uses[at][slower, OWN] = median[slower, OWN]
+
+
+def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, float]]:
+    """Return each rank's forward and backward time per step of the modules, in seconds.
+
+    The backward pass of a module takes about the share of the backward pass that its forward time
+    has of the forward pass, unless samples show it.
+    """
+    rows = [each for each in facts["modules"] if fnmatch.fnmatchcase(each["name"], change.name)]
+    if not rows:
+        raise ConfigError(f"{change.text!r}: no timed module matches {change.name!r}")
+    forward: dict[str, float] = {}
+    for row in rows:
+        for rank, seconds in (row["device_own_by_rank"] or row["by_rank"]).items():
+            forward[rank] = forward.get(rank, 0.0) + seconds
+    backward: dict[str, float] = {}
+    for each in facts["ranks"]:
+        typical, rank = each["typical"], str(each["rank"])
+        parts = typical["parts"] if typical is not None else {}
+        whole_s = parts.get("forward", 0.0)
+        if whole_s and rank in forward:
+            backward[rank] = parts.get("backward", 0.0) * forward[rank] / whole_s
+    return {"forward": forward, "backward": backward}
+
+
+def _shorten(
+    uses: Floats,
+    use: int,
+    ranks: Sequence[int],
+    seconds: Mapping[str, float],
+    share: float,
+) -> None:
+    """Subtract a share of these seconds from a use on each rank, at most what is there."""
+    less_ns = np.array([1e9 * share * seconds.get(str(rank), 0.0) for rank in ranks])
+    uses[..., use] = np.maximum(0.0, uses[..., use] - less_ns[:, None])
+
+
+def _standard_error(values: Floats) -> float:
+    """Return the standard error of the mean of a series whose neighbours may be alike.
+
+    Means of blocks of consecutive values are nearly independent.
+    """
+    blocks = max(2, int(len(values) ** 0.5))
+    if len(values) < 2 * blocks:
+        return float("nan") if len(values) < 2 else float(values.std(ddof=1) / len(values) ** 0.5)
+    means = np.array([each.mean() for each in np.array_split(values, blocks)])
+    return float(means.std(ddof=1) / blocks**0.5)

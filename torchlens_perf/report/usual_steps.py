@@ -1,0 +1,183 @@
+"""Lost time and predicted gains in the report, from the newest recorded steps of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.statistics.run_windows import align_windows
+from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+from torchlens_perf.diagnosis.lost_time import classify_time, find_bound, find_critical_path
+from torchlens_perf.diagnosis.step_times import StepTimes, split_contention
+from torchlens_perf.diagnosis.what_if import predict_standard_changes
+from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS
+from torchlens_perf.run.ring import Flag
+from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
+from torchlens_perf.verdicts.latest_attempt import latest_processes
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
+from torchlens_perf.verdicts.stragglers.placement import STAGES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+    from torchlens_perf.verdicts.words.report import Facts, LostTime, Report
+
+    Floats = npt.NDArray[np.float64]
+
+MIN_ROWS = 8
+"""Fewest steps from which a critical path is computed."""
+_MOST_STEPS = 1024
+_MOST_RANK_STEPS = 1 << 18
+_UNUSUAL = OTHER_WORK | int(Flag.COLLECTED)
+_COLUMNS = ("duration_ns", *(f"{part}_ns" for part in PARTS), "ready_ns", "flags")
+_READY, _FLAGS = _COLUMNS.index("ready_ns"), _COLUMNS.index("flags")
+
+
+def find_lost_time(
+    run: RunDirectory, report: Report, states: Sequence[NodeState]
+) -> LostTime | None:
+    """Return classes of time and predicted gains; None without enough steps of all ranks."""
+    times = read_usual_steps(run, report, states)
+    steps = report["steps"]
+    counted = steps["count"] - steps["warm_up"]
+    if times is None or counted <= 0:
+        return None
+    changes, drift = predict_standard_changes(times, report, report["verdicts"])
+    classes = classify_time(
+        find_critical_path(times), report, report["verdicts"], pipelined=times.pipelined
+    )
+    return {
+        "first_step": int(times.steps[0]),
+        "last_step": int(times.steps[-1]) + times.width - 1,
+        "rows": len(times.steps),
+        "step_s": steps["total_s"] / counted,
+        "bound_by": find_bound(classes),
+        "classes": classes,
+        "changes": changes,
+        "drift_share": drift,
+    }
+
+
+def read_usual_steps(
+    run: RunDirectory, facts: Facts, states: Sequence[NodeState]
+) -> StepTimes | None:
+    """Return the newest steps that all ranks have made; None with fewer than MIN_ROWS.
+
+    By the hosts' clocks, rows are single steps. By the devices' clocks, rows are the windows that
+    are judged, and None is returned if the devices' clocks hide what their hosts do.
+    """
+    processes = latest_processes(states)
+    clocks = {each.judged_by for each in processes.values()}
+    if clocks == {DEVICE}:
+        own = facts["steps"]["own_time"]
+        return None if own is not None and own["is_hidden"] else _read_windows(processes)
+    if clocks != {HOST}:
+        return None
+    ranks = sorted(processes)
+    last = min(each.statistics.last_step or 0 for each in processes.values())
+    most = max(MIN_ROWS, min(_MOST_STEPS, _MOST_RANK_STEPS // len(ranks)))
+    begin = max(each.statistics.first_step or 0 for each in processes.values()) + WARM_UP_STEPS
+    first = max(begin, last - most + 1)
+    if last - first + 1 < MIN_ROWS:
+        return None
+    values = _read_columns(run, processes, ranks, first, last, facts["quality"]["notes"])
+    usual = np.isfinite(values[..., 0]).all(axis=0)
+    flags = np.nan_to_num(values[..., _FLAGS]).astype(np.int64)
+    usual &= (np.bitwise_or.reduce(flags, axis=0) & _UNUSUAL) == 0
+    if usual.sum() < MIN_ROWS:
+        return None
+    return StepTimes(
+        ranks=tuple(ranks),
+        populations=tuple(processes[rank].placement.population for rank in ranks),
+        steps=first + np.flatnonzero(usual),
+        width=1,
+        uses_ns=_split_uses(values[:, usual], _typical_contention(facts)),
+        pipelined=_is_pipeline(processes),
+    )
+
+
+def _is_pipeline(processes: Mapping[int, ProcessState]) -> bool:
+    stages = {
+        (name, at)
+        for each in processes.values()
+        for name, at in each.placement.coordinates.items()
+        if name in STAGES
+    }
+    return len(stages) > 1
+
+
+def _read_windows(processes: Mapping[int, ProcessState]) -> StepTimes | None:
+    windows = {rank: each.judged_windows() for rank, each in processes.items()}
+    last = max(each.statistics.last_step or 0 for each in processes.values())
+    grid = align_windows(windows, last)
+    if grid is None or len(grid.ranks) < len(processes):
+        return None
+    whole = np.isfinite(grid.duration_ns).all(axis=0)
+    whole &= grid.first_steps > max(each.statistics.first_step or 0 for each in processes.values())
+    if whole.sum() < MIN_ROWS:
+        return None
+    parts = grid.parts_ns[:, whole]
+    own, lack = parts[..., OWN_COLUMNS], np.nan_to_num(grid.lack_ns[:, whole])[..., OWN_COLUMNS]
+    without = own - np.minimum(own, lack)
+    return StepTimes(
+        grid.ranks,
+        tuple(processes[rank].placement.population for rank in grid.ranks),
+        grid.first_steps[whole],
+        grid.width,
+        _join_uses(parts, own, without),
+        pipelined=_is_pipeline(processes),
+    )
+
+
+def _read_columns(
+    run: RunDirectory,
+    processes: Mapping[int, ProcessState],
+    ranks: Sequence[int],
+    first: int,
+    last: int,
+    notes: list[str],
+) -> Floats:
+    """Return the columns of these steps: [ranks, steps, columns]. NaN: missing."""
+    row_of = {processes[rank].identity.key: row for row, rank in enumerate(ranks)}
+    values = np.full((len(ranks), last - first + 1, len(_COLUMNS)), np.nan)
+
+    def place(file: ParquetFile) -> None:
+        extremes = file.read_column_range("step")
+        if extremes is not None and (extremes[1] < first or extremes[0] > last):
+            return
+        table = file.read_table(("process", "step", *_COLUMNS))
+        row = map_texts(table.column("process"), row_of, -1)
+        step = table.column("step").to_numpy() - first
+        wanted = (row >= 0) & (step >= 0) & (step <= last - first)
+        columns = [table.column(name).to_numpy().astype(np.float64) for name in _COLUMNS]
+        values[row[wanted], step[wanted]] = np.stack(columns, axis=1)[wanted]
+
+    list(ParquetFolder(run.steps, unreadable=make_error_collector(notes)).read_each(place))
+    return values
+
+
+def _split_uses(values: Floats, typical_ns: Floats) -> Floats:
+    parts = values[..., 1 : 1 + len(PARTS)]
+    own, ready = parts[..., OWN_COLUMNS], np.nan_to_num(values[..., _READY])
+    return _join_uses(parts, own, split_contention(own, ready, typical_ns))
+
+
+def _join_uses(parts: Floats, own: Floats, without: Floats) -> Floats:
+    """Return the uses of a step. without: own parts without CPU contention."""
+    rest = [parts[..., PARTS.index(part)] for part in ("tool", "communication")]
+    return np.concatenate(
+        [without, (own - without).sum(axis=-1, keepdims=True), *(each[..., None] for each in rest)],
+        axis=-1,
+    )
+
+
+def _typical_contention(facts: Facts) -> Floats:
+    """Return the mean CPU contention in each own part of a typical step."""
+    lacks = [each["typical"]["lack_of_cpu"] or {} for each in facts["ranks"] if each["typical"]]
+    found: Floats = np.array([sum(lack.get(part, 0.0) for lack in lacks) for part in OWN_PARTS])
+    return found

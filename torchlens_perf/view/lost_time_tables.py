@@ -1,0 +1,76 @@
+"""Tables on lost time: the critical path of a step, and predicted gains of changes. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import format_percent, format_step_range
+from torchlens_perf.view.specs import Column, Quantity, Table
+from torchlens_perf.view.theme import PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchlens_perf.verdicts.words.report import PredictedChange, Report, TimeClass
+
+_MIN_SHARE = 0.005
+"""Smaller classes are left out."""
+_NAMES = {
+    "data": "waiting for data",
+    "communication": "exposed communication",
+    "host": "host code between phases",
+    "imbalance": "imbalance of computing",
+}
+
+
+def build_critical_path_table(report: Report) -> Table | None:
+    """Return the classes of time on the critical path, the largest first."""
+    lost = report["lost_time"]
+    if lost is None:
+        return None
+    rows = [each for each in lost["classes"] if each["share"] >= _MIN_SHARE]
+    columns = [
+        Column("critical path", [_class_name(each) for each in rows], Quantity.TEXT),
+        Column("per step", [each["s_per_step"] for each in rows], help="Mean over all steps."),
+        Column("share of step", [each["share"] for each in rows], Quantity.SHARE),
+    ]
+    several = report["run"]["world_size"] > 1
+    which = format_step_range(lost["first_step"], lost["last_step"] + 1)
+    note = (
+        f"{'In each step, the path follows the rank for which all others wait. ' if several else ''}"
+        f"Usual steps are divided as in steps {which}."
+    )
+    return Table("critical_path", "Critical path of a mean step", columns, first=8, note=note, noun="class",
+                 ranged="per step")  # fmt: skip
+
+
+def build_change_table(report: Report) -> Table | None:
+    """Return the predicted gains of the most valuable single changes."""
+    lost = report["lost_time"]
+    if lost is None or not lost["changes"]:
+        return None
+    note = (
+        "Each change alone; gains do not add up. Without a change, the replay differs from the"
+        f" recorded steps by {format_percent(lost['drift_share'])}."
+    )
+    return build_gain_table(lost["changes"], note)
+
+
+def build_gain_table(changes: Sequence[PredictedChange], note: str = "") -> Table:
+    """Return a table of predicted gains."""
+    unit_of = max((abs(each["gain_s"]) for each in changes), default=0.0)
+    columns = [
+        Column("what if", [each["change"] for each in changes], Quantity.TEXT),
+        Column("gain per step", [each["gain_s"] for each in changes], unit_of=unit_of),
+        Column("at least", [each["low_s"] for each in changes], unit_of=unit_of),
+        Column("at most", [each["high_s"] for each in changes], unit_of=unit_of),
+        Column("share of step", [each["share"] for each in changes], Quantity.CHANGE),
+    ]
+    return Table("changes", "Predicted gains of changes", columns, note=note, noun="change")
+
+
+def _class_name(each: TimeClass) -> str:
+    if each["rank"] is not None:
+        return f"{each['name']} {each['rank']}"
+    name = each["name"]
+    return _NAMES.get(name) or (PARTS[name].name if name in PARTS else name)
