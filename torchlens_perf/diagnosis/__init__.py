@@ -1,1 +1,1 @@
-"""What bounds a job, what it loses, and what changes would gain: pure functions on recorded times."""
+"""Lost time of a job, what bounds it, and predicted gains of changes: pure functions."""
