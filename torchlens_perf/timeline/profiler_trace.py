@@ -95,7 +95,7 @@ def _decode_events(file: IO[str], header: dict[str, Any]) -> Iterator[dict[str, 
             text, at = text[begin:] + more, 0
             continue
         yield event
-    header.update(json.loads(before + text[begin:] + file.read(), strict=False))
+    header.update(decode((before + text[begin:] + file.read()).lstrip())[0])
 
 
 def build_trace(
