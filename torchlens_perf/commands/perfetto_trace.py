@@ -26,7 +26,7 @@ def add_arguments(report: argparse.ArgumentParser) -> None:
     )
     trace.add_argument(
         "--profile",
-        type=_parse_profile,
+        type=parse_profile,
         nargs="+",
         action="extend",
         default=[],
@@ -55,7 +55,8 @@ def _parse_range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _parse_profile(text: str) -> tuple[int | None, Path]:
+def parse_profile(text: str) -> tuple[int | None, Path]:
+    """Parse FILE or RANK=FILE. Raise ArgumentTypeError."""
     match = re.fullmatch(r"(?:(\d{1,6})=)?(.+)", text)
     if match is None:
         raise argparse.ArgumentTypeError("expected a file, or RANK=FILE")
