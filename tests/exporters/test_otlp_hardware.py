@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from tests.support.device.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
@@ -19,6 +17,7 @@ from tests.support.telemetry import read_gpus
 from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSamples, LinkSample
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.otlp_hardware import HardwareMetrics
+from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
@@ -118,19 +117,15 @@ class Exported:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._reader = InMemoryMetricReader()
-        meter = MeterProvider([self._reader], shutdown_on_exit=False).get_meter("test")
-        self.metrics = HardwareMetrics(meter, lambda: self.now_s)
+        self._meter = ArrayMeter()
+        self.metrics = HardwareMetrics(self._meter, lambda: self.now_s)
 
     def points(self) -> dict[tuple[str, str], float]:
         """Return points by metric and identifying attributes, in order of their names."""
-        data = self._reader.get_metrics_data()
         return {
             (metric.name, " ".join(str(told) for name, told in sorted(point.attributes.items()) if name not in SAME)):
             point.value
-            for of_resource in (data.resource_metrics if data is not None else ())
-            for of_scope in of_resource.scope_metrics
-            for metric in of_scope.metrics
+            for metric in self._meter.collect()
             for point in metric.data.data_points
         }  # fmt: skip
 

@@ -4,37 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
 from tests.exporters.test_exporters import batch_of, identity
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_metrics import DeviceMemoryInstruments
+from torchlens_perf.exporters.series import ArrayMeter
 
 
 def sent(
     readings: list[MemoryReading | None], *, per_rank: bool = True
 ) -> dict[str, list[tuple[dict[str, Any], float]]]:
     """Return attributes and values of points by metric."""
-    reader = InMemoryMetricReader()
-    memory = DeviceMemoryInstruments(MeterProvider([reader]).get_meter("test"))
+    meter = ArrayMeter()
+    memory = DeviceMemoryInstruments(meter)
     steps = batch_of(identity(), [3])
     for reading in readings:
         full = ExportBatch(steps.identity, steps.anchor, steps.steps, (), {}, reading)
         memory.record_reading(full, {semantics.RANK: 0}, per_rank=per_rank)
-    data = reader.get_metrics_data()
-    if data is None:
-        return {}
-    metrics = [
-        m
-        for resource in data.resource_metrics
-        for scope in resource.scope_metrics
-        for m in scope.metrics
-    ]
     return {
         metric.name: [(dict(point.attributes), point.value) for point in metric.data.data_points]
-        for metric in metrics
+        for metric in meter.collect()
     }
 
 

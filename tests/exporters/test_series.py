@@ -29,7 +29,7 @@ def durations(low_ns: float, high_ns: float, count: int = 500, seed: int = 0) ->
 
 
 def histogram(meter: ArrayMeter) -> ArrayHistogram:
-    return meter.create_histogram(semantics.STEP_DURATION, "s", "steps")
+    return meter.create_histogram(semantics.STEP_DURATION)
 
 
 def point_of(meter: ArrayMeter) -> Any:
@@ -126,7 +126,7 @@ class Node:
         meter = ArrayMeter(explicit_bounds=explicit_bounds)
         self.series = histogram(meter)
         self.tally = SnapshotEncoder(
-            meter, [self.series], [meter.create_counter("steps", "", "")], now_s
+            meter, [self.series], [meter.create_number(semantics.STEPS)], now_s
         )
 
 

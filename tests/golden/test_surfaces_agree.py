@@ -40,10 +40,11 @@ from torchlens_perf.results.figures import SLOW_RANK, VERDICT, FigureLoggers
 from torchlens_perf.results.figures import check_log_arguments as checked_logger
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import ENDED
-from torchlens_perf.serve.run_list import find_runs, read_lines
+from torchlens_perf.serve.run_list import read_lines
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.rings import SimulatedDevice
 from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.store.run_folders import find_runs
 from torchlens_perf.top.overview import all_finding_lines
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts import node_state

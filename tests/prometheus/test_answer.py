@@ -135,7 +135,7 @@ def test_each_exemplar_is_in_the_bucket_of_its_duration() -> None:
     from torchlens_perf.exporters.series import ExemplarValue
 
     meter = ArrayMeter(explicit_bounds=True, keeps_examples=True)
-    histogram = meter.create_histogram(semantics.STEP_DURATION, "s", "steps")
+    histogram = meter.create_histogram(semantics.STEP_DURATION)
     values_ns = np.array([12, 300, 310, 400]) * 10**6
     meter.move_start_back(10**18)
     histogram.record_ns(values_ns, {})
@@ -179,11 +179,11 @@ def test_number_of_points_and_length_of_labels_are_bounded() -> None:
     Labels are cut and have no control characters.
     """
     meter = ArrayMeter(explicit_bounds=True)
-    gauge = meter.create_gauge("some.gauge", "", "many")
+    gauge = meter.create_number(semantics.STRAGGLERS)
     for index in range(MAX_POINTS + 5):
         gauge.set(index, {"name": f"{index}\x1b[31m" + "x" * 10_000})
     found = list(convert_to_families(meter.collect(), {"evil\nlabel{}": 'a"b\nc\u202e'}))
-    (many,) = [each for each in found if each.name == "some_gauge"]
+    (many,) = [each for each in found if each.name == "torch_train_stragglers"]
     assert len(many.samples) == MAX_POINTS
     assert found[-1].samples[0].value == 5
     assert {len(sample.labels["name"]) for sample in many.samples} == {MAX_LABEL}
@@ -193,8 +193,8 @@ def test_number_of_points_and_length_of_labels_are_bounded() -> None:
 
 def test_memory_gauge_ends_with_its_process_and_counters_stay() -> None:
     meter = ArrayMeter(explicit_bounds=True)
-    meter.create_gauge(semantics.MEMORY, "By", "memory").set(5, {semantics.RANK: 1})
-    meter.create_counter(semantics.STEPS, "{step}", "steps").add(3, {semantics.RANK: 1})
+    meter.create_number(semantics.MEMORY).set(5, {semantics.RANK: 1})
+    meter.create_number(semantics.STEPS).add(3, {semantics.RANK: 1})
 
     def samples(gone: set[int]) -> set[str]:
         found = convert_to_families(meter.collect(), {}, gone)

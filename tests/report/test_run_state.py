@@ -18,8 +18,9 @@ from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.serve.run_list import find_runs, read_lines
+from torchlens_perf.serve.run_list import read_lines
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.store.run_folders import find_runs
 from torchlens_perf.top.live_runs import list_runs
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state

@@ -197,7 +197,7 @@ def test_only_regular_capture_files_are_served(holder: Viewer, path: str) -> Non
 
 def test_file_replaced_during_a_download_is_refused(captured: Path) -> None:
     from torchlens_perf.serve.captures import BLOCK_BYTES, read_file_block
-    from torchlens_perf.serve.run_names import NotFoundError
+    from torchlens_perf.store.run_folders import NotFoundError
 
     run = captured / "run"
     first, known = read_file_block(str(run), ID, "2", TRACE, 0, ())

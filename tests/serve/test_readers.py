@@ -14,7 +14,8 @@ import pytest
 from tests.support.leftovers import eventually
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.serve.readers import ReaderPool
-from torchlens_perf.serve.run_names import NotFoundError, ReadError
+from torchlens_perf.serve.run_names import ReadError
+from torchlens_perf.store.run_folders import NotFoundError
 
 pytestmark = pytest.mark.distributed
 

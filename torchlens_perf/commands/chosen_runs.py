@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from torchlens_perf.config import Config
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.store import run_folders
 
 
 def find_newest_run() -> Path:
     """Return the newest run in the default folder. Raise RunStoreError if it has no runs."""
-    folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
-    compared = [run for each in folder.glob("compare-*") for run in _find_runs_below(each)]
-    runs = [run for run in (*_find_runs_below(folder), *compared) if not run.is_symlink()]
+    folder = run_folders.default_folder()
+    folders = [each for each in (folder, *folder.glob("compare-*")) if each.is_dir()]
+    runs = [
+        (run.changed_ns, each / run.name) for each in folders for run in run_folders.find_runs(each)
+    ]
     if not runs:
         raise RunStoreError(
             f"no run in {folder}: record one with `torchlens-perf run train.py`, or name one,"
             " torchlens-perf report RUN_DIR"
         )
-    return max(runs, key=lambda run: (run / "nodes").stat().st_mtime)
+    return max(runs)[1]
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -27,11 +28,13 @@ def find_runs(folder: Path) -> list[Path]:
 
     Raise RunStoreError if the folder is neither a run directory nor has any.
     """
-    runs = [folder] if (folder / "nodes").is_dir() else sorted(_find_runs_below(folder))
+    if (folder / "nodes").is_dir():
+        return [folder]
+    runs = (
+        sorted(folder / run.name for run in run_folders.find_runs(folder))
+        if folder.is_dir()
+        else []
+    )
     if not runs:
         raise RunStoreError(f"{folder} is neither a run directory nor a folder of runs")
     return runs
-
-
-def _find_runs_below(folder: Path) -> list[Path]:
-    return [path.parent for path in folder.glob("*/nodes") if path.is_dir()]

@@ -14,13 +14,13 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from torchlens_perf import config
 from torchlens_perf.errors import ConfigError, RunStoreError
 from torchlens_perf.run import directory
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.rings import memory
+from torchlens_perf.store.run_folders import default_folder
 from torchlens_perf.version import VERSION
 
 OK, LIMITED, BROKEN = 0, 1, 2
@@ -379,7 +379,7 @@ def _check_ring_folder() -> Iterator[Check]:
 
 
 def _check_run_directory() -> Iterator[Check]:
-    folder = Path(os.environ.get("TORCHLENS_PERF_DIR", config.Config.dir)).absolute()
+    folder = default_folder().absolute()
     try:
         existed = folder.exists()
         probe = directory.RunDirectory(folder / f".doctor-{os.getpid()}")

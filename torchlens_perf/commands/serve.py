@@ -50,8 +50,7 @@ def run_serve(options: argparse.Namespace) -> int:
     require_packages("serve", _NEEDS, "serve")
     from torchlens_perf.serve import server as servers
     from torchlens_perf.serve.app import Server
-    from torchlens_perf.serve.run_list import find_runs
-    from torchlens_perf.serve.run_names import is_run
+    from torchlens_perf.store.run_folders import find_runs, is_run
 
     is_open = not servers.is_loopback(options.host)
     if is_open and not options.allow_remote:
@@ -81,9 +80,9 @@ def run_serve(options: argparse.Namespace) -> int:
 
 def _choose_folder(path: Path | None) -> str:
     """Return the folder of runs, by default where runs are recorded. Raises ConfigError."""
-    from torchlens_perf.config import Config
+    from torchlens_perf.store.run_folders import default_folder
 
-    folder = Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir)) if path is None else path
+    folder = default_folder() if path is None else path
     if not folder.is_dir():
         raise ConfigError(
             f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR"

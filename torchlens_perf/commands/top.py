@@ -107,7 +107,8 @@ def _run_plain_top(path: Path | None, terminal: Terminal, *, once: bool) -> int:
 
 def _find_folder_and_run(path: Path | None) -> tuple[Path, RunDirectory | None]:
     """Return the folder of runs, and the named run or None."""
-    from torchlens_perf.top.live_runs import default_folder, list_runs
+    from torchlens_perf.store.run_folders import default_folder
+    from torchlens_perf.top.live_runs import list_runs
 
     run = _to_run_directory(path)
     if run is None:
@@ -118,7 +119,7 @@ def _find_folder_and_run(path: Path | None) -> tuple[Path, RunDirectory | None]:
 def _to_run_directory(path: Path | None) -> RunDirectory | None:
     """Return the run directory for a path or the name of a run. It may not exist yet."""
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.top.live_runs import default_folder
+    from torchlens_perf.store.run_folders import default_folder
 
     if path is None:
         return None

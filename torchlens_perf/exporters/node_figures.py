@@ -185,97 +185,13 @@ def _drop_unknown_labels(labels: Mapping[str, Any]) -> Labels:
     return {name: value for name, value in labels.items() if value not in (None, "")}
 
 
-# Name, kind, unit and description of each metric, in the order of the response.
-_INSTRUMENTS = (
-    (
-        node_semantics.OPEN_ALERT,
-        "gauge",
-        "",
-        "1 for each open alert, with its rank and cause as labels",
-    ),
-    (node_semantics.RANKS_RUNNING, "updown", "{rank}", "Ranks of this node with a running process"),
-    (
-        node_semantics.LAST_STEP,
-        "gauge",
-        "{step}",
-        "The step that all running ranks of this node have finished",
-    ),
-    (
-        node_semantics.OWN_TIME_SLOWEST,
-        "gauge",
-        "s",
-        "Mean own time per step of this node's slowest rank over recent steps",
-    ),
-    (
-        node_semantics.OWN_TIME_FASTEST,
-        "gauge",
-        "s",
-        "Mean own time per step of this node's fastest rank over recent steps",
-    ),
-    (
-        node_semantics.PROCESSES_ENDED,
-        "counter",
-        "{process}",
-        "Ended processes of this node, by the way they ended",
-    ),
-    (
-        node_semantics.PROCESSES_OUT_OF_MEMORY,
-        "counter",
-        "{process}",
-        "Processes whose device has run out of memory",
-    ),
-    (
-        node_semantics.COLLECTIVES,
-        "counter",
-        "{operation}",
-        "Collectives that this node's ranks have issued",
-    ),
-    (node_semantics.COLLECTIVE_IO, "counter", "By", "Bytes of the tensors in these collectives"),
-    (
-        node_semantics.COLLECTIVE_COMPARED,
-        "counter",
-        "{operation}",
-        "Collectives whose last rank is known",
-    ),
-    (
-        node_semantics.COLLECTIVE_ARRIVED_LAST,
-        "counter",
-        "{operation}",
-        "Collectives in which the rank arrived last",
-    ),
-    (
-        node_semantics.COLLECTIVE_LAG,
-        "counter",
-        "s",
-        "Lag of the rank behind the previous rank when it arrived last",
-    ),
-    (
-        node_semantics.COLLECTIVE_WAIT,
-        "counter",
-        "s",
-        "Time blocked in collectives until the last rank arrived",
-    ),
-    (
-        node_semantics.RECORDS_LOST,
-        "counter",
-        "{record}",
-        "Records that were overwritten before they were read, or could not be stored",
-    ),
-)
-
-
 def create_instruments(meter: ArrayMeter, points: Callable[[str], Points]) -> None:
     """Create the node's instruments.
 
     points: returns the current points of a metric.
     """
-    create = {
-        "gauge": meter.create_observable_gauge,
-        "counter": meter.create_observable_counter,
-        "updown": meter.create_observable_up_down_counter,
-    }
-    for name, kind, unit, description in _INSTRUMENTS:
-        create[kind](name, [_make_callback(name, points)], unit, description)
+    for metric in node_semantics.METRICS:
+        meter.create_number(metric.name, _make_callback(metric.name, points))
 
 
 def _make_callback(

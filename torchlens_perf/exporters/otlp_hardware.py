@@ -51,13 +51,10 @@ _GPU_NOW = (
     _FieldMapping(semantics.POWER_LIMIT, "power_limit_w"),
     _FieldMapping(semantics.TEMPERATURE, "temperature_c", {semantics.SENSOR: "gpu"}),
     _FieldMapping(semantics.TEMPERATURE, "memory_temperature_c", {semantics.SENSOR: "memory"}),
-)
-# These metrics are up-down counters in the conventions, because they may be summed over components.
-_GPU_SUMS = (
     _FieldMapping(semantics.GPU_MEMORY, "memory_used_bytes"),
     _FieldMapping(semantics.GPU_MEMORY_LIMIT, "memory_total_bytes"),
 )
-_LINK_SUMS = (
+_LINK_NOW = (
     _FieldMapping(semantics.NETWORK_UP, "active"),
     _FieldMapping(semantics.NETWORK_LIMIT, "rate_bits", scale=1 / 8),
 )
@@ -133,19 +130,14 @@ class HardwareMetrics:
             str, tuple[float, Sample, dict[str, Any]]
         ] = {}  # arrival, sample, attributes
         self._means: dict[tuple[str, str], tuple[float, int]] = {}  # by (id, field): (sum, count)
-        grows = (*_GPU_GROWS, *_LINK_GROWS)
         self._counters = {
-            name: meter.create_counter(name)
-            for name in dict.fromkeys(each.metric for each in grows)
+            name: meter.create_number(name)
+            for name in dict.fromkeys(each.metric for each in (*_GPU_GROWS, *_LINK_GROWS))
         }
-        for quantities, kind, create in (
-            (_GPU_NOW, GpuSample, meter.create_observable_gauge),
-            (_GPU_SUMS, GpuSample, meter.create_observable_up_down_counter),
-            (_LINK_SUMS, LinkSample, meter.create_observable_up_down_counter),
-        ):
+        for kind, quantities in ((GpuSample, _GPU_NOW), (LinkSample, _LINK_NOW)):
             for metric in dict.fromkeys(each.metric for each in quantities):
                 same = [each for each in quantities if each.metric == metric]
-                create(metric, [self._make_callback(kind, same)])
+                meter.create_number(metric, self._make_callback(kind, same))
 
     def record_samples(self, hardware: HardwareSamples) -> None:
         for gpu in hardware.gpus:

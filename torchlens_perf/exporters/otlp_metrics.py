@@ -78,7 +78,7 @@ class NodeMetrics:
             self._meter, self._steps.histograms, self._steps.counters, clock
         )
         self._status = StatusGauges(self._meter, clock)
-        self._not_traced = self._meter.create_counter(semantics.STEPS_NOT_TRACED)
+        self._not_traced = self._meter.create_number(semantics.STEPS_NOT_TRACED)
         self._counted_left_out = 0
         self._hardware = HardwareMetrics(self._meter, clock)
         self._part = NodeRole()
@@ -185,8 +185,8 @@ class StepInstruments:
         self._own = duration(semantics.STEP_OWN_TIME)
         self._phase = duration(semantics.PHASE_DURATION)
         self._device = duration(semantics.DEVICE_DURATION)
-        self._steps = meter.create_counter(semantics.STEPS)
-        self._memory = meter.create_gauge(semantics.MEMORY)
+        self._steps = meter.create_number(semantics.STEPS)
+        self._memory = meter.create_number(semantics.MEMORY)
         self._memory_bytes: dict[int, int] = {}
         self._others_bytes = 0
         self._device_memory = DeviceMemoryInstruments(meter)
@@ -287,10 +287,10 @@ class DeviceMemoryInstruments:
     """The instruments of device memory. Use it on the sidecar's thread only."""
 
     def __init__(self, meter: ArrayMeter) -> None:
-        self._bytes = meter.create_gauge(semantics.DEVICE_MEMORY)
+        self._bytes = meter.create_number(semantics.DEVICE_MEMORY)
         self.counters = {
-            "alloc_retries": meter.create_counter(semantics.ALLOC_RETRIES),
-            "ooms": meter.create_counter(semantics.OUT_OF_MEMORY),
+            "alloc_retries": meter.create_number(semantics.ALLOC_RETRIES),
+            "ooms": meter.create_number(semantics.OUT_OF_MEMORY),
         }
         self._counted: dict[tuple[str, str], int] = {}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,8 @@ from opentelemetry.sdk.metrics.export import (
 )
 from opentelemetry.sdk.metrics.export import Histogram as ExplicitHistogram
 
-from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, METRICS, RANK
+from torchlens_perf.exporters import node_semantics, semantics
+from torchlens_perf.exporters.semantics import DURATION_BOUNDS_S, RANK
 from torchlens_perf.run.sketch import LOWEST_BUCKET, SCALE, Sketch
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _MAX_EXEMPLARS = 10
 # The SDK's default limit per point. If there are more buckets, pairs are merged.
 MAX_BUCKETS = 160
-_SENT = {each.name: each for each in METRICS}
+_DEFINITIONS = {each.name: each for each in (*semantics.METRICS, *node_semantics.METRICS)}
 CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
 
 Attributes = Mapping[str, Any]
@@ -79,9 +80,8 @@ class _HistogramSeries:
 class ArrayHistogram:
     """A histogram of durations for each set of attributes, recorded in ns, sent in seconds."""
 
-    def __init__(self, meter: ArrayMeter, name: str, unit: str, description: str) -> None:
-        self.name, self.unit, self.description = name, unit, description
-        self._meter = meter
+    def __init__(self, meter: ArrayMeter, definition: semantics.Metric) -> None:
+        self._meter, self.definition = meter, definition
         self._series: dict[tuple[tuple[str, Any], ...], _HistogramSeries] = {}
 
     def record_ns(self, values_ns: npt.NDArray[np.int64], attributes: Attributes) -> None:
@@ -147,7 +147,7 @@ class ArrayHistogram:
         if not points:
             return None
         of = ExponentialHistogram if self._meter.bounds is None else ExplicitHistogram
-        return Metric(self.name, self.description, self.unit, of(points, temporality))
+        return _to_sdk_metric(self.definition, of(points, temporality))
 
 
 def _bucket_fields(sketch: Sketch) -> dict[str, Any]:
@@ -179,13 +179,10 @@ class NumberInstrument:
     """A counter, up-down counter or gauge, with one value per set of attributes."""
 
     def __init__(
-        self, meter: ArrayMeter, name: str, unit: str, description: str, kind: str
+        self, meter: ArrayMeter, definition: semantics.Metric, callback: Callback | None
     ) -> None:
-        """kind: "counter", "updown" or "gauge"."""
-        self.name, self.unit, self.description, self.kind = name, unit, description, kind
-        self._meter = meter
+        self._meter, self.definition, self._callback = meter, definition, callback
         self._values: dict[tuple[tuple[str, Any], ...], float] = {}
-        self.callbacks: Sequence[Callback] = ()
 
     def add(self, value: float, attributes: Attributes) -> None:
         with self._meter.lock:
@@ -201,10 +198,10 @@ class NumberInstrument:
         with self._meter.lock:
             return sum(self._values.values())
 
-    def update_from_callbacks(self) -> None:
-        """Update the values from the callbacks, which acquire locks of their own."""
-        if self.callbacks:
-            observed = [each for callback in self.callbacks for each in callback(CallbackOptions())]
+    def update_from_callback(self) -> None:
+        """Update the values from the callback, which acquires locks of its own."""
+        if self._callback is not None:
+            observed = list(self._callback(CallbackOptions()))
             with self._meter.lock:
                 self._values = {_series_key(each.attributes or {}): each.value for each in observed}
 
@@ -212,25 +209,25 @@ class NumberInstrument:
         """Return the metric, or None if it has no points. The caller must hold the meter's lock."""
         if not self._values:
             return None
-        counts = self.kind == "counter"
+        counts = self.definition.instrument == "counter"
         since_ns = self._meter.start_time_ns(unix_ns, grows=counts)
         points = [
             NumberDataPoint(dict(key), since_ns, unix_ns, value)
             for key, value in self._values.items()
-            if self.callbacks or self._meter.is_series_sent(key)
+            if self._callback is not None or self._meter.is_series_sent(key)
         ]
         if counts and self._meter.grows == DELTA:
             self._values.clear()
         if not points:
             return None
         grows = self._meter.grows if counts else CUMULATIVE
-        data = Gauge(points) if self.kind == "gauge" else Sum(points, grows, counts)
-        return Metric(self.name, self.description, self.unit, data)
+        is_gauge = self.definition.instrument == "gauge"
+        data = Gauge(points) if is_gauge else Sum(points, grows, counts)
+        return _to_sdk_metric(self.definition, data)
 
 
-def _find_unit_and_description(name: str, unit: str, description: str) -> tuple[str, str]:
-    known = _SENT.get(name)
-    return (unit, description) if description or known is None else (known.unit, known.meaning)
+def _to_sdk_metric(definition: semantics.Metric, data: Any) -> Metric:
+    return Metric(definition.name, definition.meaning, definition.unit, data)
 
 
 def _to_sdk_exemplar(example: ExemplarValue) -> Exemplar:
@@ -287,42 +284,17 @@ class ArrayMeter:
         """Return the start time of a data point."""
         return self._last_ns if grows and self.grows == DELTA else self._began_ns
 
-    # semantics.py defines unit and description of all metrics that are sent over OTLP.
-
-    def create_histogram(self, name: str, unit: str = "", description: str = "") -> ArrayHistogram:
-        found = ArrayHistogram(self, name, *_find_unit_and_description(name, unit, description))
+    def create_histogram(self, name: str) -> ArrayHistogram:
+        found = ArrayHistogram(self, _DEFINITIONS[name])
         self._instruments.append(found)
         return found
 
-    def create_counter(self, name: str, unit: str = "", description: str = "") -> NumberInstrument:
-        return self._create_number(name, unit, description, "counter")
+    def create_number(self, name: str, callback: Callback | None = None) -> NumberInstrument:
+        """Create a counter, up-down counter or gauge.
 
-    def create_gauge(self, name: str, unit: str = "", description: str = "") -> NumberInstrument:
-        return self._create_number(name, unit, description, "gauge")
-
-    def create_observable_gauge(
-        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
-    ) -> NumberInstrument:
-        return self._create_number(name, unit, description, "gauge", callbacks)
-
-    def create_observable_counter(
-        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
-    ) -> NumberInstrument:
-        """Create a counter whose callbacks return totals, without delta temporality."""
-        return self._create_number(name, unit, description, "counter", callbacks)
-
-    def create_observable_up_down_counter(
-        self, name: str, callbacks: Sequence[Callback], unit: str = "", description: str = ""
-    ) -> NumberInstrument:
-        return self._create_number(name, unit, description, "updown", callbacks)
-
-    def _create_number(
-        self, name: str, unit: str, description: str, kind: str, callbacks: Sequence[Callback] = ()
-    ) -> NumberInstrument:
-        found = NumberInstrument(
-            self, name, *_find_unit_and_description(name, unit, description), kind
-        )
-        found.callbacks = callbacks
+        callback: returns the current values. The counter of a callback has no delta temporality.
+        """
+        found = NumberInstrument(self, _DEFINITIONS[name], callback)
         self._instruments.append(found)
         return found
 
@@ -330,7 +302,7 @@ class ArrayMeter:
         """Return all metrics that have data points."""
         for instrument in self._instruments:
             if isinstance(instrument, NumberInstrument):
-                instrument.update_from_callbacks()
+                instrument.update_from_callback()
         unix_ns = self._clock_ns()
         with self.lock:
             found = [each.to_metric(unix_ns) for each in self._instruments]

@@ -40,7 +40,7 @@ class StatusGauges:
             (semantics.RANKS_WORK, self._make_quantile_callback("work")),
             (semantics.RANKS_WAIT, self._make_quantile_callback("wait")),
         ):
-            meter.create_observable_gauge(name, [callback])
+            meter.create_number(name, callback)
 
     def set_rank_quantiles(self, spread_s: Mapping[tuple[str, str], float]) -> None:
         """Set the quantiles over ranks (NodeRole.spread_s)."""

@@ -19,7 +19,16 @@ from torchlens_perf.output import logger
 LOADING_PROBLEM = ""
 
 if TYPE_CHECKING:
-    from torchlens_perf import _native as _implementation
+    from torchlens_perf.recorder import python as _implementation
+
+    class Recorder(_implementation.Recorder):
+        """Either recorder. Only the native one has the methods below."""
+
+        lost_ends: int
+
+        def claim(self) -> int: ...
+        def part_over(self, ticket: int, start_ns: int = 0, end_ns: int = 0, /) -> bool: ...
+
 else:
     try:
         import torchlens_perf._native as _implementation
@@ -32,6 +41,7 @@ else:
                 f"the native recorder cannot be loaded, marks cost about ten times more: {error}"
             )
             logger.warning("torchlens_perf: %s", LOADING_PROBLEM)
+    Recorder = _implementation.Recorder
 
 NATIVE: bool = _implementation.__name__.endswith("._native")
 
@@ -39,7 +49,6 @@ ModuleCall = _implementation.ModuleCall
 route_calls = _implementation.route_calls
 set_module_call = _implementation.set_module_call
 unroute_calls = _implementation.unroute_calls
-Recorder = _implementation.Recorder
 Section = _implementation.Section
 timed_wait = _implementation.timed_wait
 section = _implementation.section
@@ -65,7 +74,7 @@ def find_recording_obstacle() -> str | None:
 
 def collective_marks() -> Any:
     """Return a capsule of C functions with which the native tap records. Only valid if NATIVE."""
-    return _implementation.collective_marks()
+    return _implementation.collective_marks()  # type: ignore[attr-defined]
 
 
 def _time_calls(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,9 +45,10 @@ from torchlens_perf.serve.follow import RunFollower
 from torchlens_perf.serve.list_page import ROOT, build_list_page, build_message_page
 from torchlens_perf.serve.live_page import step_as_json
 from torchlens_perf.serve.readers import ReaderPool
-from torchlens_perf.serve.run_list import FoundRun, RunList
+from torchlens_perf.serve.run_list import RunList
 from torchlens_perf.serve.run_names import ReadError, check_run_name, parse_run_name, quote_name
 from torchlens_perf.serve.static_files import NAMES, STYLE, compressed_file, content_digest
+from torchlens_perf.store.run_folders import FoundRun
 
 if TYPE_CHECKING:
     from starlette.requests import Request

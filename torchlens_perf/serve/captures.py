@@ -29,7 +29,8 @@ from torchlens_perf.run.captures import (
     Request,
 )
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
-from torchlens_perf.serve.run_names import NotFoundError, open_run, quote_name
+from torchlens_perf.serve.run_names import quote_name
+from torchlens_perf.store.run_folders import NotFoundError, open_run
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 
 if TYPE_CHECKING:

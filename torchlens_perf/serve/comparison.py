@@ -8,7 +8,7 @@ from torchlens_perf.compare.comparison import build_comparison, read_compared_ru
 from torchlens_perf.compare.comparison_json import to_dictionary
 from torchlens_perf.report.report_json import to_json_types
 from torchlens_perf.serve.live_page import compress_text
-from torchlens_perf.serve.run_names import open_run
+from torchlens_perf.store.run_folders import open_run
 
 
 def comparison_as_json(before: str, after: str) -> bytes:

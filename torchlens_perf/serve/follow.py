@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.serve.live_page import RenderedPage, render_page
-from torchlens_perf.serve.run_list import last_change_ns
 from torchlens_perf.serve.run_names import ReadError
+from torchlens_perf.store.run_folders import last_change_ns
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 
 if TYPE_CHECKING:

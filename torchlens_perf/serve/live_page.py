@@ -17,8 +17,8 @@ from torchlens_perf.page.gather.run_contents import gather_contents, gather_step
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
 from torchlens_perf.serve.captures import describe_capture, list_captured_files
 from torchlens_perf.serve.list_page import ROOT
-from torchlens_perf.serve.run_names import open_run
 from torchlens_perf.serve.static_files import LIVE_SCRIPT, PAGE_SCRIPT, STYLE, static_address
+from torchlens_perf.store.run_folders import open_run
 from torchlens_perf.view.html import build_table
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Column, Quantity, Table

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
 
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable
-from torchlens_perf.serve.run_names import NotFoundError, ReadError
+from torchlens_perf.serve.run_names import ReadError
+from torchlens_perf.store.run_folders import NotFoundError
 from torchlens_perf.store.without_pandas import block_pandas_import
 
 _LOWEST_PRIORITY = 19

@@ -1,6 +1,6 @@
 """The list of runs in a folder.
 
-Readers find and read runs; the server keeps the lines for all viewers.
+Readers read runs; the server keeps the lines for all viewers.
 """
 
 from __future__ import annotations
@@ -10,18 +10,13 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from torchlens_perf.errors import DAMAGED_DATA, RunStoreError, TorchlensPerfError, printable
+from torchlens_perf.errors import DAMAGED_DATA, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.serve.readers import ReaderPool
-from torchlens_perf.serve.run_names import (
-    NotFoundError,
-    ReadError,
-    is_run,
-    open_nodes_folder,
-    open_run,
-)
+from torchlens_perf.serve.run_names import ReadError
+from torchlens_perf.store.run_folders import FoundRun, find_runs, is_run, open_run
 from torchlens_perf.verdicts.words.run_state import describe_state
 from torchlens_perf.view.headline import build_headlines, choose_headline
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
@@ -37,16 +32,6 @@ _TIMEOUT_S = 1.0
 _FIND_WITHIN_S, _READ_WITHIN_S = 120.0, 60.0
 # A call to a reader reads runs for about this long.
 _BATCH_S = 0.5
-
-
-class FoundRun(NamedTuple):
-    """A run directory, and the time of its last change."""
-
-    name: str
-    changed_ns: int
-    """UNIX time by the disk's clock at which a node last wrote its state; 0 if the folder cannot be
-    read.
-    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,47 +209,6 @@ class RunList:
 
 
 # -- in a reader
-
-
-def find_runs(
-    folder: str, advanced: Callable[[int, int | None], object] = lambda done, total: None
-) -> list[FoundRun]:
-    """Return the runs in a folder, most recently changed first, or the folder itself if it is a
-    run.
-
-    Links are not followed. Raise RunStoreError if the folder cannot be read.
-    """
-    try:
-        if is_run(folder):
-            return [FoundRun(os.path.basename(folder), last_change_ns(folder))]
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError as error:
-        raise RunStoreError(f"{folder} cannot be read: {error.strerror or error}") from None
-    found = []
-    for done, name in enumerate(names):
-        advanced(done, len(names))
-        try:
-            found.append(FoundRun(name, last_change_ns(os.path.join(folder, name))))
-        except NotFoundError:
-            continue
-        except OSError:
-            found.append(FoundRun(name, 0))
-    return sorted(found, key=lambda run: (-run.changed_ns, run.name))
-
-
-def last_change_ns(path: str) -> int:
-    """Return the time at which a node last wrote its state.
-
-    Writing renames a file, which changes the folder's time.
-
-    Raise NotFoundError or OSError.
-    """
-    descriptor = open_nodes_folder(path)
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
 
 
 def read_lines(folder: str, found: Sequence[FoundRun], budget_s: float) -> list[RunLine]:

@@ -1,19 +1,14 @@
-"""Run names: validation, addresses and folders.
+"""Run names: validation and addresses.
 
 Names are untrusted: they come from disks and from viewers.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
-from torchlens_perf.errors import TorchlensPerfError, printable
-from torchlens_perf.run.directory import RunDirectory
-
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+from torchlens_perf.errors import TorchlensPerfError
 
 
 class ReadError(TorchlensPerfError):
@@ -26,10 +21,6 @@ class ReadError(TorchlensPerfError):
 
     def __str__(self) -> str:
         return str(self.args[1])
-
-
-class NotFoundError(TorchlensPerfError):
-    """The run or the file does not exist. Raised in a reader process."""
 
 
 def quote_name(name: str) -> str:
@@ -46,38 +37,3 @@ def parse_run_name(raw_path: bytes) -> str:
 def check_run_name(name: str) -> str:
     """Return the name; "" if no folder can have it."""
     return "" if name in (".", "..") or "/" in name or "\0" in name or len(name) > 255 else name
-
-
-def open_nodes_folder(path: str) -> int:
-    """Open the folder of a run's states and return its descriptor.
-
-    Runs in a reader process. Links are not followed. The folder is opened on each call, because a
-    network file system may otherwise use a stale cache. Raise NotFoundError if there is no run, or
-    OSError.
-    """
-    try:
-        run = os.open(path, _FOLDER | os.O_NOFOLLOW)
-        try:
-            return os.open("nodes", _FOLDER, dir_fd=run)
-        finally:
-            os.close(run)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        name = printable(os.path.basename(path))[:100]
-        raise NotFoundError(f"There is no run {name} here. It may have been removed.") from None
-
-
-def open_run(path: str) -> RunDirectory:
-    """Return the run directory of a path. Raise the errors of open_nodes_folder()."""
-    os.close(open_nodes_folder(path))
-    return RunDirectory(Path(path))
-
-
-def is_run(path: str) -> bool:
-    """Return True if the path is a run. Raise OSError if it cannot be read."""
-    try:
-        os.close(open_nodes_folder(path))
-    except NotFoundError:
-        return False
-    return True

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from pathlib import Path
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.store.run_folders import find_runs, is_run
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.words.run_state import DIED
 from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
@@ -32,26 +32,16 @@ class RunRow:
     steps: int | None = None
 
 
-def default_folder() -> Path:
-    """Return the folder of runs from the environment or the default settings."""
-    from torchlens_perf.config import Config
-
-    return Path(os.environ.get("TORCHLENS_PERF_DIR", Config.dir))
-
-
 def list_runs(folder: Path) -> list[RunRow]:
     """Return the newest runs in a folder, newest first.
 
     Problems of the folder raise no exception.
     """
-    found: list[tuple[float, Path]] = []
     try:
-        for path in folder.iterdir():
-            if not path.is_symlink() and (changed := _last_change_s(path)) is not None:
-                found.append((changed, path))
-    except OSError:
+        found = [] if is_run(folder) else find_runs(folder)[:_MOST]
+    except (OSError, RunStoreError):
         return []
-    rows = [RunRow(path, changed) for changed, path in sorted(found, reverse=True)[:_MOST]]
+    rows = [RunRow(folder / run.name, run.changed_ns / 1e9) for run in found]
     return [
         _read_run_state(row) if time.time() - row.changed_unix_s < _MAX_READ_AGE_S else row
         for row in rows
@@ -78,16 +68,6 @@ def build_run_table(rows: list[RunRow]) -> Table:
     ]
     bad = frozenset(at for at, row in enumerate(rows) if row.state in (DIED, _DAMAGED))
     return Table("runs", "Runs, the newest first", columns, bad, noun="run")
-
-
-def _last_change_s(path: Path) -> float | None:
-    """Return the time at which a node last wrote its state; None if this is not a run directory."""
-    try:
-        with os.scandir(path / "nodes") as entries:
-            times = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
-        return max([*times, os.stat(path / "nodes").st_mtime])
-    except OSError:
-        return None
 
 
 def _read_run_state(row: RunRow) -> RunRow:
