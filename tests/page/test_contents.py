@@ -276,27 +276,6 @@ def test_damaged_file_is_noted_and_the_rest_is_shown(
     )
 
 
-def test_page_of_files_without_work_uses_own_time(
-    simulated: RunDirectory, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A single note says so."""
-    copy = RunDirectory(tmp_path_factory.mktemp("earlier") / "run")
-    shutil.copytree(simulated.path, copy.path)
-    (path,) = copy.steps.glob("*.parquet")
-    pq.write_table(pq.read_table(path).drop_columns(["work_ns"]), path)
-    shown, before = gather_contents(copy), gather_contents(simulated)
-
-    assert [
-        line
-        for line in shown["thinned"]["sentences"]
-        if line.startswith("The run was recorded by an earlier version")
-    ] != []
-    assert shown["steps"] is not None
-    assert before["steps"] is not None
-    # A simulation has no CPU contention, so own time equals work.
-    assert shown["steps"]["work"] == before["steps"]["work"]
-
-
 def test_page_of_a_missing_run_is_an_error_with_its_path(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.otlp_collector import Collector, exporter_to
 from tests.support.ranks import Rank, identity_of, make_run
+from tests.support.recording import encode_window
 from tests.support.reports import checked
 from tests.support.saved import save_and_load
 from tests.support.tables import MS, step_table
@@ -29,7 +30,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import DeviceClockQuality
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
-from torchlens_perf.run.sketch import Sketch, WindowSketch, encode_window
+from torchlens_perf.run.sketch import Sketch, WindowSketch
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings.source import HOLD_S
 from torchlens_perf.verdicts import node_state

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.support.recording import encode_window
 from torchlens_perf.run.ring import record_dtype
-from torchlens_perf.run.sketch import Sketch, WindowSketch, decode_windows, encode_window
+from torchlens_perf.run.sketch import Sketch, WindowSketch, decode_windows
 
 
 def test_window_is_restored_from_its_records() -> None:
@@ -39,13 +40,3 @@ def test_window_is_restored_from_its_records() -> None:
     found, stray = decode_windows(np.delete(records, second))
     assert [name_id for name_id, _ in found] == [0, 2]
     assert stray == sum(row[0] == 1 for row in rows) - 1
-
-
-def test_records_of_earlier_versions_are_left_out() -> None:
-    """Histograms of earlier versions have buckets with other bounds.
-
-    The first word of a record of an earlier version is a count without a version number.
-    """
-    records = np.zeros(2, record_dtype())
-    records["flags"], records["start_ns"] = [0, 1], [12, 3]
-    assert decode_windows(records) == ([], 2)

@@ -19,6 +19,7 @@ from torchlens_perf.run.ring import (
     RingReader,
     record_dtype,
 )
+from torchlens_perf.run.sketch import WindowSketch, encode_window_words
 
 # Settings that time every module in every step, including its backward pass.
 EVERYTHING: dict[str, Any] = {"modules": "all", "backward_every": 1}
@@ -133,3 +134,10 @@ def records_of(recording: Recording) -> Any:
             row[field] = getattr(each, field)
         row["name_id"] = recording.interned.index(each.name)
     return made
+
+
+def encode_window(window: WindowSketch) -> list[list[int]]:
+    """Return the words of a window's SKETCH records, as a device would write them."""
+    sketch, *others = window
+    head = [sketch.count, sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns]
+    return encode_window_words([*head, *others], sketch.counts)

@@ -38,7 +38,9 @@ def run_deploy_files(options: argparse.Namespace) -> int:
     }
     try:
         changed = [
-            path for path, content in shipped.items() if _is_changed(options.out / path, content)
+            path
+            for path, content in shipped.items()
+            if (options.out / path).exists() and (options.out / path).read_bytes() != content
         ]
         if changed and not options.force:
             names = ", ".join(map(str, changed))
@@ -58,7 +60,3 @@ def run_deploy_files(options: argparse.Namespace) -> int:
             f"{options.out} cannot be written: {error.strerror or error}"
         ) from None
     return 0
-
-
-def _is_changed(path: Path, content: bytes) -> bool:
-    return path.exists() and path.read_bytes() != content

@@ -32,10 +32,6 @@ def ignore_progress(done: int, total: int | None) -> None:
     """Ignore progress: the default callback."""
 
 
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 class Progress:
     """A context manager that is also the callback. Calls are cheap enough for each file or block.
 
@@ -70,7 +66,8 @@ class Progress:
             self._timer.daemon = True
 
     def __enter__(self) -> Progress:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler and _is_main_thread():
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before = signal.signal(signal.SIGINT, self._interrupt)
         if self._timer is not None:
             self._timer.start()

@@ -168,20 +168,15 @@ def points_of_open_alerts(state: NodeState, run_id: str) -> dict[str, Points]:
 def _labels_of_alert(alert: Alert) -> Labels:
     """Return an alert's labels. Its text is no label: each change would start a new series."""
     of_hang = alert.kind == "hang"
-    return _drop_unknown_labels(
-        {
-            node_semantics.ALERT_KIND: alert.kind,
-            semantics.RANK: alert.rank,
-            semantics.SUSPECT_HOST: alert.host,
-            semantics.PHASE: alert.phase,
-            semantics.HANG_KIND if of_hang else semantics.STRAGGLER_CLASS: alert.cause,
-            semantics.STRAGGLER_CAUSES: alert.because[0] if alert.because else None,
-            semantics.STRAGGLER_SCOPE: alert.scope,
-        }
-    )
-
-
-def _drop_unknown_labels(labels: Mapping[str, Any]) -> Labels:
+    labels = {
+        node_semantics.ALERT_KIND: alert.kind,
+        semantics.RANK: alert.rank,
+        semantics.SUSPECT_HOST: alert.host,
+        semantics.PHASE: alert.phase,
+        semantics.HANG_KIND if of_hang else semantics.STRAGGLER_CLASS: alert.cause,
+        semantics.STRAGGLER_CAUSES: alert.because[0] if alert.because else None,
+        semantics.STRAGGLER_SCOPE: alert.scope,
+    }
     return {name: value for name, value in labels.items() if value not in (None, "")}
 
 

@@ -239,7 +239,7 @@ def find_parents(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
     span in which it was issued, or in which its kernel started. A collective may end after its
     parent, and it is never a parent.
     """
-    ordered = sorted(spans, key=_nesting_order)
+    ordered = sorted(spans, key=lambda span: (span.start_ns, -span.duration_ns, span.depth))
     nested: list[tuple[Span, int | None]] = []
     # Open spans: end, duration, index, other thread, on device.
     running: list[tuple[int, int, int, int, bool]] = []
@@ -267,7 +267,3 @@ def find_parents(spans: Sequence[Span]) -> list[tuple[Span, int | None]]:
         if not is_collective:
             running.append((end_ns, duration_ns, index, other_thread, on_device))
     return nested
-
-
-def _nesting_order(span: Span) -> tuple[int, int, int]:
-    return span.start_ns, -span.duration_ns, span.depth

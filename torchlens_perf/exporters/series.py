@@ -55,6 +55,9 @@ class ExemplarValue(NamedTuple):
     trace_id: int
     span_id: int
 
+    def to_sdk(self) -> Exemplar:
+        return Exemplar({}, self.value, self.unix_ns, self.span_id, self.trace_id)
+
 
 def _series_key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(attributes.items()))
@@ -127,7 +130,7 @@ class ArrayHistogram:
                 "attributes": dict(key), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
                 "count": sketch.count, "sum": sketch.sum_ns / 1e9,
                 "min": sketch.min_ns / 1e9, "max": sketch.max_ns / 1e9,
-                "exemplars": [_to_sdk_exemplar(each) for each in examples],
+                "exemplars": [each.to_sdk() for each in examples],
             }  # fmt: skip
             if self._meter.bounds is not None:
                 first, used = sketch.stored_buckets
@@ -228,10 +231,6 @@ class NumberInstrument:
 
 def _to_sdk_metric(definition: semantics.Metric, data: Any) -> Metric:
     return Metric(definition.name, definition.meaning, definition.unit, data)
-
-
-def _to_sdk_exemplar(example: ExemplarValue) -> Exemplar:
-    return Exemplar({}, example.value, example.unix_ns, example.span_id, example.trace_id)
 
 
 class ArrayMeter:

@@ -157,7 +157,7 @@ def _build_row(
                 overlapped=statistics.asynchronous > 0,
                 all_seen=whole,
                 ended=statistics.ended > 0,
-                by_device=_is_by_device(statistics.by_device, statistics.ended),
+                by_device=0 < statistics.by_device == statistics.ended,
             )
         ),
     }
@@ -171,10 +171,6 @@ def is_last_by_chance(last: float, joined: int, lags_ns: Mapping[int, float], ra
     often = last > joined * even + _DEVIATIONS * math.sqrt(joined * even * (1 - even))
     most = lags_ns[rank] >= (1 + even) / 2 * sum(lags_ns.values())
     return not (often or most)
-
-
-def _is_by_device(by_device: int, ended: int) -> bool:
-    return 0 < by_device == ended
 
 
 def _name_in_seconds(name: str) -> str:

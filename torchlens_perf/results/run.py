@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchlens_perf.errors import RingError, RunStoreError
+from torchlens_perf.errors import RunStoreError
 from torchlens_perf.results.ask import RunHandle
 from torchlens_perf.results.methods import Backend, ResultMethods
-from torchlens_perf.run.directory import RunDirectory, is_writer_running
-from torchlens_perf.run.ring import STATE, RingReader, State
+from torchlens_perf.run.directory import RunDirectory, is_recording
 
 if TYPE_CHECKING:
     from torchlens_perf.results.summary import Verdict
@@ -33,7 +31,7 @@ class Run(ResultMethods):
     def _get_run_handle(self) -> RunHandle:
         run = RunDirectory(self.run_dir)
         return RunHandle(
-            run, None, True, "", may_settle=not any(map(_is_recording, run.local_rings()))
+            run, None, True, "", may_settle=not any(map(is_recording, run.local_rings()))
         )
 
     @property
@@ -67,13 +65,3 @@ class Run(ResultMethods):
         from torchlens_perf.results.tables import read_table
 
         return read_table(self._get_run_handle(), name, backend)
-
-
-def _is_recording(ring: Path) -> bool:
-    """Return True if the process of a ring file is still recording."""
-    try:
-        reader = RingReader(ring)
-    except (OSError, RingError):
-        return False
-    with contextlib.closing(reader):
-        return is_writer_running(ring) and reader.read_counter(STATE) != State.CLOSED

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from torchlens_perf.errors import RingError
 from torchlens_perf.run import children
 from torchlens_perf.run.directory import find_local_run_folders, is_writer_running
 from torchlens_perf.run.place.node import namespace_digest
-from torchlens_perf.run.ring import RingReader
+from torchlens_perf.run.ring import reading_ring
 from torchlens_perf.run.rings import memory
 from torchlens_perf.run.sidecar_lock import is_lock_held
 
@@ -63,14 +62,8 @@ def find_dead_runs(old_s: float = OLD_S) -> Iterator[DeadRun]:
 
 def _read_run_and_node(ring: Path) -> tuple[Path, str] | None:
     """Return the run directory and the node in a ring file's metadata; None if they are missing."""
-    try:
-        reader = RingReader(ring)
-    except (OSError, RingError):
-        return None
-    try:
-        metadata = reader.read_metadata()
-    finally:
-        reader.close()
+    with reading_ring(ring) as reader:
+        metadata = reader.read_metadata() if reader is not None else {}
     run_dir, node = metadata.get("run_dir"), metadata.get("identity", {}).get("node")
     # Ring files of other versions lack these fields.
     return (Path(run_dir), node) if run_dir and node else None

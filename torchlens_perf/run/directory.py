@@ -52,7 +52,14 @@ from torchlens_perf.run import mailbox, make_folders, ownership
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.place.node import namespace_digest, pid_namespace_inode
 from torchlens_perf.run.processes import process_start_ticks
-from torchlens_perf.run.ring import RECORD_BYTES, RECORDS_OFFSET, RingFile
+from torchlens_perf.run.ring import (
+    RECORD_BYTES,
+    RECORDS_OFFSET,
+    STATE,
+    RingFile,
+    State,
+    reading_ring,
+)
 from torchlens_perf.run.rings import memory
 
 # A run id is the name of a folder. It must not be a path.
@@ -553,3 +560,13 @@ def is_writer_running(path: Path) -> bool:
     """
     process = [int(word) for word in path.stem.split("-")[-2:] if word.isdigit()]
     return len(process) == 2 and process_start_ticks(process[0]) == process[1]
+
+
+def is_recording(ring: Path) -> bool:
+    """Return True if the process that made a ring file is running and has not closed the ring."""
+    with reading_ring(ring) as reader:
+        return (
+            reader is not None
+            and is_writer_running(ring)
+            and reader.read_counter(STATE) == State.OPEN
+        )

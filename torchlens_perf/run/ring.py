@@ -24,7 +24,8 @@ import signal
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -492,3 +493,17 @@ class RingReader:
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+@contextmanager
+def reading_ring(path: Path) -> Iterator[RingReader | None]:
+    """Context with a reader of a ring file; None if this version cannot read the file."""
+    try:
+        reader = RingReader(path)
+    except (OSError, RingError):
+        yield None
+        return
+    try:
+        yield reader
+    finally:
+        reader.close()

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from torchlens_perf.run import sidecar_status
+from torchlens_perf.run.rings import memory
 
 _MAX_TRIES = 5
 
@@ -123,11 +124,4 @@ class SidecarLock:
 
 def is_lock_held(path: Path) -> bool:
     """Return True if a process in any container owns the lock at `path`. Raise OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    return memory.is_locked(path, fcntl.LOCK_SH)

@@ -246,8 +246,6 @@ WORDS = 6  # words in a record
 _COLUMNS = ("start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1")
 _HEAD = 10
 _COUNT_BITS = 48
-# Records of earlier versions have other buckets and lack this bit. They are skipped.
-_MARK = 1 << 32
 _MASK = (1 << 64) - 1
 
 
@@ -263,13 +261,6 @@ class WindowSketch(NamedTuple):
     """Exact median absolute deviation of this window."""
 
 
-def encode_window(window: WindowSketch) -> list[list[int]]:
-    """Encode a window as SKETCH records, each with six words as signed 64-bit integers."""
-    sketch = window.sketch
-    head = [sketch.count, sketch.sum_ns, sketch.sum_squares, sketch.min_ns, sketch.max_ns]
-    return encode_window_words([*head, window.lost, window.median_ns, window.mad_ns], sketch.counts)
-
-
 def encode_window_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> list[list[int]]:
     """Encode a window as SKETCH records, from the numbers in `head` and the histogram `counts`.
 
@@ -280,7 +271,7 @@ def encode_window_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> l
     low = squares & _MASK
     words = np.zeros(-(-(_HEAD + len(used)) // WORDS) * WORDS, np.int64)
     words[:_HEAD] = (
-        _MARK + _HEAD + len(used),
+        _HEAD + len(used),
         count,
         sum_ns,
         low - (low >> 63 << 64),
@@ -294,8 +285,7 @@ def encode_window_words(head: Sequence[int], counts: npt.NDArray[np.int64]) -> l
 def decode_windows(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, WindowSketch]], int]:
     """Decode windows with the ids of their names, and count records of incomplete windows.
 
-    records: SKETCH records in their order. Some records may be lost, or written by an earlier
-    version of this package.
+    records: SKETCH records in their order. Some records may be lost.
     """
     windows: list[tuple[int, WindowSketch]] = []
     table = (
@@ -305,7 +295,7 @@ def decode_windows(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, Windo
     )
     at, stray = 0, 0
     while table is not None and at < len(records):
-        length = -(-(int(table[at, 0]) - _MARK) // WORDS)
+        length = -(-int(table[at, 0]) // WORDS)
         run = records[at : at + length]
         whole = (
             0 < length == len(run)
@@ -324,7 +314,7 @@ def decode_windows(records: npt.NDArray[np.void]) -> tuple[list[tuple[int, Windo
 
 def _decode_window(words: list[int]) -> WindowSketch:
     counts = np.zeros(BUCKETS, np.int64)
-    for word in words[_HEAD : words[0] - _MARK]:
+    for word in words[_HEAD : words[0]]:
         counts[word >> _COUNT_BITS] = word & ((1 << _COUNT_BITS) - 1)
     sketch = Sketch()
     used = np.flatnonzero(counts)

@@ -31,6 +31,17 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.verdicts.node_state import NodeState
 
+# Fields of ProcessState: words of the ring's header, and keys of its metadata.
+_COUNTERS = {
+    "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP, "names_lost": ring.NAMES_LOST,
+    "internal_errors": ring.INTERNAL_ERRORS, "tool_ns": ring.TOOL_NS, "made_steps": ring.STEP,
+}  # fmt: skip
+_FACTS = {
+    "native", "notes", "not_measured", "compute_device", "deeper_modules", "root_modules", "unopened_modules", "model",
+    "memory_source", "device", "gpus", "missing_tap", "threads", "groups", "process_began_ns", "compile_s",
+    "interactive", "start_cpu_wait_ns", "step_offset",
+}  # fmt: skip
+
 
 class RecordProcessor:
     """Processor of a node's records: statistics, export and storage. Not thread-safe."""
@@ -183,36 +194,12 @@ class RecordProcessor:
 def _copy_counters(source: RingSource) -> None:
     """Copy the ring's counters and the process's metadata into the state."""
     reader, state = source.reader, source.state
-    state.unbalanced = reader.read_counter(ring.UNBALANCED)
-    state.too_deep = reader.read_counter(ring.TOO_DEEP)
-    state.names_lost = reader.read_counter(ring.NAMES_LOST)
-    state.internal_errors = reader.read_counter(ring.INTERNAL_ERRORS)
-    state.tool_ns = reader.read_counter(ring.TOOL_NS)
-    state.made_steps = reader.read_counter(ring.STEP)
+    for name, word in _COUNTERS.items():
+        setattr(state, name, reader.read_counter(word))
     metadata = reader.read_metadata()
     if metadata:
-        state.native, state.notes = metadata["native"], metadata["notes"]
-        state.not_measured, state.compute_device = (
-            metadata["not_measured"],
-            metadata["compute_device"],
-        )
-        state.deeper_modules = metadata["deeper_modules"]
-        state.root_modules = metadata.get("root_modules", [])
-        state.unopened_modules = metadata.get("unopened_modules", [])
-        state.model, state.memory_source = metadata["model"], metadata["memory_source"]
-        state.device, state.gpus = metadata["device"], metadata["gpus"]
-        state.missing_tap, state.threads = (
-            metadata.get("missing_tap", ""),
-            metadata.get("threads", 0),
-        )
-        state.groups = metadata["groups"]
-        state.process_began_ns = metadata.get("process_began_ns", 0)
-        state.compile_s, state.interactive = (
-            metadata.get("compile_s"),
-            metadata.get("interactive", False),
-        )
-        state.start_cpu_wait_ns = metadata.get("start_cpu_wait_ns")
-        state.step_offset = metadata.get("step_offset")
+        for name in _FACTS & metadata.keys():
+            setattr(state, name, metadata[name])
         source.stack_file = metadata["stack_file"]
         source.simulated = metadata.get("simulated", False)
         source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None

@@ -14,7 +14,7 @@ from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Val
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import DeviceTimes, Rank, Report
+    from torchlens_perf.verdicts.words.report import DeviceTimes, Rank, Report, VerdictRow
 
 FIRST_ROWS = 8
 _FIRST_SLOW, _FIRST_EQUAL = 5, 4
@@ -34,19 +34,22 @@ _HOST_HELP = {
 }
 
 
+def current_stragglers(report: Report) -> list[VerdictRow]:
+    """Return the verdicts on ranks that are slow now, costliest first."""
+    return [row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]]
+
+
 def slow_ranks(report: Report) -> dict[int, int]:
     """Return the ranks that are currently slow, each with the index of its verdict."""
     slow: dict[int, int] = {}
-    for place, row in enumerate(report["verdicts"]):
-        if row["kind"] == "straggler" and not row["is_over"]:
-            slow |= {rank: place for rank in ranks_in_row(row) if rank not in slow}
+    for place, row in enumerate(current_stragglers(report)):
+        slow |= {rank: place for rank in ranks_in_row(row) if rank not in slow}
     return slow
 
 
 def slowest_ranks(report: Report) -> list[int]:
     """Return the slowest rank of each current verdict on slow ranks, costliest first."""
-    rows = [row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]]
-    return [row["rank"] for row in rows if row["rank"] is not None]
+    return [row["rank"] for row in current_stragglers(report) if row["rank"] is not None]
 
 
 def build_rank_table(report: Report) -> Table | None:
@@ -145,18 +148,10 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
     The verdict uses the mean of the slow steps, while the table shows a typical step. compute_s:
     the table's values by rank.
     """
-    for row in report["verdicts"]:
-        evidence, rank, since = (
-            row["evidence"],
-            row["rank"],
-            row["held"] and row["held"]["since_step"],
-        )
-        if (
-            isinstance(evidence, StragglerEvidence)
-            and rank is not None
-            and since is not None
-            and not row["is_over"]
-        ):
+    for row in current_stragglers(report):
+        evidence, rank, held = row["evidence"], row["rank"], row["held"]
+        since = None if held is None else held["since_step"]
+        if isinstance(evidence, StragglerEvidence) and rank is not None and since is not None:
             mean = format_duration(evidence.work_s)
             if mean == format_duration_or_dash(compute_s.get(rank)):
                 return ""

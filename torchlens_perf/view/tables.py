@@ -21,6 +21,7 @@ from torchlens_perf.view.rank_tables import (
     build_device_table,
     build_memory_table,
     build_rank_table,
+    current_stragglers,
 )
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
 
@@ -55,10 +56,7 @@ def build_tables(report: Report) -> list[Table]:
 
 def build_module_table(report: Report) -> Table | None:
     """Return the module times per step: the slow rank and the others or, without one, all ranks."""
-    slow = next(
-        (row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]),
-        None,
-    )
+    slow = next(iter(current_stragglers(report)), None)
     return (_compare_modules(report, slow) if slow is not None else None) or _list_all_modules(
         report
     )
@@ -324,10 +322,10 @@ def _step_numbers_text(steps: Sequence[int]) -> str:
 
 def build_cause_table(report: Report) -> Table | None:
     """Compare measurements on the first slow rank, while it is slow, with those on the other ranks."""
-    for row in report["verdicts"]:
+    for row in current_stragglers(report):
         evidence = row["evidence"]
         diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence) else None
-        if diagnosis is not None and diagnosis.signals and not row["is_over"]:
+        if diagnosis is not None and diagnosis.signals:
             missing = ", ".join(diagnosis.not_measured)
             note = f"Not measured: {missing}." if missing else ""
             return build_signal_table(

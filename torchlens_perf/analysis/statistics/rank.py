@@ -36,7 +36,7 @@ _LENGTH_BITS = 8
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 # Times without a CPU are stored as [] if they are below this fraction of a window's mean step.
 _LITTLE_LACK = 0.02
-_NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION), int(Kind.COLLECTIVE))
+_NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION))
 _PHASES = tuple(
     map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT))
 )
@@ -352,14 +352,6 @@ def _section_times_ns(
 
 
 @dataclasses.dataclass
-class CollectiveDurations:
-    """Durations and bytes of one operation on one group."""
-
-    sketch: Sketch = field(default_factory=Sketch)
-    bytes: int = 0
-
-
-@dataclasses.dataclass
 class DurationRangeSums:
     """Sums over steps of similar duration. Times in ns."""
 
@@ -413,7 +405,6 @@ class RankStatistics:
     sections: dict[str, Sketch] = field(default_factory=dict)
     section_hosts: dict[str, Sketch] = field(default_factory=dict)
     """For each section, the time of host code outside all phases, in usual steps."""
-    collectives: dict[str, CollectiveDurations] = field(default_factory=dict)
     other_threads_ns: dict[str, int] = field(default_factory=dict)
     """Time of phases on other threads than the training thread, in all steps after the warm-up."""
     memory_bytes: int = 0
@@ -617,17 +608,10 @@ class RankStatistics:
             records["kind"][rows], records["name_id"][rows]
         )
         sketches = []
-        rows = rows[order]
-        for (kind, name_id), its in zip(found, np.split(rows, starts[1:]), strict=True):
-            name = lookup_name(names, name_id)
-            if kind == Kind.COLLECTIVE:
-                count = self.collectives.setdefault(name, CollectiveDurations())
-                count.bytes += int(records["value0"][its].sum())
-                sketches.append(count.sketch)
-            else:
-                table = self.sections if kind == Kind.SECTION else self.module_backwards
-                sketches.append(table.setdefault(name, Sketch()))
-        add_to_sketches(sketches, records["duration_ns"][rows], starts)
+        for kind, name_id in found:
+            table = self.sections if kind == Kind.SECTION else self.module_backwards
+            sketches.append(table.setdefault(lookup_name(names, name_id), Sketch()))
+        add_to_sketches(sketches, records["duration_ns"][rows[order]], starts)
 
     def sums_of_typical_steps(self) -> DurationRangeSums:
         """Return the sums over steps of about the same duration as the typical step."""

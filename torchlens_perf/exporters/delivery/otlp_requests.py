@@ -46,11 +46,12 @@ _ENCODERS = {
 
 def count_items(items: Iterable[Item]) -> int:
     """Return the number of spans, metric points or log records in these items."""
-    return sum(_count_points(item) if isinstance(item, MetricsData) else 1 for item in items)
-
-
-def _count_points(data: MetricsData) -> int:
-    return sum(len(metric.data.data_points) for metric in metrics_of(data))
+    return sum(
+        sum(len(metric.data.data_points) for metric in metrics_of(item))
+        if isinstance(item, MetricsData)
+        else 1
+        for item in items
+    )
 
 
 def metrics_of(data: MetricsData) -> list[sdk.Metric]:

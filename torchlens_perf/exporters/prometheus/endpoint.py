@@ -143,7 +143,8 @@ class MetricsServer:
     ) -> tuple[HTTPStatus, MetricsResponse]:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _text_response("GET /metrics\n")
-        if self.address.is_loopback and not _is_loopback_name(headers.get("host", "")):
+        host = headers.get("host", "").lower()
+        if self.address.is_loopback and not _LOOPBACK_NAME.fullmatch(host):
             # Prevent DNS rebinding: another website's host name may resolve to this address.
             return HTTPStatus.MISDIRECTED_REQUEST, _text_response(
                 "The Host header is not a name of this machine's loopback.\n"
@@ -181,10 +182,6 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
     return method, rest.partition(" ")[0], headers
-
-
-def _is_loopback_name(host: str) -> bool:
-    return _LOOPBACK_NAME.fullmatch(host.lower()) is not None
 
 
 def _text_response(text: str) -> MetricsResponse:

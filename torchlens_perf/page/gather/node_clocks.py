@@ -80,7 +80,10 @@ class NodeClocks:
         if len(nodes) < 2:
             offset_ns = {each.rank: each.unix_offset_ns for each in ranks}
             return CommonClock(offset_ns, "")
-        at_ns = min(_first_record_unix_ns(each) for each in ranks)
+        at_ns = min(
+            int(each.records.records["start_ns"].min(initial=1 << 62)) + each.unix_offset_ns
+            for each in ranks
+        )
         shift_ns, spread_ns, fewest = {nodes[0]: 0}, 0.0, _MAX_ENDS
         for node in nodes[1:]:
             apart = self._clock_offsets_ns(nodes[0], node, at_ns)
@@ -114,10 +117,6 @@ class NodeClocks:
         shared = [each for each in self._ends if one in each and other in each]
         shared.sort(key=lambda each: abs(each[one] - at_ns))
         return np.array([each[other] - each[one] for each in shared[:_MAX_ENDS]])
-
-
-def _first_record_unix_ns(each: RankRecords) -> int:
-    return int(each.records.records["start_ns"].min(initial=1 << 62)) + each.unix_offset_ns
 
 
 def _collective_ends(

@@ -34,16 +34,11 @@ _COLUMNS = (
     "step",
     "start_ns",
     "duration_ns",
-    "own_ns",
+    "work_ns",
     "ready_ns",
     "memory_bytes",
     "flags",
     *_PARTS,
-)
-# Run directories of earlier versions lack this column.
-_WORK = "work_ns"
-_NO_WORK = (
-    "The run was recorded by an earlier version, so compute times may include waiting for a CPU."
 )
 _FLAGS = {**TAGS, "garbage collection": Flag.COLLECTED}
 
@@ -84,20 +79,15 @@ def read_step_grid(
     begins = {each.identity.key: begin_ns - each.anchor.offset_ns for each in processes.values()}
 
     def add_file(file: ParquetFile) -> None:
-        work = _WORK if _WORK in file.names else "own_ns"
-        if work != _WORK and _NO_WORK not in notes:
-            notes.append(_NO_WORK)
-        for batch in file.read_batches(dict.fromkeys([*_COLUMNS, work])):
-            grid.add(_select_rows(batch, work, row_of, begins))
+        for batch in file.read_batches(_COLUMNS):
+            grid.add(_select_rows(batch, row_of, begins))
 
     for _ in ParquetFolder(run.steps, unreadable=make_error_collector(notes)).read_each(add_file):
         pass
     return grid if grid.steps.any() else None
 
 
-def _select_rows(
-    rows: Any, work: str, row_of: Mapping[str, int], begin_ns: Mapping[str, int]
-) -> StepBatch:
+def _select_rows(rows: Any, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -> StepBatch:
     """Return the steps of the processes in `row_of`.
 
     row_of: the row in the grid, by process key. begin_ns: the start of the run on the process's
@@ -116,7 +106,7 @@ def _select_rows(
         step=column_values("step"),
         start_ns=column_values("start_ns") - map_texts(rows.column("process"), begin_ns, 0)[ours],
         duration_ns=column_values("duration_ns"),
-        work_ns=column_values(work),
+        work_ns=column_values("work_ns"),
         parts_ns=np.stack([column_values(name) for name in _PARTS], axis=1),
         ready_ns=column_values("ready_ns"),
         memory_bytes=column_values("memory_bytes"),

@@ -168,12 +168,19 @@ def is_mapped(path: str) -> bool:
 
     Processes in other containers count too.
     """
+    with contextlib.suppress(OSError):
+        return is_locked(path, fcntl.LOCK_EX)
+    return False
+
+
+def is_locked(path: str | os.PathLike[str], lock: int) -> bool:
+    """Return True if a process in any container holds a flock(2) that excludes this kind of lock.
+
+    Raise OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError
+from torchlens_perf.errors import RunStoreError, TorchlensPerfError
 from torchlens_perf.run.dead_runs import OLD_S, DeadRun, find_dead_runs
 from torchlens_perf.run.directory import RunDirectory, remove_empty_user_folders
 from torchlens_perf.run.place.node import override_namespace_digest
-from torchlens_perf.run.ring import HEAD, RingReader
+from torchlens_perf.run.ring import HEAD, reading_ring
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.start import process
 from torchlens_perf.store.without_pandas import block_pandas_import
@@ -42,14 +42,8 @@ def drain_run(dead: DeadRun) -> str:
 
 def _has_records(path: Path) -> bool:
     """Return True if a ring has records that this version can read."""
-    try:
-        reader = RingReader(path)
-    except (OSError, RingError):
-        return False
-    try:
-        return bool(reader.read_metadata()) and reader.read_counter(HEAD) > 0
-    finally:
-        reader.close()
+    with reading_ring(path) as reader:
+        return reader is not None and bool(reader.read_metadata()) and reader.read_counter(HEAD) > 0
 
 
 def drain_old_runs(old_s: float = OLD_S, but: str = "") -> int:

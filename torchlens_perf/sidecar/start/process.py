@@ -14,19 +14,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torchlens_perf.errors import RingError, RunStoreError, TorchlensPerfError, guard, printable
-from torchlens_perf.run import ownership, ring
+from torchlens_perf.errors import RunStoreError, TorchlensPerfError, guard, printable
+from torchlens_perf.run import ownership
 from torchlens_perf.run.directory import (
     RunDirectory,
     describe_kept_records,
-    is_writer_running,
+    is_recording,
     remove_empty_user_folders,
     sidecar_lock_path,
     sidecar_log_path,
 )
 from torchlens_perf.run.mailbox import REPORT, deliver_text
 from torchlens_perf.run.place.node import host_of_node, node_name
-from torchlens_perf.run.ring import RingReader, State
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE, LOADS
 from torchlens_perf.sidecar import priority, termination
@@ -349,7 +348,7 @@ def keep_trying_to_create_run_directory(
                 deliver_text(
                     str(mailbox), f"torchlens_perf: no report: {printable(last_error)}{kept}\n"
                 )
-        if not any(map(_is_recording, run.local_rings())):
+        if not any(map(is_recording, run.local_rings())):
             for path in [] if kept else run.local_rings():
                 run.remove_ring(path)
             return False
@@ -392,17 +391,3 @@ def _redirect_output(log: Path) -> None:
             os.dup2(descriptor, stream.fileno())
     finally:
         os.close(descriptor)
-
-
-def _is_recording(path: Path) -> bool:
-    """Return True if a ring's process is alive and has not closed the ring."""
-    if not is_writer_running(path):
-        return False
-    try:
-        reader = RingReader(path)
-    except (OSError, RingError):
-        return False
-    try:
-        return reader.read_counter(ring.STATE) == State.OPEN
-    finally:
-        reader.close()
