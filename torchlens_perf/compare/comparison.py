@@ -16,7 +16,7 @@ from torchlens_perf.compare.measures import (
     Kind,
     Measure,
     collect_measures,
-    describe_differences,
+    list_differences,
 )
 from torchlens_perf.compare.run_noise import bootstrap_standard_errors, read_step_series
 from torchlens_perf.errors import RunStoreError
@@ -55,6 +55,11 @@ class ComparedRun:
     noise: Mapping[str, float]
     """Standard error in seconds, by name of a part, and "" for the step."""
     notes: Sequence[str]
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """Git commit, versions and settings by name; empty if they were not recorded."""
+        return self.report["run"]["settings"]
 
     @property
     def contention_share(self) -> float:
@@ -144,7 +149,7 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
         chosen = [each for each in common if (each.kind in DETAILS) is is_detail]
         if chosen:
             found |= zip(chosen, _changes(chosen, before, after), strict=True)
-    notes = describe_differences(before[0].report, after[0].report)
+    notes = list_differences(before[0].report, after[0].report)
     notes += [note for run in (*before, *after) for note in run.notes]
     assumed = _assume_spread((*before, *after))
     for name, side in (("before", before), ("after", after)):

@@ -20,7 +20,7 @@ from torchlens_perf.compare.comparison import (
     build_compared_run,
     build_comparison,
 )
-from torchlens_perf.compare.measures import STEP
+from torchlens_perf.compare.measures import STEP, list_differences
 from torchlens_perf.diagnosis.goodput import combine_jobs
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.run_report import load_report
@@ -46,6 +46,12 @@ class HistoryChange:
     first: ComparedRun
     comparison: Comparison
     """The runs since the previous change, compared with those until the next one."""
+    last_before: ComparedRun
+
+    @property
+    def changed_settings(self) -> list[str]:
+        """Differences between the two runs, such as "torch 2.12.0 -> 2.13.0"."""
+        return list_differences(self.last_before.report, self.first.report)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +105,7 @@ def find_history_changes(runs: Sequence[ComparedRun]) -> list[HistoryChange]:
         ]  # fmt: skip
         if not doubtful:
             return [
-                HistoryChange(runs[at], each)
+                HistoryChange(runs[at], each, runs[at - 1])
                 for at, each in zip(places[1:-1], compared, strict=True)
             ]
         # Without this place, its neighbours are compared over more runs.

@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.quantities import format_change, format_duration
 from torchlens_perf.compare.history import MIN_COMPARED, History, HistoryChange
-from torchlens_perf.compare.measures import PEAK_MEMORY, STEP, Kind, Measure
+from torchlens_perf.compare.measures import (
+    COMMIT,
+    PEAK_MEMORY,
+    STEP,
+    Kind,
+    Measure,
+    list_differences,
+)
 from torchlens_perf.page.document.html import build_static_document
 from torchlens_perf.page.document.write import write_page_file
+from torchlens_perf.page.small_charts import build_image, draw_step_chart
 from torchlens_perf.view.goodput_table import build_job_table
 from torchlens_perf.view.headline import Headline
 from torchlens_perf.view.html import build_section, build_table, build_verdict_card
@@ -18,6 +26,9 @@ from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torchlens_perf.verdicts.words.report import StepHistory
+    from torchlens_perf.view.markup import Element
 
 _SHOWN_ROWS = 60
 _MAX_PARTS = 5
@@ -54,7 +65,19 @@ def _describe_change(change: HistoryChange) -> str:
     return (
         f"Since run {change.first.run.run_id}, a typical step takes {format_duration(step.after)} instead"
         f" of {format_duration(step.before)}: {format_change(step.share)}{of_step}."
+        f" {_describe_settings(change)}"
     )
+
+
+def _describe_settings(change: HistoryChange) -> str:
+    """Return what changed with the step, or that nothing recorded did."""
+    if change.changed_settings:
+        return f"Changed with it: {', '.join(change.changed_settings)}."
+    recorded = change.first.settings.keys() & change.last_before.settings.keys()
+    if not recorded:
+        return "The commit and settings of these runs were not recorded."
+    commit = "" if COMMIT in recorded else "; the commit was not recorded"
+    return f"No recorded setting changed with it{commit}."
 
 
 def list_changes(found: History) -> list[tuple[str, str]]:
@@ -76,11 +99,17 @@ def build_run_table(found: History) -> Table:
     }
     largest = sorted(parts, key=lambda name: -sum(value or 0.0 for value in parts[name]))
     unit_s = max((run.values[STEP] for run in runs), default=0.0)
+    changed = [
+        ", ".join(list_differences(before.report, run.report))
+        for run, before in zip(runs, [*runs[1:], *runs[-1:]], strict=True)
+    ]
     columns = [
         Column("run", [run.run.run_id for run in runs], Quantity.TEXT),
         Column(
             "started", [(run.report["run"]["started"] or "")[:16] for run in runs], Quantity.TEXT
         ),
+        Column(COMMIT, [run.settings.get(COMMIT) for run in runs], Quantity.TEXT, optional=0.5),
+        Column("changed settings", changed, Quantity.TEXT, optional=4),
         Column("ranks", [run.report["run"]["world_size"] for run in runs], Quantity.NUMBER),
         Column("steps", [run.report["steps"]["made"] for run in runs], Quantity.NUMBER, optional=3),
         Column("step", [run.values[STEP] for run in runs], unit_of=unit_s),
@@ -100,6 +129,17 @@ def build_run_table(found: History) -> Table:
     return Table("runs", "Runs", columns, slow, _SHOWN_ROWS, noun="run")
 
 
+def _draw_runs(found: History) -> Element:
+    """Return a chart of the typical step of each run, with the changes marked."""
+    steps_s = [run.values[STEP] for run in found.runs]
+    history: StepHistory = {
+        "width": 1, "first_steps": [*range(1, len(steps_s) + 1)], "median_s": steps_s,
+        "fastest_s": steps_s, "slowest_s": steps_s,
+    }  # fmt: skip
+    changes = [found.runs.index(change.first) + 1 for change in found.changes]
+    return build_image(*draw_step_chart(history, of_runs=True, changes=changes))
+
+
 def to_dictionary(found: History) -> dict[str, Any]:
     """Return the history as JSON types: values of each run in seconds or bytes, and the changes."""
     return {
@@ -110,6 +150,7 @@ def to_dictionary(found: History) -> dict[str, Any]:
                 "id": run.run.run_id,
                 "started": run.report["run"]["started"],
                 "world_size": run.report["run"]["world_size"],
+                "settings": run.settings,
                 "values": [
                     {"kind": each.kind.name.lower(), "name": each.name, "value": value}
                     for each, value in run.values.items()
@@ -123,6 +164,7 @@ def to_dictionary(found: History) -> dict[str, Any]:
                 "before_s": change.comparison.step.before,
                 "after_s": change.comparison.step.after,
                 "share": change.comparison.step.share,
+                "changed_settings": change.changed_settings,
                 "sentence": _describe_change(change),
             }
             for change in found.changes
@@ -136,8 +178,10 @@ def write_history_page(found: History, path: Path) -> None:
     """Write the history as a page without scripts. Raise RunStoreError if that fails."""
     lines = [tag("li", text) for _, text in list_changes(found)]
     lines += [tag("li", note) for note in found.notes]
+    chart = [_draw_runs(found)] if found.runs else []
     elements = [
         build_section("verdicts", "History", build_verdict_card(build_headline(found), "history")),
+        *([build_section("chart", "Steps", *chart)] if chart else []),
         *(build_section(each.key, each.title, build_table(each)) for each in build_tables(found)),
         *([build_section("notes", "Notes", tag("ul", lines))] if lines else []),
     ]

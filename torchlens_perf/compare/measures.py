@@ -40,6 +40,8 @@ class Measure(NamedTuple):
 STEP = Measure(Kind.STEP, "typical step")
 CONTENTION = Measure(Kind.PART, PARTS["cpu"].name)
 MEAN_STEP = Measure(Kind.STEP, "mean of all steps")
+COMMIT = "commit"
+"""Name of the git commit among the settings of a run."""
 PEAK_MEMORY = Measure(Kind.MEMORY, "peak memory")
 
 
@@ -69,14 +71,19 @@ def _collective_name(row: Collective) -> str:
     return f"{row['operation']} {row['dtype'] or ''} {group}".replace("  ", " ")
 
 
-def describe_differences(before: Report, after: Report) -> list[str]:
-    """Return sentences on what makes two runs hard to compare, such as another number of ranks."""
-    facts = (
+def list_differences(before: Report, after: Report) -> list[str]:
+    """Return what differs apart from times, such as "torch 2.12.0 -> 2.13.0" or "ranks 4 -> 8"."""
+    facts = [
         ("ranks", before["run"]["world_size"], after["run"]["world_size"]),
         ("nodes", len(before["run"]["nodes"]), len(after["run"]["nodes"])),
         ("device", before["run"]["device"] or "CPU", after["run"]["device"] or "CPU"),
         ("clock", before["run"]["judged_by"], after["run"]["judged_by"]),
         ("program", before["run"]["program"], after["run"]["program"]),
         ("micro-steps", before["steps"]["micro_steps"], after["steps"]["micro_steps"]),
-    )
-    return [f"{name}: {one} before, {other} after" for name, one, other in facts if one != other]
+    ]
+    one, other = before["run"]["settings"], after["run"]["settings"]
+    for name in sorted({*one, *other}) if one and other else ():
+        # A commit may be unknown. Another setting that is missing has its default.
+        unset = "not recorded" if name == COMMIT else "not set"
+        facts.append((name, one.get(name, unset), other.get(name, unset)))
+    return [f"{name} {one} -> {other}" for name, one, other in facts if one != other]

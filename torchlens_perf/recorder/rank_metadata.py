@@ -5,14 +5,16 @@ The facts are JSON in the ring file.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from torchlens_perf.config import SIDECAR_SETTINGS
+from torchlens_perf.config import SIDECAR_SETTINGS, public_fields
 from torchlens_perf.errors import guard
 from torchlens_perf.output import logger
 from torchlens_perf.recorder import torch_private
@@ -33,6 +35,13 @@ if TYPE_CHECKING:
 
 # Notes share 8 KB with all other metadata.
 _MAX_NOTES = 24
+_MAX_VARIABLES, _MAX_VALUE_LENGTH = 16, 60
+_SPEED_VARIABLE = re.compile(
+    r"(TORCH_)?NCCL_\w+|(OMP|MKL)_NUM_THREADS|CUDA_(DEVICE_MAX_CONNECTIONS|LAUNCH_BLOCKING)"
+    r"|PYTORCH_(CUDA_)?ALLOC_CONF|NVIDIA_TF32_OVERRIDE"
+)
+# Settings of watch() that do not change what is measured.
+_PLACES = ("dir", "exchange", "prometheus", "report", "share")
 
 _start_reported_by = 0
 """Id of the process whose first watch has already reported the process's start time."""
@@ -100,6 +109,8 @@ class RankMetadata:
             "stack_file": "",
             "missing_tap": "",
             "settings": {name: getattr(config, name) for name in SIDECAR_SETTINGS},
+            "run_settings": {} if simulated_from else _collect_run_settings(config),
+            "folder": "" if simulated_from else _find_program_folder(),
         }
 
     def note(self, text: str) -> None:
@@ -200,6 +211,28 @@ def _compute_process_start_ns(identity: Identity) -> int:
         return 0
     _start_reported_by = os.getpid()
     return max(1, time.monotonic_ns() - int(process_age_s(identity.process_started) * 1e9))
+
+
+def _collect_run_settings(config: Config) -> dict[str, str]:
+    """Return versions, settings and variables that runs are compared by, as text by name."""
+    found = {"python": sys.version.split()[0]}
+    if (torch := sys.modules.get("torch")) is not None:
+        found["torch"] = str(torch.__version__)
+    for field in public_fields():
+        value = getattr(config, field.name)
+        if field.name not in _PLACES and value != field.default:
+            found[f"watch {field.name}"] = str(value)[:_MAX_VALUE_LENGTH]
+    for name in sorted(filter(_SPEED_VARIABLE.fullmatch, os.environ))[:_MAX_VARIABLES]:
+        found[name] = os.environ[name].encode(errors="replace").decode()[:_MAX_VALUE_LENGTH]
+    return found
+
+
+def _find_program_folder() -> str:
+    """Return the folder of the program, or the working directory for one that is installed."""
+    with contextlib.suppress(OSError):
+        script = os.path.abspath(str(sys.argv[0]) if sys.argv else "")
+        return os.getcwd() if script.startswith(sys.prefix) else os.path.dirname(script)
+    return ""
 
 
 def _count_torch_threads(*, has_computed: bool) -> int:

@@ -234,6 +234,7 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
     live = any(not process.ended for process in processes.values())
     died = sorted(rank for rank, process in processes.items() if process.ended == run_state.DIED)
     who = next((process.identity for process in processes.values()), None)
+    commit = next(({"commit": node.commit} for node in nodes if node.commit), {})
     return {
         "id": run_id,
         "program": who.program if who else None,
@@ -257,6 +258,7 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         "device": _device_kind(processes),
         "judged_by": _judging_clocks(processes),
         "deeper_modules": any(process.deeper_modules for process in processes.values()),
+        "settings": commit | (processes[min(processes)].settings if processes else {}),
     }
 
 

@@ -24,6 +24,7 @@ from torchlens_perf.run.mailbox import deliver_text
 from torchlens_perf.run.place.joined import join_run_directories
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
+from torchlens_perf.sidecar.commit import CommitReader
 from torchlens_perf.sidecar.contained_errors import ContainedErrors
 from torchlens_perf.sidecar.job_monitor import JobMonitor
 from torchlens_perf.sidecar.record_account import RecordProcessor
@@ -83,6 +84,7 @@ class Sidecar:
         self._exporter = exporter
         self._write_report = report
         self._tap = TapBuilder(builds=False) if tap is None else tap
+        self._commit: CommitReader | None = None
         self._saved_hang = state.hang
         self._reported: set[str] = set()
         self._joined = run.run_id
@@ -147,6 +149,15 @@ class Sidecar:
         """Build the native tap for the next run, if ranks lack it. running_s: the sidecar's age."""
         with self.contain_errors(_TAP):
             self._tap.start_if_due(running_s)
+
+    def read_commit(self) -> None:
+        """Start to read the git commit of the training program, or take the result."""
+        folder = next((source.folder for source in self.sources if source.folder), "")
+        if self._commit is not None:
+            self.state.commit = self.state.commit or self._commit.commit
+        elif folder:
+            self._commit = CommitReader(folder)
+            self._commit.start()
 
     def relay_captures(self, now_s: float, *, final: bool = False) -> None:
         """Forward capture requests to this node's ranks, and request a capture after a verdict.
@@ -235,6 +246,7 @@ class Sidecar:
 
     def save_state(self, *, durably: bool = False) -> None:
         """Write the node's state. durably: see NodeState.save(). Raises OSError."""
+        self.read_commit()
         state, times = self.state, os.times()
         state.passing_notes = [
             note for note in self.monitor.cluster.notes() if note not in state.notes

@@ -201,6 +201,7 @@ def _copy_counters(source: RingSource) -> None:
         for name in _FACTS & metadata.keys():
             setattr(state, name, metadata[name])
         source.stack_file = metadata["stack_file"]
+        state.settings = metadata.get("run_settings", {})
         source.simulated = metadata.get("simulated", False)
         source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
         source.settings = dict(metadata["settings"])

@@ -152,6 +152,8 @@ class ProcessState:
     out_of_memory: OutOfMemory | None = None
     """The memory table of the newest failed allocation on its device, see
     hooks/on_device/out_of_memory.py."""
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Versions, settings of watch() and variables that change the speed, as text by name."""
 
     @property
     def on_device(self) -> bool | None:
@@ -225,6 +227,8 @@ class NodeState:
     """The newest steps that were exported as traces, with their exported parts."""
     tap_outlook: str = ""
     """A sentence on the build of the shared library that records collectives, if it was missing."""
+    commit: str = ""
+    """Git commit of the training program, with "-dirty" if files were changed; "" if not known."""
     schema: int = SCHEMA
 
     def save(self, run: RunDirectory, *, durably: bool = False) -> None:

@@ -52,6 +52,7 @@ class RingSource:
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
+    folder: str = ""  # folder of a program that runs or has just ended
     # True if a simulation writes the ring. The kernel's data then describes the simulation, not a
     # rank.
     simulated: bool = False

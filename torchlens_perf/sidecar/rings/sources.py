@@ -291,4 +291,6 @@ class RingSources:
         if str(path) in self._waiting:
             source.copy_progress(self._waiting[str(path)])
             self._waiting[str(path)].close()
+        if str(path) in self._waiting or is_writer_running(path):
+            source.folder = metadata.get("folder", "")
         return source

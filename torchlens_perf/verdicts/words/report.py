@@ -78,6 +78,9 @@ class Run(TypedDict):
     undecided."""
     deeper_modules: bool
     """True if timed modules have submodules that are not timed."""
+    settings: dict[str, str]
+    """Git commit ("-dirty" if files were changed), versions, settings of watch() that are not the
+    default, and variables that change the speed. What is not known is missing."""
 
 
 class Trend(TypedDict):
