@@ -39,7 +39,7 @@ test: check $(TEST)/tap $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
-test-long: $(TEST)/tap $(RECEIVER)/ready $(addsuffix /ready,$(ENGINES))
+test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready $(addsuffix /ready,$(ENGINES))
 	EXAMPLES=400 FIGURES=1 ENGINES=$(CURDIR)/.venv-engines $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
 
@@ -89,6 +89,12 @@ $(TEST)/tap: $(TEST)/ready
 $(RECEIVER)/ready:
 	$(PYTHON) -m venv $(RECEIVER)
 	$(RECEIVER)/bin/python -m pip install -q --no-compile 'ddapm-test-agent>=1.69,<2'
+	touch $@
+
+# HolisticTraceAnalysis opens exported traces in its own environment: it needs JupyterLab.
+.venv-hta/ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-compile 'HolisticTraceAnalysis==0.5.0'
 	touch $@
 
 # Needs some 5 GB: transformers, TRL and what they pull in, beside the frameworks of `make test`; JupyterLab's tests look

@@ -76,6 +76,7 @@ NOT_EXECUTED = {
     "torchlens-perf compare": "compares runs of a user's program: tests/compare",
     "torchlens-perf history": "reads runs of a user's program: tests/compare",
     "torchlens-perf query": "reads a user's run: tests/query",
+    "torchlens-perf report RUN_DIR --chrome-traces": "writes a folder: tests/timeline",
     "torchlens-perf report RUN_DIR --perfetto": "writes a large file: tests/timeline",
     "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",
     "torchlens-perf simulate --rows --ranks 4096": "takes long on a busy machine: tests/simulate",

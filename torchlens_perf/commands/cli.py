@@ -200,6 +200,12 @@ def _build_parser() -> argparse.ArgumentParser:
         help="write the recorded steps as a trace for ui.perfetto.dev",
     )
     form.add_argument(
+        "--chrome-traces",
+        type=Path,
+        metavar="DIR",
+        help="write a trace in Chrome's format per rank into a new folder, as HolisticTraceAnalysis reads",
+    )
+    form.add_argument(
         "--schema",
         action="store_true",
         help="print the JSON schema of --json, for which no run is needed",
@@ -310,7 +316,7 @@ def _run_report(options: argparse.Namespace) -> int:
             )
         if not options.fail_on:
             return 0
-    if options.perfetto is not None:
+    if options.perfetto is not None or options.chrome_traces is not None:
         perfetto_trace.write_requested_trace(run, options)
         return 0
     with Progress("reading the run", quiet=options.quiet) as progress:

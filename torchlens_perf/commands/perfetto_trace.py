@@ -1,4 +1,4 @@
-"""`torchlens-perf report RUN_DIR --perfetto FILE`: the recorded steps as a trace for Perfetto."""
+"""`torchlens-perf report RUN_DIR --perfetto FILE` or `--chrome-traces DIR`: recorded steps as traces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(report: argparse.ArgumentParser) -> None:
-    trace = report.add_argument_group("with --perfetto")
+    trace = report.add_argument_group("with --perfetto and --chrome-traces")
     trace.add_argument("--ranks", type=_parse_ranks, help="ranks to write, such as 0,3,8-15")
     trace.add_argument("--steps", type=_parse_range, help="first and last step, such as 100-200")
     trace.add_argument(
@@ -68,14 +68,16 @@ def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> Non
     require_packages("--perfetto", ["perfetto"], "perfetto")
     from torchlens_perf.timeline.export import DEFAULT_LIMIT_BYTES, write_trace
 
+    path = options.perfetto or options.chrome_traces
     limit = options.limit_mb * 1e6 if options.limit_mb else DEFAULT_LIMIT_BYTES
     with Progress("writing the trace", quiet=options.quiet) as progress:
         written = write_trace(
             run,
-            options.perfetto,
+            path,
             ranks=options.ranks,
             steps=options.steps,
             limit_bytes=int(limit),
+            per_rank=options.perfetto is None,
             profiles=options.profile,
             advanced=progress,
         )
@@ -83,7 +85,7 @@ def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> Non
         return
     first, last = written.steps
     print(
-        f"torchlens-perf: wrote {printable(str(options.perfetto))}, {written.size_bytes / 1e6:.1f}"
+        f"torchlens-perf: wrote {printable(str(path))}, {written.size_bytes / 1e6:.1f}"
         f" MB: {len(written.ranks)} ranks, steps {first} to {last}. Open it in"
         " https://ui.perfetto.dev, which reads it in your browser without sending it",
         file=sys.stderr,

@@ -12,10 +12,11 @@ import dataclasses
 import datetime
 import functools
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
@@ -28,6 +29,7 @@ from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.samples import GPUS
 from torchlens_perf.store.segments import find_kept_step_range
+from torchlens_perf.timeline.chrome_traces import ChromeTraceWriter
 from torchlens_perf.timeline.profiles import Profile, build_profile_events, load_profiles
 from torchlens_perf.timeline.slices import MatchedCollective, build_slice_events
 from torchlens_perf.timeline.trace_file import Event, EventType, TraceWriter
@@ -75,6 +77,7 @@ def write_trace(
     ranks: Collection[int] | None = None,
     steps: tuple[int, int] | None = None,
     limit_bytes: int = DEFAULT_LIMIT_BYTES,
+    per_rank: bool = False,
     profiles: Sequence[tuple[int | None, Path]] = (),
     advanced: Callable[[int, int], object] = lambda done, total: None,
 ) -> Written:
@@ -83,7 +86,8 @@ def write_trace(
     ranks, steps (first, last): None chooses what matters within the size limit. Raise RunStoreError
     if there is no such step, or the file cannot be written. The limit is approximate, and profiles
     add to it. profiles: files of torch.profiler, each with its rank, or None if the file names it.
-    The run's captures are written too.
+    The run's captures are written too. per_rank: write Chrome traces into a new folder, without
+    profiles and captures.
     """
     report, states = load_report_and_states(run)
     plain: Report = report_json.to_json_types(report)
@@ -100,21 +104,31 @@ def write_trace(
             f"no such steps are recorded: {run.path} has steps {kept[0]} to {kept[1]}"
         )
     of_ranks = {rank: (processes[rank], node_of[rank]) for rank in chosen}
-    loaded = load_profiles(run, of_ranks, profiles, notes)
+    loaded = [] if per_rank else load_profiles(run, of_ranks, profiles, notes)
     source = _TraceSource(run, processes, node_of, chosen, uncomparable, loaded, notes)
     if steps is None:
         begins = [each["since_step"] for each in slow] + [each.first_step for each in loaded]
         first, last = _choose_window(source, first, last, begins, limit_bytes, notes)
     partial = path.parent / f".{path.name}.partial"
+    heads = build_headlines(report, str(run.path))
     try:
-        with partial.open("wb") as file:
-            _write_events(
-                file, source, plain, build_headlines(report, str(run.path)), first, last, advanced
-            )
-        size = partial.stat().st_size
+        if per_rank:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            open_writer = functools.partial(ChromeTraceWriter, partial)
+            _write_events(open_writer, source, plain, heads, first, last, advanced)
+        else:
+            with partial.open("wb") as file:
+                open_writer = functools.partial(TraceWriter, file)
+                _write_events(open_writer, source, plain, heads, first, last, advanced)
+        size = sum(file.stat().st_size for file in (partial.iterdir() if per_rank else [partial]))
+        # An existing folder is replaced only if it is empty.
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        if per_rank:
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
         raise RunStoreError(f"{path} cannot be written: {error.strerror or error}") from None
     return Written(size, chosen, (first, last), notes)
 
@@ -206,7 +220,7 @@ def _choose_window(
 
 
 def _write_events(
-    file: IO[bytes],
+    open_writer: Callable[[int], TraceWriter | ChromeTraceWriter],
     source: _TraceSource,
     report: Report,
     heads: Sequence[Headline],
@@ -225,7 +239,7 @@ def _write_events(
     begin_ns = min(
         int(each.records.records["start_ns"].min()) + offset_of[each.rank] for each in records
     )
-    writer = TraceWriter(file, begin_ns)
+    writer = open_writer(begin_ns)
     tracks = _Tracks(writer, report)
     waiting = [
         Event(begin_ns, EventType.INSTANT, tracks.findings, "about this trace",
@@ -267,7 +281,7 @@ def _write_events(
 class _Tracks:
     """The tracks of the trace. They are added when their first event comes."""
 
-    def __init__(self, writer: TraceWriter, report: Report) -> None:
+    def __init__(self, writer: TraceWriter | ChromeTraceWriter, report: Report) -> None:
         self._writer = writer
         self._hosts = {rank["rank"]: rank["host"] for rank in report["ranks"]}
         self._processes: dict[int | str, int] = {}
