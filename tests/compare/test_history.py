@@ -87,13 +87,13 @@ def test_change_names_the_settings_that_changed_with_it(
         with_settings(each, **(before if number < 9 else after))
         for number, each in enumerate(runs_of(run, [1.0] * 9 + [1.5] * 8, noise=0.01, seed=1))
     ]
-    found = History(runs, find_history_changes(runs), [])
+    found = History(runs, find_history_changes(runs), {}, [])
     assert history_screens.build_headline(found).sentence.endswith(sentence)
 
 
 def test_page_marks_the_change_in_a_chart(run: ComparedRun, tmp_path: Path) -> None:
     runs = runs_of(run, [1.0] * 9 + [1.5] * 8, noise=0.01, seed=1)
-    found = History(runs, find_history_changes(runs), [])
+    found = History(runs, find_history_changes(runs), {}, [])
     history_screens.write_history_page(found, tmp_path / "page.html")
     (image,) = re.findall(r'<img alt="([^"]*)"', (tmp_path / "page.html").read_text())
     assert "over runs 1 to 17" in image

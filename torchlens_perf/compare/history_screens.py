@@ -99,7 +99,7 @@ def build_run_table(found: History) -> Table:
     }
     largest = sorted(parts, key=lambda name: -sum(value or 0.0 for value in parts[name]))
     unit_s = max((run.values[STEP] for run in runs), default=0.0)
-    changed = [
+    differences = [
         ", ".join(list_differences(before.report, run.report))
         for run, before in zip(runs, [*runs[1:], *runs[-1:]], strict=True)
     ]
@@ -109,7 +109,7 @@ def build_run_table(found: History) -> Table:
             "started", [(run.report["run"]["started"] or "")[:16] for run in runs], Quantity.TEXT
         ),
         Column(COMMIT, [run.settings.get(COMMIT) for run in runs], Quantity.TEXT, optional=0.5),
-        Column("changed settings", changed, Quantity.TEXT, optional=4),
+        Column("changed settings", differences, Quantity.TEXT, optional=4),
         Column("ranks", [run.report["run"]["world_size"] for run in runs], Quantity.NUMBER),
         Column("steps", [run.report["steps"]["made"] for run in runs], Quantity.NUMBER, optional=3),
         Column("step", [run.values[STEP] for run in runs], unit_of=unit_s),

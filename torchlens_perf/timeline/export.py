@@ -111,6 +111,7 @@ def write_trace(
         first, last = _choose_window(source, first, last, begins, limit_bytes, notes)
     partial = path.parent / f".{path.name}.partial"
     heads = build_headlines(report, str(run.path))
+    open_writer: Callable[[int], TraceWriter | ChromeTraceWriter]
     try:
         if per_rank:
             shutil.rmtree(partial, ignore_errors=True)
