@@ -14,7 +14,7 @@ from torchlens_perf.exporters.prometheus import exporter as exporter_module
 from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
 from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
 from torchlens_perf.exporters.prometheus.families import MAX_LABEL, MAX_POINTS, convert_to_families
-from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_query_name
+from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheus_unit_suffix
 from torchlens_perf.exporters.series import ArrayMeter
 
 RANKS, SLOW = 4, 2
@@ -127,7 +127,8 @@ def test_every_metric_name_is_derived_from_otlp(answer: Scrape) -> None:
 def test_metric_names_are_converted_by_the_opentelemetry_specification(
     name: str, unit: str, kind: str, series: str
 ) -> None:
-    assert prometheus_query_name(name, unit, kind=kind) == series
+    found = prometheus_name(name, prometheus_unit_suffix(unit, gauge=kind == "gauge"))
+    assert found + "_total" * (kind == "counter") == series
 
 
 def test_each_exemplar_is_in_the_bucket_of_its_duration() -> None:

@@ -32,13 +32,3 @@ def prometheus_name(name: str, unit: str = "") -> str:
     if found[:1].isdigit():
         found = f"_{found}"
     return f"{found}_{unit}" if unit and not found.endswith(f"_{unit}") else found
-
-
-def prometheus_query_name(name: str, unit: str, *, kind: str) -> str:
-    """Return the name of a metric in queries. Suffixes of histograms (_bucket, _sum, _count) are
-    not added.
-
-    unit: OpenTelemetry's unit. kind: "counter", "gauge", "updown" or "histogram".
-    """
-    found = prometheus_name(name, prometheus_unit_suffix(unit, gauge=kind == "gauge"))
-    return f"{found}_total" if kind == "counter" else found
