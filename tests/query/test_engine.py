@@ -64,6 +64,11 @@ def test_value_that_is_not_finite_is_null_in_json(
     assert json.loads(capsys.readouterr().out) == [{"a": None, "b": 1.5}]
 
 
+def test_memory_of_a_simulated_run_is_null_because_it_was_not_measured(runs: Path) -> None:
+    sql = "SELECT count(*), count(memory_bytes) FROM steps"
+    assert run_query(sql, [str(runs / "run-0")], []).rows == [(40, 0)]
+
+
 def test_damaged_file_is_left_out_with_a_line(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,12 @@ def test_calls_agree_within_the_error_that_the_trace_states(trace: Decoded) -> N
         assert max(apart_us[:ACTIVE]) <= int(most_us) + 1
 
 
+def test_memory_is_a_counter_of_each_rank(trace: Decoded) -> None:
+    tracks = [track for track in trace.counters if trace.names[track] == "memory"]
+    assert len(tracks) == 2
+    assert all(min(value for _, value in trace.counters[track]) > 1e8 for track in tracks)
+
+
 def test_steps_of_a_capture_are_the_steps_of_the_run(trace: Decoded) -> None:
     own = {name: (start, end) for name, start, end in slices_of(trace, 1, profiled=False)}
     profiled = {name: (start, end) for name, start, end in slices_of(trace, 1, profiled=True)}

@@ -304,8 +304,10 @@ def _build_step_table(chunk: RecordChunk) -> pa.Table:
     columns.update(
         {f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i]) for i, part in enumerate(PARTS)}
     )
+    # A process that computes needs memory, so 0 means that it was not measured.
+    memory = np.where(steps.memory_bytes > 0, steps.memory_bytes, -1)
     columns.update(
-        memory_bytes=steps.memory_bytes, micro_steps=steps.micro_steps, flags=steps.flags
+        memory_bytes=_null_if_negative(memory), micro_steps=steps.micro_steps, flags=steps.flags
     )
     columns["workload"] = _null_if_negative(steps.workload)
     for name in ("cpu_ns", "ready_ns"):
