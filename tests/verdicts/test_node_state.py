@@ -63,7 +63,9 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
             "skipped": 0,
             "unread": 0,
         }
-        session.publish(gpus=[{"uuid": FIRST, "name": "H200", "index": 0}], device=device)
+        training = {"loader": {"workers": 2, "pin_memory": False, "persistent_workers": True}}
+        gpus = [{"uuid": FIRST, "name": "H200", "index": 0}]
+        session.publish(gpus=gpus, device=device, training=training)
         for number in range(40):
             recorder.begin(Kind.MODULE, session.intern("block"))
             recorder.end(Kind.MODULE, session.intern("block"))

@@ -27,6 +27,7 @@ from torchlens_perf.hooks.recompute import RecomputeHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.hooks.stack import FaulthandlerHook, TracerPermissionHook
 from torchlens_perf.hooks.tags import TagHook
+from torchlens_perf.hooks.training_settings import TrainingSettingsHook
 from torchlens_perf.output import logger
 from torchlens_perf.recorder.devices import find_accelerator
 
@@ -89,11 +90,13 @@ def create_hooks(
     calls: ModuleCallRouter,
 ) -> list[Hook]:
     """Return the hooks of a watch in the order of attachment. To add a hook, add a line here."""
+    settings = TrainingSettingsHook(loop)
     wanted: list[tuple[bool, Hook]] = [
         (config.nvtx, NvtxHook()),
         (True, SectionHook()),
         (True, OptimizerHook(loop)),
-        (True, DataHook()),
+        (True, DataHook(settings.note_loader)),
+        (True, settings),
         (True, calls),
         (True, backward),
         (True, recompute),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,17 @@ class DataHook:
 
     name = "data"
 
+    def __init__(self, note_loader: Callable[[Any], bool] = lambda iterator: False) -> None:
+        """note_loader: called with the iterator of each batch until it returns False."""
+        self._note_loader: Callable[[Any], bool] | None = note_loader
+
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         torch_private.require("torch.utils.data.dataloader._BaseDataLoaderIter")
         from torch.utils.data import DataLoader
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        recorder = session.recorder
+        recorder, hook = session.recorder, self
         data, workers = session.intern("data"), session.intern("data workers start")
         next_batch, start = _BaseDataLoaderIter.__next__, DataLoader.__iter__
 
@@ -61,8 +65,16 @@ class DataHook:
                 raise
             finally:
                 recorder.end(_DATA, data, flags)
+            if hook._note_loader is not None:
+                note_loader(self)
             add_workload_of_batch(batch)
             return batch
+
+        @guard("settings of a DataLoader")
+        def note_loader(iterator: Any) -> None:
+            note = hook._note_loader
+            if note is not None and session.thread.is_current() and not note(iterator):
+                hook._note_loader = None
 
         @guard("size of a batch")
         def add_workload_of_batch(batch: Any) -> None:

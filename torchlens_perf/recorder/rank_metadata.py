@@ -60,6 +60,8 @@ class RankFacts(TypedDict, total=False):
     missing_tap: str
     """File name of the native tap that is missing."""
     settings: dict[str, Any]
+    training: dict[str, Any]
+    """Known fields of TrainingSettings."""
 
 
 class RankMetadata:
@@ -108,6 +110,7 @@ class RankMetadata:
             "gpus": [],
             "stack_file": "",
             "missing_tap": "",
+            "training": {},
             "settings": {name: getattr(config, name) for name in SIDECAR_SETTINGS},
             "run_settings": {} if simulated_from else _collect_run_settings(config),
             "folder": "" if simulated_from else _find_program_folder(),

@@ -359,6 +359,12 @@ def get_no_torch_function_context() -> Callable[[], AbstractContextManager[objec
     return kind
 
 
+def list_fsdp_groups(state: Any) -> list[Any]:
+    """Return the parameter groups of one module that FSDP2 has sharded."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [state._fsdp_param_group]
+
+
 def get_local_shard(tensor: Any) -> Any:
     """Return the local shard of a DTensor, or any other tensor unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -386,6 +392,13 @@ def get_stream_handle_reader() -> Callable[[int], int] | None:
 
     handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return handle
+
+
+def is_autocast_enabled() -> bool:
+    """Return True inside of torch.autocast() for CUDA devices or the CPU."""
+    import torch
+
+    return any(map(torch.is_autocast_enabled, ("cuda", "cpu")))
 
 
 def read_compile_s() -> float | None:

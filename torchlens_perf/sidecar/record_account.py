@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
@@ -16,6 +17,7 @@ from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.exporters import ExportBatch, build_export_batch
 from torchlens_perf.run import ring
+from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
 from torchlens_perf.sidecar.telemetry.log import telemetry_disk_share
@@ -200,6 +202,7 @@ def _copy_counters(source: RingSource) -> None:
     if metadata:
         for name in _FACTS & metadata.keys():
             setattr(state, name, metadata[name])
+        state.training = msgspec.convert(metadata.get("training", {}), TrainingSettings)
         source.stack_file = metadata["stack_file"]
         state.settings = metadata.get("run_settings", {})
         source.simulated = metadata.get("simulated", False)

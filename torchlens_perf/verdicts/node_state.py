@@ -31,6 +31,7 @@ from torchlens_perf.run.identity import DeviceClockQuality, Gpu, Identity, Proce
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.sketch import Sketch
+from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.verdicts.stragglers.detector import build_placement
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, JudgedSteps
@@ -143,6 +144,7 @@ class ProcessState:
     cpu_users: CpuUsage = dataclasses.field(default_factory=CpuUsage)
     missing_tap: str = ""
     """The missing shared library that records collectives; "" if loaded or not needed."""
+    training: TrainingSettings = dataclasses.field(default_factory=TrainingSettings)
     seen_ns: int = 0
     """Newest time at which the sidecar saw the process run, by the clock of its records; 0 if it did
     not, as in a simulation."""

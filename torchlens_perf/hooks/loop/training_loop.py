@@ -185,6 +185,24 @@ class TrainingLoop:
         self._backwards = 0
         self._without_gradient = False
         self._skipped = False
+        self.autocast: bool | None = None
+        """True if a forward pass ended inside of torch.autocast(); None before the first one."""
+        self.reads_autocast = True
+        """Set to False once `autocast` is no longer needed."""
+
+    @property
+    def models(self) -> list[Module]:
+        """The watched models that still exist."""
+        return [model for reference in self._roots if (model := reference()) is not None]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that have stepped and still exist, in the order of their first steps."""
+        return [
+            optimizer
+            for each in self._optimizers.values()
+            if (optimizer := each.reference()) is not None
+        ]
 
     # -- at the start
 
@@ -278,6 +296,8 @@ class TrainingLoop:
         """Handle the end of an outermost module's forward pass. module: the module's id."""
         self._forwards += with_gradient
         self._without_gradient |= not with_gradient
+        if self.reads_autocast:
+            self.autocast = self.autocast or torch_private.is_autocast_enabled()
         if self._rule.on_forward_end(with_gradient=with_gradient, module=module, is_root=is_root):
             self._session.step.end(_INFERENCE)
 
@@ -488,8 +508,7 @@ class TrainingLoop:
         return any(id(parameter) in watched for parameter in model.parameters())
 
     def _watched_parameters(self) -> set[int]:
-        roots = [root for reference in self._roots if (root := reference()) is not None]
-        return {id(parameter) for root in roots for parameter in root.parameters()}
+        return {id(parameter) for model in self.models for parameter in model.parameters()}
 
     def _add_and_watch(self, models: Sequence[NamedModel]) -> None:
         self._roots += [weakref.ref(each.module) for each in models]

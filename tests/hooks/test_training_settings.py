@@ -1,0 +1,136 @@
+"""Settings of the training process that advice depends on are read once, and are small."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.recording import Recording, recorded
+from torchlens_perf.run.training_settings import TrainingSettings
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+def settings_of(recording: Recording) -> TrainingSettings:
+    known = recording.metadata["training"]
+    assert len(json.dumps(known)) < 1024
+    return msgspec.convert(known, TrainingSettings)
+
+
+def train(
+    folder: Path, model: nn.Module, watched: Any = None, *, to_none: bool = True, **loader: Any
+) -> TrainingSettings:
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    batches = DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=8, **loader)
+    with recorded(folder, watched or model, optimizer) as recording:
+        for (batch,) in batches:
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+    return settings_of(recording)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_loader_optimizer_and_gradients_are_read(tmp_path: Path, to_none: bool) -> None:
+    found = train(tmp_path, nn.Linear(4, 4), to_none=to_none, num_workers=1, prefetch_factor=3)
+
+    assert found.loader is not None
+    assert (found.loader.workers, found.loader.prefetch_factor, found.loader.batch_size) == (
+        1,
+        3,
+        8,
+    )
+    assert found.optimizer is not None
+    assert (found.optimizer.kind, found.optimizer.tensors) == ("AdamW", 2)
+    assert found.optimizer.foreach is False
+    assert found.zeroes_gradients is not to_none
+    assert (found.ddp, found.fsdp, found.tf32) == (None, None, None)
+    assert (found.linears, found.convolutions, found.parameter_types) == (1, 0, ["float32"])
+    assert found.autocast is found.compiled is False
+
+
+def test_iterator_and_gradients_are_not_kept_alive(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer):
+        for (batch,) in DataLoader(TensorDataset(torch.ones(24, 4)), batch_size=8):
+            model(batch).sum().backward()
+            optimizer.step()
+        assert model.weight.grad is not None
+        gradient = weakref.ref(model.weight.grad)
+        optimizer.zero_grad()
+        gc.collect()
+        assert gradient() is None
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_memory_format_and_autocast_are_read(tmp_path: Path, channels_last: bool) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 2, 1))
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer) as recording:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=channels_last):
+                loss = model(torch.ones(1, 3, 8, 8)).float().sum()
+            loss.backward()
+            optimizer.step()
+    found = settings_of(recording)
+    assert found.channels_last is found.autocast is channels_last
+    assert found.convolutions == 2
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.used(batch)  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("inside", [True, False], ids=["model in DDP is watched", "DDP is watched"])
+def test_arguments_of_ddp_are_read(tmp_path: Path, inside: bool) -> None:
+    model = Unused()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=7)
+    found = train(tmp_path, wrapped, watched=model if inside else None).ddp
+
+    assert found is not None
+    assert (found.bucket_bytes, found.gradient_bytes, found.unused) == (7 << 20, 80, 2)
+    assert found.find_unused_parameters
+    assert not found.static_graph
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("reshard", [True, False])
+def test_settings_of_fsdp2_are_read(tmp_path: Path, reshard: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model)
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    found = train(tmp_path, model).fsdp
+
+    assert found is not None
+    assert (found.modules, found.prefetching) == (3, 1)
+    assert found.resharding == (2 if reshard else 0)

@@ -1,0 +1,237 @@
+"""Read the settings of the training process that advice depends on, once.
+
+The settings are read at the end of the second step, which is a warm-up step, and published after the
+third one. No object of the script is kept alive, and nothing is read about the script's data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import guard
+from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
+from torchlens_perf.hooks.loop.trained_models import find_objects_of_type
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.run.training_settings import (
+    DdpSettings,
+    FsdpSettings,
+    LoaderSettings,
+    OptimizerSettings,
+    TrainingSettings,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+    from torchlens_perf.hooks.loop.training_loop import TrainingLoop
+    from torchlens_perf.recorder.session import Session
+
+_READ_AFTER = 2
+_MAX_GRADIENTS = 8
+_TOKENIZER_PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken")
+
+
+class TrainingSettingsHook:
+    """Hook that reads the settings at the ends of two steps, and then does nothing."""
+
+    name = "training settings"
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+        self._steps = 0
+        self._iterator: weakref.ref[Any] | None = None
+        self._gradients: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
+        self._found = TrainingSettings()
+
+    def note_loader(self, iterator: Any) -> bool:
+        """Keep a weak reference to a DataLoader's iterator. Return False once it is not needed.
+
+        Of several loaders, the last one that is used before the settings are read counts.
+        """
+        self._iterator = weakref.ref(iterator)
+        return self._steps < _READ_AFTER
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        def on_step_end() -> None:
+            self._steps += 1
+            if self._steps < _READ_AFTER:
+                return
+            with torch_private.get_no_torch_function_context()(), session.thread.gradients:
+                reads_gradients = session.thread.reads_gradients
+                if self._steps == _READ_AFTER:
+                    self._found = self._read(reads_gradients=reads_gradients)
+                    return
+                zeroes = self._keeps_gradients() if reads_gradients else None
+            session.step_callbacks.remove(on_step_end)
+            found = dataclasses.asdict(dataclasses.replace(self._found, zeroes_gradients=zeroes))
+            session.publish(training={key: each for key, each in found.items() if each is not None})
+
+        with session.running_each_step("reading the training settings", on_step_end):
+            yield
+
+    def _read(self, *, reads_gradients: bool) -> TrainingSettings:
+        import torch
+
+        loop = self._loop
+        loop.reads_autocast = False
+        models, optimizer = loop.models, next(iter(loop.optimizers), None)
+        modules = [module for model in models for module in model.modules()]
+        convolutions = [each for each in modules if _is_convolution(each)]
+        ddp = _find_ddp(modules)
+        if reads_gradients and optimizer is not None:
+            self._gradients = [
+                (weakref.ref(each), weakref.ref(each.grad))
+                for each in itertools.islice(parameters_of(optimizer), _MAX_GRADIENTS)
+                if each.grad is not None
+            ]
+        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return TrainingSettings(
+            loader=_read_loader(self._iterator() if self._iterator is not None else None),
+            optimizer=_read_optimizer(optimizer) if optimizer is not None else None,
+            ddp=_read_ddp(ddp) if ddp is not None and reads_gradients else None,
+            fsdp=_read_fsdp(modules),
+            convolutions=len(convolutions) if models else None,
+            linears=sum(type(each).__name__ == "Linear" for each in modules) if models else None,
+            channels_last=_are_channels_last(convolutions),
+            parameter_types=_read_parameter_types(models) if models else None,
+            compiled=any(map(torch_private.is_module_compiled, modules)) if models else None,
+            # A framework that replaces forward() enters torch.autocast() inside of it.
+            autocast=(None if any("forward" in vars(each) for each in models) else loop.autocast),
+            tf32=torch.get_float32_matmul_precision() != "highest" if has_cuda else None,
+            capability=list(torch.cuda.get_device_capability()) if has_cuda else None,
+            cudnn_benchmark=torch.backends.cudnn.benchmark if has_cuda else None,
+            gc_threshold=gc.get_threshold()[0] if gc.isenabled() else 0,
+            gc_frozen=gc.get_freeze_count(),
+            bound=len(os.sched_getaffinity(0)) < (os.cpu_count() or 1),
+            free_memory_bytes=_read_free_memory(),
+        )
+
+    def _keeps_gradients(self) -> bool | None:
+        """Return True if the gradients of the second step are still those of the third one."""
+        if not self._gradients:
+            return None
+        return all(
+            (gradient := kept()) is not None
+            and (parameter := owner()) is not None
+            and parameter.grad is gradient
+            for owner, kept in self._gradients
+        )
+
+
+@guard("settings of a DataLoader")
+def _read_loader(iterator: Any) -> LoaderSettings | None:
+    if iterator is None:
+        return None
+    sampler, dataset = iterator._index_sampler, iterator._dataset
+    attributes = [type(each).__module__ for each in getattr(dataset, "__dict__", {}).values()]
+    return LoaderSettings(
+        workers=int(iterator._num_workers),
+        pin_memory=bool(iterator._pin_memory),
+        persistent_workers=bool(iterator._persistent_workers),
+        prefetch_factor=getattr(iterator, "_prefetch_factor", None),
+        batch_size=getattr(sampler, "batch_size", None),
+        has_tokenizer=any(each.partition(".")[0] in _TOKENIZER_PACKAGES for each in attributes),
+    )
+
+
+@guard("settings of an optimizer")
+def _read_optimizer(optimizer: Any) -> OptimizerSettings | None:
+    parameters = parameters_of(optimizer)
+    if not parameters:
+        return None
+    group = optimizer.param_groups[0]
+    return OptimizerSettings(
+        type(optimizer).__name__,
+        len(parameters),
+        parameters[0].device.type,
+        group.get("foreach"),
+        group.get("fused"),
+    )
+
+
+def _find_ddp(modules: Sequence[Module]) -> Any:
+    """Return the first DistributedDataParallel, which may be around the watched models."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
+    wrappers = wrappers or find_objects_of_type(DistributedDataParallel)
+    return next((each for each in wrappers if "bucket_bytes_cap" in vars(each)), None)
+
+
+@guard("settings of DistributedDataParallel")
+def _read_ddp(ddp: Any) -> DdpSettings | None:
+    trained = [each for each in ddp.parameters() if each.requires_grad]
+    gradients = [each.grad for each in trained if each.grad is not None]
+    return DdpSettings(
+        bucket_bytes=int(ddp.bucket_bytes_cap),
+        find_unused_parameters=bool(ddp.find_unused_parameters),
+        static_graph=bool(ddp.static_graph),
+        gradient_as_bucket_view=bool(ddp.gradient_as_bucket_view),
+        gradient_bytes=sum(each.numel() * each.element_size() for each in gradients),
+        unused=len(trained) - len(gradients),
+    )
+
+
+@guard("settings of FSDP2")
+def _read_fsdp(modules: Sequence[Module]) -> FsdpSettings | None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = [each for each in modules if fsdp is not None and isinstance(each, fsdp.FSDPModule)]
+    if not sharded:
+        return None
+    states = [each._get_fsdp_state() for each in sharded]
+    groups = [group for state in states for group in torch_private.list_fsdp_groups(state)]
+    return FsdpSettings(
+        len(states),
+        sum(bool(each._reshard_after_forward) for each in groups),
+        sum(
+            bool(each._states_to_forward_prefetch or each._states_to_backward_prefetch)
+            for each in states
+        ),
+    )
+
+
+def _is_convolution(module: Module) -> bool:
+    return type(module).__name__ in ("Conv2d", "Conv3d")
+
+
+@guard("memory format of convolutions")
+def _are_channels_last(convolutions: Sequence[Any]) -> bool | None:
+    import torch
+
+    # The strides of a 1x1 kernel fit both formats.
+    weights = [
+        each.weight
+        for each in convolutions
+        if each.weight.dim() == 4 and max(each.weight.shape[2:]) > 1 and each.weight.shape[1] > 1
+    ]
+    if not weights:
+        return None
+    return all(each.is_contiguous(memory_format=torch.channels_last) for each in weights)
+
+
+@guard("data types of parameters")
+def _read_parameter_types(models: Sequence[Module]) -> list[str] | None:
+    types = {parameter.dtype for model in models for parameter in model.parameters()}
+    return sorted(str(each).removeprefix("torch.") for each in types)
+
+
+def _read_free_memory() -> int | None:
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None

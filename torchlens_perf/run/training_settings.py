@@ -1,0 +1,98 @@
+"""Settings of a training process that advice depends on. None: not known.
+
+Versions and variables of the environment are in ProcessState.settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderSettings:
+    """Settings of the DataLoader whose batches the training thread takes."""
+
+    workers: int
+    pin_memory: bool
+    persistent_workers: bool
+    prefetch_factor: int | None = None
+    """None without workers."""
+    batch_size: int | None = None
+    has_tokenizer: bool = False
+    """True if an attribute of the dataset is a tokenizer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+    """Settings of the first optimizer that stepped."""
+
+    kind: str
+    """Class name."""
+    tensors: int
+    """Number of parameters."""
+    device: str
+    """Device type of the parameters."""
+    foreach: bool | None = None
+    fused: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DdpSettings:
+    """Arguments of DistributedDataParallel, and what its gradients look like after a step."""
+
+    bucket_bytes: int
+    find_unused_parameters: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    gradient_bytes: int
+    """Total size of the gradients."""
+    unused: int
+    """Number of trained parameters without a gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FsdpSettings:
+    """Settings of the modules that fully_shard() has sharded."""
+
+    modules: int
+    resharding: int
+    """Number of modules that free their parameters after the forward pass."""
+    prefetching: int
+    """Number of modules that prefetch parameters of modules that the script has named."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingSettings:
+    """Settings that a process reads once, after its second and third step."""
+
+    loader: LoaderSettings | None = None
+    optimizer: OptimizerSettings | None = None
+    ddp: DdpSettings | None = None
+    fsdp: FsdpSettings | None = None
+    convolutions: int | None = None
+    """Number of two- and three-dimensional convolutions."""
+    linears: int | None = None
+    channels_last: bool | None = None
+    """True if the weights of all two-dimensional convolutions are in this format; None without
+    any."""
+    parameter_types: list[str] | None = None
+    """Data types of the parameters, such as "float32"."""
+    compiled: bool | None = None
+    """True if a model or one of its modules is compiled."""
+    autocast: bool | None = None
+    """True if a forward pass ended inside of torch.autocast()."""
+    zeroes_gradients: bool | None = None
+    """True if gradients are set to zero in place instead of to None; None if not known."""
+    tf32: bool | None = None
+    """True if float32 matrix products may use TF32; None without CUDA."""
+    capability: list[int] | None = None
+    """Compute capability of the CUDA device."""
+    cudnn_benchmark: bool | None = None
+    gc_threshold: int | None = None
+    """Threshold of the youngest generation; 0 if garbage collection is off."""
+    gc_frozen: int | None = None
+    """Number of objects that gc.freeze() has excluded from garbage collection."""
+    bound: bool | None = None
+    """True if the process may only use some CPUs of its machine."""
+    free_memory_bytes: int | None = None
+    """Memory of the machine that is available without swapping."""
