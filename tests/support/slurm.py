@@ -38,7 +38,7 @@ SlurmctldPort={control}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={socket_path}
+AuthInfo=socket={socket_path},cred_expire=10
 CryptoType=crypto/munge
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
