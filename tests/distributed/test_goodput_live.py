@@ -11,6 +11,7 @@ import pytest
 
 from tests.scripts.goodput_job import FORWARD_S
 from tests.support.processes import SCRIPTS, only_report, run_warm, torchrun
+from torchlens_perf.analysis.collectives.hang import MIN_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -87,6 +88,17 @@ def test_classes_add_up_to_the_wall_clock(
     assert sum(found.values()) == pytest.approx(wall_s, rel=1e-6)
     assert abs(found["other"]) < 0.01 * wall_s
     assert 0.4 * lasted_s < wall_s < lasted_s
+
+
+@pytest.mark.long
+def test_hang_in_which_the_job_fails_is_a_hang_and_not_a_restart(tmp_path: Path) -> None:
+    """The finding outlives the attempt. It ends up to a few seconds before the job is killed."""
+    hang_s = MIN_S + 15.0
+    report, _, _ = job(tmp_path, "--fail", str(FAIL), "--save", "0.05", "--hang", str(hang_s))
+    found = seconds(report)
+    assert hang_s - 5 < found["hang"] < hang_s + 2
+    assert found["restart"] < 15
+    assert report["goodput"]["lost_steps"] == LOST
 
 
 @pytest.mark.long

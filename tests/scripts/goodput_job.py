@@ -5,6 +5,7 @@ attempt. Arguments:
 
 - --steps N: number of the model's steps. --fail N: rank 1 of the first attempt fails after N steps.
 - --optimizer NAME: a class of torch.optim. SGD has no step counter.
+- --hang S: the failing rank first sleeps in the next step.
 - --data S, --save S, --evaluate S, --after S: seconds of waiting for each batch, in each checkpoint,
   in each evaluation, and at the end.
 """
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--fail", type=int, default=0)
     parser.add_argument("--optimizer", default="AdamW")
-    for name in ("data", "save", "evaluate", "after"):
+    for name in ("hang", "data", "save", "evaluate", "after"):
         parser.add_argument(f"--{name}", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -100,6 +101,7 @@ def main() -> None:
             w.step(tokens=8)
             if options.fail == step and rank == 1 and not first:
                 # The checkpoint after this step is not written, as if the node had failed.
+                time.sleep(options.hang)
                 write_times(times, first, step)
                 os.kill(os.getpid(), signal.SIGKILL)
             if step % SAVE_EVERY == 0 and options.save:
