@@ -30,7 +30,7 @@ from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.stragglers.judged_steps import HOST
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.verdicts.words.report_goodput import Goodput, JobAttempt
 from torchlens_perf.view.tables import build_tables
 
@@ -144,6 +144,49 @@ def test_hang_that_ends_and_hang_in_which_the_job_is_killed_are_hangs() -> None:
     assert found["startup"] == pytest.approx(8.0)
 
 
+@pytest.mark.parametrize(("launcher", "name"), [(1, "restart"), (2, "idle")])
+def test_time_between_attempts_is_a_restart_only_if_the_launcher_lived(
+    launcher: int, name: str
+) -> None:
+    """A requeued job is started by another launcher, and uses no devices until then."""
+    first = process([TRAIN] * 20, ended="died")
+    again = process(
+        [TRAIN] * 20, after_s=32, process_began_ns=clock_ns(22), attempt=1, pid=200, launcher_pid=launcher
+    )  # fmt: skip
+    goodput = build_goodput([state_of(first, again)], [])
+    assert goodput is not None
+    assert seconds(goodput)[name] == pytest.approx(20.0)
+    hours = goodput["classes"][name]["device_hours"]
+    assert hours == pytest.approx(20 / 3600 if name == "restart" else 0.0)
+    table = next(
+        each for each in build_tables(build_report("run", [state_of(first, again)]))
+        if each.key == "goodput"
+    )  # fmt: skip
+    assert table.note.startswith("2 attempts, which made an unknown number of steps again.")
+
+
+def test_process_that_a_rank_started_is_no_attempt() -> None:
+    """Such a process has a watch of its own, and inherits the rank's variables."""
+    ranks = [process([TRAIN] * 40, rank=rank) for rank in range(2)]
+    child = process([TRAIN] * 5, world_size=1, launcher_pid=100, pid=300, after_s=1)
+    goodput = build_goodput([state_of(*ranks, child)], [])
+    assert goodput is not None
+    assert [each["devices"] for each in goodput["attempts"]] == [2]
+
+
+def test_startup_of_a_notebook_is_idle() -> None:
+    notebook = process([TRAIN] * 20, process_began_ns=clock_ns(-60), interactive=True)
+    assert seconds(build_goodput([state_of(notebook)], []))["idle"] == pytest.approx(60.0)
+
+
+def test_waits_of_a_judged_device_are_by_its_clock() -> None:
+    """The host's step times are divided as the device's steps are."""
+    rank = process([{"forward": 90.0, "host": 10.0}] * 43, compute_device="cuda", judged_by=DEVICE)
+    rank.statistics.device_mix.add_steps(mixed_table([{"forward": 60, "communication": 40}] * 40))
+    found = seconds(build_goodput([state_of(rank)], []))
+    assert found == pytest.approx({"productive": 2.58, "communication": 1.72})
+
+
 def test_missing_records_are_other_time() -> None:
     ranks = process([TRAIN] * 40)
     assert ranks.statistics.ended_ns is not None
@@ -185,6 +228,10 @@ def test_energy_is_divided_by_steps_and_tokens_or_not_measured() -> None:
         each for each in build_tables(build_report("run", [state])) if each.key == "goodput"
     )
     assert table.note == "Energy: 20 J per step, 0.5 J per token."
+    worker.statistics.workload_steps = 39
+    found = build_report("run", [state])["goodput"]
+    assert found is not None
+    assert found["energy_j_per_token"] is None
     totals.gpus["GPU-1"].grown.clear()
     found = build_report("run", [state])["goodput"]
     assert found is not None
