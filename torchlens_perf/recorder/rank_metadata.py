@@ -62,6 +62,8 @@ class RankFacts(TypedDict, total=False):
     settings: dict[str, Any]
     training: dict[str, Any]
     """Known fields of TrainingSettings."""
+    step_offset: int | None
+    """Number of steps that the model had made before this process; None if not known."""
 
 
 class RankMetadata:
@@ -137,8 +139,12 @@ class RankMetadata:
         model_steps: the model's step counter after `steps` steps of this process.
         """
         if self._facts["step_offset"] is None:
-            self._facts["step_offset"] = max(0, model_steps - steps)
-            self.publish()
+            self.publish(step_offset=max(0, model_steps - steps))
+
+    def forget_model_steps(self) -> None:
+        """Publish that it is not known how many steps the model had made before this process."""
+        if self._facts["step_offset"] is not None:
+            self.publish(step_offset=None)
 
     def add_group(self, name: str, members: Sequence[int], description: str) -> None:
         self.groups[name] = {"ranks": format_ranges(members), "description": description}

@@ -302,6 +302,9 @@ class TrainingLoop:
             self._session.step.end(_INFERENCE)
 
     def on_manual_step(self) -> bool:
+        if self._count >= _COUNTED_STEPS and not self._rule.manual:
+            # An optimizer has stepped more than once in this step, so its counter counts no steps.
+            self._session.metadata.forget_model_steps()
         return self._rule.on_manual_step()
 
     # -- called by the session
