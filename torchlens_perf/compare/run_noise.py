@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.report.heat import TAGS
+from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder
 
@@ -27,7 +27,7 @@ _RESAMPLES = 200
 _MIN_BLOCK_STEPS = 8
 # Longer runs are averaged to this many rows first, which keeps blocks longer than the correlation.
 _MAX_ROWS = 4096
-_UNUSUAL = int(np.bitwise_or.reduce([int(flag) for flag in TAGS.values()]))
+_UNUSUAL = int(np.bitwise_or.reduce([int(flag) for flag in TAG_NAMES.values()]))
 
 
 def read_step_series(run: RunDirectory, unreadable: list[UnreadableFileError]) -> Floats:

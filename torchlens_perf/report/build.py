@@ -18,6 +18,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.diagnosis.goodput import StragglerLoss, build_goodput
+from torchlens_perf.diagnosis.regimes import find_regimes
 from torchlens_perf.report.collective_rows import (
     collective_rows,
     count_last_arrivals,
@@ -102,13 +103,15 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
+    steps = _build_steps(processes, judged_windows, judging.findings)
     facts: Facts = {
         "schema": SCHEMA,
         "run": _build_run(run_id, nodes, processes),
-        "steps": _build_steps(processes, judged_windows, judging.findings),
+        "steps": steps,
         "ranks": [_build_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
         "heat": build_heat_map(grid, judging.findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
+        "regimes": find_regimes(grid, steps["long"], judging.findings),
         "modules": module_rows(processes),
         "sections": section_rows(processes),
         "device_sections": device_section_rows(processes),

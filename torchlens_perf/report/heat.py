@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torchlens_perf.run.ring import Flag
+from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window_excess import compute_window_excess
@@ -14,10 +14,6 @@ from torchlens_perf.verdicts.stragglers.window_excess import compute_window_exce
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.run_windows import RunWindows
     from torchlens_perf.verdicts.words.report import Heat
-
-TAGS = {
-    "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
-}  # fmt: skip
 
 
 def build_heat_map(
@@ -52,7 +48,9 @@ def build_heat_map(
     return {
         "width": windows.width,
         "first_steps": windows.first_steps.tolist(),
-        "tags": [[name for name, flag in TAGS.items() if found & flag] for found in windows.tags],
+        "tags": [
+            [name for name, flag in TAG_NAMES.items() if found & flag] for found in windows.tags
+        ],
         "ranks": [
             {"rank": rank, "excess": row, "slow": slow[rank]}
             for rank, row in zip(windows.ranks, rounded, strict=True)

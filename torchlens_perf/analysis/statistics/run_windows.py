@@ -14,8 +14,13 @@ import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.rank import Windows, expand_lack_ns
 from torchlens_perf.run.records import PARTS
+from torchlens_perf.run.ring import Flag
 
 MAX_COLUMNS = 64
+TAG_NAMES = {
+    "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
+}  # fmt: skip
+"""Names of the flags in RunWindows.tags."""
 
 Floats = npt.NDArray[np.float64]
 

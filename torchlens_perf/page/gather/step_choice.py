@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.page.contents import SlowPeriod
-from torchlens_perf.report.heat import TAGS
 from torchlens_perf.verdicts.words.order import has_ended
 from torchlens_perf.view.rank_tables import compute_s
 
@@ -69,7 +69,7 @@ def choose_steps(
         )
     if not now:
         add_step(usual, "typical", typical=True)
-    for kind, flag in TAGS.items():
+    for kind, flag in TAG_NAMES.items():
         add_step(
             there & ((grid.single_flags & flag) != 0) & (numbers >= warm_from),
             f"longest with {kind}",

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
 from torchlens_perf.page.contents import MatrixColumns, RankLocation, SlowPeriod, StepMatrices
 from torchlens_perf.page.gather.step_grid import QUANTILES, StepBatch, StepGrid
 from torchlens_perf.page.matrix import encode_durations
-from torchlens_perf.report.heat import TAGS
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
@@ -40,7 +40,7 @@ _COLUMNS = (
     "flags",
     *_PARTS,
 )
-_FLAGS = {**TAGS, "garbage collection": Flag.COLLECTED}
+_FLAGS = {**TAG_NAMES, "garbage collection": Flag.COLLECTED}
 
 
 def first_step_unix_ns(processes: Mapping[int, ProcessState]) -> int:

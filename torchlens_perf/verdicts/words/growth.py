@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.verdicts.words.evidence import GrowthEvidence, JudgedVerdict, make_verdict
@@ -15,31 +12,25 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
 
 _MIN_CHANGE = 0.25
-"""Smallest growth of the step time from the first to the last third of the run."""
-_STEADY = 0.8
-"""Smallest share of pairs of windows in which the later window is slower. If the step time changes
-once, in the middle of the run, this share is 0.75."""
-_MIN_WINDOWS = 12
+"""Smallest gradual growth of the step time over the run."""
 _MIN_CHANGE_WITHOUT_CPUS = 1.0
 """Smallest growth if ranks lack CPUs. The load of the machine may cause a smaller growth."""
 
 
 def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict]:
-    """Return a verdict if the step time of the whole job grew over the run; else []."""
+    """Return a verdict if the step time of the whole job grew gradually, and still does; else []."""
     trend, history = report["steps"]["trend"], report["history"]
     min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
-    if (
-        trend is None
-        or history is None
-        or trend["change"] < min_change
-        or len(history["median_s"]) < _MIN_WINDOWS
-    ):
+    grown = any(
+        each["kind"] == "drift"
+        and each["until_step"] is None
+        and each["after_s"] >= (1 + min_change) * each["before_s"]
+        for each in report["regimes"]
+    )
+    if not grown or trend is None or history is None:
         return []
     means_s = history["median_s"]
     later = [after > before for before, after in itertools.combinations(means_s, 2)]
-    steadiness = sum(later) / len(later)
-    if steadiness < _STEADY or _is_single_change(means_s):
-        return []
     first_s, last_s = trend["first_third_p50_s"], trend["last_third_p50_s"]
     cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
     text = (
@@ -49,21 +40,9 @@ def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedV
     )
     share, evidence = (
         cost_s * len(means_s) / sum(means_s),
-        GrowthEvidence(first_s, last_s, steadiness),
+        GrowthEvidence(first_s, last_s, sum(later) / len(later)),
     )
     return [make_verdict("growing_steps", None, None, cost_s, share, None, 0.8, text, evidence)]
-
-
-def _is_single_change(means_s: Sequence[float]) -> bool:
-    """Return True if a single change of the step time fits better than steady growth."""
-    sizes = np.log(means_s)
-    at = np.arange(len(sizes))
-    of_line = float(np.square(sizes - np.polyval(np.polyfit(at, sizes, 1), at)).sum())
-    of_step = min(
-        float(np.square(part - part.mean()).sum()) + float(np.square(rest - rest.mean()).sum())
-        for part, rest in (np.split(sizes, [cut]) for cut in range(1, len(sizes)))
-    )
-    return of_step <= of_line
 
 
 def is_explained_by_growth(report: Facts, verdict: JudgedVerdict) -> bool:
