@@ -187,6 +187,9 @@ RULES: dict[str, Callable[[list[float], list[float]], bool]] = {
     "medians 10 % apart (asv's default factor)": lambda before, after: (
         statistics.median(after) > 1.1 * statistics.median(before)
     ),
+    "one run a side, means 3 % apart (TraceML 0.5 compare: regression or improvement)": (
+        lambda before, after: abs(after[0] / before[0] - 1) >= 0.03
+    ),
 }
 """Rules of other tools on the steps of two sides."""
 
