@@ -56,7 +56,16 @@ def run_query(sql: str, runs: list[str], notes: list[str], engine: str) -> Rows:
         found = [session.sql(statement) for statement in statements or [""]][-1]
         return Rows(found.columns, [tuple(map(_to_python, row)) for row in found.collect()])
     except (SqlglotError, PySparkException, Py4JError, ConnectionError) as error:
-        raise RunStoreError(f"the query failed: {str(error).strip().splitlines()[0]}") from None
+        raise RunStoreError(f"the query failed: {_first_cause(error)}") from None
+
+
+def _first_cause(error: Exception) -> str:
+    """Return the first line of the first Java error that led to this error."""
+    java = getattr(error, "java_exception", None)
+    while java is not None and java.getCause() is not None:
+        java = java.getCause()
+    text = str(error) if java is None else str(java.getMessage())
+    return text.strip().splitlines()[0]
 
 
 def _translate(sql: str) -> list[str]:
