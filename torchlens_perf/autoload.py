@@ -47,6 +47,10 @@ def autoload() -> None:
     try:
         with guard("arming at `import torch`"):
             if configuration.is_recording_switched_on(os.environ):
+                if configuration.TRIED in os.environ:
+                    from torchlens_perf.hooks.tried_settings import apply_tried_settings
+
+                    apply_tried_settings(os.environ[configuration.TRIED])
                 arm()
     except ConfigError as error:
         _print_not_recording(str(error))

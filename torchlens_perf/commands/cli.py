@@ -24,6 +24,7 @@ from torchlens_perf.commands import (
     serve,
     simulate,
     top,
+    try_settings,
     what_if,
 )
 from torchlens_perf.commands import run as run_command
@@ -45,6 +46,7 @@ _GROUPS = {
         "serve": "show runs in a browser, live and finished",
         "history": "show the runs of a job over time, and where they changed",
         "what-if": "predict the step time after a change",
+        "try": "measure what other settings of torch gain",
         "query": "run SQL on the tables of runs",
         "compare": "compare runs before and after a change, also in CI",
         "import": "make a run from profiles of torch.profiler or Nsight Systems",
@@ -254,6 +256,7 @@ def _build_parser() -> argparse.ArgumentParser:
     query.add_command(commands)
     history.add_command(commands)
     what_if.add_command(commands)
+    try_settings.add_command(commands)
     serve.add_command(commands)
     simulate.add_command(commands)
     results.add_command(commands)

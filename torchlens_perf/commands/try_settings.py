@@ -1,0 +1,133 @@
+"""`torchlens-perf try [--run RUN_DIR] [--set NAME=VALUE] -- COMMAND`: measure what a setting of torch gains."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.commands.chosen_runs import find_newest_run
+from torchlens_perf.commands.compare import UNKNOWN, print_comparison, record_in_turn
+from torchlens_perf.commands.progress import Progress
+from torchlens_perf.config import TRIED
+from torchlens_perf.errors import ConfigError, unknown_word_text
+from torchlens_perf.run.settings_to_try import SETTINGS
+
+if TYPE_CHECKING:
+    from torchlens_perf.compare.comparison import Comparison
+
+NO_GAIN = 1
+TRIES = "tries.jsonl"
+"""File next to the runs, with a line for each try: settings, predicted and measured gain."""
+_EXIT_CODES = f"""settings: {", ".join(SETTINGS)}
+
+exit codes:
+  0  the steps became faster
+  1  they did not
+  2  a mistake on the command line, or a failed command
+  3  the noise is too large to tell"""
+
+
+def add_command(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "try",
+        description=(
+            "Run a command without and with other settings of torch in turn, and compare the steps."
+            " The code of the job is not changed: constructors get the other values."
+        ),
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN_DIR",
+        help="a run whose advice is tried if there is no --set; default: the newest run",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
+        help="a setting to try, such as loader.num_workers=4; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--times", type=int, default=5, help="runs of each side; default: 5")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("tried", nargs="+", metavar="-- COMMAND", help="the command that trains")
+    parser.set_defaults(command=_run_try, markdown=False, html=None)
+
+
+def parse_settings(texts: list[str]) -> dict[str, Any]:
+    """Return settings with their values. Raise ConfigError for an unknown name."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in SETTINGS:
+            raise ConfigError(f"--set {text}: {unknown_word_text('setting', name, SETTINGS)}")
+        try:
+            found[name] = json.loads(value.lower())
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _run_try(options: argparse.Namespace) -> int:
+    from torchlens_perf.compare.changes import Outcome
+    from torchlens_perf.compare.comparison import compare_runs
+
+    if options.times < 1:
+        raise ConfigError(f"--times must be 1 or more, got {options.times}")
+    settings, predicted = parse_settings(options.settings), None
+    if not settings:
+        settings, predicted = _choose_advice(options.run or find_newest_run())
+    shown = ", ".join(f"{name}={value}" for name, value in settings.items())
+    if not options.quiet:
+        print(f"torchlens-perf: trying {shown}", file=sys.stderr)
+    command = shlex.join(options.tried)
+    before, after = record_in_turn(
+        [command, command],
+        options.times,
+        quiet=options.quiet,
+        changed={TRIED: json.dumps(settings)},
+    )
+    with Progress("reading the runs", quiet=options.quiet) as progress:
+        compared = compare_runs(before, after, progress)
+    print_comparison(compared, options)
+    _keep_result(before[0].parent.parent / TRIES, command, settings, predicted, compared)
+    if compared.step.outcome is not Outcome.CHANGED:
+        return UNKNOWN if compared.step.outcome is Outcome.UNKNOWN else NO_GAIN
+    return 0 if compared.step.difference < 0 else NO_GAIN
+
+
+def _choose_advice(run: Path) -> tuple[dict[str, Any], dict[str, float] | None]:
+    """Return the settings of the best advice that can be tried, and its predicted gain."""
+    from torchlens_perf.report.run_report import load_report
+    from torchlens_perf.run.directory import RunDirectory
+
+    report: Mapping[str, Any] = load_report(RunDirectory(run))
+    for advice in report.get("advice", ()):
+        settings = advice.get("settings")
+        if settings:
+            return dict(settings), advice.get("gain")
+    raise ConfigError(f"no advice on {run} can be tried from outside of the code: use --set")
+
+
+def _keep_result(
+    path: Path,
+    command: str,
+    settings: dict[str, Any],
+    predicted: dict[str, float] | None,
+    compared: Comparison,
+) -> None:
+    step = compared.step
+    row = {
+        "command": command,
+        "settings": settings,
+        "predicted": predicted,
+        "step_before_s": step.before,
+        "gain_s": -step.difference,
+        "low_s": -step.high,
+        "high_s": -step.low,
+        "outcome": step.outcome.value,
+    }
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
