@@ -205,6 +205,21 @@ def test_lost_time_bounds_a_job_from_a_tenth_of_its_step(data: float, bound: str
     assert find_bound(classify_time(find_critical_path(times), make_facts(times), [])) == bound
 
 
+def test_sections_are_classes_of_host_code_and_the_inner_one_is_named() -> None:
+    times = make_times({"forward": 10, "host": 30})
+    sections = [
+        {"name": "outer", "host_s_per_typical_step": 0.02},
+        {"name": "inner", "host_s_per_typical_step": 0.018},
+        {"name": "log", "host_s_per_typical_step": 0.004},
+    ]
+    classes = classify_time(find_critical_path(times), make_facts(times, sections=sections), [])
+    seconds = {each["name"]: each["s_per_step"] for each in classes}
+    assert seconds == {
+        "section inner": pytest.approx(0.018), "section log": pytest.approx(0.004),
+        "host": pytest.approx(0.008), "forward": pytest.approx(0.01),
+    }  # fmt: skip
+
+
 def test_contention_is_subtracted_where_it_usually_occurs() -> None:
     parts = np.array([[10.0, 20.0, 0.0]])
     left = split_contention(parts, np.array([12.0]), np.array([1.0, 0.0, 0.0]))

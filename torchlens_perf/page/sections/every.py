@@ -181,6 +181,11 @@ SECTIONS: tuple[tuple[str, str, Callable[[PageContents], Element | None]], ...] 
     ("steps", "Step time", _build_step_time_section),
     ("ranks", "Ranks", _build_ranks_section),
     ("phases", "Phases", build_phases_section),
+    (
+        "lost_time",
+        "Lost time",
+        lambda of: _build_tables_section(of, "lost_time", "Lost time", "critical_path", "changes"),
+    ),
     ("modules", "Modules", build_modules_section),
     ("step", "One step", _build_one_step_section),
     (
