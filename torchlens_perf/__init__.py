@@ -43,10 +43,10 @@ if getattr(_sys, "argv", [])[:2] != [__path__[0], "sidecar"]:  # as in run/child
         from torchlens_perf.results.run import Run
 
 
-def load(run_dir: "str | _os.PathLike[str]") -> "Run":
+def open_run(run_dir: "str | _os.PathLike[str]") -> "Run":
     """Return the results of a live or finished run from its run directory.
 
-        run = perf.load("torchlens-perf/20261121-013205-3fa9c1d2")
+        run = perf.open_run("torchlens-perf/20261121-013205-3fa9c1d2")
         print(run.summary())
         steps = run.step_table("pandas")
 
@@ -58,5 +58,5 @@ def load(run_dir: "str | _os.PathLike[str]") -> "Run":
 
 
 __all__ = [
-    "Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "device_section", "load", "section", "watch",
+    "Config", "ConfigError", "Section", "TorchlensPerfError", "Watch", "device_section", "open_run", "section", "watch",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""perf.load(): the results of a run directory, in any process."""
+"""perf.open_run(): the results of a run directory, in any process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("planted") / "run"
     with LiveSimulation(path, 4, "constant:rank=2,share=0.3,phase=forward") as live:
         live.add_blocks(8)
-    return perf.load(path)
+    return perf.open_run(path)
 
 
 def test_loaded_run_has_verdicts_numbers_tables_and_report(planted: Run) -> None:
@@ -66,13 +66,13 @@ def test_loading_a_missing_run_directory_raises(tmp_path: Path) -> None:
     """A folder that is not a run directory raises too. Each error is one line."""
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(RunStoreError, match="is no run directory: it has no folder nodes"):
-            perf.load(folder)
+            perf.open_run(folder)
 
 
 def test_loaded_run_without_data_gives_the_reason(tmp_path: Path) -> None:
     """Nothing is saved yet. summary() gives the reason and raises nothing, report() raises."""
     (tmp_path / "run" / "nodes").mkdir(parents=True)
-    made = perf.load(tmp_path / "run")
+    made = perf.open_run(tmp_path / "run")
 
     assert made.summary().missing
     assert made.verdicts == ()
@@ -92,9 +92,9 @@ def test_run_of_this_process_can_be_loaded(tmp_path: Path, monkeypatch: pytest.M
                 "wait_until_run_is_written",
                 lambda run: pytest.fail("it waits for the end of a live run"),
             )
-            live = perf.load(loop.watch.run_dir).summary()
+            live = perf.open_run(loop.watch.run_dir).summary()
         loop.train(12)
-    ended = perf.load(loop.watch.run_dir).summary()
+    ended = perf.open_run(loop.watch.run_dir).summary()
 
     assert live.running is True or live.missing
     assert (ended.steps, ended.running) == (42, False)
@@ -105,14 +105,14 @@ def test_loading_right_after_the_end_waits_for_the_sidecar(tmp_path: Path) -> No
     with perf.watch(dir=tmp_path, report="off") as watch:
         Loop(watch).train(17)
 
-    assert perf.load(watch.run_dir).summary().steps == 17
+    assert perf.open_run(watch.run_dir).summary().steps == 17
 
 
 def test_loading_a_run_imports_no_torch(planted: Run, tmp_path: Path) -> None:
     """A process that only reads a run has neither torch nor a watch."""
     code = (
         "import sys, torchlens_perf as perf\n"
-        "found = perf.load(sys.argv[1]).summary()\n"
+        "found = perf.open_run(sys.argv[1]).summary()\n"
         "print(found.ranks, 'torch' in sys.modules, 'pyarrow' in sys.modules)"
     )
     done = run_command([sys.executable, "-c", code, str(planted.run_dir)], tmp_path)
@@ -123,5 +123,5 @@ def test_process_table_of_a_loaded_run_has_the_recorded_sample(tmp_path: Path) -
     run = make_run(tmp_path)
     sample = ProcessSample(3, 5, 7, cpu_ns=11)
     SampleWriter(run, "node-0").write({PROCESSES: [sample]}, 1 << 20)
-    (row,) = perf.load(run.path).table("processes", "pyarrow").to_pylist()
+    (row,) = perf.open_run(run.path).table("processes", "pyarrow").to_pylist()
     assert (row["rank"], row["cpu_ns"], row["resident_bytes"]) == (3, 11, None)

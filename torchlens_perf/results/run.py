@@ -1,4 +1,4 @@
-"""The Run class, which perf.load() returns: results of a recorded run."""
+"""The Run class, which perf.open_run() returns: results of a recorded run."""
 
 from __future__ import annotations
 
