@@ -36,9 +36,22 @@ class StepTimes:
     """Number of steps in a row. With more than one step, times are means."""
     uses_ns: Floats
     """Times by use: [ranks, rows, len(USES)]."""
+    workload: Floats | None = None
+    """Elements of the step's batches: [ranks, rows]. NaN: not known."""
     pipelined: bool = False
     """True if the ranks are stages of a pipeline, which waits for its slowest stage in each
     micro-batch."""
+
+    def correlate_workload(self) -> float | None:
+        """Return the correlation of own time with workload, as differences from the ranks' mean.
+
+        Return None if all ranks have the same workload in each step, or if it is not known.
+        """
+        if self.workload is None or not np.isfinite(self.workload).all():
+            return None
+        work, own = (each - each.mean(axis=0) for each in (self.workload, self.own_ns))
+        scale = float(np.sqrt((work**2).sum() * (own**2).sum()))
+        return float((work * own).sum()) / scale if scale else None
 
     @functools.cached_property
     def own_ns(self) -> Floats:

@@ -30,7 +30,7 @@ _COMMUNICATION = USES.index("communication")
 _FORWARD, _BACKWARD, _HOST = (USES.index(use) for use in ("forward", "backward", "host"))
 # The gain of a change that was made may differ from the prediction by this share: other work then
 # meets other caches, clocks and neighbours.
-_MODEL_ERROR = 0.15
+MODEL_ERROR = 0.15
 # Two standard errors are an interval of 95 %.
 _STANDARD_ERRORS = 2.0
 _PARTS = {use: use for use in USES if use not in ("cpu", "communication")} | {
@@ -123,7 +123,7 @@ class Replay:
         gain_ns = self._end_ns - (own_ns + rest_ns)
         usual_s, error_s = float(gain_ns.mean()) / 1e9, _standard_error(gain_ns) / 1e9
         gain_s = usual_s + irregular_s
-        around_s = _STANDARD_ERRORS * error_s + _MODEL_ERROR * abs(gain_s)
+        around_s = _STANDARD_ERRORS * error_s + MODEL_ERROR * abs(gain_s)
         return {
             "change": ", ".join(change.text for change in changes),
             "gain_s": gain_s,

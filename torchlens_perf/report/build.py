@@ -122,6 +122,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "captures": list(captures),
         "goodput": None,
         "lost_time": None,  # It is computed from recorded steps, see run_report.py.
+        "advice": [],
         "quality": _build_quality(nodes, processes),
     }
     for rank in facts["ranks"]:

@@ -39,9 +39,9 @@ def load_report_and_states(
     unusable: list[str] = []
     report, states = report_from_states(run, node_state.load_all(run, unusable, advanced), unusable)
     # This import takes 50 ms, which `top` does not need.
-    from torchlens_perf.report.usual_steps import find_lost_time
+    from torchlens_perf.report.usual_steps import add_lost_time
 
-    report["lost_time"] = find_lost_time(run, report, states)
+    add_lost_time(run, report, states)
     return report, states
 
 
@@ -50,7 +50,7 @@ def report_from_states(
 ) -> tuple[Report, list[NodeState]]:
     """Return the report on loaded states, and those of the states that are usable.
 
-    It has no `lost_time`, which needs recorded steps.
+    It has no `lost_time` and no `advice`, which need recorded steps.
 
     unusable: the reason for each unloadable file.
     """

@@ -10,9 +10,11 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+from torchlens_perf.diagnosis.advice.advise import find_advice
+from torchlens_perf.diagnosis.advice.rule import Job
 from torchlens_perf.diagnosis.lost_time import classify_time, find_bound, find_critical_path
 from torchlens_perf.diagnosis.step_times import StepTimes, split_contention
-from torchlens_perf.diagnosis.what_if import predict_standard_changes
+from torchlens_perf.diagnosis.what_if import Replay, predict_standard_changes
 from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-    from torchlens_perf.verdicts.words.report import Facts, LostTime, Report
+    from torchlens_perf.verdicts.words.report import Facts, Report
 
     Floats = npt.NDArray[np.float64]
 
@@ -34,24 +36,26 @@ MIN_ROWS = 8
 _MOST_STEPS = 1024
 _MOST_RANK_STEPS = 1 << 18
 _UNUSUAL = OTHER_WORK | int(Flag.COLLECTED)
-_COLUMNS = ("duration_ns", *(f"{part}_ns" for part in PARTS), "ready_ns", "flags")
-_READY, _FLAGS = _COLUMNS.index("ready_ns"), _COLUMNS.index("flags")
+_COLUMNS = ("duration_ns", *(f"{part}_ns" for part in PARTS), "ready_ns", "flags", "workload")
+_READY, _FLAGS, _WORKLOAD = (
+    _COLUMNS.index("ready_ns"),
+    _COLUMNS.index("flags"),
+    _COLUMNS.index("workload"),
+)
 
 
-def find_lost_time(
-    run: RunDirectory, report: Report, states: Sequence[NodeState]
-) -> LostTime | None:
-    """Return classes of time and predicted gains; None without enough steps of all ranks."""
+def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]) -> None:
+    """Add classes of time, predicted gains and advice, if all ranks have made enough steps."""
     times = read_usual_steps(run, report, states)
     steps = report["steps"]
     counted = steps["count"] - steps["warm_up"]
     if times is None or counted <= 0:
-        return None
+        return
     changes, drift = predict_standard_changes(times, report, report["verdicts"])
     classes = classify_time(
         find_critical_path(times), report, report["verdicts"], pipelined=times.pipelined
     )
-    return {
+    report["lost_time"] = {
         "first_step": int(times.steps[0]),
         "last_step": int(times.steps[-1]) + times.width - 1,
         "rows": len(times.steps),
@@ -61,6 +65,9 @@ def find_lost_time(
         "changes": changes,
         "drift_share": drift,
     }
+    settings = [each.training for _, each in sorted(latest_processes(states).items())]
+    job = Job(report, settings[0], Replay(times, report), times.correlate_workload())
+    report["advice"] = find_advice(job)
 
 
 def read_usual_steps(
@@ -97,6 +104,7 @@ def read_usual_steps(
         steps=first + np.flatnonzero(usual),
         width=1,
         uses_ns=_split_uses(values[:, usual], _typical_contention(facts)),
+        workload=values[:, usual, _WORKLOAD],
         pipelined=_is_pipeline(processes),
     )
 

@@ -15,7 +15,11 @@ from torchlens_perf.view.collective_table import build_collective_table, build_s
 from torchlens_perf.view.goodput_table import build_goodput_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
 from torchlens_perf.view.headline import phase_name
-from torchlens_perf.view.lost_time_tables import build_change_table, build_critical_path_table
+from torchlens_perf.view.lost_time_tables import (
+    build_advice_table,
+    build_change_table,
+    build_critical_path_table,
+)
 from torchlens_perf.view.rank_tables import (
     build_cpu_table,
     build_device_table,
@@ -46,7 +50,7 @@ def build_tables(report: Report) -> list[Table]:
     if report["run"]["judged_by"] == DEVICE:
         ranks.reverse()
     made = [
-        build_critical_path_table, build_change_table, *ranks,
+        build_critical_path_table, build_change_table, build_advice_table, *ranks,
         build_module_table, build_section_table, build_device_section_table, build_step_class_table,
         build_regime_table, build_collective_table, build_slow_link_table, build_cause_table, build_cpu_table,
         build_out_of_memory_table, build_memory_table, build_gpu_table, build_port_table, build_capture_table,

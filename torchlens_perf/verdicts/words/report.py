@@ -493,6 +493,28 @@ class LostTime(TypedDict):
     above 0.05."""
 
 
+class Advice(TypedDict):
+    """A change of the job, the reason for it, and its gain."""
+
+    key: str
+    """Name of the rule, see docs/explanation/diagnosis.md."""
+    finding: str
+    """A sentence with the figures that the advice rests on."""
+    action: str
+    change: str | None
+    """The change that was predicted, see `torchlens-perf what-if`."""
+    gain_s: float | None
+    """Seconds by which a mean step would be shorter; None if that cannot be predicted."""
+    low_s: float | None
+    high_s: float | None
+    """Bounds of the gain."""
+    share: float | None
+    """Share of the gain in a mean step."""
+    link: str
+    apply: str | None
+    """The variable of the environment that applies the advice, as NAME=value."""
+
+
 class VerdictFacts(TypedDict):
     """A verdict without its evidence."""
 
@@ -559,6 +581,8 @@ class Facts(TypedDict):
     """None for a run without steps whose processes' start is not known."""
     lost_time: LostTime | None
     """None without enough usual steps that all ranks have made, or if their times are not known."""
+    advice: list[Advice]
+    """Advice on the whole job, the largest gain first, and unknown gains last."""
     quality: Quality
 
 

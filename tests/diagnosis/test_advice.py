@@ -1,0 +1,416 @@
+"""Each rule gives its advice where its condition is planted, and is silent where one fact differs.
+
+The facts are made here. Real processes are in test_advice_of_real_jobs.py. Rules that need a GPU are
+tested with these facts only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.diagnosis.test_what_if import make_times
+from torchlens_perf.diagnosis.advice.advise import MIN_GAIN, RULES, find_advice
+from torchlens_perf.diagnosis.advice.rule import Job
+from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
+from torchlens_perf.diagnosis.what_if import Replay
+from torchlens_perf.run.training_settings import (
+    DdpSettings,
+    FsdpSettings,
+    LoaderSettings,
+    OptimizerSettings,
+    TrainingSettings,
+)
+from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
+from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, StragglerEvidence
+from torchlens_perf.view.lost_time_tables import build_advice_table
+
+GB, STEPS = 1 << 30, 64
+CLEAN = {"forward": 20.0, "backward": 40.0}
+LOADER = LoaderSettings(workers=2, pin_memory=True, persistent_workers=True, prefetch_factor=2)
+DDP = DdpSettings(25 << 20, False, False, False, 400 << 20, 0)
+FSDP = FsdpSettings(12, 11, 0)
+ADAM = OptimizerSettings("AdamW", 100, "cpu")
+CPU = {"cpus": 8, "threads": 2, "workers": 0, "others_share": None, "busiest_other": ""}
+SUMS = {"operation": "allreduce", "group": "0", "description": "dp", "dtype": "float32",
+        "count": STEPS * 2, "bytes": 0, "transfer_s": {"mean_s": 0.004}}  # fmt: skip
+
+
+def device(used: float = 0.9, caught_up: float = 0.1, retries: Any = None) -> dict[str, Any]:
+    memory = {"limit_bytes": 80 * GB, "peak_reserved_bytes": int(used * 80 * GB)}
+    return {
+        "device": {"caught_up": caught_up},
+        "memory": {"device": {**memory, "retries_in": retries}, "max_bytes": None},
+    }
+
+
+def long(kind: str, total_ms: float, part: str = "host", **changed: Any) -> dict[str, Any]:
+    row = {"kinds": [kind] if kind else [], "part": part, "count": 4, "total_s": total_ms / 1e3}
+    return {**row, "period": None, "waited_for": None, **changed}
+
+
+def straggler(kind: str) -> dict[str, Any]:
+    cause = Cause(kind, "it waits for a disk", "compare the storage of that node.", 0.9, {})
+    diagnosis = Diagnosis((cause,), (), (), {}, {})
+    evidence = StragglerEvidence(
+        "slow_data",
+        "rank",
+        (1,),
+        (),
+        0.0,
+        0.0,
+        0.01,
+        0.01,
+        1.0,
+        0.01,
+        9.0,
+        5,
+        0.0,
+        (),
+        0.0,
+        diagnosis,
+    )
+    return {"kind": "straggler", "rank": 1, "is_over": False, "cost_s_per_step": 0.01,
+            "phase": "data", "evidence": evidence}  # fmt: skip
+
+
+def stage(cost_ms: float, **changed: Any) -> dict[str, Any]:
+    text = "The pipeline is out of balance: stage pp 1 has 20 ms. Next: move layers out of it."
+    return {"kind": "imbalance", "rank": None, "is_over": False, "cost_s_per_step": cost_ms / 1e3,
+            "phase": None, "text": text, "evidence": ImbalanceEvidence("imbalance", "stage", (1,)),
+            **changed}  # fmt: skip
+
+
+def section(name: str) -> list[dict[str, Any]]:
+    return [{"name": name, "host_s_per_typical_step": 0.02}]
+
+
+def make_job(
+    *uses: dict[str, float],
+    settings: dict[str, Any] | None = None,
+    rank: dict[str, Any] | None = None,
+    run: dict[str, Any] | None = None,
+    steps: dict[str, Any] | None = None,
+    lengths: float | None = None,
+    **facts: Any,
+) -> Job:
+    """Return a job whose ranks spend these milliseconds per step, by use."""
+    uses = uses or (CLEAN,)
+    times = make_times(*uses, rows=STEPS)
+    step_s = float(times.uses_ns.sum(axis=2).mean()) / 1e9
+    long_rows = (steps or {}).get("long", [])
+    total_s = step_s * STEPS + sum(row["total_s"] for row in long_rows)
+    row = {"host": "a", "typical": None, "cpu": CPU, "device": None}
+    row = {**row, "memory": {"device": None, "max_bytes": GB}, **(rank or {})}
+    report: Any = {
+        "run": {"device": None, "world_size": len(uses), "settings": {}, **(run or {})},
+        "steps": {"count": STEPS, "total_s": total_s, "warm_up": 0, "long": [], "micro_steps": 1,
+                  "own_time": None, **(steps or {})},
+        "ranks": [{**row, "rank": number} for number in range(len(uses))],
+        "modules": [], "sections": [], "collectives": [], "verdicts": [], **facts,
+    }  # fmt: skip
+    classes = classify_time(find_critical_path(times), report, report["verdicts"])
+    report["lost_time"] = {"step_s": report["steps"]["total_s"] / STEPS, "classes": classes}
+    known = TrainingSettings(**{"bound": False, **(settings or {})})
+    return Job(report, known, Replay(times, report), lengths)
+
+
+GPU: dict[str, Any] = {"run": {"device": "GPU"}, "rank": device()}
+LAUNCHES = {"own_time": {"launch_share": 0.3}}
+WAITS = {**CLEAN, "data": 30.0}
+EXPOSED = ({**CLEAN, "communication": 20.0}, CLEAN)
+MOSTLY_EXPOSED = ({**CLEAN, "communication": 60.0}, CLEAN)
+UNEVEN = ({**CLEAN, "forward": 60.0}, CLEAN, CLEAN)
+SEARCHES = dataclasses.replace(DDP, find_unused_parameters=True)
+MAPS = {**SUMS, "dtype": "int32", "bytes": 400 * 2 * STEPS}
+FULL = {"run": {"device": "GPU"}, "rank": device(0.85)}
+HALF_EMPTY = {"run": {"device": "GPU"}, "rank": device(0.4)}
+
+# For each rule: the uses of each rank's step, the other facts, and the facts that are different in
+# the job that is nearly the same. "uses" stands for other uses.
+CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, Any]]] = {
+    "loader-workers": (
+        (WAITS,),
+        {"settings": {"loader": dataclasses.replace(LOADER, workers=0)}},
+        {"rank": {"cpu": {**CPU, "cpus": 2}}},
+    ),
+    "more-loader-workers": (
+        (WAITS,),
+        {"settings": {"loader": LOADER}},
+        {"rank": {"cpu": {**CPU, "cpus": 4}}},
+    ),
+    "persistent-workers": (
+        (CLEAN,),
+        {
+            "settings": {"loader": dataclasses.replace(LOADER, persistent_workers=False)},
+            "steps": {"long": [long("", 800, "data", period=16)]},
+        },
+        {"settings": {"loader": LOADER}},
+    ),
+    "prefetch-factor": (
+        (CLEAN,),
+        {"settings": {"loader": LOADER}, "steps": {"long": [long("", 800, "data")]}},
+        {"settings": {"loader": dataclasses.replace(LOADER, prefetch_factor=8)}},
+    ),
+    "pin-memory": (
+        (WAITS,),
+        {**GPU, "settings": {"loader": dataclasses.replace(LOADER, pin_memory=False)}},
+        {"run": {"device": None}},
+    ),
+    "tokenize-before-training": (
+        (WAITS,),
+        {"settings": {"loader": dataclasses.replace(LOADER, has_tokenizer=True)}},
+        {"settings": {"loader": LOADER}},
+    ),
+    "slow-storage": (
+        (WAITS, CLEAN),
+        {"verdicts": [straggler("slow_storage")]},
+        {"verdicts": [straggler("network")]},
+    ),
+    "ddp-bucket-size": (
+        EXPOSED,
+        {"settings": {"ddp": dataclasses.replace(DDP, bucket_bytes=1 << 20)}},
+        {"settings": {"ddp": DDP}},
+    ),
+    "ddp-bucket-view": (
+        (CLEAN, CLEAN),
+        {**FULL, "settings": {"ddp": dataclasses.replace(DDP, gradient_bytes=4 * GB)}},
+        HALF_EMPTY,
+    ),
+    "ddp-unused-parameters": (
+        EXPOSED,
+        {"settings": {"ddp": SEARCHES}, "collectives": [MAPS]},
+        {"collectives": [{**MAPS, "transfer_s": {"mean_s": 0.0005}}]},
+    ),
+    "ddp-static-graph": (
+        EXPOSED,
+        {"settings": {"ddp": dataclasses.replace(SEARCHES, unused=3)}, "collectives": [MAPS]},
+        {"settings": {"ddp": dataclasses.replace(SEARCHES, unused=3, static_graph=True)}},
+    ),
+    "ddp-no-sync": (
+        EXPOSED,
+        {
+            "settings": {"ddp": DDP},
+            "steps": {"micro_steps": 4},
+            "collectives": [{**SUMS, "bytes": 4 * DDP.gradient_bytes * 2 * STEPS}],
+        },
+        {"collectives": [{**SUMS, "bytes": DDP.gradient_bytes * 2 * STEPS}]},
+    ),
+    "accumulate-gradients": (
+        MOSTLY_EXPOSED,
+        {"settings": {"ddp": DDP}},
+        {"uses": EXPOSED},
+    ),
+    "fsdp-keep-parameters": (
+        EXPOSED,
+        {**HALF_EMPTY, "settings": {"fsdp": FSDP}},
+        FULL,
+    ),
+    "fsdp-prefetch": (
+        EXPOSED,
+        {**GPU, "rank": device(caught_up=0.7), "settings": {"fsdp": FSDP}},
+        {"settings": {"fsdp": dataclasses.replace(FSDP, prefetching=11)}},
+    ),
+    "fused-optimizer": (
+        ({**CLEAN, "optimizer": 20.0},),
+        {"settings": {"optimizer": ADAM}},
+        {"settings": {"optimizer": dataclasses.replace(ADAM, kind="SGD")}},
+    ),
+    "foreach-optimizer": (
+        ({**CLEAN, "optimizer": 20.0},),
+        {**GPU, "settings": {"optimizer": OptimizerSettings("NAdam", 9, "cuda", foreach=False)}},
+        {"settings": {"optimizer": OptimizerSettings("NAdam", 9, "cuda")}},
+    ),
+    "zero-grad-to-none": (
+        ({**CLEAN, "host": 6.0},),
+        {"settings": {"zeroes_gradients": True}},
+        {"settings": {"zeroes_gradients": True, "compiled": True}},
+    ),
+    "channels-last": (
+        (CLEAN,),
+        {**GPU, "settings": {"convolutions": 9, "channels_last": False, "autocast": True,
+                             "capability": [8, 0]}},
+        {"settings": {"convolutions": 9, "channels_last": False, "autocast": False,
+                      "parameter_types": ["float32"], "capability": [8, 0]}},
+    ),
+    "tf32": (
+        (CLEAN,),
+        {**GPU, "settings": {"linears": 9, "tf32": False, "autocast": False,
+                             "parameter_types": ["float32"], "capability": [8, 0]}},
+        {"settings": {"linears": 9, "tf32": False, "autocast": None,
+                      "parameter_types": ["float32"], "capability": [8, 0]}},
+    ),
+    "compile": (
+        (CLEAN,),
+        {**GPU, "settings": {"compiled": False}, "steps": LAUNCHES},
+        {"steps": {"own_time": {"launch_share": 0.1}}},
+    ),
+    "cuda-graphs": (
+        (CLEAN,),
+        {**GPU, "settings": {"compiled": True}, "steps": LAUNCHES},
+        {"settings": {"compiled": None}},
+    ),
+    "recompilation": (
+        (CLEAN,),
+        {"steps": {"long": [long("compilation", 800)]}},
+        {"steps": {"long": [long("compilation", 40)]}},
+    ),
+    "needless-checkpointing": (
+        ({**CLEAN, "recompute": 20.0},),
+        {"settings": {"free_memory_bytes": 8 * GB}},
+        {"settings": {"free_memory_bytes": GB}},
+    ),
+    "larger-micro-batch": (
+        (CLEAN,),
+        {**HALF_EMPTY, "steps": {"micro_steps": 4, **LAUNCHES}},
+        {"rank": device(0.6)},
+    ),
+    "synchronization": (
+        ({**CLEAN, "host": 10.0},),
+        GPU,
+        {"rank": device(caught_up=0.9)},
+    ),
+    "garbage-collection": (
+        (CLEAN,),
+        {"settings": {"gc_frozen": 0}, "steps": {"long": [long("garbage collection", 400)]}},
+        {"settings": {"gc_frozen": 250_000}},
+    ),
+    "cpu-threads": (
+        ({**CLEAN, "cpu": 20.0}, {**CLEAN, "cpu": 20.0}),
+        {"rank": {"cpu": {**CPU, "threads": 8}}},
+        {"rank": {"cpu": {**CPU, "threads": 4}}},
+    ),
+    "cpu-binding": (
+        ({**CLEAN, "cpu": 20.0}, {**CLEAN, "cpu": 20.0}),
+        {},
+        {"settings": {"bound": True}},
+    ),
+    "expandable-segments": (
+        (CLEAN,),
+        {"run": {"device": "GPU"}, "rank": device(retries={"count": 9, "steps": 500})},
+        {"run": {"settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}},
+    ),
+    "asynchronous-saving": (
+        (CLEAN,),
+        {"steps": {"long": [long("saving", 800)]}},
+        {"steps": {"long": [long("saving", 60)]}},
+    ),
+    "evaluation": (
+        (CLEAN,),
+        {"steps": {"long": [long("evaluation", 800)]}},
+        {"steps": {"long": [long("evaluation", 300)]}},
+    ),
+    "uneven-lengths": (UNEVEN, {"lengths": 0.9}, {"lengths": 0.5}),
+    "stage-balance": (
+        (CLEAN, CLEAN),
+        {"verdicts": [stage(9.0)]},
+        {"verdicts": [stage(9.0, is_over=True)]},
+    ),
+    "expert-balance": (
+        UNEVEN,
+        {"collectives": [{**SUMS, "operation": "alltoall_base"}]},
+        {"collectives": [SUMS]},
+    ),
+}  # fmt: skip
+
+
+def keys(job: Job) -> list[str]:
+    return [each["key"] for each in find_advice(job)]
+
+
+def test_each_rule_is_planted() -> None:
+    assert {rule.key for rule in RULES} == set(CASES)
+    assert len(RULES) >= 25
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_planted_condition_gives_advice_with_its_figures(key: str) -> None:
+    uses, facts, _ = CASES[key]
+    job = make_job(*uses, **facts)
+    (advice,) = [each for each in find_advice(job) if each["key"] == key]
+    assert any(letter.isdigit() for letter in advice["finding"])
+    assert advice["link"].startswith("https://")
+    if advice["low_s"] is not None:
+        assert advice["gain_s"] is not None
+        assert advice["high_s"] is not None
+        assert MIN_GAIN * job.lost["step_s"] <= advice["low_s"] <= advice["gain_s"]
+        assert advice["gain_s"] <= advice["high_s"] <= job.lost["step_s"]
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_job_that_is_nearly_the_same_gets_no_such_advice(key: str) -> None:
+    uses, facts, different = CASES[key]
+    different = dict(different)
+    uses = different.pop("uses", uses)
+    assert key not in keys(make_job(*uses, **{**facts, **different}))
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_rule_abstains_where_no_setting_and_no_cpu_is_known(key: str) -> None:
+    """Rules that need only recorded times give their advice without settings."""
+    uses, facts, _ = CASES[key]
+    without = {name: each for name, each in facts.items() if name != "settings"}
+    found = keys(make_job(*uses, **{**without, "settings": {"bound": None}}))
+    assert (key in found) == ("settings" not in facts and key not in ("cpu-threads", "cpu-binding"))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_clean_balanced_job_gets_no_advice(ranks: int) -> None:
+    uses = {**CLEAN, "data": 0.5, "host": 1.0, "optimizer": 1.5, "cpu": 0.3}
+    settings = {
+        "loader": dataclasses.replace(LOADER, workers=0, has_tokenizer=True), "ddp": DDP, "optimizer": ADAM,
+        "gc_frozen": 0, "compiled": False, "zeroes_gradients": True,
+    }  # fmt: skip
+    rows = [long("garbage collection", 20), long("saving", 50), long("", 60, "data", period=16)]
+    assert keys(make_job(*[uses] * ranks, settings=settings, steps={"long": rows})) == []
+
+
+def test_number_of_workers_is_what_the_wait_needs_and_the_cpus_allow() -> None:
+    loader = dataclasses.replace(LOADER, workers=0)
+    uses = {**CLEAN, "data": 150.0}
+    (advice,) = find_advice(make_job(uses, settings={"loader": loader}))
+    assert "num_workers=3" in advice["action"]
+    assert advice["change"] == "data=0"
+    (advice,) = find_advice(
+        make_job(uses, settings={"loader": loader}, rank={"cpu": {**CPU, "cpus": 4}})
+    )
+    # Two workers return a batch every 75 ms, while the rest of a step takes 60 ms.
+    assert "num_workers=2" in advice["action"]
+    assert advice["gain_s"] == pytest.approx(0.135)
+
+
+def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
+    uses = {**CLEAN, "recompute": 20.0, "host": 8.0, "data": 40.0}
+    settings = {"zeroes_gradients": True, "free_memory_bytes": 8 * GB, "loader": LOADER}
+    job = make_job(uses, settings=settings)
+    assert keys(job) == ["more-loader-workers", "needless-checkpointing", "zero-grad-to-none"]
+    table = build_advice_table({"advice": find_advice(job)})  # type: ignore[typeddict-item]
+    assert table is not None
+    assert [column.texts()[-1] for column in table.columns if column.title == "gain per step"] == [
+        "not known"
+    ]
+
+
+def test_correlation_with_lengths_is_within_steps() -> None:
+    times = make_times(CLEAN, CLEAN)
+    longer = np.random.default_rng(1).uniform(0, 10, (2, 64))
+    uses = times.uses_ns.copy()
+    uses[..., 1] += 1e6 * longer
+    # All ranks have longer batches in some steps, which is no imbalance.
+    common = np.arange(64) * 100.0
+    found = dataclasses.replace(times, uses_ns=uses, workload=longer + common)
+    assert found.correlate_workload() == pytest.approx(1.0)
+    assert (
+        dataclasses.replace(found, workload=np.stack([common, common])).correlate_workload() is None
+    )
+    assert dataclasses.replace(found, workload=longer * np.nan).correlate_workload() is None
+
+
+def test_documentation_lists_each_rule_with_its_condition_and_link() -> None:
+    page = (Path(__file__).parents[2] / "docs/explanation/diagnosis.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{rule.key}` | {rule.condition} | [link]({rule.link}) |" for rule in RULES]

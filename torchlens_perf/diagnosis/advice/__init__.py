@@ -1,0 +1,1 @@
+"""Rules that say what to change, with the figures they rest on."""

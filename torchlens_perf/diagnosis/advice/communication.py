@@ -1,0 +1,191 @@
+"""Advice on DistributedDataParallel and FSDP2. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
+from torchlens_perf.diagnosis.advice.rule import Job, Proposal, rule
+
+_DDP = (
+    "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
+)
+_NOTE = "https://docs.pytorch.org/docs/stable/notes/ddp.html"
+_FSDP = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
+_EXPOSED = "communication that nothing overlaps takes"
+_MIN_EXPOSED = 0.1
+_MAX_BUFFER = 8 << 20
+"""Reductions of DDP's maps of used parameters are far smaller than gradients."""
+
+
+@rule("ddp-bucket-size", _DDP)
+def resize_buckets(job: Job) -> Proposal | None:
+    """The gradients of DDP are in one bucket, or in eight or more buckets below the default of 25
+    MB, and exposed communication takes at least 10 % of the step."""
+    ddp = job.settings.ddp
+    if ddp is None or job.share("communication") < _MIN_EXPOSED:
+        return None
+    buckets = math.ceil(ddp.gradient_bytes / max(1, ddp.bucket_bytes))
+    if buckets == 1 and ddp.gradient_bytes >= 8 << 20:
+        size_mb = max(1, ddp.gradient_bytes >> 22)
+        action = f"Let reductions begin during the backward pass: bucket_cap_mb={size_mb}."
+    elif buckets >= 8 and ddp.bucket_bytes < 25 << 20:
+        action = "Use larger buckets, whose transfers are more efficient: bucket_cap_mb=25."
+    else:
+        return None
+    return Proposal(
+        f"{format_bytes(ddp.gradient_bytes, 'B')} of gradients are in"
+        f" {format_count(buckets, 'bucket')} of DDP, and {job.describe(_EXPOSED, 'communication')}.",
+        action,
+    )
+
+
+@rule("ddp-bucket-view", _DDP)
+def share_gradient_memory(job: Job) -> Proposal | None:
+    """DDP copies gradients, a GPU's memory is at least 80 % full, and the copies are at least 2 %
+    of it."""
+    ddp, used = job.settings.ddp, job.used_memory
+    if ddp is None or ddp.gradient_as_bucket_view or used is None or used < 0.8:
+        return None
+    limits = [rank["memory"]["device"] for rank in job.report["ranks"]]
+    share = max(ddp.gradient_bytes / (each["limit_bytes"] or math.inf) for each in limits if each)
+    if share < 0.02:
+        return None
+    return Proposal(
+        f"{format_percent(used)} of a GPU's memory are used, {format_percent(share)} by DDP's copies"
+        " of the gradients.",
+        "Free the copies: DistributedDataParallel(gradient_as_bucket_view=True).",
+    )
+
+
+@rule("ddp-unused-parameters", f"{_NOTE}#internal-design")
+def do_not_search_unused(job: Job) -> Proposal | None:
+    """DDP searches for unused parameters in each step, all parameters have gradients, and the
+    reductions of the search take at least 2 % of the step."""
+    ddp = job.settings.ddp
+    if ddp is None or not ddp.find_unused_parameters or ddp.static_graph or ddp.unused:
+        return None
+    cost_s = _map_reduction_s(job)
+    if cost_s is None:
+        return None
+    return Proposal(
+        "DDP searches for unused parameters, but all have gradients. The reductions of the search"
+        f" take {job.describe_seconds('', cost_s).strip()}.",
+        "Remove find_unused_parameters=True.",
+        gain_s=cost_s,
+    )
+
+
+@rule("ddp-static-graph", _DDP)
+def declare_static_graph(job: Job) -> Proposal | None:
+    """DDP searches for unused parameters in each step, some have no gradients, and the reductions
+    of the search take at least 2 % of the step."""
+    ddp = job.settings.ddp
+    if ddp is None or not ddp.find_unused_parameters or ddp.static_graph or not ddp.unused:
+        return None
+    cost_s = _map_reduction_s(job)
+    if cost_s is None:
+        return None
+    return Proposal(
+        f"DDP finds {format_count(ddp.unused, 'unused parameter')} in each step. The reductions of"
+        f" the search take {job.describe_seconds('', cost_s).strip()}.",
+        "If they are the same in each step, search once: DistributedDataParallel(static_graph=True).",
+        gain_s=cost_s,
+    )
+
+
+def _map_reduction_s(job: Job) -> float | None:
+    """Return the exposed time per step of DDP's reductions of its map of used parameters, which are
+    32-bit integers; None if not measured."""
+    maps = [
+        row
+        for row in job.report["collectives"]
+        if row["operation"] == "allreduce" and row["dtype"] == "int32" and row["count"]
+        and row["bytes"] / row["count"] < _MAX_BUFFER
+    ]  # fmt: skip
+    if not maps or any(row["transfer_s"]["mean_s"] is None for row in maps):
+        return None
+    total_s = sum((row["transfer_s"]["mean_s"] or 0.0) * row["count"] for row in maps)
+    steps = max(1, job.report["steps"]["count"]) * max(1, len(job.report["ranks"]))
+    return min(total_s / steps, job.seconds("communication"))
+
+
+@rule("ddp-no-sync", f"{_DDP}#torch.nn.parallel.DistributedDataParallel.no_sync")
+def reduce_once_per_step(job: Job) -> Proposal | None:
+    """DDP reduces the gradients after each micro-batch of a step."""
+    ddp, passes = job.settings.ddp, job.report["steps"]["micro_steps"]
+    if ddp is None or passes < 2 or not ddp.gradient_bytes:
+        return None
+    floats = [row for row in job.report["collectives"] if row["operation"] == "allreduce"]
+    steps = max(1, job.report["steps"]["count"]) * max(1, len(job.report["ranks"]))
+    times = sum(row["bytes"] for row in floats) / steps / ddp.gradient_bytes
+    if times < 0.75 * passes:
+        return None
+    return Proposal(
+        f"A step accumulates {passes} backward passes and reduces {times:.1f} times the size of its"
+        f" gradients; {job.describe(_EXPOSED, 'communication')}.",
+        "Reduce once per step: run all backward passes but the last one in model.no_sync().",
+        f"communication x{1 / passes:.2f}",
+    )
+
+
+@rule("accumulate-gradients", f"{_DDP}#torch.nn.parallel.DistributedDataParallel.no_sync")
+def accumulate_gradients(job: Job) -> Proposal | None:
+    """DDP reduces the gradients of each backward pass, and exposed communication takes at least 30 %
+    of the step."""
+    if job.settings.ddp is None or job.report["steps"]["micro_steps"] > 1:
+        return None
+    if job.share("communication") < 0.3:
+        return None
+    return Proposal(
+        f"{_capitalize(job.describe(_EXPOSED, 'communication'))}, with one backward pass per step.",
+        "Use a larger batch, or accumulate two backward passes per step, the first one in"
+        " model.no_sync(). This changes the batch size of the optimizer.",
+        "communication x0.5",
+    )
+
+
+@rule("fsdp-keep-parameters", _FSDP)
+def keep_parameters(job: Job) -> Proposal | None:
+    """FSDP2 gathers parameters again for the backward pass, at most 60 % of the memory are used,
+    and exposed communication takes at least 10 % of the step."""
+    fsdp, used = job.settings.fsdp, job.used_memory
+    if fsdp is None or not fsdp.resharding or used is None or used > 0.6:
+        return None
+    if job.share("communication") < _MIN_EXPOSED:
+        return None
+    return Proposal(
+        f"{format_count(fsdp.resharding, 'module')} of FSDP2 gather parameters twice in a step while"
+        f" {format_percent(1 - used)} of the memory are free;"
+        f" {job.describe(_EXPOSED, 'communication')}.",
+        "Keep the parameters after the forward pass: fully_shard(reshard_after_forward=False).",
+        # Two gathers and a reduction of the same size become one gather and the reduction.
+        "communication x0.67",
+    )
+
+
+@rule("fsdp-prefetch", f"{_FSDP}#torch.distributed.fsdp.FSDPModule.set_modules_to_forward_prefetch")
+def prefetch_parameters(job: Job) -> Proposal | None:
+    """FSDP2 prefetches no named modules, the device runs out of work in at least half of the passes,
+    and exposed communication takes at least 10 % of the step."""
+    fsdp, caught_up = job.settings.fsdp, job.caught_up
+    if fsdp is None or fsdp.prefetching or fsdp.modules < 3 or (caught_up or 0.0) < 0.5:
+        return None
+    if job.share("communication") < _MIN_EXPOSED:
+        return None
+    return Proposal(
+        f"The host issues the gathers of FSDP2 late: the device has no work left at the end of"
+        f" {format_percent(caught_up or 0.0)} of the passes, and"
+        f" {job.describe(_EXPOSED, 'communication')}.",
+        "Issue gathers earlier: module.set_modules_to_forward_prefetch([next_module]).",
+    )
+
+
+def _capitalize(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+RULES = (
+    resize_buckets, share_gradient_memory, do_not_search_unused, declare_static_graph, reduce_once_per_step,
+    accumulate_gradients, keep_parameters, prefetch_parameters,
+)  # fmt: skip

@@ -1,0 +1,212 @@
+"""Advice on optimizers, precision, kernels and recomputation. Pure."""
+
+from __future__ import annotations
+
+from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
+from torchlens_perf.diagnosis.advice.rule import Job, Proposal, rule
+
+_OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
+_TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
+_COMPILE = "https://docs.pytorch.org/docs/stable/generated/torch.compile.html"
+_OPTIMIZER = "its steps take"
+# On a CPU, a fused SGD may be slower.
+_FUSED = {"cuda": ("Adam", "AdamW", "SGD", "Adagrad"), "cpu": ("Adam", "AdamW")}
+_MIN_OPTIMIZER, _MOSTLY = 0.05, 0.5
+# From these shares on, launches of kernels limit the device.
+_LAUNCH_SHARE, _CAUGHT_UP = 0.2, 0.8
+
+
+@rule("fused-optimizer", f"{_OPTIM}#algorithms")
+def fuse_optimizer(job: Job) -> Proposal | None:
+    """The optimizer has a fused form for its device that is not used. On a GPU, its steps take at
+    least 5 % of the step."""
+    found = job.settings.optimizer
+    if found is None or found.fused or found.kind not in _FUSED.get(found.device, ()):
+        return None
+    if found.device == "cuda" and job.share("optimizer") < _MIN_OPTIMIZER:
+        return None
+    return Proposal(
+        f"{found.kind} updates {format_count(found.tensors, 'tensor')} without its fused form;"
+        f" {job.describe(_OPTIMIZER, 'optimizer')}.",
+        f"Use torch.optim.{found.kind}(fused=True).",
+        # 600 tensors of 64 bytes and 100 of 147 kB took 13 % and 33 % of their time on a CPU.
+        "optimizer x0.25" if found.device == "cpu" else None,
+    )
+
+
+@rule("foreach-optimizer", f"{_OPTIM}#algorithms")
+def group_tensors(job: Job) -> Proposal | None:
+    """The optimizer updates tensors on a GPU one by one, has no fused form, and its steps take at
+    least 5 % of the step."""
+    found = job.settings.optimizer
+    if found is None or found.foreach is not False or found.fused or found.device != "cuda":
+        return None
+    if found.kind in _FUSED["cuda"] or job.share("optimizer") < _MIN_OPTIMIZER:
+        return None
+    return Proposal(
+        f"{found.kind} updates {format_count(found.tensors, 'tensor')} one by one (foreach=False);"
+        f" {job.describe(_OPTIMIZER, 'optimizer')}.",
+        "Remove foreach=False.",
+    )
+
+
+@rule(
+    "zero-grad-to-none",
+    "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",
+)
+def set_gradients_to_none(job: Job) -> Proposal | None:
+    """Gradients are set to zero in place, no CUDA graph needs that, and host code between the phases
+    takes at least 5 % of the step."""
+    settings, passes = job.settings, job.report["steps"]["micro_steps"]
+    ddp = settings.ddp
+    if not settings.zeroes_gradients or settings.compiled or (ddp and ddp.gradient_as_bucket_view):
+        return None
+    if passes > 1 or job.share("host") < 0.05:
+        return None
+    return Proposal(
+        f"Gradients are set to zero in place, and {job.describe('host code takes', 'host')}.",
+        "Remove set_to_none=False from zero_grad().",
+    )
+
+
+@rule(
+    "channels-last", "https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html"
+)
+def use_channels_last(job: Job) -> Proposal | None:
+    """A GPU with tensor cores computes convolutions in half precision, their weights are not in the
+    format channels_last, and computing takes at least half of the step."""
+    settings = job.settings
+    half = settings.autocast or {"bfloat16", "float16"} & set(settings.parameter_types or ())
+    if not settings.convolutions or settings.channels_last is not False or not half:
+        return None
+    if job.capability < (7, 0) or job.computing_share < _MOSTLY:
+        return None
+    return Proposal(
+        f"{format_count(settings.convolutions, 'convolution')} in half precision have weights in the"
+        f" default format, and computing takes {format_percent(job.computing_share)} of a step.",
+        "Convert model and batches with .to(memory_format=torch.channels_last).",
+    )
+
+
+@rule(
+    "tf32",
+    "https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
+)
+def allow_tf32(job: Job) -> Proposal | None:
+    """Linear layers in float32 without autocast run on a GPU that has TF32, TF32 is not allowed, and
+    computing takes at least half of the step."""
+    settings = job.settings
+    if settings.tf32 is not False or settings.autocast is not False or not settings.linears:
+        return None
+    if settings.parameter_types != ["float32"] or job.capability < (8, 0):
+        return None
+    if job.computing_share < _MOSTLY:
+        return None
+    return Proposal(
+        "Products of float32 matrices do not use TF32, and computing takes"
+        f" {format_percent(job.computing_share)} of a step.",
+        'Call torch.set_float32_matmul_precision("high"), if 10 bits of mantissa suffice.',
+        apply="TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1",
+    )
+
+
+@rule("compile", _COMPILE)
+def compile_model(job: Job) -> Proposal | None:
+    """The model is not compiled, and a GPU waits for kernels in at least 20 % of its work, or at the
+    end of at least 80 % of the passes."""
+    if job.settings.compiled is not False or not _is_launch_bound(job):
+        return None
+    action = "Issue fewer and larger kernels: model = torch.compile(model)."
+    return Proposal(_describe_launches(job), action)
+
+
+@rule("cuda-graphs", _COMPILE)
+def use_cuda_graphs(job: Job) -> Proposal | None:
+    """The model is compiled, but a GPU waits for kernels in at least 20 % of its work, or at the end
+    of at least 80 % of the passes."""
+    if not job.settings.compiled or not _is_launch_bound(job):
+        return None
+    action = 'Issue all kernels at once: torch.compile(model, mode="reduce-overhead").'
+    return Proposal(_describe_launches(job), action)
+
+
+def _is_launch_bound(job: Job) -> bool:
+    late = job.launch_share >= _LAUNCH_SHARE or (job.caught_up or 0.0) >= _CAUGHT_UP
+    return job.is_cuda and late
+
+
+def _describe_launches(job: Job) -> str:
+    if job.launch_share >= _LAUNCH_SHARE:
+        share = format_percent(job.launch_share)
+        return f"The GPU waits for kernels in {share} of its work."
+    share = format_percent(job.caught_up or 0.0)
+    return f"The GPU has no work left at the end of {share} of the passes."
+
+
+@rule(
+    "recompilation",
+    "https://docs.pytorch.org/docs/stable/compile/programming_model.recompilation.html",
+)
+def avoid_recompilation(job: Job) -> Proposal | None:
+    """Steps after the warm-up compile."""
+    rows = job.long_steps("compilation")
+    if not rows:
+        return None
+    steps = sum(row["count"] for row in rows)
+    return Proposal(
+        f"{format_count(steps, 'step')} compiled again, which is"
+        f" {job.describe_seconds('on average', job.per_step(rows))}.",
+        "Find what changes (TORCH_LOGS=recompiles), and mark varying dimensions:"
+        " torch._dynamo.mark_dynamic() or torch.compile(dynamic=True).",
+        "compilation=0",
+    )
+
+
+@rule("needless-checkpointing", "https://docs.pytorch.org/docs/stable/checkpoint.html")
+def keep_activations(job: Job) -> Proposal | None:
+    """Activations are recomputed although at most half of the memory is used: of the device, or on a
+    CPU of what is available."""
+    if not job.seconds("recompute"):
+        return None
+    used = job.used_memory
+    if job.report["run"]["device"] is None:
+        resident = max(
+            (rank["memory"]["max_bytes"] or 0 for rank in job.report["ranks"]), default=0
+        )
+        free = (job.settings.free_memory_bytes or 0) // job.ranks_per_host
+        if not resident or free < 2 * resident:
+            return None
+        memory = (
+            f"a rank uses {format_bytes(resident, 'B')} of memory while {format_bytes(free, 'B')} per"
+            " rank are available"
+        )
+    elif used is None or used > _MOSTLY:
+        return None
+    else:
+        memory = f"{format_percent(1 - used)} of the device's memory are free"
+    return Proposal(
+        f"{job.describe('Recomputing activations takes', 'recompute')}, and {memory}.",
+        "Checkpoint fewer modules, or none.",
+        "recompute=0",
+    )
+
+
+@rule("larger-micro-batch", f"{_TUNING}#gpu-specific-optimizations")
+def enlarge_micro_batch(job: Job) -> Proposal | None:
+    """A step accumulates several backward passes, at most 45 % of the device's memory are used, and
+    the device waits for kernels in at least 20 % of its work."""
+    passes, used = job.report["steps"]["micro_steps"], job.used_memory
+    if passes < 2 or used is None or used > 0.45 or job.launch_share < _LAUNCH_SHARE:
+        return None
+    return Proposal(
+        f"A step accumulates {passes} backward passes while {format_percent(1 - used)} of the memory"
+        f" are free, and the device waits for kernels in {format_percent(job.launch_share)} of its"
+        " work.",
+        f"Use micro-batches of twice the size, and accumulate {(passes + 1) // 2} passes.",
+    )
+
+
+RULES = (
+    fuse_optimizer, group_tensors, set_gradients_to_none, use_channels_last, allow_tf32, compile_model, use_cuda_graphs,
+    avoid_recompilation, keep_activations, enlarge_micro_batch,
+)  # fmt: skip

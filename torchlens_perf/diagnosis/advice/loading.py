@@ -1,0 +1,140 @@
+"""Advice on the DataLoader. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from torchlens_perf.analysis.statistics.quantities import format_count
+from torchlens_perf.diagnosis.advice.rule import Job, Proposal, rule
+from torchlens_perf.verdicts.words.evidence import StragglerEvidence
+
+_LOADER = "https://docs.pytorch.org/docs/stable/data.html"
+_TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
+_WAITING = "waiting for data takes"
+
+
+@rule("loader-workers", f"{_LOADER}#single-and-multi-process-data-loading")
+def use_workers(job: Job) -> Proposal | None:
+    """The DataLoader has no workers, steps wait for data, and CPUs are spare."""
+    loader, wait_s = job.settings.loader, job.seconds("data")
+    if loader is None or loader.workers or not job.spare_cpus or not wait_s:
+        return None
+    workers, change = _plan_workers(job, wait_s)
+    return Proposal(
+        f"The DataLoader has no workers (num_workers=0), and {job.describe(_WAITING, 'data')}.",
+        f"Load batches while the model computes: DataLoader(num_workers={workers}).",
+        change,
+    )
+
+
+@rule("more-loader-workers", f"{_LOADER}#multi-process-data-loading")
+def add_workers(job: Job) -> Proposal | None:
+    """All workers of the DataLoader are busy, steps wait for data, and CPUs are spare."""
+    loader, wait_s = job.settings.loader, job.seconds("data")
+    if loader is None or not loader.workers or not job.spare_cpus or not wait_s:
+        return None
+    # The workers return a batch in each step, so one worker needs this long for a batch.
+    workers, change = _plan_workers(job, loader.workers * job.lost["step_s"], loader.workers)
+    return Proposal(
+        f"{format_count(loader.workers, 'DataLoader worker')} cannot keep up:"
+        f" {job.describe(_WAITING, 'data')}.",
+        f"Start more workers: DataLoader(num_workers={workers}).",
+        change,
+    )
+
+
+def _plan_workers(job: Job, batch_s: float, present: int = 0) -> tuple[int, str]:
+    """Return a number of workers, and the change of the wait. batch_s: time to load a batch."""
+    wait_s = job.seconds("data")
+    rest_s = max(job.lost["step_s"] - wait_s, 1e-9)
+    workers = min(present + job.spare_cpus, math.ceil(batch_s / rest_s))
+    left = max(0.0, batch_s / workers - rest_s) / wait_s
+    return workers, f"data x{left:.2f}" if left >= 0.005 else "data=0"
+
+
+@rule("persistent-workers", f"{_LOADER}#torch.utils.data.DataLoader")
+def keep_workers(job: Job) -> Proposal | None:
+    """Workers start again at each epoch, and steps at regular intervals wait longer for data."""
+    loader = job.settings.loader
+    if loader is None or not loader.workers or loader.persistent_workers:
+        return None
+    starts = [row for row in job.long_steps() if row["part"] == "data" and row["period"]]
+    cost_s = job.per_step(starts)
+    if not starts:
+        return None
+    return Proposal(
+        f"The workers start again every {starts[0]['period']} steps, which costs"
+        f" {job.describe_seconds('on average', cost_s)}.",
+        "Keep the workers between epochs: DataLoader(persistent_workers=True).",
+        gain_s=cost_s,
+    )
+
+
+@rule("prefetch-factor", f"{_LOADER}#torch.utils.data.DataLoader")
+def prefetch_more(job: Job) -> Proposal | None:
+    """Few batches are prefetched, and at least 5 % of the time is waiting for single slow batches,
+    while usual steps hardly wait."""
+    loader = job.settings.loader
+    if loader is None or not loader.workers or (loader.prefetch_factor or 2) > 2:
+        return None
+    slow = [row for row in job.long_steps() if row["part"] == "data" and not row["period"]]
+    slow = [row for row in slow if row["waited_for"] is None]
+    cost_s = job.per_step(slow)
+    if cost_s < 0.05 * job.lost["step_s"] or job.share("data") - cost_s / job.lost["step_s"] > 0.02:
+        return None
+    steps = sum(row["count"] for row in slow)
+    return Proposal(
+        f"{format_count(steps, 'step')} waited for a slow batch, which is"
+        f" {job.describe_seconds('on average', cost_s)}.",
+        "Let batches be ready earlier: DataLoader(prefetch_factor=8).",
+    )
+
+
+@rule("pin-memory", f"{_LOADER}#memory-pinning")
+def pin_memory(job: Job) -> Proposal | None:
+    """Batches for a GPU are not pinned, and the GPU is without work between the phases for at least
+    10 % of the step."""
+    loader = job.settings.loader
+    if not job.is_cuda or loader is None or loader.pin_memory or job.share("data", "host") < 0.1:
+        return None
+    return Proposal(
+        "The DataLoader returns memory that is not pinned, and without work the GPU spends"
+        f" {job.describe_seconds('', job.seconds('data', 'host')).strip()}.",
+        "Set DataLoader(pin_memory=True), and copy with tensor.to(device, non_blocking=True).",
+    )
+
+
+@rule("tokenize-before-training", f"{_TUNING}#enable-asynchronous-data-loading-and-augmentation")
+def tokenize_before(job: Job) -> Proposal | None:
+    """A section named after tokens runs in each step, or the dataset has a tokenizer and steps wait
+    for data."""
+    sections = [row for row in job.report["sections"] if "token" in row["name"].lower()]
+    row = max(sections, key=lambda each: each["host_s_per_typical_step"] or 0.0, default=None)
+    action = "Tokenize the data set once before training, and load the numbers."
+    if row is not None and row["host_s_per_typical_step"]:
+        took = job.describe_seconds("takes", row["host_s_per_typical_step"])
+        return Proposal(f'Section "{row["name"]}" {took}.', action, f"section:{row['name']}=0")
+    if job.settings.loader is None or not job.settings.loader.has_tokenizer:
+        return None
+    wait = job.describe(_WAITING, "data")
+    return Proposal(f"The dataset tokenizes while it loads, and {wait}.", action, "data=0")
+
+
+@rule("slow-storage", f"{_TUNING}#enable-asynchronous-data-loading-and-augmentation")
+def use_faster_storage(job: Job) -> Proposal | None:
+    """A rank is slow because it waits for a disk."""
+    for row in job.report["verdicts"]:
+        evidence = row["evidence"]
+        if row["is_over"] or not isinstance(evidence, StragglerEvidence) or not evidence.diagnosis:
+            continue
+        for cause in evidence.diagnosis.causes:
+            if cause.kind == "slow_storage":
+                action = cause.action[0].upper() + cause.action[1:]
+                finding = f"Rank {row['rank']} is slow because {cause.text}."
+                return Proposal(finding, action, gain_s=row["cost_s_per_step"])
+    return None
+
+
+RULES = (
+    use_workers, add_workers, keep_workers, prefetch_more, pin_memory, tokenize_before, use_faster_storage,
+)  # fmt: skip

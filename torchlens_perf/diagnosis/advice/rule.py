@@ -1,0 +1,179 @@
+"""A rule of advice, and the facts of the job that rules look at. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.diagnosis.lost_time import COMPUTE
+from torchlens_perf.run.training_settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from torchlens_perf.diagnosis.what_if import Replay
+    from torchlens_perf.verdicts.words.evidence import LongSteps
+    from torchlens_perf.verdicts.words.report import LostTime, Report
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """Proposal of a rule. Without a change and a gain, the rule's condition must be enough."""
+
+    finding: str
+    """A sentence with the figures that the advice rests on."""
+    action: str
+    """What to do, in the imperative."""
+    change: str | None = None
+    """The change whose gain is predicted, in the form of `torchlens-perf what-if`."""
+    gain_s: float | None = None
+    """The measured cost per step, if no change of what-if describes the advice."""
+    apply: str | None = None
+    """The variable of the environment that applies the advice, as NAME=value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule of the registry. `find` returns None if the advice does not apply, or if a fact that
+    it needs is not known."""
+
+    key: str
+    link: str
+    """Documentation of PyTorch or NVIDIA."""
+    find: Callable[[Job], Proposal | None]
+
+    @property
+    def condition(self) -> str:
+        """When the rule applies, as a sentence."""
+        return " ".join((self.find.__doc__ or "").split())
+
+
+def rule(key: str, link: str) -> Callable[[Callable[[Job], Proposal | None]], Rule]:
+    """Make a rule of a function, whose docstring is the condition."""
+    return lambda find: Rule(key, link, find)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The facts that rules look at."""
+
+    report: Report
+    settings: TrainingSettings = dataclasses.field(default_factory=TrainingSettings)
+    """Settings of the lowest rank."""
+    replay: Replay | None = None
+    """None if the recorded steps cannot be replayed."""
+    length_correlation: float | None = None
+    """Correlation of the ranks' times with the sizes of their batches, within steps; None if all
+    batches have one size, or if sizes are not known."""
+
+    @property
+    def lost(self) -> LostTime:
+        """The critical path. Rules only run if it is known."""
+        lost = self.report["lost_time"]
+        assert lost is not None
+        return lost
+
+    def seconds(self, *names: str) -> float:
+        """Return the time of these classes of the critical path per step."""
+        return sum(each["s_per_step"] for each in self.lost["classes"] if each["name"] in names)
+
+    def share(self, *names: str) -> float:
+        """Return the share of these classes in a step."""
+        return self.seconds(*names) / self.lost["step_s"]
+
+    def describe(self, what: str, *names: str) -> str:
+        """Return a clause such as "waiting for data takes 12 ms (23%) of a step"."""
+        return self.describe_seconds(what, self.seconds(*names))
+
+    def describe_seconds(self, what: str, seconds: float) -> str:
+        """Like describe(), for a time per step that is no class."""
+        share = format_percent(seconds / self.lost["step_s"])
+        return f"{what} {format_duration(seconds)} ({share}) of a step"
+
+    def long_steps(self, *kinds: str) -> list[LongSteps]:
+        """Return the classes of long steps of these kinds; without kinds, those of no known kind."""
+        rows = self.report["steps"]["long"]
+        return [
+            row for row in rows if set(row["kinds"]) & set(kinds) or not (kinds or row["kinds"])
+        ]
+
+    def per_step(self, rows: Sequence[LongSteps]) -> float:
+        """Return the additional time of long steps, as a mean over all steps."""
+        steps = self.report["steps"]
+        return sum(row["total_s"] for row in rows) / max(1, steps["count"] - steps["warm_up"])
+
+    @property
+    def computing_share(self) -> float:
+        return self.share(*COMPUTE)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.report["run"]["device"] == "GPU"
+
+    @property
+    def capability(self) -> tuple[int, ...]:
+        """Compute capability of the GPU; () if not known, which is below all others."""
+        return tuple(self.settings.capability or ())
+
+    @property
+    def ranks(self) -> int:
+        return self.report["run"]["world_size"]
+
+    @property
+    def ranks_per_host(self) -> int:
+        return max(Counter(rank["host"] for rank in self.report["ranks"]).values(), default=1)
+
+    @property
+    def threads(self) -> int | None:
+        """Largest number of threads that one operation of torch uses."""
+        known = [rank["cpu"]["threads"] for rank in self.report["ranks"] if rank["cpu"]]
+        return max((each for each in known if each), default=None)
+
+    @property
+    def cpus_per_rank(self) -> int | None:
+        """CPUs of a host for each of its ranks, if ranks share them; None if not known."""
+        known = [rank["cpu"]["cpus"] for rank in self.report["ranks"] if rank["cpu"]]
+        fewest = min((each for each in known if each), default=None)
+        if fewest is None or self.settings.bound is None:
+            return None
+        return fewest if self.settings.bound else fewest // self.ranks_per_host
+
+    @property
+    def spare_cpus(self) -> int:
+        """CPUs per rank that neither torch's threads nor workers of the loader need; 0 if unknown."""
+        cpus, threads, loader = self.cpus_per_rank, self.threads, self.settings.loader
+        if cpus is None or threads is None:
+            return 0
+        return max(0, cpus - threads - (loader.workers if loader else 0))
+
+    @property
+    def used_memory(self) -> float | None:
+        """Largest share of its device's memory that a rank has used; None if not known."""
+        shares = []
+        for rank in self.report["ranks"]:
+            device = rank["memory"]["device"]
+            if device is None or not device["limit_bytes"] or not device["peak_reserved_bytes"]:
+                return None
+            shares.append(device["peak_reserved_bytes"] / device["limit_bytes"])
+        return max(shares, default=None)
+
+    @property
+    def launch_share(self) -> float:
+        """Share of a device's work in which it waits for kernels; 0 if not known."""
+        own = self.report["steps"]["own_time"]
+        return own["launch_share"] if own is not None else 0.0
+
+    @property
+    def caught_up(self) -> float | None:
+        """Share of passes at whose end the device had no work left; None if not known."""
+        known = [rank["device"]["caught_up"] for rank in self.report["ranks"] if rank["device"]]
+        shares = [each for each in known if each is not None]
+        return sum(shares) / len(shares) if shares else None
+
+    def variable(self, *names: str) -> str:
+        """Return the value of the first of these variables that is set; "" if none is."""
+        settings = self.report["run"]["settings"]
+        return next((settings[name] for name in names if name in settings), "")
