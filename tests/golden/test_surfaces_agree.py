@@ -91,6 +91,8 @@ def test_numbers_of_simulated_runs_are_equal_on_all_screens(
         topology, seed=seed, faults=[parse_fault(each) for each in faults], noise=0.05
     )
     record_simulation(simulation, STEPS, run, run.run_id, device)
+    assert exporter.assessment is not None
+    assert exporter.assessment.goodput_s
 
     check_all_surfaces_agree(
         checked(build_report(run.run_id, node_state.load_all(run))), exporter, tmp_path

@@ -89,7 +89,7 @@ class Sidecar:
         self._reported: set[str] = set()
         self._joined = run.run_id
         self._goodput_s: dict[str, float] = {}
-        self._goodput_due_s, self._goodput_is_live = 0.0, True
+        self._goodput_due_s, self._goodput_is_live = time.monotonic() + _GOODPUT_PERIOD_S, True
 
     @property
     def exports(self) -> bool:
