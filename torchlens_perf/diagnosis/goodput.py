@@ -235,7 +235,8 @@ def _account_attempt(
     is_last: bool,
 ) -> JobAttempt | None:
     """Return an attempt with the mean time of its ranks by class; None if its times are unknown."""
-    count = len(processes)
+    # Ranks whose state is missing are assumed to be like the others.
+    devices = processes[0].identity.world_size
     last_step = min(each.statistics.last_step or 0 for each in processes)
     fatal_s = sum(seconds for step, seconds in hung_s.items() if step > last_step)
     began = [
@@ -254,11 +255,11 @@ def _account_attempt(
     means_s = dict.fromkeys(CLASSES, 0.0)
     for process in processes:
         for name, seconds in _account_rank(process, began_ns, ended_ns, tail).items():
-            means_s[name] += seconds / count
+            means_s[name] += seconds / len(processes)
     _move(means_s, "hang", (tail,), fatal_s)
-    _claim(means_s, "hang", StragglerLoss(sum(hung_s.values()) - fatal_s, 1, False), count)
+    _claim(means_s, "hang", StragglerLoss(sum(hung_s.values()) - fatal_s, 1, False), devices)
     for loss in losses:
-        _claim(means_s, "straggler", loss, count)
+        _claim(means_s, "straggler", loss, devices)
     is_untimed = any(each.on_device and each.judged_by != DEVICE for each in processes)
     firsts = {each.step_offset for each in processes}
     mixes = [each.statistics.mix for each in processes]
@@ -267,7 +268,7 @@ def _account_attempt(
     made = [each.statistics.last_step for each in processes]
     return {
         "attempt": processes[0].identity.attempt,
-        "devices": count,
+        "devices": devices,
         "began_unix_s": began_ns / 1e9,
         "ended_unix_s": ended_ns / 1e9,
         "steps": min(0 if step is None else step + 1 - skipped for step in made),

@@ -287,6 +287,26 @@ def test_missing_rank_of_a_hang_is_named_after_a_failure(failed: dict[str, Any])
         assert verdict(failed[when], "hang") is None, when
 
 
+def attempts(report: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return attempt and number of devices of each attempt in the goodput, which must add up."""
+    goodput = report["goodput"]
+    total_s = sum(each["seconds"] or 0.0 for each in goodput["classes"].values())
+    assert total_s == pytest.approx(goodput["wall_s"])
+    assert abs(goodput["classes"]["other"]["seconds"]) < 0.01 * goodput["wall_s"]
+    return [(each["attempt"], each["devices"]) for each in goodput["attempts"]]
+
+
+def test_goodput_covers_both_attempts_and_does_not_guess_lost_steps(
+    failed: dict[str, Any],
+) -> None:
+    """The job has neither a step counter nor checkpoints."""
+    assert attempts(failed["end"]) == [(0, 4), (1, 4)]
+    goodput = failed["end"]["goodput"]
+    assert goodput["classes"]["restart"]["seconds"] > 0
+    assert goodput["classes"]["hang"]["seconds"] > 0
+    assert goodput["lost_steps"] is None
+
+
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run a job of one or two nodes.
@@ -340,3 +360,7 @@ def test_node_that_joins_is_compared_in_the_same_run_and_attempt(moved: dict[str
         (rank, 2, "closed") for rank in range(4)
     ]
     assert verdict(moved["end"], "hang") is None
+
+
+def test_goodput_counts_the_devices_of_each_world(moved: dict[str, Any]) -> None:
+    assert attempts(moved["end"]) == [(0, 4), (1, 2), (2, 4)]

@@ -27,6 +27,7 @@ class JobAttempt(TypedDict):
 
     attempt: int
     devices: int
+    """Number of ranks."""
     began_unix_s: float
     """For a restart by the same launcher, the end of the previous attempt."""
     ended_unix_s: float
