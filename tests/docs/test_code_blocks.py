@@ -118,6 +118,10 @@ NO_CODE = {
         "docs/guides/recipes.md",
         "BOTTLENECK  data",
     ): "the report of the run in docs/tutorials/quickstart.md",
+    (
+        "docs/explanation/utilization.md",
+        "Utilization",
+    ): "a part of the report of one run, whose times vary",
     ("docs/guides/recipes.md", "SLOW RANK"): "a report on examples/train_gpt.py on a busy machine",
     (
         "docs/guides/recipes.md",

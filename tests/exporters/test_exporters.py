@@ -20,6 +20,7 @@ from tests.support.otlp_receiver import ReceivedPoint
 from tests.support.processes import ROOT
 from tests.support.tables import MS, step_table
 from torchlens_perf.config import Config
+from torchlens_perf.diagnosis.utilization import StepFlops
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters import (
     FIRST_TRACED_STEPS,
@@ -410,6 +411,40 @@ def test_ranks_share_a_series_in_jobs_with_more_than_64_ranks() -> None:
     (duration,), (gauge,) = points[semantics.STEP_DURATION], points[semantics.MEMORY]
     assert (duration.count, dict(duration.attributes)) == (15, {})
     assert (gauge.value, dict(gauge.attributes)) == (30, {})
+
+
+@pytest.mark.parametrize(("world_size", "attributes"), [(2, {semantics.RANK: 0}), (1000, {})])
+def test_tokens_and_model_operations_are_counters_and_mfu_is_a_gauge_of_a_rank(
+    world_size: int, attributes: dict[str, Any]
+) -> None:
+    """Ranks of a large job share the counters. A mean of their MFU would be that of no rank."""
+    sender = Metrics()
+    batch = batch_of(identity(world_size=world_size), range(5))
+    batch.steps.workload[:] = 640
+    flops = StepFlops(3e9, at_peak_s=0.003)
+    sender.export(dataclasses.replace(batch, flops=flops, has_tokens=True), {})
+    points = sender.sent()
+
+    for name, value in ((semantics.TOKENS, 5 * 640), (semantics.MODEL_FLOPS, 15 * 10**9)):
+        assert [(dict(each.attributes), each.value) for each in points[name]] == [
+            (attributes, value)
+        ]
+    # A step takes 6 ms.
+    mfu = [each.value for each in points.get(semantics.MFU, [])]
+    assert mfu == ([pytest.approx(0.5)] if attributes else [])
+
+
+def test_rates_that_are_not_measured_are_not_sent() -> None:
+    sender = Metrics()
+    sender.export(batch_of(identity(), range(5)), {})
+    sender.export(
+        dataclasses.replace(batch_of(identity(), range(5, 9)), flops=StepFlops(1e9, None)), {}
+    )
+    points = sender.sent()
+
+    assert semantics.TOKENS not in points
+    assert semantics.MFU not in points
+    assert [each.value for each in points[semantics.MODEL_FLOPS]] == [4 * 10**9]
 
 
 def test_phase_counts_are_the_same_however_steps_are_batched() -> None:

@@ -21,6 +21,7 @@ from tests.support.processes import ROOT
 from tests.support.recorded_run import TRACEPARENT, Sidecar
 from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSamples, LinkSample
 from torchlens_perf.analysis.statistics.memory import MemoryReading
+from torchlens_perf.diagnosis.utilization import StepFlops
 from torchlens_perf.exporters import CoveredRanks, NodeRole, node_semantics, semantics
 from torchlens_perf.exporters.otlp_hardware import _GPU_GROWS, _LINK_GROWS
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
@@ -85,7 +86,13 @@ def of_two_ranks() -> Sent:
         }
         exporter.export(
             dataclasses.replace(
-                plain, traces=traces, device_ns=device, memory=memory, chosen=chosen
+                plain,
+                traces=traces,
+                device_ns=device,
+                memory=memory,
+                chosen=chosen,
+                flops=StepFlops(1e9, 0.001),
+                has_tokens=True,
             ),
         )
     exporter.record_hardware(identity(), hardware())

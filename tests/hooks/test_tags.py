@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchlens_perf as perf
 from tests.support.recording import Record, Recording, recorded
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.hooks.data import count_batch_elements
+from torchlens_perf.hooks.data import find_batch_tensor
 from torchlens_perf.run import ring
 from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
 
@@ -281,7 +281,8 @@ def test_workload_of_a_batch_is_the_size_of_its_first_tensor(
 
     Without a tensor the workload is None.
     """
-    assert count_batch_elements(batch) == elements
+    tensor = find_batch_tensor(batch)
+    assert (None if tensor is None else tensor.numel()) == elements
 
 
 def test_batch_without_elements_has_an_unknown_workload(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class _Marks(ctypes.Structure):
         (name, ctypes.c_void_p)
         for name in (
             "issue", "returned", "completed", "wait_began", "wait_ended", "claim", "part_over", "part_began", "pass_on",
+            "place",
         )
     ]  # fmt: skip
 
@@ -167,7 +168,7 @@ def test_wait_that_raised_is_flagged_in_its_record(native: CollectiveRig) -> Non
 
     assert (wait["kind"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, 30, Flag.EXCEPTION)
     assert (collective["duration_ns"], collective["flags"]) == (5, Flag.EXCEPTION)
-    assert marks.version == 5
+    assert marks.version == 6
 
 
 WAITS_WHILE_WATCHES_COME_AND_GO = """

@@ -388,6 +388,6 @@ def test_doctor_reports_a_missing_tap_and_whether_to_act(
     assert (check.severity, check.remedy) == (LIMITED, remedy)
     assert (
         check.finding
-        == "recorded from Python: each collective costs 50 us, and end times of asynchronous"
-        " collectives are missing"
+        == "recorded from Python: each collective costs 50 us, end times of asynchronous collectives"
+        " are missing, and FLOPs are not counted"
     )

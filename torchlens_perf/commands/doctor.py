@@ -141,12 +141,14 @@ def _check_tap() -> Iterator[Check]:
             LIMITED, "cache of native code", finding, "unset the variable, or set an absolute path"
         )
     if native_tap.load_tap() is not None:
-        yield Check(OK, "tap on collectives", "native", records="end of asynchronous collectives")
+        yield Check(
+            OK, "tap on collectives", "native", records="end of asynchronous collectives, FLOPs"
+        )
         return
     problems = "; ".join(native_tap.list_tap_problems())
     finding = (
-        "recorded from Python: each collective costs 50 us, and end times of asynchronous"
-        " collectives are missing"
+        "recorded from Python: each collective costs 50 us, end times of asynchronous collectives"
+        " are missing, and FLOPs are not counted"
     )
     finding += f" ({problems})" if problems else ""
     remedy = (

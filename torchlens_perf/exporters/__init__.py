@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from torchlens_perf.analysis.statistics.device import phase_durations_ns
 from torchlens_perf.analysis.statistics.memory import find_newest_reading
 from torchlens_perf.analysis.statistics.steps import build_step_traces
+from torchlens_perf.diagnosis.utilization import StepFlops, measure_step_flops
 from torchlens_perf.exporters.sampling.step_sampler import FIRST_TRACED_STEPS as FIRST_TRACED_STEPS
 from torchlens_perf.exporters.sampling.step_sampler import reason_from_step_number
 
@@ -40,6 +41,10 @@ class ExportBatch:
     """Device times by phase since the last batch, possibly of earlier steps."""
     memory: MemoryReading | None = None
     """The newest reading of the device's allocator since the last batch, if any."""
+    flops: StepFlops | None = None
+    """Operations of a mean step; None if not known."""
+    has_tokens: bool = False
+    """True if the workload of the steps is in tokens."""
     again: bool = False
     """True if an earlier batch contained these steps. This batch only adds traces of the steps."""
     chosen: Mapping[int, TracedStep] = dataclasses.field(default_factory=dict)
@@ -158,5 +163,7 @@ def build_export_batch(
         tuple(traces),
         device_ns,
         memory,
+        measure_step_flops(process),
+        process.statistics.operators.has_tokens,
         chosen=dict(chosen or {}),
     )

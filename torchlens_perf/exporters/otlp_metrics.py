@@ -186,6 +186,9 @@ class StepInstruments:
         self._phase = duration(semantics.PHASE_DURATION)
         self._device = duration(semantics.DEVICE_DURATION)
         self._steps = meter.create_number(semantics.STEPS)
+        self._tokens = meter.create_number(semantics.TOKENS)
+        self._flops = meter.create_number(semantics.MODEL_FLOPS)
+        self._mfu = meter.create_number(semantics.MFU)
         self._memory = meter.create_number(semantics.MEMORY)
         self._memory_bytes: dict[int, int] = {}
         self._others_bytes = 0
@@ -198,7 +201,7 @@ class StepInstruments:
 
     @property
     def counters(self) -> tuple[NumberInstrument, ...]:
-        return (self._steps, *self._device_memory.counters.values())
+        return (self._steps, self._tokens, self._flops, *self._device_memory.counters.values())
 
     @property
     def largest_shared_memory_bytes(self) -> int:
@@ -257,6 +260,7 @@ class StepInstruments:
             self._device.record_ns(durations_ns, {**attributes, semantics.PHASE: phase})
         self._device_memory.record_reading(batch, attributes, per_rank=per_rank)
         self._steps.add(len(steps), attributes)
+        self._record_utilization(batch, attributes, per_rank=per_rank)
         if steps.memory_bytes[-1]:
             self._memory_bytes[rank] = memory_bytes = int(steps.memory_bytes[-1])
             # The shared gauge shows the rank that uses most memory, which will run out of memory
@@ -267,6 +271,17 @@ class StepInstruments:
                 else max(self.largest_shared_memory_bytes, self._others_bytes),
                 attributes,
             )
+
+    def _record_utilization(
+        self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool
+    ) -> None:
+        steps, flops = batch.steps, batch.flops
+        if batch.has_tokens:
+            self._tokens.add(int(steps.workload.clip(min=0).sum()), attributes)
+        if flops is not None:
+            self._flops.add(round(flops.model * len(steps)), attributes)
+            if flops.at_peak_s is not None and per_rank:
+                self._mfu.set(flops.at_peak_s * 1e9 / float(steps.duration_ns.mean()), attributes)
 
     @staticmethod
     def _make_exemplar(

@@ -80,6 +80,9 @@ STEP_OWN_TIME = "torch.train.step.own_time"
 PHASE_DURATION = "torch.train.phase.duration"
 DEVICE_DURATION = "torch.train.device.duration"
 STEPS = "torch.train.steps"
+TOKENS = "torch.train.tokens"
+MODEL_FLOPS = "torch.train.model_flops"
+MFU = "torch.train.mfu"
 MEMORY = "torch.train.memory.usage"
 DEVICE_MEMORY = "torch.train.memory.device"
 ALLOC_RETRIES = "torch.train.memory.alloc_retries"
@@ -190,6 +193,7 @@ class SpanName(NamedTuple):
 
 _EACH_RANK = (RANK,)
 _LARGE = "a large job"
+_COUNTED = "counted operators"
 _DEVICE, _GPU, _PORT = "a device", "GPU", "port"
 _OF_GPU = (HARDWARE_ID, HARDWARE_NAME, HARDWARE_TYPE)
 _OF_PART = (HARDWARE_ID, HARDWARE_TYPE)
@@ -209,6 +213,11 @@ METRICS = (
     Metric(DEVICE_DURATION, "histogram", "s", (RANK, PHASE), "device time of a phase, or of a whole `step`",
         when=_DEVICE),
     Metric(STEPS, "counter", "{step}", _EACH_RANK, "steps finished"),
+    Metric(TOKENS, "counter", "{token}", _EACH_RANK, "tokens in batches, or given to `w.step()`", when="tokens"),
+    Metric(MODEL_FLOPS, "counter", "{FLOP}", _EACH_RANK, "operations of forward and backward pass, from counted steps",
+        when=_COUNTED),
+    Metric(MFU, "gauge", "1", _EACH_RANK, "share of the device's dense peak that model operations reach",
+        when=f"{_COUNTED}, a listed device"),
     Metric(MEMORY, "gauge", "By", _EACH_RANK, "memory at the last step's end: on a device the peak allocation, else"
         " resident memory"),
     Metric(DEVICE_MEMORY, "gauge", "By", (RANK, MEMORY_STATE), "memory that torch's allocator reports", when=_DEVICE),

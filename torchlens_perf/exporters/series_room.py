@@ -25,6 +25,7 @@ _LARGE_JOB_SHARE = 0.25
 _IMPORTANT = (
     semantics.STEP_DURATION, semantics.STEPS, semantics.HANG_DURATION, semantics.STEP_OWN_TIME, semantics.MEMORY,
     semantics.OUT_OF_MEMORY, semantics.PHASE_DURATION, semantics.DEVICE_DURATION, semantics.ALLOC_RETRIES,
+    semantics.TOKENS, semantics.MODEL_FLOPS, semantics.MFU,
     semantics.ERRORS, semantics.GPU_THROTTLED, semantics.TEMPERATURE, semantics.GPU_BUSY, semantics.GPU_MEMORY,
     semantics.POWER, semantics.GPU_TENSOR_ACTIVE, semantics.GPU_SM_ACTIVE, semantics.NETWORK_IO, semantics.GPU_CLOCK,
     semantics.GPU_DRAM_ACTIVE, semantics.ENERGY, semantics.GPU_IO, semantics.NETWORK_UP, semantics.GPU_SM_OCCUPANCY,

@@ -23,6 +23,7 @@ from torchlens_perf.hooks.module import ModuleCallRouter, ModuleHook
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.on_device.choice import create_device_hooks
 from torchlens_perf.hooks.on_device.memory import MemoryHook
+from torchlens_perf.hooks.operators import OperatorHook
 from torchlens_perf.hooks.recompute import RecomputeHook
 from torchlens_perf.hooks.section import SectionHook
 from torchlens_perf.hooks.stack import FaulthandlerHook, TracerPermissionHook
@@ -101,6 +102,7 @@ def create_hooks(
         (True, backward),
         (True, recompute),
         (config.collectives, CollectiveHook()),
+        (True, OperatorHook()),
         (config.memory != "off", MemoryHook(history=config.memory == "history")),
         (True, TagHook()),
         (config.sidecar, TracerPermissionHook()),

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 _DATA, _EXCEPTION = int(Kind.DATA), int(Flag.EXCEPTION)
 
 
-def count_batch_elements(batch: Any) -> int | None:
-    """Return the number of elements of a batch's first tensor, or None without a tensor.
+def find_batch_tensor(batch: Any) -> Any:
+    """Return the first tensor of a batch, or None without a tensor.
 
-    The number grows with batch size and sequence length. In a mapping, "input_ids" is preferred to
-    the first value.
+    Its number of elements grows with batch size and sequence length. In a mapping, "input_ids" is
+    preferred to the first value.
     """
     for _ in range(3):
         if isinstance(batch, (list, tuple)):
@@ -30,8 +30,7 @@ def count_batch_elements(batch: Any) -> int | None:
             batch = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()), None)
         else:
             break
-    count = getattr(batch, "numel", None)
-    return int(count()) if callable(count) else None
+    return batch if callable(getattr(batch, "numel", None)) else None
 
 
 class DataHook:
@@ -82,9 +81,14 @@ class DataHook:
             # batches of another thread that trains.
             if not (session.thread.is_current() or session.thread.reads_gradients):
                 return
-            elements = count_batch_elements(batch)
-            if elements is not None:
-                session.step.add_workload(elements)
+            tensor = find_batch_tensor(batch)
+            if tensor is None:
+                return
+            session.step.add_workload(int(tensor.numel()))
+            if recorder.sampled and tensor.dim():
+                # Token ids are integers of the shape [batch, length].
+                are_tokens = tensor.dim() == 2 and not tensor.is_floating_point()
+                session.step.add_batch(len(tensor), are_tokens=are_tokens)
 
         def timed_iter(self: Any) -> Any:
             recorder.begin(_DATA, workers)

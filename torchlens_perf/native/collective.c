@@ -318,6 +318,23 @@ static void wait_ended(int raised)
     leave(gil, state, recorder);
 }
 
+static enum pass place(uint32_t *module)
+{
+    uint32_t phase = KIND_STEP;
+    collective_lock();
+    if (collecting != NULL && collecting->header != NULL) {
+        Stack *stack = open_spans(collecting);
+        uint64_t depth = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
+        phase = current_phase(stack);
+        while (depth-- > 0 && *module == 0) {
+            uint32_t kind = stack->frames[depth].kind;
+            *module = kind == KIND_MODULE || is_forward(kind) ? stack->frames[depth].name_id : 0;
+        }
+    }
+    pthread_mutex_unlock(&lock);
+    return phase == KIND_OPTIMIZER ? PASS_OPTIMIZER : phase == KIND_BACKWARD ? PASS_BACKWARD : PASS_FORWARD;
+}
+
 CollectiveMarks collective_marks = {
     .version = COLLECTIVE_MARKS_VERSION,
     .issue = issue,
@@ -329,6 +346,7 @@ CollectiveMarks collective_marks = {
     .part_over = parts_over,
     .part_began = parts_began,
     .pass_on = pass_on,
+    .place = place,
 };
 
 /* Whether collectives are recorded there. With the GIL. */

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define COLLECTIVE_MARKS_CAPSULE "torchlens_perf._native.collective_marks"
-enum { COLLECTIVE_MARKS_VERSION = 5 };
+enum { COLLECTIVE_MARKS_VERSION = 6 };
 
 /* One operation: what the tap knows of it, and what issue() adds. */
 typedef struct {
@@ -43,6 +43,9 @@ enum part_time {
     PART_LOST,      /* they should have been reported, and were not */
 };
 
+/* What an operator is called for. As Pass in run/operators.py. */
+enum pass { PASS_FORWARD, PASS_BACKWARD, PASS_RECOMPUTE, PASS_OPTIMIZER };
+
 typedef struct {
     int version;
     /* Before the operation. Returns 0, and records nothing, if nobody records. */
@@ -65,6 +68,8 @@ typedef struct {
     /* With the GIL and an exception set, which it takes: out of the PyObject `function`. A signal handler's comes to the
      * user's loop; others are written to the log. Returns whether it was a signal handler's. */
     int (*pass_on)(void *function);
+    /* The pass that the calling thread is in by its open spans, and the innermost module, which is not set without one. */
+    enum pass (*place)(uint32_t *module);
 } CollectiveMarks;
 
 #endif

@@ -25,6 +25,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "operators.h"
 #include "tap_timing.h"
 
 namespace {
@@ -362,7 +363,7 @@ PyObject *attach(PyObject *, PyObject *args)
         PyErr_SetString(PyExc_RuntimeError, "built for another version of torchlens_perf");
         return nullptr;
     }
-    marks = attached;
+    marks = operators::spans = attached;
     Py_INCREF(function);
     Py_XSETREF(describe, function);
     watch_number++;
@@ -410,6 +411,8 @@ PyMethodDef methods[] = {
     {"attach", attach, METH_VARARGS, nullptr},
     {"detach", detach, METH_NOARGS, nullptr},
     {"time_with", time_with, METH_O, nullptr},
+    {"start_counting", operators::start_counting, METH_NOARGS, nullptr},
+    {"stop_counting", operators::stop_counting, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -420,7 +423,9 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_torchlens_perf_tap", nullptr,
 
 PyMODINIT_FUNC PyInit__torchlens_perf_tap()
 {
-    // A forked child must not find it held by a thread that it does not have.
-    pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
+    // A forked child must not find them held by a thread that it does not have.
+    pthread_atfork([] { std::lock(lock, operators::step_lock); },
+                   [] { lock.unlock(), operators::step_lock.unlock(); },
+                   [] { lock.unlock(), operators::step_lock.unlock(); });
     return PyModule_Create(&definition);
 }

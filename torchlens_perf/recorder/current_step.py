@@ -36,6 +36,15 @@ class UserLoop(Protocol):
         """Return the content of the step that ends now."""
 
 
+class StepObserver(Protocol):
+    """Observes sampled steps on the training thread."""
+
+    def begin_step(self, step: int) -> None: ...
+
+    def end_step(self, samples: int, *, are_tokens: bool) -> None:
+        """Called before the step's record is written. See CurrentStep.add_batch()."""
+
+
 class CurrentStep:
     """The current step of one watch.
 
@@ -66,6 +75,9 @@ class CurrentStep:
         self._memory_bytes = 0
         # Elements of the step's batches, or -1 without a batch that contains a tensor.
         self._workload = -1
+        self._observer: StepObserver | None = None
+        # Samples in the batches of a sampled step, and True if the workload is in tokens.
+        self._samples, self._are_tokens = 0, False
 
     def begin(self, loop: UserLoop) -> None:
         """Start recording marks. loop: object that reports the content of each step."""
@@ -73,6 +85,7 @@ class CurrentStep:
         recorder = self._recorder
         recorder.start_thread_time()
         recorder.sampled = int(self._sampling.is_sampled(recorder.step))
+        self._begin_sampled_step(recorder.step)
         self._sampling.start_recording(self._read_boundary())
         recorder.activate()
 
@@ -81,6 +94,15 @@ class CurrentStep:
 
     def add_workload(self, elements: int) -> None:
         self._workload = max(0, self._workload) + elements
+
+    def set_observer(self, observer: StepObserver | None) -> None:
+        """Set the observer of sampled steps, or remove it."""
+        self._observer = observer
+
+    def add_batch(self, samples: int, *, are_tokens: bool) -> None:
+        """Add a batch of a sampled step. are_tokens: True if its elements are tokens."""
+        self._samples += samples
+        self._are_tokens = are_tokens
 
     def set_memory(self, memory_bytes: int) -> None:
         """Set the memory of this and later steps in bytes. 0 means unknown."""
@@ -105,7 +127,7 @@ class CurrentStep:
         ):
             return
         if tokens is not None:
-            self._workload = tokens
+            self._workload, self._are_tokens = tokens, True
         self.end(_MANUAL)
 
     def end(self, flags: int = 0) -> None:
@@ -123,6 +145,9 @@ class CurrentStep:
         sampled = recorder.sampled
         if sampled:
             flags |= _SAMPLED
+            if self._observer is not None:
+                self._observer.end_step(self._samples, are_tokens=self._are_tokens)
+            self._samples = 0
         content = loop.finish_step(inference=bool(flags & _INFERENCE))
         packed = min(content.micro_steps, MICRO_STEPS_MASK) | (self._workload + 1) << WORKLOAD_SHIFT
         step = recorder.next_step(flags | self._flags | content.flags, self._memory_bytes, packed)
@@ -137,6 +162,11 @@ class CurrentStep:
             self._sampling.end_sampled_step(self._read_boundary())
         if recorder.sampled:
             self._sampling.begin_sampled_step(self._read_boundary())
+            self._begin_sampled_step(step)
+
+    def _begin_sampled_step(self, step: int) -> None:
+        if self._recorder.sampled and self._observer is not None:
+            self._observer.begin_step(step)
 
     def _read_boundary(self) -> StepBoundary:
         """Return the current step, time, and time in hooks.

@@ -27,7 +27,8 @@ from typing import Any
 from torchlens_perf.recorder import recorder
 from torchlens_perf.run import ownership, tap_requirements
 
-COMPILER_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w")
+# NDEBUG: torch is built with it, and at::RecordFunction has another layout without it.
+COMPILER_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-DNDEBUG")
 _MODULE = "_torchlens_perf_tap"
 # The tap's name in torch_dispatcher.find_kernel_owner(), as in native/tap.cpp.
 OWNER = "torchlens_perf's native tap"

@@ -59,6 +59,8 @@ class RankFacts(TypedDict, total=False):
     """File into which the process writes its stack on a signal."""
     missing_tap: str
     """File name of the native tap that is missing."""
+    operators_missing: str
+    """Reason why operators are not counted; "" if they are."""
     settings: dict[str, Any]
     training: dict[str, Any]
     """Known fields of TrainingSettings."""
@@ -113,6 +115,7 @@ class RankMetadata:
             "stack_file": "",
             "missing_tap": "",
             "training": {},
+            "operators_missing": "",
             "settings": {name: getattr(config, name) for name in SIDECAR_SETTINGS},
             "run_settings": {} if simulated_from else _collect_run_settings(config),
             "folder": "" if simulated_from else _find_program_folder(),

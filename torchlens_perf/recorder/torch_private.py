@@ -467,3 +467,18 @@ def _skip_code_object(code: types.CodeType) -> None:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             _skip_code_object(constant)
+
+
+def runs_float32_in_tf32(backend: Any) -> bool:
+    """Return True if products of float32 run in TF32 on CUDA devices.
+
+    backend: torch.backends.cuda.matmul, or torch.backends.cudnn.conv for convolutions.
+    """
+    import torch
+
+    chosen = getattr(backend, "fp32_precision", "none")
+    if chosen == "none":
+        chosen = getattr(torch.backends, "fp32_precision", "none")
+    if chosen == "none":
+        return bool(getattr(backend, "allow_tf32", torch.backends.cudnn.allow_tf32))
+    return bool(chosen == "tf32")

@@ -19,6 +19,7 @@ from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.diagnosis.goodput import StragglerLoss, build_goodput
 from torchlens_perf.diagnosis.regimes import find_regimes
+from torchlens_perf.diagnosis.utilization import build_utilization
 from torchlens_perf.report.collective_rows import (
     collective_rows,
     count_last_arrivals,
@@ -104,6 +105,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
     links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
     steps = _build_steps(processes, judged_windows, judging.findings)
+    modules = module_rows(processes)
     facts: Facts = {
         "schema": SCHEMA,
         "run": _build_run(run_id, nodes, processes),
@@ -112,7 +114,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "heat": build_heat_map(grid, judging.findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
         "regimes": find_regimes(grid, steps["long"], judging.findings),
-        "modules": module_rows(processes),
+        "modules": modules,
         "sections": section_rows(processes),
         "device_sections": device_section_rows(processes),
         "gpus": gpu_rows(nodes, processes),
@@ -123,6 +125,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "goodput": None,
         "lost_time": None,  # It is computed from recorded steps, see run_report.py.
         "advice": [],
+        "utilization": build_utilization(nodes, modules),
         "quality": _build_quality(nodes, processes),
     }
     for rank in facts["ranks"]:

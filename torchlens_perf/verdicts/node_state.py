@@ -81,6 +81,17 @@ class CpuUsage:
 
 
 @dataclasses.dataclass
+class CpuPeak:
+    """Highest rates that NumPy reached on all CPUs of the node together, after the run."""
+
+    flops_per_s: float
+    """Of a product of float32 matrices."""
+    bytes_per_s: float
+    """Read and written in copies larger than the caches."""
+    cpus: int
+
+
+@dataclasses.dataclass
 class ProcessState:
     """One process of one rank."""
 
@@ -151,11 +162,18 @@ class ProcessState:
     step_offset: int | None = None
     """Steps that the model had made before step 0 of this process, by the step counter of its
     framework or optimizer; None if not known."""
+    operators_missing: str = ""
+    """Reason why operators are not counted; "" if they are."""
     out_of_memory: OutOfMemory | None = None
     """The memory table of the newest failed allocation on its device, see
     hooks/on_device/out_of_memory.py."""
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Versions, settings of watch() and variables that change the speed, as text by name."""
+
+    @property
+    def counts_on_cpu(self) -> bool:
+        """True if operators were counted that ran on CPUs."""
+        return self.compute_device == "cpu" and self.statistics.operators.steps > 0
 
     @property
     def on_device(self) -> bool | None:
@@ -227,6 +245,8 @@ class NodeState:
     telemetry: HardwareTotals = dataclasses.field(default_factory=HardwareTotals)
     traced: list[TracedStep] = dataclasses.field(default_factory=list)
     """The newest steps that were exported as traces, with their exported parts."""
+    cpu_peak: CpuPeak | None = None
+    """Measured at the end of a run on CPUs; None if not measured."""
     tap_outlook: str = ""
     """A sentence on the build of the shared library that records collectives, if it was missing."""
     commit: str = ""

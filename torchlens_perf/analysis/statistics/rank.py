@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
+from torchlens_perf.analysis.statistics.operators import OperatorStatistics
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify_steps
 from torchlens_perf.run.records import PARTS, StepTable
@@ -422,6 +423,7 @@ class RankStatistics:
     """Bins of steps by the device's clock, which does not count the host's waits for the device."""
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
+    operators: OperatorStatistics = field(default_factory=OperatorStatistics)
 
     def add_records(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
@@ -442,6 +444,7 @@ class RankStatistics:
         self._add_section_host_times(records, steps, names)
         self.device.add_records(warm, names)
         self.memory.add_records(records, names)
+        self.operators.add_records(records, steps, names)
 
     def _add_steps(self, table: StepTable, measured_ns: npt.NDArray[np.int64]) -> None:
         if self.first_step is None:

@@ -40,6 +40,7 @@ _NO_SPANS = (
     int(Kind.SKETCH),
     int(Kind.MERGED),
     int(Kind.MEMORY),
+    int(Kind.OPERATORS),
 )
 _PART_OF_KIND = {
     Kind.DATA: "data",

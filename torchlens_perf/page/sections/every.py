@@ -189,6 +189,13 @@ SECTIONS: tuple[tuple[str, str, Callable[[PageContents], Element | None]], ...] 
     ("modules", "Modules", build_modules_section),
     ("step", "One step", _build_one_step_section),
     (
+        "utilization",
+        "Utilization",
+        lambda of: _build_tables_section(
+            of, "utilization", "Utilization", "utilization", "roofline"
+        ),
+    ),
+    (
         "outliers",
         "Outlier steps",
         lambda of: _build_tables_section(of, "outliers", "Outlier steps", "outlier_steps"),

@@ -40,6 +40,7 @@ class Kind(IntEnum):
     # missing.
     DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
+    OPERATORS = 29  # work of a sampled step, see operators.py
 
 
 @functools.cache

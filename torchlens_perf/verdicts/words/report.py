@@ -16,6 +16,7 @@ from torchlens_perf.verdicts.words.evidence import Evidence, LongSteps
 from torchlens_perf.verdicts.words.report_goodput import Goodput
 from torchlens_perf.verdicts.words.report_hardware import Gpu, Link
 from torchlens_perf.verdicts.words.report_memory import Memory
+from torchlens_perf.verdicts.words.report_utilization import Utilization
 
 
 class Distribution(TypedDict):
@@ -583,6 +584,7 @@ class Facts(TypedDict):
     """None without enough usual steps that all ranks have made, or if their times are not known."""
     advice: list[Advice]
     """Advice on the whole job, the largest gain first, and unknown gains last."""
+    utilization: Utilization
     quality: Quality
 
 

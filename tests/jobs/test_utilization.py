@@ -1,0 +1,64 @@
+"""FLOPs, rates and utilization in reports on real jobs on CPUs, and on all screens."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.processes import SCRIPTS, only_report, report, run, runs, torchrun
+from torchlens_perf.recorder import native_tap
+
+SCRIPT = str(SCRIPTS / "train_counted.py")
+
+pytestmark = pytest.mark.skipif(
+    native_tap.load_tap() is None,
+    reason="the native tap is not built: torchlens-perf build-tap builds it",
+)
+
+
+def trained(folder: Path, *arguments: str, ranks: int = 1) -> tuple[dict[str, Any], int]:
+    """Return the report on a job, and the FLOPs of a rank's step by torch's own counter."""
+    launch = [sys.executable] if ranks == 1 else torchrun(ranks=ranks)
+    done = run([*launch, SCRIPT, *arguments], folder, 280)
+    assert done.returncode == 0, done.stderr
+    (flops,) = re.findall(r"^flops (\d+)$", done.stdout, re.MULTILINE)
+    return only_report(folder), int(flops)
+
+
+@pytest.mark.parametrize(("arguments", "ranks"), [((), 1), (("compile",), 1), ((), 2)])
+def test_report_has_the_operations_and_rates_of_a_job(
+    arguments: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    value, flops = trained(tmp_path, *arguments, ranks=ranks)
+    found = value["utilization"]
+
+    assert found["not_measured"] is None
+    assert found["model_flops"] == found["hardware_flops"] == ranks * flops
+    assert found["precisions"] == {"fp32": 1}
+    assert found["tokens_per_s"] == pytest.approx(ranks * 256 / found["step_s"])
+    assert found["samples_per_s"] == pytest.approx(ranks * 8 / found["step_s"])
+    # The peak is measured after the run, so its ratio to the run is not exact.
+    assert 0 < found["mfu"] == found["hfu"] < 2
+    assert "measured after the run" in found["peak_source"]
+    assert 0 < found["counted_share"] <= 1
+    assert len(found["ranks"]) == ranks
+
+
+def test_screens_show_the_table_and_its_convention(tmp_path: Path) -> None:
+    value, _ = trained(tmp_path)
+    (directory,) = runs(tmp_path)
+    command = [sys.executable, "-m", "torchlens_perf", "report", str(directory.path)]
+    terminal = run(command, tmp_path, 120).stdout
+    page = (directory.path / "report.html").read_text()
+
+    for text in (terminal, page):
+        words = " ".join(text.split())
+        assert "MFU" in words
+        assert "measured after the run" in words
+        assert "There is no fused attention." in words
+    assert value["utilization"]["convention"].startswith("Attention is counted in full")
+    assert report(directory)["utilization"] == value["utilization"]
