@@ -164,7 +164,7 @@ def _is_complete(run: Path) -> bool:
     from torchlens_perf.run.directory import RunDirectory
 
     try:
-        return not load_report(RunDirectory(run))["run"]["live"]
+        return not load_report(RunDirectory(run), lost_time=False)["run"]["live"]
     except RunStoreError:
         return False
 

@@ -108,7 +108,7 @@ class Comparison:
 def read_compared_run(path: Path) -> ComparedRun:
     """Read a run for a comparison. Raise RunStoreError if it has no step to compare."""
     run = RunDirectory(path)
-    return build_compared_run(run, load_report(run))
+    return build_compared_run(run, load_report(run, lost_time=False))
 
 
 def build_compared_run(run: RunDirectory, report: Report) -> ComparedRun:

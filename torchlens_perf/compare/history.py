@@ -76,7 +76,7 @@ def read_history(
     for number, path in enumerate(paths, 1):
         run = RunDirectory(path)
         try:
-            report = load_report(run)
+            report = load_report(run, lost_time=False)
             if report["goodput"] is not None:
                 goodputs.append((run.run_id, report["goodput"]))
             runs.append(build_compared_run(run, report))

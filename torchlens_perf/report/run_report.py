@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
 
 
-def load_report(run: RunDirectory) -> Report:
+def load_report(run: RunDirectory, *, lost_time: bool = True) -> Report:
     """Return the report on the current state files.
+
+    lost_time: False leaves out `lost_time`, for which recorded steps are read.
 
     A node whose file is unusable is left out, with a note. Raise RunStoreError if no file can be
     used.
     """
-    return load_report_and_states(run)[0]
+    return (load_report_and_states if lost_time else _load_without_lost_time)(run)[0]
 
 
 def load_report_and_states(
@@ -36,13 +38,19 @@ def load_report_and_states(
 
     advanced: called with the number of files read so far and the total.
     """
-    unusable: list[str] = []
-    report, states = report_from_states(run, node_state.load_all(run, unusable, advanced), unusable)
+    report, states = _load_without_lost_time(run, advanced)
     # This import takes 50 ms, which `top` does not need.
     from torchlens_perf.report.usual_steps import add_lost_time
 
     add_lost_time(run, report, states)
     return report, states
+
+
+def _load_without_lost_time(
+    run: RunDirectory, advanced: Callable[[int, int], object] = lambda done, total: None
+) -> tuple[Report, list[NodeState]]:
+    unusable: list[str] = []
+    return report_from_states(run, node_state.load_all(run, unusable, advanced), unusable)
 
 
 def report_from_states(

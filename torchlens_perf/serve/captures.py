@@ -103,7 +103,7 @@ def _choose_first_step(run: RunDirectory, asked: Sequence[int]) -> tuple[int, in
     Raise ConfigError if these ranks cannot be captured.
     """
     states = list(run.nodes.glob("*.json"))
-    report = load_report(run) if states else None
+    report = load_report(run, lost_time=False) if states else None
     not_yet = (
         f"the sidecar of {run.run_id} has not read the first steps yet: try again in a few seconds"
     )

@@ -238,7 +238,7 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
         if not any(run.nodes.glob("*.json")):
             waiting = "No step has been recorded yet."
             return RunLine(*found, "STARTING", NEUTRAL, waiting, is_live=True, state="starting")
-        report = load_report(run)
+        report = load_report(run, lost_time=False)
         verdict = choose_headline(build_headlines(report))
     # One unreadable run must not hide the other runs.
     except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:
