@@ -115,8 +115,8 @@ def make_job(
     }  # fmt: skip
     classes = classify_time(find_critical_path(times), report, report["verdicts"])
     report["lost_time"] = {"step_s": report["steps"]["total_s"] / STEPS, "classes": classes}
-    known = TrainingSettings(**{"bound": False, **(settings or {})})
-    return Job(report, known, Replay(times, report), lengths)
+    known = TrainingSettings(**{"cpu_count": CPU["cpus"], **(settings or {})})
+    return Job(report, known, Replay(times, report), len(uses), lengths)
 
 
 GPU: dict[str, Any] = {"run": {"device": "GPU"}, "rank": device()}
@@ -276,8 +276,8 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
     ),
     "garbage-collection": (
         (CLEAN,),
-        {"settings": {"gc_frozen": 0}, "steps": {"long": [long("garbage collection", 400)]}},
-        {"settings": {"gc_frozen": 250_000}},
+        {"steps": {"long": [long("garbage collection", 400)]}},
+        {"steps": {"long": [long("garbage collection", 60)]}},
     ),
     "cpu-threads": (
         ({**CLEAN, "cpu": 20.0}, {**CLEAN, "cpu": 20.0}),
@@ -286,8 +286,8 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
     ),
     "cpu-binding": (
         ({**CLEAN, "cpu": 20.0}, {**CLEAN, "cpu": 20.0}),
-        {},
-        {"settings": {"bound": True}},
+        {"rank": {"cpu": {**CPU, "others_share": 0.02}}},
+        {"rank": {"cpu": {**CPU, "others_share": None}}},
     ),
     "expandable-segments": (
         (CLEAN,),
@@ -354,7 +354,7 @@ def test_rule_abstains_where_no_setting_and_no_cpu_is_known(key: str) -> None:
     """Rules that need only recorded times give their advice without settings."""
     uses, facts, _ = CASES[key]
     without = {name: each for name, each in facts.items() if name != "settings"}
-    found = keys(make_job(*uses, **{**without, "settings": {"bound": None}}))
+    found = keys(make_job(*uses, **{**without, "settings": {"cpu_count": None}}))
     assert (key in found) == ("settings" not in facts and key not in ("cpu-threads", "cpu-binding"))
 
 
@@ -374,13 +374,28 @@ def test_number_of_workers_is_what_the_wait_needs_and_the_cpus_allow() -> None:
     uses = {**CLEAN, "data": 150.0}
     (advice,) = find_advice(make_job(uses, settings={"loader": loader}))
     assert "num_workers=3" in advice["action"]
-    assert advice["change"] == "data=0"
+    # A batch of a worker still has to be taken out of a pipe.
+    assert advice["change"] == "data x0.01"
     (advice,) = find_advice(
         make_job(uses, settings={"loader": loader}, rank={"cpu": {**CPU, "cpus": 4}})
     )
     # Two workers return a batch every 75 ms, while the rest of a step takes 60 ms.
     assert "num_workers=2" in advice["action"]
     assert advice["gain_s"] == pytest.approx(0.135)
+
+
+def test_short_wait_is_not_worth_a_worker() -> None:
+    loader = dataclasses.replace(LOADER, workers=0)
+    settings = {"loader": loader}
+    assert keys(make_job({"forward": 8.0, "data": 0.9}, settings=settings)) == []
+    assert keys(make_job({"forward": 8.0, "data": 3.0}, settings=settings)) == ["loader-workers"]
+
+
+@pytest.mark.parametrize("frozen", [0, 9000])
+def test_objects_that_are_frozen_are_not_to_be_frozen_again(frozen: int) -> None:
+    rows = [long("garbage collection", 400)]
+    (advice,) = find_advice(make_job(settings={"gc_frozen": frozen}, steps={"long": rows}))
+    assert ("gc.freeze()" in advice["action"]) == (frozen == 0)
 
 
 def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:

@@ -21,6 +21,7 @@ from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
 from torchlens_perf.hooks.loop.trained_models import find_objects_of_type
 from torchlens_perf.recorder import torch_private
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.training_settings import (
     DdpSettings,
     FsdpSettings,
@@ -95,6 +96,7 @@ class TrainingSettingsHook:
                 for each in itertools.islice(parameters_of(optimizer), _MAX_GRADIENTS)
                 if each.grad is not None
             ]
+        cpus = sorted(os.sched_getaffinity(0))
         has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return TrainingSettings(
             loader=_read_loader(self._iterator() if self._iterator is not None else None),
@@ -113,7 +115,8 @@ class TrainingSettingsHook:
             cudnn_benchmark=torch.backends.cudnn.benchmark if has_cuda else None,
             gc_threshold=gc.get_threshold()[0] if gc.isenabled() else 0,
             gc_frozen=gc.get_freeze_count(),
-            bound=len(os.sched_getaffinity(0)) < (os.cpu_count() or 1),
+            cpus=format_ranges(cpus),
+            cpu_count=len(cpus),
             free_memory_bytes=_read_free_memory(),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,15 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         "changes": changes,
         "drift_share": drift,
     }
-    settings = [each.training for _, each in sorted(latest_processes(states).items())]
-    job = Job(report, settings[0], Replay(times, report), times.correlate_workload())
+    processes = latest_processes(states)
+    sharing = Counter((each.identity.host, each.training.cpus) for each in processes.values())
+    job = Job(
+        report,
+        processes[min(processes)].training,
+        Replay(times, report),
+        max(sharing.values()),
+        times.correlate_workload(),
+    )
     report["advice"] = find_advice(job)
 
 

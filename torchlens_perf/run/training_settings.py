@@ -92,7 +92,8 @@ class TrainingSettings:
     """Threshold of the youngest generation; 0 if garbage collection is off."""
     gc_frozen: int | None = None
     """Number of objects that gc.freeze() has excluded from garbage collection."""
-    bound: bool | None = None
-    """True if the process may only use some CPUs of its machine."""
+    cpus: str | None = None
+    """Numbers of the CPUs that the process may use, such as "0-7"."""
+    cpu_count: int | None = None
     free_memory_bytes: int | None = None
     """Memory of the machine that is available without swapping."""

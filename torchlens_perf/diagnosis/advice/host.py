@@ -30,15 +30,17 @@ def do_not_synchronize(job: Job) -> Proposal | None:
 
 @rule("garbage-collection", "https://docs.python.org/3/library/gc.html#gc.freeze")
 def freeze_objects(job: Job) -> Proposal | None:
-    """Steps collect garbage, and no objects are frozen."""
+    """Steps collect garbage."""
     rows = job.long_steps("garbage collection")
-    if not rows or job.settings.gc_frozen is None or job.settings.gc_frozen > 0:
+    if not rows:
         return None
     steps = sum(row["count"] for row in rows)
+    freeze = "" if job.settings.gc_frozen else "Call gc.freeze() before the loop. "
     return Proposal(
         f"{format_count(steps, 'step')} collected garbage, which is"
         f" {job.describe_seconds('on average', job.per_step(rows))}.",
-        "Call gc.collect() and gc.freeze() before the loop, and collect less often: gc.set_threshold().",
+        f"{freeze}Collect less often: gc.set_threshold(), or gc.disable() and gc.collect() at times"
+        " that you choose.",
         "gc=0",
     )
 
@@ -63,15 +65,15 @@ def bind_ranks(job: Job) -> Proposal | None:
     """Ranks share all CPUs of a host that has enough of them, no other program uses them, and waiting
     for a CPU takes at least 5 % of the step."""
     cpus, threads, loader = job.cpus_per_rank, job.threads, job.settings.loader
-    if cpus is None or threads is None or job.settings.bound or job.ranks_per_host < 2:
+    if cpus is None or threads is None or job.ranks_per_cpus < 2:
         return None
     known = [rank["cpu"]["others_share"] for rank in job.report["ranks"] if rank["cpu"]]
-    others = max((each for each in known if each is not None), default=0.0)
+    others = max((each for each in known if each is not None), default=1.0)
     needed = threads + (loader.workers if loader else 0)
     if needed > cpus or others >= 0.1 or job.share("cpu") < 0.05:
         return None
     return Proposal(
-        f"Each of {job.ranks_per_host} ranks may use all CPUs of its host, which has"
+        f"Each of {job.ranks_per_cpus} ranks may use all CPUs of its host, which has"
         f" {cpus} per rank; {job.describe(_CONTENTION, 'cpu')}.",
         "Give each rank CPUs of its own: torchrun --numa-binding=exclusive, or taskset.",
     )

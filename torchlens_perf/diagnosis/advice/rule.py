@@ -65,6 +65,8 @@ class Job:
     """Settings of the lowest rank."""
     replay: Replay | None = None
     """None if the recorded steps cannot be replayed."""
+    ranks_per_cpus: int = 1
+    """Largest number of ranks of a host that may use the same CPUs."""
     length_correlation: float | None = None
     """Correlation of the ranks' times with the sizes of their batches, within steps; None if all
     batches have one size, or if sizes are not known."""
@@ -134,12 +136,10 @@ class Job:
 
     @property
     def cpus_per_rank(self) -> int | None:
-        """CPUs of a host for each of its ranks, if ranks share them; None if not known."""
+        """CPUs of a rank, or its part of CPUs that ranks share; None if not known."""
         known = [rank["cpu"]["cpus"] for rank in self.report["ranks"] if rank["cpu"]]
-        fewest = min((each for each in known if each), default=None)
-        if fewest is None or self.settings.bound is None:
-            return None
-        return fewest if self.settings.bound else fewest // self.ranks_per_host
+        found = [each for each in (*known, self.settings.cpu_count) if each]
+        return min(found) // self.ranks_per_cpus if self.settings.cpu_count else None
 
     @property
     def spare_cpus(self) -> int:
