@@ -6,7 +6,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torchlens_perf.run.settings_to_try import SETTINGS
 
 if TYPE_CHECKING:
     from torchlens_perf.compare.comparison import Comparison
+    from torchlens_perf.verdicts.words.report import Advice
 
 NO_GAIN = 1
 TRIES = "tries.jsonl"
@@ -48,7 +49,7 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", dest="settings",
-        help="a setting to try, such as loader.num_workers=4; may be repeated",
+        help="a setting or variable to try, such as loader.num_workers=4; may be repeated",
     )  # fmt: skip
     parser.add_argument("--times", type=int, default=5, help="runs of each side; default: 5")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -56,11 +57,14 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(command=_run_try, markdown=False, html=None)
 
 
-def parse_settings(texts: list[str]) -> dict[str, Any]:
-    """Return settings with their values. Raise ConfigError for an unknown name."""
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Return settings and variables with their values. Raise ConfigError for an unknown setting."""
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
+        if name.isupper() and equals:
+            found[name] = value
+            continue
         if not equals or name not in SETTINGS:
             raise ConfigError(f"--set {text}: {unknown_word_text('setting', name, SETTINGS)}")
         try:
@@ -76,53 +80,54 @@ def _run_try(options: argparse.Namespace) -> int:
 
     if options.times < 1:
         raise ConfigError(f"--times must be 1 or more, got {options.times}")
-    settings, predicted = parse_settings(options.settings), None
-    if not settings:
-        settings, predicted = _choose_advice(options.run or find_newest_run())
-    shown = ", ".join(f"{name}={value}" for name, value in settings.items())
+    advice = None
+    if not options.settings:
+        advice = _choose_advice(options.run or find_newest_run())
+        options.settings = [advice["apply"]]
+    settings = parse_settings(options.settings)
     if not options.quiet:
-        print(f"torchlens-perf: trying {shown}", file=sys.stderr)
+        print(f"torchlens-perf: trying {', '.join(options.settings)}", file=sys.stderr)
+    variables = {name: value for name, value in settings.items() if name.isupper()}
+    inside = {name: value for name, value in settings.items() if name not in variables}
+    if inside:
+        variables[TRIED] = json.dumps(inside)
     command = shlex.join(options.tried)
     before, after = record_in_turn(
-        [command, command],
-        options.times,
-        quiet=options.quiet,
-        changed={TRIED: json.dumps(settings)},
+        [command, command], options.times, quiet=options.quiet, changed=variables
     )
     with Progress("reading the runs", quiet=options.quiet) as progress:
         compared = compare_runs(before, after, progress)
     print_comparison(compared, options)
-    _keep_result(before[0].parent.parent / TRIES, command, settings, predicted, compared)
+    _keep_result(before[0].parent.parent / TRIES, command, options.settings, advice, compared)
     if compared.step.outcome is not Outcome.CHANGED:
         return UNKNOWN if compared.step.outcome is Outcome.UNKNOWN else NO_GAIN
     return 0 if compared.step.difference < 0 else NO_GAIN
 
 
-def _choose_advice(run: Path) -> tuple[dict[str, Any], dict[str, float] | None]:
-    """Return the settings of the best advice that can be tried, and its predicted gain."""
+def _choose_advice(run: Path) -> Advice:
+    """Return the best advice on a run that can be tried. Raise ConfigError if there is none."""
     from torchlens_perf.report.run_report import load_report
     from torchlens_perf.run.directory import RunDirectory
 
-    report: Mapping[str, Any] = load_report(RunDirectory(run))
-    for advice in report.get("advice", ()):
-        settings = advice.get("settings")
-        if settings:
-            return dict(settings), advice.get("gain")
+    for advice in load_report(RunDirectory(run))["advice"]:
+        if advice["apply"]:
+            return advice
     raise ConfigError(f"no advice on {run} can be tried from outside of the code: use --set")
 
 
 def _keep_result(
     path: Path,
     command: str,
-    settings: dict[str, Any],
-    predicted: dict[str, float] | None,
+    settings: Sequence[str],
+    advice: Advice | None,
     compared: Comparison,
 ) -> None:
     step = compared.step
     row = {
         "command": command,
         "settings": settings,
-        "predicted": predicted,
+        "advice": advice and advice["key"],
+        "predicted_s": advice and [advice["low_s"], advice["gain_s"], advice["high_s"]],
         "step_before_s": step.before,
         "gain_s": -step.difference,
         "low_s": -step.high,
