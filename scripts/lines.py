@@ -15,15 +15,15 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. A file counts for the first entry that contains it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 4686),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 5234),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        14257,
+        14439,
     ),
-    ("store", ("store",), 1600, 978),
-    ("run", ("run",), 3000, 5579),
+    ("store", ("store",), 1600, 977),
+    ("run", ("run",), 3000, 5661),
     (
         "verdicts",
         (
@@ -31,16 +31,16 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
             "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,
-        9621,
+        9759,
     ),
-    ("analysis", ("analysis",), 3300, 5664),
-    ("exporters", ("exporters",), 2600, 5783),
-    ("view", ("report", "view", "page", "top"), 6000, 12878),
+    ("analysis", ("analysis",), 3300, 5792),
+    ("exporters", ("exporters",), 2600, 5815),
+    ("view", ("report", "view", "page", "top"), 6000, 13081),
     ("compare, queries", ("compare", "timeline", "query"), 2500, 2689),
-    ("diagnosis", ("diagnosis",), 2500, 1160),
+    ("diagnosis", ("diagnosis",), 2500, 2628),
     ("serve", ("serve",), 1300, 2254),
-    ("sidecar", ("sidecar",), 5400, 9838),
-    ("simulate, commands", ("simulate", "commands"), 2200, 5203),
+    ("sidecar", ("sidecar",), 5400, 9898),
+    ("simulate, commands", ("simulate", "commands"), 2200, 5210),
     ("entry points", (".",), 1000, 1891),
 )  # fmt: skip
 

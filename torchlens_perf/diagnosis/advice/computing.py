@@ -31,6 +31,7 @@ def fuse_optimizer(job: Job) -> Proposal | None:
         f"Use torch.optim.{found.kind}(fused=True).",
         # 600 tensors of 64 bytes and 100 of 147 kB took 13 % and 33 % of their time on a CPU.
         "optimizer x0.25" if found.device == "cpu" else None,
+        apply="optimizer.fused=true",
     )
 
 
@@ -47,6 +48,7 @@ def group_tensors(job: Job) -> Proposal | None:
         f"{found.kind} updates {format_count(found.tensors, 'tensor')} one by one (foreach=False);"
         f" {job.describe(_OPTIMIZER, 'optimizer')}.",
         "Remove foreach=False.",
+        apply="optimizer.foreach=true",
     )
 
 

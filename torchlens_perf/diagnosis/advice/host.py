@@ -42,6 +42,7 @@ def freeze_objects(job: Job) -> Proposal | None:
         f"{freeze}Collect less often: gc.set_threshold(), or gc.disable() and gc.collect() at times"
         " that you choose.",
         "gc=0",
+        apply="gc.threshold=100000",
     )
 
 

@@ -26,6 +26,7 @@ def use_workers(job: Job) -> Proposal | None:
         f"The DataLoader has no workers (num_workers=0), and {job.describe(_WAITING, 'data')}.",
         f"Load batches while the model computes: DataLoader(num_workers={workers}).",
         change,
+        apply=f"loader.num_workers={workers}",
     )
 
 
@@ -42,6 +43,7 @@ def add_workers(job: Job) -> Proposal | None:
         f" {job.describe(_WAITING, 'data')}.",
         f"Start more workers: DataLoader(num_workers={workers}).",
         change,
+        apply=f"loader.num_workers={workers}",
     )
 
 
@@ -69,6 +71,7 @@ def keep_workers(job: Job) -> Proposal | None:
         f" {job.describe_seconds('on average', cost_s)}.",
         "Keep the workers between epochs: DataLoader(persistent_workers=True).",
         gain_s=cost_s,
+        apply="loader.persistent_workers=true",
     )
 
 
@@ -89,6 +92,7 @@ def prefetch_more(job: Job) -> Proposal | None:
         f"{format_count(steps, 'step')} waited for a slow batch, which is"
         f" {job.describe_seconds('on average', cost_s)}.",
         "Let batches be ready earlier: DataLoader(prefetch_factor=8).",
+        apply="loader.prefetch_factor=8",
     )
 
 

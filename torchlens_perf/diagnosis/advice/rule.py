@@ -32,7 +32,7 @@ class Proposal:
     gain_s: float | None = None
     """The measured cost per step, if no change of what-if describes the advice."""
     apply: str | None = None
-    """The variable of the environment that applies the advice, as NAME=value."""
+    """A variable of the environment, or a setting of `torchlens-perf try`, as NAME=value."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -513,7 +513,7 @@ class Advice(TypedDict):
     """Share of the gain in a mean step."""
     link: str
     apply: str | None
-    """The variable of the environment that applies the advice, as NAME=value."""
+    """A variable of the environment, or a setting of `torchlens-perf try`, as NAME=value."""
 
 
 class VerdictFacts(TypedDict):
