@@ -20,6 +20,7 @@ from torchlens_perf.hooks.loop.selection import (
 )
 from torchlens_perf.hooks.loop.training_loop import TrainingLoop
 from torchlens_perf.hooks.module import ModuleCallRouter, ModuleHook
+from torchlens_perf.hooks.numbers import NumbersHook
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.on_device.choice import create_device_hooks
 from torchlens_perf.hooks.on_device.memory import MemoryHook
@@ -104,6 +105,7 @@ def create_hooks(
         (config.collectives, CollectiveHook()),
         (True, OperatorHook()),
         (config.memory != "off", MemoryHook(history=config.memory == "history")),
+        (config.check_numbers > 0, NumbersHook(loop, config.check_numbers)),
         (True, TagHook()),
         (config.sidecar, TracerPermissionHook()),
         (config._faulthandler, FaulthandlerHook()),

@@ -89,7 +89,7 @@ class TrainingSettingsHook:
         models, optimizer = loop.models, next(iter(loop.optimizers), None)
         modules = [module for model in models for module in model.modules()]
         convolutions = [each for each in modules if _is_convolution(each)]
-        ddp = _find_ddp(modules)
+        ddp = find_ddp(modules)
         if reads_gradients and optimizer is not None:
             self._gradients = [
                 (weakref.ref(each), weakref.ref(each.grad))
@@ -163,7 +163,7 @@ def _read_optimizer(optimizer: Any) -> OptimizerSettings | None:
     )
 
 
-def _find_ddp(modules: Sequence[Module]) -> Any:
+def find_ddp(modules: Sequence[Module]) -> Any:
     """Return the first DistributedDataParallel, which may be around the watched models."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

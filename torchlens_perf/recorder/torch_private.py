@@ -122,6 +122,13 @@ def _check_no_torch_function() -> bool:
         return True
 
 
+def _check_no_torch_dispatch() -> bool:
+    import torch
+
+    with torch._C._DisableTorchDispatch():
+        return True
+
+
 def _check_compile_times() -> bool:
     from torch._dynamo import utils
 
@@ -250,6 +257,9 @@ PRIVATE_NAMES = (
         "the user's own torch function modes and tensor classes see the hooks that are attached to"
         " tensors",
     ),
+    PrivateName(
+        "torch._C._DisableTorchDispatch", _check_no_torch_dispatch, "numbers are not checked"
+    ),
     _create_callable_check(
         "torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"
     ),
@@ -357,6 +367,17 @@ def get_no_torch_function_context() -> Callable[[], AbstractContextManager[objec
 
     kind: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
     return kind
+
+
+def get_no_torch_dispatch_context() -> AbstractContextManager[object]:
+    """Return a context manager that hides operators from the user's dispatch modes.
+
+    Check "torch._C._DisableTorchDispatch" first.
+    """
+    import torch
+
+    hidden: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
+    return hidden
 
 
 def list_fsdp_groups(state: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.diagnosis.goodput import StragglerLoss, build_goodput
 from torchlens_perf.diagnosis.regimes import find_regimes
 from torchlens_perf.diagnosis.utilization import build_utilization
+from torchlens_perf.diagnosis.wrong_numbers import find_wrong_numbers
 from torchlens_perf.report.collective_rows import (
     collective_rows,
     count_last_arrivals,
@@ -114,6 +115,10 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "heat": build_heat_map(grid, judging.findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
         "regimes": find_regimes(grid, steps["long"], judging.findings),
+        "numbers": find_wrong_numbers(
+            {rank: each.statistics.numbers for rank, each in processes.items()},
+            [each.rank for each in judging.findings.episodes],
+        ),
         "modules": modules,
         "sections": section_rows(processes),
         "device_sections": device_section_rows(processes),

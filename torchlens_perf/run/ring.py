@@ -32,6 +32,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchlens_perf.errors import RingError
 from torchlens_perf.run.fitting import fit_metadata
 from torchlens_perf.run.rings import memory
+from torchlens_perf.run.rings.kinds import GRADIENT_NORM as GRADIENT_NORM
+from torchlens_perf.run.rings.kinds import LOSS as LOSS
 from torchlens_perf.run.rings.kinds import Flag as Flag
 from torchlens_perf.run.rings.kinds import Kind as Kind
 from torchlens_perf.run.rings.kinds import State as State

@@ -52,7 +52,7 @@ _COPIED = (
 _RECORD = ("process", "kind", "name", *_COPIED)
 _ORIGIN = ("rank", "attempt", "host")
 _KINDS = {kind_name(kind): int(kind) for kind in Kind}
-_NO_SPANS = (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY, Kind.OPERATORS)
+_NO_SPANS = (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY, Kind.OPERATORS, Kind.NUMBERS)
 SPANS = tuple(kind for kind in Kind if kind not in _NO_SPANS)
 """The kinds of records that describe spans."""
 

@@ -36,6 +36,7 @@ _STATUS: dict[str, tuple[str, str]] = {
     "hang": ("HANG", BAD),
     "out_of_memory": ("OUT OF MEMORY", BAD),
     "died": ("CRASH", BAD),
+    "wrong_numbers": ("WRONG NUMBERS", BAD),
     "straggler": ("SLOW RANK", BAD),
     "slow_link": ("SLOW LINK", BAD),
     "imbalance": ("IMBALANCE", WARNING),

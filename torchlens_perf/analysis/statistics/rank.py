@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
+from torchlens_perf.analysis.statistics.number_checks import NumberChecks
 from torchlens_perf.analysis.statistics.operators import OperatorStatistics
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify_steps
@@ -424,6 +425,7 @@ class RankStatistics:
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
     operators: OperatorStatistics = field(default_factory=OperatorStatistics)
+    numbers: NumberChecks = field(default_factory=NumberChecks)
 
     def add_records(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
@@ -445,6 +447,7 @@ class RankStatistics:
         self.device.add_records(warm, names)
         self.memory.add_records(records, names)
         self.operators.add_records(records, steps, names)
+        self.numbers.add_records(records, names)
 
     def _add_steps(self, table: StepTable, measured_ns: npt.NDArray[np.int64]) -> None:
         if self.first_step is None:

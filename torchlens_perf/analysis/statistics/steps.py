@@ -41,6 +41,7 @@ _NO_SPANS = (
     int(Kind.MERGED),
     int(Kind.MEMORY),
     int(Kind.OPERATORS),
+    int(Kind.NUMBERS),
 )
 _PART_OF_KIND = {
     Kind.DATA: "data",

@@ -257,6 +257,17 @@ class GrowthEvidence(Struct, frozen=True):
     """Share of all pairs of windows in which steps of the later window take longer."""
 
 
+class WrongNumbersEvidence(Struct, frozen=True):
+    """Evidence on wrong numbers, see WrongNumbers of the report."""
+
+    what: str
+    ranks: tuple[int, ...]
+    agreed_step: int | None
+    checks: int
+    names: tuple[str, ...]
+    is_slow: bool
+
+
 class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
     """Evidence on a run with warm-up steps only. It has no fields."""
 
@@ -284,6 +295,7 @@ Evidence = (
     | DiedEvidence
     | StartupEvidence
     | GrowthEvidence
+    | WrongNumbersEvidence
     | WarmUpEvidence
 )
 
@@ -305,6 +317,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "out_of_memory": (OutOfMemoryEvidence,),
     "died": (DiedEvidence,),
     "startup": (StartupEvidence,),
+    "wrong_numbers": (WrongNumbersEvidence,),
     "growing_steps": (GrowthEvidence,),
     "compute_bound": _BY_STEP,
     "data_bound": _BY_STEP,
