@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import threading
 from collections import Counter
@@ -17,7 +16,9 @@ from torch import nn
 from torch.utils import flop_counter
 
 from tests.support.counted_models import MODELS, Decoder, Step, training
+from tests.support.ranks import Rank, make_run
 from tests.support.recording import EVERYTHING, recorded
+from torchlens_perf.hooks import operators
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run.operators import OperatorKey, Pass, Work
 from torchlens_perf.run.ring import Kind
@@ -214,6 +215,23 @@ def test_precision_is_that_in_which_a_product_runs_under_autocast() -> None:
     assert {row[3] for row in rows} == {"BFloat16"}
 
 
+def test_product_that_autocast_calls_again_counts_once() -> None:
+    """The dispatcher calls mm with float32 operands, and autocast calls it again with bfloat16."""
+    left, right = torch.randn(4, 8), torch.randn(8, 2)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.mm(left, right)
+
+    assert [(row[3], row[4]) for row in by_tap(step)] == [("BFloat16", 2 * 4 * 8 * 2)]
+
+
+def test_shapes_without_data_do_not_count() -> None:
+    left = torch.empty(4, 4, device="meta")
+
+    assert by_tap(lambda: left @ left) == []
+
+
 def test_shapes_seen_while_a_model_is_compiled_do_not_count() -> None:
     torch._dynamo.reset()
     model, x = nn.Linear(16, 16), torch.randn(4, 16)
@@ -279,18 +297,31 @@ def test_products_of_an_optimizer_are_no_model_operations(tmp_path: Path) -> Non
     }
 
 
-def test_unsampled_steps_are_not_counted_and_counting_becomes_rare(tmp_path: Path) -> None:
+def test_unsampled_steps_are_not_counted(tmp_path: Path) -> None:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with recorded(tmp_path, model, optimizer, backward_every=2) as recording:
-        for _ in range(200):
+    with recorded(tmp_path, model, optimizer) as recording:
+        for _ in range(12):
             model(torch.ones(4, 8)).sum().backward()
             optimizer.step()
 
-    counted = sorted({each.step for each in recording.of(Kind.OPERATORS)})
-    assert counted[0] == 1
-    assert all(later >= 2 * step for step, later in itertools.pairwise(counted))
+    assert {each.step for each in recording.of(Kind.OPERATORS)} == {8}
     assert recording.metadata["operators_missing"] == ""
+
+
+def test_counted_steps_become_rare(tmp_path: Path) -> None:
+    """Each is at least twice as late as the one before, up to a pause of 1024 steps."""
+    rank = Rank(make_run(tmp_path), 0)
+    counter, counted = operators._StepCounter(rank.session, _TAP), []
+    for step in range(4000):
+        counter.begin_step(step)
+        rank.clock.advance(10_000_000)
+        if counter._counting:
+            counted.append(step)
+        counter.end_step(0, are_tokens=False)
+        rank.session.recorder.next_step(0, 0, 0)
+
+    assert counted == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072]
 
 
 def test_operators_without_a_formula_are_recorded_by_name(tmp_path: Path) -> None:
