@@ -15,7 +15,7 @@ import pytest
 
 from tests.diagnosis.test_what_if import make_times
 from torchlens_perf.commands.try_settings import parse_settings
-from torchlens_perf.diagnosis.advice.advise import MIN_GAIN, RULES, find_advice
+from torchlens_perf.diagnosis.advice.advise import MIN_GAIN, RULES, add_advice, find_advice
 from torchlens_perf.diagnosis.advice.rule import Job
 from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
 from torchlens_perf.diagnosis.what_if import Replay
@@ -28,6 +28,7 @@ from torchlens_perf.run.training_settings import (
     TrainingSettings,
 )
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
+from torchlens_perf.verdicts.words.bottleneck import DATA_ACTION
 from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, StragglerEvidence
 from torchlens_perf.view.lost_time_tables import build_advice_table
 
@@ -413,6 +414,23 @@ def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
     assert [column.texts()[-1] for column in table.columns if column.title == "gain per step"] == [
         "not known"
     ]
+
+
+def test_verdict_names_the_action_of_the_advice_instead_of_the_general_one() -> None:
+    text = f"Waiting for data takes 33%. Next: {DATA_ACTION}"
+    others = [
+        {"kind": "host_bound", "text": "Host code. Next: wait.", "is_over": False, "evidence": None}
+    ]
+    row = {"kind": "data_bound", "text": text, "is_over": False, "evidence": None}
+    for loader, action in (
+        (LOADER, "start more workers: DataLoader(num_workers=3)."),
+        (None, DATA_ACTION),
+    ):
+        verdicts: Any = [dict(row), *map(dict, others)]
+        job = make_job(WAITS, settings={"loader": loader}, verdicts=verdicts)
+        add_advice(job)
+        texts = [each["text"] for each in job.report["verdicts"]]
+        assert texts == [f"Waiting for data takes 33%. Next: {action}", "Host code. Next: wait."]
 
 
 def test_correlation_with_lengths_is_within_steps() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
-from torchlens_perf.diagnosis.advice.advise import find_advice
+from torchlens_perf.diagnosis.advice.advise import add_advice
 from torchlens_perf.diagnosis.advice.rule import Job
 from torchlens_perf.diagnosis.lost_time import classify_time, find_bound, find_critical_path
 from torchlens_perf.diagnosis.step_times import StepTimes, split_contention
@@ -75,7 +75,7 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         max(sharing.values()),
         times.correlate_workload(),
     )
-    report["advice"] = find_advice(job)
+    add_advice(job)
 
 
 def read_usual_steps(

@@ -7,16 +7,45 @@ from typing import TYPE_CHECKING
 from torchlens_perf.diagnosis.advice import balance, communication, computing, host, loading
 from torchlens_perf.diagnosis.what_if import MAX_DRIFT, MODEL_ERROR, parse_change
 from torchlens_perf.errors import ConfigError
+from torchlens_perf.run.verdicts import split_sentence_and_action
+from torchlens_perf.verdicts.words.bottleneck import (
+    COMMUNICATION_ACTION,
+    DATA_ACTION,
+    HOST_ACTION,
+    LAUNCH_ACTION,
+)
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.advice.rule import Job, Proposal, Rule
-    from torchlens_perf.verdicts.words.report import Advice
+    from torchlens_perf.verdicts.words.report import Advice, Report
 
 RULES: tuple[Rule, ...] = (
     *loading.RULES, *communication.RULES, *computing.RULES, *host.RULES, *balance.RULES,
 )  # fmt: skip
 MIN_GAIN = 0.02
 """Advice whose gain is certainly no larger share of a step is not given."""
+
+
+# General actions of verdicts, and the rules whose advice is more precise.
+_PRECISE = {
+    DATA_ACTION: loading.RULES,
+    COMMUNICATION_ACTION: communication.RULES,
+    HOST_ACTION: (computing.set_gradients_to_none, host.do_not_synchronize),
+    LAUNCH_ACTION: (computing.compile_model, computing.use_cuda_graphs),
+}
+
+
+def add_advice(job: Job) -> None:
+    """Add advice to the job's report, and let verdicts name the same actions."""
+    report: Report = job.report
+    report["advice"] = find_advice(job)
+    for general, rules in _PRECISE.items():
+        keys = {rule.key for rule in rules}
+        precise = next((each["action"] for each in report["advice"] if each["key"] in keys), "")
+        for row in report["verdicts"]:
+            if precise and split_sentence_and_action(row["text"])[1] == general:
+                action = precise[0].lower() + precise[1:]
+                row["text"] = row["text"].removesuffix(general) + action
 
 
 def find_advice(job: Job) -> list[Advice]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
-from torchlens_perf.diagnosis.advice.rule import Job, Proposal, rule
+from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
 
 _DDP = (
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
@@ -141,7 +141,7 @@ def accumulate_gradients(job: Job) -> Proposal | None:
     if job.share("communication") < 0.3:
         return None
     return Proposal(
-        f"{_capitalize(job.describe(_EXPOSED, 'communication'))}, with one backward pass per step.",
+        f"{capitalize(job.describe(_EXPOSED, 'communication'))}, with one backward pass per step.",
         "Use a larger batch, or accumulate two backward passes per step, the first one in"
         " model.no_sync(). This changes the batch size of the optimizer.",
         "communication x0.5",
@@ -182,10 +182,6 @@ def prefetch_parameters(job: Job) -> Proposal | None:
         f" {job.describe(_EXPOSED, 'communication')}.",
         "Issue gathers earlier: module.set_modules_to_forward_prefetch([next_module]).",
     )
-
-
-def _capitalize(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 RULES = (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
-from torchlens_perf.diagnosis.advice.rule import Job, Proposal, rule
+from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
+from torchlens_perf.verdicts.words.bottleneck import ACTIONS_ON_KINDS
 
 _OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
@@ -158,8 +159,7 @@ def avoid_recompilation(job: Job) -> Proposal | None:
     return Proposal(
         f"{format_count(steps, 'step')} compiled again, which is"
         f" {job.describe_seconds('on average', job.per_step(rows))}.",
-        "Find what changes (TORCH_LOGS=recompiles), and mark varying dimensions:"
-        " torch._dynamo.mark_dynamic() or torch.compile(dynamic=True).",
+        capitalize(ACTIONS_ON_KINDS["compilation"]),
         "compilation=0",
     )
 

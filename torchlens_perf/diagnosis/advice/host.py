@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from torchlens_perf.analysis.statistics.quantities import format_count
-from torchlens_perf.diagnosis.advice.rule import ALLOCATOR_VARIABLES, Job, Proposal, rule
+from torchlens_perf.diagnosis.advice.rule import (
+    ALLOCATOR_VARIABLES,
+    Job,
+    Proposal,
+    capitalize,
+    rule,
+)
+from torchlens_perf.verdicts.words.bottleneck import ACTIONS_ON_KINDS
 
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
 _CONTENTION = "waiting for a CPU takes"
@@ -35,12 +42,13 @@ def freeze_objects(job: Job) -> Proposal | None:
     if not rows:
         return None
     steps = sum(row["count"] for row in rows)
-    freeze = "" if job.settings.gc_frozen else "Call gc.freeze() before the loop. "
+    action = "call gc.collect() at times that you choose."
+    if not job.settings.gc_frozen:
+        action = ACTIONS_ON_KINDS["garbage collection"]
     return Proposal(
         f"{format_count(steps, 'step')} collected garbage, which is"
         f" {job.describe_seconds('on average', job.per_step(rows))}.",
-        f"{freeze}Collect less often: gc.set_threshold(), or gc.disable() and gc.collect() at times"
-        " that you choose.",
+        capitalize(action),
         "gc=0",
         apply="gc.threshold=100000",
     )
@@ -112,7 +120,7 @@ def save_asynchronously(job: Job) -> Proposal | None:
     return Proposal(
         f"{format_count(steps, 'step')} saved a checkpoint, which is"
         f" {job.describe_seconds('on average', job.per_step(rows))}.",
-        "Save while training goes on: torch.distributed.checkpoint.async_save().",
+        capitalize(ACTIONS_ON_KINDS["saving"]),
         "saving=0",
     )
 
@@ -131,8 +139,7 @@ def evaluate_less(job: Job) -> Proposal | None:
     return Proposal(
         f"{format_count(steps, 'step')} evaluated, which is"
         f" {job.describe_seconds('on average', cost_s)}.",
-        "Evaluate half as often or on half of the batches, in larger batches, and in"
-        " torch.inference_mode().",
+        f"{capitalize(ACTIONS_ON_KINDS['evaluation'])} The gain is that of half as many.",
         "evaluation x0.5",
     )
 

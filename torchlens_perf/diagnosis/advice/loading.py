@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from torchlens_perf.analysis.statistics.quantities import format_count
-from torchlens_perf.diagnosis.advice.rule import Job, Proposal, rule
+from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 
 _LOADER = "https://docs.pytorch.org/docs/stable/data.html"
@@ -135,7 +135,7 @@ def use_faster_storage(job: Job) -> Proposal | None:
             continue
         for cause in evidence.diagnosis.causes:
             if cause.kind == "slow_storage":
-                action = cause.action[0].upper() + cause.action[1:]
+                action = capitalize(cause.action)
                 finding = f"Rank {row['rank']} is slow because {cause.text}."
                 return Proposal(finding, action, gain_s=row["cost_s_per_step"])
     return None

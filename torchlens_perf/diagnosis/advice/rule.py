@@ -51,6 +51,11 @@ class Rule:
         return " ".join((self.find.__doc__ or "").split())
 
 
+def capitalize(text: str) -> str:
+    """Return text that begins with a capital letter."""
+    return text[0].upper() + text[1:]
+
+
 def rule(key: str, link: str) -> Callable[[Callable[[Job], Proposal | None]], Rule]:
     """Make a rule of a function, whose docstring is the condition."""
     return lambda find: Rule(key, link, find)

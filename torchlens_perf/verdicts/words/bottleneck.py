@@ -433,28 +433,28 @@ def _break_down_host_step(report: Facts) -> StepBreakdown:
     )
 
 
-_DATA_ACTION = (
+DATA_ACTION = (
     "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of"
     " the loader."
 )
-_COMMUNICATION_ACTION = (
+COMMUNICATION_ACTION = (
     "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
 )
-_HOST_ACTION = (
+HOST_ACTION = (
     "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in"
     " perf.section()."
 )
 _LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", CPU_ACTION)
 _WAITS = (
-    TimeShare("data_bound", "data", 0.0, "Waiting for data", _DATA_ACTION),
+    TimeShare("data_bound", "data", 0.0, "Waiting for data", DATA_ACTION),
     TimeShare(
         "communication_bound",
         "communication",
         0.0,
         "Waiting in communication",
-        _COMMUNICATION_ACTION,
+        COMMUNICATION_ACTION,
     ),
-    TimeShare("host_bound", "host", 0.0, "Host code outside of the phases", _HOST_ACTION),
+    TimeShare("host_bound", "host", 0.0, "Host code outside of the phases", HOST_ACTION),
 )
 
 
@@ -534,7 +534,7 @@ def computing_action(report: Facts) -> str:
 
 # -- on a device
 
-_LAUNCH_ACTION = (
+LAUNCH_ACTION = (
     "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch,"
     " fused optimizers."
 )
@@ -579,7 +579,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         text = (
             f"The {device} waits for its host in {format_percent(launch_share)} of a step's work"
             f" ({format_duration(step_s)}): the host takes longer to issue kernels than the {device} to"
-            f" execute them. Next: {_LAUNCH_ACTION}"
+            f" execute them. Next: {LAUNCH_ACTION}"
         )
         return make_verdict("host_bound", None, "host", None, None, None, 0.8, text, launches)
     if first is not found.computing:
@@ -601,7 +601,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
     if share >= _LAUNCH_BOUND:
         text = (
             f"The {device} waits for the host: it had no work left at the end of {format_percent(share)}"
-            f" of the forward and backward passes. Next: {_LAUNCH_ACTION}"
+            f" of the forward and backward passes. Next: {LAUNCH_ACTION}"
         )
         # The cost is not known, because idle time between two kernels is not measured.
         return make_verdict("host_bound", None, "host", None, None, None, 0.8, text, launches)
@@ -803,21 +803,24 @@ def _action_on_passes_without_gradients(part: str) -> str:
     }.get(part, "make fewer of these passes, or use larger batches in them.")
 
 
+ACTIONS_ON_KINDS = {
+    "evaluation": "evaluate less often, or on fewer batches.",
+    "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
+    "compilation": (
+        "find what recompiles (TORCH_LOGS=recompiles), and mark varying dimensions as dynamic."
+    ),
+    "garbage collection": (
+        "freeze long-lived objects (gc.freeze()), or call gc.collect() at times that you choose."
+    ),
+    "capture": "nothing: a capture was requested.",
+    "sampled backward pass": "nothing, or sample fewer backward passes (backward_every).",
+}
+"""Actions on long steps, by their kinds."""
+
+
 def _action_on_long_steps(long: LongSteps) -> str:
-    actions = {
-        "evaluation": "evaluate less often, or on fewer batches.",
-        WITHOUT_GRADIENTS: _action_on_passes_without_gradients(long["part"]),
-        "saving": "save less often, or asynchronously (torch.distributed.checkpoint.async_save).",
-        "compilation": (
-            "find what recompiles (TORCH_LOGS=recompiles), and mark varying dimensions as dynamic."
-        ),
-        "garbage collection": (
-            "freeze long-lived objects (gc.freeze()), or call gc.collect() at times that you"
-            " choose."
-        ),
-        "capture": "nothing: a capture was requested.",
-        "sampled backward pass": "nothing, or sample fewer backward passes (backward_every).",
-    }
+    without_gradients = _action_on_passes_without_gradients(long["part"])
+    actions = {**ACTIONS_ON_KINDS, WITHOUT_GRADIENTS: without_gradients}
     for kind in long["kinds"]:
         if kind in actions:
             return actions[kind]
