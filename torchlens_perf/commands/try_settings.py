@@ -105,7 +105,7 @@ def _run_try(options: argparse.Namespace) -> int:
 
 
 def _choose_advice(run: Path) -> Advice:
-    """Return the best advice on a run that can be tried. Raise ConfigError if there is none."""
+    """Return the best advice on a run that can be tried. Raise ConfigError without any."""
     from torchlens_perf.report.run_report import load_report
     from torchlens_perf.run.directory import RunDirectory
 
