@@ -702,7 +702,7 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time. Next:"
         f" {action}"
     )
-    cost_s = long["total_s"] / max(1, steps["count"])
+    cost_s = long["total_s"] / max(1, steps["count"] - steps["warm_up"])
     return make_verdict(
         "long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long
     )
@@ -750,7 +750,8 @@ def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) 
         f" {'these steps' if several else 'this step'}: wrap parts in perf.section(), and look at"
         " its storage and its other programs."
     )
-    cost_s = long["total_s"] / max(1, report["steps"]["count"])
+    steps_after = report["steps"]["count"] - report["steps"]["warm_up"]
+    cost_s = long["total_s"] / max(1, steps_after)
     return make_verdict(
         "long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long
     )

@@ -93,6 +93,8 @@ def compute_lost_s(
     cost_s, evidence = verdict.cost_s_per_step, verdict.evidence
     if cost_s is None:
         return None
+    if isinstance(evidence, dict) and "total_s" in evidence:
+        return evidence["total_s"]
     if isinstance(evidence, dict | PastEvidence):
         return cost_s * steps
     if isinstance(evidence, TypicalStepEvidence):
