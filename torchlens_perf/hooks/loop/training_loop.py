@@ -384,15 +384,15 @@ class TrainingLoop:
         device is not read, because that waits for the device.
         """
         steps = self._session.recorder.step + 1
-        if steps != _COUNTED_STEPS:
+        hidden = "torch._C._DisableTorchDispatch"
+        if steps != _COUNTED_STEPS or not torch_private.is_usable(hidden):
             return
-        states = itertools.islice(getattr(optimizer, "state", {}).values(), _MAX_COUNTERS)
-        counters: list[Any] = [each.get("step") for each in states if isinstance(each, dict)]
-        known = [
-            int(each)
-            for each in counters
-            if isinstance(each, int) or getattr(each, "is_cpu", False)
-        ]
+        # The modes of the user must not see that a tensor is read.
+        with (
+            torch_private.get_no_torch_function_context()(),
+            torch_private.get_no_torch_dispatch_context(),
+        ):
+            known = _read_counters(optimizer)
         if known:
             self._session.metadata.set_model_steps(max(known), steps)
 
@@ -516,3 +516,12 @@ class TrainingLoop:
     def _add_and_watch(self, models: Sequence[NamedModel]) -> None:
         self._roots += [weakref.ref(each.module) for each in models]
         self._watch_models(models)
+
+
+def _read_counters(optimizer: Any) -> list[int]:
+    """Return the step counters of some parameters that are not on a device."""
+    states = itertools.islice(getattr(optimizer, "state", {}).values(), _MAX_COUNTERS)
+    counters: list[Any] = [each.get("step") for each in states if isinstance(each, dict)]
+    return [
+        int(each) for each in counters if isinstance(each, int) or getattr(each, "is_cpu", False)
+    ]
