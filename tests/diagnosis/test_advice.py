@@ -361,6 +361,10 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("fsdp-prefetch", {"rank": device(caught_up=0.3)}),
     ("fsdp-prefetch", {"uses": SLIGHTLY_EXPOSED}),
     ("fused-optimizer", changed_part("fused-optimizer", "optimizer", fused=True)),
+    (
+        "fused-optimizer",
+        {"uses": ({**CLEAN, "optimizer": 1.5},), **changed_part("fused-optimizer", "optimizer", device="cuda")},
+    ),
     ("foreach-optimizer", changed_part("foreach-optimizer", "optimizer", fused=True)),
     ("foreach-optimizer", changed_part("foreach-optimizer", "optimizer", device="cpu")),
     ("foreach-optimizer", changed_part("foreach-optimizer", "optimizer", kind="AdamW")),
