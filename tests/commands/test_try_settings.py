@@ -96,7 +96,7 @@ def test_values_are_json_and_unknown_names_get_a_suggestion() -> None:
         parse_settings(["loader.num_worker=4"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_for_a_slow_dataset_are_measured_as_a_gain(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     ours = [sys.executable, "-m", "torchlens_perf"]

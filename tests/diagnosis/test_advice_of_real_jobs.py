@@ -32,6 +32,9 @@ def advice_on(kind: str, folder: Path, ranks: int = 1) -> dict[str, Advice]:
     return {each["key"]: each for each in report["advice"]}
 
 
+pytestmark = pytest.mark.long  # Eight jobs; test_advice.py has each rule.
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "key", "figure"),
     [

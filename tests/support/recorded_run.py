@@ -70,7 +70,7 @@ def spans_of(run: RunDirectory, every: int) -> int:
     """
     rows = pq.read_table(run.path / "spans", columns=["rank", "step", "kind"]).to_pylist()
     # Counters are not spans.
-    rows = [row for row in rows if row["kind"] != "thread_time"]
+    rows = [row for row in rows if row["kind"] not in ("thread_time", "operators")]
     ended = {(row["rank"], row["step"]) for row in rows if row["kind"] == "step"}
     sampled = steps_traced_by_number([step for _, step in ended], every)
     records = sum((row["rank"], row["step"]) in ended and row["step"] in sampled for row in rows)

@@ -135,7 +135,7 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
     process = next(iter(value["processes"].values()))
     statistics = process["statistics"]
     assert (empty(value), empty(value["telemetry"])) == (
-        {"saved_unix_ns", "traced"},
+        {"saved_unix_ns", "traced", "cpu_peak"},
         {"lost_samples", "dropped_files", "slow_samples"},
     )
     assert {"groups", "gpus", "device", "out_of_memory", "cpu_wait"}.isdisjoint(empty(process))

@@ -45,6 +45,9 @@ class StepObserver(Protocol):
         """Called before the step's record is written. See CurrentStep.add_batch()."""
 
 
+_LONG_CALLBACKS_NS = 1_000_000
+
+
 class CurrentStep:
     """The current step of one watch.
 
@@ -142,6 +145,11 @@ class CurrentStep:
         start_ns, charged_ns = recorder.now_ns(), self._overhead_ns
         self.training_steps += not flags & _INFERENCE
         self._callbacks.run_due(start_ns)
+        now_ns = recorder.now_ns()
+        if now_ns - start_ns > _LONG_CALLBACKS_NS:
+            # This time is in the step that ends. Below, the rest is added to the next step.
+            recorder.add_overhead(now_ns - start_ns - self._overhead_ns + charged_ns)
+            start_ns, charged_ns = now_ns, self._overhead_ns
         sampled = recorder.sampled
         if sampled:
             flags |= _SAMPLED

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-# A ring file cannot be read without these fields. Only long texts in them are removed.
-_KEPT = ("identity", "anchor", "settings", "run_dir")
+# Only long texts in these fields are removed. A ring file cannot be read without most of them.
+_KEPT = ("identity", "anchor", "settings", "run_settings", "run_dir")
 _BY_MEMBER = ("notes", "groups", "gpus")
 _LONG_TEXT = 256
 # Space for the note that lists the removed parts.

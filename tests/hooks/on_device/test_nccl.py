@@ -497,7 +497,9 @@ def test_communicators_created_without_the_plugin_are_noted(
     with watched(tmp_path, monkeypatch) as recording:
         inside = recording.watch._session
         inside.metadata.device_groups.add(("0", "cuda"))
-        recording.watch.step()
+        # The training settings are recorded at the end of one of the first steps.
+        for _ in range(4):
+            recording.watch.step()
         assert inside.clocks.collective_listener is None
         inside.metadata.device_groups.add(("1", "cuda"))
         recording.watch.step()
