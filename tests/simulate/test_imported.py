@@ -20,7 +20,7 @@ from torchlens_perf.commands.cli import main
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.reader import ParquetFolder
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 TOLERANCE = {"data": 0.05, "forward": 0.05, "backward": 0.15, "optimizer": 0.2, "collective": 0.05}
 """Largest difference of the least disturbed call between a profile and the recording of the same
