@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Wide(nn.Module):
-    """A module that repeats its work, so that removing half of it halves its time."""
+    """A module that repeats its work. With half as many repetitions, it takes half the time."""
 
     def __init__(self, times: int) -> None:
         super().__init__()

@@ -45,6 +45,7 @@ class StepObserver(Protocol):
         """Called before the step's record is written. See CurrentStep.add_batch()."""
 
 
+# Shorter callbacks are not worth a call of the recorder of their own.
 _LONG_CALLBACKS_NS = 1_000_000
 
 

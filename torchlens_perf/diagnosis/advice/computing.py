@@ -155,10 +155,8 @@ def avoid_recompilation(job: Job) -> Proposal | None:
     rows = job.long_steps("compilation")
     if not rows:
         return None
-    steps = sum(row["count"] for row in rows)
     return Proposal(
-        f"{format_count(steps, 'step')} compiled again, which is"
-        f" {job.describe_seconds('on average', job.per_step(rows))}.",
+        job.describe_long_steps(rows, "compiled again"),
         capitalize(ACTIONS_ON_KINDS["compilation"]),
         "compilation=0",
     )

@@ -41,13 +41,11 @@ def freeze_objects(job: Job) -> Proposal | None:
     rows = job.long_steps("garbage collection")
     if not rows:
         return None
-    steps = sum(row["count"] for row in rows)
     action = "call gc.collect() at times that you choose."
     if not job.settings.gc_frozen:
         action = ACTIONS_ON_KINDS["garbage collection"]
     return Proposal(
-        f"{format_count(steps, 'step')} collected garbage, which is"
-        f" {job.describe_seconds('on average', job.per_step(rows))}.",
+        job.describe_long_steps(rows, "collected garbage"),
         capitalize(action),
         "gc=0",
         apply="gc.threshold=100000",
@@ -116,10 +114,8 @@ def save_asynchronously(job: Job) -> Proposal | None:
     rows = job.long_steps("saving")
     if not rows:
         return None
-    steps = sum(row["count"] for row in rows)
     return Proposal(
-        f"{format_count(steps, 'step')} saved a checkpoint, which is"
-        f" {job.describe_seconds('on average', job.per_step(rows))}.",
+        job.describe_long_steps(rows, "saved a checkpoint"),
         capitalize(ACTIONS_ON_KINDS["saving"]),
         "saving=0",
     )
@@ -135,10 +131,8 @@ def evaluate_less(job: Job) -> Proposal | None:
     cost_s = job.per_step(rows)
     if cost_s < 0.1 * job.lost["step_s"]:
         return None
-    steps = sum(row["count"] for row in rows)
     return Proposal(
-        f"{format_count(steps, 'step')} evaluated, which is"
-        f" {job.describe_seconds('on average', cost_s)}.",
+        job.describe_long_steps(rows, "evaluated"),
         f"{capitalize(ACTIONS_ON_KINDS['evaluation'])} The gain is that of half as many.",
         "evaluation x0.5",
     )

@@ -87,10 +87,8 @@ def prefetch_more(job: Job) -> Proposal | None:
     cost_s = job.per_step(slow)
     if cost_s < 0.05 * job.lost["step_s"] or job.share("data") - cost_s / job.lost["step_s"] > 0.02:
         return None
-    steps = sum(row["count"] for row in slow)
     return Proposal(
-        f"{format_count(steps, 'step')} waited for a slow batch, which is"
-        f" {job.describe_seconds('on average', cost_s)}.",
+        job.describe_long_steps(slow, "waited for a slow batch"),
         "Let batches be ready earlier: DataLoader(prefetch_factor=8).",
         apply="loader.prefetch_factor=8",
     )

@@ -7,7 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
+    format_duration,
+    format_percent,
+)
 from torchlens_perf.diagnosis.lost_time import COMPUTE
 from torchlens_perf.run.training_settings import TrainingSettings
 
@@ -111,6 +115,13 @@ class Job:
         """Return the additional time of long steps, as a mean over all steps."""
         steps = self.report["steps"]
         return sum(row["total_s"] for row in rows) / max(1, steps["count"] - steps["warm_up"])
+
+    def describe_long_steps(self, rows: Sequence[LongSteps], what: str) -> str:
+        """Return a sentence on how many steps did something, and what that costs. what: a verb."""
+        steps = format_count(sum(row["count"] for row in rows), "step")
+        return (
+            f"{steps} {what}, which is {self.describe_seconds('on average', self.per_step(rows))}."
+        )
 
     @property
     def computing_share(self) -> float:
