@@ -31,6 +31,8 @@ from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import StepTrace
+from torchlens_perf.run.ring import kind_name
+from torchlens_perf.store.segments import SPANS
 from torchlens_perf.verdicts import node_state
 
 pytestmark = pytest.mark.distributed
@@ -377,9 +379,8 @@ def test_ratio_sampler_selects_the_same_steps_on_all_ranks(
         OTEL_TRACES_SAMPLER_ARG=str(rate),
     )
     rows = pq.read_table(ended.run.path / "spans").to_pylist()
-    rows = [
-        row for row in rows if row["kind"] != "thread_time"
-    ]  # The excluded rows are counters, not spans.
+    spans = {kind_name(kind) for kind in SPANS}  # The other kinds are counters.
+    rows = [row for row in rows if row["kind"] in spans]
     decide = TraceIdRatioBased(rate)
     expected: dict[tuple[int, int], int] = defaultdict(int)
     for row in rows:
