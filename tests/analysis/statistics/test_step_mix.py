@@ -146,13 +146,18 @@ def test_long_steps_with_different_longer_parts_are_separate_classes() -> None:
     assert [each.total_ns for each in found.long] == pytest.approx([18 * 60 * MS, 3 * 200 * MS])
 
 
-def test_class_of_irregular_steps_has_no_period() -> None:
-    """The class of irregular steps has their count and their numbers."""
-    steps = loop(100)
-    for number in (7, 8, 30, 77):
+@pytest.mark.parametrize(
+    "numbers", [(7, 8, 30, 77), (59, 62, 65, 68)], ids=["irregular", "for a while"]
+)
+def test_class_of_steps_that_do_not_recur_until_the_end_has_no_period(
+    numbers: tuple[int, ...],
+) -> None:
+    """The class has the count and the numbers of the steps."""
+    steps = loop(120)
+    for number in numbers:
         steps[number] = {**NORMAL, "host": 300.0}
     (long,) = classes(steps).long
-    assert (long.steps, long.period) == ((7, 8, 30, 77), None)
+    assert (long.steps, long.period) == (numbers, None)
 
 
 def test_more_work_in_every_fourth_step_is_a_class_with_a_period() -> None:

@@ -47,6 +47,8 @@ _SIMILAR, _RANGE, _SIZE_GAP = 2.0, 4.0, 1.5
 _FEW = 4
 # Steps are periodic if at least this fraction of the distances between them is equal.
 _REGULAR = 0.75
+# Fewest steps of an unknown kind that are called periodic.
+_MIN_PERIODIC = 4
 LACK_OF_CPU = "cpu"
 """Name of the part for time in which the thread was runnable but not scheduled."""
 WITHOUT_GRADIENTS = "forward passes without gradients"
@@ -310,12 +312,13 @@ def classify_steps(mixes: Sequence[StepMix]) -> StepClasses:
             cause = _find_explaining_group(each.bin, others) if waits else None
             same = each if cause is None else dataclasses.replace(each, waits=True)
             groups.setdefault(cause or (kinds, part, longer), []).append(same)
+    everything = [*alike, *(each.bin for found in others.values() for each in found)]
+    last = max((step for each in everything for step in each.steps), default=0)
     classes = [
-        _make_step_class(kinds, similar, ranks)
+        _make_step_class(kinds, similar, ranks, last)
         for (kinds, _, _), found in groups.items()
         for similar in (_join_strays(_split_by_size(found)) if kinds else _split_by_size(found))
     ]
-    everything = [*alike, *(each.bin for found in others.values() for each in found)]
     count = round(sum(each.count for each in everything) / ranks)
     return StepClasses(
         count=count,
@@ -578,13 +581,21 @@ def _part_with_most_difference(bins: Sequence[Bin], typical: TypicalStep) -> str
     return LACK_OF_CPU if lack_ns > more[largest] else PARTS[largest]
 
 
-def _make_step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int) -> StepClass:
+def _make_step_class(
+    kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks: int, last: int
+) -> StepClass:
+    """Return the class of these bins. last: index of the newest step of the run."""
     count = _count_steps(found)
     # The communication time of a rank is only reported if no other part differs, because it is
     # usually a wait for another rank.
     parts = sorted({each.part for each in found} - {"communication"}) or ["communication"]
     total_ns = sum(each.bin.count * each.more_ns for each in found)
     known = _newest_steps_without_gap(found)
+    period = _find_period(known)
+    # Some irregular steps are equally far apart by chance.
+    by_chance = not kinds and len(known) < _MIN_PERIODIC
+    if period is not None and (by_chance or not _continues(known, period, last)):
+        period = None
     return StepClass(
         kinds=kinds,
         part=max(
@@ -598,7 +609,7 @@ def _make_step_class(kinds: tuple[str, ...], found: Sequence[_UnusualBin], ranks
         more_ns=total_ns / count,
         total_ns=total_ns / ranks,
         steps=tuple(known),
-        period=_find_period(known),
+        period=period,
         only=_find_mix_waited_for(found, ranks) if kinds else None,
     )
 
@@ -620,3 +631,8 @@ def _find_period(steps: Sequence[int]) -> int | None:
         if usual > 1 and np.mean(np.abs(distances - usual) <= 0.02 * usual) >= _REGULAR
         else None
     )
+
+
+def _continues(steps: Sequence[int], period: int, last: int) -> bool:
+    """Return True if the steps recur until the newest step `last`."""
+    return len(steps) >= _REGULAR * ((last - steps[0]) // period + 1)
