@@ -1,19 +1,21 @@
 """Planted bottlenecks: which class of lost time is first, and whether predicted gains come true.
 
-    python -m benchmarks.bottlenecks record --seeds 0-9 --out FOLDER
+    python -m benchmarks.bottlenecks record --seeds 0-9 --pairs 0-4 --out FOLDER
     python -m benchmarks.bottlenecks judge --out FOLDER
     python -m benchmarks.bottlenecks gains --out FOLDER
 
-`record` records each kind, and a run of the same seed without the bottleneck next to it, with two
-ranks. `judge` prints how often the first class of lost time is the planted one. `gains` compares the
-gain that `what-if` predicts from the runs with the bottleneck with the measured difference to the
-runs without it. Do nothing else on the machine meanwhile.
+`record` records each kind with two ranks, and for the seeds of `--pairs` a run without the
+bottleneck next to it. `judge` prints how often the first verdict names the planted one, and the
+advice on runs without a bottleneck. `gains` compares the gain that `what-if` predicts from the
+runs with the bottleneck with the measured difference to the runs without it. Do nothing else on the
+machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,38 +28,55 @@ from torchlens_perf.diagnosis.what_if import Replay, parse_change
 from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.report.usual_steps import read_usual_steps
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts.words.report import Report
 
 RANKS, RUN_TIMEOUT_S = 2, 180
-# For each kind, the classes of lost time that are right, and the change that removes it.
+# For each kind, what the first verdict must name (see _first_named), and the change that removes it.
 KINDS: dict[str, tuple[tuple[str, ...], str]] = {
     "storage": (("data",), "data=0"),
     "workers": (("data",), "data=0"),
     "collation": (("data",), "data=0"),
     "host": (("host",), "host=0"),
-    "section": (("host",), "section:tokenize=0"),
+    "section": (('section "tokenize"',), "section:tokenize=0"),
     "communication": (("communication",), "communication=0"),
     "slow_rank": (("slow rank",), "rank={slow}@median"),
     "imbalance": (("imbalance",), "rank=all@median"),
     "recompute": (("recompute",), "recompute=0"),
     "optimizer": (("optimizer",), "optimizer=0"),
-    "module": (("forward", "backward"), "module:wide x0.5"),
+    "module": (("wide",), "module:wide x0.5"),
     "saving": (("saving",), "saving=0"),
-    "gc": (("garbage collection", "host"), "gc=0"),
+    "gc": (("garbage collection",), "gc=0"),
     "evaluation": (("evaluation", "forward passes without gradients"), "evaluation=0"),
-    "rollouts": (("evaluation", "forward passes without gradients", "host", "forward"), "host=0"),
+    "rollouts": (("forward passes without gradients", "host", "forward"), "host=0"),
     "contention": (("cpu",), "contention=0"),
+}
+_BY_KIND = {
+    "straggler": "slow rank",
+    "imbalance": "imbalance",
+    "lack_of_cpu": "cpu",
+    "data_bound": "data",
+    "communication_bound": "communication",
+    "host_bound": "host",
+}
+# What the actions of a verdict on computing are about.
+_BY_ACTION = {
+    "recompute": ("heckpoint fewer",),
+    "optimizer": ("torch.optim.",),
+    "data": ("DataLoader", "persistent_workers"),
+    "communication": ("communication", "no_sync"),
 }
 _LEFT = {"module": "module_half"}
 """What is left when the change is made; "none" for other kinds."""
 
 
-def record(kinds: list[str], numbers: list[int], out: Path) -> None:
-    """Record the runs that are missing, each next to one without the bottleneck."""
+def record(kinds: list[str], numbers: list[int], pairs: list[int], out: Path) -> None:
+    """Record the runs that are missing. The seeds of `pairs` also get a run without the bottleneck."""
     out.mkdir(parents=True, exist_ok=True)
     port = 29500 + os.getpid() % 1000
     for seed in numbers:
         for kind in kinds:
-            for name, planted in ((kind, kind), (f"{kind}.left", _LEFT.get(kind, "none"))):
+            runs = {kind: kind, f"{kind}.left": _LEFT.get(kind, "none")}
+            for name, planted in list(runs.items())[: 2 if seed in pairs else 1]:
                 folder = out / f"{name}-{seed}"
                 if not (folder / "done").exists():
                     port += 1
@@ -92,20 +111,54 @@ def _run_of(folder: Path) -> RunDirectory:
     return RunDirectory(run)
 
 
+def _first_named(report: Report) -> str:
+    """Return what the first verdict names. Where a job computes, that is what it should change."""
+    row = next(row for row in report["verdicts"] if row["kind"] != "none")
+    if row["kind"] == "long_steps" and isinstance(row["evidence"], dict):
+        return " and ".join(row["evidence"]["kinds"]) or "long steps"
+    if row["text"].startswith("Waiting for other ranks"):
+        return "imbalance"
+    if row["text"].startswith("Section"):
+        return " ".join(row["text"].split()[:2]).lower()
+    if row["kind"] in _BY_KIND:
+        return _BY_KIND[row["kind"]]
+    action = row["text"].rpartition(" Next: ")[2]
+    start = re.match(r"start with ([^,;]+),", action)
+    if start is not None:
+        return start[1] if start[1] == "wide" else row["phase"] or "?"
+    named = [name for name, words in _BY_ACTION.items() if any(word in action for word in words)]
+    return named[0] if named else action
+
+
 def judge(out: Path) -> None:
-    """Print how often the first class of lost time is the planted one, and the others."""
+    """Print how often the first verdict names the planted bottleneck, and what else it names."""
     found: dict[str, list[str]] = defaultdict(list)
+    sentences: dict[str, list[str]] = defaultdict(list)
+    advice: list[str] = []
+    clean = 0
     for folder in sorted(out.glob("*-*")):
         kind = folder.name.rpartition("-")[0]
-        if kind in KINDS and (folder / "done").exists():
-            report, _ = load_report_and_states(_run_of(folder))
-            lost = report["lost_time"]
-            found[kind].append("not known" if lost is None else lost["bound_by"])
+        if not (folder / "done").exists():
+            continue
+        report, _ = load_report_and_states(_run_of(folder))
+        if kind in KINDS:
+            found[kind].append(_first_named(report))
+            sentences[kind].append(report["verdicts"][0]["text"])
+        else:
+            clean += 1
+            advice += [
+                f"{row['key']} {1e3 * (row['gain_s'] or 0.0):.1f} ms" for row in report["advice"]
+            ]
     table = Table("kind", "right", "others")
     for kind, firsts in found.items():
         right = [first for first in firsts if first in KINDS[kind][0]]
         others = ", ".join(sorted(set(firsts) - set(right)))
         table.row(kind, f"{len(right)} of {len(firsts)}", others)
+    for kind, texts in sentences.items():
+        print(f"{kind}:")
+        for text in texts:
+            print(f"  {text[:150]}")
+    print(f"advice on {clean} runs without a bottleneck: {', '.join(advice) or 'none'}")
 
 
 def gains(out: Path) -> None:
@@ -148,9 +201,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seeds", type=seeds, default=list(range(10)), help="like 0-9")
+    parser.add_argument("--pairs", type=seeds, default=[], help="like 0-4")
     options = parser.parse_args()
     if options.command == "record":
-        record(options.kinds, options.seeds, options.out)
+        record(options.kinds, options.seeds, options.pairs, options.out)
     else:
         {"judge": judge, "gains": gains}[options.command](options.out)
     return 0

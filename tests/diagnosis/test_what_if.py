@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchlens_perf.diagnosis.lost_time import classify_time, find_bound, find_critical_path
+from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
 from torchlens_perf.diagnosis.step_times import USES, StepTimes, split_contention
 from torchlens_perf.diagnosis.what_if import Replay, parse_change, predict_standard_changes
 from torchlens_perf.errors import ConfigError
@@ -125,14 +125,37 @@ def test_faster_transfers_shorten_exposed_communication_only() -> None:
         predict(times, "bandwidth:tp x2", **facts)
 
 
+def make_module(name: str, own_s: float, calls: int, backward_s: float | None = None) -> Any:
+    return {
+        "name": name, "is_root": False, "calls": calls, "by_rank": {"0": own_s}, "device_s": None,
+        "device_own_by_rank": {}, "backward_by_rank": {} if backward_s is None else {"0": backward_s},
+    }  # fmt: skip
+
+
+FORWARD_AND_BACKWARD = [{"rank": 0, "typical": {"parts": {"forward": 0.04, "backward": 0.08}}}]
+
+
 def test_module_gain_includes_its_share_of_the_backward_pass() -> None:
     times = make_times({"forward": 40, "backward": 80})
-    modules = [
-        {"name": "blocks.0.mlp", "is_root": False, "device_own_by_rank": {}, "by_rank": {"0": 0.01}}
-    ]
-    ranks = [{"rank": 0, "typical": {"parts": {"forward": 0.04, "backward": 0.08}}}]
-    found = predict(times, "module:blocks.*.mlp x0.5", modules=modules, ranks=ranks)
+    modules = [make_module("blocks.0.mlp", 0.01, len(times.steps))]
+    found = predict(times, "module:blocks.*.mlp x0.5", modules=modules, ranks=FORWARD_AND_BACKWARD)
     assert found["gain_s"] == pytest.approx(0.005 + 0.01)
+
+
+@pytest.mark.parametrize(("passes", "backward_s"), [(1, 0.05), (2, 0.04)])
+def test_module_gain_includes_modules_inside_and_sampled_backward_passes(
+    passes: int, backward_s: float
+) -> None:
+    """With two passes in a step, the sample of one pass is not used."""
+    times = make_times({"forward": 40, "backward": 80})
+    calls = passes * len(times.steps)
+    modules = [
+        make_module("wide", 0.015, calls, 0.05),
+        make_module("wide.layer", 0.005, calls, 0.03),
+        make_module("wider", 0.01, calls, 0.01),
+    ]
+    found = predict(times, "module:wide x0.5", modules=modules, ranks=FORWARD_AND_BACKWARD)
+    assert found["gain_s"] == pytest.approx(0.01 + backward_s / 2)
 
 
 def test_irregular_steps_gain_their_mean_per_step() -> None:
@@ -184,7 +207,7 @@ def test_gain_of_the_named_slow_rank_is_the_cost_of_its_verdict() -> None:
     assert sum(each["s_per_step"] for each in classes) == pytest.approx(0.03)
 
 
-def test_classes_add_up_to_the_mean_step_and_name_the_bound() -> None:
+def test_classes_add_up_to_the_mean_step_the_largest_first() -> None:
     times = make_times({"forward": 10, "data": 5, "communication": 2}, {"forward": 14, "data": 5})
     saving = {"kinds": ["saving"], "total_s": 6.4}
     facts = make_facts(times, long=[saving])
@@ -195,14 +218,7 @@ def test_classes_add_up_to_the_mean_step_and_name_the_bound() -> None:
         "saving": pytest.approx(0.1), "forward": pytest.approx(0.01), "data": pytest.approx(0.005),
         "imbalance": pytest.approx(0.004), "communication": pytest.approx(0.002),
     }  # fmt: skip
-    assert find_bound(classes) == "saving"
-    assert find_bound(classify_time(find_critical_path(times), make_facts(times), [])) == "data"
-
-
-@pytest.mark.parametrize(("data", "bound"), [(1, "forward"), (2, "data")])
-def test_lost_time_bounds_a_job_from_a_tenth_of_its_step(data: float, bound: str) -> None:
-    times = make_times({"forward": 11, "data": data})
-    assert find_bound(classify_time(find_critical_path(times), make_facts(times), [])) == bound
+    assert [each["name"] for each in classes[:2]] == ["saving", "forward"]
 
 
 def test_sections_are_classes_of_host_code_and_the_inner_one_is_named() -> None:

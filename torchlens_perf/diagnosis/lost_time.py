@@ -26,11 +26,6 @@ _COMMUNICATION = USES.index("communication")
 COMPUTE = ("forward", "recompute", "backward", "optimizer")
 # Two times are nearly equal if the smaller is at least this share of the larger.
 _NEARLY = 0.8
-_COMPUTING = ("forward", "backward", "tool")
-# The smallest share of a step for which lost time bounds the job.
-_MIN_LOST_SHARE = 0.1
-# An optimizer is part of every training step, and only lost time if it takes unusually long.
-_MIN_LOST = {"optimizer": 0.25}
 _COMPUTE = [USES.index(use) for use in COMPUTE]
 
 
@@ -137,21 +132,6 @@ def sum_transfers(facts: Facts, name: str) -> float | None:
             return None
         total_s += mean_s * row["count"] / steps / max(1, len(facts["ranks"]))
     return total_s if rows else None
-
-
-def find_bound(classes: Sequence[TimeClass]) -> str:
-    """Return the name of the class that bounds the job.
-
-    That is the largest class of time in which nothing is computed, if it is large enough to be worth
-    a change, otherwise the largest class of computing.
-    """
-    lost = [
-        each
-        for each in classes
-        if each["share"] >= _MIN_LOST.get(each["name"], _MIN_LOST_SHARE)
-        and each["name"] not in _COMPUTING
-    ]
-    return (lost or [each for each in classes if each["name"] in COMPUTE] or classes)[0]["name"]
 
 
 def _take_time(uses_s: dict[str, float], phase: str, seconds: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -33,6 +34,8 @@ _FORWARD, _BACKWARD, _HOST = (USES.index(use) for use in ("forward", "backward",
 MODEL_ERROR = 0.15
 # Two standard errors are an interval of 95 %.
 _STANDARD_ERRORS = 2.0
+# A module that is called at most this often in a step is called once.
+_ABOUT_ONCE = 1.1
 _PARTS = {use: use for use in USES if use not in ("cpu", "communication")} | {
     "contention": "cpu",
     "communication": "communication",
@@ -237,13 +240,20 @@ def _set_to_median(change: Change, times: StepTimes, uses: Floats) -> None:
             uses[at][slower, OWN] = median[slower, OWN]
 
 
-def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, float]]:
-    """Return each rank's forward and backward time per step of the modules, in seconds.
+def _find_matching_part(name: str, pattern: str) -> str:
+    """Return the shortest part of a module's path that matches; "" without one."""
+    paths = itertools.accumulate(name.split("."), lambda outer, inner: f"{outer}.{inner}")
+    return next((path for path in paths if fnmatch.fnmatchcase(path, pattern)), "")
 
-    The backward pass of a module takes about the share of the backward pass that its forward time
-    has of the forward pass, unless samples show it.
+
+def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, float]]:
+    """Return each rank's forward and backward time per step of the modules and all modules inside,
+    in seconds.
+
+    Without samples, or with several passes in a step, the backward pass of a module is assumed to
+    take the share of the backward pass that its forward time has of the forward pass.
     """
-    rows = [each for each in facts["modules"] if fnmatch.fnmatchcase(each["name"], change.name)]
+    rows = [each for each in facts["modules"] if _find_matching_part(each["name"], change.name)]
     if not rows:
         raise ConfigError(f"{change.text!r}: no timed module matches {change.name!r}")
     forward: dict[str, float] = {}
@@ -251,8 +261,21 @@ def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, flo
         for rank, seconds in (row["device_own_by_rank"] or row["by_rank"]).items():
             forward[rank] = forward.get(rank, 0.0) + seconds
     backward: dict[str, float] = {}
+    outermost = [
+        row for row in rows if _find_matching_part(row["name"], change.name) == row["name"]
+    ]
+    counted = len(facts["ranks"]) * (facts["steps"]["count"] - facts["steps"]["warm_up"])
+    # Samples are times of single backward passes.
+    sampled = [
+        row["backward_by_rank"]
+        for row in outermost
+        if row["device_s"] is None and row["calls"] <= _ABOUT_ONCE * counted
+    ]
     for each in facts["ranks"]:
         typical, rank = each["typical"], str(each["rank"])
+        if len(sampled) == len(outermost) and all(rank in times for times in sampled):
+            backward[rank] = sum(times[rank] for times in sampled)
+            continue
         parts = typical["parts"] if typical is not None else {}
         whole_s = parts.get("forward", 0.0)
         if whole_s and rank in forward:

@@ -10,6 +10,7 @@ from torchlens_perf.hooks.backward import BackwardHook
 from torchlens_perf.hooks.capture import CaptureHook
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
+from torchlens_perf.hooks.loader_workers import LoaderWorkersHook
 from torchlens_perf.hooks.loop.optimizer import OptimizerHook
 from torchlens_perf.hooks.loop.passed_optimizers import PassedOptimizers
 from torchlens_perf.hooks.loop.selection import (
@@ -92,12 +93,13 @@ def create_hooks(
     calls: ModuleCallRouter,
 ) -> list[Hook]:
     """Return the hooks of a watch in the order of attachment. To add a hook, add a line here."""
-    settings = TrainingSettingsHook(loop)
+    settings, workers = TrainingSettingsHook(loop), LoaderWorkersHook()
     wanted: list[tuple[bool, Hook]] = [
         (config.nvtx, NvtxHook()),
         (True, SectionHook()),
         (True, OptimizerHook(loop)),
-        (True, DataHook(settings.note_loader)),
+        (True, DataHook(settings.note_loader, workers.note_batch)),
+        (True, workers),
         (True, settings),
         (True, calls),
         (True, backward),

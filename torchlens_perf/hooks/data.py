@@ -38,9 +38,15 @@ class DataHook:
 
     name = "data"
 
-    def __init__(self, note_loader: Callable[[Any], bool] = lambda iterator: False) -> None:
-        """note_loader: called with the iterator of each batch until it returns False."""
+    def __init__(
+        self,
+        note_loader: Callable[[Any], bool] = lambda iterator: False,
+        note_batch: Callable[[Any], None] = lambda iterator: None,
+    ) -> None:
+        """note_loader: called with the iterator of each batch until it returns False.
+        note_batch: called with the iterator of each batch in sampled steps."""
         self._note_loader: Callable[[Any], bool] | None = note_loader
+        self._note_batch = note_batch
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -66,7 +72,7 @@ class DataHook:
                 recorder.end(_DATA, data, flags)
             if hook._note_loader is not None:
                 note_loader(self)
-            add_workload_of_batch(batch)
+            add_workload_of_batch(self, batch)
             return batch
 
         @guard("settings of a DataLoader")
@@ -76,11 +82,13 @@ class DataHook:
                 hook._note_loader = None
 
         @guard("size of a batch")
-        def add_workload_of_batch(batch: Any) -> None:
+        def add_workload_of_batch(iterator: Any, batch: Any) -> None:
             # Count batches that a prefetching thread loads for the training thread. Do not count
             # batches of another thread that trains.
             if not (session.thread.is_current() or session.thread.reads_gradients):
                 return
+            if recorder.sampled:
+                hook._note_batch(iterator)
             tensor = find_batch_tensor(batch)
             if tensor is None:
                 return

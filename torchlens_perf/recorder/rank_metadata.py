@@ -64,6 +64,8 @@ class RankFacts(TypedDict, total=False):
     settings: dict[str, Any]
     training: dict[str, Any]
     """Known fields of TrainingSettings."""
+    loader_period_ns: int
+    """Time in which the workers of the rank's DataLoader make a batch."""
     step_offset: int | None
     """Number of steps that the model had made before this process; None if not known."""
 

@@ -263,6 +263,13 @@ PRIVATE_NAMES = (
     _create_callable_check(
         "torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"
     ),
+    _create_callable_check(
+        "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", "loader workers are not measured"
+    ),
+    _create_callable_check(
+        "torch.utils.data._utils.fetch._IterableDatasetFetcher.fetch",
+        "loader workers are not measured",
+    ),
     PrivateName(
         "torch.ops.c10d at BackendSelect", _check_dispatcher_tap, "collectives are not recorded"
     ),

@@ -49,7 +49,7 @@ from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.finding_log import FindingRecords
-from torchlens_perf.verdicts.judged_windows import JudgedWindows
+from torchlens_perf.verdicts.judged_windows import JudgedWindows, with_hidden_data_waits
 from torchlens_perf.verdicts.latest_attempt import (
     latest_collective_joins,
     latest_processes,
@@ -148,7 +148,12 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         windows=(
             None
             if grid is None
-            else JudgedWindows(grid, judging.findings, _rank_placements(processes), by_device)
+            else JudgedWindows(
+                with_hidden_data_waits(grid, processes),
+                judging.findings,
+                _rank_placements(processes),
+                by_device,
+            )
         ),
         records=_finding_records(nodes, facts["run"]),
         step_time=functools.partial(_step_begin_time, processes, judged_windows),
@@ -440,6 +445,7 @@ def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> 
         "own_s": summarize_sketch(statistics.own),
         "work_s": summarize_sketch(statistics.work) if statistics.work.count else None,
         "typical": typical,
+        "loader_period_s": process.loader_period_ns / 1e9 or None,
         "phases": {} if typical is None else build_phases(statistics, typical),
         "other_threads": other_thread_times(statistics),
         "not_measured": process.not_measured,

@@ -13,12 +13,14 @@ from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.diagnosis.advice.advise import add_advice
 from torchlens_perf.diagnosis.advice.rule import Job
-from torchlens_perf.diagnosis.lost_time import classify_time, find_bound, find_critical_path
+from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
 from torchlens_perf.diagnosis.step_times import StepTimes, split_contention
 from torchlens_perf.diagnosis.what_if import Replay, predict_standard_changes
+from torchlens_perf.run.loader_period import move_hidden_data_waits
 from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
+from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
 from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.verdicts.stragglers.placement import STAGES
@@ -61,7 +63,6 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         "last_step": int(times.steps[-1]) + times.width - 1,
         "rows": len(times.steps),
         "step_s": steps["total_s"] / counted,
-        "bound_by": find_bound(classes),
         "classes": classes,
         "changes": changes,
         "drift_share": drift,
@@ -111,7 +112,11 @@ def read_usual_steps(
         populations=tuple(processes[rank].placement.population for rank in ranks),
         steps=first + np.flatnonzero(usual),
         width=1,
-        uses_ns=_split_uses(values[:, usual], _typical_contention(facts)),
+        uses_ns=_split_uses(
+            values[:, usual],
+            np.array([processes[rank].loader_period_ns for rank in ranks]),
+            _typical_contention(facts),
+        ),
         workload=values[:, usual, _WORKLOAD],
         pipelined=_is_pipeline(processes),
     )
@@ -137,7 +142,7 @@ def _read_windows(processes: Mapping[int, ProcessState]) -> StepTimes | None:
     whole &= grid.first_steps > max(each.statistics.first_step or 0 for each in processes.values())
     if whole.sum() < MIN_ROWS:
         return None
-    parts = grid.parts_ns[:, whole]
+    parts = with_hidden_data_waits(grid, processes).parts_ns[:, whole]
     own, lack = parts[..., OWN_COLUMNS], np.nan_to_num(grid.lack_ns[:, whole])[..., OWN_COLUMNS]
     without = own - np.minimum(own, lack)
     return StepTimes(
@@ -177,8 +182,8 @@ def _read_columns(
     return values
 
 
-def _split_uses(values: Floats, typical_ns: Floats) -> Floats:
-    parts = values[..., 1 : 1 + len(PARTS)]
+def _split_uses(values: Floats, periods_ns: npt.NDArray[np.int64], typical_ns: Floats) -> Floats:
+    parts = move_hidden_data_waits(values[..., 1 : 1 + len(PARTS)], periods_ns)
     own, ready = parts[..., OWN_COLUMNS], np.nan_to_num(values[..., _READY])
     return _join_uses(parts, own, split_contention(own, ready, typical_ns))
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.robust import fast_median
+from torchlens_perf.run.loader_period import move_hidden_data_waits
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.causes.straggler_groups import find_imbalance
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.analysis.statistics.run_windows import RunWindows
+    from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.episodes import Episode
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
@@ -30,6 +32,15 @@ if TYPE_CHECKING:
 
 # A condition still holds if it is absent in at most this many windows at the end of the run.
 _MAX_ABSENT_AT_END = 1
+
+
+def with_hidden_data_waits(
+    windows: RunWindows, processes: Mapping[int, ProcessState]
+) -> RunWindows:
+    """Return the windows with the waits for data that waits for other ranks hide."""
+    periods_ns = np.array([processes[rank].loader_period_ns for rank in windows.ranks])
+    parts_ns = move_hidden_data_waits(windows.parts_ns, periods_ns)
+    return dataclasses.replace(windows, parts_ns=parts_ns)
 
 
 class RunPart(NamedTuple):

@@ -28,6 +28,7 @@ from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import DeviceClockQuality, Gpu, Identity, ProcessGroup
+from torchlens_perf.run.loader_period import move_hidden_data_wait
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.sketch import Sketch
@@ -164,6 +165,8 @@ class ProcessState:
     framework or optimizer; None if not known."""
     operators_missing: str = ""
     """Reason why operators are not counted; "" if they are."""
+    loader_period_ns: int = 0
+    """Time in which the workers of its DataLoader make a batch; 0 if not measured."""
     out_of_memory: OutOfMemory | None = None
     """The memory table of the newest failed allocation on its device, see
     hooks/on_device/out_of_memory.py."""
@@ -190,7 +193,8 @@ class ProcessState:
     ) -> StepTable | None:
         """Add steps, and return the steps that are newly ready to be judged; None without any.
 
-        Without arguments, return the steps that have not been returned so far.
+        In the returned steps, waits for data are as long as they would be without waits for other
+        ranks. Without arguments, return the steps that have not been returned so far.
         """
         if records is None or steps is None:
             newly = judged.decide_for_host()
@@ -204,7 +208,10 @@ class ProcessState:
             self.statistics.device.add_steps(warm)
             self.statistics.device_mix.add_steps(warm)
             self.statistics.device_history.add_steps(newly)
-        return newly
+        if newly is None or not self.loader_period_ns:
+            return newly
+        parts_ns = move_hidden_data_wait(newly.parts_ns, self.loader_period_ns)
+        return dataclasses.replace(newly, parts_ns=parts_ns)
 
     def judged_windows(self) -> Windows:
         """Return the windows of the clock by which the rank is judged."""

@@ -13,6 +13,8 @@ from torchlens_perf.verdicts.words.bottleneck import (
     DATA_ACTION,
     HOST_ACTION,
     LAUNCH_ACTION,
+    RANKS_ACTION,
+    computing_action,
 )
 
 if TYPE_CHECKING:
@@ -26,11 +28,14 @@ MIN_GAIN = 0.02
 """Advice whose gain is certainly no larger share of a step is not given."""
 
 
+# The smallest share of a step for which advice replaces the action of a verdict on computing.
+_WORTH_DOING_FIRST = 0.1
 # General actions of verdicts, and the rules whose advice is more precise.
 _PRECISE = {
     DATA_ACTION: loading.RULES,
     COMMUNICATION_ACTION: communication.RULES,
-    HOST_ACTION: (computing.set_gradients_to_none, host.do_not_synchronize),
+    RANKS_ACTION: balance.RULES,
+    HOST_ACTION: (host.do_not_synchronize,),
     LAUNCH_ACTION: (computing.compile_model, computing.use_cuda_graphs),
 }
 
@@ -39,9 +44,11 @@ def add_advice(job: Job) -> None:
     """Add advice to the job's report, and let verdicts name the same actions."""
     report: Report = job.report
     report["advice"] = find_advice(job)
-    for general, rules in _PRECISE.items():
+    for general, rules in {**_PRECISE, computing_action(report): computing.RULES}.items():
         keys = {rule.key for rule in rules}
-        precise = next((each["action"] for each in report["advice"] if each["key"] in keys), "")
+        least = _WORTH_DOING_FIRST if rules is computing.RULES else 0.0
+        found = [each for each in report["advice"] if (each["share"] or 0.0) >= least]
+        precise = next((each["action"] for each in found if each["key"] in keys), "")
         for row in report["verdicts"]:
             if precise and split_sentence_and_action(row["text"])[1] == general:
                 action = precise[0].lower() + precise[1:]

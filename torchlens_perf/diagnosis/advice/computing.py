@@ -58,7 +58,7 @@ def group_tensors(job: Job) -> Proposal | None:
     "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",
 )
 def set_gradients_to_none(job: Job) -> Proposal | None:
-    """Gradients are set to zero in place, no CUDA graph needs that, and host code between the phases
+    """Gradients are not set to None between steps, no CUDA graph needs that, and host code between the phases
     takes at least 5 % of the step."""
     settings, passes = job.settings, job.report["steps"]["micro_steps"]
     ddp = settings.ddp
@@ -67,8 +67,8 @@ def set_gradients_to_none(job: Job) -> Proposal | None:
     if passes > 1 or job.share("host") < 0.05:
         return None
     return Proposal(
-        f"Gradients are set to zero in place, and {job.describe('host code takes', 'host')}.",
-        "Remove set_to_none=False from zero_grad().",
+        f"Gradients are kept between steps, and {job.describe('host code takes', 'host')}.",
+        "Set gradients to None between steps: zero_grad() without set_to_none=False.",
     )
 
 

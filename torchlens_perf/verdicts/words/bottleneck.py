@@ -20,6 +20,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
 )
 from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
+from torchlens_perf.run.loader_period import hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
@@ -121,6 +122,9 @@ class StepBreakdown:
     def without_wait(self, kind: str) -> StepBreakdown:
         """Return the step without one kind of wait, because another verdict explains it."""
         return dataclasses.replace(self, waits=[each for each in self.waits if each.kind != kind])
+
+    def is_large(self, kind: str) -> bool:
+        return any(each.kind == kind for each in self.large_waits)
 
     @property
     def large_waits(self) -> list[TimeShare]:
@@ -249,9 +253,10 @@ def named_kinds(verdict: JudgedVerdict) -> set[str]:
 
 def drop_wait_clause(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
     """Return the verdict on the typical step without its clause on one kind of wait."""
-    what = next((_uncapitalize(each.what) for each in (*_WAITS, _LACK) if each.kind == kind), kind)
+    names = [_uncapitalize(each.what) for each in (*_WAITS, _FOR_RANKS, _LACK) if each.kind == kind]
+    what = "|".join(map(re.escape, names or [kind]))
     return dataclasses.replace(
-        verdict, text=re.sub(rf"; {re.escape(what)} [^()]*\([^()]*\)", "", verdict.text)
+        verdict, text=re.sub(rf"; (?:{what}) [^()]*\([^()]*\)", "", verdict.text)
     )
 
 
@@ -261,7 +266,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
     if device is not None:
         return _build_device_verdict(report, device, waits_explained=waits_explained)
     sampled = report["steps"]["sampled_lack_of_cpu"]
-    everything = _break_down_host_step(report)
+    everything = _name_waiting_for_ranks(report, _break_down_host_step(report))
     found = everything.without_wait("communication_bound") if waits_explained else everything
     step_s, computing = found.step_s, found.computing
     first, worth = found.limit, found.large_waits
@@ -295,6 +300,8 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
         f"{first.what} takes {_format_share(first.seconds, step_s)} of a typical step of"
         f" {format_duration(step_s)}{also}."
     )
+    if found.is_large("data_bound"):
+        text += _hidden_data_wait_text(report)
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     text += f"{_equal_waits_caveat(first, waits_s)}{_describe_kinds_of_steps(report)}"
     if sampled is not None and sampled >= _SOME_LACK and not _is_lack_measured(report):
@@ -373,6 +380,7 @@ def _equal_waits_caveat(limit: TimeShare, waits_s: Sequence[float]) -> str:
     """
     if (
         limit.kind != "communication_bound"
+        or limit.what == _FOR_RANKS.what
         or len(waits_s) < 2
         or min(waits_s) < _NEARLY * max(waits_s)
     ):
@@ -418,18 +426,58 @@ def _collect_typical_steps(report: Facts) -> list[TypicalStep]:
 
 
 def _break_down_host_step(report: Facts) -> StepBreakdown:
-    """Return how a typical step spends its time by the hosts' clocks."""
+    """Return how a typical step spends its time by the hosts' clocks.
+
+    The wait for data includes what waits for other ranks hide of it.
+    """
     steps = _collect_typical_steps(report)
+    hidden_s = _hidden_data_wait_s(report)
+    moved = {"data": hidden_s, "communication": -hidden_s}
 
     def mean_s(values: Iterable[Mapping[str, float]], part: str) -> float:
         return sum(each.get(part, 0.0) for each in values) / len(steps)
 
     return break_down_step(
         sum(step["s"] for step in steps) / len(steps),
-        {part: mean_s((step["parts"] for step in steps), part) for part in PARTS},
+        {
+            part: mean_s((step["parts"] for step in steps), part) + moved.get(part, 0.0)
+            for part in PARTS
+        },
         {part: mean_s((step["lack_of_cpu"] or {} for step in steps), part) for part in PARTS},
         device=False,
         look_at=computing_action(report),
+    )
+
+
+def _hidden_data_wait_s(report: Facts) -> float:
+    """Return the wait for data per typical step that waits for other ranks hide, as a mean."""
+    steps = _collect_typical_steps(report)
+    waits_s = [step["parts"].get("communication", 0.0) for step in steps]
+    periods_s = [
+        rank["loader_period_s"] or 0.0 for rank in report["ranks"] if rank["typical"] is not None
+    ]
+    hidden_s = [
+        hidden_data_wait(
+            sum(step["parts"].get(part, 0.0) for part in OWN_PARTS),
+            wait_s - min(waits_s),
+            period_s,
+        )
+        for step, wait_s, period_s in zip(steps, waits_s, periods_s, strict=True)
+    ]
+    return sum(map(float, hidden_s)) / len(hidden_s)
+
+
+def _hidden_data_wait_text(report: Facts) -> str:
+    """Return a sentence on the hidden wait for data; "" if it is small."""
+    hidden_s = _hidden_data_wait_s(report)
+    periods_s = [rank["loader_period_s"] for rank in report["ranks"] if rank["loader_period_s"]]
+    steps = _collect_typical_steps(report)
+    waits_s = sum(step["parts"].get("data", 0.0) for step in steps) / len(steps)
+    if hidden_s < _SOME * (hidden_s + waits_s):
+        return ""
+    return (
+        f" Of this wait for data, {format_duration(hidden_s)} is spent in communication with a rank"
+        f" that waits for data: the loaders take {format_duration(max(periods_s))} for a batch."
     )
 
 
@@ -439,6 +487,10 @@ DATA_ACTION = (
 )
 COMMUNICATION_ACTION = (
     "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
+)
+RANKS_ACTION = (
+    "see what ranks do differently in the same step: batch sizes, sequence lengths, work that one rank"
+    " does alone, other programs on their CPUs."
 )
 HOST_ACTION = (
     "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in"
@@ -456,6 +508,28 @@ _WAITS = (
     ),
     TimeShare("host_bound", "host", 0.0, "Host code outside of the phases", HOST_ACTION),
 )
+_FOR_RANKS = TimeShare(
+    "communication_bound", "communication", 0.0, "Waiting for other ranks", RANKS_ACTION
+)
+
+
+def _name_waiting_for_ranks(report: Facts, found: StepBreakdown) -> StepBreakdown:
+    """Return the step with another name for communication in which ranks hardly transfer data."""
+    times_s = [
+        (row["joined"] * row["wait_s"]["mean_s"], row["joined"] * row["transfer_s"]["mean_s"])
+        for row in report["collectives"]
+        if row["wait_s"]["mean_s"] is not None and row["transfer_s"]["mean_s"] is not None
+    ]
+    wait_s, transfer_s = sum(each[0] for each in times_s), sum(each[1] for each in times_s)
+    if wait_s == 0.0 or wait_s < _NEARLY * (wait_s + transfer_s):
+        return found
+    waits = [
+        dataclasses.replace(_FOR_RANKS, seconds=each.seconds)
+        if each.kind == _FOR_RANKS.kind
+        else each
+        for each in found.waits
+    ]
+    return dataclasses.replace(found, waits=waits)
 
 
 def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) -> list[TimeShare]:
@@ -565,6 +639,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
     lacks = [typical["lack_of_cpu"] or {} for typical in _collect_typical_steps(report)]
     lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
     found = break_down_step(step_s, parts, lack, device=True, look_at=computing_action(report))
+    found = _name_waiting_for_ranks(report, found)
     found = found.without_wait("communication_bound") if waits_explained else found
     unrecorded = _build_other_threads_verdict(report, found)
     if unrecorded is not None:
@@ -623,7 +698,7 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
 
 
 def _build_not_known_verdict(report: Facts, device: str) -> JudgedVerdict:
-    found = _break_down_host_step(report)
+    found = _name_waiting_for_ranks(report, _break_down_host_step(report))
     step_s, largest = (
         found.step_s,
         max((found.computing, *found.waits), key=lambda use: use.seconds),

@@ -254,6 +254,8 @@ class Rank(TypedDict):
     own_s: Distribution
     work_s: Distribution | None
     typical: TypicalStep | None
+    loader_period_s: float | None
+    """Time in which the workers of its DataLoader make a batch; None if not measured."""
     phases: dict[str, Phase]
     other_threads: dict[str, float]
     """Seconds per step of phases on other threads than the recorded thread. They are not part of
@@ -534,9 +536,6 @@ class LostTime(TypedDict):
     rows: int
     """Number of usual steps that all ranks have made."""
     step_s: float
-    bound_by: str
-    """Name of the class that bounds the job: the largest one in which nothing is computed, or a
-    phase."""
     classes: list[TimeClass]
     changes: list[PredictedChange]
     """The most valuable single changes, the largest gain first."""

@@ -1,0 +1,99 @@
+"""The time that a DataLoader's workers need for a batch is measured in the workers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import fetch
+
+from tests.support.recording import recorded
+from torchlens_perf.run.loader_period import move_hidden_data_wait, move_hidden_data_waits
+from torchlens_perf.run.records import PARTS
+
+BATCH_S, BATCHES = 0.02, 60
+
+
+class SlowRows(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4 * BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index % 4 == 0:
+            time.sleep(BATCH_S)
+        return torch.ones(4)
+
+
+class SlowStream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        for index in range(4 * BATCHES):
+            yield SlowRows()[index]
+
+
+def train(folder: Path, data: Dataset[Any], **loader: Any) -> dict[str, Any]:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(folder, model, optimizer) as recording:
+        for batch in DataLoader(data, batch_size=4, **loader):
+            model(batch).sum().backward()
+            optimizer.step()
+    return recording.metadata
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_period_is_the_time_of_a_batch_divided_by_the_workers(tmp_path: Path, workers: int) -> None:
+    period_ns = train(tmp_path, SlowRows(), num_workers=workers)["loader_period_ns"]
+
+    assert BATCH_S / workers <= period_ns / 1e9 < 2 * BATCH_S / workers
+
+
+def test_workers_of_an_iterable_dataset_are_measured(tmp_path: Path) -> None:
+    assert train(tmp_path, SlowStream(), num_workers=1)["loader_period_ns"] >= 1e9 * BATCH_S
+
+
+@pytest.mark.parametrize(
+    "loader", [{"num_workers": 0}, {"num_workers": 1, "multiprocessing_context": "spawn"}]
+)
+def test_period_is_not_measured_without_forked_workers(
+    tmp_path: Path, loader: dict[str, Any]
+) -> None:
+    assert "loader_period_ns" not in train(tmp_path, SlowRows(), **loader)
+
+
+def test_fetch_is_the_original_function_after_the_watch(tmp_path: Path) -> None:
+    before = fetch._MapDatasetFetcher.fetch
+    with recorded(tmp_path, nn.Linear(2, 2)):
+        assert fetch._MapDatasetFetcher.fetch is not before
+    assert fetch._MapDatasetFetcher.fetch is before
+
+
+def test_wait_for_data_that_another_wait_hides_is_moved() -> None:
+    parts_ns = np.zeros((3, len(PARTS)), dtype=np.int64)
+    parts_ns[:, PARTS.index("forward")] = 30
+    parts_ns[:, PARTS.index("communication")] = [0, 10, 40]
+    parts_ns[:, PARTS.index("data")] = [32, 2, 0]
+
+    moved = move_hidden_data_wait(parts_ns, 60)
+
+    assert moved[:, PARTS.index("data")].tolist() == [32, 12, 30]
+    assert moved[:, PARTS.index("communication")].tolist() == [0, 0, 10]
+    assert (moved.sum(axis=1) == parts_ns.sum(axis=1)).all()
+    assert (move_hidden_data_wait(parts_ns, 0) == parts_ns).all()
+
+
+def test_communication_of_the_rank_that_waits_least_hides_no_wait_for_data() -> None:
+    parts_ns = np.zeros((2, 1, len(PARTS)))
+    parts_ns[..., PARTS.index("forward")] = 30
+    parts_ns[..., PARTS.index("data")] = [[25], [0]]
+    parts_ns[..., PARTS.index("communication")] = [[5], [30]]
+
+    moved = move_hidden_data_waits(parts_ns, np.array([60, 60]))
+
+    assert moved[..., PARTS.index("data")].tolist() == [[25], [25]]
+    assert moved[..., PARTS.index("communication")].tolist() == [[5], [5]]

@@ -1,0 +1,130 @@
+"""Measure how long the workers of a DataLoader take for a batch.
+
+A rank whose loader is too slow may hardly wait for data: while it waits in communication for a rank
+with an equally slow loader, its own batch becomes ready. Without the time that its workers need,
+the other rank would be called slow (run/loader_period.py).
+
+Workers that are started by fork() inherit the measurement, and add their times to a page of memory
+that they share with the training process. Other workers are not measured.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder.patch import patched
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.session import Session
+
+_SLOTS, _WORDS, _WORD_BYTES = 256, 3, 8
+_MIN_BATCHES = 8
+# The time is published again if it has changed by this share.
+_CHANGED = 0.1
+_kept_in_children: list[ExitStack] = []
+"""Patches of forked processes, which stay in place: workers are forked processes."""
+
+
+class _WorkerTimes:
+    """Times of worker processes in shared memory. Each worker has a slot, chosen by its pid."""
+
+    def __init__(self) -> None:
+        self._words = memoryview(mmap.mmap(-1, _SLOTS * _WORDS * _WORD_BYTES)).cast("Q")
+
+    def add_batch(self, duration_ns: int) -> None:
+        """Add the time of a batch of this process."""
+        pid, words = os.getpid(), self._words
+        place = pid % _SLOTS * _WORDS
+        if words[place] != pid:
+            words[place], words[place + 1], words[place + 2] = pid, 0, 0
+        words[place + 1] += duration_ns
+        words[place + 2] += 1
+
+    def sum_up(self, pids: list[int]) -> tuple[int, int]:
+        """Return the time in ns and the number of batches of these workers."""
+        places = [
+            pid % _SLOTS * _WORDS for pid in pids if self._words[pid % _SLOTS * _WORDS] == pid
+        ]
+        return (
+            sum(self._words[place + 1] for place in places),
+            sum(self._words[place + 2] for place in places),
+        )
+
+
+class LoaderWorkersHook:
+    """Hook that measures the workers of the loader from which steps take their first batch."""
+
+    name = "loader workers"
+
+    def __init__(self) -> None:
+        self._iterator: weakref.ref[Any] | None = None
+        self._before: tuple[list[int], int, int] = ([], 0, 0)
+        self._published_ns = 0
+
+    def note_batch(self, iterator: Any) -> None:
+        """Keep a weak reference to the iterator of the first batch since the last reading."""
+        if self._iterator is None:
+            self._iterator = weakref.ref(iterator)
+
+    @contextmanager
+    def attach(self, session: Session) -> Iterator[None]:
+        for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
+            torch_private.require(f"torch.utils.data._utils.fetch.{name}.fetch")
+        from torch.utils.data._utils import fetch
+
+        times, pid = _WorkerTimes(), os.getpid()
+
+        def publish() -> None:
+            period_ns = self._read_period_ns(times)
+            if abs(period_ns - self._published_ns) > _CHANGED * self._published_ns:
+                self._published_ns = period_ns
+                session.publish(loader_period_ns=period_ns)
+
+        with ExitStack() as attached:
+            for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+                attached.enter_context(
+                    patched(fetcher, "fetch", _timed_fetch(fetcher.fetch, times))
+                )
+            with session.run_throttled(self.name, publish):
+                yield
+            if os.getpid() != pid:
+                _kept_in_children.append(attached.pop_all())
+
+    def _read_period_ns(self, times: _WorkerTimes) -> int:
+        """Return the time in which all workers together make a batch; what was published before if
+        there are too few batches."""
+        iterator = self._iterator() if self._iterator is not None else None
+        self._iterator = None
+        pids = [worker.pid for worker in getattr(iterator, "_workers", ())]
+        if not pids:
+            return self._published_ns
+        total_ns, batches = times.sum_up(pids)
+        last_pids, last_ns, last_batches = self._before
+        if pids != last_pids:
+            self._before, last_ns, last_batches = (pids, 0, 0), 0, 0
+        if batches - last_batches < _MIN_BATCHES * len(pids):
+            return self._published_ns
+        self._before = (pids, total_ns, batches)
+        return (total_ns - last_ns) // (batches - last_batches) // len(pids)
+
+
+def _timed_fetch(fetch: Callable[..., Any], times: _WorkerTimes) -> Callable[..., Any]:
+    from torch.utils.data import get_worker_info
+
+    def timed_fetch(self: Any, indexes: Any) -> Any:
+        if get_worker_info() is None:
+            return fetch(self, indexes)
+        began_ns = time.perf_counter_ns()
+        try:
+            return fetch(self, indexes)
+        finally:
+            times.add_batch(time.perf_counter_ns() - began_ns)
+
+    return timed_fetch
