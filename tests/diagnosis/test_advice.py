@@ -338,7 +338,9 @@ def changed_part(key: str, part: str, **fields: Any) -> dict[str, Any]:
 # More jobs that are nearly the same: each differs in one other part of the condition.
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("loader-workers", changed_part("loader-workers", "loader", workers=2)),
+    ("loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
     ("more-loader-workers", changed_part("more-loader-workers", "loader", workers=0)),
+    ("more-loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
     ("persistent-workers", changed_part("persistent-workers", "loader", workers=0)),
     ("prefetch-factor", changed_part("prefetch-factor", "loader", workers=0)),
     ("prefetch-factor", {"steps": {"long": [long("", 100, "data")]}}),

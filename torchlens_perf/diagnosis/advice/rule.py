@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import LostTime, Report
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# The share of a step that ranks wait for CPUs, from which no CPU is spare.
+_MUCH_CONTENTION = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +161,12 @@ class Job:
 
     @property
     def spare_cpus(self) -> int:
-        """CPUs per rank that neither torch's threads nor workers of the loader need; 0 if unknown."""
+        """CPUs per rank that neither torch's threads nor workers of the loader need.
+
+        0 if that is not known, and if ranks wait for CPUs: other programs need these CPUs.
+        """
         cpus, threads, loader = self.cpus_per_rank, self.threads, self.settings.loader
-        if cpus is None or threads is None:
+        if cpus is None or threads is None or self.share("cpu") >= _MUCH_CONTENTION:
             return 0
         return max(0, cpus - threads - (loader.workers if loader else 0))
 
