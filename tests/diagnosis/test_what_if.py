@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
-from torchlens_perf.diagnosis.step_times import USES, StepTimes, split_contention
+from torchlens_perf.diagnosis.step_times import (
+    USES,
+    StepTimes,
+    fill_contention,
+    split_contention,
+)
 from torchlens_perf.diagnosis.what_if import Replay, parse_change, predict_standard_changes
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.simulate.faults import parse_fault
@@ -241,6 +246,14 @@ def test_contention_is_subtracted_where_it_usually_occurs() -> None:
     left = split_contention(parts, np.array([12.0]), np.array([1.0, 0.0, 0.0]))
     assert left == pytest.approx(np.array([[0.0, 18.0, 0.0]]))
     assert split_contention(parts, np.array([50.0]), np.zeros(3)) == pytest.approx(np.zeros((1, 3)))
+
+
+def test_steps_without_measured_contention_have_the_share_of_the_others_or_of_samples() -> None:
+    durations = np.array([[10.0, 10.0, 100.0], [10.0, 10.0, 10.0]])
+    measured = np.array([[6.0, 4.0, np.nan], [np.nan, np.nan, 10.0]])
+    filled = fill_contention(durations, measured, 0.2)
+    assert filled == pytest.approx(np.array([[6.0, 4.0, 50.0], [2.0, 2.0, 10.0]]))
+    assert fill_contention(durations, measured, None)[1].tolist() == [0.0, 0.0, 10.0]
 
 
 def test_thousands_of_ranks_take_less_than_a_second_of_cpu_time() -> None:

@@ -60,6 +60,22 @@ class StepTimes:
         return total
 
 
+def fill_contention(durations_ns: Floats, contention_ns: Floats, sampled: float | None) -> Floats:
+    """Return the CPU contention of each step, also of steps in which it was not measured (NaN).
+
+    durations_ns, contention_ns: [ranks, steps]. sampled: share of contention in one-second samples.
+
+    Short steps, and steps with many phases, are not measured. They get the share of the rank's
+    measured steps, if most steps are measured, otherwise the sampled share.
+    """
+    measured = np.isfinite(contention_ns)
+    of_measured = np.where(measured, contention_ns, 0).sum(axis=1) / np.maximum(
+        1, (durations_ns * measured).sum(axis=1)
+    )
+    share = np.where(measured.mean(axis=1) >= 0.5, of_measured, sampled or 0.0)
+    return np.where(measured, contention_ns, durations_ns * share[:, None])
+
+
 def split_contention(parts_ns: Floats, contention_ns: Floats, typical_ns: Floats) -> Floats:
     """Return parts without CPU contention.
 

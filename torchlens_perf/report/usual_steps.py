@@ -14,7 +14,7 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.diagnosis.advice.advise import add_advice
 from torchlens_perf.diagnosis.advice.rule import Job
 from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
-from torchlens_perf.diagnosis.step_times import StepTimes, split_contention
+from torchlens_perf.diagnosis.step_times import StepTimes, fill_contention, split_contention
 from torchlens_perf.diagnosis.what_if import Replay, predict_standard_changes
 from torchlens_perf.run.loader_period import move_hidden_data_waits
 from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS
@@ -115,7 +115,7 @@ def read_usual_steps(
         uses_ns=_split_uses(
             values[:, usual],
             np.array([processes[rank].loader_period_ns for rank in ranks]),
-            _typical_contention(facts),
+            facts,
         ),
         workload=values[:, usual, _WORKLOAD],
         pipelined=_is_pipeline(processes),
@@ -182,10 +182,11 @@ def _read_columns(
     return values
 
 
-def _split_uses(values: Floats, periods_ns: npt.NDArray[np.int64], typical_ns: Floats) -> Floats:
+def _split_uses(values: Floats, periods_ns: npt.NDArray[np.int64], facts: Facts) -> Floats:
     parts = move_hidden_data_waits(values[..., 1 : 1 + len(PARTS)], periods_ns)
-    own, ready = parts[..., OWN_COLUMNS], np.nan_to_num(values[..., _READY])
-    return _join_uses(parts, own, split_contention(own, ready, typical_ns))
+    own, sampled = parts[..., OWN_COLUMNS], facts["steps"]["sampled_lack_of_cpu"]
+    ready = fill_contention(values[..., 0], values[..., _READY], sampled)
+    return _join_uses(parts, own, split_contention(own, ready, _typical_contention(facts)))
 
 
 def _join_uses(parts: Floats, own: Floats, without: Floats) -> Floats:
