@@ -46,7 +46,9 @@ def _cpu_action(report: Facts) -> str:
     if threads != {1}:
         less.append(f"fewer threads (OMP_NUM_THREADS{_current_value_clause(threads)})")
     if any(workers - {None, 0}):
-        less.append(f"fewer loader workers (num_workers{_current_value_clause(workers)})")
+        # A loader for evaluation may have workers at the same time, so this is not num_workers.
+        at_once = _current_value_clause(workers, "; child processes at once: ")
+        less.append(f"fewer loader workers (num_workers{at_once})")
     if max(Counter(rank["host"] for rank in report["ranks"]).values(), default=0) > 1:
         less.append("fewer ranks a node")
     current = _current_value_clause(cpus).removeprefix(", ")
@@ -55,7 +57,7 @@ def _cpu_action(report: Facts) -> str:
     return f"{begin}; then use {ways}." if begin else f"use {ways}."
 
 
-def _current_value_clause(values: Set[int | None]) -> str:
+def _current_value_clause(values: Set[int | None], before: str = ", now ") -> str:
     """Return a clause with the current number if it is known and equal for all ranks; else ""."""
     (value,) = values if len(values) == 1 else (None,)
-    return "" if value is None else f", now {value}"
+    return "" if value is None else f"{before}{value}"
