@@ -61,7 +61,13 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
             ["OMP_NUM_THREADS, now 8", "more CPUs"],
             ["workers", "ranks"],
         ),
-        (CpuUsage(2, 4, [0.0, 5.0], ""), 1, 1, ["num_workers; child processes at once: 4"], ["threads", "ranks"]),
+        (
+            CpuUsage(2, 4, [0.0, 5.0], ""),
+            1,
+            1,
+            ["num_workers; child processes at once: 4"],
+            ["threads", "ranks"],
+        ),
         (CpuUsage(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
         (
             CpuUsage(2, 0, [5.0, 10.0], ""),
