@@ -493,6 +493,17 @@ def test_objects_that_are_frozen_are_not_to_be_frozen_again(frozen: int) -> None
     assert ("gc.freeze()" in advice["action"]) == (frozen == 0)
 
 
+def test_rollouts_are_not_called_evaluation() -> None:
+    """Fewer rollouts would change the algorithm."""
+    rows = [long("forward passes without gradients", 800)]
+    (rollouts,) = find_advice(make_job(steps={"long": rows}))
+    (evaluation,) = find_advice(make_job(steps={"long": [long("evaluation", 800)]}))
+    assert "evaluation, rollouts or sampling" in rollouts["finding"]
+    assert rollouts["action"].startswith("If these passes evaluate, evaluate less often")
+    assert evaluation["finding"].startswith("4 steps evaluated")
+    assert evaluation["action"].startswith("Evaluate less often")
+
+
 def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
     uses = {**CLEAN, "recompute": 20.0, "host": 8.0, "data": 40.0}
     settings = {"zeroes_gradients": True, "free_memory_bytes": 8 * GB, "loader": LOADER}
