@@ -39,9 +39,22 @@ test: check $(TEST)/tap $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
-test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready $(addsuffix /ready,$(ENGINES))
-	EXAMPLES=400 FIGURES=1 ENGINES=$(CURDIR)/.venv-engines $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
+test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready .venv-newest/ready $(addsuffix /ready,$(ENGINES))
+	EXAMPLES=400 FIGURES=1 NEWEST=$(CURDIR)/.venv-newest ENGINES=$(CURDIR)/.venv-engines $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
+	.venv-newest/bin/python -m pytest $(SIDE_BY_SIDE) -m '' $(NEWEST_TESTS)
+
+# The newest torch, whose only build is CUDA's, beside the other packages of the tests. Needs 6 GB.
+NEWEST_TESTS = tests/device tests/hooks tests/recorder tests/test_watch.py tests/native/test_tap_threads.py \
+	$(addprefix tests/distributed/test_, collective_bounds.py collective_devices.py hooks_collective.py process_group_hooks.py)
+
+.venv-newest/ready: $(TEST)/ready
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-compile 'torch==2.15.0'
+	$(TEST)/bin/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
+	$(@D)/bin/python -m torchlens_perf build-tap
+	touch $@
 
 # Spark and Ray for `query`, with what their extras install, and Debian's Java: as root it is installed where it is missing.
 .venv-engines/%/ready: pyproject.toml

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import Table, ratio_interval
+from torchlens_perf.hooks import process_group_hooks
 
 ROUNDS, WARM_CALLS, CALLS = 300, 20, 100
 MAX_NS = 8_000
@@ -31,7 +32,7 @@ def main() -> int:
         "tap, cores", "unwatched us", "watched us", "added a rank us", "bar", "", "ratio",
         "CPU unwatched us", "CPU added us",
     )  # fmt: skip
-    for tap in ("native", "python"):
+    for tap in ("native", *(["hooks"] if process_group_hooks.are_available() else []), "python"):
         for cores in (1, 2):
             first, second = measured(tap, cores)
             plain, watched = first["plain"], first["watched"]
@@ -102,8 +103,10 @@ def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
     from torchlens_perf.recorder import native_tap
     from torchlens_perf.run import tap_requirements
 
-    if tap == "python":
+    if tap != "native":
         tap_requirements.tap_folders = lambda: ()
+    if tap == "python":
+        process_group_hooks.are_available = lambda: False
     if tap == "native" and native_tap.load_tap() is None:
         raise RuntimeError("the native tap is missing: torchlens-perf build-tap")
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0 if cores == 1 else rank]})

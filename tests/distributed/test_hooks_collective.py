@@ -26,8 +26,9 @@ from tests.support.long import long
 from tests.support.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf import section, watch
 from torchlens_perf.commands import tap_build
+from torchlens_perf.hooks import process_group_hooks
 from torchlens_perf.hooks.collective import is_tapped_by_another_tool, list_collective_operators
-from torchlens_perf.hooks.python_tap import count_payload_bytes
+from torchlens_perf.hooks.python_recording import count_payload_bytes
 from torchlens_perf.recorder import native_tap, torch_dispatcher
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import MICRO_STEPS_MASK, Flag, Kind
@@ -516,23 +517,32 @@ def another_tool(folder: Path) -> tuple[Recording, int]:
     return recording, len(calls)
 
 
-def test_tap_of_another_tool_is_kept_and_reported(results: dict[str, list[Any]]) -> None:
-    """Two kernels on one operator do not chain, so the other tool's kernel stays."""
+def test_tap_of_another_tool_is_kept_and_reported(tap: str, results: dict[str, list[Any]]) -> None:
+    """Two kernels on one operator do not chain, so the other tool's kernel stays.
+
+    torch's own hooks, which are used without the native tap from torch 2.14 on, need no kernel.
+    """
+    hooked = tap == "python" and process_group_hooks.are_available()
+    reduced = ["allreduce group=0 dtype=float32"] * hooked
     for recording, calls in results["another_tool"]:
         assert calls == 2
-        assert recording.names(Kind.COLLECTIVE) == ["broadcast group=0 dtype=float32 root=0"]
-        assert [note for note in recording.notes if "allreduce_ is not recorded" in note]
+        names = recording.names(Kind.COLLECTIVE)
+        assert names == [*reduced, "broadcast group=0 dtype=float32 root=0"]
+        notes = [note for note in recording.notes if "allreduce_ is not recorded" in note]
+        assert bool(notes) != hooked
 
 
 @scenario
 def detached(folder: Path) -> dict[str, Any]:
     wait = Work.wait
+    hooked = native_tap.load_tap() is None and process_group_hooks.are_available()
     had = [name for name in list_collective_operators() if is_tapped_by_another_tool(name)]
     with recorded(folder) as recording:
         inside_watch = [
             name
             for name in list_collective_operators()
             if not torch_dispatcher.find_kernel_owner(name)
+            and not (hooked and process_group_hooks.is_hooked(name))
         ]
         assert Work.wait is not wait
         work = dist.all_reduce(torch.ones(4), async_op=True)

@@ -428,7 +428,7 @@ def test_second_run_uses_the_tap_built_by_the_first(
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert [[rank["steps"] for rank in each["ranks"]] for each in reports] == [[29, 29], [29, 29]]
     tapped = (
-        "collectives were recorded from Python, which costs about 50 us each and records no end"
+        "collectives were recorded from Python, which costs up to 50 us each and records no end"
         " times of asynchronous collectives; "
     )
     planned = f"{tapped}the sidecar builds the native tap for the next run"

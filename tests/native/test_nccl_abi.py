@@ -5,6 +5,9 @@ and 6.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import re
 import shutil
 import subprocess
 from ctypes import POINTER, c_bool, c_char_p, c_int, c_size_t, c_uint8, c_uint64, c_void_p
@@ -166,3 +169,46 @@ def test_plugin_exports_interfaces_4_5_and_6_only() -> None:
     for version in found:
         name = c_char_p.in_dll(library, f"ncclProfiler_v{version}")
         assert name.value == b"torchlens_perf"
+
+
+@pytest.mark.long
+def test_newest_nccl_asks_for_an_interface_of_the_plugin() -> None:
+    """NCCL asks a plugin for the newest interface first, by a symbol's name."""
+    newest = os.environ.get("NEWEST")
+    if newest is None:
+        pytest.skip("NEWEST names no environment with the newest torch: `make test-long` does")
+    (library,) = Path(newest).glob("lib/python3*/site-packages/nvidia/nccl/lib/libnccl.so.2")
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        asked = {int(found[1]) for found in re.finditer(rb"ncclProfiler_v(\d+)\0", data)}
+    assert asked >= {4, 5, 6}
+    # A later interface is not implemented, and NCCL then asks for version 6.
+    assert max(asked) <= 7
+
+
+@pytest.mark.long
+def test_plugin_header_equals_headers_of_nccl(tmp_path: Path) -> None:
+    """NCCL's wheels do not contain these headers, so a clone of NCCL is needed."""
+    sources = os.environ.get("NCCL_SOURCES")
+    if sources is None:
+        pytest.skip("NCCL_SOURCES names no clone of https://github.com/NVIDIA/nccl")
+    for tag, newest in (("v2.27.7-1", 4), ("v2.28.9-1", 5), ("v2.29.7-1", 6), ("v2.30.7-1", 6)):
+        headers = tmp_path / tag / "profiler"
+        headers.mkdir(parents=True)
+        for name in (
+            "../nccl_profiler.h",
+            *(f"profiler_v{each}.h" for each in range(1, newest + 1)),
+        ):
+            path = os.path.normpath(f"src/include/plugin/profiler/{name}")
+            show = ["git", "-C", sources, "show", f"{tag}:{path}"]
+            (headers / name).write_bytes(
+                subprocess.run(show, capture_output=True, check=True).stdout
+            )
+        for empty in ("common.h", "err.h", "os.h"):
+            (headers.parent / empty).touch()
+        check = Path(__file__).with_name("nccl_headers.cpp")
+        command = [
+            "g++", "-std=c++17", "-fsyntax-only", f"-DNEWEST={newest}", f"-I{headers.parent}",
+            f"-I{HEADERS}", str(check),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{tag}: {done.stderr}"

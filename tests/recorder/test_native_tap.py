@@ -13,6 +13,7 @@ import torch
 from tests.support.recording import recorded
 from tests.support.taps import cache, copy_of_sources, reset_tap_cache, tap
 from torchlens_perf.commands.doctor import LIMITED, OK, Check, run_checks
+from torchlens_perf.hooks import process_group_hooks
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run import tap_requirements
 
@@ -361,7 +362,8 @@ def test_doctor_reports_an_available_tap(cache: Path, tap: Path) -> None:
     put(tap, cache)
 
     check = doctor()
-    assert (check.severity, str(check)) == (OK, "ok      tap on collectives: native")
+    why = ", which costs less than torch's own hooks" * process_group_hooks.are_available()
+    assert (check.severity, str(check)) == (OK, f"ok      tap on collectives: native{why}")
 
 
 @pytest.mark.parametrize(
@@ -386,8 +388,12 @@ def test_doctor_reports_a_missing_tap_and_whether_to_act(
     check = doctor()
 
     assert (check.severity, check.remedy) == (LIMITED, remedy)
+    used = (
+        "torch's own hooks are used: each collective costs 8 us"
+        if process_group_hooks.are_available()
+        else "recorded from Python, as torch before 2.14 has no hooks: each collective costs 50 us"
+    )
     assert (
         check.finding
-        == "recorded from Python: each collective costs 50 us, end times of asynchronous collectives"
-        " are missing, and FLOPs are not counted"
+        == f"{used}, end times of asynchronous collectives are missing, and FLOPs are not counted"
     )

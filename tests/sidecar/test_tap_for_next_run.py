@@ -322,7 +322,7 @@ def reported(
 
 
 TAPPED = (
-    "collectives were recorded from Python, which costs about 50 us each and records no end times"
+    "collectives were recorded from Python, which costs up to 50 us each and records no end times"
     " of asynchronous collectives"
 )
 

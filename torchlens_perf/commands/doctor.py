@@ -130,6 +130,7 @@ def _check_native_recorder() -> Iterator[Check]:
 
 
 def _check_tap() -> Iterator[Check]:
+    from torchlens_perf.hooks import process_group_hooks
     from torchlens_perf.recorder import native_tap
     from torchlens_perf.recorder.recorder import NATIVE
     from torchlens_perf.run import tap_requirements
@@ -140,15 +141,21 @@ def _check_tap() -> Iterator[Check]:
         yield Check(
             LIMITED, "cache of native code", finding, "unset the variable, or set an absolute path"
         )
+    hooked = process_group_hooks.are_available()
     if native_tap.load_tap() is not None:
+        finding = "native" + (", which costs less than torch's own hooks" if hooked else "")
         yield Check(
-            OK, "tap on collectives", "native", records="end of asynchronous collectives, FLOPs"
+            OK, "tap on collectives", finding, records="end of asynchronous collectives, FLOPs"
         )
         return
     problems = "; ".join(native_tap.list_tap_problems())
+    used = (
+        "torch's own hooks are used: each collective costs 8 us"
+        if hooked
+        else "recorded from Python, as torch before 2.14 has no hooks: each collective costs 50 us"
+    )
     finding = (
-        "recorded from Python: each collective costs 50 us, end times of asynchronous collectives"
-        " are missing, and FLOPs are not counted"
+        f"{used}, end times of asynchronous collectives are missing, and FLOPs are not counted"
     )
     finding += f" ({problems})" if problems else ""
     remedy = (
@@ -219,9 +226,10 @@ def _check_torch() -> Iterator[Check]:
     from torchlens_perf.recorder import devices, torch_private
 
     version = torch_private.parse_torch_version(torch.__version__)
-    supported = version >= torch_private.OLDEST_TORCH
-    oldest = ".".join(map(str, torch_private.OLDEST_TORCH))
-    yield Check(OK if supported else LIMITED, _TORCH, torch.__version__, f"tested from {oldest} on")
+    oldest, newest = torch_private.OLDEST_TORCH, torch_private.NEWEST_TORCH
+    tested = "tested with {}.{} to {}.{}".format(*oldest, *newest)
+    finding = torch.__version__ + (f" ({tested})" if version > newest else "")
+    yield Check(OK if version >= oldest else LIMITED, _TORCH, finding, tested)
     missing = [
         entry for entry in torch_private.PRIVATE_NAMES if not torch_private.is_usable(entry.name)
     ]

@@ -1,11 +1,13 @@
 """Record when collectives were issued and ended, and how long training waited for them.
 
-A tap on the dispatcher receives every c10d operation and passes it on unchanged. This includes
-operations that DDP's reducer, FSDP2, DTensor and compiled graphs issue from C++.
+Every c10d operation is recorded, including those that DDP's reducer, FSDP2, DTensor and compiled
+graphs issue from C++. Decision 50 compares the ways:
 
-- The backend reports the end of each operation to the native tap (native/tap.cpp), without GIL.
-- The Python tap is used where the native tap has not been built. The Python tap costs about 50 us
-  per operation and records no end of an operation unless the caller waits for it immediately.
+- The native tap on the dispatcher (native/tap.cpp) also gets the end of each operation from the
+  backend, without the GIL. The other ways record no end of an operation unless the caller waits
+  for it immediately.
+- Without the native tap, torch's own hooks are used, from torch 2.14 on.
+- Otherwise the Python tap on the dispatcher is used, which costs about 50 us per operation.
 
 No Python callback runs on a backend's thread: such a callback made 3 of 19 processes abort at their
 exit.
@@ -18,8 +20,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks import python_tap
+from torchlens_perf.hooks import process_group_hooks, python_tap
 from torchlens_perf.hooks.collective_groups import CollectiveGroups
+from torchlens_perf.hooks.python_recording import PythonRecording
 from torchlens_perf.recorder import native_tap, torch_dispatcher, torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import collective_marks, timed_wait
@@ -42,7 +45,7 @@ def list_collective_operators() -> list[str]:
 
 
 class CollectiveHook:
-    """Hook that taps c10d's operators at the dispatch key BackendSelect, and times waits.
+    """Hook that records c10d's operations, and times waits.
 
     The timed waits are `Work.wait` and the `wait_tensor` of functional collectives.
     """
@@ -67,12 +70,14 @@ class CollectiveHook:
     def _attach_tap(self, session: Session) -> Iterator[None]:
         torch_private.require("torch.ops.c10d at BackendSelect")
         groups = CollectiveGroups(session)
+        native = native_tap.load_tap()
+        hooked = native is None and process_group_hooks.are_available()
         taps = [
             name
             for name in (*list_collective_operators(), WAIT_TENSOR)
-            if not _is_left_to_another_tool(name, session)
+            if not (hooked and process_group_hooks.is_hooked(name))
+            and not _is_left_to_another_tool(name, session)
         ]
-        native = native_tap.load_tap()
         if native is not None:
             waits = [name for name in taps if name == WAIT_TENSOR]
             native.attach(
@@ -90,7 +95,11 @@ class CollectiveHook:
             with guard("naming the native tap that is missing"):
                 # The sidecar builds the missing tap for the next run and notes this in the report.
                 session.publish(missing_tap=native_tap.build_file_name())
-        with python_tap.attach_tap(taps, groups, session):
+        recording = PythonRecording(groups, session)
+        with ExitStack() as attached:
+            if hooked:
+                attached.enter_context(process_group_hooks.attach_hooks(recording))
+            attached.enter_context(python_tap.attach_tap(taps, recording, session))
             yield
 
     @contextmanager

@@ -27,8 +27,6 @@ class CollectiveGroups:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        # Sequence number of each group's next operation, used only by the Python tap.
-        self._next: dict[str, int] = {}
 
     def describe_for_native_tap(
         self, operator: str, group: str, dtype: str, peer: int, device: str, backend_sequence: int
@@ -61,7 +59,7 @@ class CollectiveGroups:
         """Return the id of the operation's name and its slot in the table of groups."""
         operation = operator.partition("::")[2].strip("_")
         text = f"{operation} group={group}" + (f" dtype={dtype}" if dtype else "")
-        point_to_point = operation in ("send", "recv", "recv_any_source")
+        point_to_point = is_point_to_point(operator)
         if peer >= 0:
             text += f" {'peer' if point_to_point else 'root'}={peer}"
         row = f"{operation} group={group} peer={peer}" if point_to_point else group
@@ -72,8 +70,7 @@ class CollectiveGroups:
             self._session.metadata.add_group(group, *torch_groups.get_group_members(group))
         return self._session.intern(text), slot
 
-    def next_sequence_number(self, key: str, backend_sequence: int) -> int:
-        """Return the sequence number of the next operation of a group or a pair of peers."""
-        sequence = self._next.get(key, max(0, backend_sequence))
-        self._next[key] = sequence + 1
-        return sequence
+
+def is_point_to_point(operator: str) -> bool:
+    """Return True if an operator of the dispatcher sends or receives a message."""
+    return operator.partition("::")[2].strip("_") in ("send", "recv", "recv_any_source")

@@ -32,11 +32,22 @@ def get_group_backend(name: str, device: str) -> str:
         return ""
 
 
-def get_group_sequence_number(group: Any) -> int:
+def get_group_sequence_number(name: str) -> int:
     """Return the number of operations that a group's backend has issued, or -1 if it does not
     count.
     """
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    group: Any = _resolve_process_group(name)
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:
         return -1
+
+
+def get_barrier_device(name: str) -> str:
+    """Return the type of the device on which a group's barriers run, such as "cpu" or "cuda"."""
+    from torch._C._distributed_c10d import _resolve_process_group
+
+    types = [device.type for device in _resolve_process_group(name)._device_types]
+    return "cpu" if "cpu" in types or not types else str(types[0])

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 from torchlens_perf.errors import HookUnavailable
 
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 MODULE_CALL = "torch.nn.Module._wrapped_call_impl"
 PROFILER = "torch.autograd.profiler._enable_profiler"
 FLIGHT_RECORDER = "torch._C._distributed_c10d._dump_fr_trace_json"
 SNAPSHOT = "torch._C._cuda_memorySnapshot"
+GROUP_REGISTRATION = "torch.distributed.distributed_c10d._register_process_group"
 WAIT_TENSOR = "_c10d_functional::wait_tensor"
 FSDP2 = "torch.distributed.fsdp._fully_shard"
 # The profiler range after which FSDP2 waits for a reduce-scatter.
@@ -153,6 +154,14 @@ def _check_work_wait() -> bool:
     return callable(original)
 
 
+def _check_group_registration() -> bool:
+    from torch.distributed import distributed_c10d
+
+    return callable(distributed_c10d._register_process_group) and isinstance(
+        distributed_c10d._world.pg_map, dict
+    )
+
+
 def _check_tracing_context() -> bool:
     from torch._guards import TracingContext
 
@@ -279,6 +288,11 @@ PRIVATE_NAMES = (
         "time blocked in collectives is not measured",
     ),
     PrivateName(
+        GROUP_REGISTRATION,
+        _check_group_registration,
+        "without the native tap, collectives are not recorded",
+    ),
+    PrivateName(
         "torch._guards.TracingContext",
         _check_tracing_context,
         "backward passes of the compiler count as the job's",
@@ -325,6 +339,13 @@ PRIVATE_NAMES = (
     _create_callable_check(FLIGHT_RECORDER, "captures contain no flight-recorder entries"),
 )
 _by_name = {entry.name: entry for entry in PRIVATE_NAMES}
+
+
+def get_private_device_type() -> str:
+    """Return the type of devices that are added to torch by other packages, such as "npu"."""
+    import torch
+
+    return str(torch._C._get_privateuse1_backend_name())
 
 
 def get_module_call_function() -> Callable[..., Any]:

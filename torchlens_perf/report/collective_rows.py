@@ -94,7 +94,7 @@ def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessStat
     }
     outlooks = dict.fromkeys(node.tap_outlook for node in nodes if node.host in hosts)
     means = (
-        "collectives were recorded from Python, which costs about 50 us each and records no end"
+        "collectives were recorded from Python, which costs up to 50 us each and records no end"
         " times of asynchronous collectives"
     )
     return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]
