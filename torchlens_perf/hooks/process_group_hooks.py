@@ -35,8 +35,8 @@ _HOOKED = frozenset(_IN_PLACE) | {
 }  # fmt: skip
 
 _hooked_groups: weakref.WeakSet[Any] = weakref.WeakSet()
-_kinds: dict[Any, _Kind] = {}
-"""Kinds of operations by torch's HookOpName."""
+_kinds: dict[int, _Kind] = {}
+"""Kinds of operations by the value of torch's HookOpName."""
 
 
 class _Kind(NamedTuple):
@@ -76,9 +76,9 @@ def attach_hooks(recording: PythonRecording) -> Iterator[None]:
     ambiguous = {"gather", "recv"}
     if "ALLGATHER_BASE" not in members:  # torch 2.14
         ambiguous |= {"allreduce", "allgather", "reduce_scatter", "alltoall"}
-    for member, value in members.items():
+    for member, found in members.items():
         name = member.lower()
-        _kinds[value] = _Kind(f"c10d::{name}", name in _IN_PLACE, name in ambiguous)
+        _kinds[found.value] = _Kind(f"c10d::{name}", name in _IN_PLACE, name in ambiguous)
 
     register = distributed_c10d._register_process_group
 
@@ -137,7 +137,7 @@ class _GroupHooks:
         if unfinished is not None:
             # torch calls no hook after an operation that has raised.
             unfinished[0].end_call(unfinished[1], raised=True)
-        operator, in_place, is_ambiguous = _kinds[arguments.name]
+        operator, in_place, is_ambiguous = _kinds[arguments.name.value]
         payload = arguments.input_tensors if in_place else arguments.output_tensors
         root = arguments.root
         if is_ambiguous:
@@ -159,7 +159,7 @@ class _GroupHooks:
         if tensor is None:
             tensor = find_first_tensor(arguments.input_tensors)
         if tensor is not None:
-            return str(tensor.device.type)
+            return "cpu" if tensor.is_cpu else str(tensor.device.type)
         if not self._barrier_device:
             self._barrier_device = torch_groups.get_barrier_device(self._group)
         return self._barrier_device

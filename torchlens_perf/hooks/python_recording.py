@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _ASYNC, _EXCEPTION = int(Flag.ASYNC), int(Flag.EXCEPTION)
-_UNKNOWN = int(EndDetection.UNKNOWN)
+# Plain integers: looking up a member of an enumeration costs as much as recording an operation.
+_BY_WAIT, _UNKNOWN = int(EndDetection.BY_WAIT), int(EndDetection.UNKNOWN)
+_BY_RETURN = int(EndDetection.BY_RETURN)
 
 
 class Issued(NamedTuple):
@@ -55,24 +57,18 @@ class PythonRecording:
         name_id, slot, numbers = self._known.get(key) or self._describe(key)
         # On a device, waiting for a Work only orders streams. The operation may end later.
         on_cpu = device == "cpu"
-        end = (
-            EndDetection.BY_RETURN
-            if blocking
-            else EndDetection.BY_WAIT
-            if on_cpu and not is_async
-            else EndDetection.UNKNOWN
-        )
+        end = _BY_RETURN if blocking else _BY_WAIT if on_cpu and not is_async else _UNKNOWN
         ticket = self._recorder.issue(
             name_id, slot, next(numbers), _ASYNC if is_async else 0, count_payload_bytes(payload)
         )
         if ticket is None:
             return None
         if on_cpu:
-            return Issued(ticket, int(end), None)
+            return Issued(ticket, end, None)
         if (group, device) not in self._session.metadata.device_groups:
             self._session.metadata.add_device_group(group, device)
         stalls = None if is_async else self._session.clocks.stalls
-        return Issued(ticket, int(end), None if stalls is None else stalls.begin_collective())
+        return Issued(ticket, end, None if stalls is None else stalls.begin_collective())
 
     def end_call(self, issued: Issued, *, raised: bool = False) -> None:
         """Record that the issuing call has returned or raised."""
@@ -114,5 +110,8 @@ def find_device(*tensors: Any) -> str:
 def count_payload_bytes(value: Any) -> int:
     """Return the size in bytes of the tensors in nested lists."""
     if isinstance(value, (list, tuple)):
-        return sum(map(count_payload_bytes, value))
+        total = 0
+        for part in value:
+            total += count_payload_bytes(part)
+        return total
     return value.numel() * value.element_size() if hasattr(value, "element_size") else 0
