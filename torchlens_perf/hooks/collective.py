@@ -1,7 +1,7 @@
 """Record when collectives were issued and ended, and how long training waited for them.
 
 Every c10d operation is recorded, including those that DDP's reducer, FSDP2, DTensor and compiled
-graphs issue from C++. Decision 50 compares the ways:
+graphs issue from C++. Decision 52 compares the ways:
 
 - The native tap on the dispatcher (native/tap.cpp) also gets the end of each operation from the
   backend, without the GIL. The other ways record no end of an operation unless the caller waits
