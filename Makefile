@@ -31,6 +31,10 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 	$(DEMO)/bin/torchlens-perf build-tap
 	touch $@
 
+# The header of the probes is Debian's: as root it is installed where it is missing. Without it the recorder has no probes.
+SDT = echo '\#include <sys/sdt.h>' | cc -E - >/dev/null 2>&1 || test "$$(id -u)" != 0 || \
+	apt-get install -y -q --no-install-recommends systemtap-sdt-dev
+
 # JOBS tests at a time, for two processors: most of them wait now and then.
 JOBS ?= 4
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -40,6 +44,7 @@ test: check $(TEST)/tap $(RECEIVER)/ready
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
 test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready .venv-newest/ready $(addsuffix /ready,$(ENGINES))
+	command -v bpftrace || apt-get install -y -q --no-install-recommends bpftrace
 	EXAMPLES=400 FIGURES=1 NEWEST=$(CURDIR)/.venv-newest ENGINES=$(CURDIR)/.venv-engines $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
 	.venv-newest/bin/python -m pytest $(SIDE_BY_SIDE) -m '' $(NEWEST_TESTS)
@@ -90,6 +95,7 @@ format: $(TEST)/ready
 	$(TEST)/bin/ruff check --fix .
 
 $(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
+	$(SDT)
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test]'
 	touch $@

@@ -92,6 +92,7 @@ ELSEWHERE = {
     "ls": "run by tests/prometheus/test_docs.py",
     "sh": "run by tests/prometheus/test_docs.py",
     "ssh": "needs another machine",
+    "bpftrace": "needs root and the tracer: tests/native/test_probes.py",
 }
 # Pages whose commands another test executes.
 PAGES_ELSEWHERE = {

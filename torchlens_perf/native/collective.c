@@ -64,6 +64,8 @@ void collective_write(const Collective *collective, int64_t duration_ns, uint32_
         .value1 = collective->sequence | (uint64_t)collective->within << 32,
     };
     write_record_of_step(collecting, &record, KIND_COLLECTIVE, collective->depth, collective->flags | flags);
+    PROBE_COLLECTIVE_END(collective->group, collective->sequence, collective->bytes, collective->step, duration_ns,
+                         flags & FLAG_COMPLETED);
     if (collective->group < MAX_GROUPS) {
         Group *group = &collecting->header->groups[collective->group];
         if (group->ended < (uint64_t)collective->sequence + 1) {
@@ -169,6 +171,7 @@ static int issue(Collective *collective)
         ordinals.count = 0;
     }
     collective->ordinal = ordinals.count++;
+    PROBE_COLLECTIVE_BEGIN(collective->group, collective->sequence, collective->bytes, collective->step);
     collective->start_ns = recorder_now(recorder);
     parts_issued(collective);
     if (collective->group < MAX_GROUPS) {

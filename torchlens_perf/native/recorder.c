@@ -200,6 +200,7 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
     }
     header->stack.depth = 0;
     span_open(self, &header->stack, KIND_STEP, 0);
+    PROBE_STEP_BEGIN(header->step);
     return 0;
 }
 
@@ -387,10 +388,13 @@ static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ss
         .value1 = (uint64_t)values[2],
     };
     write_record(self, &record, KIND_STEP, 0, (uint32_t)values[0]);
+    PROBE_STEP_END(record.step, record.duration_ns);
     frame->start_ns = end_ns;
     frame->nested_ns = 0;
     frame->phase_ns = 0;
-    return PyLong_FromUnsignedLongLong(++self->header->step);
+    self->header->step++;
+    PROBE_STEP_BEGIN(self->header->step);
+    return PyLong_FromUnsignedLongLong(self->header->step);
 }
 
 static PyObject *recorder_add_overhead(Recorder *self, PyObject *const *args, Py_ssize_t count)

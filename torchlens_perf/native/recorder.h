@@ -15,6 +15,7 @@
 
 #include "collective.h"
 #include "layout.h"
+#include "probes.h"
 
 #ifdef Py_GIL_DISABLED
 #error "the GIL is the only lock of marks: setup.py builds nothing for a free-threaded Python"
@@ -251,6 +252,7 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
     if (kind == KIND_BACKWARD) {
         count_backward(self, stack, 1);
     }
+    PROBE_PHASE_BEGIN(kind);
     frame->start_ns = recorder_now(self);
     return depth;
 }
@@ -308,6 +310,7 @@ static inline void span_close(Recorder *self, Stack *stack, uint64_t depth, int6
         .value1 = value1,
     };
     write_record(self, &record, frame.kind, depth, flags);
+    PROBE_PHASE_END(frame.kind, duration_ns, record.step);
     if (self->device_mark != NULL && stack == &self->header->stack) {
         device_close(self, &frame, depth);
     }
