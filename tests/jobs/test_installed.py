@@ -8,16 +8,13 @@ The wheel must contain these new files, but no built files and no files of an ea
 from __future__ import annotations
 
 import concurrent.futures
-import email
 import json
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +22,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import installations
-from tests.support.installations import PACKAGE, ROOT, Environment
+from tests.support.installations import PACKAGE, ROOT, Environment, files, metadata, requirements
 from tests.support.processes import only_report, report, runs
 from tests.support.taps import compiler, raise_build_priority
 from torchlens_perf.recorder import native_tap
@@ -118,32 +115,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         source, wheel, with_compiler = first.result()
         sdist, without_compiler = second.result()
     return Made(source, wheel, sdist, with_compiler, without_compiler)
-
-
-def files(made: Path) -> dict[str, bytes]:
-    """Return the contents of a wheel or an sdist by name."""
-    if made.suffix == ".whl":
-        with zipfile.ZipFile(made) as wheel:
-            return {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
-    with tarfile.open(made) as sdist:
-        members = {
-            member.name.partition("/")[2]: sdist.extractfile(member)
-            for member in sdist
-            if member.isfile()
-        }
-        return {name: file.read() for name, file in members.items() if file is not None}
-
-
-def metadata(made: Path) -> email.message.Message:
-    names = (
-        name for name in files(made) if name.endswith(".dist-info/METADATA") or name == "PKG-INFO"
-    )
-    return email.message_from_bytes(files(made)[next(names)])
-
-
-def requirements(made: Path) -> list[str]:
-    """Return the declared requirements of the wheel."""
-    return [each for each in metadata(made).get_all("Requires-Dist", []) if "extra ==" not in each]
 
 
 @pytest.fixture(scope="module")

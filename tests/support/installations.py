@@ -8,12 +8,15 @@ If the wheel does not declare a requirement, the requirement is missing in these
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -240,3 +243,29 @@ def _make(command: list[str]) -> None:
     assert done.returncode == 0, said
     # setuptools still accepts this setting, although it is deprecated.
     assert "it is absent from setuptools' `packages` configuration" not in said, said
+
+
+def files(made: Path) -> dict[str, bytes]:
+    """Return the contents of a wheel or an sdist by name."""
+    if made.suffix == ".whl":
+        with zipfile.ZipFile(made) as wheel:
+            return {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
+    with tarfile.open(made) as sdist:
+        members = {
+            member.name.partition("/")[2]: sdist.extractfile(member)
+            for member in sdist
+            if member.isfile()
+        }
+        return {name: file.read() for name, file in members.items() if file is not None}
+
+
+def metadata(made: Path) -> email.message.Message:
+    names = (
+        name for name in files(made) if name.endswith(".dist-info/METADATA") or name == "PKG-INFO"
+    )
+    return email.message_from_bytes(files(made)[next(names)])
+
+
+def requirements(made: Path) -> list[str]:
+    """Return the declared requirements of the wheel."""
+    return [each for each in metadata(made).get_all("Requires-Dist", []) if "extra ==" not in each]
