@@ -15,7 +15,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device test-wheels wheels check lines format docs bench gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device test-wheels wheels check lines format docs bench bench-peers gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -187,6 +187,39 @@ docs: $(TEST)/ready
 bench: $(TEST)/tap
 	$(TEST)/bin/python -m benchmarks
 
+# Other tools on the same work, each in an environment of its own. Tables of docs/internals/performance.md and the README's
+# chart are written by it, so run it on a quiet machine. GENERATIONS, ROUNDS: fewer are faster, with wider intervals.
+GENERATIONS ?= 5
+ROUNDS ?= 40
+PEER_torchlens_perf := .
+PEER_opentelemetry := opentelemetry-sdk==1.45.2
+PEER_nvtx := nvtx==0.2.17
+PEER_traceml := traceml-ai==0.5.0
+PEER_nvidia-resiliency-ext := nvidia-resiliency-ext==0.4.1
+PEER_lightning := lightning==2.6.6
+PEER_viztracer := viztracer==1.1.1
+PEER_deepspeed := deepspeed==0.19.8
+PEERS := $(addprefix .venv-peers/,torchlens_perf opentelemetry nvtx traceml nvidia-resiliency-ext lightning viztracer deepspeed)
+
+bench-peers: $(TEST)/tap $(addsuffix /ready,$(PEERS))
+	$(TEST)/bin/python -m benchmarks.peers .venv-peers --generations $(GENERATIONS) --rounds $(ROUNDS) \
+		--data .venv-peers/data.json --write
+
+# All tools use one torch. It is in an environment of its own, which the others see.
+.venv-peers/torch/ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q --no-compile 'torch==2.13.0' numpy
+	touch $@
+
+.venv-peers/torchlens_perf/ready: pyproject.toml setup.py $(shell find torchlens_perf -type f -not -name '*.so' -not -name '*.pyc')
+.venv-peers/%/ready: .venv-peers/torch/ready
+	$(PYTHON) -m venv $(@D)
+	.venv-peers/torch/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	$(@D)/bin/python -m pip install -q --no-compile '$(PEER_$*)'
+	test ! -e $(@D)/bin/torchlens-perf || $(@D)/bin/torchlens-perf build-tap
+	touch $@
+
 # With the caller's Python, which has torch with CUDA and CuPy; installs nothing. PARTS: some of its parts; OUT: the folder
 # of gpu-check.md.
 gpu-check:
@@ -194,4 +227,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) $(WHEELS) .venv-backends .venv-engines build dist torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) $(WHEELS) .venv-backends .venv-engines .venv-peers build dist torchlens_perf/*.so torchlens-perf

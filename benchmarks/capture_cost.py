@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 
 import torchlens_perf as perf
+from benchmarks.gpt import GPT
 from benchmarks.measure import Table, ratio_interval
-from benchmarks.training_step import GPT
 from torchlens_perf.run import captures
 from torchlens_perf.run.captures import BY_USER, RAW_TRACE, Outcome, Request
 

@@ -18,8 +18,8 @@ import torch
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.gpt import GPT
 from benchmarks.measure import Table
-from benchmarks.training_step import GPT
 from torchlens_perf.recorder import native_tap, recorder
 
 ROUNDS, WARM_UP = 40, 5

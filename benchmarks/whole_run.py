@@ -204,7 +204,7 @@ def train(
     import torch.distributed as dist
     from torch import nn
 
-    from benchmarks.training_step import GPT
+    from benchmarks.gpt import GPT
 
     torch.manual_seed(0)
     model: nn.Module = GPT(LAYERS, WIDTH, context=CONTEXT)
