@@ -14,6 +14,7 @@ import numpy as np
 
 from torchlens_perf.diagnosis.step_times import USES, StepTimes
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
+from torchlens_perf.verdicts.words.host_code import divide_host_code
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 _COMMUNICATION = USES.index("communication")
 COMPUTE = ("forward", "recompute", "backward", "optimizer")
-# Two times are nearly equal if the smaller is at least this share of the larger.
-_NEARLY = 0.8
 _COMPUTE = [USES.index(use) for use in COMPUTE]
 
 
@@ -81,7 +80,9 @@ def classify_time(
     if transfer_s is not None:
         uses_s[BUBBLE] = max(0.0, uses_s["communication"] - transfer_s)
         uses_s["communication"] -= uses_s[BUBBLE]
-    uses_s |= _take_sections(facts, uses_s)
+    sections = divide_host_code(facts["sections"], uses_s["host"])
+    uses_s["host"] -= sum(sections.values())
+    uses_s |= {f"section {name}": seconds for name, seconds in sections.items()}
     found: list[tuple[str, float, int | None]] = []
     for row in verdicts:
         if row["kind"] in ("straggler", "imbalance") and not row["is_over"]:
@@ -95,24 +96,6 @@ def classify_time(
         if seconds > 0
     ]
     return sorted(classes, key=lambda each: -each["s_per_step"])
-
-
-def _take_sections(facts: Facts, uses_s: dict[str, float]) -> dict[str, float]:
-    """Subtract the user's sections from the time of host code. Return their times.
-
-    A section inside another one takes part of the other's time. Of sections that nearly fill each
-    other, the inner one is named.
-    """
-    found: dict[str, float] = {}
-    rows = [(row["host_s_per_typical_step"] or 0.0, row["name"]) for row in facts["sections"]]
-    for seconds, name in sorted(rows, reverse=True):
-        inner = [other for other in rows if _NEARLY * seconds <= other[0] <= seconds]
-        seconds, name = min(inner, default=(seconds, name))
-        key = f"section {name}"
-        if key not in found and 0 < seconds <= uses_s["host"] / _NEARLY:
-            found[key] = min(seconds, uses_s["host"])
-            uses_s["host"] -= found[key]
-    return found
 
 
 def sum_transfers(facts: Facts, name: str) -> float | None:

@@ -36,6 +36,7 @@ from torchlens_perf.verdicts.words.evidence import (
     join_long_steps,
     make_verdict,
 )
+from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code
 from torchlens_perf.verdicts.words.stragglers import module_label, phase_name
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ _WORTH_NAMING, _WORTH_DOING, _WASTE_FIRST = 0.1, 0.15, 0.25
 # if all other ranks waited for one known rank.
 _LONG_WORTH_NAMING = 0.05
 _STALL_WORTH_NAMING = 0.015
-# Two times are nearly equal if the smaller is at least this share of the larger.
-_NEARLY = 0.8
 # Shares of a step's host code for which one section is named as most or as some of it.
 _MOST, _SOME = 0.5, 0.25
 # Shares of samples without a CPU from which lack of CPUs is mentioned, and is the limit.
@@ -108,7 +107,7 @@ class StepBreakdown:
         if kind == self.computing.kind:
             return self.limit is self.computing
         return self.wait_of_kind(kind).seconds >= max(
-            self._min_limit_s, _NEARLY * self.waits[0].seconds
+            self._min_limit_s, NEARLY * self.waits[0].seconds
         )
 
     @property
@@ -382,7 +381,7 @@ def _equal_waits_caveat(limit: TimeShare, waits_s: Sequence[float]) -> str:
         limit.kind != "communication_bound"
         or limit.what == _FOR_RANKS.what
         or len(waits_s) < 2
-        or min(waits_s) < _NEARLY * max(waits_s)
+        or min(waits_s) < NEARLY * max(waits_s)
     ):
         return ""
     return " All ranks wait about equally long. A slow link of one rank would look the same."
@@ -521,7 +520,7 @@ def _name_waiting_for_ranks(report: Facts, found: StepBreakdown) -> StepBreakdow
         if row["wait_s"]["mean_s"] is not None and row["transfer_s"]["mean_s"] is not None
     ]
     wait_s, transfer_s = sum(each[0] for each in times_s), sum(each[1] for each in times_s)
-    if wait_s == 0.0 or wait_s < _NEARLY * (wait_s + transfer_s):
+    if wait_s == 0.0 or wait_s < NEARLY * (wait_s + transfer_s):
         return found
     waits = [
         dataclasses.replace(_FOR_RANKS, seconds=each.seconds)
@@ -541,24 +540,20 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
     whole_s = sum(step["parts"].get("host", 0.0) for step in _collect_typical_steps(report)) / len(
         _collect_typical_steps(report)
     )
-    sections = [(row["host_s_per_typical_step"] or 0.0, row["name"]) for row in report["sections"]]
-    largest_s = max((seconds for seconds, _ in sections), default=0.0)
-    if use.kind != "host_bound" or largest_s < _SOME * whole_s:
+    sections = divide_host_code(report["sections"], whole_s)
+    name, seconds = next(iter(sections.items()), ("", 0.0))
+    if use.kind != "host_bound" or seconds < _SOME * whole_s:
         return [use]
-    most = [
-        each for each in sections if each[0] > _MOST * whole_s and each[0] >= _NEARLY * largest_s
-    ]
-    if not most:
+    if seconds <= _MOST * whole_s:
         some = [
-            f'"{name}" ({format_duration(seconds)})'
-            for seconds, name in sections
-            if seconds >= _SOME * whole_s
+            f'"{each}" ({format_duration(its_s)})'
+            for each, its_s in sections.items()
+            if its_s >= _SOME * whole_s
         ]
         what = f"{use.what}, with the section{'s' * (len(some) > 1)} {' and '.join(some[:2])},"
-        return [dataclasses.replace(use, what=what, action=_section_action(max(sections)[1]))]
-    seconds, name = min(most)
+        return [dataclasses.replace(use, what=what, action=_section_action(name))]
     action = _section_action(name)
-    if use.seconds < _NEARLY * whole_s:
+    if use.seconds < NEARLY * whole_s:
         # The section's time contains waits for a CPU, but `use` does not. It is not shown.
         return [
             dataclasses.replace(
