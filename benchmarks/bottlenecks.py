@@ -28,7 +28,7 @@ from torchlens_perf.diagnosis.what_if import Replay, parse_change
 from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.report.usual_steps import read_usual_steps
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.verdicts.words.report import Report, mean_per_step
 
 RANKS, RUN_TIMEOUT_S = 2, 180
 # For each kind, what the first verdict must name (see _first_named), and the change that removes it.
@@ -179,8 +179,7 @@ def gains(out: Path) -> None:
             slow = max(report["ranks"], key=lambda rank: rank["own_s"]["p50_s"] or 0.0)["rank"]
             replay = Replay(times, report)
             predicted = replay.predict([parse_change(text.format(slow=slow))])
-            steps = after["steps"]
-            measured = replay.step_s - steps["total_s"] / (steps["count"] - steps["warm_up"])
+            measured = replay.step_s - mean_per_step(after["steps"]["total_s"], after["steps"])
             rows.append((predicted["gain_s"], predicted["low_s"], predicted["high_s"], measured))
         if rows:
             gain, low, high, measured = (

@@ -15,6 +15,7 @@ import numpy as np
 from torchlens_perf.diagnosis.step_times import USES, StepTimes
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
 from torchlens_perf.verdicts.words.host_code import divide_host_code
+from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -66,13 +67,12 @@ def classify_time(
     current verdict names has the cost of this verdict.
     """
     steps = facts["steps"]
-    count = max(1, steps["count"] - steps["warm_up"])
     irregular: dict[str, float] = {}
     for each in steps["long"]:
         if each["kinds"]:
             name = " and ".join(each["kinds"])
-            irregular[name] = irregular.get(name, 0.0) + each["total_s"] / count
-    step_s = steps["total_s"] / count
+            irregular[name] = irregular.get(name, 0.0) + mean_per_step(each["total_s"], steps)
+    step_s = mean_per_step(steps["total_s"], steps)
     regular_s = max(0.0, step_s - sum(irregular.values()))
     scale = regular_s / max(1.0, sum(path_ns.values()))
     uses_s = {name: used_ns * scale for name, used_ns in path_ns.items()}

@@ -20,6 +20,7 @@ from torchlens_perf.diagnosis.lost_time import sum_transfers
 from torchlens_perf.diagnosis.step_times import OWN, USES, StepTimes
 from torchlens_perf.errors import ConfigError, unknown_word_text
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
+from torchlens_perf.verdicts.words.report import count_after_warm_up, mean_per_step
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.step_times import Floats
@@ -100,8 +101,7 @@ class Replay:
         self._critical_uses = times.uses_ns[critical, rows]
         self._rest_ns = self._critical_uses[:, _COMMUNICATION]
         self._end_ns = times.own_ns.max(axis=0) + self._rest_ns
-        steps = facts["steps"]
-        self.step_s = steps["total_s"] / max(1, steps["count"] - steps["warm_up"])
+        self.step_s = mean_per_step(facts["steps"]["total_s"], facts["steps"])
 
     @property
     def drift_share(self) -> float:
@@ -145,7 +145,7 @@ class Replay:
         """Return the mean time per step that steps of these kinds take longer."""
         steps, kinds = self._facts["steps"], _IRREGULAR[change.subject]
         total_s = sum(each["total_s"] for each in steps["long"] if set(each["kinds"]) & set(kinds))
-        return total_s / max(1, steps["count"] - steps["warm_up"])
+        return mean_per_step(total_s, steps)
 
     def _change_communication(self, change: Change, rest_ns: Floats) -> Floats:
         if change.subject == "bubble" and not self._times.pipelined:
@@ -264,7 +264,7 @@ def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, flo
     outermost = [
         row for row in rows if _find_matching_part(row["name"], change.name) == row["name"]
     ]
-    counted = len(facts["ranks"]) * (facts["steps"]["count"] - facts["steps"]["warm_up"])
+    counted = len(facts["ranks"]) * count_after_warm_up(facts["steps"])
     # Samples are times of single backward passes.
     sampled = [
         row["backward_by_rank"]

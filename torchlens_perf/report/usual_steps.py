@@ -24,6 +24,7 @@ from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
 from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.verdicts.stragglers.placement import STAGES
+from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -50,9 +51,8 @@ _READY, _FLAGS, _WORKLOAD = (
 def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]) -> None:
     """Add classes of time, predicted gains and advice, if all ranks have made enough steps."""
     times = read_usual_steps(run, report, states)
-    steps = report["steps"]
-    counted = steps["count"] - steps["warm_up"]
-    if times is None or counted <= 0:
+    step_s = mean_per_step(report["steps"]["total_s"], report["steps"])
+    if times is None or not step_s:
         return
     changes, drift = predict_standard_changes(times, report, report["verdicts"])
     classes = classify_time(
@@ -62,7 +62,7 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         "first_step": int(times.steps[0]),
         "last_step": int(times.steps[-1]) + times.width - 1,
         "rows": len(times.steps),
-        "step_s": steps["total_s"] / counted,
+        "step_s": step_s,
         "classes": classes,
         "changes": changes,
         "drift_share": drift,

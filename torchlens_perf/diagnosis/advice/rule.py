@@ -14,6 +14,7 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.diagnosis.lost_time import COMPUTE
 from torchlens_perf.run.training_settings import TrainingSettings
+from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.what_if import Replay
@@ -115,8 +116,7 @@ class Job:
 
     def per_step(self, rows: Sequence[LongSteps]) -> float:
         """Return the additional time of long steps, as a mean over all steps."""
-        steps = self.report["steps"]
-        return sum(row["total_s"] for row in rows) / max(1, steps["count"] - steps["warm_up"])
+        return mean_per_step(sum(row["total_s"] for row in rows), self.report["steps"])
 
     def describe_long_steps(self, rows: Sequence[LongSteps], what: str) -> str:
         """Return a sentence on how many steps did something, and what that costs. what: a verb."""

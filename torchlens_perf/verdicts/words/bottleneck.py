@@ -37,6 +37,7 @@ from torchlens_perf.verdicts.words.evidence import (
     make_verdict,
 )
 from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code
+from torchlens_perf.verdicts.words.report import mean_per_step
 from torchlens_perf.verdicts.words.stragglers import module_label, phase_name
 
 if TYPE_CHECKING:
@@ -772,7 +773,7 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time. Next:"
         f" {action}"
     )
-    cost_s = long["total_s"] / max(1, steps["count"] - steps["warm_up"])
+    cost_s = mean_per_step(long["total_s"], steps)
     return make_verdict(
         "long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long
     )
@@ -820,8 +821,7 @@ def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) 
         f" {'these steps' if several else 'this step'}: wrap parts in perf.section(), and look at"
         " its storage and its other programs."
     )
-    steps_after = report["steps"]["count"] - report["steps"]["warm_up"]
-    cost_s = long["total_s"] / max(1, steps_after)
+    cost_s = mean_per_step(long["total_s"], report["steps"])
     return make_verdict(
         "long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long
     )

@@ -133,6 +133,16 @@ class Steps(Distribution, StepClasses):
     own_time: OwnStepTime | None
 
 
+def count_after_warm_up(steps: Steps) -> int:
+    """Return the number of steps after the warm-up."""
+    return steps["count"] - steps["warm_up"]
+
+
+def mean_per_step(total_s: float, steps: Steps) -> float:
+    """Return a total time as a mean over all steps after the warm-up."""
+    return total_s / max(1, count_after_warm_up(steps))
+
+
 class OwnStepTime(TypedDict):
     """Mean time that the newest steps would take if ranks never waited for other ranks."""
 
