@@ -17,7 +17,7 @@ from tests.diagnosis.test_what_if import make_times
 from torchlens_perf.commands.try_settings import parse_settings
 from torchlens_perf.diagnosis.advice.advise import MIN_GAIN, RULES, add_advice, find_advice
 from torchlens_perf.diagnosis.advice.rule import Job
-from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
+from torchlens_perf.diagnosis.lost_time import classify_time
 from torchlens_perf.diagnosis.what_if import Replay
 from torchlens_perf.run.settings_to_try import SETTINGS
 from torchlens_perf.run.training_settings import (
@@ -116,7 +116,7 @@ def make_job(
         "ranks": [{**row, "rank": number} for number in range(len(uses))],
         "modules": [], "sections": [], "collectives": [], "verdicts": [], **facts,
     }  # fmt: skip
-    classes = classify_time(find_critical_path(times), report, report["verdicts"])
+    classes = classify_time(times, report, report["verdicts"])
     report["lost_time"] = {"step_s": report["steps"]["total_s"] / STEPS, "classes": classes}
     known = TrainingSettings(**{"cpu_count": CPU["cpus"], **(settings or {})})
     return Job(report, known, Replay(times, report), len(uses), lengths)

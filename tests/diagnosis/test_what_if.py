@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
+from torchlens_perf.diagnosis.lost_time import classify_time
 from torchlens_perf.diagnosis.step_times import (
     USES,
     StepTimes,
@@ -206,7 +206,7 @@ def test_gain_of_the_named_slow_rank_is_the_cost_of_its_verdict() -> None:
     }
     changes, _ = predict_standard_changes(times, make_facts(times), [verdict])
     assert {each["change"]: each["gain_s"] for each in changes}["rank=1@median"] == 0.019
-    classes = classify_time(find_critical_path(times), make_facts(times), [verdict])
+    classes = classify_time(times, make_facts(times), [verdict])
     slow = next(each for each in classes if each["name"] == "slow rank")
     assert (slow["rank"], slow["s_per_step"]) == (1, pytest.approx(0.019))
     assert sum(each["s_per_step"] for each in classes) == pytest.approx(0.03)
@@ -216,7 +216,7 @@ def test_classes_add_up_to_the_mean_step_the_largest_first() -> None:
     times = make_times({"forward": 10, "data": 5, "communication": 2}, {"forward": 14, "data": 5})
     saving = {"kinds": ["saving"], "total_s": 6.4}
     facts = make_facts(times, long=[saving])
-    classes = classify_time(find_critical_path(times), facts, [])
+    classes = classify_time(times, facts, [])
     assert sum(each["s_per_step"] for each in classes) == pytest.approx(0.021 + 0.1)
     seconds = {each["name"]: each["s_per_step"] for each in classes}
     assert seconds == {
@@ -233,7 +233,7 @@ def test_sections_are_classes_of_host_code_and_the_inner_one_is_named() -> None:
         {"name": "inner", "host_s_per_typical_step": 0.018},
         {"name": "log", "host_s_per_typical_step": 0.004},
     ]
-    classes = classify_time(find_critical_path(times), make_facts(times, sections=sections), [])
+    classes = classify_time(times, make_facts(times, sections=sections), [])
     seconds = {each["name"]: each["s_per_step"] for each in classes}
     assert seconds == {
         "section inner": pytest.approx(0.018), "section log": pytest.approx(0.004),
@@ -265,7 +265,7 @@ def test_thousands_of_ranks_take_less_than_a_second_of_cpu_time() -> None:
     predict_standard_changes(window, facts, [])
     begin_s = time.process_time()
     changes, _ = predict_standard_changes(window, facts, [])
-    classes = classify_time(find_critical_path(window), facts, [])
+    classes = classify_time(window, facts, [])
     # The bar is one second of a core. A slow or busy machine takes several times as long.
     assert time.process_time() - begin_s < 5
     assert changes

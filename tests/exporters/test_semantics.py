@@ -105,6 +105,7 @@ def of_two_ranks() -> Sent:
             assessment_of(findings(over), log, hang()),
             ended=True,
             goodput_s={"productive": 1.0},
+            critical_path_s={"forward": 0.1},
         )
     )
     assert exporter.shutdown(20) == []

@@ -27,6 +27,7 @@ from tests.support.reports import checked
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.diagnosis.goodput import CLASSES
+from torchlens_perf.diagnosis.lost_time import join_classes
 from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
@@ -93,6 +94,7 @@ def test_numbers_of_simulated_runs_are_equal_on_all_screens(
     record_simulation(simulation, STEPS, run, run.run_id, device)
     assert exporter.assessment is not None
     assert exporter.assessment.goodput_s
+    critical_path_agrees(run, exporter)
 
     check_all_surfaces_agree(
         checked(build_report(run.run_id, node_state.load_all(run))), exporter, tmp_path
@@ -165,6 +167,17 @@ def goodput_has_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
     }
     if exporter.assessment is not None and exporter.assessment.goodput_s:
         assert exporter.assessment.goodput_s == pytest.approx(found)
+
+
+def critical_path_agrees(run: RunDirectory, exporter: InMemoryExporter) -> None:
+    """Check that exporters get the classes of the report, up to the rows that both look at."""
+    assert exporter.assessment is not None
+    lost = load_report(run)["lost_time"]
+    found = exporter.assessment.critical_path_s
+    if lost is not None:
+        wanted = join_classes(lost["classes"])
+        zeros = dict.fromkeys(wanted | found, 0.0)
+        assert zeros | found == pytest.approx(zeros | wanted, rel=0.02, abs=0.005 * lost["step_s"])
 
 
 def parts_add_up(report: dict[str, Any]) -> None:

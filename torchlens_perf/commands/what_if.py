@@ -50,10 +50,11 @@ def add_command(commands: Any) -> None:
 
 
 def _run_what_if(options: argparse.Namespace) -> int:
+    from torchlens_perf.diagnosis.step_times import MIN_ROWS
     from torchlens_perf.diagnosis.what_if import MAX_DRIFT, Replay, parse_change
     from torchlens_perf.report import report_json
     from torchlens_perf.report.run_report import load_report_and_states
-    from torchlens_perf.report.usual_steps import MIN_ROWS, read_usual_steps
+    from torchlens_perf.report.usual_steps import read_usual_steps
     from torchlens_perf.run.directory import RunDirectory
 
     changes = [parse_change(text) for text in options.changes]

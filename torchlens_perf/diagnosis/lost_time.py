@@ -7,7 +7,7 @@ avoid. What the critical rank computes longer than the median rank is imbalance,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, TimeClass, VerdictRow
 
 SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
+OTHER_SECTIONS = "other sections"
+_SECTION, _AND = "section ", " and "
+_MAX_SECTIONS = 4
 _COMMUNICATION = USES.index("communication")
 COMPUTE = ("forward", "recompute", "backward", "optimizer")
 _COMPUTE = [USES.index(use) for use in COMPUTE]
@@ -53,36 +56,30 @@ def find_critical_path(times: StepTimes) -> dict[str, float]:
 
 
 def classify_time(
-    path_ns: Mapping[str, float],
-    facts: Facts,
-    verdicts: Sequence[VerdictRow],
-    *,
-    pipelined: bool = False,
+    times: StepTimes, facts: Facts, verdicts: Sequence[VerdictRow]
 ) -> list[TimeClass]:
     """Return the classes of time of a mean step, the largest first. They add up to the mean step.
-
-    path_ns: the result of find_critical_path(). pipelined: see StepTimes.
 
     Longer steps of a known kind, such as evaluation, are classes of their own. A slow rank that a
     current verdict names has the cost of this verdict.
     """
-    steps = facts["steps"]
+    steps, path_ns = facts["steps"], find_critical_path(times)
     irregular: dict[str, float] = {}
     for each in steps["long"]:
         if each["kinds"]:
-            name = " and ".join(each["kinds"])
+            name = _AND.join(each["kinds"])
             irregular[name] = irregular.get(name, 0.0) + mean_per_step(each["total_s"], steps)
     step_s = mean_per_step(steps["total_s"], steps)
     regular_s = max(0.0, step_s - sum(irregular.values()))
     scale = regular_s / max(1.0, sum(path_ns.values()))
     uses_s = {name: used_ns * scale for name, used_ns in path_ns.items()}
-    transfer_s = sum_transfers(facts, "all") if pipelined else None
+    transfer_s = sum_transfers(facts, "all") if times.pipelined else None
     if transfer_s is not None:
         uses_s[BUBBLE] = max(0.0, uses_s["communication"] - transfer_s)
         uses_s["communication"] -= uses_s[BUBBLE]
     sections = divide_host_code(facts["sections"], uses_s["host"])
     uses_s["host"] -= sum(sections.values())
-    uses_s |= {f"section {name}": seconds for name, seconds in sections.items()}
+    uses_s |= {f"{_SECTION}{name}": seconds for name, seconds in sections.items()}
     found: list[tuple[str, float, int | None]] = []
     for row in verdicts:
         if row["kind"] in ("straggler", "imbalance") and not row["is_over"]:
@@ -96,6 +93,25 @@ def classify_time(
         if seconds > 0
     ]
     return sorted(classes, key=lambda each: -each["s_per_step"])
+
+
+def join_classes(classes: Sequence[TimeClass]) -> dict[str, float]:
+    """Return seconds per step by a bounded number of names.
+
+    Slow ranks are joined, steps of several kinds belong to the first kind, and all but the largest
+    sections are OTHER_SECTIONS.
+    """
+    found: dict[str, float] = {}
+    sections = 0
+    for each in classes:
+        name = each["name"]
+        if name.startswith(_SECTION):
+            sections += 1
+            name = name if sections <= _MAX_SECTIONS else OTHER_SECTIONS
+        else:
+            name = name.partition(_AND)[0]
+        found[name] = found.get(name, 0.0) + each["s_per_step"]
+    return found
 
 
 def sum_transfers(facts: Facts, name: str) -> float | None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.verdicts.stragglers.placement import STAGES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from torchlens_perf.verdicts.stragglers.detector import JobDetector
+    from torchlens_perf.verdicts.stragglers.placement import Placement
+    from torchlens_perf.verdicts.words.report import Facts
 
     Floats = npt.NDArray[np.float64]
 
@@ -20,6 +26,9 @@ USES = (*OWN_PARTS, "cpu", "tool", "communication")
 exclude. "communication" is the time blocked in communication."""
 OWN = slice(0, USES.index("communication"))
 """All uses but communication: the time for which other ranks may wait."""
+MIN_ROWS = 8
+"""Fewest rows from which a critical path is computed."""
+_MAX_ROWS, _MAX_RANK_ROWS = 256, 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +69,57 @@ class StepTimes:
         return total
 
 
+def read_judged_rows(detector: JobDetector, facts: Facts) -> StepTimes | None:
+    """Return the newest rows by which all ranks are judged; None with fewer than MIN_ROWS.
+
+    They need no file, and are on node 0 for the ranks of all nodes. facts: those of this node.
+    """
+    places = detector.places
+    found = detector.read_newest_rows(min(_MAX_ROWS, _MAX_RANK_ROWS // max(1, len(places))))
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found) or len({each.width for each in known}) > 1:
+        return None
+    keys = functools.reduce(np.intersect1d, [each.key for each in known])
+    if len(keys) < MIN_ROWS:
+        return None
+    uses = []
+    for each in known:
+        row = np.isin(each.key, keys)
+        duration, measured, wait = (
+            values[:, row].astype(np.float64)
+            for values in (each.duration_ns, each.ready_ns, each.wait_ns)
+        )
+        ready = fill_contention(duration, measured, facts["steps"]["sampled_lack_of_cpu"])
+        # The judge's parts exclude measured contention only.
+        parts = split_contention(
+            each.parts_ns[:, row].astype(np.float64),
+            np.where(np.isnan(measured), ready, 0.0),
+            average_contention(facts),
+        )
+        tool = np.maximum(duration - parts.sum(axis=2) - ready - wait, 0)
+        rest = [values[..., None] for values in (ready, tool, wait)]
+        uses.append(np.concatenate([parts, *rest], axis=2))
+    ranks = np.concatenate([each.ranks for each in known])
+    order = np.argsort(ranks)
+    members = tuple(ranks[order].tolist())
+    return StepTimes(
+        members,
+        tuple(places[rank].population for rank in members),
+        keys * known[0].width,
+        known[0].width,
+        np.concatenate(uses)[order],
+        pipelined=are_pipelined(places.values()),
+    )
+
+
+def are_pipelined(places: Iterable[Placement]) -> bool:
+    """Return True if the ranks are stages of a pipeline."""
+    stages = {
+        (name, at) for each in places for name, at in each.coordinates.items() if name in STAGES
+    }
+    return len(stages) > 1
+
+
 def fill_contention(durations_ns: Floats, contention_ns: Floats, sampled: float | None) -> Floats:
     """Return the CPU contention of each step, also of steps in which it was not measured (NaN).
 
@@ -74,6 +134,13 @@ def fill_contention(durations_ns: Floats, contention_ns: Floats, sampled: float 
     )
     share = np.where(measured.mean(axis=1) >= 0.5, of_measured, sampled or 0.0)
     return np.where(measured, contention_ns, durations_ns * share[:, None])
+
+
+def average_contention(facts: Facts) -> Floats:
+    """Return the CPU contention in each own part of a typical step, up to a factor."""
+    lacks = [each["typical"]["lack_of_cpu"] or {} for each in facts["ranks"] if each["typical"]]
+    found: Floats = np.array([sum(lack.get(part, 0.0) for lack in lacks) for part in OWN_PARTS])
+    return found
 
 
 def split_contention(parts_ns: Floats, contention_ns: Floats, typical_ns: Floats) -> Floats:

@@ -98,6 +98,8 @@ class Assessment:
     goodput_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Time of the job by class, see diagnosis/goodput.py. Classes that are not measured are missing.
     """
+    critical_path_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Critical path of a mean step by class, see diagnosis/lost_time.py; empty if not known."""
 
 
 UNDELIVERED = "OTLP: "

@@ -102,6 +102,9 @@ HANG_DURATION = "torch.train.hang.duration"
 # Time of the job since its start, by class of goodput.
 GOODPUT = "torch.train.goodput.time"
 GOODPUT_CLASS = "torch.train.goodput.class"
+# Critical path of a mean step over all ranks, by class.
+CRITICAL_PATH = "torch.train.critical_path.time"
+CRITICAL_PATH_CLASS = "torch.train.critical_path.class"
 
 # Metrics of the node's hardware: first names from OpenTelemetry's conventions, then our names for
 # metrics that the conventions lack.
@@ -194,6 +197,7 @@ class SpanName(NamedTuple):
 _EACH_RANK = (RANK,)
 _LARGE = "a large job"
 _COUNTED = "counted operators"
+_ROWS = "8 judged rows"
 _DEVICE, _GPU, _PORT = "a device", "GPU", "port"
 _OF_GPU = (HARDWARE_ID, HARDWARE_NAME, HARDWARE_TYPE)
 _OF_PART = (HARDWARE_ID, HARDWARE_TYPE)
@@ -235,6 +239,8 @@ METRICS = (
         when="an exceeded budget"),
     Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time since the last step", when="a hang"),
     Metric(GOODPUT, "gauge", "s", (GOODPUT_CLASS,), "time of the job by class, as a mean over the ranks of node 0"),
+    Metric(CRITICAL_PATH, "gauge", "s", (CRITICAL_PATH_CLASS,), "critical path of a mean step by class",
+        when=_ROWS),
     Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of time with a running kernel", OPENTELEMETRY, _GPU),
     Metric(GPU_MEMORY, "up-down counter", "By", _OF_GPU, "memory in use by all processes", OPENTELEMETRY, _GPU),
     Metric(GPU_MEMORY_LIMIT, "up-down counter", "By", _OF_GPU, "total memory", OPENTELEMETRY, _GPU),
@@ -313,6 +319,9 @@ ATTRIBUTES = (
         " together, blocked, unheard, apart or alone"),
     Attribute(GOODPUT_CLASS, "string", _POINT, "productive, startup, data_stall, straggler, communication,"
         " checkpoint, evaluation, restart, lost_work, hang, idle or other"),
+    Attribute(CRITICAL_PATH_CLASS, "string", _POINT, "a phase, cpu (CPU contention), imbalance, slow rank, pipeline"
+        " bubble, a kind of long steps such as evaluation, section and its name for at most 4 sections, or other"
+        " sections", when=_ROWS),
     Attribute(HANG_DURATION, "double", _EVENT, "seconds since the last step"),
     Attribute(HARDWARE_ID, "string", _POINT, "UUID of a GPU, or a port such as mlx5_0/1", OPENTELEMETRY,
         f"{_GPU}, or {_PORT}"),

@@ -37,6 +37,7 @@ class StatusGauges:
             (semantics.DETECTABLE, self._observe_detectable_slowdown),
             (semantics.HANG_DURATION, self._observe_hang_duration),
             (semantics.GOODPUT, self._observe_goodput),
+            (semantics.CRITICAL_PATH, self._observe_critical_path),
             (semantics.RANKS_WORK, self._make_quantile_callback("work")),
             (semantics.RANKS_WAIT, self._make_quantile_callback("wait")),
         ):
@@ -101,6 +102,10 @@ class StatusGauges:
     def _observe_goodput(self, options: CallbackOptions) -> Iterator[Observation]:
         for name, value in (self._newest.goodput_s if self._newest else {}).items():
             yield Observation(value, {semantics.GOODPUT_CLASS: name})
+
+    def _observe_critical_path(self, options: CallbackOptions) -> Iterator[Observation]:
+        for name, value in (self._newest.critical_path_s if self._newest else {}).items():
+            yield Observation(value, {semantics.CRITICAL_PATH_CLASS: name})
 
     def _append_zeros(self, gauge: str, values: Mapping[Any, float]) -> list[tuple[Any, float]]:
         """Return the values, and a zero for each key that had a value in a recent export."""

@@ -13,17 +13,23 @@ from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.diagnosis.advice.advise import add_advice
 from torchlens_perf.diagnosis.advice.rule import Job
-from torchlens_perf.diagnosis.lost_time import classify_time, find_critical_path
-from torchlens_perf.diagnosis.step_times import StepTimes, fill_contention, split_contention
+from torchlens_perf.diagnosis.lost_time import classify_time
+from torchlens_perf.diagnosis.step_times import (
+    MIN_ROWS,
+    StepTimes,
+    are_pipelined,
+    average_contention,
+    fill_contention,
+    split_contention,
+)
 from torchlens_perf.diagnosis.what_if import Replay, predict_standard_changes
 from torchlens_perf.run.loader_period import move_hidden_data_waits
-from torchlens_perf.run.records import OWN_COLUMNS, OWN_PARTS, PARTS
+from torchlens_perf.run.records import OWN_COLUMNS, PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
 from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
 from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
-from torchlens_perf.verdicts.stragglers.placement import STAGES
 from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
@@ -35,8 +41,6 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-MIN_ROWS = 8
-"""Fewest steps from which a critical path is computed."""
 _MOST_STEPS = 1024
 _MOST_RANK_STEPS = 1 << 18
 _UNUSUAL = OTHER_WORK | int(Flag.COLLECTED)
@@ -55,9 +59,7 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
     if times is None or not step_s:
         return
     changes, drift = predict_standard_changes(times, report, report["verdicts"])
-    classes = classify_time(
-        find_critical_path(times), report, report["verdicts"], pipelined=times.pipelined
-    )
+    classes = classify_time(times, report, report["verdicts"])
     report["lost_time"] = {
         "first_step": int(times.steps[0]),
         "last_step": int(times.steps[-1]) + times.width - 1,
@@ -118,18 +120,8 @@ def read_usual_steps(
             facts,
         ),
         workload=values[:, usual, _WORKLOAD],
-        pipelined=_is_pipeline(processes),
+        pipelined=are_pipelined(each.placement for each in processes.values()),
     )
-
-
-def _is_pipeline(processes: Mapping[int, ProcessState]) -> bool:
-    stages = {
-        (name, at)
-        for each in processes.values()
-        for name, at in each.placement.coordinates.items()
-        if name in STAGES
-    }
-    return len(stages) > 1
 
 
 def _read_windows(processes: Mapping[int, ProcessState]) -> StepTimes | None:
@@ -151,7 +143,7 @@ def _read_windows(processes: Mapping[int, ProcessState]) -> StepTimes | None:
         grid.first_steps[whole],
         grid.width,
         _join_uses(parts, own, without),
-        pipelined=_is_pipeline(processes),
+        pipelined=are_pipelined(each.placement for each in processes.values()),
     )
 
 
@@ -186,7 +178,7 @@ def _split_uses(values: Floats, periods_ns: npt.NDArray[np.int64], facts: Facts)
     parts = move_hidden_data_waits(values[..., 1 : 1 + len(PARTS)], periods_ns)
     own, sampled = parts[..., OWN_COLUMNS], facts["steps"]["sampled_lack_of_cpu"]
     ready = fill_contention(values[..., 0], values[..., _READY], sampled)
-    return _join_uses(parts, own, split_contention(own, ready, _typical_contention(facts)))
+    return _join_uses(parts, own, split_contention(own, ready, average_contention(facts)))
 
 
 def _join_uses(parts: Floats, own: Floats, without: Floats) -> Floats:
@@ -196,10 +188,3 @@ def _join_uses(parts: Floats, own: Floats, without: Floats) -> Floats:
         [without, (own - without).sum(axis=-1, keepdims=True), *(each[..., None] for each in rest)],
         axis=-1,
     )
-
-
-def _typical_contention(facts: Facts) -> Floats:
-    """Return the mean CPU contention in each own part of a typical step."""
-    lacks = [each["typical"]["lack_of_cpu"] or {} for each in facts["ranks"] if each["typical"]]
-    found: Floats = np.array([sum(lack.get(part, 0.0) for lack in lacks) for part in OWN_PARTS])
-    return found

@@ -43,7 +43,7 @@ _LAST_WINDOWS_S = 5.0
 _LAST_CHOICE_S = 3.0
 # The report waits this long for the last steps of other ranks, which end milliseconds after rank 0.
 _OTHER_RANKS_TIMEOUT_S = 0.3
-_GOODPUT_PERIOD_S, _MIN_IDLE_RATIO = 60.0, 100.0
+_CLASSES_PERIOD_S, _MIN_IDLE_RATIO = 60.0, 100.0
 _TAP = "building the native tap on collectives"
 
 
@@ -90,7 +90,8 @@ class Sidecar:
         self._reported: set[str] = set()
         self._joined = run.run_id
         self._goodput_s: dict[str, float] = {}
-        self._goodput_due_s, self._goodput_is_live = time.monotonic() + _GOODPUT_PERIOD_S, True
+        self._critical_path_s: dict[str, float] = {}
+        self._classes_due_s, self._classes_are_live = time.monotonic() + _CLASSES_PERIOD_S, True
 
     @property
     def exports(self) -> bool:
@@ -208,21 +209,36 @@ class Sidecar:
         assessment = monitor.alerts.take_assessment()
         # Export alerts after the steps, because alerts link to the steps' traces.
         if assessment is not None:
-            self._update_goodput(now_s, live=live)
+            if assessment.whole_job:
+                self._update_classes(now_s, live=live)
             self._exporter.on_assessment(
-                dataclasses.replace(assessment, ended=not live, goodput_s=self._goodput_s)
+                dataclasses.replace(
+                    assessment,
+                    ended=not live,
+                    goodput_s=self._goodput_s,
+                    critical_path_s=self._critical_path_s,
+                )
             )
 
-    def _update_goodput(self, now_s: float, *, live: bool) -> None:
-        """Compute the goodput of this node's ranks, if it is due or the ranks have just ended."""
-        if now_s < self._goodput_due_s and live == self._goodput_is_live:
+    def _update_classes(self, now_s: float, *, live: bool) -> None:
+        """Compute classes of time, if they are due or this node's ranks have just ended.
+
+        The critical path is that of all ranks. The goodput is that of this node's ranks.
+        """
+        if now_s < self._classes_due_s and live == self._classes_are_live:
             return
-        with self.contain_errors("computing the goodput"):
-            # The module is only needed here, and takes memory.
+        with self.contain_errors("computing the classes of time"):
+            # The modules are only needed here, and take memory.
+            from torchlens_perf.diagnosis import lost_time, step_times
             from torchlens_perf.report.build import build_report
 
-            self._goodput_is_live = live
-            goodput = build_report(self.run.run_id, [self.state])["goodput"]
+            self._classes_are_live = live
+            report = build_report(self.run.run_id, [self.state])
+            times = step_times.read_judged_rows(self.monitor.job.detector, report)
+            if times is not None:
+                path = lost_time.classify_time(times, report, report["verdicts"])
+                self._critical_path_s = lost_time.join_classes(path)
+            goodput = report["goodput"]
             classes = {} if goodput is None else goodput["classes"]
             self._goodput_s = {
                 name: each["seconds"]
@@ -230,7 +246,7 @@ class Sidecar:
                 if each["seconds"] is not None
             }
         cost_s = time.monotonic() - now_s
-        self._goodput_due_s = now_s + max(_GOODPUT_PERIOD_S, _MIN_IDLE_RATIO * cost_s)
+        self._classes_due_s = now_s + max(_CLASSES_PERIOD_S, _MIN_IDLE_RATIO * cost_s)
 
     def save_records(self) -> None:
         """Write a segment and the state. Remove rings of processes whose records are all saved."""

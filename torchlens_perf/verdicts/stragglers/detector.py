@@ -34,7 +34,7 @@ from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, UsualTimes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE, STAGES, Placement, group_slow
-from torchlens_perf.verdicts.stragglers.population import Population
+from torchlens_perf.verdicts.stragglers.population import JudgedRows, Population
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
@@ -55,6 +55,10 @@ class StragglerDetector:
     def set_placement(self, rank: int, place: Placement) -> None:
         """Set the placement of a rank. Call this before the rank's first rows are added."""
         self._place[rank] = place
+
+    def read_newest_rows(self, most: int) -> list[JudgedRows | None]:
+        """Return the newest rows of each population, see Population.read_newest_rows()."""
+        return [each.read_newest_rows(most) for each in self._populations.values()]
 
     def add_rows(self, rank: int, rows: StepBins) -> None:
         """Add rows of a rank. Rows must be added in the order of their steps."""
@@ -200,6 +204,10 @@ class JobDetector:
             self._changed = False
             self.findings = self._earlier.merge_into(self._judge.judge(final=final))
         return self.findings
+
+    def read_newest_rows(self, most: int) -> list[JudgedRows | None]:
+        """Return the newest rows of each population, see Population.read_newest_rows()."""
+        return self._judge.read_newest_rows(most)
 
     def has_rows(self, rank: int) -> bool:
         """Return True if rows of a rank have arrived, after which its placement is final."""

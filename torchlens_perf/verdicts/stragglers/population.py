@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.robust import fast_median
 from torchlens_perf.verdicts.stragglers.candidates import MIN_ROWS, MIN_SHARE, SuspectSearch
 from torchlens_perf.verdicts.stragglers.episodes import Episode, compute_shared_cost_ns
@@ -23,6 +24,20 @@ if TYPE_CHECKING:
 EVERY = 4
 WARM_UP_ROWS = 4
 _CHUNK_ROWS = 32
+
+
+class JudgedRows(NamedTuple):
+    """Rows that all ranks of a population have. Times are arrays [ranks, rows] in ns."""
+
+    width: int
+    ranks: npt.NDArray[np.int64]
+    key: npt.NDArray[np.int64]
+    """Row numbers: first step / width, ascending."""
+    parts_ns: npt.NDArray[np.float32]
+    """Work by part: [ranks, rows, len(OWN_PARTS)]."""
+    duration_ns: npt.NDArray[np.float32]
+    wait_ns: npt.NDArray[np.float32]
+    ready_ns: npt.NDArray[np.float32]
 
 
 class Population:
@@ -180,6 +195,27 @@ class Population:
         ]
         self._begin_episodes(rows)
         self.detectable_ns = rows.compute_detectable_ns()
+
+    def read_newest_rows(self, most: int) -> JudgedRows | None:
+        """Return the newest judged rows after the warm-up; None if a rank lacks them."""
+        window = self._window
+        if window is None or self._judged < 0:
+            return None
+        begin = (self._first or 0) + -(-WARM_UP_STEPS // window.width)
+        keys, present = window.comparable_rows(begin, self._judged + 1)
+        if len(present) < len(window.ranks):
+            return None
+        keys = keys[-most:]
+        at = np.ix_(present, keys % window.columns)
+        return JudgedRows(
+            window.width,
+            window.ranks,
+            keys,
+            window.parts_ns[at],
+            window.duration_ns[at],
+            window.wait_ns[at],
+            window.ready_ns[at],
+        )
 
     @property
     def _sees_first_steps(self) -> bool:
