@@ -14,6 +14,7 @@ from tests.support.reports import checked
 from tests.support.simulated_runs import simulate_run
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.statistics.hardware import GpuTotals, HardwareTotals
+from torchlens_perf.analysis.statistics.quantities import format_rounded
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.commands.cli import main
 from torchlens_perf.diagnosis.goodput import (
@@ -336,14 +337,27 @@ def test_simulated_straggler_has_its_planted_share(simulated: Path) -> None:
 
 
 def test_price_is_multiplied_by_device_hours(
-    simulated: Path, capsys: pytest.CaptureFixture[str]
+    simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(simulated), "--json", "--price-per-device-hour", "3600"]) == 0
     found = json.loads(capsys.readouterr().out)["goodput"]
     costs = [each["cost"] for each in found["classes"].values()]
     assert sum(costs) == pytest.approx(4 * found["wall_s"])
+    assert found["cost"] == pytest.approx(4 * found["wall_s"])
     assert main(["report", str(simulated), "--price-per-device-hour", "3600"]) == 0
-    assert "cost" in capsys.readouterr().out.partition("Goodput (")[2].splitlines()[1]
+    title, columns = capsys.readouterr().out.partition("Goodput (")[2].splitlines()[:2]
+    total = format_rounded(found["cost"])
+    assert f", cost {total})" in title
+    assert columns.split()[-3:] == ["rank", "hours", "cost"]
+
+    page = tmp_path / "page.html"
+    assert main(["report", str(simulated), "--html", str(page), "--price-per-device-hour", "3600"]) == 0  # fmt: skip
+    assert f", cost {total})" in page.read_text()
+    assert main(["history", str(simulated), "--price-per-device-hour", "3600"]) == 0
+    (row,) = capsys.readouterr().out.partition("Goodput of each job")[2].split("\n")[2:3]
+    assert total in row.split()
+    assert main(["history", str(simulated)]) == 0
+    assert "cost" not in capsys.readouterr().out
 
 
 def test_history_has_a_row_for_each_job(

@@ -213,12 +213,7 @@ def _build_parser() -> argparse.ArgumentParser:
         help="print the JSON schema of --json, for which no run is needed",
     )
     perfetto_trace.add_arguments(report)
-    report.add_argument(
-        "--price-per-device-hour",
-        type=float,
-        metavar="PRICE",
-        help="show the cost of each class of time, as text or with --json",
-    )
+    history.add_price_argument(report)
     report.add_argument(
         "--fail-on",
         type=fail_on.parse_verdict_names,
@@ -311,7 +306,7 @@ def _run_report(options: argparse.Namespace) -> int:
         from torchlens_perf.page.document.write import write_page
 
         with Progress("writing the page", quiet=options.quiet):
-            size = write_page(run, options.html)
+            size = write_page(run, options.html, price=options.price_per_device_hour)
         if not options.quiet:
             print(
                 f"torchlens-perf: wrote {printable(str(options.html))}, {size / 1e6:.2f} MB",
@@ -324,8 +319,7 @@ def _run_report(options: argparse.Namespace) -> int:
         return 0
     with Progress("reading the run", quiet=options.quiet) as progress:
         value, states = load_report_and_states(run, progress)
-    if options.price_per_device_hour is not None and value["goodput"] is not None:
-        add_price(value["goodput"], options.price_per_device_hour)
+    add_price(value["goodput"], options.price_per_device_hour)
     if options.json:
         report_json.write_json(value, sys.stdout)
     elif options.html is None:

@@ -28,7 +28,17 @@ def add_command(commands: Any) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a web page")
+    add_price_argument(parser)
     parser.set_defaults(command=_run_history)
+
+
+def add_price_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--price-per-device-hour",
+        type=float,
+        metavar="PRICE",
+        help="show costs; without devices, the price is that of an hour of one rank",
+    )
 
 
 def _run_history(options: argparse.Namespace) -> int:
@@ -36,7 +46,8 @@ def _run_history(options: argparse.Namespace) -> int:
     from torchlens_perf.compare.history import read_history
 
     with Progress("reading the runs", quiet=options.quiet) as progress:
-        found = read_history(find_runs(options.folder), progress)
+        runs = find_runs(options.folder)
+        found = read_history(runs, progress, options.price_per_device_hour)
     _print_history(found, options)
     return 0
 

@@ -21,7 +21,7 @@ from torchlens_perf.compare.comparison import (
     build_comparison,
 )
 from torchlens_perf.compare.measures import STEP, list_differences
-from torchlens_perf.diagnosis.goodput import combine_jobs
+from torchlens_perf.diagnosis.goodput import add_price, combine_jobs
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
@@ -66,11 +66,14 @@ class History:
 
 
 def read_history(
-    paths: Sequence[Path], advanced: Callable[[int, int], object] = lambda done, total: None
+    paths: Sequence[Path],
+    advanced: Callable[[int, int], object] = lambda done, total: None,
+    price: float | None = None,
 ) -> History:
     """Read runs and find changes of their typical step. Runs that cannot be compared are noted.
 
-    advanced: called with the number of runs read so far and the total.
+    advanced: called with the number of runs read so far and the total. price: of an hour of one
+    device.
     """
     runs, goodputs, notes = [], [], []
     for number, path in enumerate(paths, 1):
@@ -86,7 +89,10 @@ def read_history(
     runs.sort(key=lambda run: run.report["run"]["started"] or "")
     if len(runs) < MIN_COMPARED:
         notes.append(f"{len(runs)} runs: changes are looked for from {MIN_COMPARED} runs on")
-    return History(runs, find_history_changes(runs), combine_jobs(goodputs), notes)
+    jobs = combine_jobs(goodputs)
+    for job in jobs.values():
+        add_price(job, price)
+    return History(runs, find_history_changes(runs), jobs, notes)
 
 
 def find_history_changes(runs: Sequence[ComparedRun]) -> list[HistoryChange]:

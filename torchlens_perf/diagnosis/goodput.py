@@ -168,14 +168,21 @@ def combine_attempts(attempts: Iterable[JobAttempt], job: str | None = None) -> 
         "energy_j_per_step": None,
         "energy_j_per_token": None,
         "price_per_device_hour": None,
+        "cost": None,
     }
 
 
-def add_price(goodput: Goodput, price: float) -> None:
-    """Set the price of an hour of one device, and the cost of each class."""
+def add_price(goodput: Goodput | None, price: float | None) -> None:
+    """Set the price of an hour of one device, and the cost of each class and of the job.
+
+    Without a price or without goodput, do nothing.
+    """
+    if goodput is None or price is None:
+        return
     goodput["price_per_device_hour"] = price
     for each in goodput["classes"].values():
         each["cost"] = None if each["device_hours"] is None else price * each["device_hours"]
+    goodput["cost"] = sum(each["cost"] or 0.0 for each in goodput["classes"].values())
 
 
 def _count_lost_steps(attempts: Sequence[JobAttempt]) -> str:

@@ -32,12 +32,19 @@ def build_goodput_table(report: Report) -> Table | None:
         Column("time", [CLASSES[name] for name in names], Quantity.TEXT),
         Column("duration", _known(each["seconds"] for each in rows), help="Mean over the ranks."),
         Column("share", _known(each["share"] for each in rows), Quantity.SHARE),
-        Column("device hours", _known(each["device_hours"] for each in rows), Quantity.NUMBER, 0.6),
+        Column(
+            "rank hours" if report["run"]["device"] is None else "device hours",
+            _known(each["device_hours"] for each in rows),
+            Quantity.NUMBER,
+            0.6,
+        ),
     ]
-    if goodput["price_per_device_hour"] is not None:
+    cost = ""
+    if goodput["cost"] is not None:
+        cost = f", cost {format_rounded(goodput['cost'])}"
         columns.append(Column("cost", _known(each["cost"] for each in rows), Quantity.NUMBER))
     share = classes["productive"]["share"] or 0.0
-    title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput['wall_s'])})"
+    title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput['wall_s'])}{cost})"
     return Table("goodput", title, columns, note=_describe_job(goodput), noun="class")
 
 
@@ -51,6 +58,8 @@ def build_job_table(jobs: Mapping[str, Goodput]) -> Table:
         Column("lost steps", _known(each["lost_steps"] for each in found), Quantity.NUMBER, 1),
         Column("duration", [each["wall_s"] for each in found]),
     ]
+    if any(each["cost"] is not None for each in found):
+        columns.append(Column("cost", _known(each["cost"] for each in found), Quantity.NUMBER))
     for place, (name, title) in enumerate(CLASSES.items()):
         shares = [each["classes"][name]["share"] for each in found]
         if any(share != 0.0 for share in shares):

@@ -16,12 +16,19 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
 
 
-def write_page(run: RunDirectory, path: Path, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> int:
+def write_page(
+    run: RunDirectory,
+    path: Path,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    price: float | None = None,
+) -> int:
     """Write the page of a run atomically and return its size in bytes.
+
+    price: of an hour of one device.
 
     Raise RunStoreError if there is no run, or the file cannot be written.
     """
-    return write_page_file(path, build_document(gather_contents(run, budget_bytes)))
+    return write_page_file(path, build_document(gather_contents(run, budget_bytes, price)))
 
 
 def write_page_file(path: Path, page: str) -> int:

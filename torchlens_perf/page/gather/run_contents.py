@@ -9,6 +9,7 @@ import datetime
 import math
 from typing import TYPE_CHECKING
 
+from torchlens_perf.diagnosis.goodput import add_price
 from torchlens_perf.page.contents import (
     SCHEMA,
     PageContents,
@@ -55,15 +56,18 @@ _REPORT, _MATRICES, _SERIES = 0.25, 0.45, 0.12
 _REMAINDER_FACTOR = 1.5
 
 
-def gather_contents(run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES) -> PageContents:
+def gather_contents(
+    run: RunDirectory, budget_bytes: int = DEFAULT_BUDGET_BYTES, price: float | None = None
+) -> PageContents:
     """Return the data of a live or finished run's page.
 
-    budget_bytes: approximate limit of its size as JSON.
+    budget_bytes: approximate limit of its size as JSON. price: of an hour of one device.
 
     Raise RunStoreError like load_report(). This function is not thread-safe and must not run in a
     training process.
     """
     report, states = load_report_and_states(run)
+    add_price(report["goodput"], price)
     processes, node_of, slow, uncomparable = collect_ranks(states)
     notes: list[str] = []
     plain: Report = report_json.to_json_types(report)

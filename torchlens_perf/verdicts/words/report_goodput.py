@@ -65,3 +65,6 @@ class Goodput(TypedDict):
     energy_j_per_token: float | None
     """Per unit of work: `w.step(tokens=)`, else elements of the batches' first tensors."""
     price_per_device_hour: float | None
+    """Without devices, the price of an hour of one rank."""
+    cost: float | None
+    """Cost of the job; None without a price."""
