@@ -149,3 +149,11 @@ def test_hostile_text_is_escaped_in_html() -> None:
         assert "img" not in tags_of(to_html(made))
         assert "onerror=alert(1)" in text_of(made)
         assert not {"\x1b", "\u202e"} & set(to_html(made))
+
+
+def test_sentences_wrap_and_other_long_texts_are_cut() -> None:
+    text = "a sentence of several words that is longer than the longest cell of a table"
+    columns = [Column("because", [text], Quantity.TEXT, wraps=True)]
+    assert text in text_of(build_table(Table("advice", "Advice", columns)))
+    names = [Column("module", [text], Quantity.TEXT)]
+    assert text not in text_of(build_table(Table("modules", "Modules", names)))

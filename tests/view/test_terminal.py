@@ -28,7 +28,14 @@ from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.report import Report
-from torchlens_perf.view.terminal import SHORT_LINES, print_report, render_full, render_short
+from torchlens_perf.view.specs import Column, Quantity, Table
+from torchlens_perf.view.terminal import (
+    SHORT_LINES,
+    print_report,
+    render_full,
+    render_short,
+    table_lines,
+)
 
 LONG = "/lustre/projects/some-team/experiments/torchlens-perf/20261122-223230-760cafb6"
 COPIED = ("full report", "web page", "torchlens-perf capture", "export TORCHLENS_PERF_CAPTURE")
@@ -361,3 +368,20 @@ def test_output_without_block_characters_is_ascii() -> None:
     file.seek(0)
 
     assert "\n  time        ##" in file.read()
+
+
+def test_long_cells_are_broken_between_words_and_after_punctuation() -> None:
+    text = "Save with torch.distributed.checkpoint, see a_very_long_name_without_any_end_at_all."
+    table = Table("t", "T", [Column("advice", [text], Quantity.TEXT), Column("gain", [0.1])])
+    lines = [line.plain for line in table_lines(table, 40, 1)][2:]
+    cells = [line[2:].removesuffix("100").strip() for line in lines]
+
+    assert all(len(line) <= 40 for line in lines)
+    assert "torch.distributed.checkpoint," in cells
+    assert " ".join(cells).replace("_ ", "_") == text
+
+
+def test_unbreakable_word_is_cut_at_the_width() -> None:
+    table = Table("t", "T", [Column("name", ["x" * 50], Quantity.TEXT), Column("n", ["1"])])
+    cells = [line.plain.split()[0] for line in table_lines(table, 26, 1)[2:]]
+    assert ("".join(cells), max(map(len, cells))) == ("x" * 50, 21)

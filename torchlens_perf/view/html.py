@@ -105,7 +105,7 @@ def build_table(spec: Table, cells: Mapping[str, Sequence[Child]] | None = None)
     of, spec = spec.rows, spec.first_rows(_MAX_ROWS)
     texts: list[Sequence[Child]] = [
         (cells or {}).get(column.title)
-        or [cut_middle(text, _LONGEST_CELL) for text in column.texts()]
+        or [text if column.wraps else cut_middle(text, _LONGEST_CELL) for text in column.texts()]
         for column in spec.columns
     ]
     first = spec.rows if spec.first is None or spec.first >= spec.rows else spec.first
@@ -161,7 +161,7 @@ def _build_heading(column: Column) -> Element:
 
 
 def _cell_class(column: Column) -> str | None:
-    return "text" if column.is_text else None
+    return "text wraps" if column.wraps else "text" if column.is_text else None
 
 
 def cut_middle(text: str, longest: int) -> Child:

@@ -65,8 +65,8 @@ def build_advice_table(report: Report) -> Table | None:
         return None
     unit_of = max((each["gain_s"] or 0.0 for each in rows), default=0.0)
     columns = [
-        Column("advice", [each["action"] for each in rows], Quantity.TEXT),
-        Column("because", [each["finding"] for each in rows], Quantity.TEXT),
+        Column("advice", [each["action"] for each in rows], Quantity.TEXT, wraps=True),
+        Column("because", [each["finding"] for each in rows], Quantity.TEXT, wraps=True),
         Column("gain per step", [_gain(each["gain_s"]) for each in rows], unit_of=unit_of),
         Column("at least", [_gain(each["low_s"]) for each in rows], optional=0.3, unit_of=unit_of),
         Column("at most", [_gain(each["high_s"]) for each in rows], optional=0.2, unit_of=unit_of),

@@ -62,6 +62,8 @@ class Column:
     """A duration that sets the unit of related columns; 0: the column's largest value sets it."""
     marks: Sequence[str] = ()
     """A prefix for each value: ">= " for a lower bound, "~ " for an estimate."""
+    wraps: bool = False
+    """True for sentences, which a page wraps. Other long texts are cut."""
 
     @property
     def is_text(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ _PLAIN_WIDTH = 118
 _LABEL = 12
 _ALSO, _EARLIER, _NOTES, _PROFILES = 2, 4, 20, 2
 _MIN_NAME, _STACK_LINES = 12, 10
+_WORD_PARTS = re.compile(r"[^./_:=-]*[./_:=-]+|[^./_:=-]+")
 _NOTABLE_SPREAD = 0.1
 """Relative spread of compute times above which the short report lists the ranks even if no
 verdict names one.
@@ -471,7 +473,7 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
              _row_line([sanitize_line(heading) for heading, _ in columns], columns, widths, "dim")]  # fmt: skip
     for row in range(shown.rows):
         folded = [
-            chop_cells(sanitize_line(texts[row]), room) or [""]
+            _fold(sanitize_line(texts[row]), room)
             for texts, room in zip(cells, widths, strict=True)
         ]
         style = SEVERITIES[BAD].terminal if row in shown.slow else ""
@@ -483,6 +485,23 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
             )
     rest = table.describe_hidden_rows(shown.rows)
     return [*lines, Text(f"  {rest}", style="dim")] if rest else lines
+
+
+def _fold(text: str, width: int) -> list[str]:
+    """Return text as lines, which end between words, or after punctuation in a long word."""
+    if cell_len(text) <= width:
+        return [text]
+    lines = [""]
+    for word in text.split():
+        gap = " " if lines[-1] else ""
+        parts = [word] if cell_len(word) <= width else _WORD_PARTS.findall(word)
+        for part in parts:
+            if cell_len(lines[-1] + gap + part) <= width:
+                lines[-1] += gap + part
+            else:
+                lines += chop_cells(part, width)
+            gap = ""
+    return lines if lines[0] else lines[1:]
 
 
 def _total_width(columns: Sequence[tuple[str, Column]]) -> int:
