@@ -92,6 +92,14 @@ def node_with_wrong_numbers() -> NodeState:
     return state
 
 
+def node_with_outlier() -> NodeState:
+    """Return a node on whose ranks the loss is far above usual in step 50."""
+    state = node(ranks=2)
+    for process in state.processes.values():
+        process.statistics.numbers = checks_of({LOSS: [2.0, 2.1] * 25 + [9.0] + [2.0] * 9})
+    return state
+
+
 def node(
     parts: dict[str, Any] | None = None, ranks: int = 1, steps: int = 60, **changed: Any
 ) -> NodeState:
@@ -190,6 +198,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
         out_of_memory=memory.oom(step=99, file="f")
     ),
     ("wrong_numbers", evidence.WrongNumbersEvidence): lambda run: node_with_wrong_numbers(),
+    ("number_outlier", evidence.NumberOutlierEvidence): lambda run: node_with_outlier(),
     ("died", evidence.DiedEvidence): lambda run: node(ended="died"),
     ("startup", evidence.StartupEvidence): lambda run: node(process_began_ns=-200_000_000_000),
     ("growing_steps", evidence.GrowthEvidence): lambda run: NodeState(

@@ -1,4 +1,4 @@
-"""Find ranks with wrong numbers: NaN, infinity, and replicated parameters that differ. Pure."""
+"""Find wrong numbers: NaN, infinity, outliers, and replicated parameters that differ. Pure."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import (
         CheckedNumbers,
         CheckedRank,
+        NumberOutlier,
         Outlier,
         WrongNumbers,
     )
@@ -47,7 +48,8 @@ def find_wrong_numbers(
         for rank, each in sorted(checks.items())
     ]
     wrong.sort(key=lambda each: (each["is_everywhere"], each["since_step"]))
-    return {"compared": compared, "wrong": wrong, "ranks": ranks}
+    outliers = [row for name in (LOSS, GRADIENT_NORM) for row in _find_outliers(name, checks)]
+    return {"compared": compared, "wrong": wrong, "outliers": outliers, "ranks": ranks}
 
 
 def _compare_parameters(checks: Mapping[int, NumberChecks]) -> tuple[int, list[WrongNumbers]]:
@@ -137,6 +139,31 @@ def _find_not_finite(name: str, checks: Mapping[int, NumberChecks]) -> list[Wron
             "is_everywhere": everywhere,
             "is_certain": not everywhere,
             "is_slow": False,
+        }
+    ]
+
+
+def _find_outliers(name: str, checks: Mapping[int, NumberChecks]) -> list[NumberOutlier]:
+    """Return the largest outlier of a number, with the ranks that have it; [] without outliers.
+
+    Losses are recorded in each step. Gradient norms are those of all ranks, and not each rank checks
+    each of them.
+    """
+    values = {rank: each.values[name] for rank, each in checks.items() if name in each.values}
+    found = [(each, rank) for rank, of in values.items() for each in of.outliers]
+    if not found:
+        return []
+    largest, _ = max(found, key=lambda item: item[0].value - item[0].usual)
+    ranks = sorted(rank for each, rank in found if each.step == largest.step)
+    return [
+        {
+            "what": name,
+            "ranks": ranks,
+            "step": largest.step,
+            "value": largest.value,
+            "usual": largest.usual,
+            "count": max(each.outlier_count for each in values.values()),
+            "is_everywhere": name == GRADIENT_NORM or len(ranks) == len(values),
         }
     ]
 

@@ -268,6 +268,16 @@ class WrongNumbersEvidence(Struct, frozen=True):
     is_slow: bool
 
 
+class NumberOutlierEvidence(Struct, frozen=True):
+    """Evidence on a number far above the numbers before it, see NumberOutlier of the report."""
+
+    what: str
+    ranks: tuple[int, ...]
+    value: float
+    usual: float
+    count: int
+
+
 class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
     """Evidence on a run with warm-up steps only. It has no fields."""
 
@@ -296,6 +306,7 @@ Evidence = (
     | StartupEvidence
     | GrowthEvidence
     | WrongNumbersEvidence
+    | NumberOutlierEvidence
     | WarmUpEvidence
 )
 
@@ -318,6 +329,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "died": (DiedEvidence,),
     "startup": (StartupEvidence,),
     "wrong_numbers": (WrongNumbersEvidence,),
+    "number_outlier": (NumberOutlierEvidence,),
     "growing_steps": (GrowthEvidence,),
     "compute_bound": _BY_STEP,
     "data_bound": _BY_STEP,

@@ -375,6 +375,23 @@ class Outlier(TypedDict):
     max: float | None
 
 
+class NumberOutlier(TypedDict):
+    """The largest of the newest values that are far above the values before them."""
+
+    what: str
+    """"loss" or "gradient norm"."""
+    ranks: list[int]
+    """The ranks that had an outlier in this step."""
+    step: int
+    value: float
+    usual: float
+    """Median of the values before it."""
+    count: int
+    """Number of outliers on the rank with most of them."""
+    is_everywhere: bool
+    """True if all ranks had the outlier, and for gradient norms."""
+
+
 class CheckedRank(TypedDict):
     """Checked numbers of one rank; None if not measured."""
 
@@ -391,6 +408,7 @@ class CheckedNumbers(TypedDict):
     compared: int
     """Number of ranks whose replicated parameters were compared."""
     wrong: list[WrongNumbers]
+    outliers: list[NumberOutlier]
     ranks: list[CheckedRank]
 
 
