@@ -101,10 +101,40 @@ def test_gain_is_within_a_few_percent_of_the_simulated_truth(
     assert gain_s == pytest.approx(truth_s, rel=error)
 
 
+@pytest.mark.parametrize("share", [0.05, 0.25])
+def test_gain_after_the_last_gradients_is_within_a_few_percent_of_the_truth(share: float) -> None:
+    """The ranks wait for each other after the backward pass, and again after the optimizer."""
+    fault = f"constant:rank=37,share={share},phase=optimizer"
+    times, truth_s = simulate(Topology(1024), fault)
+    assert predict(times, "rank=37@median")["gain_s"] == pytest.approx(truth_s, rel=0.05)
+
+
 def test_work_that_other_ranks_wait_for_anyway_gains_nothing() -> None:
     times = make_times({"forward": 100}, {"forward": 70, "data": 25})
     assert predict(times, "data=0")["gain_s"] == 0
     assert predict(times, "forward x0.5")["gain_s"] == pytest.approx(0.04)
+
+
+def test_gain_with_several_waits_in_a_step_is_that_of_each_segment() -> None:
+    """Rank 0 is slow in the forward pass and rank 1 in the backward pass: each is waited for."""
+    random = np.random.default_rng(0)
+    own = {
+        use: random.normal([[mean] for mean in means], 1.0, (2, 200))
+        for use, means in {"forward": (60, 50), "backward": (50, 70)}.items()
+    }
+    parts = np.stack([own.get(use, np.zeros((2, 200))) for use in USES], axis=2) * 1e6
+
+    def duration_ns(parts_ns: Any) -> Any:
+        return sum(parts_ns[..., USES.index(use)].max(axis=0) for use in own) + 5e6
+
+    before_ns = duration_ns(parts)
+    parts[..., USES.index("communication")] = before_ns - parts.sum(axis=2)
+    times = StepTimes((0, 1), ("", ""), np.arange(200), 1, parts)
+    changed = np.minimum(parts, parts[::-1])
+    changed[1] = parts[1]
+    truth_s = float((before_ns - duration_ns(changed)).mean()) / 1e9
+    assert truth_s == pytest.approx(0.01, rel=0.1)
+    assert predict(times, "rank=0@median")["gain_s"] == pytest.approx(truth_s, rel=0.02)
 
 
 def test_gains_of_several_changes_are_not_summed() -> None:

@@ -2,7 +2,8 @@
 
 The replay is that of a synchronous job: a step ends when the last rank has done its own work, plus
 the communication that even this rank waits for. A gain is therefore no share of a sum: work that
-other ranks wait for anyway gains nothing.
+other ranks wait for anyway gains nothing. If ranks wait for each other several times in a step, each
+segment between two waits ends with its last rank.
 """
 
 from __future__ import annotations
@@ -17,19 +18,38 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.diagnosis.lost_time import sum_transfers
-from torchlens_perf.diagnosis.step_times import OWN, USES, StepTimes
+from torchlens_perf.diagnosis.step_times import USES, StepTimes
 from torchlens_perf.errors import ConfigError, unknown_word_text
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
 from torchlens_perf.verdicts.words.report import count_after_warm_up, mean_per_step
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from torchlens_perf.diagnosis.step_times import Floats
+
+    Segments = tuple[npt.NDArray[np.int64], ...]
     from torchlens_perf.verdicts.words.report import Facts, PredictedChange, VerdictRow
 
 MAX_DRIFT = 0.05
 """Without a change, the replay may differ from the recorded steps by at most this share."""
 _COMMUNICATION = USES.index("communication")
 _FORWARD, _BACKWARD, _HOST = (USES.index(use) for use in ("forward", "backward", "host"))
+_ALL_PASSES = ("data", "forward", "recompute", "backward", "cpu", "tool")
+_SEGMENTS = tuple(
+    tuple(np.array([USES.index(use) for use in segment]) for segment in segments)
+    for segments in (
+        ((*_ALL_PASSES, "optimizer", "host"),),
+        (_ALL_PASSES, ("optimizer", "host")),
+        (("host", *_ALL_PASSES), ("optimizer",)),
+        (("data", "forward"), ("recompute", "backward", "cpu", "tool", "optimizer", "host")),
+        (("host", "data", "forward"), ("recompute", "backward", "cpu", "tool", "optimizer")),
+    )
+)
+"""Segments of a step at whose ends all ranks may wait for each other."""
+_MIN_BETTER = 0.5
+"""Several waits are assumed if the communication that is left varies at most by this factor of that
+with one wait. Transfers take about the same time in each step, unlike waits for a late rank."""
 # The gain of a change that was made may differ from the prediction by this share: other work then
 # meets other caches, clocks and neighbours.
 MODEL_ERROR = 0.15
@@ -99,8 +119,11 @@ class Replay:
         rows = np.arange(len(times.steps))
         critical = find_critical_ranks(times.uses_ns[..., _COMMUNICATION])
         self._critical_uses = times.uses_ns[critical, rows]
-        self._rest_ns = self._critical_uses[:, _COMMUNICATION]
-        self._end_ns = times.own_ns.max(axis=0) + self._rest_ns
+        self._segments, self._rest_ns = _SEGMENTS[0], self._critical_uses[:, _COMMUNICATION]
+        if not times.pipelined:
+            self._segments, self._rest_ns = _find_segments(times.uses_ns, self._rest_ns)
+        self._path_ns = _sum_segments(times.uses_ns, self._segments)
+        self._end_ns = self._path_ns + self._rest_ns
         self.step_s = mean_per_step(facts["steps"]["total_s"], facts["steps"])
 
     @property
@@ -119,11 +142,11 @@ class Replay:
                 rest_ns = self._change_communication(change, rest_ns)
             else:
                 self._change_uses(change, uses)
-        own_ns = uses[..., OWN].sum(axis=2).max(axis=0)
+        path_ns = _sum_segments(uses, self._segments)
         if self._times.pipelined:
             # The bubble of a pipeline is as long as the slowest stage's micro-batches.
-            rest_ns = rest_ns * own_ns / self._times.own_ns.max(axis=0)
-        gain_ns = self._end_ns - (own_ns + rest_ns)
+            rest_ns = rest_ns * path_ns / self._path_ns
+        gain_ns = self._end_ns - (path_ns + rest_ns)
         usual_s, error_s = float(gain_ns.mean()) / 1e9, _standard_error(gain_ns) / 1e9
         gain_s = usual_s + irregular_s
         around_s = _STANDARD_ERRORS * error_s + MODEL_ERROR * abs(gain_s)
@@ -168,7 +191,7 @@ class Replay:
     def _change_uses(self, change: Change, uses: Floats) -> None:
         times = self._times
         if change.subject == "rank":
-            _set_to_median(change, times, uses)
+            _set_to_median(change, times, uses, self._segments)
         elif change.subject == "module":
             less_s = _module_times(self._facts, change)
             for use, seconds in less_s.items():
@@ -219,25 +242,46 @@ def predict_standard_changes(
     return sorted(found, key=lambda each: -each["gain_s"])[:most], drift
 
 
-def _set_to_median(change: Change, times: StepTimes, uses: Floats) -> None:
+def _sum_segments(uses: Floats, segments: Segments) -> Floats:
+    """Return the sum over the segments of the longest own time of all ranks: [rows]."""
+    longest = [uses[..., segment].sum(axis=2).max(axis=0) for segment in segments]
+    total: Floats = np.sum(longest, axis=0)
+    return total
+
+
+def _find_segments(uses: Floats, wait_ns: Floats) -> tuple[Segments, Floats]:
+    """Return the segments of a step, and the communication for which even the last ranks wait.
+
+    wait_ns: the communication of the critical ranks, which is what is left with one segment.
+    """
+    found, rest_ns, least = _SEGMENTS[0], wait_ns, _MIN_BETTER * wait_ns.std()
+    recorded_ns = uses.sum(axis=2).mean(axis=0)
+    for segments in _SEGMENTS[1:]:
+        left_ns = recorded_ns - _sum_segments(uses, segments)
+        if left_ns.std() < least and left_ns.mean() > 0:
+            found, rest_ns, least = segments, np.maximum(left_ns, 0), left_ns.std()
+    return found, rest_ns
+
+
+def _set_to_median(change: Change, times: StepTimes, uses: Floats, segments: Segments) -> None:
     """Give ranks the median work of their population, where that is less than their own."""
     wanted = times.ranks if change.name == "all" else (int(change.name),)
     if not set(wanted) <= set(times.ranks):
         raise ConfigError(f"{change.text!r}: the run has no rank {change.name}")
-    populations, all_own = np.array(times.populations), uses[..., OWN].sum(axis=2)
+    populations, rows = np.array(times.populations), np.arange(uses.shape[1])
     for population in set(times.populations):
         members = np.flatnonzero(populations == population)
         chosen = [at for at in members if times.ranks[at] in wanted]
         if not chosen or len(members) < 2:
             continue
-        own = all_own[members]
-        # Which rank is at the median differs from row to row, and with it what it does.
-        middle = np.argsort(own, axis=0)[(len(members) - 1) // 2]
-        rows = np.arange(own.shape[1])
-        median = uses[members[middle], rows]
-        for at in chosen:
-            slower = all_own[at] > own[middle, rows]
-            uses[at][slower, OWN] = median[slower, OWN]
+        for segment in segments:
+            own = uses[np.ix_(members, rows, segment)].sum(axis=2)
+            # Which rank is at the median differs from row to row, and with it what it does.
+            middle = np.argsort(own, axis=0)[(len(members) - 1) // 2]
+            median, median_ns = uses[members[middle], rows][:, segment], own[middle, rows]
+            for at in chosen:
+                slower = np.flatnonzero(uses[at][:, segment].sum(axis=1) > median_ns)
+                uses[at][np.ix_(slower, segment)] = median[slower]
 
 
 def _find_matching_part(name: str, pattern: str) -> str:
