@@ -493,6 +493,26 @@ def test_long_steps_of_one_kind_are_one_verdict() -> None:
 
     assert long["evidence"]["steps"] == [40, 80, 120, 160]
     assert long["lost_s"] == pytest.approx(0.2, rel=0.05)
+    assert long["text"].startswith("One step in 40 takes 50.0 ms longer on average")
+
+
+def test_rollouts_of_two_lengths_are_periodic_although_old_steps_are_not_listed() -> None:
+    loop = [dict(BASE) for _ in range(640)]
+    for step in range(16, 640, 16):
+        longer = 60.0 if step % 48 == 0 else 10.0
+        loop[step] = {**BASE, "forward": 4.0 + longer, "flags": Flag.EVALUATION}
+    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
+    assert len(long["evidence"]["steps"]) < long["evidence"]["count"] == 39
+    assert long["text"].startswith("One step in 16 takes ")
+
+
+def test_evaluations_of_two_lengths_that_stopped_are_not_periodic() -> None:
+    loop = [dict(BASE) for _ in range(640)]
+    for step in range(16, 200, 16):
+        longer = 120.0 if step % 48 == 0 else 20.0
+        loop[step] = {**BASE, "forward": 4.0 + longer, "flags": Flag.EVALUATION}
+    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
+    assert long["text"].startswith("12 of 640 steps take ")
 
 
 def test_unmeasured_wait_for_a_cpu_is_not_reported_as_zero() -> None:

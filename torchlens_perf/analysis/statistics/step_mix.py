@@ -591,11 +591,8 @@ def _make_step_class(
     parts = sorted({each.part for each in found} - {"communication"}) or ["communication"]
     total_ns = sum(each.bin.count * each.more_ns for each in found)
     known = _newest_steps_without_gap(found)
-    period = _find_period(known)
     # Some irregular steps are equally far apart by chance.
     by_chance = not kinds and len(known) < _MIN_PERIODIC
-    if period is not None and (by_chance or not _continues(known, period, last)):
-        period = None
     return StepClass(
         kinds=kinds,
         part=max(
@@ -609,7 +606,7 @@ def _make_step_class(
         more_ns=total_ns / count,
         total_ns=total_ns / ranks,
         steps=tuple(known),
-        period=period,
+        period=None if by_chance else find_lasting_period(known, last),
         only=_find_mix_waited_for(found, ranks) if kinds else None,
     )
 
@@ -633,6 +630,8 @@ def _find_period(steps: Sequence[int]) -> int | None:
     )
 
 
-def _continues(steps: Sequence[int], period: int, last: int) -> bool:
-    """Return True if the steps recur until the newest step `last`."""
-    return len(steps) >= _REGULAR * ((last - steps[0]) // period + 1)
+def find_lasting_period(steps: Sequence[int], last: int) -> int | None:
+    """Return the period of these steps if they recur until the newest step `last`, else None."""
+    period = _find_period(steps)
+    lasts = period and len(steps) >= _REGULAR * ((last - steps[0]) // period + 1)
+    return period if lasts else None

@@ -19,7 +19,11 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
     format_percent,
 )
-from torchlens_perf.analysis.statistics.step_mix import LACK_OF_CPU, WITHOUT_GRADIENTS
+from torchlens_perf.analysis.statistics.step_mix import (
+    LACK_OF_CPU,
+    WITHOUT_GRADIENTS,
+    find_lasting_period,
+)
 from torchlens_perf.run.loader_period import hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -189,9 +193,10 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
         # The host waits for the device in some steps, for example to print a loss. In such a step,
         # the device takes as long as usual.
         classes = [each for each in classes if each["kinds"]]
+    last = max((rank["last_step"] or 0 for rank in report["ranks"]), default=0)
     worth = [
         each
-        for each in _join_classes_by_kind(classes)
+        for each in _join_classes_by_kind(classes, last)
         if each["share"]
         >= (_STALL_WORTH_NAMING if _rank_waited_for(each) is not None else _LONG_WORTH_NAMING)
     ]
@@ -205,21 +210,29 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
     ]
 
 
-def _join_classes_by_kind(classes: Sequence[LongSteps]) -> list[LongSteps]:
+def _join_classes_by_kind(classes: Sequence[LongSteps], last: int) -> list[LongSteps]:
     """Return the classes, the costliest first, with those of the same known kind joined.
 
     For example, evaluations of two lengths are joined. Classes of unknown kinds are not joined,
-    because steps of different lengths may do different work.
+    because steps of different lengths may do different work. last: the newest step of the run.
     """
     found: dict[object, list[LongSteps]] = {}
     for each in classes:
         key = (*each["kinds"], each["waited_for"]) if each["kinds"] else id(each)
         found.setdefault(key, []).append(each)
     of_kinds: list[LongSteps] = [
-        each[0] if len(each) == 1 else {**join_long_steps(each), "period": None}
-        for each in found.values()
+        each[0] if len(each) == 1 else _join_classes(each, last) for each in found.values()
     ]
     return sorted(of_kinds, key=lambda each: -each["total_s"])
+
+
+def _join_classes(classes: Sequence[LongSteps], last: int) -> LongSteps:
+    joined = join_long_steps(classes)
+    # Each class lists only its newest steps if it has many.
+    complete = len(joined["steps"]) >= joined["count"]
+    first = 0 if complete else max(each["steps"][0] for each in classes)
+    known = [step for step in joined["steps"] if step >= first]
+    return {**joined, "period": find_lasting_period(known, last)}
 
 
 def _longer_waits_text(lacking: list[LongSteps]) -> str:
