@@ -151,7 +151,9 @@ def test_allocation_history_is_recorded_during_the_watch(
     entry = {"action": "alloc", "addr": held[1]["address"], "size": 1, "stream": 0, "time_us": 5}
     allocator.held["device_traces"] = [[entry]]
     with recorded(tmp_path, memory="history") as recording:
-        assert allocator.history == ("all", "alloc", "python", 20_000, False, False, False, [])
+        # Later versions of torch add parameters at the end.
+        history = ("all", "alloc", "python", 20_000, False, False, False, [])
+        assert allocator.history[: len(history)] == history
         allocator.runs_out(GB, 0)
         rows = written(recording.watch, "rank00000-0.json")["table"]["rows"]
     assert allocator.snapshots == [True]
