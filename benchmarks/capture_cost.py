@@ -136,7 +136,7 @@ class Asking:
         captures.write_capture_file(
             captures.ring_request_path(self._session.ring_path), self._request
         )
-        self._session.step_callbacks._throttled_ns = 0
+        self._session.recorder.due_ns = 0
 
     def outcome(self) -> Outcome:
         """Return the outcome of the capture, and remove the capture's files."""

@@ -84,7 +84,7 @@ class RequestedCapture:
         """Write another capture request."""
         captures.ring_outcome_path(self.ring).unlink(missing_ok=True)
         captures.write_capture_file(captures.ring_request_path(self.ring), self.request)
-        self.recording.watch._session.step_callbacks._throttled_ns = 0
+        self.recording.watch._session.recorder.due_ns = 0
 
     def step(self, times: int = 1) -> None:
         """Train some steps."""

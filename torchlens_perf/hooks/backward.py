@@ -18,6 +18,7 @@ from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.clocks import MAX_UNREAD_STEPS
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.recorder import native_hook
 from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -303,7 +304,20 @@ class BackwardHook:
 
         torch_private.break_graph_at(timed_backward)
         self._record = functools.partial(self._record_passes, session)
-        with patched(torch.autograd, "_engine_run_backward", timed_backward):
+        # Ranks that communicate also need the tail of each backward pass.
+        timed = (
+            timed_backward
+            if communicates
+            else native_hook(
+                "backward",
+                timed_backward,
+                recorder,
+                run_backward,
+                name_id,
+                self._loop.on_backward_end,
+            )
+        )
+        with patched(torch.autograd, "_engine_run_backward", timed):
             thread.find_running_backwards(getattr(run_backward, "__code__", None))
             try:
                 yield
@@ -365,7 +379,7 @@ class BackwardHook:
 
     def create_forward_observer(
         self, watched: WatchedModule, session: Session
-    ) -> Callable[[Any], None]:
+    ) -> Callable[[Any], bool]:
         """Return a callback for the results of outermost module calls.
 
         A call is outermost if it is not made by another watched module. The callback finds out
@@ -390,25 +404,27 @@ class BackwardHook:
             if self._tail is not None and thread.is_current():
                 self._tail.queue_begin_callback()
 
-        def observe_result(result: Any) -> None:
+        def observe_result(result: Any) -> bool:
+            """Return True if further calls only need to be counted while the loop is settled."""
             nonlocal holds_fsdp2
             if not thread.note_work(Work.FORWARD):
-                return
+                return False
             with_gradient = torch.is_grad_enabled()
             self._loop.on_forward_end(with_gradient, identity, is_root)
             if not with_gradient or not communicates:
-                return
+                return not communicates or holds_fsdp2 is False
             if holds_fsdp2 is None:
                 holds_fsdp2 = _contains_fsdp2(module())
             # At the first gradient of the module's result, FSDP2 queues a callback that computes.
             # Our callback is queued again behind it, which keeps the computation out of the tail.
             if not holds_fsdp2 or torch_private.is_autograd_compiled():
-                return
+                return not holds_fsdp2
             for tensor in iterate_tensors(result):
                 with out_of_sight():
                     if tensor.requires_grad and tensor.grad_fn is not None:
                         tensor.register_hook(requeue_on_first_gradient)
-                        return
+                        return False
+            return False
 
         return observe_result
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.recorder import native_hook
 from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
@@ -106,9 +107,12 @@ class DataHook:
                 recorder.end(_DATA, workers)
 
         torch_private.break_graph_at(timed_next)
+        patched_next = native_hook(
+            "next_batch", timed_next, recorder, next_batch, data, add_workload_of_batch
+        )
         torch_private.break_graph_at(timed_iter)
         with (
-            patched(_BaseDataLoaderIter, "__next__", timed_next),
+            patched(_BaseDataLoaderIter, "__next__", patched_next),
             patched(DataLoader, "__iter__", timed_iter),
         ):
             yield

@@ -158,7 +158,7 @@ class ModuleHook:
 
     def _create_observers(
         self, watched: WatchedModule, session: Session
-    ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None, Callable[[Any], None]]:
+    ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None, Callable[[Any], object]]:
         """Return three callbacks: for arguments, for results, and for results of outermost calls.
 
         The first two callbacks run in sampled steps. They are None for a root, whose backward pass

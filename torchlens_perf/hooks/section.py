@@ -45,10 +45,10 @@ class SectionHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         register_with_dynamo()
-        # Try again at the end of each step, because the job may import Dynamo later.
+        # Try again once the job has imported Dynamo.
         with (
             nullcontext()
             if _registered
-            else session.running_each_step(self.name, register_with_dynamo)
+            else session.step_callbacks.running_if_compiled(self.name, register_with_dynamo)
         ):
             yield

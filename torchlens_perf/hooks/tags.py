@@ -35,7 +35,7 @@ class TagHook:
             attached.enter_context(self._observe_garbage_collections(session))
             attached.enter_context(self._time_saves(session))
             attached.enter_context(
-                session.running_each_step(
+                session.step_callbacks.running_if_compiled(
                     "watching torch.compile", _create_compilation_tagger(session)
                 )
             )

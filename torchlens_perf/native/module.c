@@ -67,6 +67,7 @@ static PyMethodDef methods[] = {
     {"set_section_decorator", section_set_decorator, METH_O, NULL},
     {"set_module_call", FASTCALL(module_call_set), METH_FASTCALL, NULL},
     {"route_calls", module_call_route, METH_O, NULL},
+    {"native_hook", native_hook, METH_VARARGS, NULL},
     {"unroute_calls", module_call_unroute, METH_O, NULL},
     {"timed_wait", collective_timed_wait, METH_O, NULL},
     {"collective_marks", collective_capsule, METH_NOARGS, NULL},
@@ -91,7 +92,7 @@ PyMODINIT_FUNC PyInit__native(void)
     if (module == NULL) {
         return NULL;
     }
-    if (section_setup(module) < 0 || PyModule_AddObjectRef(module, "Recorder", (PyObject *)&RecorderType) < 0 ||
+    if (section_setup(module) < 0 || step_marks_setup() < 0 || PyModule_AddObjectRef(module, "Recorder", (PyObject *)&RecorderType) < 0 ||
         PyModule_AddObjectRef(module, "Section", (PyObject *)&SectionType) < 0 ||
         PyModule_AddObjectRef(module, "ModuleCall", (PyObject *)&ModuleCallType) < 0) {
         Py_DECREF(module);

@@ -16,6 +16,7 @@ typedef struct {
     PyObject *before;   /* observer of the arguments in sampled steps, or NULL */
     PyObject *after;    /* observer of the result in sampled steps, or NULL */
     PyObject *forward;  /* observer of the result of each call that is a forward pass, or NULL */
+    int only_counts;    /* not 0: the forward observer would only count the call, see count_forward() */
     uint32_t name_id;
     uintptr_t entered; /* the thread that is in the class's own __call__ and has not reached nn.Module's yet; or 0 */
 } ModuleCall;
@@ -145,17 +146,18 @@ PyObject *module_call_set(PyObject *module, PyObject *const *args, Py_ssize_t co
 }
 
 /* Observers run outside the module's span, and their time is kept out of the spans around it. They guard themselves
- * (hooks/module.py): what still comes out of one is a KeyboardInterrupt, which is for the user's loop. */
+ * (hooks/module.py): what still comes out of one is a KeyboardInterrupt, which is for the user's loop. Returns 1 if the
+ * observer returned True. */
 static int observe(ModuleCall *self, PyObject *observer, PyObject *const *args, size_t count, PyObject *kwnames)
 {
     Recorder *recorder = self->recorder;
     int64_t start_ns = recorder_now(recorder);
-    PyObject *ignored = PyObject_Vectorcall(observer, args, count, kwnames);
-    Py_XDECREF(ignored);
+    PyObject *answer = PyObject_Vectorcall(observer, args, count, kwnames);
+    Py_XDECREF(answer);
     if (recorder->header != NULL) {
         add_overhead(recorder, recorder_now(recorder) - start_ns);
     }
-    return ignored == NULL ? -1 : 0;
+    return answer == NULL ? -1 : answer == Py_True;
 }
 
 static inline PyObject *call_untimed(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *kwnames)
@@ -196,8 +198,12 @@ static PyObject *timed_call(ModuleCall *self, PyObject *function, PyObject *cons
         Py_CLEAR(result);
     }
     if (kind == KIND_FORWARD && self->forward != NULL && result != NULL &&
-        observe(self, self->forward, &result, 1, NULL) < 0) {
-        Py_CLEAR(result);
+        !(self->only_counts && count_forward(recorder))) {
+        self->only_counts = observe(self, self->forward, &result, 1, NULL);
+        if (self->only_counts < 0) {
+            self->only_counts = 0;
+            Py_CLEAR(result);
+        }
     }
     return result;
 }

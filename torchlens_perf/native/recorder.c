@@ -192,6 +192,7 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
     self->mask = header->capacity - 1;
     self->generation = ++generations;
     self->owner = this_thread();
+    self->marks.workload = -1;
     Py_INCREF(intern);
     self->intern = intern;
     if (clock != Py_None) {
@@ -227,6 +228,9 @@ static int recorder_traverse(Recorder *self, visitproc visit, void *arg)
     Py_VISIT(self->device_span);
     Py_VISIT(self->device_wait_began);
     Py_VISIT(self->device_wait_ended);
+    for (int i = 0; i < KEPT; i++) {
+        Py_VISIT(self->marks.kept[i]);
+    }
     return 0;
 }
 
@@ -241,6 +245,10 @@ static int recorder_clear(Recorder *self)
     Py_CLEAR(self->device_span);
     Py_CLEAR(self->device_wait_began);
     Py_CLEAR(self->device_wait_ended);
+    self->marks.settled = 0;
+    for (int i = 0; i < KEPT; i++) {
+        Py_CLEAR(self->marks.kept[i]);
+    }
     return 0;
 }
 
@@ -367,6 +375,28 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
     }
 }
 
+/* Ends the step in progress. */
+void write_step(Recorder *self, int64_t end_ns, uint32_t flags, uint64_t value0, uint64_t value1)
+{
+    Frame *frame = &self->header->stack.frames[0];
+    write_thread_time(self, frame->start_ns, end_ns - frame->start_ns);
+    Record record = {
+        .start_ns = frame->start_ns,
+        .duration_ns = end_ns - frame->start_ns,
+        .nested_ns = frame->nested_ns,
+        .phase_ns = frame->phase_ns,
+        .value0 = value0,
+        .value1 = value1,
+    };
+    write_record(self, &record, KIND_STEP, 0, flags);
+    PROBE_STEP_END(record.step, record.duration_ns);
+    frame->start_ns = end_ns;
+    frame->nested_ns = 0;
+    frame->phase_ns = 0;
+    self->header->step++;
+    PROBE_STEP_BEGIN(self->header->step);
+}
+
 static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ssize_t count)
 {
     int64_t values[3] = {0}; /* flags, value0, value1 */
@@ -377,23 +407,7 @@ static PyObject *recorder_next_step(Recorder *self, PyObject *const *args, Py_ss
     if (self->header == NULL) {
         return PyLong_FromLong(0);
     }
-    Frame *frame = &self->header->stack.frames[0];
-    write_thread_time(self, frame->start_ns, end_ns - frame->start_ns);
-    Record record = {
-        .start_ns = frame->start_ns,
-        .duration_ns = end_ns - frame->start_ns,
-        .nested_ns = frame->nested_ns,
-        .phase_ns = frame->phase_ns,
-        .value0 = (uint64_t)values[1],
-        .value1 = (uint64_t)values[2],
-    };
-    write_record(self, &record, KIND_STEP, 0, (uint32_t)values[0]);
-    PROBE_STEP_END(record.step, record.duration_ns);
-    frame->start_ns = end_ns;
-    frame->nested_ns = 0;
-    frame->phase_ns = 0;
-    self->header->step++;
-    PROBE_STEP_BEGIN(self->header->step);
+    write_step(self, end_ns, (uint32_t)values[0], (uint64_t)values[1], (uint64_t)values[2]);
     return PyLong_FromUnsignedLongLong(self->header->step);
 }
 
@@ -607,12 +621,30 @@ static PyMethodDef recorder_methods[] = {
     {"set_nvtx", (PyCFunction)recorder_set_nvtx, METH_VARARGS, NULL},
     {"set_device_clock", (PyCFunction)recorder_set_device_clock, METH_VARARGS, NULL},
     {"record_completed", FASTCALL(recorder_record_completed), METH_FASTCALL, NULL},
+    {"settle", (PyCFunction)recorder_settle, METH_VARARGS, NULL},
+    {"unsettle", (PyCFunction)recorder_unsettle, METH_NOARGS, NULL},
+    {"compare_gradient", (PyCFunction)recorder_compare_gradient, METH_O, NULL},
+    {"use_torch", (PyCFunction)recorder_use_torch, METH_VARARGS, NULL},
     {NULL},
 };
 
 static PyMemberDef recorder_members[] = {
     {"sampled", T_INT, offsetof(Recorder, sampled), 0, NULL},
     {"backwards", T_INT, offsetof(Recorder, backwards), READONLY, NULL},
+    {"settled", T_INT, offsetof(Recorder, marks.settled), 0, NULL},
+    {"busy", T_INT, offsetof(Recorder, marks.busy), 0, NULL},
+    {"without_gradient", T_INT, offsetof(Recorder, marks.without_gradient), 0, NULL},
+    {"due_ns", T_LONGLONG, offsetof(Recorder, marks.due_ns), 0, NULL},
+    {"due_step", T_LONGLONG, offsetof(Recorder, marks.due_step), 0, NULL},
+    {"forward_passes", T_LONGLONG, offsetof(Recorder, marks.forward_passes), 0, NULL},
+    {"backward_passes", T_LONGLONG, offsetof(Recorder, marks.backward_passes), 0, NULL},
+    {"workload", T_LONGLONG, offsetof(Recorder, marks.workload), 0, NULL},
+    {"step_flags", T_LONGLONG, offsetof(Recorder, marks.step_flags), 0, NULL},
+    {"memory_bytes", T_LONGLONG, offsetof(Recorder, marks.memory_bytes), 0, NULL},
+    {"training_steps", T_LONGLONG, offsetof(Recorder, marks.training_steps), 0, NULL},
+    {"optimizer_steps", T_LONGLONG, offsetof(Recorder, marks.optimizer_steps), 0, NULL},
+    {"returned_steps", T_LONGLONG, offsetof(Recorder, marks.returned_steps), 0, NULL},
+    {"quiet_steps", T_LONGLONG, offsetof(Recorder, marks.quiet_steps), 0, NULL},
     {NULL},
 };
 

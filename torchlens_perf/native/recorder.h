@@ -40,6 +40,30 @@ typedef struct {
     PhaseTime phases[LAST_PHASE + 1]; /* by kind; KIND_STEP: outside of all phases */
 } ThreadTime;
 
+/* See step_marks.c: what use_torch() is given, in this order, and what settle() is. */
+enum {
+    OPENED, HIDE, SHOW, TENSOR_TYPE, PARAMETER_TYPE, GRAD_ENABLED, TRACING, GIVEN,
+    OPTIMIZER = GIVEN, ENTRY, PARAMETER, COMPILED, KEPT
+};
+
+typedef struct {
+    int64_t address, version, shard_version; /* 0: there is no gradient */
+} Gradient;
+
+typedef struct {
+    int settled;          /* not 0: all steps end with kept[OPTIMIZER], and C ends them */
+    int busy;             /* callbacks that Python runs at the end of each step */
+    int without_gradient; /* not 0: the step has forward passes without gradients */
+    unsigned optimizer_name;
+    int64_t due_ns, due_step; /* from then on, Python ends the step */
+    int64_t forward_passes, backward_passes, workload, step_flags, memory_bytes;
+    int64_t training_steps, optimizer_steps, returned_steps;
+    int64_t quiet_steps; /* that C has ended since Python has last reset this */
+    int64_t passes;      /* backward passes that the gradient of kept[PARAMETER] is the sum of */
+    Gradient gradient;   /* as of the last backward pass */
+    PyObject *kept[KEPT];
+} StepMarks;
+
 typedef struct {
     PyObject_HEAD
     Py_buffer buffer;
@@ -61,6 +85,7 @@ typedef struct {
     int sampled;   /* not 0: module calls show their arguments and results to their observers */
     int backwards; /* open BACKWARD spans of the owner */
     int backwards_elsewhere; /* the same of the user's other threads */
+    StepMarks marks;
 } Recorder;
 
 extern Recorder *active_recorder; /* what sections write to; NULL: they do nothing */
@@ -125,6 +150,14 @@ PyObject *module_call_set(PyObject *module, PyObject *const *args, Py_ssize_t co
 PyObject *module_call_route(PyObject *module, PyObject *function);
 PyObject *module_call_unroute(PyObject *module, PyObject *function);
 int section_setup(PyObject *module);
+void write_step(Recorder *self, int64_t end_ns, uint32_t flags, uint64_t value0, uint64_t value1);
+int count_forward(Recorder *self);
+PyObject *native_hook(PyObject *module, PyObject *args);
+PyObject *recorder_settle(Recorder *self, PyObject *args);
+PyObject *recorder_unsettle(Recorder *self, PyObject *unused);
+PyObject *recorder_compare_gradient(Recorder *self, PyObject *ended);
+PyObject *recorder_use_torch(Recorder *self, PyObject *args);
+int step_marks_setup(void);
 
 static inline int64_t recorder_now(Recorder *self)
 {

@@ -64,9 +64,6 @@ class CurrentStep:
         metadata: RankMetadata,
         backward_every: int,
     ) -> None:
-        self.training_steps = 0
-        """Number of ended training steps, which is equal on all ranks.
-        """
         self._recorder = recorder
         self._thread = thread
         self._hooks = hooks
@@ -74,14 +71,15 @@ class CurrentStep:
         self._metadata = metadata
         self._sampling = SamplingSchedule(backward_every)
         self._loop: UserLoop | None = None
-        self._flags = 0
         self._overhead_ns = 0
-        self._memory_bytes = 0
-        # Elements of the step's batches, or -1 without a batch that contains a tensor.
-        self._workload = -1
         self._observer: StepObserver | None = None
         # Samples in the batches of a sampled step, and True if the workload is in tokens.
         self._samples, self._are_tokens = 0, False
+
+    @property
+    def training_steps(self) -> int:
+        """Number of ended training steps, which is equal on all ranks."""
+        return self._recorder.training_steps
 
     def begin(self, loop: UserLoop) -> None:
         """Start recording marks. loop: object that reports the content of each step."""
@@ -94,10 +92,10 @@ class CurrentStep:
         recorder.activate()
 
     def add_flag(self, flag: Flag) -> None:
-        self._flags |= int(flag)
+        self._recorder.step_flags |= int(flag)
 
     def add_workload(self, elements: int) -> None:
-        self._workload = max(0, self._workload) + elements
+        self._recorder.workload = max(0, self._recorder.workload) + elements
 
     def set_observer(self, observer: StepObserver | None) -> None:
         """Set the observer of sampled steps, or remove it."""
@@ -110,7 +108,7 @@ class CurrentStep:
 
     def set_memory(self, memory_bytes: int) -> None:
         """Set the memory of this and later steps in bytes. 0 means unknown."""
-        self._memory_bytes = memory_bytes
+        self._recorder.memory_bytes = memory_bytes
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
         """Charge to this step overhead that only some steps have. ours: True for overhead of this
@@ -131,7 +129,7 @@ class CurrentStep:
         ):
             return
         if tokens is not None:
-            self._workload, self._are_tokens = tokens, True
+            self._recorder.workload, self._are_tokens = tokens, True
         self.end(_MANUAL)
 
     def end(self, flags: int = 0) -> None:
@@ -144,7 +142,7 @@ class CurrentStep:
     def _end_step(self, loop: UserLoop, flags: int) -> None:
         recorder = self._recorder
         start_ns, charged_ns = recorder.now_ns(), self._overhead_ns
-        self.training_steps += not flags & _INFERENCE
+        recorder.training_steps += not flags & _INFERENCE
         self._callbacks.run_due(start_ns)
         now_ns = recorder.now_ns()
         if now_ns - start_ns > _LONG_CALLBACKS_NS:
@@ -158,17 +156,20 @@ class CurrentStep:
                 self._observer.end_step(self._samples, are_tokens=self._are_tokens)
             self._samples = 0
         content = loop.finish_step(inference=bool(flags & _INFERENCE))
-        packed = min(content.micro_steps, MICRO_STEPS_MASK) | (self._workload + 1) << WORKLOAD_SHIFT
-        step = recorder.next_step(flags | self._flags | content.flags, self._memory_bytes, packed)
-        if (self._flags | content.flags) & _COMPILED:
+        micro_steps, workload = min(content.micro_steps, MICRO_STEPS_MASK), recorder.workload + 1
+        tags = recorder.step_flags | content.flags
+        step = recorder.next_step(
+            flags | tags, recorder.memory_bytes, micro_steps | workload << WORKLOAD_SHIFT
+        )
+        if tags & _COMPILED:
             # Publish early, because the process may be killed before the watch ends.
             self._metadata.publish()
-        self._workload = -1
-        self._flags = 0
+        recorder.workload, recorder.step_flags = -1, 0
         recorder.sampled = int(self._sampling.is_sampled(step))
         recorder.add_overhead(recorder.now_ns() - start_ns - self._overhead_ns + charged_ns)
         if sampled:
             self._sampling.end_sampled_step(self._read_boundary())
+        recorder.due_step = self._sampling.next_sampled_step(step)
         if recorder.sampled:
             self._sampling.begin_sampled_step(self._read_boundary())
             self._begin_sampled_step(step)

@@ -120,7 +120,23 @@ class Recorder:
         self._device_waits: tuple[Any, Any] = (None, None)
         # Device marks at the begin of the owner's open spans, by depth.
         self._device_marks: dict[int, int] = {}
+        # Counts of the step in progress, see StepMarks in native/recorder.h.
+        self.settled = self.busy = self.without_gradient = self.due_ns = self.due_step = 0
+        self.forward_passes = self.backward_passes = self.step_flags = self.memory_bytes = 0
+        self.workload = -1  # Elements of the step's batches, or -1 without a tensor in a batch.
+        self.training_steps = self.optimizer_steps = self.returned_steps = self.quiet_steps = 0
         self._open_span(self._frames, _STEP, 0)
+
+    # Only the native recorder ends steps itself, so `settled` stays 0 here.
+
+    def use_torch(self, *objects: Any) -> None: ...
+
+    def settle(self, *state: Any) -> None: ...
+
+    def compare_gradient(self, ended: bool) -> None: ...
+
+    def unsettle(self) -> tuple[tuple[int, int, int], int]:
+        return (0, 0, 0), 0
 
     def begin(self, kind: int, name_id: int) -> None:
         if not self.closed:
@@ -755,7 +771,7 @@ class ModuleCall:
         function: Callable[..., Any],
         before: Callable[..., None] | None = None,
         after: Callable[[Any], None] | None = None,
-        forward: Callable[[Any], None] | None = None,
+        forward: Callable[[Any], object] | None = None,
     ) -> None:
         self._recorder = recorder
         self._name_id = name_id
@@ -764,7 +780,7 @@ class ModuleCall:
         self._after = after
         self._forward = forward
 
-    def _run_observer(self, observer: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _run_observer(self, observer: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         recorder = self._recorder
         start_ns = recorder.now_ns()
         observer(*args, **kwargs)  # hooks/module.py guards against exceptions.
@@ -877,3 +893,8 @@ def route_calls(function: Callable[..., Any]) -> bool:
 
 def unroute_calls(function: Callable[..., Any]) -> None:
     """Do nothing, because route_calls() routes nothing."""
+
+
+def native_hook(event: str, hook: Callable[..., Any], *parts: Any) -> Callable[..., Any]:
+    """Return the hook: only native code can stand in for it."""
+    return hook

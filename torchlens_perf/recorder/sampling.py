@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torchlens_perf.recorder.steps import NEVER
+
 # Maximum share of the training time that sampling may take.
 _MAX_SHARE = 0.001
 # Maximum growth of the period at once. The first sampled steps are slower than later steps.
@@ -42,6 +44,12 @@ class SamplingSchedule:
 
     def is_sampled(self, step: int) -> bool:
         return self.period > 0 and step % self.period == self._every // 2
+
+    def next_sampled_step(self, step: int) -> int:
+        """Return the first sampled step after this one."""
+        if self.period <= 0:
+            return NEVER
+        return step + 1 + (self._every // 2 - step - 1) % self.period
 
     def start_recording(self, now: StepBoundary) -> None:
         self._ended = self._begun = now

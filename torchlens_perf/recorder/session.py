@@ -64,7 +64,7 @@ class Session:
         )  # fmt: skip
         self.thread = TrainingThread(self.recorder, self.note)
         self.hooks = AttachedHooks(self.note)
-        self.step_callbacks = StepCallbacks(self.note)
+        self.step_callbacks = StepCallbacks(self.note, self.recorder)
         self.step = CurrentStep(
             self.recorder,
             self.thread,

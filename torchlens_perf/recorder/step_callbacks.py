@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
+
+if TYPE_CHECKING:
+    from torchlens_perf.recorder.recorder import Recorder
 
 _GUARD = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
@@ -17,25 +21,39 @@ class StepCallbacks:
     A callback that fails is switched off.
     """
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Callable[[str], None], recorder: Recorder) -> None:
         self._note = note
+        self._recorder = recorder
         self._each_step: dict[Callable[[], object], str] = {}
+        self._compiled: dict[Callable[[], object], str] = {}
         self._throttled: dict[Callable[[], object], str] = {}
-        self._throttled_ns = 0
-        """Time at which throttled callbacks last ran."""
 
     def add(self, name: str, work: Callable[[], object]) -> None:
         """Run `work` at the end of each step until it fails or is removed."""
         self._each_step[work] = name
+        self._recorder.busy = len(self._each_step)
 
     def remove(self, work: Callable[[], object]) -> None:
-        self._each_step.pop(work, None)
-        self._throttled.pop(work, None)
+        for works in (self._each_step, self._compiled, self._throttled):
+            works.pop(work, None)
+        self._recorder.busy = len(self._each_step)
 
     @contextmanager
     def running_each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
         """Run `work` at the end of each step while the context is active."""
         self.add(name, work)
+        try:
+            yield
+        finally:
+            self.remove(work)
+
+    @contextmanager
+    def running_if_compiled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+        """Run `work` at the end of a step in which Dynamo was imported or compiled a frame.
+
+        `work` may also run at the end of other steps.
+        """
+        self._compiled[work] = name
         try:
             yield
         finally:
@@ -56,11 +74,13 @@ class StepCallbacks:
     def run_due(self, now_ns: int) -> None:
         if self._each_step:
             self._run_callbacks(self._each_step)
-        if now_ns - self._throttled_ns >= _THROTTLE_NS:
-            self._throttled_ns = now_ns
+        self._run_callbacks(self._compiled)
+        if now_ns >= self._recorder.due_ns:
+            self._recorder.due_ns = now_ns + _THROTTLE_NS
             self._run_callbacks(self._throttled)
 
     def _run_callbacks(self, works: dict[Callable[[], object], str]) -> None:
         for failed in _GUARD.run(tuple(works)):
             name = works.pop(failed, "work at a step's end")
+            self._recorder.busy = len(self._each_step)
             self._note(f"{name} failed and was switched off: see the job's log")

@@ -38,7 +38,7 @@ class _TurnCounter:
 
         Return True once, when the result becomes known.
         """
-        if self._finished_turns == _KNOWN_AFTER:
+        if self.is_known:
             return False
         if position == 0:
             if self._finished_turns >= 0:
@@ -46,6 +46,10 @@ class _TurnCounter:
             self._finished_turns += 1
             self._counts.clear()
         self._counts[position] += 1
+        return self.is_known
+
+    @property
+    def is_known(self) -> bool:
         return self._finished_turns == _KNOWN_AFTER
 
     def exclude(self, position: int) -> None:
@@ -108,6 +112,22 @@ class StepRule:
         self.manual = self.trains = True
         self._others.clear()
         return not ended_already
+
+    def repeats(self, optimizer: int, passed: int | None) -> bool:
+        """Return True if each further step of this optimizer ends a step and changes nothing else.
+
+        This holds while no other optimizer steps and w.step() is not called.
+        """
+        return (
+            self.ending == optimizer
+            and not self.manual
+            and not self._others
+            and (passed is None or self._turns.is_known)
+        )
+
+    def restore_learned(self, learned: bool) -> None:
+        """Set whether a backward pass has run since the last step, after native code ended steps."""
+        self._learned = learned
 
     def _count_step_end(self) -> bool:
         """Count a step that has ended. Return False if only w.step() ends steps."""
@@ -238,6 +258,10 @@ class EvaluationRule:
     def restart(self) -> None:
         """Start again after the end of steps has moved to another event."""
         self._steps = self._without_gradient = 1
+
+    def count_plain_steps(self, steps: int) -> None:
+        """Count steps without such passes that have ended before."""
+        self._steps += steps
 
     def decide_step_end(self, *, without_gradient: bool) -> bool:
         """Return True if the ending step contains an evaluation. without_gradient: True if the step

@@ -385,6 +385,15 @@ def get_tracing_context_reader() -> Callable[[], object]:
     return get
 
 
+def get_tracing_locals() -> object:
+    """Return the thread's variables with torch.compile's tracing context, or None if unknown."""
+    if not is_usable("torch._guards.TracingContext"):
+        return None
+    from torch import _guards
+
+    return getattr(_guards, "_TLS", None)
+
+
 def get_no_torch_function_context() -> Callable[[], AbstractContextManager[object]]:
     """Return a context manager that hides calls from the user's torch function modes and tensor
     subclasses.

@@ -104,6 +104,13 @@ class TrainingThread:
             return self._recorder.backwards > 0
         return bool(self._take_over(work))
 
+    @property
+    def trains_alone(self) -> bool:
+        """True if the recorded thread steps an optimizer, and no other thread has run a backward
+        pass.
+        """
+        return self._most == Work.OPTIMIZER and self.reads_gradients
+
     def may_end_step(self) -> bool:
         """Return True if w.step() on the calling thread ends a step.
 
@@ -119,6 +126,7 @@ class TrainingThread:
         if self.reads_gradients:
             with self.gradients:
                 self.reads_gradients = False
+                self._recorder.settled = 0
 
     def find_running_backwards(self, engine: CodeType | None) -> None:
         """Find backward passes that other threads began before the hooks were attached, and note

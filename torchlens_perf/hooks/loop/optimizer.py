@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.recorder import native_hook
 from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Kind
 
@@ -66,8 +67,12 @@ class OptimizerHookRelay:
         # Hooks that are traced into a graph would not run. Dynamo breaks the graph around a
         # compiled optimizer's step() in any case, so the optimizer's operations stay in one graph.
         self._handles = [
-            register_optimizer_step_pre_hook(torch_private.break_graph_at(step_begins)),
-            register_optimizer_step_post_hook(torch_private.break_graph_at(step_ended)),
+            register_optimizer_step_pre_hook(
+                native_hook("optimizer_begins", torch_private.break_graph_at(step_begins))
+            ),
+            register_optimizer_step_post_hook(
+                native_hook("optimizer_ended", torch_private.break_graph_at(step_ended))
+            ),
         ]
 
     def remove_hooks(self) -> None:
@@ -113,7 +118,6 @@ class OptimizerHook:
         # Steps in progress as (id of the optimizer, name_id), outermost first. A step inside a step
         # of the same optimizer has None as name_id.
         self._open: list[tuple[int, int | None]] = []
-        self._ended = 0  # Number of steps that have returned.
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -121,6 +125,16 @@ class OptimizerHook:
 
         recorder, thread, opened = session.recorder, session.thread, self._open
         name_ids: dict[type, int] = {}
+        hidden = torch_private.get_no_torch_function_context()()
+        recorder.use_torch(
+            opened,
+            hidden.__enter__,
+            hidden.__exit__,
+            torch.Tensor,
+            torch.nn.Parameter,
+            torch.is_grad_enabled,
+            torch_private.get_tracing_locals(),
+        )
         closure_id = session.intern("optimizer closure")
 
         def on_step_begin(optimizer: Any, args: Any, kwargs: Any) -> Any:
@@ -173,7 +187,7 @@ class OptimizerHook:
         def on_step_end(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not thread.is_current():
                 return
-            self._ended += 1
+            recorder.returned_steps += 1
             while opened:
                 identity, name_id = opened.pop()
                 if identity == id(optimizer):
@@ -196,9 +210,9 @@ class OptimizerHook:
         def scaler_step_and_report(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.closed or torch.compiler.is_compiling() or not thread.is_current():
                 return scaled_step(scaler, *args, **kwargs)
-            ended = self._ended
+            returned = recorder.returned_steps
             result = scaled_step(scaler, *args, **kwargs)
-            if ended == self._ended:
+            if returned == recorder.returned_steps:
                 report_step_without_hook(args[0] if args else kwargs["optimizer"])
             return result
 
@@ -226,6 +240,7 @@ class OptimizerHook:
                     )
                 yield
         finally:
+            recorder.settled = 0
             relay.before = relay.after = None
             if ours:
                 relay.remove_hooks()

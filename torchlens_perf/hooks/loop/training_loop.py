@@ -49,37 +49,44 @@ _MAX_OPTIMIZERS = 8
 _COUNTED_STEPS, _MAX_COUNTERS = 2, 8
 
 
+_NO_GRADIENT = (0, 0, 0)
+
+
 class _GradientSample:
     """One parameter of an optimizer, whose gradient is observed."""
 
-    __slots__ = ("_last_gradient", "_parameter", "passes")
+    __slots__ = ("last_gradient", "parameter", "passes")
 
     def __init__(self, parameter: Tensor) -> None:
-        self._parameter = weakref.ref(parameter)
-        # Id and versions of the gradient after the last backward pass.
-        self._last_gradient: tuple[int, int, int] | None = None
+        self.parameter = weakref.ref(parameter)
+        # Id and versions of the gradient after the last backward pass. Zeros without a gradient.
+        self.last_gradient = _NO_GRADIENT
         self.passes = 0  # Number of backward passes whose gradients are summed.
 
-    def _read_gradient_version(self) -> tuple[int, int, int] | None:
-        """Return the gradient's id and version counters, or None without a gradient.
+    def _read_gradient_version(self) -> tuple[int, int, int]:
+        """Return the gradient's id and version counters.
 
         FSDP2 adds to the local shard of a gradient, which does not change the version of the
         gradient itself. The result therefore contains both versions.
         """
-        parameter = self._parameter()
+        parameter = self.parameter()
         gradient = None if parameter is None else parameter.grad
         if gradient is None:
-            return None
+            return _NO_GRADIENT
         return id(gradient), gradient._version, torch_private.get_local_shard(gradient)._version
+
+    @property
+    def state(self) -> tuple[weakref.ref[Tensor], tuple[int, int, int], int]:
+        return self.parameter, self.last_gradient, self.passes
 
     def compare_gradient(self, *, ended: bool) -> None:
         """Compare the gradient with its state at the last call. Called when a backward pass begins
         or ends."""
         now = self._read_gradient_version()
-        if now != self._last_gradient:
-            self._last_gradient = now
+        if now != self.last_gradient:
+            self.last_gradient = now
             # A gradient that changed between two backward passes was cleared.
-            self.passes = self.passes + (now is not None) if ended else 0
+            self.passes = self.passes + (now != _NO_GRADIENT) if ended else 0
 
 
 class AccumulationCounter:
@@ -122,8 +129,11 @@ class AccumulationCounter:
                 for sample in self._samples.values():
                     sample.compare_gradient(ended=ended)
 
+    def find_sample(self, optimizer: Any) -> _GradientSample | None:
+        return self._samples.get(id(optimizer))
+
     def on_optimizer_step(self, optimizer: Any) -> None:
-        sample = self._samples.get(id(optimizer))
+        sample = self.find_sample(optimizer)
         if sample is not None:
             self._max_passes = max(self._max_passes, sample.passes)
             sample.passes = 0
@@ -162,6 +172,7 @@ class TrainingLoop:
         watch_models: Callable[[Sequence[NamedModel]], None],
     ) -> None:
         self._session = session
+        self._recorder = session.recorder
         self._watch_models = watch_models
         self.passed = passed
         self._rule = StepRule(len(passed))
@@ -170,9 +181,10 @@ class TrainingLoop:
         self._trained = TrainedModels()
         # Optimizers that have stepped, by id. The id of a deleted optimizer may be reused.
         self._optimizers: dict[int, _SteppedOptimizer] = {}
-        # Optimizers created in the watch, by id, with the value of self._count at that time.
+        # Optimizers created in the watch, by id, with the number of optimizer steps at that time.
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._count = 0  # Number of optimizer steps.
+        # The gradients that the native recorder observes while it ends the steps; None in Python.
+        self._handed_over: list[_GradientSample] | None = None
         # Results of _get_patience(), by ids of the optimizer and of the one that ends steps.
         self._patience: dict[tuple[int, int], int | None] = {}
         self._notes: set[str] = set()
@@ -181,9 +193,6 @@ class TrainingLoop:
         self._roots: list[weakref.ref[Module]] = []  # The watched models.
         # Optimizers that have stepped inside the current backward pass.
         self._inside: list[Optimizer] = []
-        self._forwards = 0  # Forward passes with gradients since the last step ended.
-        self._backwards = 0
-        self._without_gradient = False
         self._skipped = False
         self.autocast: bool | None = None
         """True if a forward pass ended inside of torch.autocast(); None before the first one."""
@@ -213,7 +222,7 @@ class TrainingLoop:
     def start_after_step_of(self, optimizer: Optimizer) -> None:
         """Start in the middle of a loop in which this optimizer has just stepped."""
         self._session.thread.note_work(Work.OPTIMIZER)
-        self._count += 1
+        self._recorder.optimizer_steps += 1
         self._rule.on_optimizer_step(id(optimizer), self._add_optimizer(optimizer).position)
         self._watch_models_of(optimizer)
 
@@ -230,41 +239,48 @@ class TrainingLoop:
             address = id(optimizer)
             self._made[address] = (
                 weakref.ref(optimizer, lambda _: self._made.pop(address, None)),
-                self._count,
+                self._recorder.optimizer_steps,
             )
 
     def on_optimizer_step(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """Handle an optimizer step that has returned, or that GradScaler has skipped."""
-        session = self._session
-        if session.recorder.closed:
+        recorder = self._recorder
+        if recorder.closed:
             return
+        self._take_over()
         self._skipped |= skipped
-        if session.recorder.backwards:
+        if recorder.backwards:
             self._inside.append(optimizer)
             return
-        self._count += 1
+        recorder.optimizer_steps += 1
         known = self._optimizers.get(id(optimizer))
         is_new = known is None or known.reference() is not optimizer
         if known is None or is_new:
             known = self._add_optimizer(optimizer)
-        if self._count == _COUNTED_STEPS and not is_new:
+        if recorder.optimizer_steps == _COUNTED_STEPS and not is_new:
             self._publish_model_steps(optimizer)
         self._accumulation.on_optimizer_step(optimizer)
         self._handle_optimizer_step(id(optimizer), known.position, optimizer, is_new=is_new)
         if is_new:
             self._watch_models_of(optimizer)
+        else:
+            self._hand_over(optimizer, known)
 
     def on_unrecorded_optimizer_step(self, optimizer: Optimizer) -> None:
         """Handle an optimizer step on a thread that is not recorded."""
         if id(optimizer) not in self._elsewhere:
             self._elsewhere.add(id(optimizer))
+            self._take_over()
             position = self.passed.find_position(optimizer)
             if position is not None:
                 self._rule.exclude_optimizer(position)
 
     @guard("begin of a backward pass")
     def on_backward_begin(self) -> None:
-        self._accumulation.update_samples(ended=False)
+        if self._recorder.settled:
+            self._recorder.compare_gradient(False)
+        else:
+            self._accumulation.update_samples(ended=False)
 
     @guard("backward pass inside of another one")
     def on_nested_backward(self) -> None:
@@ -276,7 +292,10 @@ class TrainingLoop:
 
     @guard("end of a backward pass")
     def on_backward_end(self) -> None:
-        self._backwards += 1
+        self._recorder.backward_passes += 1
+        if self._recorder.settled:
+            self._recorder.compare_gradient(True)
+            return
         self._accumulation.update_samples(ended=True)
         if self._inside:
             self._handle_steps_inside_backward()
@@ -294,15 +313,16 @@ class TrainingLoop:
 
     def on_forward_end(self, with_gradient: bool, module: int, is_root: bool) -> None:
         """Handle the end of an outermost module's forward pass. module: the module's id."""
-        self._forwards += with_gradient
-        self._without_gradient |= not with_gradient
+        self._recorder.forward_passes += with_gradient
+        self._recorder.without_gradient |= not with_gradient
         if self.reads_autocast:
             self.autocast = self.autocast or torch_private.is_autocast_enabled()
         if self._rule.on_forward_end(with_gradient=with_gradient, module=module, is_root=is_root):
             self._session.step.end(_INFERENCE)
 
     def on_manual_step(self) -> bool:
-        if self._count >= _COUNTED_STEPS and not self._rule.manual:
+        self._take_over()
+        if self._recorder.optimizer_steps >= _COUNTED_STEPS and not self._rule.manual:
             # An optimizer has stepped more than once in this step, so its counter counts no steps.
             self._session.metadata.forget_model_steps()
         return self._rule.on_manual_step()
@@ -310,21 +330,51 @@ class TrainingLoop:
     # -- called by the session
 
     def finish_step(self, *, inference: bool) -> StepContent:
+        recorder = self._recorder
         flags = _SKIPPED if self._skipped else 0
         if not inference and self._evaluations.decide_step_end(
-            without_gradient=self._without_gradient
+            without_gradient=bool(recorder.without_gradient)
         ):
             flags |= _EVALUATION
         # Observed gradients give the number of accumulated passes. Without observed gradients, use
         # the smaller of the numbers of forward and backward passes.
         passes = self._accumulation.take_max_passes() or min(
-            self._forwards, self._backwards or self._forwards
+            recorder.forward_passes, recorder.backward_passes or recorder.forward_passes
         )
-        self._forwards = self._backwards = 0
-        self._without_gradient = self._skipped = False
+        recorder.forward_passes = recorder.backward_passes = recorder.without_gradient = 0
+        self._skipped = False
         return StepContent(flags, max(1, passes))
 
     # -- helpers
+
+    def _hand_over(self, optimizer: Optimizer, known: _SteppedOptimizer) -> None:
+        """Let the native recorder end the next steps, if only this optimizer steps."""
+        if (
+            len(self._optimizers) > 1
+            or not self._rule.repeats(id(optimizer), known.position)
+            or not self._session.thread.trains_alone
+            or self.reads_autocast
+            or self._recorder.optimizer_steps <= _COUNTED_STEPS
+            or self._recorder.busy
+        ):
+            return
+        sample = self._accumulation.find_sample(optimizer)
+        self._handed_over = [] if sample is None else [sample]
+        state = (None, _NO_GRADIENT, 0) if sample is None else sample.state
+        name_id = self._session.intern(f"optimizer {known.class_name}")
+        self._recorder.settle(known.reference, (id(optimizer), name_id), *state)
+
+    def _take_over(self) -> None:
+        """Count in Python again, and take what the native recorder has counted."""
+        recorder, samples, self._handed_over = self._recorder, self._handed_over, None
+        if samples is None:
+            return
+        gradient, passes = recorder.unsettle()
+        for sample in samples:
+            sample.last_gradient, sample.passes = gradient, passes
+        self._evaluations.count_plain_steps(recorder.quiet_steps)
+        recorder.quiet_steps = 0
+        self._rule.restore_learned(recorder.backward_passes > 0)
 
     def _handle_optimizer_step(
         self,
@@ -366,7 +416,7 @@ class TrainingLoop:
 
     def _handle_steps_inside_backward(self) -> None:
         optimizers, self._inside = self._inside, []
-        self._count += 1
+        self._recorder.optimizer_steps += 1
         new = [each for each in optimizers if id(each) not in self._optimizers]
         known = [self._optimizers.get(id(each)) or self._add_optimizer(each) for each in optimizers]
         self._handle_optimizer_step(
@@ -383,7 +433,7 @@ class TrainingLoop:
         If the optimizer has stepped once per step so far, its counter counts steps. A counter on a
         device is not read, because that waits for the device.
         """
-        steps = self._session.recorder.step + 1
+        steps = self._recorder.step + 1
         hidden = "torch._C._DisableTorchDispatch"
         if steps != _COUNTED_STEPS or not torch_private.is_usable(hidden):
             return
@@ -401,7 +451,7 @@ class TrainingLoop:
             create_reference(optimizer),
             self.passed.find_position(optimizer),
             type(optimizer).__name__,
-            self._count,
+            self._recorder.optimizer_steps,
         )
         self._optimizers[id(optimizer)] = added
         self._patience.clear()

@@ -1,0 +1,384 @@
+/* Marks that come once a step, without Python where nothing is unusual.
+ *
+ * The hooks of optimizers, backward passes and DataLoaders are Python functions. native_hook() puts a C function in front
+ * of each. While `settled` is set, every step ends with the same optimizer, and C records the mark and counts what the
+ * hook would count. In all other cases, C calls the hook. hooks/loop/training_loop.py sets `settled`.
+ */
+#include "recorder.h"
+
+enum { MICRO_STEPS_MASK = 0xffff, WORKLOAD_SHIFT = 16, BATCH_LEVELS = 3 };
+
+enum { GRAD, VERSION, LOCAL_TENSOR, NUMEL, INPUT_IDS, DICT, TRACING_CONTEXT, DYNAMO, COUNTERS, FRAMES, TOTAL, NAMES };
+static PyObject *names[NAMES];
+
+int step_marks_setup(void)
+{
+    static const char *const texts[NAMES] = {
+        "grad", "_version", "_local_tensor", "numel", "input_ids", "__dict__", "tracing_context",
+        "torch._dynamo.utils", "counters", "frames", "total",
+    };
+    for (int i = 0; i < NAMES; i++) {
+        if ((names[i] = PyUnicode_InternFromString(texts[i])) == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The recorder, if the calling thread's marks need no Python. No mark calls Python then, but for an injected clock. */
+static inline Recorder *quiet_recorder(void)
+{
+    Recorder *self = active_recorder;
+    int quiet = self != NULL && self->header != NULL && self->marks.settled && !self->sampled &&
+                this_thread() == self->owner && self->device_mark == NULL && self->nvtx_push == NULL;
+    return quiet ? self : NULL;
+}
+
+/* A new reference, or NULL for an object that is gone. */
+static PyObject *referent_of(PyObject *reference)
+{
+#if PY_VERSION_HEX >= 0x030d0000
+    PyObject *referent = NULL;
+    return PyWeakref_GetRef(reference, &referent) > 0 ? referent : NULL;
+#else
+    PyObject *referent = PyWeakref_GetObject(reference);
+    return referent == Py_None ? NULL : Py_NewRef(referent);
+#endif
+}
+
+static PyObject *item_of(PyObject *dict, PyObject *key)
+{
+    return dict != NULL && PyDict_Check(dict) ? PyDict_GetItemWithError(dict, key) : NULL;
+}
+
+/* Changes with each frame that Dynamo compiles, and when Dynamo is imported. */
+static PyObject *compiled_frames(void)
+{
+    PyObject *dynamo = item_of(PyImport_GetModuleDict(), names[DYNAMO]);
+    if (dynamo == NULL || !PyModule_Check(dynamo)) {
+        return NULL;
+    }
+    PyObject *counters = item_of(PyModule_GetDict(dynamo), names[COUNTERS]);
+    PyObject *total = item_of(item_of(counters, names[FRAMES]), names[TOTAL]);
+    return total != NULL ? total : dynamo;
+}
+
+static inline int is_plain(const StepMarks *marks, const PyObject *tensor)
+{
+    const PyObject *type = (PyObject *)Py_TYPE(tensor);
+    return type == marks->kept[TENSOR_TYPE] || type == marks->kept[PARAMETER_TYPE];
+}
+
+static int64_t version_of(PyObject *tensor)
+{
+    PyObject *version = PyObject_GetAttr(tensor, names[VERSION]);
+    int64_t value = version != NULL ? PyLong_AsLongLong(version) : -1;
+    Py_XDECREF(version);
+    return value;
+}
+
+/* _GradientSample.read_gradient_version() in Python explains the shard. */
+static void read_gradient(StepMarks *marks, PyObject *parameter, Gradient *now)
+{
+    PyObject *gradient = PyObject_GetAttr(parameter, names[GRAD]), *shard = NULL;
+    if (gradient != NULL && gradient != Py_None) {
+        now->address = (int64_t)(intptr_t)gradient;
+        now->version = now->shard_version = version_of(gradient);
+        if (!is_plain(marks, gradient)) {
+            shard = PyObject_GetAttr(gradient, names[LOCAL_TENSOR]);
+            now->shard_version = shard != NULL ? version_of(shard) : now->version;
+        }
+    }
+    PyErr_Clear(); /* an attribute is missing */
+    Py_XDECREF(shard);
+    Py_XDECREF(gradient);
+}
+
+/* Counts a backward pass if it added to the gradient. Called when a pass begins and when it has ended. An exception of
+ * the user's may be set. */
+static void compare_gradient(StepMarks *marks, int ended)
+{
+    PyObject *none[] = {Py_None, Py_None, Py_None};
+    PyObject *reference = marks->kept[PARAMETER];
+    PyObject *parameter = reference != NULL && PyWeakref_Check(reference) ? referent_of(reference) : NULL;
+    Gradient now = {0};
+    if (parameter != NULL) {
+        PyObject *error_type, *error, *traceback;
+        PyErr_Fetch(&error_type, &error, &traceback);
+        Py_XDECREF(call_kept(marks->kept[HIDE], NULL, 0));
+        read_gradient(marks, parameter, &now);
+        Py_XDECREF(call_kept(marks->kept[SHOW], none, 3));
+        PyErr_Restore(error_type, error, traceback);
+        Py_DECREF(parameter);
+    }
+    if (memcmp(&now, &marks->gradient, sizeof(now)) != 0) {
+        marks->gradient = now;
+        /* A gradient that changed between two backward passes was cleared. */
+        marks->passes = ended ? marks->passes + (now.address != 0) : 0;
+    }
+}
+
+static int is_python_due(Recorder *self, int64_t now_ns)
+{
+    StepMarks *marks = &self->marks;
+    return marks->busy || marks->without_gradient || marks->step_flags || now_ns >= marks->due_ns ||
+           self->header->step + 1 >= (uint64_t)marks->due_step || compiled_frames() != marks->kept[COMPILED];
+}
+
+static void end_step(Recorder *self, int64_t end_ns)
+{
+    StepMarks *marks = &self->marks;
+    int64_t passes = marks->passes, forwards = marks->forward_passes, backwards = marks->backward_passes;
+    if (passes == 0) {
+        passes = backwards > 0 && backwards < forwards ? backwards : forwards;
+    }
+    passes = passes < 1 ? 1 : passes > MICRO_STEPS_MASK ? MICRO_STEPS_MASK : passes;
+    write_step(self, end_ns, 0, (uint64_t)marks->memory_bytes,
+               (uint64_t)passes | (uint64_t)(marks->workload + 1) << WORKLOAD_SHIFT);
+    marks->training_steps++;
+    marks->quiet_steps++;
+    marks->forward_passes = marks->backward_passes = marks->passes = 0;
+    marks->workload = -1;
+    add_overhead(self, recorder_now(self) - end_ns);
+}
+
+/* settle(optimizer, its element of the steps in progress: (id, name_id), parameter or None, Gradient, passes): from here
+ * on, C ends the steps. `optimizer` and `parameter` are weak references. */
+PyObject *recorder_settle(Recorder *self, PyObject *args)
+{
+    StepMarks *marks = &self->marks;
+    PyObject *optimizer, *entry, *address, *parameter;
+    Gradient *now = &marks->gradient;
+    if (!PyArg_ParseTuple(args, "OO!O(LLL)L", &optimizer, &PyTuple_Type, &entry, &parameter, &now->address,
+                          &now->version, &now->shard_version, &marks->passes) ||
+        !PyArg_ParseTuple(entry, "OI", &address, &marks->optimizer_name)) {
+        return NULL;
+    }
+    Py_XSETREF(marks->kept[ENTRY], Py_NewRef(entry));
+    Py_XSETREF(marks->kept[OPTIMIZER], Py_NewRef(optimizer));
+    Py_XSETREF(marks->kept[PARAMETER], Py_NewRef(parameter));
+    Py_XSETREF(marks->kept[COMPILED], Py_XNewRef(compiled_frames()));
+    marks->settled = marks->kept[OPENED] != NULL && PyWeakref_Check(optimizer);
+    Py_RETURN_NONE;
+}
+
+/* The state of what settle() was given: (Gradient, passes) */
+PyObject *recorder_unsettle(Recorder *self, PyObject *unused)
+{
+    StepMarks *marks = &self->marks;
+    marks->settled = 0;
+    return Py_BuildValue("(LLL)L", marks->gradient.address, marks->gradient.version, marks->gradient.shard_version,
+                         marks->passes);
+}
+
+/* compare_gradient(ended): at the begin or end of a backward pass that Python times while C ends the steps. */
+PyObject *recorder_compare_gradient(Recorder *self, PyObject *ended)
+{
+    compare_gradient(&self->marks, ended == Py_True);
+    Py_RETURN_NONE;
+}
+
+/* use_torch(optimizer steps in progress, functions that hide calls from the user's torch functions and that end this,
+ * Tensor, Parameter, is_grad_enabled, locals of torch's tracing) */
+PyObject *recorder_use_torch(Recorder *self, PyObject *args)
+{
+    if (PyTuple_GET_SIZE(args) != GIVEN || !PyList_CheckExact(PyTuple_GET_ITEM(args, OPENED))) {
+        return PyErr_Format(PyExc_TypeError, "use_torch() takes a list and %d objects", GIVEN - 1);
+    }
+    for (int i = 0; i < GIVEN; i++) {
+        Py_XSETREF(self->marks.kept[i], Py_NewRef(PyTuple_GET_ITEM(args, i)));
+    }
+    Py_RETURN_NONE;
+}
+
+/* -- the hooks. `parts` begins with the hook in Python. */
+
+static PyObject *in_python(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
+{
+    return PyObject_Vectorcall(PyTuple_GET_ITEM(parts, 0), args, (size_t)count, kwnames);
+}
+
+static int is_settled_optimizer(Recorder *self, PyObject *const *args, Py_ssize_t count)
+{
+    PyObject *optimizer = self != NULL && count == 3 ? referent_of(self->marks.kept[OPTIMIZER]) : NULL;
+    Py_XDECREF(optimizer); /* the caller has one */
+    return optimizer != NULL && optimizer == args[0] && self->backwards == 0;
+}
+
+/* Whether a step has no closure. */
+static int is_plain_step(PyObject *args, PyObject *kwargs)
+{
+    return PyTuple_CheckExact(args) && PyDict_CheckExact(kwargs) && PyDict_GET_SIZE(kwargs) == 0 &&
+           (PyTuple_GET_SIZE(args) == 1 || (PyTuple_GET_SIZE(args) == 2 && PyTuple_GET_ITEM(args, 1) == Py_None));
+}
+
+/* Arguments: the optimizer, and the arguments of its step. */
+static PyObject *optimizer_begins(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
+{
+    Recorder *self = quiet_recorder();
+    if (!is_settled_optimizer(self, args, count) || PyList_GET_SIZE(self->marks.kept[OPENED]) != 0 ||
+        !is_plain_step(args[1], args[2])) {
+        return in_python(parts, args, count, kwnames);
+    }
+    if (PyList_Append(self->marks.kept[OPENED], self->marks.kept[ENTRY]) < 0) {
+        return NULL;
+    }
+    span_open(self, &self->header->stack, KIND_OPTIMIZER, self->marks.optimizer_name);
+    Py_RETURN_NONE;
+}
+
+static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
+{
+    Recorder *self = quiet_recorder();
+    int64_t end_ns = self != NULL ? recorder_now(self) : 0;
+    if (!is_settled_optimizer(self, args, count) || PyList_GET_SIZE(self->marks.kept[OPENED]) != 1 ||
+        PyList_GET_ITEM(self->marks.kept[OPENED], 0) != self->marks.kept[ENTRY] || is_python_due(self, end_ns)) {
+        return in_python(parts, args, count, kwnames);
+    }
+    if (PyList_SetSlice(self->marks.kept[OPENED], 0, 1, NULL) < 0) {
+        return NULL;
+    }
+    span_close_named(self, KIND_OPTIMIZER, self->marks.optimizer_name, end_ns, 0, 0, 0);
+    self->marks.returned_steps++;
+    self->marks.optimizer_steps++;
+    end_step(self, end_ns);
+    Py_RETURN_NONE;
+}
+
+static int is_tracing(StepMarks *marks)
+{
+    PyObject *locals = PyObject_GetAttr(marks->kept[TRACING], names[DICT]); /* those of the running thread */
+    PyObject *context = item_of(locals, names[TRACING_CONTEXT]);
+    int tracing = locals == NULL || (context != NULL && context != Py_None);
+    Py_XDECREF(locals);
+    PyErr_Clear();
+    return tracing;
+}
+
+/* parts: hook, recorder, torch's function, name_id, on_backward_end */
+static PyObject *backward(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
+{
+    Recorder *self = quiet_recorder();
+    if (self == NULL || (PyObject *)self != PyTuple_GET_ITEM(parts, 1) || self->backwards > 0 || self->marks.busy ||
+        is_tracing(&self->marks)) {
+        return in_python(parts, args, count, kwnames);
+    }
+    uint32_t name_id = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 3));
+    compare_gradient(&self->marks, 0);
+    if (self->header != NULL) {
+        span_open(self, &self->header->stack, KIND_BACKWARD, name_id);
+    }
+    PyObject *result = PyObject_Vectorcall(PyTuple_GET_ITEM(parts, 2), args, (size_t)count, kwnames);
+    if (self->header == NULL) {
+        return result;
+    }
+    span_close_named(self, KIND_BACKWARD, name_id, recorder_now(self), result == NULL ? FLAG_EXCEPTION : 0, 0, 0);
+    if (self->header != NULL && self->backwards == 0) {
+        if (self->marks.settled) {
+            self->marks.backward_passes++;
+            compare_gradient(&self->marks, 1);
+        } else { /* something unusual happened inside of the pass, such as an optimizer's step */
+            Py_XDECREF(call_kept(PyTuple_GET_ITEM(parts, 4), NULL, 0));
+        }
+    }
+    return result;
+}
+
+/* The first part of a batch, borrowed; NULL if it has none. */
+static PyObject *first_part(PyObject *batch)
+{
+    PyObject *value = NULL;
+    Py_ssize_t position = 0;
+    if (PyList_CheckExact(batch)) {
+        value = PyList_GET_SIZE(batch) > 0 ? PyList_GET_ITEM(batch, 0) : NULL;
+    } else if (PyTuple_CheckExact(batch)) {
+        value = PyTuple_GET_SIZE(batch) > 0 ? PyTuple_GET_ITEM(batch, 0) : NULL;
+    } else if (PyDict_CheckExact(batch) && (value = PyDict_GetItemWithError(batch, names[INPUT_IDS])) == NULL) {
+        PyDict_Next(batch, &position, NULL, &value);
+    }
+    return value;
+}
+
+/* Adds the elements of a batch's first tensor. Returns 0 if Python has to find it. */
+static int add_workload(Recorder *self, PyObject *batch)
+{
+    PyObject *part = batch;
+    for (int level = 0; level < BATCH_LEVELS && (part = first_part(batch)) != NULL; level++) {
+        batch = part;
+    }
+    PyObject *numel = is_plain(&self->marks, batch) ? PyObject_CallMethodNoArgs(batch, names[NUMEL]) : NULL;
+    int64_t elements = numel != NULL ? PyLong_AsLongLong(numel) : -1;
+    Py_XDECREF(numel);
+    if (elements < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    self->marks.workload = (self->marks.workload > 0 ? self->marks.workload : 0) + elements;
+    return 1;
+}
+
+/* parts: hook, recorder, torch's function, name_id, add_workload_of_batch */
+static PyObject *next_batch(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
+{
+    Recorder *self = quiet_recorder();
+    if (self == NULL || (PyObject *)self != PyTuple_GET_ITEM(parts, 1)) {
+        return in_python(parts, args, count, kwnames);
+    }
+    uint32_t name_id = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 3));
+    span_open(self, &self->header->stack, KIND_DATA, name_id);
+    PyObject *batch = PyObject_Vectorcall(PyTuple_GET_ITEM(parts, 2), args, (size_t)count, kwnames);
+    int raised = batch == NULL && !PyErr_ExceptionMatches(PyExc_StopIteration);
+    if (self->header != NULL) {
+        span_close_named(self, KIND_DATA, name_id, recorder_now(self), raised ? FLAG_EXCEPTION : 0, 0, 0);
+    }
+    if (batch != NULL && (quiet_recorder() != self || !add_workload(self, batch))) {
+        PyObject *ignored = PyObject_CallOneArg(PyTuple_GET_ITEM(parts, 4), batch);
+        if (ignored == NULL) {
+            Py_CLEAR(batch);
+        }
+        Py_XDECREF(ignored);
+    }
+    return batch;
+}
+
+/* At the end of an outermost module's call. Returns 0 if Python has to count the call. */
+int count_forward(Recorder *self)
+{
+    PyObject *enabled = quiet_recorder() == self ? PyObject_CallNoArgs(self->marks.kept[GRAD_ENABLED]) : NULL;
+    if (enabled != Py_True && enabled != Py_False) {
+        Py_XDECREF(enabled);
+        PyErr_Clear();
+        return 0;
+    }
+    self->marks.forward_passes += enabled == Py_True;
+    self->marks.without_gradient |= enabled == Py_False;
+    Py_DECREF(enabled);
+    return 1;
+}
+
+/* native_hook(event, hook, *other parts) -> a function that stands in for the hook */
+PyObject *native_hook(PyObject *module, PyObject *args)
+{
+    enum { NEXT_BATCH = 3, HOOKS };
+    static PyMethodDef hooks[HOOKS] = {
+        {"optimizer_begins", FASTCALL(optimizer_begins), METH_FASTCALL | METH_KEYWORDS, NULL},
+        {"optimizer_ended", FASTCALL(optimizer_ended), METH_FASTCALL | METH_KEYWORDS, NULL},
+        {"backward", FASTCALL(backward), METH_FASTCALL | METH_KEYWORDS, NULL},
+        {"next_batch", FASTCALL(next_batch), METH_FASTCALL | METH_KEYWORDS, NULL},
+    };
+    static const Py_ssize_t parts_of[HOOKS] = {1, 1, 5, 5};
+    PyObject *event = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : Py_None;
+    for (int i = 0; i < HOOKS && PyUnicode_Check(event); i++) {
+        if (PyUnicode_CompareWithASCIIString(event, hooks[i].ml_name) == 0 &&
+            PyTuple_GET_SIZE(args) == parts_of[i] + 1) {
+            PyObject *parts = PyTuple_GetSlice(args, 1, PyTuple_GET_SIZE(args));
+            PyObject *function = parts != NULL ? PyCFunction_New(&hooks[i], parts) : NULL;
+            Py_XDECREF(parts);
+            if (function != NULL && i == NEXT_BATCH) { /* it replaces a method */
+                Py_SETREF(function, PyInstanceMethod_New(function));
+            }
+            return function;
+        }
+    }
+    return PyErr_Format(PyExc_TypeError, "no hook %R", args);
+}
