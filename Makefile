@@ -41,6 +41,7 @@ JOBS ?= 4
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: check $(TEST)/tap $(RECEIVER)/ready
+	command -v valgrind || apt-get install -y -q --no-install-recommends valgrind || true
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
