@@ -102,6 +102,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
     grid = align_windows(
         judged_windows, max((each.last_step or 0 for each in statistics), default=0)
     )
+    judged_grid = None if grid is None else with_hidden_data_waits(grid, processes)
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
     links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
@@ -112,7 +113,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "run": _build_run(run_id, nodes, processes),
         "steps": steps,
         "ranks": [_build_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
-        "heat": build_heat_map(grid, judging.findings, _rank_placements(processes)),
+        "heat": build_heat_map(judged_grid, judging.findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
         "regimes": find_regimes(grid, steps["long"], judging.findings),
         "numbers": find_wrong_numbers(
@@ -147,12 +148,9 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         facts,
         windows=(
             None
-            if grid is None
+            if judged_grid is None
             else JudgedWindows(
-                with_hidden_data_waits(grid, processes),
-                judging.findings,
-                _rank_placements(processes),
-                by_device,
+                judged_grid, judging.findings, _rank_placements(processes), by_device
             )
         ),
         records=_finding_records(nodes, facts["run"]),
