@@ -16,15 +16,15 @@ SCRIPT = str(SCRIPTS / "train_wrong_numbers.py")
 AT_STEP = 80
 
 
-def train(folder: Path, fault: str, ranks: int = 3) -> dict[str, Any]:
+def train(folder: Path, fault: str, ranks: int = 3, at_step: int = AT_STEP) -> dict[str, Any]:
     """Return the report after 400 steps, or as soon as wrong numbers are found."""
 
     def wanted(report: dict[str, Any]) -> Any:
-        numbers = report["numbers"]
-        found = bool(numbers and numbers["wrong"]) if fault else report["steps"]["count"] > 400
+        numbers, key = report["numbers"], "outliers" if fault == "spike" else "wrong"
+        found = bool(numbers and numbers[key]) if fault else report["steps"]["count"] > 400
         return report if found else None
 
-    environment = {"FAULT": fault, "AT_STEP": str(AT_STEP), "RANK_WITH_FAULT": "1"}
+    environment = {"FAULT": fault, "AT_STEP": str(at_step), "RANK_WITH_FAULT": "1"}
     with LiveRanks(folder, ranks, script=SCRIPT, **environment) as live:
         found: dict[str, Any] = live.wait_for(wanted, 200)
     return found
@@ -51,11 +51,19 @@ def test_loss_that_is_not_a_number_names_rank_and_step(tmp_path: Path) -> None:
     assert "loss that is NaN or infinite" in verdicts[0]["text"]
 
 
+def test_loss_far_above_usual_names_rank_and_step(tmp_path: Path) -> None:
+    report = train(tmp_path, "spike", at_step=400)
+    verdicts = [each for each in report["verdicts"] if each["kind"] == "number_outlier"]
+
+    assert (verdicts[0]["rank"], verdicts[0]["since_step"]) == (1, 400)
+    assert report["numbers"]["wrong"] == []
+
+
 def test_clean_run_has_no_wrong_numbers(tmp_path: Path) -> None:
     report = train(tmp_path, "")
     numbers = report["numbers"]
 
-    assert (numbers["wrong"], numbers["compared"]) == ([], 3)
+    assert (numbers["wrong"], numbers["outliers"], numbers["compared"]) == ([], [], 3)
     for rank in numbers["ranks"]:
         assert rank["loss"]["count"] > 380
         assert rank["parameters"] >= 5

@@ -1,7 +1,7 @@
 """Train with DDP over gloo under watch(check_numbers=8), with wrong numbers on one rank.
 
-FAULT is "", "flip" (one bit of one parameter on RANK_WITH_FAULT before step AT_STEP), or "loss" (a batch
-with NaN). STEPS is the number of steps, or 0 for a run until killed.
+FAULT is "", "flip" (one bit of one parameter on RANK_WITH_FAULT before step AT_STEP), "loss" (a batch
+with NaN), or "spike" (20 times the loss). STEPS is the number of steps, or 0 for a run until killed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ with perf.watch(model, optimizer, check_numbers=8) as w:
         if has_fault and step == at_step and fault == "loss":
             batch[0, 0] = float("nan")
         loss = model(batch).square().mean()
+        if has_fault and step == at_step and fault == "spike":
+            loss = 20 * loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
