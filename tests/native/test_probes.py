@@ -34,8 +34,10 @@ NOTE = re.compile(r"Provider: (\S+)\s+Name: (\S+)\s+Location: (0x\w+),.*\s+Argum
 notes = NOTE.findall(
     subprocess.run(["readelf", "-n", LIBRARY], capture_output=True, text=True, check=True).stdout
 )
+header = [*Path("/usr/include").glob("sys/sdt.h"), *Path("/usr/include").glob("*/sys/sdt.h")]
 pytestmark = pytest.mark.skipif(
-    not notes, reason="the recorder was built without sys/sdt.h: apt-get install systemtap-sdt-dev"
+    not notes and not header,
+    reason="the recorder was built without sys/sdt.h: apt-get install systemtap-sdt-dev",
 )
 tracer = pytest.mark.skipif(
     shutil.which("bpftrace") is None or os.geteuid() != 0,
@@ -58,7 +60,7 @@ def expected() -> list[tuple[str, ...]]:
 
 
 def test_each_probe_has_a_note_with_its_arguments() -> None:
-    assert {provider for provider, *_ in notes} == {PROVIDER}
+    assert {provider for provider, *_ in notes} == {PROVIDER}, "build the recorder again"
     assert {name: len(arguments.split()) for _, name, _, arguments in notes} == ARGUMENTS
 
 
