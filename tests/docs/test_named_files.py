@@ -21,6 +21,7 @@ ELSEWHERE = {
     "src/proxy.cc": "NCCL's",
     "straggler/reporting.py": "nvidia-resiliency-ext's",
     "_native.c": "a rejected design",
+    "llama2.c": "a repository",
 }
 _FILE = re.compile(
     r"`((?:[\w-]+/)*[\w-]+\.(?:py|pyi|cpp|cc|c|h|js|css|md|toml|sh|svg|npz))(?:::(test_\w+))?`"
