@@ -389,7 +389,7 @@ def test_doctor_reports_a_missing_tap_and_whether_to_act(
 
     assert (check.severity, check.remedy) == (LIMITED, remedy)
     used = (
-        "torch's own hooks are used: each collective costs 8 us"
+        "torch's own hooks are used: each collective costs 9 us"
         if process_group_hooks.are_available()
         else "recorded from Python, as torch before 2.14 has no hooks: each collective costs 50 us"
     )

@@ -264,7 +264,7 @@ def _build_parser() -> argparse.ArgumentParser:
             "Compile the native tap on collectives against the installed torch, with g++, in 10 to"
             " 30 s. Use the command for images and in CI. Elsewhere, the first run with several"
             " ranks builds the tap for the next run. Without the tap, collectives are recorded"
-            " from Python, which takes 8 us each from torch 2.14 on and 50 us before, and end times"
+            " from Python, which takes 9 us each from torch 2.14 on and 50 us before, and end times"
             " of asynchronous collectives are missing."
         ),
     )

@@ -150,7 +150,7 @@ def _check_tap() -> Iterator[Check]:
         return
     problems = "; ".join(native_tap.list_tap_problems())
     used = (
-        "torch's own hooks are used: each collective costs 8 us"
+        "torch's own hooks are used: each collective costs 9 us"
         if hooked
         else "recorded from Python, as torch before 2.14 has no hooks: each collective costs 50 us"
     )
