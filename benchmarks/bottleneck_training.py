@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--kind", required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", help="folder of the run; default: TORCHLENS_PERF_DIR")
     options = parser.parse_args()
     kind, draw = options.kind, random.Random(options.seed)
     size_s = draw.uniform(0.02, 0.04)
@@ -152,7 +152,8 @@ def main() -> None:
     )
     payload, cyclic = torch.ones(1 << 22), [[[i] for i in range(40)] for _ in range(20000)]
     neighbours = _busy_neighbours(4 if kind == "contention" and rank == 0 else 0)
-    with neighbours, perf.watch(model, optimizer, dir=options.out):
+    folder = {"dir": options.out} if options.out else {}
+    with neighbours, perf.watch(model, optimizer, **folder):
         for step, ids in enumerate(loader):
             optimizer.zero_grad()
             if kind == "rollouts":

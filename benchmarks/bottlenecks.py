@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -79,6 +80,7 @@ def record(kinds: list[str], numbers: list[int], pairs: list[int], out: Path) ->
             for name, planted in list(runs.items())[: 2 if seed in pairs else 1]:
                 folder = out / f"{name}-{seed}"
                 if not (folder / "done").exists():
+                    shutil.rmtree(folder, ignore_errors=True)  # It may have an interrupted run.
                     port += 1
                     _run_ranks(planted, seed, folder, port)
             print(f"{kind} {seed} recorded", flush=True)

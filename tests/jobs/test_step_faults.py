@@ -32,6 +32,7 @@ PACKAGE = str(Path(perf.__file__).parent)
 # For these functions, an error at their start has the same effect as an error in the functions that
 # they call.
 IN_TORCHS_PLACE = {
+    "call_hook",
     "timed_next",
     "timed_iter",
     "timed_backward",

@@ -116,7 +116,7 @@ def test_selected_row_is_marked_if_names_are_wrapped(at: int) -> None:
     lines = [each.plain for each in lines_around_cursor(Table("runs", "Runs", columns), 40, 9, at)]
 
     assert lines[0] == f"  Runs, {at + 1} of 20"
-    assert [each.split()[2] for each in lines if each.startswith("▶")] == [names[at][:31]]
+    assert [each.split()[2] for each in lines if each.startswith("▶")] == [names[at][:7]]
     assert len(lines) == 8
     assert max(map(cell_len, lines)) <= 40
 

@@ -98,7 +98,7 @@ def create_hooks(
         (config.nvtx, NvtxHook()),
         (True, SectionHook()),
         (True, OptimizerHook(loop)),
-        (True, DataHook(settings.note_loader, workers.note_batch)),
+        (True, DataHook(settings.note_loader, workers)),
         (True, workers),
         (True, settings),
         (True, calls),

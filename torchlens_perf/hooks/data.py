@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
+from torchlens_perf.hooks.loader_workers import LoaderWorkersHook
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import native_hook
@@ -42,12 +43,11 @@ class DataHook:
     def __init__(
         self,
         note_loader: Callable[[Any], bool] = lambda iterator: False,
-        note_batch: Callable[[Any], None] = lambda iterator: None,
+        workers: LoaderWorkersHook | None = None,
     ) -> None:
-        """note_loader: called with the iterator of each batch until it returns False.
-        note_batch: called with the iterator of each batch in sampled steps."""
+        """note_loader: called with the iterator of each batch until it returns False."""
         self._note_loader: Callable[[Any], bool] | None = note_loader
-        self._note_batch = note_batch
+        self._workers = workers or LoaderWorkersHook()
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
@@ -89,7 +89,7 @@ class DataHook:
             if not (session.thread.is_current() or session.thread.reads_gradients):
                 return
             if recorder.sampled:
-                hook._note_batch(iterator)
+                hook._workers.note_batch(iterator)
             tensor = find_batch_tensor(batch)
             if tensor is None:
                 return
@@ -101,9 +101,11 @@ class DataHook:
 
         def timed_iter(self: Any) -> Any:
             recorder.begin(_DATA, workers)
+            timed = hook._workers.begin_start(self)
             try:
                 return start(self)
             finally:
+                hook._workers.end_start(timed)
                 recorder.end(_DATA, workers)
 
         torch_private.break_graph_at(timed_next)

@@ -4,8 +4,9 @@ A rank whose loader is too slow may hardly wait for data: while it waits in comm
 with an equally slow loader, its own batch becomes ready. Without the time that its workers need,
 the other rank would be called slow (run/loader_period.py).
 
-Workers that are started by fork() inherit the measurement, and add their times to a page of memory
-that they share with the training process. Other workers are not measured.
+While a DataLoader starts its workers, the function that makes a batch is replaced. Workers that are
+started by fork() inherit the replacement, and add their times to a page of memory that they share
+with the training process. Other workers are not measured.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 
@@ -28,8 +30,6 @@ _SLOTS, _WORDS, _WORD_BYTES = 256, 3, 8
 _MIN_BATCHES = 8
 # The time is published again if it has changed by this share.
 _CHANGED = 0.1
-_kept_in_children: list[ExitStack] = []
-"""Patches of forked processes, which stay in place: workers are forked processes."""
 
 
 class _WorkerTimes:
@@ -38,6 +38,7 @@ class _WorkerTimes:
     def __init__(self) -> None:
         self._words = memoryview(mmap.mmap(-1, _SLOTS * _WORDS * _WORD_BYTES)).cast("Q")
 
+    @guard("time of a batch")
     def add_batch(self, duration_ns: int) -> None:
         """Add the time of a batch of this process."""
         pid, words = os.getpid(), self._words
@@ -67,6 +68,7 @@ class LoaderWorkersHook:
         self._iterator: weakref.ref[Any] | None = None
         self._before: tuple[list[int], int, int] = ([], 0, 0)
         self._published_ns = 0
+        self._times: _WorkerTimes | None = None
 
     def note_batch(self, iterator: Any) -> None:
         """Keep a weak reference to the iterator of the first batch since the last reading."""
@@ -77,9 +79,7 @@ class LoaderWorkersHook:
     def attach(self, session: Session) -> Iterator[None]:
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
             torch_private.require(f"torch.utils.data._utils.fetch.{name}.fetch")
-        from torch.utils.data._utils import fetch
-
-        times, pid = _WorkerTimes(), os.getpid()
+        self._times = times = _WorkerTimes()
 
         def publish() -> None:
             period_ns = self._read_period_ns(times)
@@ -87,15 +87,27 @@ class LoaderWorkersHook:
                 self._published_ns = period_ns
                 session.publish(loader_period_ns=period_ns)
 
-        with ExitStack() as attached:
-            for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-                attached.enter_context(
-                    patched(fetcher, "fetch", _timed_fetch(fetcher.fetch, times))
-                )
-            with session.run_throttled(self.name, publish):
-                yield
-            if os.getpid() != pid:
-                _kept_in_children.append(attached.pop_all())
+        with session.run_throttled(self.name, publish):
+            yield
+        self._times = None
+
+    @guard("timing a DataLoader's workers")
+    def begin_start(self, loader: Any) -> ExitStack | None:
+        """Replace the functions that make batches, if the loader may start workers."""
+        if self._times is None or not loader.num_workers:
+            return None
+        from torch.utils.data._utils import fetch
+
+        timed = ExitStack()
+        for fetcher in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
+            timed.enter_context(patched(fetcher, "fetch", _timed_fetch(fetcher.fetch, self._times)))
+        return timed
+
+    @guard("timing a DataLoader's workers")
+    def end_start(self, timed: ExitStack | None) -> None:
+        """Put the functions back."""
+        if timed is not None:
+            timed.close()
 
     def _read_period_ns(self, times: _WorkerTimes) -> int:
         """Return the time in which all workers together make a batch; what was published before if

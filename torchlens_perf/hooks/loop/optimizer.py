@@ -68,10 +68,12 @@ class OptimizerHookRelay:
         # compiled optimizer's step() in any case, so the optimizer's operations stay in one graph.
         self._handles = [
             register_optimizer_step_pre_hook(
-                native_hook("optimizer_begins", torch_private.break_graph_at(step_begins))
+                _in_python(
+                    native_hook("optimizer_begins", torch_private.break_graph_at(step_begins))
+                )
             ),
             register_optimizer_step_post_hook(
-                native_hook("optimizer_ended", torch_private.break_graph_at(step_ended))
+                _in_python(native_hook("optimizer_ended", torch_private.break_graph_at(step_ended)))
             ),
         ]
 
@@ -79,6 +81,15 @@ class OptimizerHookRelay:
         """Remove the hooks. This method must not be called inside an optimizer's step."""
         while self._handles:
             self._handles.pop().remove()
+
+
+def _in_python(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Python function that calls `hook`. Dynamo warns of calls of C functions."""
+
+    def call_hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return hook(optimizer, args, kwargs)
+
+    return torch_private.break_graph_at(call_hook)  # type: ignore[no-any-return]
 
 
 relay = OptimizerHookRelay()
