@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchlens_perf as perf
 from tests.support.gloo import run_ranks
+from tests.support.recorded_run import wait_for_sidecar
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 
@@ -63,8 +64,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report_on(folder: Path) -> Any:
-    (run,) = (path.parent for path in folder.glob("*/nodes"))
-    return load_report(RunDirectory(run))
+    (path,) = (path.parent for path in folder.glob("*/nodes"))
+    run = RunDirectory(path)
+    wait_for_sidecar(run, 120)
+    return load_report(run)
 
 
 def test_no_rank_is_slow_if_all_loaders_are_too_slow(folder: Path) -> None:
