@@ -161,7 +161,7 @@ class Job:
 
 
 def _copy_worker(folder: Path) -> Path:
-    """Copy the worker, so that a tool's environment sees nothing else of the repository."""
+    """Copy the worker. The environment of a tool must see nothing else of the repository."""
     (folder / "benchmarks").mkdir(parents=True)
     for name in COPIED:
         shutil.copy(REPO / "benchmarks" / name, folder / "benchmarks")

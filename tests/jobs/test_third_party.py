@@ -44,7 +44,7 @@ for step, batch in enumerate(torch.utils.data.DataLoader(Slow())):
 """
 
 
-def frame(name: str, file: str = "/work/train.py") -> Frame:
+def frame(name: str, file: str = "/job/train.py") -> Frame:
     return Frame(name, file)
 
 

@@ -144,7 +144,7 @@ def _find_not_finite(name: str, checks: Mapping[int, NumberChecks]) -> list[Wron
 
 
 def _find_outliers(name: str, checks: Mapping[int, NumberChecks]) -> list[NumberOutlier]:
-    """Return the largest outlier of a number, with the ranks that have it; [] without outliers.
+    """Return a row with the largest outlier of a number and the ranks that have it; [] without one.
 
     Losses are recorded in each step. Gradient norms are those of all ranks, and not each rank checks
     each of them.

@@ -79,10 +79,10 @@ class LoaderWorkersHook:
     def attach(self, session: Session) -> Iterator[None]:
         for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
             torch_private.require(f"torch.utils.data._utils.fetch.{name}.fetch")
-        self._times = times = _WorkerTimes()
+        self._times = _WorkerTimes()
 
         def publish() -> None:
-            period_ns = self._read_period_ns(times)
+            period_ns = self._read_period_ns()
             if abs(period_ns - self._published_ns) > _CHANGED * self._published_ns:
                 self._published_ns = period_ns
                 session.publish(loader_period_ns=period_ns)
@@ -109,15 +109,15 @@ class LoaderWorkersHook:
         if timed is not None:
             timed.close()
 
-    def _read_period_ns(self, times: _WorkerTimes) -> int:
+    def _read_period_ns(self) -> int:
         """Return the time in which all workers together make a batch; what was published before if
         there are too few batches."""
         iterator = self._iterator() if self._iterator is not None else None
         self._iterator = None
         pids = [worker.pid for worker in getattr(iterator, "_workers", ())]
-        if not pids:
+        if not pids or self._times is None:
             return self._published_ns
-        total_ns, batches = times.sum_up(pids)
+        total_ns, batches = self._times.sum_up(pids)
         last_pids, last_ns, last_batches = self._before
         if pids != last_pids:
             self._before, last_ns, last_batches = (pids, 0, 0), 0, 0
