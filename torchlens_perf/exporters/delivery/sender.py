@@ -181,17 +181,18 @@ class Sender:
         if self._written_by_close:
             return False
         if answer.outcome is SendOutcome.LATER:
-            self._consecutive_failures += 1
-            self._total_failures += 1
-            pause_s = min(
-                _LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(10, self._consecutive_failures - 1)
-            )
-            # Nodes must not all retry at the same moment.
-            pause_s *= random.uniform(0.8, 1.2)
-            if answer.after_s is not None:
-                pause_s = max(pause_s, min(answer.after_s, _MAX_RETRY_AFTER_S))
             with self._changed:
+                self._consecutive_failures += 1
+                pause_s = min(
+                    _LONGEST_PAUSE_S,
+                    _FIRST_PAUSE_S * 2.0 ** min(10, self._consecutive_failures - 1),
+                )
+                # Nodes must not all retry at the same moment.
+                pause_s *= random.uniform(0.8, 1.2)
+                if answer.after_s is not None:
+                    pause_s = max(pause_s, min(answer.after_s, _MAX_RETRY_AFTER_S))
                 self._next_try_s = self._clock() + pause_s
+                self._total_failures += 1
                 self._changed.notify_all()
             self._log_failure(answer.reason)
             return False
