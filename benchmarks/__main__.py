@@ -56,7 +56,9 @@ def main() -> int:
         print(f"unknown benchmark {unknown[0]}; there are {', '.join(BENCHMARKS)}", file=sys.stderr)
         return 2
     machine = f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}"
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, {machine}")
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}, {machine}, load {os.getloadavg()[0]:.1f}"
+    )
     # On users' machines, pip writes bytecode. Without bytecode each process would compile our
     # modules for 0.4 s.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
