@@ -15,15 +15,15 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. A file counts for the first entry that contains it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 5737),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 5821),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        15316,
+        15558,
     ),
     ("store", ("store",), 1600, 977),
-    ("run", ("run",), 3000, 5725),
+    ("run", ("run",), 3000, 5726),
     (
         "verdicts",
         (
@@ -34,14 +34,14 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         10150,
     ),
     ("analysis", ("analysis",), 3300, 5935),
-    ("exporters", ("exporters",), 2600, 5831),
+    ("exporters", ("exporters",), 2600, 5832),
     ("view", ("report", "view", "page", "top"), 6000, 13179),
     ("compare, queries", ("compare", "timeline", "query"), 2500, 2695),
     ("diagnosis", ("diagnosis",), 2500, 3000),
     ("serve", ("serve",), 1300, 2254),
     ("sidecar", ("sidecar",), 5400, 9914),
     ("simulate, commands", ("simulate", "commands"), 2200, 5224),
-    ("entry points", (".",), 1000, 1904),
+    ("entry points", (".",), 1000, 1916),
 )  # fmt: skip
 
 

@@ -73,12 +73,12 @@ def test_exit_timeout_outside_0_to_60_seconds_raises(wrong: float) -> None:
         Config(_exit_timeout_s=wrong)
 
 
-def test_keywords_of_watch_are_the_fields_of_config_and_at_most_21() -> None:
+def test_keywords_of_watch_are_the_fields_of_config_and_at_most_22() -> None:
     """Each keyword has the field's type and default."""
     shown = list(inspect.signature(perf.watch).parameters.values())
     fields = configuration.public_fields()
 
-    assert len(fields) <= 21
+    assert len(fields) <= 22
     assert [each.name for each in shown] == [
         "model",
         "optimizer",
@@ -349,6 +349,7 @@ def test_every_setting_is_an_environment_variable() -> None:
     environ = {
         "TORCHLENS_PERF_DIR": "/runs",
         "TORCHLENS_PERF_MODULES": "blocks.*.attn, head",
+        "TORCHLENS_PERF_BUDGET": "0.005",
         "TORCHLENS_PERF_BACKWARD_EVERY": "4",
         "TORCHLENS_PERF_COLLECTIVES": "off",
         "TORCHLENS_PERF_EXCHANGE": "grpc://head:29400?token_file=/secret",
@@ -381,7 +382,7 @@ def test_every_setting_is_an_environment_variable() -> None:
     }
     assert {f"TORCHLENS_PERF_{name}" for name in names} == set(environ)
     assert config == Config(
-        dir="/runs", modules=("blocks.*.attn", "head"), backward_every=4, collectives=False,
+        dir="/runs", modules=("blocks.*.attn", "head"), budget=0.005, backward_every=4, collectives=False,
         exchange="grpc://head:29400?token_file=/secret", aggregate="device", device_times="on", capture="verdict",
         nccl="on", memory="history", check_numbers=16,
         nvtx=False, telemetry=False, ring_records=2048, disk_bytes=5_000_000,

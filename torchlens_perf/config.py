@@ -66,6 +66,7 @@ class Settings(TypedDict, total=False):
 
     dir: str | os.PathLike[str]
     modules: Literal["auto", "all", "none"] | int | tuple[str, ...] | list[str]
+    budget: float
     backward_every: int
     collectives: bool
     device_times: Literal["auto", "on", "off"]
@@ -170,6 +171,11 @@ class Config:
     modules: Literal["auto", "all", "none"] | int | tuple[str, ...] | list[str] = "auto"
     """Modules to time: "auto" (two levels, at most 128), "all", "none", a number of levels, or name patterns
     like "blocks.*.attn" (a tuple or list; comma-separated in the environment)."""
+
+    budget: float = 0.01
+    """Largest share of the step time that recording may take in the training process. Above it, modules inside of a
+    model are timed in fewer steps, on all ranks in the same ones. Steps, phases, sections and collectives are always
+    recorded. 0: no limit, and modules are timed in every step."""
 
     backward_every: int = 16
     """Time the backward pass of modules in one step of this many, and less often if it would cost more than 0.1 % of
@@ -296,6 +302,7 @@ class Config:
             good,
             'a port, "address:port" or "[address]:port", with the address in digits',
         )
+        self._check_number("budget", float, least=0, most=1)
         self._check_number("backward_every", int, least=0)
         self._check_number("check_numbers", int, least=0)
         self._check_number("trace_every", int, least=0)
@@ -434,7 +441,12 @@ def _parse_modules(text: str) -> str | int | tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float | None": float, "bool": _parse_flag}
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "float | None": float,
+    "bool": _parse_flag,
+}
 """Functions that parse a variable, by the field's type. Other fields take the text."""
 
 

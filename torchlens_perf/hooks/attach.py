@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.hooks.backward import BackwardHook
+from torchlens_perf.hooks.budget import BudgetHook
 from torchlens_perf.hooks.capture import CaptureHook
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
@@ -108,6 +109,7 @@ def create_hooks(
         (True, OperatorHook()),
         (config.memory != "off", MemoryHook(history=config.memory == "history")),
         (config.check_numbers > 0, NumbersHook(loop, config.check_numbers)),
+        (config.budget > 0, BudgetHook(config.budget)),
         (True, TagHook()),
         (config.sidecar, TracerPermissionHook()),
         (config._faulthandler, FaulthandlerHook()),

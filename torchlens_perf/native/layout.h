@@ -25,9 +25,11 @@ enum kind {
 
 enum flag {
     FLAG_EXCEPTION = 1,
+    FLAG_WITHOUT_MODULES = 4,
     FLAG_OTHER_THREAD = 8,
     FLAG_COMPLETED = 16,
     FLAG_DEVICE = 32,
+    FLAG_CAPTURED = 128,
 };
 
 /* One closed span: one cache line, so that a record never straddles two. */

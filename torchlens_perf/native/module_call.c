@@ -168,8 +168,40 @@ static inline PyObject *call_untimed(PyObject *function, PyObject *const *args, 
     return PyObject_Vectorcall(function, args, nargsf, kwnames);
 }
 
+/* Whether a call is not timed in this step: one inside of a forward pass. Captures and profilers see all calls. */
+static int is_left_out(Recorder *self)
+{
+    if (self == NULL || !self->modules.left_out || self->sampled || self->header == NULL || self->nvtx_push != NULL ||
+        (self->marks.step_flags & FLAG_CAPTURED) || kind_of_call(self, open_spans(self)) != KIND_MODULE) {
+        return 0;
+    }
+    self->modules.has_left_out = 1;
+    return 1;
+}
+
+/* When a call began whose cost is to be measured, or 0. */
+static inline int64_t measure_call(Recorder *self)
+{
+    enum { CALLS_BETWEEN = 61 }; /* few models repeat after a multiple of it, so that all modules have their turn */
+    if (self == NULL || --self->modules.until_measured >= 0 || self->header == NULL) {
+        return 0;
+    }
+    self->modules.until_measured = CALLS_BETWEEN;
+    return recorder_now(self);
+}
+
+static void call_measured(ModuleBudget *modules, int64_t cost_ns)
+{
+    enum { LONGEST_NS = 20000 }; /* a longer one was interrupted */
+    if (cost_ns >= 0 && cost_ns < LONGEST_NS) {
+        modules->measured_calls++;
+        modules->measured_ns += cost_ns;
+    }
+}
+
+/* entered_ns: when the call began, if its cost is measured. */
 static PyObject *timed_call(ModuleCall *self, PyObject *function, PyObject *const *args, size_t nargsf,
-                            PyObject *kwnames)
+                            PyObject *kwnames, int64_t entered_ns)
 {
     Recorder *recorder = self->recorder;
     if (recorder->header == NULL) {
@@ -188,12 +220,19 @@ static PyObject *timed_call(ModuleCall *self, PyObject *function, PyObject *cons
     Stack *stack = open_spans(recorder);
     uint32_t kind = kind_of_call(recorder, stack);
     uint64_t depth = span_open(recorder, stack, kind, self->name_id);
+    int64_t opened_ns = entered_ns != 0 && depth < MAX_FRAMES && recorder->header != NULL && !observed
+                            ? stack->frames[depth].start_ns
+                            : 0;
+    recorder->modules.calls += kind == KIND_MODULE;
     PyObject *result = call_untimed(function, args, nargsf, kwnames);
     if (recorder->header == NULL) { /* the watch ended inside this call */
         return result;
     }
     int64_t end_ns = recorder_now(recorder);
     span_close(recorder, stack, depth, end_ns, result == NULL ? FLAG_EXCEPTION : 0, 0, 0);
+    if (opened_ns != 0) {
+        call_measured(&recorder->modules, opened_ns - entered_ns + recorder_now(recorder) - end_ns);
+    }
     if (observed && self->after != NULL && result != NULL && observe(self, self->after, &result, 1, NULL) < 0) {
         Py_CLEAR(result);
     }
@@ -210,13 +249,20 @@ static PyObject *timed_call(ModuleCall *self, PyObject *function, PyObject *cons
 
 static PyObject *module_call(ModuleCall *self, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
-    return timed_call(self, self->function, args, nargsf, kwnames);
+    if (is_left_out(self->recorder)) {
+        return call_untimed(self->function, args, nargsf, kwnames);
+    }
+    return timed_call(self, self->function, args, nargsf, kwnames, 0);
 }
 
 /* Stands in for the vectorcall of nn.Module.__call__, and of a class's own __call__. The own one mostly calls nn.Module's
  * through super(): the outer of the two calls is timed. Python 3.11 runs such an inner call without its vectorcall. */
 static PyObject *routed_call(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *kwnames)
 {
+    if (is_left_out(active_recorder)) {
+        return plain_call(function, args, nargsf, kwnames);
+    }
+    int64_t entered_ns = measure_call(active_recorder);
     Entry *entry = PyVectorcall_NARGS(nargsf) > 0 ? entry_of(args[0]) : NULL;
     if (entry == NULL || entry->call->recorder->header == NULL) {
         return plain_call(function, args, nargsf, kwnames);
@@ -231,7 +277,7 @@ static PyObject *routed_call(PyObject *function, PyObject *const *args, size_t n
         call->entered = this_thread();
     }
     Py_INCREF(call);
-    PyObject *result = timed_call(call, function, args, nargsf, kwnames);
+    PyObject *result = timed_call(call, function, args, nargsf, kwnames, entered_ns);
     if (is_own && call->entered == this_thread()) {
         call->entered = 0;
     }

@@ -193,6 +193,7 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
     self->generation = ++generations;
     self->owner = this_thread();
     self->marks.workload = -1;
+    self->modules.mask = EVERY_STEP;
     Py_INCREF(intern);
     self->intern = intern;
     if (clock != Py_None) {
@@ -375,6 +376,18 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
     }
 }
 
+/* Whether a step has times of modules. The choice depends on nothing but the step's number, so that all ranks choose the
+ * same steps, and looks random, so that it does not coincide with what a loop does periodically. A step of a longer
+ * period also belongs to all shorter ones. recorder/budget.py explains the periods. */
+static int has_modules(const ModuleBudget *modules, uint64_t step)
+{
+    uint32_t mixed = (uint32_t)step; /* by the finalizer of MurmurHash3 */
+    mixed = (mixed ^ mixed >> 16) * 0x85ebca6bu;
+    mixed = (mixed ^ mixed >> 13) * 0xc2b2ae35u;
+    mixed ^= mixed >> 16;
+    return modules->mask == 0 ? mixed % 64 != 63 : (mixed & (uint32_t)modules->mask) == 0;
+}
+
 /* Ends the step in progress. */
 void write_step(Recorder *self, int64_t end_ns, uint32_t flags, uint64_t value0, uint64_t value1)
 {
@@ -388,12 +401,16 @@ void write_step(Recorder *self, int64_t end_ns, uint32_t flags, uint64_t value0,
         .value0 = value0,
         .value1 = value1,
     };
-    write_record(self, &record, KIND_STEP, 0, flags);
+    ModuleBudget *modules = &self->modules;
+    modules->steps += !modules->has_left_out;
+    write_record(self, &record, KIND_STEP, 0, flags | (modules->has_left_out ? FLAG_WITHOUT_MODULES : 0));
     PROBE_STEP_END(record.step, record.duration_ns);
     frame->start_ns = end_ns;
     frame->nested_ns = 0;
     frame->phase_ns = 0;
     self->header->step++;
+    modules->has_left_out = 0;
+    modules->left_out = modules->mask != EVERY_STEP && !has_modules(modules, self->header->step);
     PROBE_STEP_BEGIN(self->header->step);
 }
 
@@ -645,6 +662,11 @@ static PyMemberDef recorder_members[] = {
     {"optimizer_steps", T_LONGLONG, offsetof(Recorder, marks.optimizer_steps), 0, NULL},
     {"returned_steps", T_LONGLONG, offsetof(Recorder, marks.returned_steps), 0, NULL},
     {"quiet_steps", T_LONGLONG, offsetof(Recorder, marks.quiet_steps), 0, NULL},
+    {"module_mask", T_LONGLONG, offsetof(Recorder, modules.mask), 0, NULL},
+    {"module_calls", T_LONGLONG, offsetof(Recorder, modules.calls), READONLY, NULL},
+    {"module_steps", T_LONGLONG, offsetof(Recorder, modules.steps), READONLY, NULL},
+    {"measured_calls", T_LONGLONG, offsetof(Recorder, modules.measured_calls), READONLY, NULL},
+    {"measured_ns", T_LONGLONG, offsetof(Recorder, modules.measured_ns), READONLY, NULL},
     {NULL},
 };
 

@@ -64,6 +64,19 @@ typedef struct {
     PyObject *kept[KEPT];
 } StepMarks;
 
+/* See module_call.c. In some steps the calls of modules inside of a forward pass are not timed, so that a recorder keeps
+ * to its budget. */
+typedef struct {
+    int64_t mask;       /* one step in mask + 1 has times of modules; 0: all but one in 64; EVERY_STEP: all */
+    int left_out;       /* not 0: in this step, calls are not timed */
+    int has_left_out;   /* not 0: in this step, a call was not timed */
+    int until_measured; /* calls until the cost of one is measured */
+    int64_t calls, steps;                /* timed calls, and steps in which none was left out, since the start */
+    int64_t measured_calls, measured_ns; /* those whose cost was measured, and what they cost */
+} ModuleBudget;
+
+enum { EVERY_STEP = -1 };
+
 typedef struct {
     PyObject_HEAD
     Py_buffer buffer;
@@ -85,6 +98,7 @@ typedef struct {
     int sampled;   /* not 0: module calls show their arguments and results to their observers */
     int backwards; /* open BACKWARD spans of the owner */
     int backwards_elsewhere; /* the same of the user's other threads */
+    ModuleBudget modules;
     StepMarks marks;
 } Recorder;
 

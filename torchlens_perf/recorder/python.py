@@ -24,6 +24,7 @@ from typing import Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder.autograd_threads import is_autograd_thread
+from torchlens_perf.recorder.budget import EVERY_STEP
 from torchlens_perf.recorder.clocks import LONGEST_MARK_NS
 from torchlens_perf.run.ring import (
     DEPTH,
@@ -57,6 +58,8 @@ _END_BY_WAIT, _END_BY_RETURN = 1, 3  # recorder.End
 _FIRST_PHASE, _LAST_PHASE = int(Kind.DATA), int(Kind.CLOSURE)
 _ALWAYS_ON_DEVICE = (_FORWARD, _BACKWARD, int(Kind.OPTIMIZER), _RECOMPUTE)
 _EXCEPTION, _OTHER_THREAD = int(Flag.EXCEPTION), int(Flag.OTHER_THREAD)
+_WITHOUT_MODULES, _CAPTURED = int(Flag.WITHOUT_MODULES), int(Flag.CAPTURED)
+_CALLS_BETWEEN = 61
 _MAX_SECTIONS = 4096
 _WORD = (1 << 64) - 1
 
@@ -125,6 +128,11 @@ class Recorder:
         self.forward_passes = self.backward_passes = self.step_flags = self.memory_bytes = 0
         self.workload = -1  # Elements of the step's batches, or -1 without a tensor in a batch.
         self.training_steps = self.optimizer_steps = self.returned_steps = self.quiet_steps = 0
+        # See ModuleBudget in native/recorder.h.
+        self.module_mask = EVERY_STEP
+        self.module_calls = self.module_steps = self.measured_calls = self.measured_ns = 0
+        self._leaves_out = self._has_left_out = False
+        self._until_measured = 0
         self._open_span(self._frames, _STEP, 0)
 
     # Only the native recorder ends steps itself, so `settled` stays 0 here.
@@ -383,9 +391,15 @@ class Recorder:
                 if cpu_ns > 0 or ready_ns > 0:
                     record = [frame[_START], 0, 0, 0, _THREAD_TIME]
                     self._write_record(record, 1, end_ns - frame[_START], kind, cpu_ns, ready_ns)
+        self.module_steps += not self._has_left_out
+        flags |= _WITHOUT_MODULES if self._has_left_out else 0
         self._write_record(frame, 0, end_ns - frame[_START], flags, value0, value1)
         frame[:3] = end_ns, 0, 0
         self.step += 1
+        self._has_left_out = False
+        self._leaves_out = self.module_mask != EVERY_STEP and not _has_modules(
+            self.step, self.module_mask
+        )
         self._words[STEP] = self.step
         self._publish_open_span(0, frame)
         return self.step
@@ -396,6 +410,32 @@ class Recorder:
             frame[_NESTED] += tool_ns
             frame[_PHASE] += tool_ns
             self._words[TOOL_NS] += tool_ns
+
+    def _leaves_call_out(self) -> bool:
+        """Return True if a call is not timed in this step: one inside of a forward pass."""
+        if (
+            not self._leaves_out
+            or self.sampled
+            or self._nvtx_push is not None
+            or self.step_flags & _CAPTURED
+            or _kind_of_module_call(self, self._open_spans()) != _MODULE
+        ):
+            return False
+        self._has_left_out = True
+        return True
+
+    def _measure_call(self) -> int:
+        """Return when a call began whose cost is to be measured, or 0."""
+        self._until_measured -= 1
+        if self._until_measured >= 0:
+            return 0
+        self._until_measured = _CALLS_BETWEEN
+        return self.now_ns()
+
+    def _add_measured_call(self, cost_ns: int) -> None:
+        if 0 <= cost_ns < LONGEST_MARK_NS:
+            self.measured_calls += 1
+            self.measured_ns += cost_ns
 
     def activate(self) -> None:
         global _active
@@ -788,8 +828,9 @@ class ModuleCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
-        if recorder.closed:
+        if recorder.closed or recorder._leaves_call_out():
             return self._function(*args, **kwargs)
+        entered_ns = recorder._measure_call()
         observed = recorder.sampled
         if observed and self._before is not None:
             self._run_observer(self._before, *args[1:], **kwargs)
@@ -798,6 +839,8 @@ class ModuleCall:
         frames = recorder._open_spans()
         kind = _kind_of_module_call(recorder, frames)
         depth = recorder._open_span(frames, kind, self._name_id)
+        opened_ns = frames[-1][_START] if entered_ns and not observed else 0
+        recorder.module_calls += kind == _MODULE
         try:
             result = self._function(*args, **kwargs)
         except BaseException:
@@ -809,6 +852,8 @@ class ModuleCall:
         if recorder.closed:
             return result
         recorder._close_span(frames, depth, end_ns, 0)
+        if opened_ns:
+            recorder._add_measured_call(opened_ns - entered_ns + recorder.now_ns() - end_ns)
         if observed and self._after is not None:
             self._run_observer(self._after, result)
         if kind == _FORWARD and self._forward is not None:
@@ -826,6 +871,15 @@ def _kind_of_module_call(recorder: Recorder, frames: list[Frame]) -> int:
         frames is recorder._frames or is_autograd_thread()
     )
     return _RECOMPUTE if inside_backward else _FORWARD
+
+
+def _has_modules(step: int, mask: int) -> bool:
+    """Return True if modules are timed in a step, see has_modules() in native/recorder.c."""
+    mixed = step & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    mixed ^= mixed >> 16
+    return mixed % 64 != 63 if mask == 0 else mixed & mask == 0
 
 
 def _is_waiting(frames: list[Frame]) -> bool:

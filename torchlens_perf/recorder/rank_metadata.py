@@ -47,6 +47,15 @@ _start_reported_by = 0
 """Id of the process whose first watch has already reported the process's start time."""
 
 
+class RecordingCost(TypedDict):
+    """Cost of recording on a rank."""
+
+    mark_ns: float | None
+    """Measured cost of timing the call of a module; None without a measurement."""
+    module_period: int
+    """Modules are timed in one step of this many."""
+
+
 class RankFacts(TypedDict, total=False):
     """Facts that hooks report, by their keys in the metadata."""
 
@@ -66,6 +75,7 @@ class RankFacts(TypedDict, total=False):
     """Known fields of TrainingSettings."""
     loader_period_ns: int
     """Time in which the workers of the rank's DataLoader make a batch."""
+    recording: RecordingCost
     step_offset: int | None
     """Number of steps that the model had made before this process; None if not known."""
 

@@ -1,0 +1,124 @@
+"""Keep the recorder's cost below a share of the training time. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+EVERY_STEP = -1
+"""Value of Recorder.module_mask with which modules are timed in every step."""
+# The calibrated cost of a call leaves out what a mark costs the user's code afterwards, because it
+# takes space in the processor's caches. benchmarks/training_step.py compares the two.
+_CALIBRATED_SHARE = 0.5
+# Cost of a record in ns until a call has been measured.
+_UNMEASURED_NS = 400.0
+_MIN_WINDOW_NS = 50_000_000
+_MAX_LEVEL = 10
+# A shorter period must fit into the budget with this much room, and a few times in succession.
+# Otherwise the period would change in each window of a noisy job.
+_ROOM, _CALM_WINDOWS = 0.7, 8
+# Modules may cost this share of what everything else costs, even above the budget: leaving out more
+# would save little and tell nothing about the modules of very short steps.
+_LEAST_SHARE = 0.1
+# Measured calls count half after as many new ones.
+_REMEMBERED_CALLS = 256
+# The median over these windows leaves out hooks that the kernel has interrupted, and the rare steps
+# in which hooks do more. SamplingSchedule limits the latter.
+_REMEMBERED_WINDOWS = 7
+
+
+class Spent(NamedTuple):
+    """What the recorder has counted since its start."""
+
+    step: int
+    time_ns: int
+    tool_ns: int
+    """Time in hooks of this package, without the cost of records."""
+    records: int
+    module_calls: int
+    """Timed calls of modules inside of a forward pass. Each writes a record."""
+    module_steps: int
+    """Steps in which these calls were timed."""
+    measured_calls: int
+    """Calls whose cost was measured."""
+    measured_ns: int
+
+
+class Budget:
+    """Chooses in which steps the calls of modules are timed.
+
+    At level k, modules are timed in one step of 2**k. Level 0 leaves out one step of 64, so that
+    the cost of timing can be estimated from steps with and without. Which steps these are depends
+    on the step's number only, and each level's steps also belong to all lower levels: ranks have
+    common steps without communication. Everything else is recorded in every step.
+    """
+
+    def __init__(self, share: float, start: Spent) -> None:
+        """share: largest share of the training time that recording may take."""
+        self._share = share
+        self._last = start
+        self._level = 0
+        self._calm = 0
+        self._calls_per_step = 0.0
+        self._measured = [0.0, 0.0]
+        self._others_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
+        self._steps_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
+
+    @property
+    def module_mask(self) -> int:
+        """Value for Recorder.module_mask."""
+        return self.module_period - 1
+
+    @property
+    def module_period(self) -> int:
+        """Modules are timed in one step of this many."""
+        return 1 << self._level
+
+    @property
+    def mark_ns(self) -> float | None:
+        """Measured cost of timing a call; None before the first measurement."""
+        calls, cost_ns = self._measured
+        return cost_ns / calls if calls else None
+
+    def update(self, now: Spent) -> bool:
+        """Choose the level. Return True if it has changed."""
+        last, steps, time_ns = (
+            self._last,
+            now.step - self._last.step,
+            now.time_ns - self._last.time_ns,
+        )
+        if steps < 1 or time_ns < _MIN_WINDOW_NS:
+            return False
+        self._last = now
+        if now.module_steps > last.module_steps:
+            self._calls_per_step = (now.module_calls - last.module_calls) / (
+                now.module_steps - last.module_steps
+            )
+        self._add_measured(
+            now.measured_calls - last.measured_calls, now.measured_ns - last.measured_ns
+        )
+        mark_ns = self.mark_ns or _UNMEASURED_NS
+        others = now.records - last.records - (now.module_calls - last.module_calls)
+        others_ns = now.tool_ns - last.tool_ns + mark_ns * max(0, others)
+        self._others_ns.append(others_ns / steps)
+        self._steps_ns.append(time_ns / steps)
+        whole_ns = _CALIBRATED_SHARE * self._share * statistics.median(self._steps_ns)
+        fixed_ns = statistics.median(self._others_ns)
+        limit_ns = max(whole_ns - fixed_ns, _LEAST_SHARE * fixed_ns)
+        return self._choose_level(limit_ns, mark_ns * self._calls_per_step)
+
+    def _add_measured(self, calls: int, cost_ns: int) -> None:
+        old = 0.5 ** (calls / _REMEMBERED_CALLS)
+        self._measured = [old * self._measured[0] + calls, old * self._measured[1] + cost_ns]
+
+    def _choose_level(self, limit_ns: float, modules_ns: float) -> bool:
+        """limit_ns: what modules may cost per step. modules_ns: their cost in a step that times them."""
+        before = self._level
+        while self._level < _MAX_LEVEL and modules_ns > limit_ns * self.module_period:
+            self._level += 1
+        fits_below = modules_ns <= _ROOM * limit_ns * self.module_period / 2
+        self._calm = self._calm + 1 if self._level == before > 0 and fits_below else 0
+        if self._calm == _CALM_WINDOWS:
+            self._level, self._calm = self._level - 1, 0
+        return self._level != before
