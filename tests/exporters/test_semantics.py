@@ -74,7 +74,7 @@ def of_two_ranks() -> Sent:
     for rank in range(2):
         plain = batch_of(identity(rank, traceparent=TRACEPARENT), [100, 110])
         traces = (
-            StepTrace(100, 0, 6_000_000, 0, spans),
+            StepTrace(100, 0, 6_000_000, int(Flag.WITHOUT_MODULES), spans),
             StepTrace(110, 0, 6_000_000, int(Flag.INFERENCE), ()),
         )
         device = {"forward": np.array([5], np.int64)}

@@ -151,6 +151,8 @@ class _RankSpanBuilder:
         kept = _select_longest_spans(trace.spans, chosen.max_spans if chosen is not None else 0)
         if role:
             of_step = {**of_step, semantics.RANK_BECAUSE: role}
+        if trace.flags & Flag.WITHOUT_MODULES:
+            of_step = {**of_step, semantics.MODULES_TIMED: False}
         if kept is not None:
             of_step = {**of_step, semantics.SPANS_LEFT_OUT: len(trace.spans) - len(kept)}
         of_rank = span_context_of_path(in_trace, rank)

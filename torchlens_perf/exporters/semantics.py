@@ -36,6 +36,7 @@ RANK = _identity.RANK
 # own times show which rank is slow.
 OWN_SECONDS = "torch.train.step.own_time"
 MICRO_STEPS = "torch.train.micro_steps"
+MODULES_TIMED = "torchlens_perf.modules.timed"
 # Attributes of all spans except the root. Only collectives have a size and a sequence number.
 SPAN_KIND = "torchlens_perf.kind"
 ON_DEVICE = "torchlens_perf.device"
@@ -283,6 +284,8 @@ ATTRIBUTES = (
     Attribute(RUN_STEPS, "int", SPAN_RUN, "steps of rank 0"),
     Attribute(OWN_SECONDS, "double", _STEP_SPAN, "step duration in seconds, without communication wait and this tool"),
     Attribute(MICRO_STEPS, "int", _STEP_SPAN, "accumulated backward passes; at least 1"),
+    Attribute(MODULES_TIMED, "boolean", _STEP_SPAN, "false: modules inside the model were not timed in this step",
+        when="such a step"),
     Attribute(SPAN_KIND, "string", _BELOW, "step, data, forward, recompute, backward, optimizer, wait, closure,"
         " module, module_backward, section, collective"),
     Attribute(ON_DEVICE, "boolean", _BELOW, "true: the times are the device's", when=_DEVICE),

@@ -183,7 +183,8 @@ class StepTrace(TypedDict):
     """The reason why the page has this step: "slowest", "first slow step of rank 3", "typical", ...
     """
     clock: str
-    """A sentence on the alignment of the nodes' clocks and its accuracy; "" for one node."""
+    """Sentences on the alignment of the nodes' clocks and its accuracy, for several nodes, and on
+    what the step lacks."""
     ranks: list[RankTrace]
     ranks_left_out: int
     collectives: list[JoinedCollective]

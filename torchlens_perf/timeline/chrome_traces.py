@@ -80,7 +80,7 @@ class ChromeTraceWriter:
         begin_us, end_us = ((ns - self._begin_ns) // 1000 for ns in (begin.time_ns, end_ns))
         span = {
             "ph": "X", "cat": "cpu_op", "name": begin.name, "pid": rank, "tid": order,
-            "ts": begin_us, "dur": end_us - begin_us, "args": {},
+            "ts": begin_us, "dur": end_us - begin_us, "args": {**begin.annotations},
         }  # fmt: skip
         if DEVICE in lane:
             if begin.category in _NO_KERNELS or begin_us == end_us:

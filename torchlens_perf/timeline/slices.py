@@ -9,7 +9,7 @@ import numpy as np
 
 from torchlens_perf.analysis.collectives.semantics import parse_collective_name
 from torchlens_perf.page.gather.step_trace import LANES, assign_free_rows, assign_lanes
-from torchlens_perf.run.ring import Kind, kind_name
+from torchlens_perf.run.ring import Flag, Kind, kind_name
 from torchlens_perf.timeline.trace_file import Event, EventType
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchlens_perf.store.segments import ProcessRecords
 
 _NUMBER = 0xFFFFFFFF
+_WITHOUT_MODULES = {"modules": "not timed in this step"}
 
 
 class MatchedCollective(NamedTuple):
@@ -85,15 +86,17 @@ def _name_spans(
         spans["step"].tolist(),
         (spans["value1"] & _NUMBER).tolist(),
         spans["kind"].tolist(),
+        (spans["flags"] & Flag.WITHOUT_MODULES).tolist(),
         strict=True,
     )
-    for start, end, kind, name_id, step, number, recorded_kind in fields:
+    for start, end, kind, name_id, step, number, recorded_kind, without in fields:
         name = f"step {step}" if kind == Kind.STEP else texts[name_id] or kind_name(kind)
         match = None
         if recorded_kind == Kind.COLLECTIVE:
             operation = parse_collective_name(name)
             match = operation and matched.get((operation.group, number))
-        yield Slice(start, end, name, kind_name(kind), (match.flow,) if match else ())
+        arguments = _WITHOUT_MODULES if without and recorded_kind == Kind.STEP else {}
+        yield Slice(start, end, name, kind_name(kind), (match.flow,) if match else (), arguments)
         if match and 0 < match.wait_ns <= end - start:
             waited_for = "" if match.last_rank is None else f" for rank {match.last_rank}"
             yield Slice(start, start + match.wait_ns, f"wait{waited_for}", "wait")
@@ -103,12 +106,13 @@ def nest_slices(slices: Iterable[Slice], track: int) -> list[Event]:
     """Return the begins and ends of slices, which are sorted by start and nest in each other."""
     events: list[Event] = []
     open_until: list[int] = []
-    for start, end, name, category, flows, _ in slices:
+    for start, end, name, category, flows, arguments in slices:
         while open_until and open_until[-1] <= start:
             events.append(Event(open_until.pop(), EventType.END, track))
         # A record of an earlier version may end after the span around it.
         end = min([end, *open_until[-1:]])
-        events.append(Event(start, EventType.BEGIN, track, name, category, flows))
+        begin = Event(start, EventType.BEGIN, track, name, category, flows, annotations=arguments)
+        events.append(begin)
         open_until.append(end)
     events += [Event(end, EventType.END, track) for end in reversed(open_until)]
     return events

@@ -10,6 +10,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.page.contents import SlowPeriod
+from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.words.order import has_ended
 from torchlens_perf.view.rank_tables import compute_s
 
@@ -40,6 +41,9 @@ def choose_steps(
     numbers = grid.first_single + np.arange(len(grid.single_ns))
     there = (grid.single_ns > 0) & (numbers >= kept[0]) & (numbers <= kept[1])
     usual = there & ((grid.single_flags & OTHER_WORK) == 0) & (numbers >= warm_from)
+    timed = usual & ((grid.single_flags & Flag.WITHOUT_MODULES) == 0)
+    # A step whose modules were timed shows more.
+    usual = timed if timed.any() else usual
     found: dict[int, str] = {}
 
     def add_step(of: npt.NDArray[np.bool_], why: str, *, typical: bool = False) -> None:

@@ -12,7 +12,8 @@ from torchlens_perf.page.gather.node_clocks import CommonClock, NodeClocks, Rank
 from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.page.gather.step_trace import build_rank_trace
 from torchlens_perf.page.gather.thinning import json_size_bytes as size_of
-from torchlens_perf.run.ring import Kind
+from torchlens_perf.run.rank_ranges import format_ranges
+from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.segments import SPANS, ProcessRecords, read_records
 
@@ -155,14 +156,21 @@ def _build_step_trace(
             found.append(traced[0])
             left_out += traced[1]
     short = f"The {left_out:,} shortest spans are left out." if left_out else ""
+    untimed = [each.rank for each in ranks if _has_flag(each, Flag.WITHOUT_MODULES)]
+    without = f"Modules were not timed on rank {format_ranges(untimed)}." if untimed else ""
     return {
         "step": step,
         "why": why,
-        "clock": " ".join(filter(None, (clock.words, short))),
+        "clock": " ".join(filter(None, (clock.words, short, without))),
         "ranks": found,
         "ranks_left_out": world_size - len(found),
         "collectives": [],
     }
+
+
+def _has_flag(each: RankRecords, flag: Flag) -> bool:
+    records = each.records.records
+    return bool(records["flags"][records["kind"] == Kind.STEP][-1] & flag)
 
 
 def _step_begin_ns(each: RankRecords, clock: CommonClock) -> int:
