@@ -160,9 +160,11 @@ def test_faster_transfers_shorten_exposed_communication_only() -> None:
         predict(times, "bandwidth:tp x2", **facts)
 
 
-def make_module(name: str, own_s: float, calls: int, backward_s: float | None = None) -> Any:
+def make_module(
+    name: str, own_s: float, calls_per_step: float = 1, backward_s: float | None = None
+) -> Any:
     return {
-        "name": name, "is_root": False, "calls": calls, "by_rank": {"0": own_s}, "device_s": None,
+        "name": name, "is_root": False, "calls_per_step": calls_per_step, "by_rank": {"0": own_s}, "device_s": None,
         "device_own_by_rank": {}, "backward_by_rank": {} if backward_s is None else {"0": backward_s},
     }  # fmt: skip
 
@@ -172,7 +174,7 @@ FORWARD_AND_BACKWARD = [{"rank": 0, "typical": {"parts": {"forward": 0.04, "back
 
 def test_module_gain_includes_its_share_of_the_backward_pass() -> None:
     times = make_times({"forward": 40, "backward": 80})
-    modules = [make_module("blocks.0.mlp", 0.01, len(times.steps))]
+    modules = [make_module("blocks.0.mlp", 0.01)]
     found = predict(times, "module:blocks.*.mlp x0.5", modules=modules, ranks=FORWARD_AND_BACKWARD)
     assert found["gain_s"] == pytest.approx(0.005 + 0.01)
 
@@ -183,11 +185,10 @@ def test_module_gain_includes_modules_inside_and_sampled_backward_passes(
 ) -> None:
     """With two passes in a step, the sample of one pass is not used."""
     times = make_times({"forward": 40, "backward": 80})
-    calls = passes * len(times.steps)
     modules = [
-        make_module("wide", 0.015, calls, 0.05),
-        make_module("wide.layer", 0.005, calls, 0.03),
-        make_module("wider", 0.01, calls, 0.01),
+        make_module("wide", 0.015, passes, 0.05),
+        make_module("wide.layer", 0.005, passes, 0.03),
+        make_module("wider", 0.01, passes, 0.01),
     ]
     found = predict(times, "module:wide x0.5", modules=modules, ranks=FORWARD_AND_BACKWARD)
     assert found["gain_s"] == pytest.approx(0.01 + backward_s / 2)

@@ -65,7 +65,8 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
         }
         training = {"loader": {"workers": 2, "pin_memory": False, "persistent_workers": True}}
         gpus = [{"uuid": FIRST, "name": "H200", "index": 0}]
-        session.publish(gpus=gpus, device=device, training=training)
+        recording = {"mark_ns": 90.5, "module_period": 2}
+        session.publish(gpus=gpus, device=device, training=training, recording=recording)
         for number in range(40):
             recorder.begin(Kind.MODULE, session.intern("block"))
             recorder.end(Kind.MODULE, session.intern("block"))
@@ -88,6 +89,7 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
         rank.timed_steps(1, 30 * MS)
         recorder.record_completed(int(Kind.MERGED), session.intern("decode"), 41, MS, MS, 0, 2, 1)
         rank.steps(1, **PARTS_MS)
+        recorder.next_step(int(Flag.WITHOUT_MODULES))
         memory.ran_out(run, rank)
         rank.close()
     sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
@@ -138,7 +140,8 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
         {"saved_unix_ns", "traced", "cpu_peak"},
         {"lost_samples", "dropped_files", "slow_samples"},
     )
-    assert {"groups", "gpus", "device", "out_of_memory", "cpu_wait"}.isdisjoint(empty(process))
+    known = {"groups", "gpus", "device", "out_of_memory", "cpu_wait", "recording"}
+    assert known.isdisjoint(empty(process))
     assert empty(statistics) <= {
         "lost",
         "flags_seen",

@@ -21,7 +21,7 @@ from torchlens_perf.diagnosis.lost_time import sum_transfers
 from torchlens_perf.diagnosis.step_times import USES, StepTimes
 from torchlens_perf.errors import ConfigError, unknown_word_text
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
-from torchlens_perf.verdicts.words.report import count_after_warm_up, mean_per_step
+from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -308,12 +308,11 @@ def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, flo
     outermost = [
         row for row in rows if _find_matching_part(row["name"], change.name) == row["name"]
     ]
-    counted = len(facts["ranks"]) * count_after_warm_up(facts["steps"])
     # Samples are times of single backward passes.
     sampled = [
         row["backward_by_rank"]
         for row in outermost
-        if row["device_s"] is None and row["calls"] <= _ABOUT_ONCE * counted
+        if row["device_s"] is None and row["calls_per_step"] <= _ABOUT_ONCE
     ]
     for each in facts["ranks"]:
         typical, rank = each["typical"], str(each["rank"])

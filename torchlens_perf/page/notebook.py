@@ -17,7 +17,7 @@ from torchlens_perf.errors import printable
 from torchlens_perf.page.sections.section import ranks_in_verdicts
 from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw_step_chart
 from torchlens_perf.report.run_report import load_report
-from torchlens_perf.run.verdicts import Summary, Verdict, format_overhead, split_sentence_and_action
+from torchlens_perf.run.verdicts import Summary, Verdict, split_sentence_and_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
 from torchlens_perf.view.headline import build_headlines, choose_headline
@@ -25,6 +25,7 @@ from torchlens_perf.view.html import build_details, build_verdict_line
 from torchlens_perf.view.markup import Element, tag, to_html
 from torchlens_perf.view.rank_tables import parts_by_rank
 from torchlens_perf.view.specs import sanitize_line
+from torchlens_perf.view.step_words import describe_overhead
 from torchlens_perf.view.terminal import render_full
 from torchlens_perf.view.theme import SEVERITIES
 
@@ -128,7 +129,7 @@ def _build_numbers_table(report: Report) -> Element:
     numbers = {
         unit: str(steps["count"]),
         **{name: format_duration_or_dash(value) for name, value in quantiles.items()},
-        "overhead": format_overhead(quality["overhead_share"]),
+        "overhead": describe_overhead(quality),
         "CPU time of sidecars": format_duration(quality["sidecar_cpu_s"]),
         "lost records": str(quality["lost"]),
     }

@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.recorder.recorder import Recorder
     from torchlens_perf.run.clock import Anchor, HostClock
-    from torchlens_perf.run.identity import DeviceClockQuality, Gpu, Identity, ProcessGroup
+    from torchlens_perf.run.identity import (
+        DeviceClockQuality,
+        Gpu,
+        Identity,
+        ProcessGroup,
+        RecordingCost,
+    )
     from torchlens_perf.run.ring import RingFile
 
 # Notes share 8 KB with all other metadata.
@@ -45,15 +51,6 @@ _PLACES = ("dir", "exchange", "prometheus", "report", "share")
 
 _start_reported_by = 0
 """Id of the process whose first watch has already reported the process's start time."""
-
-
-class RecordingCost(TypedDict):
-    """Cost of recording on a rank."""
-
-    mark_ns: float | None
-    """Measured cost of timing the call of a module; None without a measurement."""
-    module_period: int
-    """Modules are timed in one step of this many."""
 
 
 class RankFacts(TypedDict, total=False):

@@ -36,6 +36,7 @@ from torchlens_perf.report.gpu_rows import gpu_rows, network_port_rows
 from torchlens_perf.report.heat import build_heat_map
 from torchlens_perf.report.memory_rows import memory_notes, memory_row
 from torchlens_perf.report.module_rows import module_rows, section_rows
+from torchlens_perf.report.overhead import estimate_overhead, largest_module_period
 from torchlens_perf.report.step_classes import (
     build_phases,
     build_step_classes,
@@ -86,9 +87,6 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 _REMOVED = "were removed to stay below disk_bytes"
-# Recording a span in a real step costs more than the 0.1 us in a tight loop, because caches are
-# cold (docs/internals/performance.md).
-MARK_NS = 400.0
 
 
 def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ()) -> Report:
@@ -511,6 +509,7 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
             "records could not be written to the run directory. Statistics include these records",
         ),
     )
+    overhead = estimate_overhead(processes)
     notes += [
         *python_tap_notes(nodes, processes.values()),
         *filter(None, [_missing_ranks_note(processes)]),
@@ -520,29 +519,13 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
         "lost": sum(s.lost for s in statistics) + unwritten,
         "too_deep": sum(process.too_deep for process in processes.values()),
         "coverage": min((s.coverage for s in statistics), default=0.0),
-        "overhead_share": _overhead_share(processes),
+        "overhead_share": overhead.share,
+        "overhead_low": overhead.low,
+        "overhead_high": overhead.high,
+        "module_period": largest_module_period(processes),
         "sidecar_cpu_s": sum(node.sidecar_cpu_s for node in nodes),
         "notes": notes,
     }
-
-
-def _overhead_share(processes: dict[int, ProcessState]) -> float | None:
-    """Return this tool's share of the step time: hook time, plus MARK_NS for each record.
-
-    Warm-up steps count only if there are no others, since a step that compiles would hide the cost.
-    """
-    statistics = [process.statistics for process in processes.values()]
-    steps, warm_up = (
-        merge_sketches(each.step for each in statistics),
-        merge_sketches(each.warm_up for each in statistics),
-    )
-    taken = steps if steps.count else warm_up
-    if not taken.sum_ns:
-        return None
-    ours_ns = sum(process.tool_ns for process in processes.values()) + MARK_NS * sum(
-        each.records for each in statistics
-    )
-    return ours_ns / (steps.count + warm_up.count) / (taken.sum_ns / taken.count)
 
 
 def _count_notes(*counts: tuple[object, str], about: str = "") -> list[str]:

@@ -82,13 +82,13 @@ def module_device_self_times(process: ProcessState) -> dict[str, float]:
     Modules without device times are left out.
     """
     statistics = process.statistics
-    if not statistics.usual_steps:
+    if not statistics.module_steps:
         return {}
     whole_s = {
         name: sketch.mean_without_outliers_ns()
         / 1e9
         * statistics.modules[name].count
-        / statistics.usual_steps
+        / statistics.module_steps
         for name, sketch in statistics.device.modules.items()
         if sketch.count and name in statistics.modules
     }

@@ -42,6 +42,8 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
                     name in process.unopened_modules for process in processes.values()
                 ),
                 "calls": whole.count,
+                "calls_per_step": whole.count
+                / max(1, sum(processes[rank].statistics.module_steps for rank in calls)),
                 "own_s": summarize_sketch(whole),
                 "own_s_per_step": sum(by_rank.values()) / len(by_rank),
                 "by_rank": by_rank,
@@ -66,7 +68,9 @@ def _own_time_by_module(process: ProcessState) -> dict[str, float]:
     forward_s = typical["parts"].get("forward", 0.0) if typical is not None else 0.0
     alike = process.statistics.sums_of_typical_steps()
     if not alike.forward_ns:
-        return {}
+        # No step of typical duration was timed.
+        mean_ns = process.statistics.mean_module_times_ns()
+        return {name: own_ns / 1e9 for name, own_ns in mean_ns.items()}
     return {name: sum_ns / alike.forward_ns * forward_s for name, sum_ns in alike.modules.items()}
 
 

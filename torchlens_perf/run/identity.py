@@ -142,6 +142,15 @@ class DeviceClockQuality(TypedDict, total=False):
     unread: int
 
 
+class RecordingCost(TypedDict, total=False):
+    """Cost of recording on a rank, and how often the rank times calls of modules."""
+
+    mark_ns: float | None
+    """Measured cost of timing the call of a module; None without a measurement."""
+    module_period: int
+    """Modules are timed in one step of this many."""
+
+
 def detect_identity(
     environ: Mapping[str, str], claim: Callable[..., str], nth_watch: int = 0
 ) -> Identity:

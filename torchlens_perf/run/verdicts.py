@@ -17,11 +17,29 @@ def split_sentence_and_action(text: str) -> tuple[str, str]:
     return sentence, action
 
 
-def format_overhead(share: float | None) -> str:
-    """Format this tool's share of the step time. A small measured share is not shown as zero."""
+def format_overhead(
+    share: float | None,
+    low: float | None = None,
+    high: float | None = None,
+    module_period: int = 1,
+) -> str:
+    """Format this tool's share of the step time, with its interval, and how often it times modules.
+
+    A small measured share is not shown as zero.
+    """
     if share is None:
         return "not measured"
-    return f"{share:.2%} of step time" if share >= 0.0001 or not share else "<0.01% of step time"
+    text, ends = (
+        _format_share(share),
+        [_format_share(end) for end in (low, high) if end is not None],
+    )
+    interval = f" ({' to '.join(ends)})" if set(ends) - {text} else ""
+    thinned = f"; modules timed in 1 of {module_period} steps" if module_period > 1 else ""
+    return f"{text} of step time{interval}{thinned}"
+
+
+def _format_share(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.0001 or not share else "<0.01%"
 
 
 class _TextWithAction:

@@ -42,6 +42,7 @@ _FACTS = {
     "native", "notes", "not_measured", "compute_device", "deeper_modules", "root_modules", "unopened_modules", "model",
     "memory_source", "device", "gpus", "missing_tap", "threads", "groups", "process_began_ns", "compile_s",
     "interactive", "start_cpu_wait_ns", "step_offset", "operators_missing", "loader_period_ns",
+    "recording",
 }  # fmt: skip
 
 

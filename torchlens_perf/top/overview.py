@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import format_coverage, format_duration
-from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.top.pace import describe_pace, draw_curve, window_median_step_s
 from torchlens_perf.top.ranks import build_rank_list
 from torchlens_perf.top.text import (
@@ -25,6 +24,7 @@ from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
 from torchlens_perf.view.headline import Headline, choose_headline
 from torchlens_perf.view.specs import Table, sanitize_line
+from torchlens_perf.view.step_words import describe_overhead
 from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.terminal import (
     bar_lines,
@@ -241,7 +241,7 @@ def quality_line(report: Report, width: int) -> Text:
     parts = [
         f"  data: {quality['lost']:,} of {quality['records'] + quality['lost']:,} records lost",
         format_coverage(quality["coverage"], any_step=report["steps"]["count"] > 0),
-        f"overhead {format_overhead(quality['overhead_share'])}",
+        f"overhead {describe_overhead(quality)}",
         f"{count} note{'s' if count != 1 else ''}" if count else "",
         f"sidecars {format_duration(quality['sidecar_cpu_s'])} of CPU time",
     ]

@@ -27,7 +27,13 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.identity import DeviceClockQuality, Gpu, Identity, ProcessGroup
+from torchlens_perf.run.identity import (
+    DeviceClockQuality,
+    Gpu,
+    Identity,
+    ProcessGroup,
+    RecordingCost,
+)
 from torchlens_perf.run.loader_period import move_hidden_data_wait
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.records import TracedStep
@@ -126,6 +132,7 @@ class ProcessState:
     names_lost: int = 0
     internal_errors: int = 0
     tool_ns: int = 0
+    recording: RecordingCost = dataclasses.field(default_factory=RecordingCost)
     made_steps: int = 0
     """Number of finished steps, including those that were not recorded or were lost."""
     process_began_ns: int = 0

@@ -1,4 +1,4 @@
-"""Sentences on the number and the duration of steps. Pure."""
+"""Sentences on the number and the duration of steps, and on this tool's share. Pure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
     format_rounded,
 )
+from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.verdict import describe_warm_up
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Report
+    from torchlens_perf.verdicts.words.report import Quality, Report
 
 _FLAT = 0.03
+
+
+def describe_overhead(quality: Quality) -> str:
+    """Return this tool's share of the step time, and how often it times modules, as text."""
+    return format_overhead(
+        quality["overhead_share"],
+        quality["overhead_low"],
+        quality["overhead_high"],
+        quality["module_period"],
+    )
 
 
 def step_count_text(report: Report) -> str:

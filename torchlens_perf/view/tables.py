@@ -160,7 +160,8 @@ def _list_all_modules(report: Report) -> Table | None:
                 help="The time includes the module's inner modules.",
             )
         )
-    columns.append(Column("calls", [each["calls"] for each in rows], Quantity.NUMBER, 0.8))
+    calls = [each["calls"] for each in rows]
+    columns.append(Column("calls", calls, Quantity.NUMBER, 0.8, help="Timed calls on all ranks."))
     ranged = "device per step" if on_device else "forward per step"
     return Table("modules", "Modules", columns, first=_FIRST_ROWS, noun="module", ranged=ranged)
 

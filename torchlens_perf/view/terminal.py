@@ -21,7 +21,6 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.run.captures import TRACE
-from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.verdicts.words.evidence import PastEvidence
 from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.verdicts.words.past import describe_period
@@ -30,7 +29,7 @@ from torchlens_perf.verdicts.words.startup import describe_startup
 from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank, slowest_ranks
 from torchlens_perf.view.specs import EMPTY, NOT_MEASURED, Bar, Column, Table, sanitize_line
-from torchlens_perf.view.step_words import describe_step_times, step_count_text
+from torchlens_perf.view.step_words import describe_overhead, describe_step_times, step_count_text
 from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
 
@@ -225,7 +224,7 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
             yield from _wrap_text(table.note, width, 2, "dim")
     quality = report["quality"]
     yield Text("")
-    cost = format_overhead(quality["overhead_share"])
+    cost = describe_overhead(quality)
     yield from _wrap_field("recording", f"{_records_text(report)}; overhead {cost}", width)
     for note in quality["notes"][:_NOTES]:
         yield from _wrap_field("note", note, width)

@@ -146,6 +146,26 @@ def test_modules_outside_normal_forward_passes_do_not_count() -> None:
     assert (alike.steps, alike.modules["block"], alike.forward_ns) == (5, 77, 209)
 
 
+def test_mean_module_times_are_those_of_timed_steps() -> None:
+    """Half of the steps have no times of modules. The model's own call is timed in all of them."""
+    statistics, thinned = RankStatistics(), [step % 2 == 1 for step in range(43)]
+    rows = []
+    for step, without in enumerate(thinned):
+        rows += [] if without else [(Kind.MODULE, 1, step, 6)]
+        rows += [(Kind.FORWARD, 0, step, 10)]
+    made = records(rows)
+    made["nested_ns"] = np.where((made["kind"] == Kind.FORWARD) & (made["step"] % 2 == 0), 6, 0)
+    flags = np.where(thinned, int(Flag.WITHOUT_MODULES), 0)
+    table = dataclasses.replace(step_table([{"forward": 1}] * 43), flags=flags)
+    statistics.add_records(made, table, ["forward Net", "block"], lost=0)
+
+    assert (statistics.usual_steps, statistics.module_steps) == (40, 20)
+    assert statistics.mean_module_times_ns() == {"block": 6, "Net": 4}
+    alike = statistics.sums_of_typical_steps()
+    assert (alike.modules, alike.forward_ns) == ({"block": 120, "Net": 80}, 200)
+    assert len(statistics.mix.bins_by_flags()) == 1
+
+
 @pytest.mark.parametrize("kind", [Kind.MODULE, Kind.SECTION])
 @pytest.mark.parametrize(
     "in_steps", [(20,), (20, 21, 22, 23)], ids=["one outlier", "some outliers"]

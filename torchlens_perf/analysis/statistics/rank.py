@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
+from torchlens_perf.analysis.statistics.module_cost import ModuleCost
 from torchlens_perf.analysis.statistics.number_checks import NumberChecks
 from torchlens_perf.analysis.statistics.operators import OperatorStatistics
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
@@ -359,8 +360,9 @@ class DurationRangeSums:
 
     steps: int = 0
     forward_ns: int = 0
+    """Forward time of the steps whose modules were timed."""
     modules: dict[str, int] = field(default_factory=dict)
-    """Own forward time of each module."""
+    """Own forward time of each module in the same steps."""
     sections: dict[str, int] = field(default_factory=dict)
 
     def merge(self, other: DurationRangeSums) -> None:
@@ -401,8 +403,12 @@ class RankStatistics:
     very long step does not dominate them.
     """
     usual_steps: int = 0
-    """Number of steps that mean_module_times_ns() averages over."""
+    """Number of steps after the warm-up without flags of _UNUSUAL."""
+    untimed_steps: int = 0
+    """Number of usual steps in which the calls of modules were not timed."""
     modules: dict[str, Sketch] = field(default_factory=dict)
+    """Own times of the timed calls in usual steps."""
+    module_cost: ModuleCost = field(default_factory=ModuleCost)
     module_backwards: dict[str, Sketch] = field(default_factory=dict)
     sections: dict[str, Sketch] = field(default_factory=dict)
     section_hosts: dict[str, Sketch] = field(default_factory=dict)
@@ -466,7 +472,9 @@ class RankStatistics:
         self.work.add(_work_ns(table)[with_lack].astype(np.int64))
         for index, part in enumerate(PARTS):
             self.parts[part].add(table.parts_ns[warm, index])
-        self.mix.add_steps(table.select_rows(warm), measured_ns[warm])
+        after_warm_up = table.select_rows(warm)
+        self.mix.add_steps(after_warm_up, measured_ns[warm])
+        self.module_cost.add_steps(after_warm_up)
         self.memory_bytes = int(table.memory_bytes[-1])
         self.memory_max_bytes = max(self.memory_max_bytes, int(table.memory_bytes.max()))
         self.micro_steps = int(np.median(table.micro_steps))
@@ -539,8 +547,10 @@ class RankStatistics:
             DurationRangeSums(count)
             for count in np.bincount(of_step, minlength=len(found)).tolist()
         ]
-        self.usual_steps += int(self._mask_usual_steps(steps).sum())
-        self._add_modules(records, steps, names, of_step, new)
+        usual, timed = self._mask_usual_steps(steps), (steps.flags & Flag.WITHOUT_MODULES) == 0
+        self.usual_steps += int(usual.sum())
+        self.untimed_steps += int((usual & ~timed).sum())
+        self._add_modules(records, steps.select_rows(timed), names, of_step[timed], new)
         rows = np.flatnonzero(records["kind"] == Kind.SECTION)
         rows = rows[np.isin(records["step"][rows], steps.step)]
         at = of_step[np.searchsorted(steps.step, records["step"][rows])]
@@ -565,7 +575,7 @@ class RankStatistics:
 
         Own times of all modules add up to the time of the forward phase.
 
-        of_step: index in `new` of each step.
+        steps: steps whose modules were timed. of_step: index in `new` of each step.
         """
         # Copy the column once, because consecutive values in the records are 64 bytes apart.
         kinds = np.ascontiguousarray(records["kind"])
@@ -640,9 +650,14 @@ class RankStatistics:
             return 0.0
         return self.counted_steps / (self.last_step - self.first_step + 1)
 
+    @property
+    def module_steps(self) -> int:
+        """Number of usual steps in which the calls of modules were timed."""
+        return self.usual_steps - self.untimed_steps
+
     def mean_module_times_ns(self) -> dict[str, float]:
-        """Return each module's mean own forward time per usual step; empty without steps."""
-        steps = self.usual_steps
+        """Return each module's mean own forward time per timed step; empty without such steps."""
+        steps = self.module_steps
         return (
             {name: sketch.sum_ns / steps for name, sketch in self.modules.items()} if steps else {}
         )

@@ -10,10 +10,10 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
 )
 from torchlens_perf.page.matrix import LOG_STEP
-from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.view.html import build_section, build_table
 from torchlens_perf.view.markup import Element, tag
 from torchlens_perf.view.specs import Column, Quantity, Table
+from torchlens_perf.view.step_words import describe_overhead
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import PageContents
@@ -48,7 +48,7 @@ def _build_figures_table(report: Report) -> Table:
         "lowest coverage of a rank": format_coverage(
             found["coverage"], any_step=report["steps"]["count"] > 0
         ),
-        "overhead in the training process": format_overhead(found["overhead_share"]),
+        "overhead in the training process": describe_overhead(found),
         **(
             {"hook time per step (mean)": format_duration(sum(tool_s) / len(tool_s))}
             if tool_s

@@ -421,6 +421,9 @@ class Module(TypedDict):
     has_untimed: bool
     """True if the module has submodules that are not timed."""
     calls: int
+    """Number of timed calls after the warm-up on all ranks."""
+    calls_per_step: float
+    """Mean number of calls in a step of a rank that calls the module."""
     own_s: Distribution
     own_s_per_step: float
     by_rank: dict[str, float]
@@ -634,6 +637,12 @@ class Quality(TypedDict):
     """Number of spans that were nested too deep to be recorded."""
     coverage: float
     overhead_share: float | None
+    """Time of this tool on the training thread, as a fraction of the step time."""
+    overhead_low: float | None
+    """Lower end of the interval of 95 % of `overhead_share`."""
+    overhead_high: float | None
+    module_period: int
+    """Calls of modules are timed in one of this many steps; the largest value of all ranks."""
     sidecar_cpu_s: float
     notes: list[str]
 
