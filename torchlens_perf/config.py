@@ -172,7 +172,7 @@ class Config:
     """Modules to time: "auto" (two levels, at most 128), "all", "none", a number of levels, or name patterns
     like "blocks.*.attn" (a tuple or list; comma-separated in the environment)."""
 
-    budget: float = 0.01
+    budget: float = 0.005
     """Largest share of the step time that recording may take in the training process. Above it, modules inside of a
     model are timed in fewer steps, on all ranks in the same ones. Steps, phases, sections and collectives are always
     recorded. 0: no limit, and modules are timed in every step."""
@@ -208,7 +208,7 @@ class Config:
     with TLS. The token may also be given as token=TOKEN or in the variable TORCHLENS_PERF_EXCHANGE_TOKEN."""
 
     memory: Literal["usage", "history", "off"] = "usage"
-    """Record device memory in one step of 16, or a CPU process's resident memory at most every 50 ms. "history" also
+    """Record device memory in one step of 16, or a CPU process's resident memory a few times a second. "history" also
     keeps the Python stack of each live block of device memory and the last 20,000 allocations. The report on an
     out-of-memory error then names modules and lines, and each allocation takes some microseconds longer."""
 

@@ -1,6 +1,6 @@
 """Capture a few steps on request of the sidecar: trace, flight recorder, device memory.
 
-The training thread checks at most every 50 ms whether a request file exists. A capture begins and
+The training thread checks a few times a second whether a request file exists. A capture begins and
 ends at the end of a step, on this thread. Captured steps are not compared between ranks.
 """
 

@@ -13,12 +13,12 @@ typedef struct {
     vectorcallfunc vectorcall;
     Recorder *recorder;
     PyObject *function; /* called with the module first */
+    uintptr_t entered; /* the thread that is in the class's own __call__ and has not reached nn.Module's yet; or 0 */
+    uint32_t name_id;
+    int only_counts;    /* not 0: the forward observer would only count the call, see count_forward() */
     PyObject *before;   /* observer of the arguments in sampled steps, or NULL */
     PyObject *after;    /* observer of the result in sampled steps, or NULL */
     PyObject *forward;  /* observer of the result of each call that is a forward pass, or NULL */
-    int only_counts;    /* not 0: the forward observer would only count the call, see count_forward() */
-    uint32_t name_id;
-    uintptr_t entered; /* the thread that is in the class's own __call__ and has not reached nn.Module's yet; or 0 */
 } ModuleCall;
 
 /* The modules whose calls are timed, by address: open addressing, at most half full. The caller removes a module's entry

@@ -61,45 +61,49 @@ typedef struct {
     int64_t quiet_steps; /* that C has ended since Python has last reset this */
     int64_t passes;      /* backward passes that the gradient of kept[PARAMETER] is the sum of */
     Gradient gradient;   /* as of the last backward pass */
+    int one_pass;        /* the last step had one backward pass: then the gradient is not looked at before a second */
+    int unseen;          /* the gradient may have changed since it was looked at */
     PyObject *kept[KEPT];
 } StepMarks;
 
 /* See module_call.c. In some steps the calls of modules inside of a forward pass are not timed, so that a recorder keeps
  * to its budget. */
 typedef struct {
-    int64_t mask;       /* one step in mask + 1 has times of modules; 0: all but one in 64; EVERY_STEP: all */
     int left_out;       /* not 0: in this step, calls are not timed */
     int has_left_out;   /* not 0: in this step, a call was not timed */
     int until_measured; /* calls until the cost of one is measured */
+    int64_t mask;       /* one step in mask + 1 has times of modules; 0: all but one in 64; EVERY_STEP: all */
     int64_t calls, steps;                /* timed calls, and steps in which none was left out, since the start */
     int64_t measured_calls, measured_ns; /* those whose cost was measured, and what they cost */
 } ModuleBudget;
 
 enum { EVERY_STEP = -1 };
 
+/* What every mark touches comes first, so that a mark with cold caches needs few cache lines. */
 typedef struct {
     PyObject_HEAD
-    Py_buffer buffer;
     Header *header; /* NULL once closed: every mark is then a no-op */
     Record *records;
     uint64_t mask;
-    uint64_t generation; /* tells this recorder's names and thread stacks from those of an earlier one */
-    uintptr_t owner;     /* the recorded thread: its open spans are kept in the ring file */
-    PyObject *intern;
+    uintptr_t owner; /* the recorded thread: its open spans are kept in the ring file */
     PyObject *clock; /* NULL: CLOCK_MONOTONIC */
-    PyObject *nvtx_push, *nvtx_pop, *nvtx_attributes;
-    PyObject *device_mark, *device_span;  /* NULL: no device's clock, see device.c */
-    PyObject *device_wait_began, *device_wait_ended;
-    int64_t device_marks[MAX_FRAMES]; /* where the owner's open spans began on the device */
-    uintptr_t contexts[MAX_FRAMES];   /* in which its open sections were entered, see section.c */
-    int shared;        /* not 0: records are also written without the GIL, see collective.c */
-    ThreadTime thread_time;
-    int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
-    int sampled;   /* not 0: module calls show their arguments and results to their observers */
-    int backwards; /* open BACKWARD spans of the owner */
+    PyObject *nvtx_push, *nvtx_pop;
+    PyObject *device_mark; /* NULL: no device's clock, see device.c */
+    uint64_t generation;   /* tells this recorder's names and thread stacks from those of an earlier one */
+    int shared;            /* not 0: records are also written without the GIL, see collective.c */
+    int sampled;           /* not 0: module calls show their arguments and results to their observers */
+    int backwards;         /* open BACKWARD spans of the owner */
     int backwards_elsewhere; /* the same of the user's other threads */
     ModuleBudget modules;
+    PyObject *nvtx_attributes;
+    PyObject *intern;
+    PyObject *device_span, *device_wait_began, *device_wait_ended;
+    int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
     StepMarks marks;
+    ThreadTime thread_time;
+    int64_t device_marks[MAX_FRAMES]; /* where the owner's open spans began on the device */
+    uintptr_t contexts[MAX_FRAMES];   /* in which its open sections were entered, see section.c */
+    Py_buffer buffer;
 } Recorder;
 
 extern Recorder *active_recorder; /* what sections write to; NULL: they do nothing */

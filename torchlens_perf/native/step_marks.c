@@ -94,28 +94,45 @@ static void read_gradient(StepMarks *marks, PyObject *parameter, Gradient *now)
     Py_XDECREF(gradient);
 }
 
-/* Counts a backward pass if it added to the gradient. Called when a pass begins and when it has ended. An exception of
- * the user's may be set. */
-static void compare_gradient(StepMarks *marks, int ended)
+static void look_at_gradient(StepMarks *marks, Gradient *now)
 {
     PyObject *none[] = {Py_None, Py_None, Py_None};
     PyObject *reference = marks->kept[PARAMETER];
     PyObject *parameter = reference != NULL && PyWeakref_Check(reference) ? referent_of(reference) : NULL;
-    Gradient now = {0};
     if (parameter != NULL) {
         PyObject *error_type, *error, *traceback;
         PyErr_Fetch(&error_type, &error, &traceback);
         Py_XDECREF(call_kept(marks->kept[HIDE], NULL, 0));
-        read_gradient(marks, parameter, &now);
+        read_gradient(marks, parameter, now);
         Py_XDECREF(call_kept(marks->kept[SHOW], none, 3));
         PyErr_Restore(error_type, error, traceback);
         Py_DECREF(parameter);
     }
-    if (memcmp(&now, &marks->gradient, sizeof(now)) != 0) {
+}
+
+/* Counts a backward pass if it added to the gradient. Called when a pass begins and when it has ended. An exception of
+ * the user's may be set. */
+static void compare_gradient(StepMarks *marks, int ended)
+{
+    Gradient now = {0};
+    look_at_gradient(marks, &now);
+    if (marks->unseen && !ended) {
+        /* The pass before this one was taken to have added to it. */
+        marks->passes = now.address != 0 ? marks->passes : 0;
+        marks->gradient = now;
+    } else if (memcmp(&now, &marks->gradient, sizeof(now)) != 0) {
         marks->gradient = now;
         /* A gradient that changed between two backward passes was cleared. */
         marks->passes = ended ? marks->passes + (now.address != 0) : 0;
     }
+    marks->unseen = 0;
+}
+
+/* Whether to leave the gradient alone: a step of one backward pass has one micro-step, whatever the pass changed. Looking
+ * at it takes longer than all other marks of a step. */
+static inline int is_only_pass(const StepMarks *marks)
+{
+    return marks->one_pass && marks->backward_passes == 0;
 }
 
 static int is_python_due(Recorder *self, int64_t now_ns)
@@ -137,6 +154,7 @@ static void end_step(Recorder *self, int64_t end_ns)
                (uint64_t)passes | (uint64_t)(marks->workload + 1) << WORKLOAD_SHIFT);
     marks->training_steps++;
     marks->quiet_steps++;
+    marks->one_pass = backwards == 1;
     marks->forward_passes = marks->backward_passes = marks->passes = 0;
     marks->workload = -1;
     add_overhead(self, recorder_now(self) - end_ns);
@@ -158,6 +176,7 @@ PyObject *recorder_settle(Recorder *self, PyObject *args)
     Py_XSETREF(marks->kept[OPTIMIZER], Py_NewRef(optimizer));
     Py_XSETREF(marks->kept[PARAMETER], Py_NewRef(parameter));
     Py_XSETREF(marks->kept[COMPILED], Py_XNewRef(compiled_frames()));
+    marks->one_pass = marks->unseen = 0;
     marks->settled = marks->kept[OPENED] != NULL && PyWeakref_Check(optimizer);
     Py_RETURN_NONE;
 }
@@ -167,6 +186,11 @@ PyObject *recorder_unsettle(Recorder *self, PyObject *unused)
 {
     StepMarks *marks = &self->marks;
     marks->settled = 0;
+    if (marks->unseen) {
+        marks->gradient = (Gradient){0};
+        look_at_gradient(marks, &marks->gradient);
+        marks->unseen = 0;
+    }
     return Py_BuildValue("(LLL)L", marks->gradient.address, marks->gradient.version, marks->gradient.shard_version,
                          marks->passes);
 }
@@ -255,6 +279,22 @@ static int is_tracing(StepMarks *marks)
     return tracing;
 }
 
+/* Opens a span, and charges the time since `begun_ns` to this package. */
+static void open_charged(Recorder *self, uint32_t kind, uint32_t name_id, int64_t begun_ns)
+{
+    if (self->header == NULL) {
+        return;
+    }
+    Stack *stack = &self->header->stack;
+    uint64_t depth = span_open(self, stack, kind, name_id);
+    if (self->header != NULL && depth > 0 && depth < MAX_FRAMES) {
+        int64_t tool_ns = stack->frames[depth].start_ns - begun_ns;
+        stack->frames[depth - 1].nested_ns += tool_ns;
+        stack->frames[depth - 1].phase_ns += tool_ns;
+        self->header->tool_ns += (uint64_t)tool_ns;
+    }
+}
+
 /* parts: hook, recorder, torch's function, name_id, on_backward_end */
 static PyObject *backward(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
 {
@@ -263,20 +303,29 @@ static PyObject *backward(PyObject *parts, PyObject *const *args, Py_ssize_t cou
         is_tracing(&self->marks)) {
         return in_python(parts, args, count, kwnames);
     }
+    int64_t begun_ns = recorder_now(self);
     uint32_t name_id = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 3));
-    compare_gradient(&self->marks, 0);
-    if (self->header != NULL) {
-        span_open(self, &self->header->stack, KIND_BACKWARD, name_id);
+    if (!is_only_pass(&self->marks)) {
+        compare_gradient(&self->marks, 0);
     }
+    open_charged(self, KIND_BACKWARD, name_id, begun_ns);
     PyObject *result = PyObject_Vectorcall(PyTuple_GET_ITEM(parts, 2), args, (size_t)count, kwnames);
     if (self->header == NULL) {
         return result;
     }
-    span_close_named(self, KIND_BACKWARD, name_id, recorder_now(self), result == NULL ? FLAG_EXCEPTION : 0, 0, 0);
+    int64_t end_ns = recorder_now(self);
+    span_close_named(self, KIND_BACKWARD, name_id, end_ns, result == NULL ? FLAG_EXCEPTION : 0, 0, 0);
     if (self->header != NULL && self->backwards == 0) {
         if (self->marks.settled) {
+            if (is_only_pass(&self->marks)) {
+                self->marks.passes = self->marks.unseen = 1;
+            } else {
+                compare_gradient(&self->marks, 1);
+            }
             self->marks.backward_passes++;
-            compare_gradient(&self->marks, 1);
+            if (self->header != NULL) {
+                add_overhead(self, recorder_now(self) - end_ns);
+            }
         } else { /* something unusual happened inside of the pass, such as an optimizer's step */
             Py_XDECREF(call_kept(PyTuple_GET_ITEM(parts, 4), NULL, 0));
         }
@@ -324,12 +373,14 @@ static PyObject *next_batch(PyObject *parts, PyObject *const *args, Py_ssize_t c
     if (self == NULL || (PyObject *)self != PyTuple_GET_ITEM(parts, 1)) {
         return in_python(parts, args, count, kwnames);
     }
+    int64_t begun_ns = recorder_now(self);
     uint32_t name_id = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 3));
-    span_open(self, &self->header->stack, KIND_DATA, name_id);
+    open_charged(self, KIND_DATA, name_id, begun_ns);
     PyObject *batch = PyObject_Vectorcall(PyTuple_GET_ITEM(parts, 2), args, (size_t)count, kwnames);
     int raised = batch == NULL && !PyErr_ExceptionMatches(PyExc_StopIteration);
+    int64_t end_ns = recorder_now(self);
     if (self->header != NULL) {
-        span_close_named(self, KIND_DATA, name_id, recorder_now(self), raised ? FLAG_EXCEPTION : 0, 0, 0);
+        span_close_named(self, KIND_DATA, name_id, end_ns, raised ? FLAG_EXCEPTION : 0, 0, 0);
     }
     if (batch != NULL && (quiet_recorder() != self || !add_workload(self, batch))) {
         PyObject *ignored = PyObject_CallOneArg(PyTuple_GET_ITEM(parts, 4), batch);
@@ -337,6 +388,9 @@ static PyObject *next_batch(PyObject *parts, PyObject *const *args, Py_ssize_t c
             Py_CLEAR(batch);
         }
         Py_XDECREF(ignored);
+    }
+    if (self->header != NULL) {
+        add_overhead(self, recorder_now(self) - end_ns);
     }
     return batch;
 }

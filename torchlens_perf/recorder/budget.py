@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 EVERY_STEP = -1
 """Value of Recorder.module_mask with which modules are timed in every step."""
-# The calibrated cost of a call leaves out what a mark costs the user's code afterwards, because it
-# takes space in the processor's caches. benchmarks/training_step.py compares the two.
-_CALIBRATED_SHARE = 0.5
+# The measured cost leaves out what a mark costs the user's code afterwards, because it takes space in
+# the processor's caches. benchmarks/training_step.py compares the two.
+_MEASURED_SHARE = 0.7
 # Cost of a record in ns until a call has been measured.
 _UNMEASURED_NS = 400.0
 _MIN_WINDOW_NS = 50_000_000
@@ -29,7 +29,7 @@ _REMEMBERED_WINDOWS = 7
 
 
 class Spent(NamedTuple):
-    """What the recorder has counted since its start."""
+    """Counts of the recorder since its start."""
 
     step: int
     time_ns: int
@@ -103,7 +103,7 @@ class Budget:
         others_ns = now.tool_ns - last.tool_ns + mark_ns * max(0, others)
         self._others_ns.append(others_ns / steps)
         self._steps_ns.append(time_ns / steps)
-        whole_ns = _CALIBRATED_SHARE * self._share * statistics.median(self._steps_ns)
+        whole_ns = _MEASURED_SHARE * self._share * statistics.median(self._steps_ns)
         fixed_ns = statistics.median(self._others_ns)
         limit_ns = max(whole_ns - fixed_ns, _LEAST_SHARE * fixed_ns)
         return self._choose_level(limit_ns, mark_ns * self._calls_per_step)

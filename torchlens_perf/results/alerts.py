@@ -1,7 +1,7 @@
 """Call the callbacks of w.on_verdict() with the sidecar's alerts at the ends of steps.
 
-The sidecar writes its newest alerts to a file next to the ring file. At the end of a step, at most
-every 50 ms, the training thread checks the size and time of this file with one system call
+The sidecar writes its newest alerts to a file next to the ring file. A few times a second, at the
+end of a step, the training thread checks the size and time of this file with one system call
 (docs/internals/performance.md).
 """
 

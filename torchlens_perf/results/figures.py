@@ -1,7 +1,7 @@
 """Write step times and verdicts to the user's loggers that were passed to w.log_to().
 
 The sidecar writes sums over this rank's steps to a file next to the ring file. At the end of a
-step, at most every 50 ms, the training thread checks the size and time of this file, and reads it
+step, a few times a second, the training thread checks the size and time of this file, and reads it
 if it has changed. This module uses no thread, socket or device, but the user's logger may use them.
 """
 

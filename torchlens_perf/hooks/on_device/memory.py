@@ -1,4 +1,4 @@
-"""Read the device allocator every 16 steps, or the resident memory at most every 50 ms.
+"""Read the device allocator every 16 steps, or the resident memory a few times a second.
 
 A step's record contains the last reading: the allocator's peak, or the resident memory. Other
 numbers of the allocator have separate MEMORY records in the step in which they were read.
