@@ -491,6 +491,10 @@ def break_graph_at(function: Any) -> Any:
     return function
 
 
+_skipped_modules: dict[str, types.ModuleType] = {}
+"""Modules whose functions Dynamo skips. Looking at all functions takes 60 ms."""
+
+
 def make_dynamo_skip_package() -> None:
     """Let Dynamo skip all frames of this package.
 
@@ -502,7 +506,9 @@ def make_dynamo_skip_package() -> None:
     package = __name__.partition(".")[0]
     for name, module in list(sys.modules.items()):
         # Exclude recorder.py: its wrappers are compiled together with the user's functions.
-        if module is not None and name.startswith(package + ".") and not name.endswith(".recorder"):
+        ours = name.startswith(package + ".") and not name.endswith(".recorder")
+        if ours and _skipped_modules.get(name) is not module:
+            _skipped_modules[name] = module
             for value in vars(module).values():
                 members = vars(value).values() if isinstance(value, type) else (value,)
                 for member in members:
@@ -510,8 +516,7 @@ def make_dynamo_skip_package() -> None:
                         member, (types.FunctionType, staticmethod, classmethod, property)
                     ):
                         function: Any = member.fget if isinstance(member, property) else member
-                        function = inspect.unwrap(function)
-                        code = getattr(function, "__code__", None)
+                        code = getattr(inspect.unwrap(function), "__code__", None)
                         if code is not None and code.co_filename == module.__file__:
                             _skip_code_object(code)
 
