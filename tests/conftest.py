@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from tests.support.warm_python import WHOLE_END
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.watch import running_watch
 
@@ -67,6 +68,12 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHLENS_PERF_BUDGET", "0")
     # No page is written by default. Tests in tests/page request one.
     monkeypatch.setenv("TORCHLENS_PERF_REPORT", "text")
+
+
+@pytest.fixture
+def whole_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let warm programs deallocate everything at their end, as users' programs do."""
+    monkeypatch.setenv(WHOLE_END, "1")
 
 
 @pytest.fixture(autouse=True)

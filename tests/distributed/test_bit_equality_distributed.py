@@ -39,7 +39,7 @@ IN_FLIGHT_RECORDER = {
     "recv": "",
 }
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("whole_ends")]
 
 STEPS = 4
 
