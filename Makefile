@@ -40,7 +40,7 @@ SDT = echo '\#include <sys/sdt.h>' | cc -E - >/dev/null 2>&1 || test "$$(id -u)"
 JOBS ?= 4
 SIDE_BY_SIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: check $(TEST)/tap $(RECEIVER)/ready
+test: check $(TEST)/tap $(TEST)/collected $(RECEIVER)/ready
 	command -v valgrind || apt-get install -y -q --no-install-recommends valgrind || true
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
@@ -102,6 +102,11 @@ $(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] t
 	$(SDT)
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test]'
+	touch $@
+
+# One process writes the bytecode of torch, the tests and all that they import. Else each of the JOBS processes would do so.
+$(TEST)/collected: $(TEST)/ready
+	$(TEST)/bin/python -m pytest -q --collect-only > /dev/null
 	touch $@
 
 $(TEST)/tap: $(TEST)/ready
