@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import torchlens_perf as perf
-from tests.support.processes import report, run, runs
+from tests.support.processes import report, run_warm, runs
 from tests.test_watch import make_model, train
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.watch import _warn_not_started, running_watch
@@ -63,7 +63,9 @@ def test_started_watch_is_stopped_at_the_end_of_the_process(way: str, tmp_path: 
             "sys.exit(process.exitcode)"
         ),
     }[way]
-    done = run([sys.executable, "-c", TRAIN + work], tmp_path, TORCHLENS_PERF_EXIT_TIMEOUT_S="60")
+    done = run_warm(
+        [sys.executable, "-c", TRAIN + work], tmp_path, TORCHLENS_PERF_EXIT_TIMEOUT_S="60"
+    )
 
     assert done.returncode == (3 if way == "raises" else 0), done.stderr
     assert "12 steps" in done.stderr, done.stderr
@@ -208,7 +210,7 @@ def test_modules_pattern_without_a_match_is_reported(where: str, tmp_path: Path)
     )
     told = {} if where == "code" else {"TORCHLENS_PERF_MODULES": "block.*"}
     switch = {"TORCHLENS_PERF": "1"} if "recorded" in where else {}
-    done = run([sys.executable, "-c", code], tmp_path, **told, **switch)
+    done = run_warm([sys.executable, "-c", code], tmp_path, **told, **switch)
 
     message = (
         'modules="block.*" matches no module. Names are matched against model.named_modules(), for'
@@ -241,7 +243,7 @@ def test_old_environment_variables_never_stop_a_job(
         "with perf.watch(model, optimizer):\n    train()" if way == "watch" else "train()"
     )
     told = {variable: value, **({} if way == "watch" else {"TORCHLENS_PERF": "1"})}
-    done = run([sys.executable, "-c", script], tmp_path, **told)
+    done = run_warm([sys.executable, "-c", script], tmp_path, **told)
 
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
@@ -264,7 +266,9 @@ def test_token_stays_out_of_everything_written(tmp_path: Path) -> None:
             "    print(pathlib.Path(f'/proc/{pid}/environ').read_bytes().count(b'TOKEN=S3CRET-1'))\n"
         )
         told = {} if settings == by_code else {"TORCHLENS_PERF_EXCHANGE_TOKEN": "S3CRET-1"}
-        done = run([sys.executable, "-c", code], folder, TORCHLENS_PERF_EXIT_TIMEOUT_S="60", **told)
+        done = run_warm(
+            [sys.executable, "-c", code], folder, TORCHLENS_PERF_EXIT_TIMEOUT_S="60", **told
+        )
 
         assert done.returncode == 0, done.stderr
         shown, in_environment = done.stdout.splitlines()

@@ -81,32 +81,25 @@ def planted_straggler(report: dict[str, Any]) -> dict[str, Any] | None:
     return next((verdict for verdict in verdicts if verdict["rank"] == SLOW_RANK), None)
 
 
-def test_slow_rank_of_another_node_is_named(tmp_path: Path) -> None:
+def test_slow_rank_is_named_over_an_exchange_with_configured_address_and_token(
+    tmp_path: Path,
+) -> None:
     """Node 0 names the rank with its host and slow phase, although it has no ring file of that
     rank.
-    """
-    with LiveRanks(tmp_path, RANKS, NODES, SLOW_RANK=str(SLOW_RANK), SLOW_FROM="10") as job:
-        found = job.wait_for(planted_straggler, 2 * STARTED_S, NODES[0])
-        reports = [job.report(node) for node in NODES]
 
-    assert [[rank["rank"] for rank in report["ranks"]] for report in reports] == [[0, 1], [2, 3]]
-    assert found["phase"] == "compute"
-    assert "rank 3" in found["text"].lower()
-    assert "node-b" in found["text"]
-
-
-def test_exchange_uses_the_configured_address_and_token(tmp_path: Path) -> None:
-    """Node 0 listens on the address of `exchange` with the token of the environment.
-
-    No file contains the token.
+    Node 0 listens on the address of `exchange` with the token of the environment. No file contains
+    the token.
     """
     address = f"127.0.0.1:{free_port()}"
     told = {
+        "SLOW_RANK": str(SLOW_RANK),
+        "SLOW_FROM": "10",
         "TORCHLENS_PERF_EXCHANGE": f"grpc://{address}",
         "TORCHLENS_PERF_EXCHANGE_TOKEN": "S3CRET",
     }
     with LiveRanks(tmp_path, RANKS, NODES, **told) as job:
-        job.wait_for(lambda report: job.compared(NODES[0]) == RANKS, 2 * STARTED_S, NODES[0])
+        verdict = job.wait_for(planted_straggler, 2 * STARTED_S, NODES[0])
+        reports = [job.report(node) for node in NODES]
         (published,) = job.run_directory(NODES[0]).nodes.glob("exchange-*")
         found = ExchangeAddress.decode(published.read_bytes())
         (log,) = job.run_directory(NODES[1]).nodes.glob("*.log")
@@ -116,11 +109,16 @@ def test_exchange_uses_the_configured_address_and_token(tmp_path: Path) -> None:
         )
         files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
 
+    assert [[rank["rank"] for rank in report["ranks"]] for report in reports] == [[0, 1], [2, 3]]
+    assert verdict["phase"] == "compute"
+    assert "rank 3" in verdict["text"].lower()
+    assert "node-b" in verdict["text"]
     assert (found.port, found.token) == (int(address.rpartition(":")[2]), expected)
     assert len(files) > 5
     assert not any(b"S3CRET" in each for each in files)
 
 
+@pytest.mark.long  # The next test also has devices on two nodes.
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 def test_slow_device_of_another_node_is_named(tmp_path: Path) -> None:
     """The exchanged windows contain device times, and so does node 0's verdict."""

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.long import long
+
 GUIDE = Path(__file__).parents[2] / "docs/guides/compare.md"
 GITHUB, GITLAB = (
     yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.S)
@@ -57,7 +59,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("script", "output"),
-    [(github_script(), "summary.md"), (gitlab_script(), "compare.html")],
+    [(github_script(), "summary.md"), *long((gitlab_script(), "compare.html"))],
     ids=["GitHub Actions", "GitLab"],
 )
 def test_script_of_a_ci_job_compares_two_commits(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.processes import SCRIPTS, only_report, report, run, runs, torchrun
+from tests.support.long import long
+from tests.support.processes import SCRIPTS, only_report, report, run, run_warm, runs, torchrun
 from torchlens_perf.recorder import native_tap
 
 SCRIPT = str(SCRIPTS / "train_counted.py")
@@ -23,17 +24,13 @@ pytestmark = pytest.mark.skipif(
 def trained(folder: Path, *arguments: str, ranks: int = 1) -> tuple[dict[str, Any], int]:
     """Return the report on a job, and the FLOPs of a rank's step by torch's own counter."""
     launch = [sys.executable] if ranks == 1 else torchrun(ranks=ranks)
-    done = run([*launch, SCRIPT, *arguments], folder, 280)
+    done = run_warm([*launch, SCRIPT, *arguments], folder, 280)
     assert done.returncode == 0, done.stderr
     (flops,) = re.findall(r"^flops (\d+)$", done.stdout, re.MULTILINE)
     return only_report(folder), int(flops)
 
 
-@pytest.mark.parametrize(("arguments", "ranks"), [((), 1), (("compile",), 1), ((), 2)])
-def test_report_has_the_operations_and_rates_of_a_job(
-    arguments: tuple[str, ...], ranks: int, tmp_path: Path
-) -> None:
-    value, flops = trained(tmp_path, *arguments, ranks=ranks)
+def assert_operations_and_rates(value: dict[str, Any], flops: int, ranks: int) -> None:
     found = value["utilization"]
 
     assert found["not_measured"] is None
@@ -48,8 +45,18 @@ def test_report_has_the_operations_and_rates_of_a_job(
     assert len(found["ranks"]) == ranks
 
 
+@pytest.mark.parametrize(
+    ("backend", "ranks"), [(("aot_eager",), 1), ((), 2), *long((("inductor",), 1))]
+)
+def test_report_has_the_operations_and_rates_of_a_job(
+    backend: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    assert_operations_and_rates(*trained(tmp_path, *backend, ranks=ranks), ranks)
+
+
 def test_screens_show_the_table_and_its_convention(tmp_path: Path) -> None:
-    value, _ = trained(tmp_path)
+    value, flops = trained(tmp_path)
+    assert_operations_and_rates(value, flops, 1)
     (directory,) = runs(tmp_path)
     command = [sys.executable, "-m", "torchlens_perf", "report", str(directory.path)]
     terminal = run(command, tmp_path, 120).stdout

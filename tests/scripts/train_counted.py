@@ -1,6 +1,6 @@
 """Train a small decoder on token ids under a watch, on one rank or several.
 
-usage: train_counted.py [compile]
+usage: train_counted.py [BACKEND of torch.compile]
 
 Rank 0 prints the FLOPs of a step by torch's own counter, without fused attention.
 """
@@ -31,7 +31,7 @@ with FlopCounterMode(display=False) as counter:
     model(tokens[:8]).sum().backward()
 model.zero_grad()
 trained = nn.parallel.DistributedDataParallel(model) if RANKS > 1 else model
-trained = torch.compile(trained) if "compile" in sys.argv else trained
+trained = torch.compile(trained, backend=sys.argv[1]) if sys.argv[1:] else trained
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 with perf.watch(model, optimizer, report="page"):
     for (batch,) in DataLoader(TensorDataset(tokens), batch_size=8):

@@ -203,7 +203,7 @@ for _ in range(4):
 print([name.rpartition(".")[2] for name in names])
 """
     (tmp_path / "script.py").write_text(MODEL + script)
-    done = run([sys.executable, "script.py"], tmp_path, TORCHLENS_PERF="1")
+    done = run_warm([sys.executable, "script.py"], tmp_path, TORCHLENS_PERF="1")
 
     ours = "backward" if NATIVE else "timed_backward"
     assert done.stdout == f"{['count_backward', ours, ours, ours]}\n"
