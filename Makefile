@@ -15,7 +15,7 @@ MAKEFLAGS += --jobs=2
 # Without any, each of the tests' many processes would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device test-wheels wheels check lines format docs bench bench-peers gpu-check clean
+.PHONY: demo test test-long test-launchers test-frameworks test-page test-prometheus test-backends test-device test-wheels wheels check lines format docs bench bench-peers bench-peers-ready gpu-check clean
 
 demo: $(DEMO)/ready
 	SLOW_RANK=1 $(DEMO)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
@@ -196,11 +196,12 @@ bench: $(TEST)/tap
 	$(TEST)/bin/python -m benchmarks
 
 # Other tools on the same work, each in an environment of its own. Tables of docs/internals/performance.md and the README's
-# chart are written by it, so run it on a quiet machine. GENERATIONS, ROUNDS: fewer are faster, with wider intervals.
-GENERATIONS ?= 5
-ROUNDS ?= 40
+# chart are written from benchmarks/peers.json, so run it on a quiet machine, after `make bench-peers-ready`. In MINUTES, as
+# many starts of all tools are made as fit. CLOCK=processor is for a busy machine: it leaves waiting out.
+MINUTES ?= 11.5
+CLOCK ?= wall
 PEER_torchlens_perf := .
-PEER_opentelemetry := opentelemetry-sdk==1.45.2
+PEER_opentelemetry := opentelemetry-exporter-otlp-proto-common==1.45.2 opentelemetry-sdk==1.45.2
 PEER_nvtx := nvtx==0.2.17
 PEER_traceml := traceml-ai==0.5.0
 PEER_nvidia-resiliency-ext := nvidia-resiliency-ext==0.4.1
@@ -209,9 +210,10 @@ PEER_viztracer := viztracer==1.1.1
 PEER_deepspeed := deepspeed==0.19.8
 PEERS := $(addprefix .venv-peers/,torchlens_perf opentelemetry nvtx traceml nvidia-resiliency-ext lightning viztracer deepspeed)
 
-bench-peers: $(TEST)/tap $(addsuffix /ready,$(PEERS))
-	$(TEST)/bin/python -m benchmarks.peers .venv-peers --generations $(GENERATIONS) --rounds $(ROUNDS) \
-		--data .venv-peers/data.json --write
+bench-peers-ready: $(addsuffix /ready,$(PEERS))
+
+bench-peers: $(TEST)/tap bench-peers-ready
+	$(TEST)/bin/python -m benchmarks.peers .venv-peers --minutes $(MINUTES) --clock $(CLOCK) --data benchmarks/peers.json --write
 
 # All tools use one torch. It is in an environment of its own, which the others see.
 .venv-peers/torch/ready:
@@ -224,7 +226,7 @@ bench-peers: $(TEST)/tap $(addsuffix /ready,$(PEERS))
 	$(PYTHON) -m venv $(@D)
 	.venv-peers/torch/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
-	$(@D)/bin/python -m pip install -q --no-compile '$(PEER_$*)'
+	$(@D)/bin/python -m pip install -q --no-compile $(PEER_$*)
 	test ! -e $(@D)/bin/torchlens-perf || $(@D)/bin/torchlens-perf build-tap
 	touch $@
 

@@ -1,281 +1,175 @@
 """Compare the costs of this package with those of other tools: `make bench-peers`.
 
-    python -m benchmarks.peers ENVIRONMENTS --generations N --rounds N --data FILE --write
+    python -m benchmarks.peers ENVIRONMENTS --data FILE --write
 
 ENVIRONMENTS is the folder with an environment for each tool. All tools do the same work in processes
 of their own, which take turns in blocks: in each round every process makes one block, in shuffled
-order. A generation starts all processes anew. The values go to FILE as JSON. --write renews the
-tables of docs/internals/performance.md and the chart of the README (benchmarks/peers_tables.py).
+order. A generation starts all processes anew. After --minutes no further generation begins. The
+values go to FILE as JSON. --write renews the tables of docs/internals/performance.md and the chart
+of the README. `python -m benchmarks.peers_tables` does that without measuring.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import json
 import os
 import platform
 import random
-import select
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers_tables
-from benchmarks.peers_tools import TOOLS, WITHOUT_MODULES, WITHOUT_SECTIONS
-from benchmarks.planted_traceml import free_port
+from benchmarks import peers_growth, peers_tables
+from benchmarks.peers_jobs import REPO, Failures, Job, contained, started
+from benchmarks.peers_tools import TOOLS
 
-REPO = Path(__file__).parents[1]
-COPIED = ("__init__.py", "gpt.py", "measure.py", "peers_tools.py", "peers_worker.py")
-ANSWER_TIMEOUT_S = 180
-FILES_TIMEOUT_S = 60
+WARM_ROUNDS = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    ranks: int
-    units: int
-    """Units of work in a block."""
-    tools: tuple[str, ...] = tuple(TOOLS)
+class Jobs:
+    """Jobs that make the same kinds of work under all tools."""
+
+    model: str
+    works: dict[str, tuple[str, int]]
+    """What is measured: name in the results -> unit of work, units in a block."""
+    ranks: int = 1
+    options: tuple[str, ...] = ()
 
 
-WORKS = {
-    "section": Work(1, 2000, tuple(tool for tool in TOOLS if tool not in WITHOUT_SECTIONS)),
-    "gpt": Work(1, 16),
-    "modules": Work(1, 16, tuple(tool for tool in TOOLS if tool not in WITHOUT_MODULES)),
-    "ddp": Work(2, 16),
-    "all_reduce": Work(2, 100, tuple(tool for tool in TOOLS if tool not in WITHOUT_SECTIONS)),
-}
+JOBS = (
+    Jobs("gpt", {"gpt": ("step", 8)}),
+    Jobs("gpt", {"modules": ("step", 8), "section": ("section", 400)}, options=("all",)),
+    Jobs("ddp", {"ddp": ("step", 8), "all_reduce": ("all_reduce", 50)}, ranks=2),
+)
+WORKS = tuple(work for jobs in JOBS for work in jobs.works)
 
 
-class ToolError(Exception):
-    """A job failed. The message has the end of its output."""
+def takes_part(tool: str, work: str) -> bool:
+    """Return False if the tool records nothing of this kind."""
+    kind = TOOLS[tool][0]
+    if work == "modules":
+        return kind.marks_modules
+    return kind.has_sections or work not in ("section", "all_reduce")
 
 
-class Job:
-    """The processes of one tool."""
+@dataclasses.dataclass
+class Results:
+    """The values of all works."""
 
-    def __init__(self, tool: str, work: str, environments: Path, folder: Path) -> None:
-        self.out, self._log = folder / "out", folder / "log"
-        self.out.mkdir(parents=True)
-        self._mark, self._steps = uuid.uuid4().hex, 0
-        python = environments / TOOLS[tool][1] / "bin" / "python"
-        environ = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("TORCHLENS")},
-            "PYTHONPATH": str(_copy_worker(folder / "code")),
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "OMP_NUM_THREADS": "1",
-            "PEER_MARK": self._mark,
-            "PEER_PORT": str(free_port()),
-            "PEER_STORE": str(folder / "store"),
-        }
-        self._helper = _start_helper(tool, python, self.out, environ, WORKS[work].ranks)
-        self._ranks: list[tuple[subprocess.Popen[str], int]] = []
-        for rank in range(WORKS[work].ranks):
-            if WORKS[work].ranks > 1:
-                environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-                environ |= {"LOCAL_WORLD_SIZE": "2"}
-            reads, writes = os.pipe()
-            with self._log.open("a") as log:
-                process = subprocess.Popen(
-                    [python, "-m", "benchmarks.peers_worker", tool, work, str(self.out)],
-                    cwd=folder, env={**environ, "PEER_ANSWERS": str(writes)}, pass_fds=[writes],
-                    stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
-                )  # fmt: skip
-            os.close(writes)
-            self._ranks.append((process, reads))
-
-    def answers(self, word: str = "") -> list[dict[str, Any]]:
-        """Send a line to all ranks, and return their answers."""
-        found = []
-        if word:
-            self._tell(word)
-        for _, reads in self._ranks:
-            ready, _, _ = select.select([reads], [], [], ANSWER_TIMEOUT_S)
-            text = os.read(reads, 65536) if ready else b""
-            if not text:
-                raise ToolError(self._log.read_text(errors="replace")[-2000:])
-            found.append(json.loads(text))
-        return found
-
-    def block(self, units: int) -> float:
-        """Return the ns of a unit of work on the slowest rank."""
-        self._steps += units + 1
-        return max(each["ns"] for each in self.answers(f"block {units}"))
-
-    def end(self) -> dict[str, float]:
-        """Stop the tool, and return memory, the duration of the exit, and what was written."""
-        resident = max(each["resident_bytes"] for each in self.answers("end"))
-        own = {process.pid for process, _ in self._ranks}
-        helpers = sum(_resident_bytes(pid) for pid in self._processes() if pid not in own)
-        begin_s = time.monotonic()
-        self._tell("exit")
-        for process, _ in self._ranks:
-            if process.wait(ANSWER_TIMEOUT_S):
-                raise ToolError(self._log.read_text(errors="replace")[-2000:])
-        exit_s = time.monotonic() - begin_s
-        if self._helper is not None:
-            self._helper.terminate()
-        deadline_s = time.monotonic() + FILES_TIMEOUT_S
-        while self._processes() and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-        written = sum(path.stat().st_size for path in self.out.rglob("*") if path.is_file())
-        return {
-            "resident_bytes": resident,
-            "helper_bytes": helpers,
-            "exit_s": exit_s,
-            "bytes_per_step": written / self._steps,
-        }
-
-    def close(self) -> None:
-        for process, reads in self._ranks:
-            process.kill()
-            process.wait()
-            os.close(reads)
-        for pid in self._processes():
-            with contextlib.suppress(OSError):
-                os.kill(pid, 9)
-
-    def _tell(self, word: str) -> None:
-        for process, _ in self._ranks:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(word + "\n")
-                process.stdin.flush()
-
-    def _processes(self) -> list[int]:
-        """Return the processes of this job, also those that a tool has started."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if f"PEER_MARK={self._mark}".encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-        return found
+    times: dict[str, dict[str, list[list[int]]]]
+    """ns of a unit by work, tool, generation and round."""
+    resources: dict[str, dict[str, list[float]]]
+    """From jobs of the GPT step, by tool, name and generation."""
+    steps_found: dict[str, dict[str, int | None]]
+    """Steps that were made and that the results of a tool have, from the first generation."""
+    versions: dict[str, str]
+    failed: Failures
 
 
-def _copy_worker(folder: Path) -> Path:
-    """Copy the worker. The environment of a tool must see nothing else of the repository."""
-    (folder / "benchmarks").mkdir(parents=True)
-    for name in COPIED:
-        shutil.copy(REPO / "benchmarks" / name, folder / "benchmarks")
-    return folder
+def run_jobs(
+    jobs: Jobs, environments: Path, tools: Sequence[str], rounds: int, results: Results, clock: str,
+    draw: random.Random,
+) -> None:  # fmt: skip
+    """Start the jobs of all tools, make all rounds, and end the jobs."""
+    asked = [
+        tool
+        for tool in tools
+        if tool not in results.failed and any(takes_part(tool, work) for work in jobs.works)
+    ]
+    draw.shuffle(asked)
+    settings = {"ranks": jobs.ranks, "options": jobs.options, "clock": clock}
+    with started(asked, jobs.model, environments, results.failed, **settings) as (running, begun):
+        found: dict[str, dict[str, list[int]]] = {work: {} for work in jobs.works}
+        for number in range(WARM_ROUNDS + rounds):
+            order = list(running)
+            draw.shuffle(order)
+            for tool in order:
+                with contained(tool, running, results.failed):
+                    for work, (unit, units) in jobs.works.items():
+                        if takes_part(tool, work):
+                            value = round(running[tool].block(unit, units))
+                            if number >= WARM_ROUNDS:
+                                found[work].setdefault(tool, []).append(value)
+        for work, times in found.items():
+            for tool in running:
+                if tool in times:
+                    results.times[work].setdefault(tool, []).append(times[tool])
+        for tool, job in list(running.items()):
+            results.versions |= job.versions
+            if "gpt" in jobs.works:
+                with contained(tool, running, results.failed):
+                    note_resources(tool, job, begun[tool], results)
 
 
-def _start_helper(
-    tool: str, python: Path, out: Path, environ: dict[str, str], ranks: int
-) -> subprocess.Popen[bytes] | None:
-    """Start the process that a tool needs in addition to the job: the aggregator of TraceML."""
-    if tool != "TraceML":
-        return None
-    command = [
-        str(python.parent / "traceml"), "serve", "--mode", "summary", "--logs-dir", str(out), "--run-name", "run",
-        "--nnodes", "1", "--nproc-per-node", str(ranks), "--aggregator-port", environ["PEER_PORT"],
-    ]  # fmt: skip
-    with (out.parent / "helper").open("w") as log:
-        return subprocess.Popen(command, cwd=out, env=environ, stdout=log, stderr=log)
+def note_resources(tool: str, job: Job, begun: dict[str, float], results: Results) -> None:
+    values = begun | job.measure_memory() | job.end()
+    values["bytes_per_step"] = values.pop("written_bytes") / job.steps
+    kept = results.resources.setdefault(tool, {})
+    for key, value in values.items():
+        kept.setdefault(key, []).append(round(value, 6))
+    if tool not in results.steps_found:
+        results.steps_found[tool] = {"made": job.steps, "found": job.count_steps()}
 
 
-def _resident_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-@contextlib.contextmanager
-def started(
-    work: str, tools: list[str], environments: Path, failed: dict[str, str]
-) -> Iterator[tuple[dict[str, Job], dict[str, dict[str, Any]]]]:
-    """Start the jobs of all tools one after the other. Yield them with the first answer of each.
-
-    Tools that fail are left out, and `failed` gets the reason.
-    """
-    jobs: dict[str, Job] = {}
-    first: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        try:
-            for number, tool in enumerate(tools):
-                job = Job(tool, work, environments, Path(folder, str(number)))
-                try:
-                    first[tool] = job.answers()[0]
-                    jobs[tool] = job
-                except ToolError as error:
-                    job.close()
-                    failed[tool] = str(error)
-                    print(f"{tool} failed in {work}: {error}", file=sys.stderr, flush=True)
-            yield jobs, first
-        finally:
-            for job in jobs.values():
-                job.close()
-
-
-def measure(
-    environments: Path, works: list[str], tools: list[str], generations: int, rounds: int
-) -> dict[str, Any]:
-    """Return the values of all works: ns of a unit by tool, generation and round; and resources by
-    tool and generation, from the GPT step.
-    """
-    times: dict[str, dict[str, list[list[float]]]] = {work: {} for work in works}
-    resources: dict[str, dict[str, list[float]]] = {}
-    versions: dict[str, str] = {}
-    failed: dict[str, str] = {}
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """Return all values, which can be written as JSON."""
+    begin_s, load = time.monotonic(), os.getloadavg()[0]
+    environments = asked.environments.absolute()
+    results = Results({work: {} for work in WORKS}, {}, {}, {}, Failures())
     draw = random.Random(1)
-    for generation in range(generations):
-        for work in works:
-            asked = [tool for tool in WORKS[work].tools if tool in tools and tool not in failed]
-            draw.shuffle(asked)
-            with started(work, asked, environments, failed) as (jobs, first):
-                order = list(jobs)
-                found: dict[str, list[float]] = {tool: [] for tool in order}
-                for _ in range(rounds):
-                    draw.shuffle(order)
-                    for tool in order:
-                        found[tool].append(jobs[tool].block(WORKS[work].units))
-                for tool, values in found.items():
-                    times[work].setdefault(tool, []).append(values)
-                    versions |= first[tool].pop("versions")
-                    ended = jobs[tool].end()
-                    if work == "gpt":
-                        kept = resources.setdefault(tool, {})
-                        for key, value in {**first[tool], **ended}.items():
-                            kept.setdefault(key, []).append(value)
-            print(f"generation {generation + 1}: {work}", file=sys.stderr, flush=True)
+    growth = {}
+    if asked.growth != "none":
+        small = asked.growth == "small"
+        growth = peers_growth.measure(environments, asked.tools, results.failed, small=small)
+        print(f"growth: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+    longest_s = 0.0
+    for number in range(asked.generations):
+        generation_s = time.monotonic()
+        if number and generation_s + longest_s > begin_s + 60 * asked.minutes:
+            break
+        for jobs in JOBS:
+            if set(jobs.works) & set(asked.works):
+                run_jobs(jobs, environments, asked.tools, asked.rounds, results, asked.clock, draw)
+        longest_s = max(longest_s, time.monotonic() - generation_s)
+        print(f"generation {number + 1}: {longest_s:.0f} s", file=sys.stderr, flush=True)
     return {
-        "times_ns": times,
-        "resources": resources,
-        "versions": versions,
-        "failed": failed,
-        "rounds": rounds,
-        "steps": rounds * (WORKS["gpt"].units + 1),
+        "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}, "
         f"Python {platform.python_version()}",
-        "load": os.getloadavg()[2],
-        "date": time.strftime("%Y-%m-%d"),
+        "load_before": round(load, 2),
+        "minutes": round((time.monotonic() - begin_s) / 60, 1),
+        "clock": asked.clock,
+        "versions": results.versions,
+        "failed": results.failed,
+        "rounds": asked.rounds,
+        "steps_found": results.steps_found,
+        "resources": results.resources,
+        "growth": growth,
+        "times_ns": {work: times for work, times in results.times.items() if times},
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("environments", type=Path, metavar="ENVIRONMENTS")
-    parser.add_argument("--generations", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--generations", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--minutes", type=float, default=11.5)
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--growth", choices=("all", "small", "none"), default="all")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     if "none" not in asked.tools:
         parser.error("--tools must contain none, which the other tools are compared with")
-    data = measure(
-        asked.environments.absolute(), asked.works, asked.tools, asked.generations, asked.rounds
-    )
-    asked.data.write_text(json.dumps(data))
+    data = measure(asked)
+    asked.data.write_text(peers_tables.to_json(data))
     print("\n".join(peers_tables.draw_tables(data)))
     if asked.write:
         peers_tables.write(data, REPO)
