@@ -491,6 +491,8 @@ def break_graph_at(function: Any) -> Any:
     return function
 
 
+_CACHED = functools._lru_cache_wrapper
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, _CACHED)
 _skipped_modules: dict[str, types.ModuleType] = {}
 """Modules whose functions Dynamo skips. Looking at all functions takes 60 ms."""
 
@@ -512,9 +514,7 @@ def make_dynamo_skip_package() -> None:
             for value in vars(module).values():
                 members = vars(value).values() if isinstance(value, type) else (value,)
                 for member in members:
-                    if isinstance(
-                        member, (types.FunctionType, staticmethod, classmethod, property)
-                    ):
+                    if isinstance(member, _FUNCTIONS):
                         function: Any = member.fget if isinstance(member, property) else member
                         code = getattr(inspect.unwrap(function), "__code__", None)
                         if code is not None and code.co_filename == module.__file__:
