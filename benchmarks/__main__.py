@@ -17,6 +17,7 @@ from benchmarks import (
     late_sidecar,
     live_results,
     long_run,
+    many_modules,
     merge_scale,
     nccl_plugin,
     operator_counts,
@@ -31,6 +32,7 @@ from benchmarks import (
 BENCHMARKS = {
     "hot_path": hot_path.main,
     "training_step": training_step.main,
+    "many_modules": many_modules.main,
     "long_run": long_run.main,
     "exit_delay": exit_delay.main,
     "collective_cost": collective_cost.main,

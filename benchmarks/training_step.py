@@ -51,6 +51,13 @@ class Arm:
         self._model = model
         self._session = None if watch is None else watch._session
         self._modules = modules
+        # A block is too short for the recorder to get to know its cost again.
+        self._module_mask: int | None = None
+
+    @property
+    def module_period(self) -> int:
+        """Modules are timed in one step of this many."""
+        return (self._module_mask or 0) + 1
 
     @property
     def native_steps(self) -> int:
@@ -62,6 +69,8 @@ class Arm:
         if session is not None:
             session.config = dataclasses.replace(session.config, modules=self._modules)
             attach.attach_hooks(session, [], [NamedModel(self._model)])
+            if self._module_mask is not None:
+                session.recorder.module_mask = self._module_mask
 
     def sampling_cost(self, step: Callable[[], None]) -> float:
         """Return the relative cost of sampling: the extra time of a sampled step divided by the
@@ -84,6 +93,7 @@ class Arm:
     def __exit__(self, *error: object) -> None:
         session = self._session
         if session is not None:
+            self._module_mask = session.recorder.module_mask
             session.hooks._contexts.close()
             session.recorder.deactivate()
 
