@@ -29,11 +29,8 @@ LONGER = "DEVICE_WORKS_LONGER"
 _FOLDER = Path(__file__).parent
 _BUILD = _FOLDER / "build"
 _MODULE = "_asyncdev"
-# The source that takes longest to compile is first.
-_SOURCES = ("process_group", "operators", "bindings", "memory", "transport", "streams")
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-w", "-fvisibility=hidden", f"-DMODULE_NAME={_MODULE}"]
 _TIMEOUT_S = 600
-_COMPILERS = 2
 
 
 def missing() -> str | None:
@@ -83,24 +80,9 @@ def _compile(torch_folder: Path, folder: Path) -> Path:
         Path(sysconfig.get_path("include")),
     ]
     result = folder / f"{_MODULE}.so"
-    waiting, running = list(_SOURCES), []
-    while waiting or running:
-        while waiting and len(running) < _COMPILERS:
-            name = waiting.pop(0)
-            command = [
-                "g++",
-                *_FLAGS,
-                *(f"-I{each}" for each in headers),
-                "-c",
-                f"{_FOLDER / name}.cpp",
-            ]
-            running.append(subprocess.Popen([*command, "-o", f"{folder / name}.o"]))
-        first = running.pop(0)
-        if first.wait(_TIMEOUT_S):
-            for each in running:
-                each.wait(_TIMEOUT_S)
-            raise RuntimeError(f"the device does not compile: {first.args}")
-    objects = [f"{folder / name}.o" for name in _SOURCES]
+    # All sources include torch's headers, which take longest to compile: they are compiled once.
+    together = folder / "all.cpp"
+    together.write_text("".join(f'#include "{name}"\n' for name in sorted(_FOLDER.glob("*.cpp"))))
     links = [
         f"-L{libraries}",
         "-ltorch_cpu",
@@ -109,9 +91,9 @@ def _compile(torch_folder: Path, folder: Path) -> Path:
         "-lc10",
         f"-Wl,-rpath,{libraries}",
     ]
-    subprocess.run(
-        ["g++", "-shared", "-o", str(result), *objects, *links], check=True, timeout=_TIMEOUT_S
-    )
+    includes = [f"-I{each}" for each in headers]
+    command = ["g++", *_FLAGS, *includes, "-shared", "-o", str(result), str(together), *links]
+    subprocess.run(command, check=True, timeout=_TIMEOUT_S)
     return result
 
 

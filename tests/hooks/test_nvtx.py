@@ -28,6 +28,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# The counter writes its result in a destructor.
+@pytest.mark.usefixtures("whole_ends")
 @pytest.mark.parametrize("recorder", [*IDS[:1], *long(*IDS[1:])])
 def test_each_nvtx_range_ends_even_if_its_code_raises(
     recorder: str, library: Path, tmp_path: Path

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import flop_counter
 
 from tests.support.counted_models import MODELS, Decoder, Step, training
+from tests.support.long import long
 from tests.support.ranks import Rank, make_run
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.hooks import operators, python_tap
@@ -92,12 +93,13 @@ def test_operations_equal_those_of_torchs_counter(name: str) -> None:
     assert flops_by_pass(by_tap(step)).total() == expected
 
 
-def test_compiled_model_counts_the_same_and_is_not_compiled_again() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", *long("inductor")])
+def test_compiled_model_counts_the_same_and_is_not_compiled_again(backend: str) -> None:
     torch.manual_seed(1)
     torch._dynamo.reset()
     model, tokens = Decoder(), torch.randint(0, 50, (3, 20))
     expected = by_torch(training(model, tokens)).get_total_flops()
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend=backend)
     training(compiled, tokens)()
     before = dict(torch._dynamo.utils.counters["stats"])
 
