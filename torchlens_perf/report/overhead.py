@@ -12,8 +12,9 @@ from torchlens_perf.verdicts.node_state import ProcessState
 # Cost of a record, if the rank has not measured it. Recording a span in a real step costs more than
 # the 0.1 us in a tight loop, because caches are cold (docs/internals/performance.md).
 MARK_NS = 400.0
-# Standard error of the calibrated cost of a record, as a share of the cost: calibration does not
-# know how cold the caches are in a step of this model.
+# Standard error of the calibrated cost of a record, as a share of the cost. On a busy machine, the
+# CPU time of steps with and without 101 calls differed by 1.06 +- 0.21 and 0.83 +- 0.34 times the
+# calibrated cost. Calibration leaves out what a record costs the user's code in caches.
 _CALIBRATION_ERROR = 0.5
 _STANDARD_ERRORS = 1.96
 

@@ -101,12 +101,22 @@ def test_steps_with_other_work_are_left_out() -> None:
     assert measure(longer) == measure(steps.select_rows(~other))
 
 
-def test_steps_of_two_sorts_give_no_estimate() -> None:
-    """Every second step takes three times as long. Clipping would hide any cost."""
+def test_steps_of_several_sorts_give_no_estimate() -> None:
+    """The steps of each three take 1, 2 and 3 times as long. Clipping would hide any cost."""
     steps = make_steps(4, 1 / 2)
-    factor = np.where(steps.step % 2, 3, 1)
+    factor = 1 + steps.step % 3
     cost = measure(dataclasses.replace(steps, duration_ns=steps.duration_ns * factor))
     assert cost.estimate() is None
+
+
+def test_waits_for_a_cpu_do_not_count() -> None:
+    """On a busy machine, the thread waits for a CPU for up to three times the step's work."""
+    steps = make_steps(6, 1 / 2)
+    lack_ns = np.random.default_rng(6).integers(0, 21_000_000, STEPS)
+    ready_ns = np.full_like(steps.ready_ns, 0)
+    ready_ns[:, 1] = lack_ns
+    busy = dataclasses.replace(steps, duration_ns=steps.duration_ns + lack_ns, ready_ns=ready_ns)
+    assert measure(busy) == measure(steps)
 
 
 def test_few_blocks_give_no_estimate() -> None:

@@ -25,7 +25,7 @@ BLOCK_STEPS = 64
 # Durations are clipped to this distance from the block's median, as a share of the median.
 _MAX_DEVIATION = 0.25
 # A block in which more steps are clipped has several sorts of steps, such as accumulating ones.
-_MIN_UNCLIPPED = 0.75
+_MIN_UNCLIPPED = 0.5
 # With fewer blocks, their spread is not known well enough for an interval.
 _MIN_BLOCKS = 8
 
@@ -62,8 +62,13 @@ class ModuleCost:
     untimed_ns: list[int] = dataclasses.field(default_factory=list)
 
     def add_steps(self, table: StepTable) -> None:
-        """Add steps after the warm-up. Steps with OTHER_WORK are left out."""
+        """Add steps after the warm-up. Steps with OTHER_WORK are left out.
+
+        Time in which the training thread was runnable but had no CPU does not count. It varies much
+        more than the cost of recording.
+        """
         table = table.select_rows((table.flags & OTHER_WORK) == 0)
+        running_ns = table.duration_ns - table.ready_ns.clip(min=0).sum(axis=1)
         blocks = table.step // BLOCK_STEPS
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
         untimed = (table.flags & Flag.WITHOUT_MODULES) != 0
@@ -71,9 +76,9 @@ class ModuleCost:
             if blocks[start] != self.block:
                 self._end_block()
                 self.block = int(blocks[start])
-            durations_ns, without = table.duration_ns[start:end], untimed[start:end]
-            self.timed_ns += durations_ns[~without].tolist()
-            self.untimed_ns += durations_ns[without].tolist()
+            of_block, without = running_ns[start:end], untimed[start:end]
+            self.timed_ns += of_block[~without].tolist()
+            self.untimed_ns += of_block[without].tolist()
 
     def estimate(self) -> MeasuredCost | None:
         """Return the measured cost; None with too few steps of one sort."""
