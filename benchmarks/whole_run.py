@@ -1,15 +1,17 @@
 """Cost of a watch for a whole run: the wall time from before `import torchlens_perf` to the
 process's end.
 
-A small GPT trains in a plain loop for about 1, 5 and 60 s: one rank with two threads, and two ranks
-with one thread each, so two processors are busy. A pair is a run without and a run with a default
-watch, with the same steps, in random order. Ranks are forked from a process that has imported torch
-but not torchlens_perf. Pairs in which other programs took more than a twentieth of the processors
-are excluded if enough pairs remain.
+A small GPT trains in a plain loop for about 1, 5, 60 and 300 s: one rank with two threads, and two
+ranks with one thread each, so two processors are busy. A pair is a run without and a run with a
+default watch, with the same steps, in random order. Ranks are forked from a process that has
+imported torch but not torchlens_perf. Pairs in which other programs took more than a twentieth of
+the processors are excluded if enough pairs remain.
 
-The required limit (bar) applies to the time of the whole run. The other columns are parts of this
-time: entering the watch, the steps, and the end. Most of the end is rank 0's wait for the report
-that it prints.
+The required limit (bar) applies to the start and the steps: entering the watch, and all steps. At
+the end, rank 0 waits for the report that it prints, which is a part of the whole run. The sidecar's
+processor time until the last step depends less on other programs than the wall time.
+
+`python -m benchmarks.whole_run 5:12 60:3 300:1` makes runs of these lengths with so many pairs.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Table, ratio_interval
 
-# Seconds of a run, number of pairs, and limit of the overhead in percent (upper interval end).
-RUNS = ((1, 40, None), (5, 24, 3.0), (60, 6, 1.0))
+# Seconds of a run and number of pairs.
+RUNS = {1: 40, 5: 24, 60: 6, 300: 2}
+# Largest time that a watch may add to the start and the steps, in percent, by seconds of a run.
+BARS = {5: 3.0, 60: 0.5, 300: 0.3}
 RANKS = (1, 2)
 CONTEXT, BATCH, WIDTH, LAYERS = 64, 8, 96, 3
 TRIED_STEPS = 50
@@ -53,6 +58,10 @@ class Times:
     end_s: float
     """From the end of rank 0's last step to the end of its process."""
     sidecar_cpu_s: float
+    sidecar_cpu_before_end_s: float
+    """The sidecar's processor time until rank 0's last step."""
+    job_waits_s: float
+    """Time in which rank 0's threads could run and had no processor, until its last step."""
     others: float
     """Share of the processors' time used by programs other than the ranks and their sidecar."""
 
@@ -67,29 +76,35 @@ class Pair:
         return max(self.plain.others, self.watched.others)
 
 
-def main() -> int:
-    """Print the table. Return the number of missed bars."""
+def main(runs: Mapping[int, int] = RUNS) -> int:
+    """Print the table. Return the number of missed bars. runs: pairs by seconds of a run."""
     table = Table(
-        "run", "pairs", "unwatched s", "the whole, %", "bar (upper end)", "", "start ms", "steps %", "end ms",
-        "sidecar's CPU s", "others' share",
+        "run", "pairs", "unwatched s", "start and steps, %", "bar", "", "the whole, %", "start ms", "end ms",
+        "sidecar's CPU s before the end", "in all", "job's waits for CPUs, ms", "others' share",
     )  # fmt: skip
-    for seconds, wanted, bar in RUNS:
+    for seconds, wanted in runs.items():
+        bar = BARS.get(seconds)
         for ranks in RANKS:
             pairs = quietest(measured(seconds, ranks, wanted), wanted)
             plain, watched = [pair.plain for pair in pairs], [pair.watched for pair in pairs]
             whole = ratio_interval([run.whole_s for run in watched], [run.whole_s for run in plain])
-            steps = ratio_interval([run.steps_s for run in watched], [run.steps_s for run in plain])
+            training = ratio_interval(
+                [run.start_s + run.steps_s for run in watched],
+                [run.start_s + run.steps_s for run in plain],
+            )
             table.row(
                 f"{seconds} s, {ranks} rank{'s' * (ranks > 1)}",
                 len(pairs),
                 f"{statistics.median(run.whole_s for run in plain):.2f}",
+                percent(training),
+                "" if bar is None else f"at most {bar:g} %",
+                "" if bar is None else table.bar(100 * (training[0] - 1) <= bar),
                 percent(whole),
-                "" if bar is None else f"at most {bar:.0f} %",
-                "" if bar is None else table.bar(100 * (whole[2] - 1) <= bar),
                 f"{1e3 * statistics.median(run.start_s for run in watched):.0f}",
-                percent(steps),
                 f"{1e3 * statistics.median(pair.watched.end_s - pair.plain.end_s for pair in pairs):.0f}",
+                f"{statistics.median(run.sidecar_cpu_before_end_s for run in watched):.2f}",
                 f"{statistics.median(run.sidecar_cpu_s for run in watched):.2f}",
+                f"{1e3 * statistics.median(pair.watched.job_waits_s - pair.plain.job_waits_s for pair in pairs):.0f}",
                 f"{statistics.median(pair.others for pair in pairs):.0%}",
             )
     return table.missed
@@ -116,7 +131,7 @@ def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
         if not name.startswith(("TORCHLENS", "OTEL_"))
     }
     environ["OMP_NUM_THREADS"] = str(2 // ranks)
-    command = [sys.executable, "-m", __name__, str(seconds), str(ranks), str(wanted)]
+    command = [sys.executable, "-m", "benchmarks.whole_run", str(seconds), str(ranks), str(wanted)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return [Pair(Times(*plain), Times(*watched)) for plain, watched in json.loads(done.stdout)]
 
@@ -162,15 +177,17 @@ def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
         last_s = max(ended.values())
         busy_s, own_s, took_s = processors_s() - busy_s, children_s() - own_s, last_s - begun_s
         told = [
-            struct.unpack("ddd", (folder / f"times{rank}").read_bytes()) for rank in range(ranks)
+            struct.unpack("5d", (folder / f"times{rank}").read_bytes()) for rank in range(ranks)
         ]
         cpu_s = sidecar_cpu_s(folder) if watched else 0.0
         return Times(
-            whole_s=last_s - min(began for began, _, _ in told),
-            start_s=max(entered - began for began, entered, _ in told),
-            steps_s=max(left - entered for _, entered, left in told),
+            whole_s=last_s - min(began for began, *_ in told),
+            start_s=max(entered - began for began, entered, *_ in told),
+            steps_s=max(left - entered for _, entered, left, *_ in told),
             end_s=ended[children[0]] - told[0][2],
             sidecar_cpu_s=cpu_s,
+            sidecar_cpu_before_end_s=told[0][3],
+            job_waits_s=told[0][4],
             others=max(0.0, busy_s - own_s - cpu_s) / took_s / (os.cpu_count() or 1),
         )
 
@@ -187,7 +204,7 @@ def start_rank(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     try:
         times = train(rank, ranks, steps, folder, watched=watched)
-        (folder / f"times{rank}").write_bytes(struct.pack("ddd", *times))
+        (folder / f"times{rank}").write_bytes(struct.pack("5d", *times))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -196,9 +213,10 @@ def start_rank(rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
 
 def train(
     rank: int, ranks: int, steps: int, folder: Path, *, watched: bool
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float, float, float]:
     """Train one rank. Return the times at which the rank began, entered its loop and left the loop
-    (CLOCK_MONOTONIC).
+    (CLOCK_MONOTONIC), the sidecar's processor seconds then, and how long the threads had waited for
+    a processor.
     """
     import torch
     import torch.distributed as dist
@@ -229,14 +247,36 @@ def train(
         import torchlens_perf as perf
 
         context = perf.watch(model, optimizer, dir=str(folder / "runs"))
-    with context:
+    waits_s = waited_for_processors_s()
+    with context as watch:
         entered_s = time.monotonic()
         for _ in range(steps):
             step()
         left_s = time.monotonic()
+        waits_s = waited_for_processors_s() - waits_s
+        cpu_s = cpu_so_far_s(watch.run_dir) if watched else 0.0
     if ranks > 1:
         dist.barrier()
-    return began_s, entered_s, left_s
+    return began_s, entered_s, left_s, cpu_s, waits_s
+
+
+def waited_for_processors_s() -> float:
+    """Return how long the threads of this process could run and had no processor."""
+    waits_ns = 0
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/schedstat") as file:
+            waits_ns += int(file.read().split()[1])
+    return waits_ns / 1e9
+
+
+def cpu_so_far_s(run_dir: str) -> float:
+    """Return the processor seconds of the run's sidecar until now."""
+    from torchlens_perf.run import sidecar_status
+    from torchlens_perf.run.directory import find_sidecar_lock
+    from torchlens_perf.run.processes import process_cpu_time_s
+
+    lock = find_sidecar_lock(Path(run_dir).name)
+    return process_cpu_time_s(sidecar_status.read_status(str(lock))[0])
 
 
 def sidecar_cpu_s(folder: Path) -> float:
@@ -265,4 +305,14 @@ def children_s() -> float:
 
 
 if __name__ == "__main__":
+    if any(":" in argument for argument in sys.argv[1:]):
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        sys.exit(
+            main(
+                {
+                    int(seconds): int(pairs)
+                    for seconds, pairs in (each.split(":") for each in sys.argv[1:])
+                }
+            )
+        )
     json.dump(one_job(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), sys.stdout)

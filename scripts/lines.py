@@ -23,7 +23,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         15565,
     ),
     ("store", ("store",), 1600, 977),
-    ("run", ("run",), 3000, 5753),
+    ("run", ("run",), 3000, 5950),
     (
         "verdicts",
         (
@@ -39,7 +39,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("compare, queries", ("compare", "timeline", "query"), 2500, 2699),
     ("diagnosis", ("diagnosis",), 2500, 3000),
     ("serve", ("serve",), 1300, 2254),
-    ("sidecar", ("sidecar",), 5400, 9915),
+    ("sidecar", ("sidecar",), 5400, 10330),
     ("simulate, commands", ("simulate", "commands"), 2200, 5224),
     ("entry points", (".",), 1000, 1916),
 )  # fmt: skip

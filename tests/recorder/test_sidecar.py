@@ -29,6 +29,7 @@ from torchlens_perf.run.directory import (
     sidecar_lock_path,
     sidecar_log_path,
 )
+from torchlens_perf.run.mailbox import ANSWER, RESULTS, Mailbox
 from torchlens_perf.run.processes import (
     process_cpu_time_s,
     process_state_and_start,
@@ -36,6 +37,7 @@ from torchlens_perf.run.processes import (
     thread_ids,
 )
 from torchlens_perf.sidecar import priority
+from torchlens_perf.sidecar.busy import ASSUME_IDLE
 from torchlens_perf.sidecar.start.preload import MODULES
 
 FIRST_SECOND_S = 0.4  # CPU seconds if an interpreter needs BARE_S to start.
@@ -44,9 +46,10 @@ WORK_NS = 20_000_000  # CPU time of work that the job does while the sidecar sta
 # Modules of this package that the sidecar imports before it reads any data.
 WAITING = {
     "torchlens_perf", "torchlens_perf.run", "torchlens_perf.run.processes", "torchlens_perf.run.rings",
-    "torchlens_perf.run.rings.memory", "torchlens_perf.run.sidecar_status", "torchlens_perf.sidecar",
-    "torchlens_perf.sidecar.priority", "torchlens_perf.sidecar.rings", "torchlens_perf.sidecar.rings.waiting",
-    "torchlens_perf.sidecar.start", "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.termination",
+    "torchlens_perf.run.rings.memory", "torchlens_perf.run.rings.spool", "torchlens_perf.run.sidecar_status",
+    "torchlens_perf.sidecar", "torchlens_perf.sidecar.busy", "torchlens_perf.sidecar.priority",
+    "torchlens_perf.sidecar.rings", "torchlens_perf.sidecar.rings.waiting", "torchlens_perf.sidecar.start",
+    "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.termination", "torchlens_perf.sidecar.wake",
 }  # fmt: skip
 # Some modules that the sidecar must not import before it reads any data.
 HEAVY = {
@@ -73,6 +76,12 @@ def busy() -> Iterator[None]:
     """Run a program on each processor that uses all of it, in its own scheduling group."""
     with busy_machine(PROCESSORS):
         yield
+
+
+@pytest.fixture
+def gives_way(busy: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sidecars measure that all processors are busy."""
+    monkeypatch.delenv(ASSUME_IDLE)
 
 
 def until(seen: Callable[[], object], timeout_s: float = 60) -> object:
@@ -240,6 +249,77 @@ def test_report_is_written_although_the_idle_priority_thread_starves(
         pytest.skip(
             "the idle thread got a processor in time, although other programs wanted all of them"
         )
+
+
+def test_short_run_on_busy_cpus_is_read_once_at_its_end(run: RunDirectory, gives_way: None) -> None:
+    """Until then, the sidecar uses less CPU time than the start of two more interpreters."""
+    rank = Rank(run, 0, 1)
+    pid = started(run, rank)
+    began_s, used_s = time.monotonic(), process_cpu_time_s(pid)
+    while time.monotonic() - began_s < 6.0:
+        rank.steps(5, **WORK)
+        time.sleep(0.01)
+    made, used_s = rank.session.recorder.step, process_cpu_time_s(pid) - used_s
+    threads, status = thread_ids(pid), read_status(run)[2]
+    rank.close()
+    wait_for_sidecar(run)
+    value = report(run)
+
+    assert used_s <= 2 * max(BARE_S, bare_start_s())
+    assert (len(threads), status) == (1, "has not begun to read")
+    assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (made, 0)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_no_record_is_lost_at_a_high_rate_on_busy_cpus(
+    run: RunDirectory, gives_way: None, killed: bool
+) -> None:
+    """The ring is overwritten many times before the sidecar begins to read.
+
+    A killed sidecar leaves the records that it has moved out of the ring to the next one.
+    """
+    rank = Rank(run, 0, 1, ring_records=1 << 14)
+    pid, made, began_s = started(run, rank), 0, time.monotonic()
+    while made < 50_000:  # 250,000 records in about 10 s.
+        due = int(5_000 * (time.monotonic() - began_s))
+        rank.steps(due - made, **WORK)
+        made = due
+        time.sleep(0.02)
+    status = read_status(run)[2]
+    if killed:
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: process_state_and_start(pid)[0] in ("", "Z"))
+        assert ensure_running(run, rank.identity)
+    rank.close()
+    wait_for_sidecar(run)
+    value = report(run)
+
+    assert status == "has not begun to read"
+    assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (made, 0)
+    assert len(pd.read_parquet(run.steps)) == made
+
+
+def test_results_of_a_run_on_busy_cpus_are_there_on_request(
+    run: RunDirectory, gives_way: None
+) -> None:
+    """Afterwards the sidecar reads further and loses no record."""
+    rank = Rank(run, 0, 1)
+    started(run, rank)
+    rank.steps(30, **WORK)
+    time.sleep(1.5)
+    box = Mailbox(rank.ring_path, ANSWER, RESULTS)
+    results = box.wait_for_message(30.0)
+    box.close()
+    for _ in range(100):
+        rank.steps(20, **WORK)
+        time.sleep(0.03)
+    rank.close()
+    wait_for_sidecar(run)
+    value = report(run)
+
+    assert results is not None
+    assert "30 steps" in json.loads(results)["text"]
+    assert (value["ranks"][0]["steps"], value["quality"]["lost"]) == (2030, 0)
 
 
 def test_next_sidecar_reads_everything_after_the_first_is_killed(run: RunDirectory) -> None:

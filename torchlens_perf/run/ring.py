@@ -17,6 +17,8 @@ finds the newest records and the stack of open spans.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import mmap
 import os
@@ -25,13 +27,12 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RingError
 from torchlens_perf.run.fitting import fit_metadata
-from torchlens_perf.run.rings import memory
+from torchlens_perf.run.rings import memory, spool
 from torchlens_perf.run.rings.kinds import GRADIENT_NORM as GRADIENT_NORM
 from torchlens_perf.run.rings.kinds import LOSS as LOSS
 from torchlens_perf.run.rings.kinds import Flag as Flag
@@ -305,6 +306,7 @@ class RingBatch(NamedTuple):
     lost: int
 
 
+@functools.cache
 def record_dtype() -> np.dtype[np.void]:
     """Return the NumPy structure of a 64-byte record.
 
@@ -343,8 +345,11 @@ class RingReader:
             raise
         # Last complete copy of the header.
         self._header = bytes(METADATA_OFFSET)
+        self._is_frozen = False
         self._names: list[str] = []
         self._names_read = 0
+        self._spool = spool.spool_path(str(path))
+        self._spooled = spool.count_spooled(self._spool)
 
     def _read_capacity(self) -> int:
         size = os.fstat(self._descriptor).st_size
@@ -368,10 +373,21 @@ class RingReader:
 
     def _read_words(self, first: int, count: int = 1) -> tuple[int, ...]:
         """Return words of the header; the last valid ones if the file has been damaged."""
-        header = os.pread(self._descriptor, METADATA_OFFSET, 0)
-        if len(header) == METADATA_OFFSET and header.startswith(MAGIC):
-            self._header = header
+        if not self._is_frozen:
+            header = os.pread(self._descriptor, METADATA_OFFSET, 0)
+            if len(header) == METADATA_OFFSET and header.startswith(MAGIC):
+                self._header = header
         return struct.unpack_from(f"<{count}Q", self._header, 8 * first)
+
+    @contextlib.contextmanager
+    def frozen_header(self) -> Iterator[None]:
+        """Context in which all methods use one copy of the header, which takes less time."""
+        self._read_words(HEAD)
+        self._is_frozen = True
+        try:
+            yield
+        finally:
+            self._is_frozen = False
 
     def read_counter(self, word: int) -> int:
         """Return a counter in the header.
@@ -451,9 +467,46 @@ class RingReader:
         final: True if the writer has ended, so an incomplete record is counted as lost. Raise
         RingError if the file was truncated or overwritten.
         """
+        spooled = self._read_spooled_records()
+        batch = self._read_ring_records(final=final)
+        if spooled is None:
+            return batch
+        import numpy as np
+
+        return RingBatch(
+            np.concatenate([spooled.records, batch.records]),
+            np.concatenate([spooled.sequences, batch.sequences]),
+            spooled.lost + batch.lost,
+        )
+
+    def drop_spool(self, kept: int) -> None:
+        """Remove the spool if all of its records are saved. kept: number of the last saved record."""
+        if 0 < self._spooled <= kept + 1:
+            self._spooled = 0
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._spool)
+
+    def _read_spooled_records(self) -> RingBatch | None:
+        """Return the records that the sidecar has moved out of the ring, or None."""
+        asked = self.cursor
+        if asked >= self._spooled:
+            return None
+        import numpy as np
+
+        text = spool.read_spool(self._spool, asked, self._spooled - asked)
+        records = np.frombuffer(text[: len(text) // RECORD_BYTES * RECORD_BYTES], record_dtype())
+        sequences = np.arange(asked, asked + len(records), dtype=np.int64)
+        whole = records["stamp"] == (sequences + 1).astype(np.uint32)
+        self.cursor = self._spooled
+        return RingBatch(records[whole], sequences[whole], self._spooled - asked - int(whole.sum()))
+
+    def _read_ring_records(self, *, final: bool) -> RingBatch:
         import numpy as np
 
         asked, stop = self.cursor, min(self.read_counter(HEAD), _LAST)
+        if stop == asked:
+            self._check_file()
+            return RingBatch(np.zeros(0, record_dtype()), np.zeros(0, np.int64), 0)
         first = max(asked, stop - self.capacity)
         sequences = np.arange(first, max(first, stop), dtype=np.int64)
         stamps = (sequences + 1).astype(np.uint32)
@@ -462,10 +515,7 @@ class RingReader:
         whole = (records["stamp"] == stamps) & (
             self._copy_records(first, len(sequences))["stamp"] == stamps
         )
-        if os.fstat(self._descriptor).st_size != RECORDS_OFFSET + self.capacity * RECORD_BYTES:
-            raise RingError(f"{self.path} was truncated")
-        if os.pread(self._descriptor, len(MAGIC), 0) != MAGIC:
-            raise RingError(f"{self.path} was overwritten")
+        self._check_file()
         if not whole.all():
             head = self.read_counter(HEAD)
             in_flight = (sequences > head - self.capacity) & (sequences >= head - IN_FLIGHT)
@@ -477,6 +527,13 @@ class RingReader:
             records, sequences = records[whole], sequences[whole]
         self.cursor = max(asked, stop)
         return RingBatch(records, sequences, self.cursor - asked - len(records))
+
+    def _check_file(self) -> None:
+        """Raise RingError if the file was truncated or overwritten."""
+        if os.fstat(self._descriptor).st_size != RECORDS_OFFSET + self.capacity * RECORD_BYTES:
+            raise RingError(f"{self.path} was truncated")
+        if os.pread(self._descriptor, len(MAGIC), 0) != MAGIC:
+            raise RingError(f"{self.path} was overwritten")
 
     def _copy_records(self, first: int, count: int) -> npt.NDArray[np.void]:
         """Return copies of `count` records from number `first` on; zeros after the file's end."""
@@ -497,7 +554,7 @@ class RingReader:
         os.close(self._descriptor)
 
 
-@contextmanager
+@contextlib.contextmanager
 def reading_ring(path: Path) -> Iterator[RingReader | None]:
     """Context with a reader of a ring file; None if this version cannot read the file."""
     try:

@@ -152,7 +152,8 @@ class JobMonitor:
         with self._errors.contain(_JUDGING):
             uncomparable = self._state.join.uncomparable_groups()
             for source in newest:
-                state, progress = source.state, read_progress(source, uncomparable, now_s)
+                with source.reader.frozen_header():
+                    state, progress = source.state, read_progress(source, uncomparable, now_s)
                 modules_ns = state.statistics.mean_module_times_ns()
                 self.job.set_progress(
                     state.identity,

@@ -15,10 +15,12 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ring
 from torchlens_perf.run.mailbox import REPORT, STEPS
 from torchlens_perf.sidecar import termination
+from torchlens_perf.sidecar.busy import BusyCpus
 from torchlens_perf.sidecar.live_results import LiveResultDelivery
 from torchlens_perf.sidecar.metrics_port import MetricsPort
 from torchlens_perf.sidecar.page_file import write_page_if_wanted
-from torchlens_perf.sidecar.schedule import Schedule
+from torchlens_perf.sidecar.schedule import FILLING, Schedule
+from torchlens_perf.sidecar.wake import Wake
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,13 +30,17 @@ if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.sidecar_lock import SidecarLock
     from torchlens_perf.sidecar.node import Sidecar
-    from torchlens_perf.sidecar.rings.sources import RingSources
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _SHUTDOWN_TIMEOUT_S = 30.0
-# The sidecar checks often for ended ranks, because an ended rank may wait for its report.
+# If the kernel does not report new files, or a rank waits for its report, the sidecar checks often
+# for ended ranks.
 _POLL_INTERVAL_S = 0.05
+# A ring may begin to fill fast at any time.
+_RARE_POLL_INTERVAL_S = 0.5
+# If no rank has finished a step for this time, hangs are searched for at the usual intervals.
+_STALLED_S = 8.0
 
 
 def run_sidecar(
@@ -44,6 +50,7 @@ def run_sidecar(
     results: Callable[[RunDirectory], str] | None = None,
     port: MetricsPort | None = None,
     background: Executor | None = None,
+    wake: Wake | None = None,
 ) -> bool:
     """Run rounds until the node's processes have ended.
 
@@ -56,8 +63,9 @@ def run_sidecar(
     port: the port for /metrics. The caller closes it.
     background: a thread of low priority for all work that no rank waits for. Without `background`,
     the calling thread does all work.
+    wake: the sleep between rounds, which new files in watched folders end.
     """
-    rounds = _RoundRunner(sidecar, lock, results, port)
+    rounds = _RoundRunner(sidecar, lock, results, port, wake or Wake())
     run_in_background = (
         _run_in_this_thread if background is None else lambda work: background.submit(work).result()
     )
@@ -118,8 +126,14 @@ class _RoundRunner:
         lock: SidecarLock,
         results: Callable[[RunDirectory], str] | None,
         port: MetricsPort | None,
+        wake: Wake,
     ) -> None:
         """The parameters are the same as in run_sidecar()."""
+        self._wake = wake
+        self._report_is_wanted = False
+        self._busy_cpus = BusyCpus()
+        self._steps: list[int] = []
+        self._stepped_s = 0.0
         self.port = MetricsPort() if port is None else port
         self.replaced = False
         """True if another sidecar has started for this node."""
@@ -128,20 +142,59 @@ class _RoundRunner:
         self._live = LiveResultDelivery(sidecar, results)
         self._started_s = time.monotonic()
         self._schedule = Schedule(self._started_s)
-        self._account_took_s = self._save_took_s = 0.0
+        self._account_took_s = self._judging_took_s = self._save_took_s = 0.0
         lock.write_status("is reading what the ranks record")
 
     def run_until_a_rank_ends(self) -> bool:
         """Run rounds until a rank ends. Return False if that was the last round."""
         while self.run_round():
-            if _sleep_until_event(self._sidecar.sources, self._schedule.poll_s, self._live):
+            if self._sleep_until_event(self._schedule.poll_s):
                 return True
+        return False
+
+    def _gives_way(self, now_s: float) -> bool:
+        """Return True if the job keeps all CPUs busy, makes progress, and needs no results now."""
+        live = self._sidecar.sources.unfinished_rings()
+        steps = [source.reader.read_counter(ring.STEP) for source in live]
+        if steps != self._steps:
+            self._steps, self._stepped_s = steps, now_s
+        return (
+            bool(self._busy_cpus.poll(now_s))
+            and now_s - self._stepped_s < _STALLED_S
+            and not self._live.is_followed
+            and not self._sidecar.exports
+            and self._sidecar.monitor.cluster.judges_alone
+        )
+
+    def _sleep_until_event(self, duration_s: float) -> bool:
+        """Sleep until the duration is over, a rank ends or makes a request, or SIGTERM arrives.
+
+        Return True if a rank has ended.
+        """
+        until_s = time.monotonic() + duration_s
+        live, ends = self._sidecar.sources.unfinished_rings(), termination.is_requested()
+        for source in live:
+            self._wake.watch_folder(str(source.path.parent))
+        while (left_s := until_s - time.monotonic()) > 0:
+            checks_often = self._report_is_wanted or not self._wake.reports_files
+            longest_s = _POLL_INTERVAL_S if checks_often else _RARE_POLL_INTERVAL_S
+            if self._wake.sleep(min(longest_s, left_s)):
+                self._report_is_wanted = bool(self._sidecar.run.find_local_mailboxes(REPORT))
+            is_filling = False
+            for source in live:
+                state, fill_level = source.peek()
+                if state == ring.State.CLOSED:
+                    return True
+                is_filling |= fill_level > FILLING
+            if is_filling or termination.is_requested() != ends or self._live.poll_requests():
+                return False
         return False
 
     def run_round(self) -> bool:
         """Run one round. Return False if it was the last round."""
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors
+        schedule.gives_way = self._gives_way(time.monotonic())
         if not self._lock.restore_file():
             logger.error(
                 "the lock of this sidecar was removed and another sidecar has started; this one"
@@ -166,8 +219,11 @@ class _RoundRunner:
             with contain_errors("counting the records"):
                 sidecar.count_records()
             self._account_took_s = time.monotonic() - now_s
-        if not more or schedule.is_judging_due(now_s, sidecar.monitor.cluster.update_interval_s):
+        period_s = sidecar.monitor.cluster.update_interval_s
+        if not more or schedule.is_judging_due(now_s, period_s, self._judging_took_s):
+            began_s = time.monotonic()
             sidecar.judge_ranks(now_s, final=not more)
+            self._judging_took_s = time.monotonic() - began_s
         with _log_disk_errors("this run could not join that of node 0"):
             sidecar.join_run_directories()
         sidecar.sample_telemetry()
@@ -204,24 +260,6 @@ class _RoundRunner:
         ):
             live.deliver_due(now_s)
         return more
-
-
-def _sleep_until_event(
-    sources: RingSources, duration_s: float, results: LiveResultDelivery
-) -> bool:
-    """Sleep until the duration is over, a rank ends or makes a request, or SIGTERM arrives.
-
-    Return True if a rank has ended.
-    """
-    until_s = time.monotonic() + duration_s
-    live, ends = sources.unfinished_rings(), termination.is_requested()
-    while (left_s := until_s - time.monotonic()) > 0:
-        time.sleep(min(_POLL_INTERVAL_S, left_s))
-        if any(source.reader.read_counter(ring.STATE) == ring.State.CLOSED for source in live):
-            return True
-        if termination.is_requested() != ends or results.poll_requests():
-            return False
-    return False
 
 
 @contextlib.contextmanager

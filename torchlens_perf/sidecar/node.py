@@ -253,6 +253,7 @@ class Sidecar:
         self.records.write_segment()
         self.save_state(durably=True)
         for source in self.sources:
+            source.reader.drop_spool(source.kept)
             if source.settled and os.path.lexists(source.path):
                 # A killed process leaves its stack file.
                 source.path.with_suffix(".stack").unlink(missing_ok=True)

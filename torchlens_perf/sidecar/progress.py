@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from torchlens_perf.analysis.collectives.hang import RankProgress
 from torchlens_perf.analysis.collectives.semantics import infer_last_operations
@@ -54,4 +53,4 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
 
 def median_step_s(durations_ns: Sequence[float]) -> float:
     """Return the median duration of the last steps, or 0 with fewer than ten steps."""
-    return float(np.median(durations_ns)) / 1e9 if len(durations_ns) >= 10 else 0.0
+    return statistics.median(durations_ns) / 1e9 if len(durations_ns) >= 10 else 0.0

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 # Largest number of records that wait for the next segment, and of records of incomplete steps.
 MAX_UNKEPT_RECORDS = 1 << 18
-_MAX_POLL_S = 0.5
-_ACCOUNT_S, _LATEST_ACCOUNT_S = 1.0, 5.0
+# A poll should find the fullest ring at most at this level.
+FILLING = 1 / 8
+_MAX_POLL_S, _RARE_POLL_S = 0.5, 2.0
+# On busy CPUs, most work is done at this interval. Most of its cost does not depend on the number of
+# records.
+_BUSY_INTERVAL_S = 20.0
+_ACCOUNT_S, _LATEST_ACCOUNT_S, _LATEST_JUDGING_S = 1.0, 5.0, 5.0
 _SAVE_S = 5.0
 _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
 # Write a segment before its records fill half of the ring. The ring still contains all unsaved
@@ -17,7 +22,7 @@ _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
 _MAX_UNKEPT_SHARE = 1 / 2
 # Interval of segments after SIGTERM, when the sidecar may be killed at any time.
 _HURRIED_S = 1.0
-# Largest share of the time for counting, and for writing the state.
+# Largest share of the time for counting, for judging, and for writing the state.
 _MAX_TIME_SHARE = 1 / 400
 _MAX_WATCHED_TIME_SHARE = 1 / 20
 
@@ -31,6 +36,8 @@ class Schedule:
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s
         self.poll_s = 0.05
+        self.gives_way = False
+        """True to work rarely, because the job keeps all CPUs busy."""
         self._hurries = False
         # Time at which each kind of work was last done. The first save is soon, to show the live
         # run early.
@@ -51,11 +58,15 @@ class Schedule:
             self._done_s["account"] = self._done_s["keep"] = float("-inf")
 
     def adapt_poll_interval(self, fullest: float) -> None:
-        """Adapt the poll interval: a poll should find the fullest ring one eighth full."""
-        if fullest > 1 / 8:
+        """Adapt the poll interval to the level at which a poll finds the fullest ring.
+
+        fullest: the highest share of a ring that was new in the last poll.
+        """
+        if fullest > FILLING:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:
-            self.poll_s = min(_MAX_POLL_S, self.poll_s * 1.5)
+            is_rare = self.gives_way or fullest == 0
+            self.poll_s = min(_RARE_POLL_S if is_rare else _MAX_POLL_S, self.poll_s * 1.5)
 
     def is_count_due(self, now_s: float, took_s: float, *, watched: bool = False) -> bool:
         """Return True if records should be counted: once a second, or sooner in a young run.
@@ -70,12 +81,19 @@ class Schedule:
             _LATEST_ACCOUNT_S, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE)
         )
         return self._is_due(
-            "account", now_s, max(self._young_interval_s(now_s, _ACCOUNT_S), rest_s)
+            "account",
+            now_s,
+            max(self._young_interval_s(now_s, _ACCOUNT_S), rest_s, self._busy_interval_s),
         )
 
-    def is_judging_due(self, now_s: float, period_s: float) -> bool:
-        """Return True if ranks should be judged: once in a period, or sooner in a young run."""
-        return self._is_due("judge", now_s, self._young_interval_s(now_s, period_s))
+    def is_judging_due(self, now_s: float, period_s: float, took_s: float = 0.0) -> bool:
+        """Return True if ranks should be judged: once in a period, or sooner in a young run.
+
+        took_s: duration of the last judging. If it takes long, it is due more rarely.
+        """
+        usual_s = self._young_interval_s(now_s, period_s)
+        usual_s = max(usual_s, min(_LATEST_JUDGING_S, took_s / _MAX_TIME_SHARE))
+        return self._is_due("judge", now_s, max(usual_s, self._busy_interval_s))
 
     def is_segment_due(
         self, now_s: float, unkept_records: int, ring_share: float, *, failing: bool = False
@@ -104,7 +122,12 @@ class Schedule:
 
         took_s: duration of the last save. news: there is a new finding to save at once.
         """
-        return self._is_due("save", now_s, 0.0 if news else max(_SAVE_S, took_s / _MAX_TIME_SHARE))
+        usual_s = max(_SAVE_S, took_s / _MAX_TIME_SHARE, self._busy_interval_s)
+        return self._is_due("save", now_s, 0.0 if news else usual_s)
+
+    @property
+    def _busy_interval_s(self) -> float:
+        return _BUSY_INTERVAL_S if self.gives_way else 0.0
 
     def _is_due(self, what: str, now_s: float, period_s: float) -> bool:
         due = now_s - self._done_s[what] >= period_s

@@ -11,18 +11,22 @@ import pytest
 
 from tests.sidecar.test_node import WORK, dead_process
 from tests.support.ranks import HOST, Rank
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory, create_local_folders
 from torchlens_perf.run.mailbox import ALERTS, ANSWER, VIEW, Mailbox
 from torchlens_perf.sidecar import priority
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.rings import waiting
-from torchlens_perf.sidecar.rings.waiting import FULL
 from torchlens_perf.sidecar.start.wait import (
+    BUSY_WAIT_S,
     FILLING,
+    FULL,
+    MAX_SPOOLED_RECORDS,
     POLL_INTERVAL_S,
     PRELOAD_AFTER_S,
     SHORT_RUN_S,
+    STALLED_S,
     STARVED_S,
     wait_until_due,
 )
@@ -71,9 +75,15 @@ class Waited:
     """The result of wait(). `during` is called at each sleep with the elapsed time."""
 
     def __init__(
-        self, run: RunDirectory, during=lambda waited_s: None, imports_s=0.5, impatient=False
+        self,
+        run: RunDirectory,
+        during=lambda waited_s: None,
+        imports_s=0.5,
+        impatient=False,
+        busy=lambda waited_s: False,
+        longest_sleep_s=POLL_INTERVAL_S,
     ) -> None:
-        clock = Clock()
+        self.clock = clock = Clock()
         self.preloads: list[Preparation] = []
 
         def prepare() -> Preparation:
@@ -85,7 +95,13 @@ class Waited:
             during(clock.now_s - 1000.0)
 
         self.rings, _ = wait_until_due(
-            registrations(run), prepare, impatient=impatient, now=clock.now, sleep=sleep
+            registrations(run),
+            prepare,
+            impatient=impatient,
+            now=clock.now,
+            sleep=sleep,
+            busy_cpus=lambda now_s: busy(now_s - 1000.0),
+            longest_sleep_s=longest_sleep_s,
         )
         self.took_s = clock.now_s - 1000.0
 
@@ -267,6 +283,7 @@ def test_hang_during_the_wait_is_timed_from_the_last_step(run: RunDirectory) -> 
             functools.partial(Preparation, clock, 0.5),
             now=clock.now,
             sleep=clock.sleep,
+            busy_cpus=lambda now_s: False,
         )
         made = Sidecar(run, HOST, None, lambda run, asked: None, rings if waits else {})
         made.read_rings()
@@ -299,3 +316,98 @@ def test_request_for_results_ends_the_wait(run: RunDirectory, kind: str, at_once
     assert (waited.took_s < 1.3) == at_once
     boxes[0].close()
     rank.close()
+
+
+def always(waited_s: float) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(("longest_sleep_s", "most_polls"), [(POLL_INTERVAL_S, 3700), (0.5, 200)])
+def test_sidecar_on_busy_cpus_imports_nothing_and_polls_rarely(
+    run: RunDirectory, longest_sleep_s: float, most_polls: int
+) -> None:
+    """The polls are rare if the kernel reports new files."""
+    rank = Rank(run, 0, 1)
+    waited = Waited(
+        run, lambda waited_s: rank.steps(1, **WORK), busy=always, longest_sleep_s=longest_sleep_s
+    )
+    rank.close()
+
+    assert waited.took_s == pytest.approx(BUSY_WAIT_S, abs=1.0)
+    assert waited.preloads == []
+    assert waited.clock.sleeps <= most_polls
+
+
+@pytest.mark.parametrize("longest_sleep_s", [POLL_INTERVAL_S, 0.5])
+@pytest.mark.parametrize(
+    ("steps_per_s", "ring_records"), [(100, 4096), (400, 4096), (2000, 4096), (20_000, 1 << 16)]
+)
+def test_no_record_is_lost_during_the_wait_on_busy_cpus(
+    run: RunDirectory, steps_per_s: int, ring_records: int, longest_sleep_s: float
+) -> None:
+    """The ring is overwritten up to 70 times. Its records are moved to the spool before."""
+    rank = Rank(run, 0, 1, ring_records=ring_records)
+    made = 0
+
+    def fill(waited_s: float) -> None:
+        nonlocal made
+        made, new = round(steps_per_s * waited_s), round(steps_per_s * waited_s) - made
+        rank.steps(new, **WORK)
+
+    waited = Waited(run, fill, imports_s=0.5, busy=always, longest_sleep_s=longest_sleep_s)
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None, waited.rings)
+    sidecar.read_rings()
+    sidecar.count_records()
+    (process,) = sidecar.state.processes.values()
+
+    assert rank.session.recorder.written > 4096
+    assert (process.statistics.lost, process.statistics.step.count) == (0, made - WARM_UP_STEPS)
+    assert waited.took_s <= min(BUSY_WAIT_S, MAX_SPOOLED_RECORDS / (5 * steps_per_s)) + 1.0
+    sidecar.save_records()
+    sidecar.close()
+    assert not list(rank.ring_path.parent.glob("*.spool"))
+    rank.close()
+
+
+def test_wait_on_busy_cpus_ends_if_no_rank_makes_a_step(run: RunDirectory) -> None:
+    """A hang is found as fast as on idle CPUs."""
+    ranks = [Rank(run, rank) for rank in range(2)]
+
+    def train(waited_s: float) -> None:
+        for rank in ranks:
+            rank.steps(waited_s < 30.0, **WORK)
+
+    waited = Waited(run, train, busy=always)
+
+    assert waited.took_s == pytest.approx(30.0 + STALLED_S, abs=0.1)
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("follower", ["alerts", "OTLP", "/metrics"])
+def test_wait_on_busy_cpus_is_shorter_if_results_are_used_during_the_run(
+    run: RunDirectory, follower: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(run, 0, 1, prometheus="127.0.0.1:9464" if follower == "/metrics" else "")
+    box = Mailbox(rank.ring_path, ALERTS) if follower == "alerts" else None
+    if follower == "OTLP":
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    waited = Waited(run, lambda waited_s: rank.steps(1, **WORK), imports_s=1000.0, busy=always)
+    if box is not None:
+        box.close()
+    rank.close()
+
+    assert waited.took_s == pytest.approx(2 * STARVED_S, abs=2 * POLL_INTERVAL_S)
+    assert waited.preloads[0].groups == [priority.SLOW_GROUP]
+
+
+def test_idle_moment_of_a_busy_node_is_used_for_the_imports(run: RunDirectory) -> None:
+    rank = Rank(run, 0, 1)
+    waited = Waited(
+        run, lambda waited_s: rank.steps(1, **WORK), busy=lambda waited_s: not 40 < waited_s < 42
+    )
+    rank.close()
+
+    assert waited.preloads[0].begun_s == pytest.approx(40.0, abs=0.1)
+    assert waited.took_s == pytest.approx(40.5, abs=0.1)
+    assert waited.preloads[0].hurries_s == []

@@ -93,6 +93,13 @@ class RingSource:
         self.delayed_until = int(steps.max())
         return np.isin(records["step"], steps)
 
+    def peek(self) -> tuple[int, float]:
+        """Return the ring's state, and the level to which new records fill it."""
+        reader = self.reader
+        with reader.frozen_header():
+            new = reader.read_counter(ring.HEAD) - reader.cursor
+            return reader.read_counter(ring.STATE), new / reader.capacity
+
     def poll_end_state(self) -> str:
         """Return "closed" or "died" if the process has ended, or "" while it runs."""
         if self.reader.read_counter(ring.STATE) == State.CLOSED:

@@ -9,12 +9,12 @@ import os
 
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rings import memory
+from torchlens_perf.run.rings.spool import SpoolWriter
 
-# Reading starts at this fill level. The ring must not overflow before the first records are read.
-FULL = 1 / 2
 # The first bytes of a ring file, and positions of words in its header. They are copies from
 # run/ring.py, which takes long to import.
 MAGIC, HEAD, STEP, STATE, CLOSED = b"TLPRING\0", 8, 9, 13, 1
+METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 
 
 class WaitingRing:
@@ -26,6 +26,8 @@ class WaitingRing:
         Raises OSError if the file cannot be opened, and ValueError if it is not a ring file.
         """
         self.step = self.head = -1
+        self.new_share = 0.0
+        """Share of the ring's capacity that was written between the last two polls."""
         self.step_s = self.mark_s = 0.0
         """Times on CLOCK_MONOTONIC when the current step and the last record were first seen."""
         pid, _, started = path.removesuffix(".ring").rpartition("-")
@@ -39,9 +41,13 @@ class WaitingRing:
             self.close()
             raise ValueError(f"{path} is not a ring file")
         memory.announce_open_ring(path, self.descriptor)
+        # A ring in anonymous memory has no folder in shared memory for a spool.
+        self._spool = (
+            None if os.path.islink(path) else SpoolWriter(path, self.descriptor, self._capacity)
+        )
 
     def poll_header(self, now_s: float) -> bool:
-        """Read the ring's header. Return True if the ring should be read now."""
+        """Read the ring's header. Return True if its process has closed it."""
         header = os.pread(self.descriptor, 8 * (STATE + 1), 0)
         head, step, state = (
             int.from_bytes(header[8 * word : 8 * word + 8], "little")
@@ -49,14 +55,38 @@ class WaitingRing:
         )
         if step != self.step:
             self.step, self.step_s = step, now_s
+        self.new_share = (head - max(0, self.head)) / self._capacity
         if head != self.head:
             self.head, self.mark_s = head, now_s
-        return state == CLOSED or self.fill_level >= FULL
+        return state == CLOSED
 
     @property
     def fill_level(self) -> float:
         """Share of the ring's capacity that was in use at the last call of poll_header()."""
-        return self.head / self._capacity
+        return (self.head - self.spooled) / self._capacity
+
+    @property
+    def room(self) -> int:
+        """Number of records until the ring overwrites one that is only in the ring."""
+        return self._capacity - (self.head - self.spooled)
+
+    @property
+    def spooled(self) -> int:
+        """Number of records that were moved out of the ring."""
+        return 0 if self._spool is None else self._spool.end
+
+    def move_records_to_spool(self, most: int) -> bool:
+        """Move at most this many records out of the ring. Return False if that is not possible."""
+        try:
+            return self._spool is not None and self._spool.copy_new_records(self.head, most) > 0
+        except OSError:
+            return False
+
+    def is_scraped(self) -> bool:
+        """Return True if the rank's settings ask for a port for /metrics."""
+        metadata = os.pread(self.descriptor, METADATA_BYTES, METADATA_OFFSET)
+        value = metadata.partition(b'"prometheus":')[2].lstrip()
+        return value.startswith(b'"') and not value.startswith(b'""')
 
     def is_writer_alive(self) -> bool:
         return process_start_ticks(self._pid) == self._started

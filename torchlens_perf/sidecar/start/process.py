@@ -34,6 +34,7 @@ from torchlens_perf.store.without_pandas import block_pandas_import
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
+    from torchlens_perf.sidecar.wake import Wake
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -54,14 +55,15 @@ def read_live_run(
     host: str,
     lock_descriptor: int,
     rings: Mapping[str, WaitingRing],
+    wake: Wake,
     *,
     shared: bool = False,
 ) -> int:
     """Read the node's rings until its ranks have ended. Return the exit code.
 
     lock_descriptor: descriptor of the lock file. The rank has locked the file.
-    rings: the rings' last seen positions by path, see wait.py. shared: True if the group may read
-    the run directory.
+    rings: the rings' last seen positions by path, see wait.py. wake: the sleep between rounds.
+    shared: True if the group may read the run directory.
     """
     _configure_logging()
     block_pandas_import()
@@ -75,7 +77,7 @@ def read_live_run(
             return 1
         lock.write_status(LOADS)
         with ownership.restrict_new_files_like(run.nodes):
-            _run_sidecar_until_end(run, host, lock, rings, is_live=True)
+            _run_sidecar_until_end(run, host, lock, rings, wake)
     except TorchlensPerfError as error:
         print(f"torchlens-perf: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -184,9 +186,10 @@ def _run_sidecar_until_end(
     host: str,
     lock: SidecarLock,
     rings: Mapping[str, WaitingRing],
-    *,
-    is_live: bool = False,
+    wake: Wake | None = None,
 ) -> None:
+    # A user who starts a sidecar waits for its results, so it works at normal priority.
+    is_live = wake is not None
     # A single low-priority thread does all work. The child that builds the tap would end with the
     # thread that started it.
     background = (
@@ -216,7 +219,9 @@ def _run_sidecar_until_end(
         sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
-            again = run_sidecar(sidecar, lock, exporter, render_live_results, port, background)
+            again = run_sidecar(
+                sidecar, lock, exporter, render_live_results, port, background, wake
+            )
         except Exception:
             failures += 1
             # If a user has started the sidecar, show the error.
