@@ -108,16 +108,18 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("make", [sparse, nested])
-@pytest.mark.parametrize("name", ["nodes/other-0001.json", f"captures/{_ID}.request.json"])
-def test_report_names_a_json_file_that_is_too_large_to_read(
-    run: RunDirectory, name: str, make: Callable[[Path], None]
+def test_report_names_json_files_that_are_too_large_to_read(
+    run: RunDirectory, make: Callable[[Path], None]
 ) -> None:
-    make(run.path / name)
+    names = ["nodes/other-0001.json", f"captures/{_ID}.request.json"]
+    for name in names:
+        make(run.path / name)
     done = command("report", str(run.path), "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    (note,) = [each for each in report["quality"]["notes"] if Path(name).name in each]
-    assert "\n" not in note
+    for name in names:
+        (note,) = [each for each in report["quality"]["notes"] if Path(name).name in each]
+        assert "\n" not in note
     assert report["steps"]["count"] == 64
 
 
@@ -132,18 +134,24 @@ def test_report_of_a_single_too_large_state_is_one_line(run: RunDirectory) -> No
 
 
 @pytest.mark.parametrize("make", [sparse, many_rows, many_columns, repeated_text])
-@pytest.mark.parametrize("folder", ["steps", "spans", "gpus"])
-def test_page_names_a_parquet_file_that_is_too_large_to_read(
-    run: RunDirectory, folder: str, make: Callable[[Path], None], tmp_path: Path
+def test_page_names_parquet_files_that_are_too_large_to_read(
+    run: RunDirectory, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     (state,) = run.nodes.glob("*.json")
-    bad = run.path / folder / f"{state.stem}-000009.parquet"
-    make(bad)
+    made = tmp_path / "made"
+    make(made)
+    bad = [
+        run.path / folder / f"{state.stem}-{number:06}.parquet"
+        for number, folder in enumerate(("steps", "spans", "gpus"), 900)
+    ]
+    for path in bad:
+        path.parent.mkdir(exist_ok=True)
+        os.link(made, path)
     done = command("report", str(run.path), "--html", str(tmp_path / "page.html"))
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
-    assert bad.name in page
-    assert "cannot be read" in page
+    for path in bad:
+        assert f"{path.name} cannot be read" in page
 
 
 @pytest.mark.parametrize("make", [sparse, many_rows, many_columns, repeated_text])
