@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark property tests, and spread the files of tests/distributed over the run.
 
     Tests in tests/distributed start several processes each. Such files should not run at the same
-    time or all at the end.
+    time, and none of them at the end, where it would run alone.
     """
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         groups["distributed" in item.path.parts].setdefault(item.path, []).append(item)
     placed = [
-        (index / len(files), several, tests)
+        (index / len(files) * (0.9 if several else 1), several, tests)
         for several, files in groups.items()
         for index, tests in enumerate(files.values())
     ]
