@@ -12,9 +12,10 @@ from benchmarks.peers_jobs import Failures, contained, started
 from benchmarks.peers_tools import CONTROL, TOOLS
 
 MODULES = (10, 1000, 10_000)
-STEPS = (1000, 10_000, 100_000)
-RANKS = (1, 8, 64)
-RANK_STEPS, RANK_PERIOD_MS = 100, 50
+STEPS = (1000, 10_000, 50_000)
+RANKS = (1, 64)
+# Processes of a tool may need some seconds until they use all their memory.
+RANK_STEPS, RANK_PERIOD_MS = 240, 50
 Growth = dict[str, dict[str, dict[str, float]]]
 
 
@@ -77,7 +78,7 @@ def measure_ranks(
 ) -> Growth:
     """Return memory and processor time of the tools' own processes by number of local ranks.
 
-    The ranks do not communicate. They wait between their steps, so that two CPUs are enough.
+    The ranks do not communicate. They sleep between their steps, so that two CPUs are enough.
     """
     asked = [tool for tool in tools if TOOLS[tool][0].has_own_processes or tool == "none"]
     found: Growth = {tool: {} for tool in asked}

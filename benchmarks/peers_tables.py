@@ -302,7 +302,7 @@ def _ranks_table(found: dict[str, Any]) -> Table:
             _numbers("exit, slowest rank, s", found, tools, 1.0, ".1f", "exit_s"),
         ],
         note=(
-            "Ranks that start at the same time on all CPUs, make a short step every 50 ms for 5 s and do"
+            "Ranks that start at the same time on all CPUs, make a short step every 50 ms for 12 s and do"
             " not communicate. Other tools have no processes of their own."
         ),
     )  # fmt: skip

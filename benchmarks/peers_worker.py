@@ -12,10 +12,13 @@ descriptor PEER_ANSWERS.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib.metadata
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +153,7 @@ class Worker:
 def serve_by_forks(worker: Worker, ranks: int, answers: TextIO) -> None:
     """Fork the ranks before the tool is imported. Pass each line on to all of them."""
     pipes: list[tuple[TextIO, TextIO, int]] = []
+    gc.freeze()
     for rank in range(ranks):
         (their_lines, lines), (read, write) = os.pipe(), os.pipe()
         pid = os.fork()
@@ -162,7 +166,10 @@ def serve_by_forks(worker: Worker, ranks: int, answers: TextIO) -> None:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
             worker.serve(os.fdopen(their_lines), os.fdopen(write, "w"))
-            return
+            # The end of the interpreter would copy the memory of the parent: seconds for each rank.
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            os._exit(0)
         os.close(their_lines)
         os.close(write)
         pipes.append((os.fdopen(lines, "w"), os.fdopen(read), pid))
