@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.long import long
 from torchlens_perf.compare.changes import Change, Outcome, find_changes
 
 MEASURES, DRAWS = 12, 200
@@ -44,7 +45,7 @@ def sides(
     return before, after
 
 
-@pytest.mark.parametrize("runs", [2, 3, 5])
+@pytest.mark.parametrize("runs", [2, *long(3), 5])
 def test_equal_sides_have_a_false_change_in_at_most_one_of_twenty_comparisons(runs: int) -> None:
     generator = np.random.default_rng(1)
     false = sum(

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ruptures  # type: ignore[import-untyped]
 
 from tests.support.findings import episode, findings
 from tests.support.tables import step_table
@@ -67,6 +66,9 @@ def test_no_change_is_found_in_95_percent_of_stationary_series(
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.6])
 def test_change_of_5_percent_is_found_within_two_windows(correlation: float) -> None:
     """ruptures, which assumes independent noise, finds the same window."""
+    # It imports scipy.stats, which would delay every worker of a test run.
+    import ruptures  # type: ignore[import-untyped]
+
     rng = np.random.default_rng(3)
     near = as_ruptures = 0
     for _ in range(40):

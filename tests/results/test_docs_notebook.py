@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.support.processes import ROOT, run, runs
+from tests.support.processes import ROOT, runs
 
 DISPLAY = "def display(watch):\n    print(watch._repr_mimebundle_()['text/plain'])\n\n"
 
@@ -24,7 +24,7 @@ def test_documented_notebook_example_runs_as_a_script(tmp_path: Path) -> None:
         "perf.watch(model, optimizer)",
         "perf.watch(model, optimizer, config=perf.Config(_exit_timeout_s=60.0))",
     )
-    done = run([sys.executable, "-c", code], tmp_path, TORCHLENS_PERF_RAISE="1")
+    done = run_warm([sys.executable, "-c", code], tmp_path, TORCHLENS_PERF_RAISE="1")
 
     assert done.returncode == 0, done.stderr
     assert len(blocks()) == 6
