@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.support.processes import ROOT, runs
+from tests.support.processes import ROOT, run_warm, runs
 
 DISPLAY = "def display(watch):\n    print(watch._repr_mimebundle_()['text/plain'])\n\n"
 
