@@ -4,9 +4,9 @@
 
 ENVIRONMENTS is the folder with an environment for each tool. All tools do the same work in processes
 of their own, which take turns in blocks: in each round every process makes one block, in shuffled
-order. A generation starts all processes anew. After --minutes no further generation begins. The
-values go to FILE as JSON. --write renews the tables of docs/internals/performance.md and the chart
-of the README. `python -m benchmarks.peers_tables` does that without measuring.
+order. A generation starts all processes anew. At least two are made, and as many as fit into
+--minutes. The values go to FILE as JSON. --write renews the tables of docs/internals/performance.md
+and the chart of the README. `python -m benchmarks.peers_tables` does that without measuring.
 """
 
 from __future__ import annotations
@@ -121,21 +121,24 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     environments = asked.environments.absolute()
     results = Results({work: {} for work in WORKS}, {}, {}, {}, Failures())
     draw = random.Random(1)
+    deadline_s, longest_s = begin_s + 60 * asked.minutes, 0.0
     growth = {}
-    if asked.growth != "none":
-        small = asked.growth == "small"
-        growth = peers_growth.measure(environments, asked.tools, results.failed, small=small)
-        print(f"growth: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
-    longest_s = 0.0
     for number in range(asked.generations):
         generation_s = time.monotonic()
-        if number and generation_s + longest_s > begin_s + 60 * asked.minutes:
+        # One start would not show how much starts differ.
+        if number > 1 and generation_s + longest_s > deadline_s:
             break
         for jobs in JOBS:
             if set(jobs.works) & set(asked.works):
                 run_jobs(jobs, environments, asked.tools, asked.rounds, results, asked.clock, draw)
-        longest_s = max(longest_s, time.monotonic() - generation_s)
-        print(f"generation {number + 1}: {longest_s:.0f} s", file=sys.stderr, flush=True)
+        now_s = time.monotonic()
+        longest_s = max(longest_s, now_s - generation_s)
+        print(f"generation {number + 1}: {now_s - generation_s:.0f} s", file=sys.stderr, flush=True)
+        if number == 0 and asked.growth != "none":
+            growth = peers_growth.measure(
+                environments, asked.tools, results.failed, deadline_s - longest_s,
+                small=asked.growth == "small",
+            )  # fmt: skip
     return {
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, Linux {platform.release()}, "
@@ -157,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("environments", type=Path, metavar="ENVIRONMENTS")
     parser.add_argument("--generations", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=11.5)
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))

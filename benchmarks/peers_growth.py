@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.peers_jobs import Failures, contained, started
 from benchmarks.peers_tools import CONTROL, TOOLS
 
-MODULES = (10, 1000, 10_000)
+MODULES = (10, 10_000)
 STEPS = (1000, 10_000, 50_000)
 RANKS = (1, 64)
 # Processes of a tool may need some seconds until they use all their memory.
@@ -55,7 +56,7 @@ def measure_steps(
     environments: Path, tools: Sequence[str], failed: Failures, counts: Sequence[int]
 ) -> Growth:
     """Return memory, files and exit by tool and number of steps, each in a run of its own."""
-    asked = [tool for tool in tools if tool != CONTROL]
+    asked = [tool for tool in tools if tool != CONTROL and not TOOLS[tool][0].is_idle()]
     found: Growth = {tool: {} for tool in asked}
     for count in counts:
         # Results of other tools stay in memory or are of constant size.
@@ -80,12 +81,11 @@ def measure_ranks(
 
     The ranks do not communicate. They sleep between their steps, so that two CPUs are enough.
     """
-    asked = [tool for tool in tools if TOOLS[tool][0].has_own_processes or tool == "none"]
+    asked = [tool for tool in tools if TOOLS[tool][0].has_own_processes]
     found: Growth = {tool: {} for tool in asked}
     for count in counts:
         for tool in asked:
-            # The memory of a rank without a tool does not depend on the number of ranks.
-            if tool in failed or (tool == "none" and count != counts[0]):
+            if tool in failed:
                 continue
             options = (f"forks={count}",)
             with started([tool], "short", environments, failed, options=options) as (jobs, begun):
@@ -98,14 +98,23 @@ def measure_ranks(
 
 
 def measure(
-    environments: Path, tools: Sequence[str], failed: Failures, *, small: bool = False
-) -> dict[str, Any]:
-    """Return the three tables. small: only few modules, steps and ranks, for tests."""
-    steps = (20, 100) if small else STEPS
-    return {
-        "modules": measure_modules(
+    environments: Path, tools: Sequence[str], failed: Failures, deadline_s: float, *, small: bool
+) -> dict[str, Growth]:
+    """Return the tables. After the deadline, a time of time.monotonic(), no other table begins.
+
+    small: only few modules, steps and ranks, for tests.
+    """
+    parts: dict[str, Callable[[], Growth]] = {
+        "modules": lambda: measure_modules(
             environments, tools, failed, (10, 100) if small else MODULES, 3 if small else 7
         ),
-        "steps": measure_steps(environments, tools, failed, steps),
-        "ranks": measure_ranks(environments, tools, failed, (1, 3) if small else RANKS),
+        "steps": lambda: measure_steps(environments, tools, failed, (20, 100) if small else STEPS),
+        "ranks": lambda: measure_ranks(environments, tools, failed, (1, 3) if small else RANKS),
     }
+    found = {}
+    for name, part in parts.items():
+        begin_s = time.monotonic()
+        if begin_s < deadline_s:
+            found[name] = part()
+        print(f"growth of {name}: {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
+    return found

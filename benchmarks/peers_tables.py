@@ -223,10 +223,13 @@ def _resources_table(data: dict[str, Any]) -> Table | None:
 
 
 def _growth_tables(growth: dict[str, Any]) -> Iterator[Table]:
-    if growth:
-        yield _modules_table(growth["modules"])
-        yield _steps_table(growth["steps"])
-        yield _ranks_table(growth["ranks"])
+    for name, draw in (
+        ("modules", _modules_table),
+        ("steps", _steps_table),
+        ("ranks", _ranks_table),
+    ):
+        if name in growth:
+            yield draw(growth[name])
 
 
 def _numbers(
@@ -340,7 +343,7 @@ def draw_chart(data: dict[str, Any]) -> str:
     for number, tool in enumerate(rows):
         y = top + number * height + 8
         kind = "ours" if tool == OURS else "other"
-        idle = " (no listener)" if TOOLS[tool][0].records.startswith("nothing") else ""
+        idle = " (no listener)" if TOOLS[tool][0].is_idle() else ""
         parts.append(tag("text", f"{tool}{idle}", x=left - 14, y=y + 4, text_anchor="end"))
         for found, drawn in ((rings, "ring"), (dots, "dot")):
             if tool in found:

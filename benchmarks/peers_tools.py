@@ -43,6 +43,11 @@ class Tool:
     def __init__(self, every_module: bool) -> None:
         self.every_module = every_module
 
+    @classmethod
+    def is_idle(cls) -> bool:
+        """Return True for marks without a listener."""
+        return cls.records.startswith("nothing")
+
     def load(self) -> None:
         """Import the tool."""
 
