@@ -22,7 +22,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         8900,
         15565,
     ),
-    ("store", ("store",), 1600, 977),
+    ("store", ("store",), 1600, 1001),
     ("run", ("run",), 3000, 5950),
     (
         "verdicts",

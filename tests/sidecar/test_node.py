@@ -28,7 +28,7 @@ from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.replay import replay
-from torchlens_perf.sidecar.schedule import Schedule
+from torchlens_perf.sidecar.schedule import MAX_WAITING_RECORDS, Schedule
 from torchlens_perf.verdicts import node_state
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
@@ -630,17 +630,17 @@ def test_records_wait_until_a_full_disk_has_space_again(
     rank = Rank(run, 0, 1)
     rank.steps(10, **WORK)
     made, _ = sidecar(run)
-    write = writer.pq.write_table
+    make = writer.pq.ParquetWriter
 
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
     made.read_rings()
     made.count_records()
-    monkeypatch.setattr(writer.pq, "write_table", full)
+    monkeypatch.setattr(writer.pq, "ParquetWriter", full)
     with pytest.raises(OSError, match="No space left"):
         made.save_records()
-    monkeypatch.setattr(writer.pq, "write_table", write)
+    monkeypatch.setattr(writer.pq, "ParquetWriter", make)
     rank.steps(5, **WORK)
     rank.close()
     made.read_rings()
@@ -714,6 +714,13 @@ class TestSchedule:
             assert schedule.is_count_due(100.0, took_s)
             assert not schedule.is_count_due(100.0 + 0.99 * period_s, took_s)
             assert schedule.is_count_due(100.0 + 1.01 * period_s, took_s)
+
+    def test_many_records_are_counted_at_once(self) -> None:
+        """Records that wait take memory."""
+        schedule = Schedule(0.0)
+        assert schedule.is_count_due(100.0, 1.0)
+        assert not schedule.is_count_due(100.1, 1.0, MAX_WAITING_RECORDS - 1)
+        assert schedule.is_count_due(100.1, 1.0, MAX_WAITING_RECORDS)
 
     def test_records_are_counted_more_often_for_a_live_view(self) -> None:
         """While a process shows the live view, counting may use a twentieth of the time."""

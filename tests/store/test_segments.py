@@ -29,7 +29,7 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.store import frames
+from torchlens_perf.store import frames, segments
 from torchlens_perf.store.file_names import list_nodes
 from torchlens_perf.store.segments import (
     RecordChunk,
@@ -133,6 +133,35 @@ def test_ranks_of_a_node_are_stored_in_one_segment(rig: Rig, tmp_path: Path) -> 
         (1, 12),
     ]
     assert len(list(run.spans.iterdir())) == 1
+
+
+def test_segment_that_is_written_in_pieces_is_read_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece has its own names."""
+    run = make_run(tmp_path)
+    folders = [tmp_path / f"ring{rank}" for rank in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    rigs = [Rig(IMPLEMENTATIONS[0], folder) for folder in folders]
+    for rank, rig in enumerate(rigs):
+        rig.ring.intern(f"only {rank}")
+    monkeypatch.setattr(segments, "_MIN_ROWS", 8)
+    made = [chunk(rig, 2, rank) for rank, rig in enumerate(rigs)]
+    SegmentWriter(run, HOST, 1 << 30).write(made)
+    (file,) = run.spans.iterdir()
+    read = list(read_chunks(run, HOST))
+
+    assert pq.read_metadata(file).num_row_groups == 3
+    assert [o.rank for o, *_ in read] == [0, 1, 2]
+    for each, (_, records, names, _) in zip(made, read, strict=True):
+        assert [names[code] for code in records["name_id"]] == [
+            each.names[code] for code in each.records["name_id"]
+        ]
+        assert records["start_ns"].tolist() == each.records["start_ns"].tolist()
+    assert len(pd.read_parquet(run.steps)) == 6
+    for rig in rigs:
+        rig.close()
 
 
 def test_gap_between_segments_counts_as_lost_records(rig: Rig, tmp_path: Path) -> None:
@@ -245,20 +274,20 @@ def test_failed_write_leaves_no_file(
 ) -> None:
     """Spans are not kept without their steps. The next segment has a new number."""
     run = make_run(tmp_path)
-    writer, write = SegmentWriter(run, HOST, 1 << 30), pq.write_table
+    writer, make = SegmentWriter(run, HOST, 1 << 30), pq.ParquetWriter
 
     # The disk becomes full after the spans and before the steps.
-    def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
+    def full(file: IO[bytes], *arguments: Any, **kwargs: Any) -> Any:
         if Path(file.name).parent == run.steps:
             raise OSError(28, "No space left on device")
-        write(table, file, **kwargs)
+        return make(file, *arguments, **kwargs)
 
-    monkeypatch.setattr(pq, "write_table", full)
+    monkeypatch.setattr(pq, "ParquetWriter", full)
     made = chunk(rig, 1)
     with pytest.raises(OSError, match="No space"):
         writer.write([made])
     assert [*run.spans.iterdir(), *run.steps.iterdir()] == []
-    monkeypatch.setattr(pq, "write_table", write)
+    monkeypatch.setattr(pq, "ParquetWriter", make)
     writer.write([made])
 
     assert [path.name for path in (*run.spans.iterdir(), *run.steps.iterdir())] == [

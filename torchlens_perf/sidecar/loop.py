@@ -214,7 +214,12 @@ class _RoundRunner:
         if (
             not more
             or asked
-            or schedule.is_count_due(now_s, self._account_took_s, watched=live.is_watched)
+            or schedule.is_count_due(
+                now_s,
+                self._account_took_s,
+                sidecar.sources.waiting_records(),
+                watched=live.is_watched,
+            )
         ):
             with contain_errors("counting the records"):
                 sidecar.count_records()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 # Largest number of records that wait for the next segment, and of records of incomplete steps.
 MAX_UNKEPT_RECORDS = 1 << 18
+# Number of records that are counted without waiting for more.
+MAX_WAITING_RECORDS = 1 << 19
 # A poll should find the fullest ring at most at this level.
 FILLING = 1 / 8
 _MAX_POLL_S, _RARE_POLL_S = 0.5, 2.0
@@ -68,13 +70,20 @@ class Schedule:
             is_rare = self.gives_way or fullest == 0
             self.poll_s = min(_RARE_POLL_S if is_rare else _MAX_POLL_S, self.poll_s * 1.5)
 
-    def is_count_due(self, now_s: float, took_s: float, *, watched: bool = False) -> bool:
+    def is_count_due(
+        self, now_s: float, took_s: float, waiting_records: int = 0, *, watched: bool = False
+    ) -> bool:
         """Return True if records should be counted: once a second, or sooner in a young run.
+
+        waiting_records: number of records that were read and not counted. Many of them are counted
+        at once, because they take memory.
 
         If counting takes long, it is due more rarely. Most of the time for counting is a fixed cost
         per module, so longer intervals save time. took_s: duration of the last count. watched: a
         process shows a continuous view of the run.
         """
+        if waiting_records >= MAX_WAITING_RECORDS:
+            return self._is_due("account", now_s, 0.0)
         if self._hurries:
             return self._is_due("account", now_s, _HURRIED_S)
         rest_s = min(

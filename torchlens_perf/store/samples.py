@@ -39,7 +39,7 @@ class SampleWriter:
         """
         host = host_of_node(self._node)
         tables = {
-            self._run.path / folder: _build_table(host, each)
+            self._run.path / folder: [_build_table(host, each)]
             for folder, each in samples.items()
             if each
         }

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,6 +50,9 @@ _COPIED = (
     "value1",
 )
 _RECORD = ("process", "kind", "name", *_COPIED)
+# Segments are written in pieces of this many rows, because Arrow tables need twice the memory of the
+# records.
+_MIN_ROWS = 1 << 16
 _ORIGIN = ("rank", "attempt", "host")
 _KINDS = {kind_name(kind): int(kind) for kind in Kind}
 _NO_SPANS = (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY, Kind.OPERATORS, Kind.NUMBERS)
@@ -114,8 +117,8 @@ class SegmentWriter:
             for chunk in chunks
         }
         tables = {
-            self._run.spans: pa.concat_tables([_build_span_table(chunk) for chunk in chunks]),
-            self._run.steps: pa.concat_tables([_build_step_table(chunk) for chunk in chunks]),
+            self._run.spans: _join_tables(map(_build_span_table, chunks)),
+            self._run.steps: _join_tables(map(_build_step_table, chunks)),
         }
         self._writer.write(tables, self._cap_bytes, footer)
 
@@ -271,6 +274,18 @@ def _join_pieces(pieces: list[ProcessRecords]) -> ProcessRecords:
         names += piece.names
         records.append(piece.records)
     return ProcessRecords(np.concatenate(records), names)
+
+
+def _join_tables(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Join small tables to tables of at least _MIN_ROWS rows, except for the last one."""
+    joined: list[pa.Table] = []
+    for table in tables:
+        joined.append(table)
+        if sum(map(len, joined)) >= _MIN_ROWS:
+            yield pa.concat_tables(joined)
+            joined.clear()
+    if joined:
+        yield pa.concat_tables(joined)
 
 
 def _build_span_table(chunk: RecordChunk) -> pa.Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,14 @@ class TableWriter:
 
     def write(
         self,
-        tables: Mapping[Path, pa.Table],
+        tables: Mapping[Path, Iterable[pa.Table]],
         cap_bytes: int,
         footer: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write one table to each folder. On an error, no file is written.
+        """Write a file to each folder. On an error, no file is written.
 
-        Files are renamed after all are complete, so a killed process leaves no incomplete file.
+        tables: the rows of each file in one or more pieces, which are made one after the other to
+        save memory. Files are renamed after all are complete, so a killed process leaves no incomplete file.
 
         cap_bytes: size limit. footer: JSON value for `ParquetFile.footer`. Raise OSError on a full
         disk.
@@ -94,20 +95,28 @@ def text_columns(schema: pa.Schema) -> list[str]:
     return [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
 
 
-def _write_file(table: pa.Table, path: Path, footer: Mapping[str, Any] | None) -> None:
-    table = table.unify_dictionaries()
-    if footer is not None:
-        table = table.replace_schema_metadata({FOOTER: json.dumps(footer).encode()})
-    with open(path, "wb") as file:  # pyarrow opens no path whose bytes are not UTF-8
-        pq.write_table(
-            table,
-            file,
-            compression="zstd",
-            compression_level=1,
-            # Times are all different: dictionaries make files two thirds larger, and writing takes
-            # 50 % longer.
-            use_dictionary=text_columns(table.schema),
-            write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
-            # Without a checksum, a flipped bit would change a value unnoticed.
-            write_page_checksum=True,
-        )
+def _write_file(pieces: Iterable[pa.Table], path: Path, footer: Mapping[str, Any] | None) -> None:
+    metadata = None if footer is None else {FOOTER: json.dumps(footer).encode()}
+    writer: pq.ParquetWriter | None = None
+    with contextlib.ExitStack() as opened:
+        # pyarrow opens no path whose bytes are not UTF-8.
+        file = opened.enter_context(open(path, "wb"))
+        for piece in pieces:
+            table = piece.unify_dictionaries()
+            if metadata is not None:
+                table = table.replace_schema_metadata(metadata)
+            if writer is None:
+                writer = pq.ParquetWriter(
+                    file,
+                    table.schema,
+                    compression="zstd",
+                    compression_level=1,
+                    # Times are all different: dictionaries make files two thirds larger, and
+                    # writing takes 50 % longer.
+                    use_dictionary=text_columns(table.schema),
+                    write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
+                    # Without a checksum, a flipped bit would change a value unnoticed.
+                    write_page_checksum=True,
+                )
+                opened.enter_context(writer)
+            writer.write_table(table)

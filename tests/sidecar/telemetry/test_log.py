@@ -203,19 +203,19 @@ def test_samples_that_did_not_fit_on_the_disk_are_written_later(
     rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next file contains the unwritten samples. No partial file is left."""
-    write = writer.pq.write_table
+    make = writer.pq.ParquetWriter
 
-    def full(table: Any, file: IO[bytes], **kwargs: Any) -> None:
+    def full(file: IO[bytes], *arguments: Any, **kwargs: Any) -> None:
         file.write(b"PAR1")
         raise OSError(28, "No space left on device")
 
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rig.seconds(12, FIRST)
-    monkeypatch.setattr(writer.pq, "write_table", full)
+    monkeypatch.setattr(writer.pq, "ParquetWriter", full)
     with pytest.raises(OSError, match="No space left"):
         rig.log.write_if_due(1 << 24)
     assert list((run.path / "gpus").iterdir()) == []
-    monkeypatch.setattr(writer.pq, "write_table", write)
+    monkeypatch.setattr(writer.pq, "ParquetWriter", make)
     rig.seconds(12, FIRST)
     rig.log.write_if_due(1 << 24)
 

@@ -121,6 +121,10 @@ class RingSources:
             )
             logger.warning("%s is damaged: %s", source.path, error)
 
+    def waiting_records(self) -> int:
+        """Return the number of records that were read but not counted."""
+        return sum(len(records) for source in self for records, _ in source.waiting)
+
     def max_unsaved_share(self) -> float:
         """Return the highest RingSource.unsaved_share, or 0 without rings."""
         return max((source.unsaved_share for source in self), default=0.0)
