@@ -15,7 +15,7 @@ _GUARD = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
 # The pause grows to this multiple in the first seconds. A round takes about 0.1 ms, which would be a
 # third of the cost of a watch on steps of a few milliseconds.
-_LONGEST, _GROWTH = 4.0, 1.1
+_LONGEST, _GROWTH = 4.0, 1.05
 
 
 class StepCallbacks:
