@@ -285,9 +285,8 @@ def _steps_table(found: dict[str, Any]) -> Table:
             _numbers("exit, s", found, tools, 1.0, ",.1f", "exit_s"),
         ],
         note=(
-            "Runs of a model with one layer. The longest run was made only with tools that have"
-            " processes of their own: what other tools keep in memory grows with the steps or has a"
-            " constant size. `python -m benchmarks long_run` makes a million steps under this package."
+            "Runs of a model with one layer. A million steps would take an hour under all tools."
+            " `python -m benchmarks long_run` makes them under this package."
         ),
     )
 
