@@ -11,7 +11,8 @@ The required limit (bar) applies to the start and the steps: entering the watch,
 the end, rank 0 waits for the report that it prints, which is a part of the whole run. The sidecar's
 processor time until the last step depends less on other programs than the wall time.
 
-`python -m benchmarks.whole_run 5:12 60:3 300:1` makes runs of these lengths with so many pairs.
+`python -m benchmarks.whole_run 5:12 60:3 300:1 --one-rank` makes runs of these lengths with so many
+pairs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Pair:
         return max(self.plain.others, self.watched.others)
 
 
-def main(runs: Mapping[int, int] = RUNS) -> int:
+def main(runs: Mapping[int, int] = RUNS, ranks_of_jobs: Sequence[int] = RANKS) -> int:
     """Print the table. Return the number of missed bars. runs: pairs by seconds of a run."""
     table = Table(
         "run", "pairs", "unwatched s", "start and steps, %", "bar", "", "the whole, %", "start ms", "end ms",
@@ -84,7 +85,7 @@ def main(runs: Mapping[int, int] = RUNS) -> int:
     )  # fmt: skip
     for seconds, wanted in runs.items():
         bar = BARS.get(seconds)
-        for ranks in RANKS:
+        for ranks in ranks_of_jobs:
             pairs = quietest(measured(seconds, ranks, wanted), wanted)
             plain, watched = [pair.plain for pair in pairs], [pair.watched for pair in pairs]
             whole = ratio_interval([run.whole_s for run in watched], [run.whole_s for run in plain])
@@ -114,7 +115,9 @@ def quietest(pairs: list[Pair], wanted: int) -> list[Pair]:
     """Return the undisturbed pairs, or the least disturbed half of `wanted` if there are fewer."""
     by_others = sorted(pairs, key=lambda pair: pair.others)
     return [
-        pair for i, pair in enumerate(by_others) if pair.others <= MAX_OTHERS or i < wanted // 2
+        pair
+        for i, pair in enumerate(by_others)
+        if pair.others <= MAX_OTHERS or i < max(1, wanted // 2)
     ]
 
 
@@ -307,12 +310,7 @@ def children_s() -> float:
 if __name__ == "__main__":
     if any(":" in argument for argument in sys.argv[1:]):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        sys.exit(
-            main(
-                {
-                    int(seconds): int(pairs)
-                    for seconds, pairs in (each.split(":") for each in sys.argv[1:])
-                }
-            )
-        )
+        wanted = [each.split(":") for each in sys.argv[1:] if ":" in each]
+        ranks = (1,) if "--one-rank" in sys.argv else RANKS
+        sys.exit(main({int(seconds): int(pairs) for seconds, pairs in wanted}, ranks))
     json.dump(one_job(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), sys.stdout)
