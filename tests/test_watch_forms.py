@@ -167,8 +167,10 @@ def test_repr_of_a_watch_has_models_state_and_directory(
 def test_config_accepts_a_path_as_dir(tmp_path: Path) -> None:
     """An additional keyword of watch() has priority over `config`."""
     config = perf.Config(dir=tmp_path / "other", sidecar=False, report="off")
-    with perf.watch(config=config, dir=tmp_path / "runs") as watch:
-        assert watch._config == perf.Config(dir=str(tmp_path / "runs"), sidecar=False, report="off")
+    with perf.watch(config=config, dir=tmp_path / "runs", budget=0.02) as watch:
+        assert watch._config == perf.Config(
+            dir=str(tmp_path / "runs"), sidecar=False, report="off", budget=0.02
+        )
 
     assert watch.run_dir is not None
     assert watch.run_dir.parent == tmp_path / "runs"

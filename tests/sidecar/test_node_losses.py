@@ -436,13 +436,13 @@ def test_unwritten_records_are_limited_on_a_full_disk(
     """
     for each in (record_account, schedule_module):
         monkeypatch.setattr(each, "MAX_UNKEPT_RECORDS", 500)
-    write, tries = writer.pq.write_table, []
+    write, tries = writer.pq.ParquetWriter.write_table, []
 
     def full(*args: Any, **kwargs: Any) -> None:
         tries.append(time.monotonic())
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writer.pq, "write_table", full)
+    monkeypatch.setattr(writer.pq.ParquetWriter, "write_table", full)
     rank = Rank(run, 0, 1)
     made, _ = sidecar(run)
     schedule = Schedule(0.0)
@@ -456,7 +456,7 @@ def test_unwritten_records_are_limited_on_a_full_disk(
                 made.save_records()
     assert len(tries) <= 4  # All attempts are within 5 s.
     assert made.records.unsaved_records <= 600
-    monkeypatch.setattr(writer.pq, "write_table", write)
+    monkeypatch.setattr(writer.pq.ParquetWriter, "write_table", write)
     rank.close()
     made.read_rings()
     made.count_records()
