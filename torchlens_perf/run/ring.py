@@ -39,6 +39,9 @@ from torchlens_perf.run.rings.kinds import Flag as Flag
 from torchlens_perf.run.rings.kinds import Kind as Kind
 from torchlens_perf.run.rings.kinds import State as State
 from torchlens_perf.run.rings.kinds import kind_name as kind_name
+from torchlens_perf.run.rings.spool import IN_FLIGHT as IN_FLIGHT
+from torchlens_perf.run.rings.spool import RECORD_BYTES as RECORD_BYTES
+from torchlens_perf.run.rings.spool import RECORDS_OFFSET as RECORDS_OFFSET
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
 
 MAGIC = b"TLPRING\0"
 VERSION = 3
-RECORD_BYTES = 64
 MAX_FRAMES = 64
 MAX_GROUPS = 48
 FRAME_BYTES = 32
@@ -55,12 +57,9 @@ FRAME_BYTES = 32
 GROUP_WORDS = 3
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
-RECORDS_OFFSET = 274432
 # Pages of a ring file beyond this size are mapped when they are first written.
 _MAPPED_AT_ONCE = 1 << 24
 LONGEST_NAME = 256
-# Largest number of records that several threads may be writing at once (Python implementation).
-IN_FLIGHT = 64
 # value1 of a STEP record contains the micro-steps in its low bits. Its high bits are the workload
 # plus 1, or 0 if the workload is not known.
 WORKLOAD_SHIFT = 16

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import os
 
-# Copies from run/ring.py, which takes long to import.
-RECORD_BYTES, RECORDS_OFFSET, IN_FLIGHT = 64, 274432, 64
+# Size and position of the records in a ring file. They are not in run/ring.py, because its import
+# takes long.
+RECORD_BYTES, RECORDS_OFFSET = 64, 274432
+IN_FLIGHT = 64
+"""Largest number of records that several threads may be writing at once (Python implementation)."""
 SUFFIX = ".spool"
 # The largest part of free shared memory that one copy may take. DataLoaders also need this memory.
 _SHARE_OF_FREE = 16
