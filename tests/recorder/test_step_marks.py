@@ -149,6 +149,15 @@ def with_a_second_optimizer(job: Job) -> None:
             second.step()
 
 
+def stepping_inside_a_step(job: Job) -> None:
+    """From the middle of the run on, an optimizer's step contains the step of another one."""
+    second = torch.optim.SGD(job.model[0].parameters(), lr=0.1)
+    for number in range(STEPS):
+        if number == STEPS / 2:
+            job.optimizer.register_step_pre_hook(lambda *_: second.step())
+        job.step()
+
+
 def with_another_optimizer(job: Job) -> None:
     for number in range(STEPS):
         if number == STEPS / 2:
@@ -264,6 +273,7 @@ LOOPS: dict[str, tuple[Callable[[Job], None], int]] = {
     "failing step": (failing_step, STEPS // 3),
     "marking by hand": (marking_by_hand, 4),
     "with a second optimizer": (with_a_second_optimizer, 4),
+    "stepping inside a step": (stepping_inside_a_step, 4),
     "with another optimizer": (with_another_optimizer, 4),
     "scaling": (scaling, STEPS // 3),
     "checkpointing": (checkpointing, STEPS // 2),
@@ -360,12 +370,19 @@ def test_sampled_steps_are_ended_by_python(tmp_path: Path, monkeypatch: pytest.M
     assert {each.step for each in recording.of(Kind.MODULE_BACKWARD)} == {4, 12, 20}
 
 
-def test_step_in_which_dynamo_compiles_is_tagged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clears", [False, True], ids=["", "after a clear"])
+def test_step_in_which_dynamo_compiles_is_tagged(clears: bool, tmp_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()  # What another test has compiled would not be compiled again.
     job = Job()
+    torch.compile(lambda x: x - 1, backend="eager")(torch.ones(1))
     compiled = torch.compile(lambda x: x + 1, backend="eager")
     with recorded(tmp_path, backward_every=0) as recording:
         for number in range(STEPS):
             job.step()
+            if number == STEPS / 4 and clears:
+                counters.clear()
             if number == STEPS / 2:
                 compiled(torch.ones(1))
 

@@ -104,10 +104,9 @@ def _create_compilation_tagger(session: Session) -> Callable[[], None]:
         nonlocal compiled_before
         utils = loaded.get("torch._dynamo.utils")
         compiled = 0 if utils is None else utils.counters["frames"]["total"]
-        if compiled != compiled_before:
-            if compiled_before >= 0:
-                session.step.add_flag(Flag.COMPILED)
-            compiled_before = compiled
+        if compiled > compiled_before >= 0:
+            session.step.add_flag(Flag.COMPILED)
+        compiled_before = compiled  # Lower than before if Dynamo's counters were cleared.
 
     tag_if_compiled()
     return tag_if_compiled

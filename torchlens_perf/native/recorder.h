@@ -43,7 +43,7 @@ typedef struct {
 /* See step_marks.c: what use_torch() is given, in this order, and what settle() is. */
 enum {
     OPENED, HIDE, SHOW, TENSOR_TYPE, PARAMETER_TYPE, GRAD_ENABLED, TRACING, GIVEN,
-    OPTIMIZER = GIVEN, ENTRY, PARAMETER, COMPILED, KEPT
+    OPTIMIZER = GIVEN, ENTRY, PARAMETER, COMPILED, DYNAMO_COUNTERS, TRACING_STATE, KEPT
 };
 
 typedef struct {
@@ -54,6 +54,7 @@ typedef struct {
     int settled;          /* not 0: all steps end with kept[OPTIMIZER], and C ends them */
     int busy;             /* callbacks that Python runs at the end of each step */
     int without_gradient; /* not 0: the step has forward passes without gradients */
+    int step_open;        /* not 0: kept[OPTIMIZER] steps, and kept[OPENED] does not show it */
     unsigned optimizer_name;
     int64_t due_ns, due_step; /* from then on, Python ends the step */
     int64_t forward_passes, backward_passes, workload, step_flags, memory_bytes;
@@ -173,6 +174,7 @@ int count_forward(Recorder *self);
 PyObject *native_hook(PyObject *module, PyObject *args);
 PyObject *recorder_settle(Recorder *self, PyObject *args);
 PyObject *recorder_unsettle(Recorder *self, PyObject *unused);
+PyObject *recorder_show_open_step(Recorder *self, PyObject *unused);
 PyObject *recorder_compare_gradient(Recorder *self, PyObject *ended);
 PyObject *recorder_use_torch(Recorder *self, PyObject *args);
 int step_marks_setup(void);

@@ -52,15 +52,17 @@ static PyObject *item_of(PyObject *dict, PyObject *key)
 }
 
 /* Changes with each frame that Dynamo compiles, and when Dynamo is imported. */
-static PyObject *compiled_frames(void)
+static PyObject *compiled_frames(StepMarks *marks)
 {
-    PyObject *dynamo = item_of(PyImport_GetModuleDict(), names[DYNAMO]);
-    if (dynamo == NULL || !PyModule_Check(dynamo)) {
-        return NULL;
+    if (marks->kept[DYNAMO_COUNTERS] == NULL) {
+        PyObject *dynamo = item_of(PyImport_GetModuleDict(), names[DYNAMO]);
+        if (dynamo == NULL || !PyModule_Check(dynamo)) {
+            return NULL;
+        }
+        marks->kept[DYNAMO_COUNTERS] = Py_XNewRef(item_of(PyModule_GetDict(dynamo), names[COUNTERS]));
     }
-    PyObject *counters = item_of(PyModule_GetDict(dynamo), names[COUNTERS]);
-    PyObject *total = item_of(item_of(counters, names[FRAMES]), names[TOTAL]);
-    return total != NULL ? total : dynamo;
+    PyObject *total = item_of(item_of(marks->kept[DYNAMO_COUNTERS], names[FRAMES]), names[TOTAL]);
+    return total != NULL ? total : marks->kept[DYNAMO_COUNTERS];
 }
 
 static inline int is_plain(const StepMarks *marks, const PyObject *tensor)
@@ -139,7 +141,7 @@ static int is_python_due(Recorder *self, int64_t now_ns)
 {
     StepMarks *marks = &self->marks;
     return marks->busy || marks->without_gradient || marks->step_flags || now_ns >= marks->due_ns ||
-           self->header->step + 1 >= (uint64_t)marks->due_step || compiled_frames() != marks->kept[COMPILED];
+           self->header->step + 1 >= (uint64_t)marks->due_step || compiled_frames(marks) != marks->kept[COMPILED];
 }
 
 static void end_step(Recorder *self, int64_t end_ns)
@@ -175,9 +177,13 @@ PyObject *recorder_settle(Recorder *self, PyObject *args)
     Py_XSETREF(marks->kept[ENTRY], Py_NewRef(entry));
     Py_XSETREF(marks->kept[OPTIMIZER], Py_NewRef(optimizer));
     Py_XSETREF(marks->kept[PARAMETER], Py_NewRef(parameter));
-    Py_XSETREF(marks->kept[COMPILED], Py_XNewRef(compiled_frames()));
+    Py_XSETREF(marks->kept[COMPILED], Py_XNewRef(compiled_frames(marks)));
     marks->one_pass = marks->unseen = 0;
     marks->settled = marks->kept[OPENED] != NULL && PyWeakref_Check(optimizer);
+    if (marks->settled) {
+        Py_XSETREF(marks->kept[TRACING_STATE], PyObject_GetAttr(marks->kept[TRACING], names[DICT]));
+        PyErr_Clear(); /* the attribute is missing: Python times backward passes */
+    }
     Py_RETURN_NONE;
 }
 
@@ -199,6 +205,18 @@ PyObject *recorder_unsettle(Recorder *self, PyObject *unused)
 PyObject *recorder_compare_gradient(Recorder *self, PyObject *ended)
 {
     compare_gradient(&self->marks, ended == Py_True);
+    Py_RETURN_NONE;
+}
+
+/* show_open_step(): adds the optimizer's step that C has begun to the steps in progress. */
+PyObject *recorder_show_open_step(Recorder *self, PyObject *unused)
+{
+    if (self->marks.step_open) {
+        self->marks.step_open = 0;
+        if (PyList_Append(self->marks.kept[OPENED], self->marks.kept[ENTRY]) < 0) {
+            return NULL;
+        }
+    }
     Py_RETURN_NONE;
 }
 
@@ -240,13 +258,11 @@ static int is_plain_step(PyObject *args, PyObject *kwargs)
 static PyObject *optimizer_begins(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
 {
     Recorder *self = quiet_recorder();
-    if (!is_settled_optimizer(self, args, count) || PyList_GET_SIZE(self->marks.kept[OPENED]) != 0 ||
-        !is_plain_step(args[1], args[2])) {
+    if (!is_settled_optimizer(self, args, count) || self->marks.step_open ||
+        PyList_GET_SIZE(self->marks.kept[OPENED]) != 0 || !is_plain_step(args[1], args[2])) {
         return in_python(parts, args, count, kwnames);
     }
-    if (PyList_Append(self->marks.kept[OPENED], self->marks.kept[ENTRY]) < 0) {
-        return NULL;
-    }
+    self->marks.step_open = 1;
     span_open(self, &self->header->stack, KIND_OPTIMIZER, self->marks.optimizer_name);
     Py_RETURN_NONE;
 }
@@ -255,13 +271,10 @@ static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssiz
 {
     Recorder *self = quiet_recorder();
     int64_t end_ns = self != NULL ? recorder_now(self) : 0;
-    if (!is_settled_optimizer(self, args, count) || PyList_GET_SIZE(self->marks.kept[OPENED]) != 1 ||
-        PyList_GET_ITEM(self->marks.kept[OPENED], 0) != self->marks.kept[ENTRY] || is_python_due(self, end_ns)) {
+    if (!is_settled_optimizer(self, args, count) || !self->marks.step_open || is_python_due(self, end_ns)) {
         return in_python(parts, args, count, kwnames);
     }
-    if (PyList_SetSlice(self->marks.kept[OPENED], 0, 1, NULL) < 0) {
-        return NULL;
-    }
+    self->marks.step_open = 0;
     span_close_named(self, KIND_OPTIMIZER, self->marks.optimizer_name, end_ns, 0, 0, 0);
     self->marks.returned_steps++;
     self->marks.optimizer_steps++;
@@ -269,14 +282,10 @@ static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssiz
     Py_RETURN_NONE;
 }
 
-static int is_tracing(StepMarks *marks)
+static int is_tracing(const StepMarks *marks)
 {
-    PyObject *locals = PyObject_GetAttr(marks->kept[TRACING], names[DICT]); /* those of the running thread */
-    PyObject *context = item_of(locals, names[TRACING_CONTEXT]);
-    int tracing = locals == NULL || (context != NULL && context != Py_None);
-    Py_XDECREF(locals);
-    PyErr_Clear();
-    return tracing;
+    PyObject *context = item_of(marks->kept[TRACING_STATE], names[TRACING_CONTEXT]);
+    return marks->kept[TRACING_STATE] == NULL || (context != NULL && context != Py_None);
 }
 
 /* Opens a span, and charges the time since `begun_ns` to this package. */

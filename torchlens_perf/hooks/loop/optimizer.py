@@ -152,6 +152,7 @@ class OptimizerHook:
             if not thread.note_work(Work.OPTIMIZER):
                 self._loop.on_unrecorded_optimizer_step(optimizer)
                 return None
+            recorder.show_open_step()
             name_id = name_ids.get(type(optimizer))
             if name_id is None:
                 name_id = name_ids[type(optimizer)] = session.intern(
@@ -198,6 +199,7 @@ class OptimizerHook:
         def on_step_end(optimizer: Any, args: Any, kwargs: Any) -> None:
             if not thread.is_current():
                 return
+            recorder.show_open_step()
             recorder.returned_steps += 1
             while opened:
                 identity, name_id = opened.pop()
