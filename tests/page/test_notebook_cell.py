@@ -319,5 +319,6 @@ def test_summary_object_has_the_numbers_of_the_report(report: dict[str, Any]) ->
     }
     assert summary["step_p50_s"] == report["steps"]["p50_s"]
     assert (summary["steps"], summary["ranks"], summary["running"]) == (100, 2, False)
-    assert summary["overhead_share"] == report["quality"]["overhead_share"]
+    for name in ("overhead_share", "overhead_low", "overhead_high", "module_period"):
+        assert summary[name] == report["quality"][name]
     assert summary["sidecar_cpu_s"] == report["quality"]["sidecar_cpu_s"]

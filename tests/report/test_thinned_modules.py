@@ -14,12 +14,14 @@ from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.page.gather.run_contents import gather_contents
+from torchlens_perf.page.notebook import results_as_json
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.run.verdicts import format_overhead
+from torchlens_perf.run.verdicts import Summary
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.timeline.export import write_trace
+from torchlens_perf.view.step_words import describe_overhead
 from torchlens_perf.view.terminal import render_full
 
 STEPS = 600
@@ -156,7 +158,9 @@ def test_report_has_the_period_and_an_interval_of_the_cost(tmp_path: Path) -> No
     assert quality["module_period"] == 4
     assert quality["overhead_low"] < quality["overhead_share"] < quality["overhead_high"]
     shown = "{overhead_share:.2%} of step time ({overhead_low:.2%} to {overhead_high:.2%})"
-    assert f"overhead {shown.format(**quality)}; modules timed in 1 of 4 steps" in words
+    overhead = f"overhead {shown.format(**quality)}; modules timed in 1 of 4 steps"
+    assert overhead in words
+    assert overhead in Summary(**json.loads(results_as_json(report, "x", ""))["summary"]).figures
 
 
 @pytest.mark.parametrize("calibrated_ns", [25_000, 100_000, 200_000])
@@ -224,11 +228,11 @@ def test_steps_of_a_trace_say_that_modules_were_not_timed(
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ((None,), "not measured"),
-        ((0.0,), "0.00% of step time"),
-        ((0.00001, 0.0, 0.00002), "<0.01% of step time (0.00% to <0.01%)"),
-        ((0.0042, 0.0031, 0.0055), "0.42% of step time (0.31% to 0.55%)"),
-        ((0.0042, 0.0042, 0.0042), "0.42% of step time"),
+        ((None, None, None, 1), "not measured"),
+        ((0.0, 0.0, 0.0, 1), "0.00% of step time"),
+        ((0.00001, 0.0, 0.00002, 1), "<0.01% of step time (0.00% to <0.01%)"),
+        ((0.0042, 0.0031, 0.0055, 1), "0.42% of step time (0.31% to 0.55%)"),
+        ((0.0042, 0.0042, 0.0042, 1), "0.42% of step time"),
         (
             (0.01, 0.005, 0.02, 4),
             "1.00% of step time (0.50% to 2.00%); modules timed in 1 of 4 steps",
@@ -236,4 +240,6 @@ def test_steps_of_a_trace_say_that_modules_were_not_timed(
     ],
 )
 def test_overhead_as_text(values: Any, text: str) -> None:
-    assert format_overhead(*values) == text
+    names = ("overhead_share", "overhead_low", "overhead_high", "module_period")
+    quality: Any = dict(zip(names, values, strict=True))
+    assert describe_overhead(quality) == text

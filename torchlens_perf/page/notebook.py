@@ -25,7 +25,7 @@ from torchlens_perf.view.html import build_details, build_verdict_line
 from torchlens_perf.view.markup import Element, tag, to_html
 from torchlens_perf.view.rank_tables import parts_by_rank
 from torchlens_perf.view.specs import sanitize_line
-from torchlens_perf.view.step_words import describe_overhead
+from torchlens_perf.view.step_words import describe_overhead, describe_steps
 from torchlens_perf.view.terminal import render_full
 from torchlens_perf.view.theme import SEVERITIES
 
@@ -161,9 +161,13 @@ def _build_summary(report: Report, run_dir: str) -> Summary:
         step_p99_s=steps["p99_s"],
         step_max_s=steps["max_s"],
         overhead_share=quality["overhead_share"],
+        overhead_low=quality["overhead_low"],
+        overhead_high=quality["overhead_high"],
+        module_period=quality["module_period"],
         sidecar_cpu_s=quality["sidecar_cpu_s"],
         records_lost=quality["lost"],
         as_of=_utc_now_text(),
+        figures=f"{describe_steps(report)}; overhead {describe_overhead(quality)}",
     )
 
 

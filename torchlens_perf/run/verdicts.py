@@ -17,31 +17,6 @@ def split_sentence_and_action(text: str) -> tuple[str, str]:
     return sentence, action
 
 
-def format_overhead(
-    share: float | None,
-    low: float | None = None,
-    high: float | None = None,
-    module_period: int = 1,
-) -> str:
-    """Format this tool's share of the step time, with its interval, and how often it times modules.
-
-    A small measured share is not shown as zero.
-    """
-    if share is None:
-        return "not measured"
-    text, ends = (
-        _format_share(share),
-        [_format_share(end) for end in (low, high) if end is not None],
-    )
-    interval = f" ({' to '.join(ends)})" if set(ends) - {text} else ""
-    thinned = f"; modules timed in 1 of {module_period} steps" if module_period > 1 else ""
-    return f"{text} of step time{interval}{thinned}"
-
-
-def _format_share(share: float) -> str:
-    return f"{share:.2%}" if share >= 0.0001 or not share else "<0.01%"
-
-
 class _TextWithAction:
     text: str
     next: str
@@ -158,6 +133,11 @@ class Summary:
     step_max_s: float | None = None
     overhead_share: float | None = None
     """Time of this package on the training thread, as a fraction of the step time."""
+    overhead_low: float | None = None
+    """Lower end of the interval of 95 % of `overhead_share`."""
+    overhead_high: float | None = None
+    module_period: int | None = None
+    """Calls of modules are timed in one of this many steps; the largest value of all ranks."""
     sidecar_cpu_s: float | None = None
     """CPU time of all sidecars in seconds."""
     records_lost: int | None = None
@@ -165,6 +145,8 @@ class Summary:
     """Time of these results, in UTC."""
     missing: str = ""
     """Reason why there are no results; "" if there are results."""
+    figures: str = dataclasses.field(default="", repr=False)
+    """Step count, step times and overhead as text, in the words of the report."""
     html: str = dataclasses.field(default="", repr=False, compare=False)
     """HTML that a notebook shows for the summary."""
 
@@ -172,13 +154,7 @@ class Summary:
         return self.html or None
 
     def __str__(self) -> str:
-        """Return the sentences of the verdicts and a line with step count, times and overhead."""
+        """Return the sentences of the verdicts and the line `figures`."""
         if self.missing:
             return f"torchlens_perf: {self.missing}"
-        steps_s = {"p50": self.step_p50_s, "p95": self.step_p95_s, "max": self.step_max_s}
-        times = ", ".join(
-            f"{name} {1e3 * value:.4g} ms" for name, value in steps_s.items() if value is not None
-        )
-        lines = [each.sentence for each in self.verdicts]
-        steps = f"{self.steps} step{'s' * (self.steps != 1)}{': ' * bool(times)}{times}"
-        return "\n".join([*lines, f"{steps}; overhead {format_overhead(self.overhead_share)}"])
+        return "\n".join([*(each.sentence for each in self.verdicts), self.figures])

@@ -10,7 +10,6 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
     format_rounded,
 )
-from torchlens_perf.run.verdicts import format_overhead
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.verdict import describe_warm_up
 
@@ -21,13 +20,22 @@ _FLAT = 0.03
 
 
 def describe_overhead(quality: Quality) -> str:
-    """Return this tool's share of the step time, and how often it times modules, as text."""
-    return format_overhead(
-        quality["overhead_share"],
-        quality["overhead_low"],
-        quality["overhead_high"],
-        quality["module_period"],
-    )
+    """Return this tool's share of the step time with its interval, and how often it times modules.
+
+    A small measured share is not shown as zero.
+    """
+    shares = quality["overhead_share"], quality["overhead_low"], quality["overhead_high"]
+    if shares[0] is None:
+        return "not measured"
+    text, *ends = [_format_share(each) for each in shares if each is not None]
+    interval = f" ({' to '.join(ends)})" if set(ends) - {text} else ""
+    period = quality["module_period"]
+    thinned = f"; modules timed in 1 of {period} steps" if period > 1 else ""
+    return f"{text} of step time{interval}{thinned}"
+
+
+def _format_share(share: float) -> str:
+    return f"{share:.2%}" if share >= 0.0001 or not share else "<0.01%"
 
 
 def step_count_text(report: Report) -> str:
@@ -35,6 +43,12 @@ def step_count_text(report: Report) -> str:
     return format_count(
         report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step"
     )
+
+
+def describe_steps(report: Report) -> str:
+    """Return the number of steps and the step times as text."""
+    times = describe_step_times(report) if report["steps"]["count"] else []
+    return f"{step_count_text(report)}{': ' * bool(times)}{', '.join(times)}"
 
 
 def describe_step_times(report: Report) -> list[str]:

@@ -18,7 +18,7 @@ from torchlens_perf.page.sections.section import RANK_TABLES, build_tables
 from torchlens_perf.page.sections.verdicts import build_verdicts_section
 from torchlens_perf.view.html import build_figure, build_section
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.step_words import describe_step_times, step_count_text
+from torchlens_perf.view.step_words import describe_steps
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import PageContents, SlowPeriod, TimeSeries
@@ -66,10 +66,10 @@ def _slow_ranks_caption(slow: Sequence[SlowPeriod]) -> str:
 def _build_step_time_section(contents: PageContents) -> Element | None:
     if contents["steps"] is None:
         return None
-    words = f"{step_count_text(contents['report'])}: {', '.join(describe_step_times(contents['report']))}."
-    return build_section(
-        "steps", "Step time", build_figure("steps", "Step time over the run", words)
+    figure = build_figure(
+        "steps", "Step time over the run", f"{describe_steps(contents['report'])}."
     )
+    return build_section("steps", "Step time", figure)
 
 
 def _build_ranks_section(contents: PageContents) -> Element | None:
