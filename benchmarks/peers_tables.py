@@ -14,7 +14,7 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -222,92 +222,80 @@ def _resources_table(data: dict[str, Any]) -> Table | None:
     )
 
 
-def _growth_tables(growth: dict[str, Any]) -> Iterator[Table]:
-    for name, draw in (
-        ("modules", _modules_table),
-        ("steps", _steps_table),
-        ("ranks", _ranks_table),
-    ):
-        if name in growth:
-            yield draw(growth[name])
-
-
-def _numbers(
-    title: str, found: dict[str, Any], tools: list[str], scale: float, form: str, *keys: str
-) -> Column:
-    """Return a column with the sums of the keys at each count: "1 / 2 / 3"."""
-    cells = [
-        " / ".join(
-            format(scale * sum(each[key] for key in keys), form) for each in found[tool].values()
-        )
-        for tool in tools
-    ]
-    return _text(title, cells)
-
-
-def _counts(found: dict[str, Any]) -> tuple[list[str], str]:
-    """Return the longest list of counts, and its text for a title."""
-    counts = max(map(list, found.values()), key=len)
-    return counts, " / ".join(f"{int(each):,}" for each in counts)
-
-
-def _modules_table(found: dict[str, Any]) -> Table:
-    counts, text = _counts(found)
-    tools = [tool for tool in found if tool != BASE and len(found[tool]) == len(counts)]
-    base_ms = " / ".join(f"{1e-6 * found[BASE][count]['ns']:,.2f}" for count in counts)
-    return Table(
-        "peer-modules",
-        f"Growth with modules: {text}",
-        [
-            _text("tool", tools),
-            _numbers("added by each module, us a step", found, tools, 1e-3, ".2f", "added_by_module_ns"),
-            _numbers("import and start, ms", found, tools, 1e3, ",.0f", "import_s", "start_s"),
-            _numbers("memory of the rank, MB", found, tools, 1e-6, ",.1f", "added_bytes"),
-        ],
-        note=(
-            "Every module is marked. The modules are ReLUs in a chain. The added time of a step is"
-            f" divided by the number of modules. A step without a tool: {base_ms} ms."
+# Title, scale, format, and the keys whose values are added.
+_Column = tuple[str, float, str, tuple[str, ...]]
+_OWN_MEMORY: _Column = ("memory of its own processes, MB", 1e-6, ",.0f", ("helper_bytes",))
+_OWN_CPU: _Column = ("CPU time of its own processes, s", 1.0, ",.1f", ("helper_cpu_s",))
+_GROWTH: dict[str, tuple[str, tuple[_Column, ...], str]] = {
+    "modules": (
+        "modules",
+        (
+            ("added by each module, us a step", 1e-3, ".2f", ("added_by_module_ns",)),
+            ("import and start, ms", 1e3, ",.0f", ("import_s", "start_s")),
+            ("memory of the rank, MB", 1e-6, ",.1f", ("added_bytes",)),
         ),
-    )  # fmt: skip
-
-
-def _steps_table(found: dict[str, Any]) -> Table:
-    tools = [tool for tool in found if tool != BASE and found[tool]]
-    return Table(
-        "peer-steps",
-        f"Growth with steps: {_counts(found)[1]}",
-        [
-            _text("tool", tools),
-            _numbers("memory of the rank, MB", found, tools, 1e-6, ",.1f", "rank_bytes"),
-            _numbers("memory of its own processes, MB", found, tools, 1e-6, ",.0f", "helper_bytes"),
-            _numbers("CPU time of its own processes, s", found, tools, 1.0, ",.1f", "helper_cpu_s"),
-            _numbers("files, MB", found, tools, 1e-6, ",.2f", "written_bytes"),
-            _numbers("exit, s", found, tools, 1.0, ",.1f", "exit_s"),
-        ],
-        note=(
+        (
+            "Every module is marked. The modules are ReLUs in a chain. The added time of a step is"
+            " divided by the number of modules. A step without a tool: {base} ms."
+        ),
+    ),
+    "steps": (
+        "steps",
+        (
+            ("memory of the rank, MB", 1e-6, ",.1f", ("rank_bytes",)),
+            _OWN_MEMORY,
+            _OWN_CPU,
+            ("files, MB", 1e-6, ",.2f", ("written_bytes",)),
+            ("exit, s", 1.0, ",.1f", ("exit_s",)),
+        ),
+        (
             "Runs of a model with one layer. A million steps would take an hour under all tools."
             " `python -m benchmarks long_run` makes them under this package."
         ),
-    )
-
-
-def _ranks_table(found: dict[str, Any]) -> Table:
-    tools = [tool for tool in found if tool != BASE and found[tool]]
-    return Table(
-        "peer-ranks",
-        f"Growth with ranks of one machine: {_counts(found)[1]}",
-        [
-            _text("tool", tools),
-            _numbers("memory of its own processes, MB", found, tools, 1e-6, ",.0f", "helper_bytes"),
-            _numbers("CPU time of its own processes, s", found, tools, 1.0, ",.1f", "helper_cpu_s"),
-            _numbers("import and start, slowest rank, s", found, tools, 1.0, ".1f", "import_s", "start_s"),
-            _numbers("exit, slowest rank, s", found, tools, 1.0, ".1f", "exit_s"),
-        ],
-        note=(
+    ),
+    "ranks": (
+        "ranks of one machine",
+        (
+            _OWN_MEMORY,
+            _OWN_CPU,
+            ("import and start, slowest rank, s", 1.0, ".1f", ("import_s", "start_s")),
+            ("exit, slowest rank, s", 1.0, ".1f", ("exit_s",)),
+        ),
+        (
             "Ranks that start at the same time on all CPUs, make a short step every 50 ms for 12 s and do"
             " not communicate. Other tools have no processes of their own."
         ),
-    )  # fmt: skip
+    ),
+}
+
+
+def _growth_tables(growth: dict[str, Any]) -> Iterator[Table]:
+    """Yield a table for each kind of growth, with the values at each count: "1 / 2 / 3"."""
+    for name in filter(growth.get, _GROWTH):
+        found, (what, columns, note) = growth[name], _GROWTH[name]
+        tools = [tool for tool in found if tool != BASE and found[tool]]
+        counts = " / ".join(f"{int(each):,}" for each in max(found.values(), key=len))
+        base_ms = [
+            f"{1e-6 * each['ns']:,.2f}" for each in found.get(BASE, {}).values() if "ns" in each
+        ]
+        yield Table(
+            f"peer-{name}",
+            f"Growth with {what}: {counts}",
+            [
+                _text("tool", tools),
+                *(_numbers(column, [found[tool].values() for tool in tools]) for column in columns),
+            ],
+            note=note.format(base=" / ".join(base_ms)),
+        )
+
+
+def _numbers(column: _Column, rows: Sequence[Iterable[dict[str, float]]]) -> Column:
+    title, scale, form, keys = column
+    cells = [
+        " / ".join(format(scale * sum(each[key] for key in keys), form) for each in row)
+        for row in rows
+    ]
+    return _text(title, cells)
 
 
 def draw_chart(data: dict[str, Any]) -> str:

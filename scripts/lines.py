@@ -37,7 +37,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("exporters", ("exporters",), 2600, 5837),
     ("view", ("report", "view", "page", "top"), 6000, 13306),
     ("compare, queries", ("compare", "timeline", "query"), 2500, 2699),
-    ("diagnosis", ("diagnosis",), 2500, 3000),
+    ("diagnosis", ("diagnosis",), 2500, 2998),
     ("serve", ("serve",), 1300, 2254),
     ("sidecar", ("sidecar",), 5400, 10330),
     ("simulate, commands", ("simulate", "commands"), 2200, 5224),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.diagnosis.step_times import Floats
-    from torchlens_perf.verdicts.words.report import Facts, TimeClass, VerdictRow
+    from torchlens_perf.verdicts.words.report import Collective, Facts, TimeClass, VerdictRow
 
 SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 OTHER_SECTIONS = "other sections"
@@ -73,7 +73,7 @@ def classify_time(
     regular_s = max(0.0, step_s - sum(irregular.values()))
     scale = regular_s / max(1.0, sum(path_ns.values()))
     uses_s = {name: used_ns * scale for name, used_ns in path_ns.items()}
-    transfer_s = sum_transfers(facts, "all") if times.pipelined else None
+    transfer_s = sum_transfers(facts, facts["collectives"]) if times.pipelined else None
     if transfer_s is not None:
         uses_s[BUBBLE] = max(0.0, uses_s["communication"] - transfer_s)
         uses_s["communication"] -= uses_s[BUBBLE]
@@ -114,23 +114,19 @@ def join_classes(classes: Sequence[TimeClass]) -> dict[str, float]:
     return found
 
 
-def sum_transfers(facts: Facts, name: str) -> float | None:
-    """Return the time per step and rank in which collectives transfer data; None if not measured.
+def sum_transfers(facts: Facts, rows: Sequence[Collective]) -> float | None:
+    """Return the time per step and rank in which these collectives transfer data.
 
-    name: a group, its description, an operation, or "all".
+    Return None without collectives, or if the time of one was not measured.
     """
-    total_s, steps = 0.0, max(1, facts["steps"]["count"])
-    rows = [
-        row
-        for row in facts["collectives"]
-        if name in (row["group"], row["description"], row["operation"], "all")
-    ]
+    total_s = 0.0
     for row in rows:
         mean_s = row["transfer_s"]["mean_s"]
         if mean_s is None:
             return None
-        total_s += mean_s * row["count"] / steps / max(1, len(facts["ranks"]))
-    return total_s if rows else None
+        total_s += mean_s * row["count"]
+    steps = max(1, facts["steps"]["count"]) * max(1, len(facts["ranks"]))
+    return total_s / steps if rows else None
 
 
 def _take_time(uses_s: dict[str, float], phase: str, seconds: float) -> float:

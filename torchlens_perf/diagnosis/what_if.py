@@ -178,7 +178,12 @@ class Replay:
         if change.subject == "overlap":
             computing_ns: Floats = self._critical_uses[:, [_FORWARD, _BACKWARD]].sum(axis=1)
             return np.maximum(rest_ns - computing_ns, 0)
-        transfer_s = sum_transfers(self._facts, change.name or "all")
+        rows = [
+            row
+            for row in self._facts["collectives"]
+            if (change.name or "all") in (row["group"], row["description"], row["operation"], "all")
+        ]
+        transfer_s = sum_transfers(self._facts, rows)
         if transfer_s is None:
             raise ConfigError(
                 f"{change.text!r}: the run has no measured transfers of {change.name or 'all groups'}"
@@ -224,7 +229,7 @@ def predict_standard_changes(
     texts += [f"{name}=0" for name in _IRREGULAR]
     if len(times.ranks) > 1:
         texts += ["overlap=all", "rank=all@median"]
-    if times.pipelined and sum_transfers(facts, "all") is not None:
+    if times.pipelined and sum_transfers(facts, facts["collectives"]) is not None:
         texts.append("bubble=0")
     modules = [each for each in facts["modules"] if not each["is_root"]]
     texts += [f"module:{modules[0]['name']} x0.5"] if modules else []

@@ -6,6 +6,7 @@ import math
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
 from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
+from torchlens_perf.diagnosis.lost_time import sum_transfers
 
 _DDP = (
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
@@ -106,11 +107,8 @@ def _map_reduction_s(job: Job) -> float | None:
         if row["operation"] == "allreduce" and row["dtype"] == "int32" and row["count"]
         and row["bytes"] / row["count"] < _MAX_BUFFER
     ]  # fmt: skip
-    if not maps or any(row["transfer_s"]["mean_s"] is None for row in maps):
-        return None
-    total_s = sum((row["transfer_s"]["mean_s"] or 0.0) * row["count"] for row in maps)
-    steps = max(1, job.report["steps"]["count"]) * max(1, len(job.report["ranks"]))
-    return min(total_s / steps, job.seconds("communication"))
+    transfer_s = sum_transfers(job.report, maps)
+    return None if transfer_s is None else min(transfer_s, job.seconds("communication"))
 
 
 @rule("ddp-no-sync", f"{_DDP}#torch.nn.parallel.DistributedDataParallel.no_sync")

@@ -96,6 +96,8 @@ class StepBreakdown:
     computing: TimeShare
     waits: list[TimeShare]
     """All other parts, the largest first."""
+    hidden_data_s: float = 0.0
+    """The part of the wait for data that waits for other ranks hide."""
 
     @property
     def limit(self) -> TimeShare:
@@ -279,7 +281,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
     if device is not None:
         return _build_device_verdict(report, device, waits_explained=waits_explained)
     sampled = report["steps"]["sampled_lack_of_cpu"]
-    everything = _name_waiting_for_ranks(report, _break_down_host_step(report))
+    everything = _break_down_host_step(report)
     found = everything.without_wait("communication_bound") if waits_explained else everything
     step_s, computing = found.step_s, found.computing
     first, worth = found.limit, found.large_waits
@@ -314,7 +316,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
         f" {format_duration(step_s)}{also}."
     )
     if found.is_large("data_bound"):
-        text += _hidden_data_wait_text(report)
+        text += _hidden_data_wait_text(report, found)
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     text += f"{_equal_waits_caveat(first, waits_s)}{_describe_kinds_of_steps(report)}"
     if sampled is not None and sampled >= _SOME_LACK and not _is_lack_measured(report):
@@ -444,13 +446,13 @@ def _break_down_host_step(report: Facts) -> StepBreakdown:
     The wait for data includes what waits for other ranks hide of it.
     """
     steps = _collect_typical_steps(report)
-    hidden_s = _hidden_data_wait_s(report)
+    hidden_s = _hidden_data_wait_s(report, steps)
     moved = {"data": hidden_s, "communication": -hidden_s}
 
     def mean_s(values: Iterable[Mapping[str, float]], part: str) -> float:
         return sum(each.get(part, 0.0) for each in values) / len(steps)
 
-    return break_down_step(
+    found = break_down_step(
         sum(step["s"] for step in steps) / len(steps),
         {
             part: mean_s((step["parts"] for step in steps), part) + moved.get(part, 0.0)
@@ -460,29 +462,26 @@ def _break_down_host_step(report: Facts) -> StepBreakdown:
         device=False,
         look_at=computing_action(report),
     )
+    return dataclasses.replace(_name_waiting_for_ranks(report, found), hidden_data_s=hidden_s)
 
 
-def _hidden_data_wait_s(report: Facts) -> float:
+def _hidden_data_wait_s(report: Facts, steps: Sequence[TypicalStep]) -> float:
     """Return the wait for data per typical step that waits for other ranks hide, as a mean."""
-    steps = _collect_typical_steps(report)
     waits_s = [step["parts"].get("communication", 0.0) for step in steps]
     periods_s = [
         rank["loader_period_s"] or 0.0 for rank in report["ranks"] if rank["typical"] is not None
     ]
+    own_s = [sum(step["parts"].get(part, 0.0) for part in OWN_PARTS) for step in steps]
     hidden_s = [
-        hidden_data_wait(
-            sum(step["parts"].get(part, 0.0) for part in OWN_PARTS),
-            wait_s - min(waits_s),
-            period_s,
-        )
-        for step, wait_s, period_s in zip(steps, waits_s, periods_s, strict=True)
+        hidden_data_wait(own, wait - min(waits_s), period)
+        for own, wait, period in zip(own_s, waits_s, periods_s, strict=True)
     ]
     return sum(map(float, hidden_s)) / len(hidden_s)
 
 
-def _hidden_data_wait_text(report: Facts) -> str:
+def _hidden_data_wait_text(report: Facts, found: StepBreakdown) -> str:
     """Return a sentence on the hidden wait for data; "" if it is small."""
-    hidden_s = _hidden_data_wait_s(report)
+    hidden_s = found.hidden_data_s
     periods_s = [rank["loader_period_s"] for rank in report["ranks"] if rank["loader_period_s"]]
     steps = _collect_typical_steps(report)
     waits_s = sum(step["parts"].get("data", 0.0) for step in steps) / len(steps)
@@ -528,12 +527,14 @@ _FOR_RANKS = TimeShare(
 
 def _name_waiting_for_ranks(report: Facts, found: StepBreakdown) -> StepBreakdown:
     """Return the step with another name for communication in which ranks hardly transfer data."""
-    times_s = [
-        (row["joined"] * row["wait_s"]["mean_s"], row["joined"] * row["transfer_s"]["mean_s"])
-        for row in report["collectives"]
-        if row["wait_s"]["mean_s"] is not None and row["transfer_s"]["mean_s"] is not None
-    ]
-    wait_s, transfer_s = sum(each[0] for each in times_s), sum(each[1] for each in times_s)
+    wait_s = transfer_s = 0.0
+    for row in report["collectives"]:
+        wait, transfer = row["wait_s"]["mean_s"], row["transfer_s"]["mean_s"]
+        if wait is not None and transfer is not None:
+            wait_s, transfer_s = (
+                wait_s + row["joined"] * wait,
+                transfer_s + row["joined"] * transfer,
+            )
     if wait_s == 0.0 or wait_s < NEARLY * (wait_s + transfer_s):
         return found
     waits = [
@@ -707,14 +708,11 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
 
 
 def _build_not_known_verdict(report: Facts, device: str) -> JudgedVerdict:
-    found = _name_waiting_for_ranks(report, _break_down_host_step(report))
-    step_s, largest = (
-        found.step_s,
-        max((found.computing, *found.waits), key=lambda use: use.seconds),
-    )
+    found = _break_down_host_step(report)
+    largest = max((found.computing, *found.waits), key=lambda use: use.seconds)
     text = (
         f"What limits the step is not known: the work is on a device ({device}), and only host time"
-        f" was recorded. {largest.what} takes {_format_share(largest.seconds, step_s)} of a typical"
+        f" was recorded. {largest.what} takes {_format_share(largest.seconds, found.step_s)} of a typical"
         " step on the host, which may be waiting for the device. Next: record device times"
         ' (device_times="on"), or look at a trace of some steps: torchlens-perf capture.'
     )
