@@ -6,6 +6,7 @@ The sidecar creates these values and the training process receives them.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 STARTED, UPDATED, ENDED = "started", "updated", "ended"
 _ACTION = " Next: "
@@ -15,6 +16,19 @@ def split_sentence_and_action(text: str) -> tuple[str, str]:
     """Split a text into the finding and the action to take; the action may be ""."""
     sentence, _, action = text.partition(_ACTION)
     return sentence, action
+
+
+def range_end(until_step: int | None) -> float:
+    """Return the end of a range of steps; infinity if it is None, because the range lasts."""
+    return math.inf if until_step is None else until_step
+
+
+def format_step_range(since_step: int, until_step: int | None) -> str:
+    """Format a range of steps: "since step 40", or "from step 40 to 79"."""
+    end = range_end(until_step)
+    if end == math.inf:
+        return f"since step {since_step}"
+    return f"from step {since_step} to {end - 1:.0f}"
 
 
 class _TextWithAction:
@@ -90,9 +104,7 @@ class Alert(_TextWithAction):
 
     def covers(self, step: int) -> bool:
         """Return True if the finding has a start and since_step <= step < until_step."""
-        if self.since_step is None or step < self.since_step:
-            return False
-        return self.until_step is None or step < self.until_step
+        return self.since_step is not None and self.since_step <= step < range_end(self.until_step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from torchlens_perf.errors import ConfigError, unknown_word_text
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.run.verdicts import range_end
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -34,7 +35,7 @@ class _TimedFault:
     until: int | None = None
 
     def is_active(self, step: int) -> bool:
-        return self.since <= step and (self.until is None or step < self.until)
+        return self.since <= step < range_end(self.until)
 
     def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
         return _NO_RANKS
@@ -42,9 +43,7 @@ class _TimedFault:
     def active_steps(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
         """Return 1 for steps in which the fault lasts, else 0; shape [steps]."""
         step = draft.step_numbers
-        return (
-            (step >= self.since) & (step < (self.until if self.until is not None else 1 << 62))
-        ).astype(np.float32)
+        return ((step >= self.since) & (step < range_end(self.until))).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

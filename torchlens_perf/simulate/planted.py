@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.analysis.collectives.slow_link import MIN_RATIO
-from torchlens_perf.analysis.statistics.quantities import format_duration, format_step_range
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.rank_ranges import format_rank_list
+from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.simulate.faults import LinkFault
 from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.verdicts.words.stragglers import MAX_NAMED

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
     format_percent,
-    format_step_range,
     printable,
 )
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
-from torchlens_perf.run.verdicts import split_sentence_and_action
+from torchlens_perf.run.verdicts import format_step_range, split_sentence_and_action
 from torchlens_perf.verdicts.words.evidence import (
     NOT_COMPUTING_KINDS,
     OVER,

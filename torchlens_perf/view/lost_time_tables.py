@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_percent, format_step_range
+from torchlens_perf.analysis.statistics.quantities import format_percent
+from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.theme import PARTS
 

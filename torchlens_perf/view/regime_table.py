@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_step_range
+from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.view.headline import phase_name
 from torchlens_perf.view.specs import Column, Quantity, Table
 

@@ -62,18 +62,6 @@ def format_coverage(share: float, *, any_step: bool) -> str:
     return f"{share:.1%} of steps complete" if any_step else "no step was recorded"
 
 
-def format_step_range(since_step: int, until_step: int | None) -> str:
-    """Format a range of steps: "since step 40", or "from step 40 to 79".
-
-    `until_step` is the first step after the range, or None if the range has not ended.
-    """
-    return (
-        f"since step {since_step}"
-        if until_step is None
-        else f"from step {since_step} to {until_step - 1}"
-    )
-
-
 def format_count(count: int, noun: str) -> str:
     """Format a number with a noun: "1 step", "2 steps", "3 passes"."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from torchlens_perf.analysis.statistics.rank import Windows, expand_lack_ns
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
+from torchlens_perf.run.verdicts import range_end
 
 MAX_COLUMNS = 64
 TAG_NAMES = {
@@ -61,9 +62,7 @@ class RunWindows:
         """
         ends = np.minimum(self.first_steps + self.width, self.last_step + 1)
         middle = (self.first_steps + ends) / 2
-        covered: npt.NDArray[np.bool_] = (middle >= since) & (
-            middle < (np.inf if until is None else until)
-        )
+        covered: npt.NDArray[np.bool_] = (middle >= since) & (middle < range_end(until))
         return covered
 
 

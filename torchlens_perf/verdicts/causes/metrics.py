@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from torchlens_perf.run.verdicts import range_end
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -164,7 +166,7 @@ class MetricHistory:
 
         Ranges of time that contain other steps as well are used only if there are no better ones.
         """
-        end = float("inf") if until_step is None else until_step
+        end = range_end(until_step)
         inside = [
             slot for slot in self._slots if slot.first_step >= since_step and slot.last_step < end
         ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.verdicts.words.evidence import GrowthEvidence, JudgedVerdict, make_verdict
+from torchlens_perf.verdicts.words.order import has_ended
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
@@ -23,7 +24,7 @@ def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedV
     min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
     grown = any(
         each["kind"] == "drift"
-        and each["until_step"] is None
+        and not has_ended(each)
         and each["after_s"] >= (1 + min_change) * each["before_s"]
         for each in report["regimes"]
     )

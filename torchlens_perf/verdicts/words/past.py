@@ -9,9 +9,8 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_count,
     format_duration,
     format_percent,
-    format_step_range,
 )
-from torchlens_perf.run.verdicts import Alert
+from torchlens_perf.run.verdicts import Alert, format_step_range
 from torchlens_perf.verdicts.words.evidence import (
     OVER,
     JudgedVerdict,
