@@ -78,9 +78,9 @@ def _run_import(options: argparse.Namespace) -> int:
                 for each in ranks:
                     each.close()
                 run_sidecar(sidecar, lock, None)
-            except BaseException:  # No file may stay in shared memory, even after Ctrl-C.
+            finally:
+                # No file may stay in shared memory, even after Ctrl-C.
                 lock.remove()
-                raise
     if not options.quiet:
         print(
             f"torchlens-perf: imported {len(traces)} ranks, steps {min(common)} to {max(common)}, into"

@@ -264,9 +264,9 @@ def record_simulation(
     lock = acquire_lock(run)
     try:
         _write_and_read_rings(simulation, steps, run, lock, note, device, advanced)
-    except BaseException:  # No file may stay in shared memory, even after Ctrl-C.
+    finally:
+        # No file may stay in shared memory, even after Ctrl-C.
         lock.remove()
-        raise
 
 
 def _write_and_read_rings(

@@ -187,12 +187,12 @@ def _run_compiler(command: list[str], folder: Path, timeout_s: float | None) -> 
             raise _CompilerError(f"{command[0]} cannot be run: {error.strerror}") from None
     try:
         status = process.wait(timeout_s)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise BuildError(f"the compiler did not end within {timeout_s:.0f} s") from None
-        raise
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the compiler did not end within {timeout_s:.0f} s") from None
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if status:
         text = said.read_text(errors="replace")
         passing = status < 0 or any(words in text for words in _PASSING)

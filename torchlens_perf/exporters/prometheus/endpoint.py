@@ -78,7 +78,7 @@ class MetricsServer:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((address.host, address.port))
             self._socket.listen(_BACKLOG)
-        except BaseException:
+        except OSError:
             self._socket.close()
             raise
         self.address = ListenAddress(address.host, self._socket.getsockname()[1])
