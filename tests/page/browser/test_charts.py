@@ -109,12 +109,13 @@ def test_excess_is_relative_to_all_ranks_only_above_16_ranks(
 
 
 def test_quantities_in_charts_are_written_as_in_the_report(tab: Tab) -> None:
-    """Durations, shares and amounts have the same number of figures as in tables."""
+    """Durations, shares and amounts have the same number of figures as in tables, also halves."""
     seconds = [0.0, 3e-9, 4.2e-7, 9.996e-4, 1.2345e-3, 0.0999, 0.1, 1.0, 12.34, 123.4, 9999.0]
+    seconds += [100.5, 101.5, -100.5, 10.25, 10.75, 1.125, 2.675, 112_500e-9, 113_500e-9]
     assert [tab.value(f"torchlens.duration({each})") for each in seconds] == [
         format_duration(each) for each in seconds
     ]
-    shares = [0.0, 0.0123, 0.0999, 0.1, 0.256, 1.0, 12.0]
+    shares = [0.0, 0.0123, 0.0999, 0.1, 0.256, 1.0, 12.0, 0.125, 0.375, 0.0625, -0.125, 0.145]
     assert [tab.value(f"torchlens.percent({each})") for each in shares] == [
         format_percent(each) for each in shares
     ]

@@ -5,16 +5,23 @@
 const torchlens = {};
 
 {
+  // Rounds ties to even, as the report's Python does; toFixed() rounds ties away from zero.
+  torchlens.fixed = (value, digits) => {
+    const scaled = value * 10 ** digits;
+    const isTie = Number.isInteger(value * 2 ** (digits + 1)) && Math.abs(scaled % 1) === 0.5;
+    return (isTie ? (2 * Math.round(scaled / 2)) / 10 ** digits : value).toFixed(digits);
+  };
+
   torchlens.duration = (seconds) => {
     if (seconds === null || seconds === undefined || Number.isNaN(seconds)) return "not measured";
     for (const [unit, scale] of Object.entries({ s: 1, ms: 1e-3, us: 1e-6 })) {
       if (Math.abs(seconds) >= scale) {
         const value = seconds / scale;
         const size = Math.abs(value);
-        return `${value.toFixed(size >= 100 ? 0 : size >= 10 ? 1 : 2)} ${unit}`;
+        return `${torchlens.fixed(value, size >= 100 ? 0 : size >= 10 ? 1 : 2)} ${unit}`;
       }
     }
-    return `${(seconds * 1e9).toFixed(0)} ns`;
+    return `${torchlens.fixed(seconds * 1e9, 0)} ns`;
   };
 
   // Returns a function for axis labels, without trailing zeros.
@@ -27,7 +34,7 @@ const torchlens = {};
 
   torchlens.percent = (share) => {
     if (share === null || share === undefined || Number.isNaN(share)) return "not measured";
-    return `${(share * 100).toFixed(Math.abs(share) >= 0.1 ? 0 : 1)}%`;
+    return `${torchlens.fixed(share * 100, Math.abs(share) >= 0.1 ? 0 : 1)}%`;
   };
 
   // Returns a signed percentage, compared with other ranks.
@@ -41,7 +48,7 @@ const torchlens = {};
     if (count === null || count === undefined || Number.isNaN(count)) return "not measured";
     for (const prefix of ["", "K", "M", "G", "T"]) {
       if (count < 1000 || prefix === "T") {
-        return `${count.toFixed(!prefix || count >= 100 ? 0 : 1)} ${prefix}${unit}`;
+        return `${torchlens.fixed(count, !prefix || count >= 100 ? 0 : 1)} ${prefix}${unit}`;
       }
       count /= 1000;
     }
