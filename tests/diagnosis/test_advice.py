@@ -78,13 +78,14 @@ def straggler(kind: str) -> dict[str, Any]:
         diagnosis,
     )
     return {"kind": "straggler", "rank": 1, "is_over": False, "cost_s_per_step": 0.01,
-            "phase": "data", "evidence": evidence}  # fmt: skip
+            "cost_share": 0.1, "phase": "data", "evidence": evidence}  # fmt: skip
 
 
 def stage(cost_ms: float, **changed: Any) -> dict[str, Any]:
     text = "The pipeline is out of balance: stage pp 1 has 20 ms. Next: move layers out of it."
     return {"kind": "imbalance", "rank": None, "is_over": False, "cost_s_per_step": cost_ms / 1e3,
-            "phase": None, "text": text, "evidence": ImbalanceEvidence("imbalance", "stage", (1,)),
+            "cost_share": cost_ms / 100, "phase": None, "text": text,
+            "evidence": ImbalanceEvidence("imbalance", "stage", (1,)),
             **changed}  # fmt: skip
 
 

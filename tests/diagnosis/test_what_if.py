@@ -233,14 +233,18 @@ def test_gain_of_the_named_slow_rank_is_the_cost_of_its_verdict() -> None:
         "is_over": False,
         "rank": 1,
         "cost_s_per_step": 0.019,
+        "cost_share": 0.6,
         "phase": "forward",
     }
     changes, _ = predict_standard_changes(times, make_facts(times), [verdict])
-    assert {each["change"]: each["gain_s"] for each in changes}["rank=1@median"] == 0.019
+    gains = {each["change"]: (each["gain_s"], each["share"]) for each in changes}
+    assert gains["rank=1@median"] == (0.019, 0.6)
     classes = classify_time(times, make_facts(times), [verdict])
     slow = next(each for each in classes if each["name"] == "slow rank")
     assert (slow["rank"], slow["s_per_step"]) == (1, pytest.approx(0.019))
+    assert slow["share"] == pytest.approx(0.6)
     assert sum(each["s_per_step"] for each in classes) == pytest.approx(0.03)
+    assert sum(each["share"] for each in classes) == pytest.approx(1)
 
 
 def test_classes_add_up_to_the_mean_step_the_largest_first() -> None:

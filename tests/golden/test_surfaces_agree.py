@@ -27,6 +27,7 @@ from tests.support.reports import checked
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.diagnosis.goodput import CLASSES
+from torchlens_perf.diagnosis.lost_time import SLOW_RANK as SLOW_CLASS
 from torchlens_perf.diagnosis.lost_time import join_classes
 from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
@@ -167,6 +168,24 @@ def goodput_has_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
     }
     if exporter.assessment is not None and exporter.assessment.goodput_s:
         assert exporter.assessment.goodput_s == pytest.approx(found)
+
+
+def lost_time_has_the_figures_of_the_rows(report: dict[str, Any]) -> None:
+    """Check that slow ranks have one cost and one share, and that all classes add up."""
+    lost = report["lost_time"]
+    if lost is None:
+        return
+    assert sum(each["share"] for each in lost["classes"]) == pytest.approx(1)
+    slow = {each["rank"]: each for each in lost["classes"] if each["name"] == SLOW_CLASS}
+    gains = {each["change"]: each for each in lost["changes"]}
+    now = [row for row in report["verdicts"] if row["kind"] == "straggler"]
+    assert slow.keys() == {row["rank"] for row in now if row["cost_s_per_step"]}
+    for row in now:
+        cost_s, share = row["cost_s_per_step"], row["cost_share"]
+        gain = gains.get(f"rank={row['rank']}@median")
+        assert gain is None or (gain["gain_s"], gain["share"]) == (cost_s, share)
+        if row["rank"] in slow and slow[row["rank"]]["s_per_step"] == pytest.approx(cost_s):
+            assert slow[row["rank"]]["share"] == pytest.approx(share)
 
 
 def critical_path_agrees(run: RunDirectory, exporter: InMemoryExporter) -> None:
@@ -333,7 +352,9 @@ def loggers_have_the_figures_of_the_rows(
 def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path) -> None:
     """Check the list of `serve`. The page that `serve` shows of one run equals the report's page."""
     (line,) = read_lines(str(folder), find_runs(str(folder)), 60.0)
-    verdict = choose_headline(build_headlines(load_report(RunDirectory(folder / line.name))))
+    loaded = load_report(RunDirectory(folder / line.name))
+    lost_time_has_the_figures_of_the_rows(cast("Any", loaded))
+    verdict = choose_headline(build_headlines(loaded))
     assert verdict is not None
     assert (line.status, line.sentence, line.cost) == (
         verdict.status,

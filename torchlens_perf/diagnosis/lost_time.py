@@ -61,7 +61,8 @@ def classify_time(
     """Return the classes of time of a mean step, the largest first. They add up to the mean step.
 
     Longer steps of a known kind, such as evaluation, are classes of their own. A slow rank that a
-    current verdict names has the cost of this verdict.
+    current verdict names has the cost of this verdict, and its share, which is of the steps in
+    which the rank was slow. The other classes divide the rest.
     """
     steps, path_ns = facts["steps"], find_critical_path(times)
     irregular: dict[str, float] = {}
@@ -80,16 +81,20 @@ def classify_time(
     sections = divide_host_code(facts["sections"], uses_s["host"])
     uses_s["host"] -= sum(sections.values())
     uses_s |= {f"{_SECTION}{name}": seconds for name, seconds in sections.items()}
-    found: list[tuple[str, float, int | None]] = []
+    found: list[tuple[str, float, float, int | None]] = []
     for row in verdicts:
         if row["kind"] in ("straggler", "imbalance") and not row["is_over"]:
-            taken_s = _take_time(uses_s, row["phase"] or "", row["cost_s_per_step"] or 0.0)
+            cost_s, share = row["cost_s_per_step"] or 0.0, row["cost_share"] or 0.0
+            taken_s = _take_time(uses_s, row["phase"] or "", cost_s)
             name = SLOW_RANK if row["kind"] == "straggler" else IMBALANCE
-            found.append((name, taken_s, row["rank"]))
-    found += [(name, seconds, None) for name, seconds in (uses_s | irregular).items()]
+            found.append((name, taken_s, share * taken_s / (cost_s or 1.0), row["rank"]))
+    rest_share = max(0.0, 1.0 - sum(share for _, _, share, _ in found))
+    others_s = uses_s | irregular
+    rest_s = sum(others_s.values())
+    found += [(name, s, s / rest_s * rest_share, None) for name, s in others_s.items() if s > 0]
     classes: list[TimeClass] = [
-        {"name": name, "s_per_step": seconds, "share": seconds / step_s, "rank": rank}
-        for name, seconds, rank in found
+        {"name": name, "s_per_step": seconds, "share": share, "rank": rank}
+        for name, seconds, share, rank in found
         if seconds > 0
     ]
     return sorted(classes, key=lambda each: -each["s_per_step"])

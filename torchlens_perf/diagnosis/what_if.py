@@ -216,7 +216,7 @@ def predict_standard_changes(
 ) -> tuple[list[PredictedChange], float]:
     """Return the most valuable single changes, and the drift of the replay.
 
-    For a slow rank that a current verdict names, the gain is the cost of the verdict.
+    For a slow rank that a current verdict names, the gain is the cost of the verdict, also as a share.
 
     Work itself cannot be removed, so changes of computing are only predicted for its largest module
     at half its time. Return no changes if the replay does not reproduce the recorded steps.
@@ -235,11 +235,10 @@ def predict_standard_changes(
     texts += [f"module:{modules[0]['name']} x0.5"] if modules else []
     found = [replay.predict([parse_change(text)]) for text in texts]
     for row in verdicts:
-        if row["kind"] == "straggler" and not row["is_over"] and row["cost_s_per_step"]:
+        cost_s, share = row["cost_s_per_step"], row["cost_share"]
+        if row["kind"] == "straggler" and not row["is_over"] and cost_s and share:
             its = replay.predict([parse_change(f"rank={row['rank']}@median")])
-            cost_s = row["cost_s_per_step"]
             low_s, high_s = min(its["low_s"], cost_s), max(its["high_s"], cost_s)
-            share = cost_s / replay.step_s
             found.append(
                 {**its, "gain_s": cost_s, "low_s": low_s, "high_s": high_s, "share": share}
             )

@@ -96,16 +96,16 @@ class Job:
 
     def share(self, *names: str) -> float:
         """Return the share of these classes in a step."""
-        return self.seconds(*names) / self.lost["step_s"]
+        return sum(each["share"] for each in self.lost["classes"] if each["name"] in names)
 
     def describe(self, what: str, *names: str) -> str:
         """Return a clause such as "waiting for data takes 12 ms (23%) of a step"."""
-        return self.describe_seconds(what, self.seconds(*names))
+        return self.describe_seconds(what, self.seconds(*names), self.share(*names))
 
-    def describe_seconds(self, what: str, seconds: float) -> str:
+    def describe_seconds(self, what: str, seconds: float, share: float | None = None) -> str:
         """Like describe(), for a time per step that is no class."""
-        share = format_percent(seconds / self.lost["step_s"])
-        return f"{what} {format_duration(seconds)} ({share}) of a step"
+        share = seconds / self.lost["step_s"] if share is None else share
+        return f"{what} {format_duration(seconds)} ({format_percent(share)}) of a step"
 
     def long_steps(self, *kinds: str) -> list[LongSteps]:
         """Return the classes of long steps of these kinds; without kinds, those of no known kind."""

@@ -57,6 +57,7 @@ class Episode:
     work_ns: float
     others_work_ns: float
     step_ns: float
+    """Mean of all steps, also of those with a stall."""
     z_score: float
     """Mean excess with clipped values, in standard errors."""
     slow_share: float
@@ -108,6 +109,8 @@ def measure_episode(
     because they would hide the rank's usual behaviour.
     """
     last_step = int(keys[-1] + 1) * window.width - 1
+    # The cost is a share of all step time, as in the table of lost time.
+    step_ns = float(window.duration_ns[index, keys % window.columns].mean())
     usual_rows = limit_stalls(series, scale) == series
     keys, series = keys[usual_rows], series[usual_rows]
     at = keys % window.columns
@@ -151,7 +154,7 @@ def measure_episode(
         ),
         work_ns=float(parts.sum(axis=1).mean()),
         others_work_ns=float(np.median(window.own_ns[np.ix_(sample, at)], axis=0).mean()),
-        step_ns=float(np.median(window.duration_ns[index, at])),
+        step_ns=step_ns,
         z_score=float(np.clip(series / scale, -CLIP, CLIP).sum() / np.sqrt(len(series))),
         slow_share=slow_share,
         slow_excess_ns=float(np.median(series[slow])) if slow.any() else excess_ns,
