@@ -60,5 +60,5 @@ def _build_figures_table(report: Report) -> Table:
     return Table(
         "quality_figures",
         "Records and overhead",
-        [measures, Column("value", list(rows.values()), Quantity.NUMBER)],
+        [measures, Column("value", list(rows.values()), Quantity.TEXT, wraps=True)],
     )
