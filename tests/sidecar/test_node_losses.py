@@ -14,6 +14,7 @@ import pytest
 from tests.sidecar.test_node import WORK, dead_process, finish, report, sidecar
 from tests.support.ranks import HOST, Rank, identity_of, make_run
 from torchlens_perf.recorder.recorder import EndDetection
+from torchlens_perf.run import ownership
 from torchlens_perf.run.directory import (
     RunDirectory,
     create_local_folders,
@@ -28,6 +29,7 @@ from torchlens_perf.sidecar import schedule as schedule_module
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.nodes.messages import CollectedPosts
+from torchlens_perf.sidecar.rings.source import RingSource
 from torchlens_perf.sidecar.schedule import Schedule
 from torchlens_perf.store import writer
 from torchlens_perf.verdicts import node_state
@@ -521,7 +523,7 @@ def test_sidecar_does_not_wait_for_a_reused_pid_of_the_launcher(run: RunDirector
     rank = Rank(run, 0, 1, identity={"elastic": True, "launcher_pid": 1, **dead})
     rank.steps(10, **WORK)
     made, _ = sidecar(run)
-    made.sources.read_new_records()
+    made.sources.poll_rings()
     (source,) = made.sources
     assert source.state.ended == "died"
     waits = made.sources.may_get_more_records(1000.0)
@@ -530,3 +532,71 @@ def test_sidecar_does_not_wait_for_a_reused_pid_of_the_launcher(run: RunDirector
     assert (waits, made.sources.may_get_more_records(1000.0)) == (True, False)
     made.close()
     rank.close()
+
+
+# -- where records wait
+
+
+def test_records_stay_in_the_ring_until_they_are_counted_or_fill_it(run: RunDirectory) -> None:
+    """Waiting records take no memory of the sidecar, and none is lost."""
+    rank = Rank(run, 0, 1, ring_records=1024)
+    made, _ = sidecar(run)
+    rank.steps(10, **WORK)
+    made.read_rings()
+    (source,) = made.sources
+    assert (source.reader.cursor, source.waiting) == (0, [])
+    made.count_records()
+    counted = source.state.counted
+    assert counted == source.reader.cursor - 1 == source.head - 1 > 0
+
+    while source.head - source.reader.cursor <= 1024 // 4:
+        assert source.waiting == []
+        rank.steps(2, **WORK)
+        source.head = source.reader.read_progress()[0]
+    made.read_rings()
+    assert source.reader.cursor == source.head
+    assert sum(len(records) for records, _ in source.waiting) == source.head - 1 - counted
+    made.save_records()
+    made.close()
+    rank.close()
+    assert source.state.statistics.lost == 0
+
+
+def test_encoded_records_survive_a_full_disk(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next segments have the records from before and after the disk was full."""
+    monkeypatch.setattr(record_account, "_ENCODED_AT_ONCE", 100)
+    write_all = ownership.write_all
+
+    def fill_disk(file: Any, content: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    rank = Rank(run, 0, 1)
+    made, _ = sidecar(run)
+    rank.steps(50, **WORK)
+    made.count_records()
+    made.read_rings()
+    made.count_records()
+    assert made.records.unsaved_records == source_of(made).reader.cursor
+    assert not made.records._unkept
+    monkeypatch.setattr(ownership, "write_all", fill_disk)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):
+            made.records.write_segment()
+        rank.steps(50, **WORK)
+        made.count_records()
+    monkeypatch.setattr(ownership, "write_all", write_all)
+    made.save_records()
+    made.close()
+    rank.close()
+
+    kept = pd.read_parquet(run.spans)["sequence"].tolist()
+    assert kept == list(range(len(kept)))
+    assert source_of(made).kept == len(kept) - 1 == source_of(made).reader.cursor - 1
+    assert made.state.unwritten_records == 0
+
+
+def source_of(made: Sidecar) -> RingSource:
+    (source,) = made.sources
+    return source

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -26,6 +26,7 @@ from tests.support.recorders import IMPLEMENTATIONS, Rig
 from tests.support.tables import MS
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind
@@ -274,21 +275,22 @@ def test_failed_write_leaves_no_file(
 ) -> None:
     """Spans are not kept without their steps. The next segment has a new number."""
     run = make_run(tmp_path)
-    writer, make = SegmentWriter(run, HOST, 1 << 30), pq.ParquetWriter
+    writer, write_all = SegmentWriter(run, HOST, 1 << 30), ownership.write_all
 
-    # The disk becomes full after the spans and before the steps.
-    def full(file: IO[bytes], *arguments: Any, **kwargs: Any) -> Any:
-        if Path(file.name).parent == run.steps:
+    # The disk becomes full after the spans and before the end of the steps.
+    def fill_disk(file: Any, content: Any) -> None:
+        is_steps = Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).parent == run.steps
+        write_all(file, content[:9] if is_steps else content)
+        if is_steps:
             raise OSError(28, "No space left on device")
-        return make(file, *arguments, **kwargs)
 
-    monkeypatch.setattr(pq, "ParquetWriter", full)
+    monkeypatch.setattr(ownership, "write_all", fill_disk)
     made = chunk(rig, 1)
     with pytest.raises(OSError, match="No space"):
         writer.write([made])
     assert [*run.spans.iterdir(), *run.steps.iterdir()] == []
-    monkeypatch.setattr(pq, "ParquetWriter", make)
-    writer.write([made])
+    monkeypatch.setattr(ownership, "write_all", write_all)
+    assert writer.write_added() == {made.origin.key: int(made.sequences[-1])}
 
     assert [path.name for path in (*run.spans.iterdir(), *run.steps.iterdir())] == [
         f"{HOST}-000002.parquet"

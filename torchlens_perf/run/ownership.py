@@ -171,7 +171,7 @@ def write_private_file(
         )
 
 
-def write_all(file: io.RawIOBase | io.FileIO, content: bytes) -> None:
+def write_all(file: io.RawIOBase | io.FileIO, content: bytes | memoryview) -> None:
     """Write all content to an unbuffered file. Raise OSError.
 
     On an almost full disk, one write(2) may write only a part of the content without an error.

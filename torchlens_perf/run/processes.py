@@ -81,8 +81,7 @@ def clock_without_cpu_wait_ns() -> int:
 
 def _read_schedstat(path: str, field: int) -> int | None:
     try:
-        with open(path, "rb", buffering=0) as file:
-            return int((file.read() or b"").split()[field])
+        return int(_read_file(path).split()[field])
     except (OSError, ValueError, IndexError):
         return None
 
@@ -124,8 +123,7 @@ def read_command_line(pid: int) -> list[str]:
 def read_kernel_text(path: str | os.PathLike[str]) -> str:
     """Return the stripped text of a small kernel file; "" if it cannot be read."""
     try:
-        with open(path, errors="replace") as file:
-            return file.read().strip()
+        return _read_file(path).decode(errors="replace").strip()
     except OSError:
         return ""
 
@@ -137,8 +135,20 @@ def read_stat_fields(path: str) -> list[bytes]:
     n - 3.
     """
     try:
-        with open(path, "rb", buffering=0) as file:
-            fields = (file.read() or b"").rpartition(b")")[2].split()
+        fields = _read_file(path).rpartition(b")")[2].split()
     except OSError:
         return []
     return fields if len(fields) > 19 else []
+
+
+def _read_file(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a small kernel file. This is twice as fast as a file object."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = text = os.read(descriptor, 1 << 16)
+        while text:
+            text = os.read(descriptor, 1 << 16)
+            found += text
+        return found
+    finally:
+        os.close(descriptor)

@@ -80,6 +80,8 @@ OTHER_NAMES = "(other)"
 
 # Header fields that change while the job runs: indexes of 64-bit words.
 HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS = 8, 9, 10, 11, 12, 13, 14
+# HEAD, STEP and STATE of the words from HEAD on.
+_PROGRESS = struct.Struct(f"<QQ{8 * (STATE - STEP - 1)}xQ")
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
 DEPTH, FRAMES, DEVICE_MARK = 24, 25, (15, 21, 22, 23)
 GROUPS_USED, GROUPS = 281, 282
@@ -344,6 +346,8 @@ class RingReader:
             raise
         # Last complete copy of the header.
         self._header = bytes(METADATA_OFFSET)
+        self._progress = (0, 0, 0)
+        self._seen_revision = -1
         self._is_frozen = False
         self._names: list[str] = []
         self._names_read = 0
@@ -396,6 +400,17 @@ class RingReader:
         """
         return self._read_words(word)[0]
 
+    def read_progress(self) -> tuple[int, int, int]:
+        """Return HEAD, STEP and STATE; the last valid ones if the file has been damaged.
+
+        The call takes less time than read_counter(), because it reads fewer bytes.
+        """
+        header = os.pread(self._descriptor, 8 * (STATE + 1), 0)
+        if len(header) == 8 * (STATE + 1) and header.startswith(MAGIC):
+            self._progress = _PROGRESS.unpack_from(header, 8 * HEAD)
+        head, step, state = self._progress
+        return head, step, state
+
     def read_metadata(self) -> dict[str, Any]:
         """Return the writer's metadata; {} if the metadata are being replaced or are damaged."""
         revision, used = self.read_counter(METADATA_REVISION), self.read_counter(METADATA_USED)
@@ -412,6 +427,16 @@ class RingReader:
         except (ValueError, RecursionError):
             return {}
         return loaded if isinstance(loaded, dict) else {}
+
+    def read_changed_metadata(self) -> dict[str, Any]:
+        """Return the metadata as read_metadata(); {} if the last call has returned the same."""
+        revision = self.read_counter(METADATA_REVISION)
+        if revision == self._seen_revision:
+            return {}
+        metadata = self.read_metadata()
+        if metadata:
+            self._seen_revision = revision
+        return metadata
 
     def names(self) -> list[str]:
         """Return all interned names. A record's name_id is an index in this list."""

@@ -106,16 +106,19 @@ class Sketch:
         largest: int,
         sum_ns: int,
         sum_squares: int,
-        buckets: npt.NDArray[np.int64],
+        first: int,
+        counts: npt.NDArray[np.int64],
     ) -> None:
-        """Add durations whose minimum, maximum, sums and bucket indexes are given."""
+        """Add durations whose minimum, maximum, sums and bucket counts are given.
+
+        counts: counts of the buckets from `first` on.
+        """
         empty = not len(self._used)
         self.min_ns = smallest if empty else min(self.min_ns, smallest)
         self.max_ns = largest if empty else max(self.max_ns, largest)
         self.sum_ns += sum_ns
         self.sum_squares += sum_squares
-        first = int(buckets.min())
-        self._add_counts(first, np.bincount(buckets - first))
+        self._add_counts(first, counts)
 
     def _add_counts(self, first: int, counts: npt.NDArray[np.int64]) -> None:
         """Add counts for the buckets from `first` on."""
@@ -199,6 +202,20 @@ def merge_sketches(sketches: Iterable[Sketch]) -> Sketch:
     return whole
 
 
+def add_each(
+    pairs: Iterable[tuple[Sketch, npt.NDArray[np.int64]]],
+) -> None:
+    """Add durations to several sketches. Each pair has a sketch and its durations."""
+    added = [(sketch, values_ns) for sketch, values_ns in pairs if len(values_ns)]
+    if added:
+        ends = np.cumsum([len(values_ns) for _, values_ns in added]).tolist()
+        add_to_sketches(
+            [sketch for sketch, _ in added],
+            np.concatenate([values_ns for _, values_ns in added]),
+            [0, *ends[:-1]],
+        )
+
+
 def add_to_sketches(
     sketches: Sequence[Sketch],
     values_ns: npt.NDArray[np.int64],
@@ -228,11 +245,18 @@ def add_to_sketches(
         for each in (values_ns, high * high, high * low, low * low)
     )
     buckets = np.searchsorted(bucket_bounds() if bounds is None else bounds, values_ns, side="left")
-    for i, (sketch, start, end) in enumerate(
-        zip(sketches, starts, [*starts[1:], len(values_ns)], strict=True)
+    firsts, lasts = (each.reduceat(buckets, starts) for each in (np.minimum, np.maximum))
+    # Count the buckets of all sketches in one array, in which each sketch has as many places as its
+    # durations need.
+    ends = np.cumsum(lasts - firsts + 1)
+    places = np.repeat(ends - lasts - 1, np.diff([*starts, len(values_ns)])) + buckets
+    counts, begin = np.bincount(places, minlength=int(ends[-1])), 0
+    for i, (sketch, first, end) in enumerate(
+        zip(sketches, firsts.tolist(), ends.tolist(), strict=True)
     ):
         squares = (high_squares[i] << 40) + (products[i] << 21) + low_squares[i]
-        sketch._add_summary(smallest[i], largest[i], sums[i], squares, buckets[start:end])
+        sketch._add_summary(smallest[i], largest[i], sums[i], squares, first, counts[begin:end])
+        begin = end
 
 
 # -- encoding as records of a ring file

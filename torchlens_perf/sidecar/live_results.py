@@ -117,6 +117,8 @@ class LiveResultDelivery:
             self._deliver_alerts()
         if self._figures:
             self._deliver_step_sums()
+        if not self._asked and not self._views:
+            return
         asked, running = (
             list(self._asked),
             {source.path for source in self._sidecar.sources.unfinished_rings()},

@@ -155,7 +155,7 @@ class _RoundRunner:
     def _gives_way(self, now_s: float) -> bool:
         """Return True if the job keeps all CPUs busy, makes progress, and needs no results now."""
         live = self._sidecar.sources.unfinished_rings()
-        steps = [source.reader.read_counter(ring.STEP) for source in live]
+        steps = [source.reader.read_progress()[1] for source in live]
         if steps != self._steps:
             self._steps, self._stepped_s = steps, now_s
         return (
@@ -173,8 +173,8 @@ class _RoundRunner:
         """
         until_s = time.monotonic() + duration_s
         live, ends = self._sidecar.sources.unfinished_rings(), termination.is_requested()
-        for source in live:
-            self._wake.watch_folder(str(source.path.parent))
+        for folder in {source.folder_of_ring for source in live}:
+            self._wake.watch_folder(folder)
         while (left_s := until_s - time.monotonic()) > 0:
             checks_often = self._report_is_wanted or not self._wake.reports_files
             longest_s = _POLL_INTERVAL_S if checks_often else _RARE_POLL_INTERVAL_S
@@ -182,10 +182,10 @@ class _RoundRunner:
                 self._report_is_wanted = bool(self._sidecar.run.find_local_mailboxes(REPORT))
             is_filling = False
             for source in live:
-                state, fill_level = source.peek()
+                state, new_share = source.peek()
                 if state == ring.State.CLOSED:
                     return True
-                is_filling |= fill_level > FILLING
+                is_filling |= new_share > FILLING
             if is_filling or termination.is_requested() != ends or self._live.poll_requests():
                 return False
         return False
@@ -209,7 +209,7 @@ class _RoundRunner:
             schedule.adapt_poll_interval(sidecar.read_rings())
         with contain_errors("opening the port for /metrics"):
             self.port.open_or_update(sidecar)
-        now_s = time.monotonic()
+        now_s, has_counted = time.monotonic(), False
         more = sidecar.sources.may_get_more_records(now_s - self._started_s, ends=ends)
         if (
             not more
@@ -223,7 +223,7 @@ class _RoundRunner:
         ):
             with contain_errors("counting the records"):
                 sidecar.count_records()
-            self._account_took_s = time.monotonic() - now_s
+            self._account_took_s, has_counted = time.monotonic() - now_s, True
         period_s = sidecar.monitor.cluster.update_interval_s
         if not more or schedule.is_judging_due(now_s, period_s, self._judging_took_s):
             began_s = time.monotonic()
@@ -254,6 +254,9 @@ class _RoundRunner:
                 or STEPS in asked
                 or schedule.is_segment_due(now_s, *unkept, failing=sidecar.records.disk_failed)
             ):
+                if not has_counted:
+                    with contain_errors("counting the records"):
+                        sidecar.count_records()
                 sidecar.save_records()
             elif schedule.is_save_due(now_s, self._save_took_s, news=sidecar.has_unsaved_hang()):
                 began_s = time.monotonic()

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.errors import RunStoreError, guard, printable
 from torchlens_perf.exporters import Exporter
-from torchlens_perf.run import ring
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
 from torchlens_perf.run.mailbox import deliver_text
 from torchlens_perf.run.place.joined import join_run_directories
@@ -105,14 +104,17 @@ class Sidecar:
     # -- one round
 
     def read_rings(self) -> float:
-        """Copy new records out of the rings. Return the highest fill level."""
-        fullest = self.sources.read_new_records()
+        """Look at all rings, and copy records out of those that are filling or have ended.
+
+        Return the highest share of a ring that is new since the last call.
+        """
+        fullest = self.sources.poll_rings()
         self.monitor.assign_attempts(self.sources)
         self.monitor.sample_disk_waits(self.sources, time.monotonic())
         return fullest
 
     def count_records(self) -> None:
-        """Add records from read_rings() to statistics, the export queue and the next segment."""
+        """Add new records to statistics, the export queue and the next segment."""
         self.records.count_records()
 
     def judge_ranks(self, now_s: float, *, final: bool = False) -> None:
@@ -171,9 +173,12 @@ class Sidecar:
             for source in self.sources.newest_rings():
                 identity, setting = source.state.identity, source.settings["capture"]
                 if not source.read_to_end:
-                    step, refuses = source.reader.read_counter(ring.STEP), setting == "off"
                     ranks[identity.rank] = LiveRank(
-                        source.path, identity.pid, identity.attempt, step, refuses=refuses
+                        source.path,
+                        identity.pid,
+                        identity.attempt,
+                        source.step,
+                        refuses=setting == "off",
                     )
                     on_verdict |= setting == "verdict"
             if on_verdict and self.monitor.cluster.judges_alone:

@@ -17,6 +17,7 @@ from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.exporters import ExportBatch, build_export_batch
 from torchlens_perf.run import ring
+from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.run.directory import RunDirectory
+    from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.contained_errors import ContainedErrors
     from torchlens_perf.sidecar.job_monitor import JobMonitor
     from torchlens_perf.sidecar.rings.source import RingSource
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.verdicts.node_state import NodeState
 
+_ENCODED_AT_ONCE = 1 << 15  # records
 # Fields of ProcessState: words of the ring's header, and keys of its metadata.
 _COUNTERS = {
     "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP, "names_lost": ring.NAMES_LOST,
@@ -76,6 +79,11 @@ class RecordProcessor:
     @property
     def unsaved_records(self) -> int:
         """Number of records that are counted but not in a segment yet."""
+        encoded = 0 if self._writer is None else self._writer.encoded_records
+        return self._unencoded_records + encoded
+
+    @property
+    def _unencoded_records(self) -> int:
         return sum(len(chunk.records) for chunk in self._unkept)
 
     def count_records(self) -> None:
@@ -86,8 +94,14 @@ class RecordProcessor:
                 continue
             ended |= source.read_to_end
             with self._errors.contain(f"counting the records of rank {source.state.identity.rank}"):
+                if not source.read_to_end:
+                    self._sources.read_new_records(source)
                 _copy_counters(source)
                 self._count_steps(source)
+                # Encoded records take less memory. While the disk fails, the next segment must not
+                # grow.
+                if not self.disk_failed and self._unencoded_records >= _ENCODED_AT_ONCE:
+                    self._encode_records()
             if source.read_to_end:
                 source.settled = True
                 if self._sources.is_newest(source):
@@ -98,31 +112,54 @@ class RecordProcessor:
             self._ooms.add_new_tables(self._state.processes, at_once=ended)
         # While the disk fails, keep only the newest records, and count the dropped ones.
         if self.disk_failed:
-            while len(self._unkept) > 1 and self.unsaved_records > MAX_UNKEPT_RECORDS:
-                self._state.unwritten_records += len(self._unkept.pop(0).records)
+            while len(self._unkept) > 1 and self._unencoded_records > MAX_UNKEPT_RECORDS:
+                older = 0 if self._writer is None else self._writer.discard_added()
+                self._state.unwritten_records += older or len(self._unkept.pop(0).records)
 
     def write_segment(self) -> None:
         """Write all counted records that are not in a segment yet.
 
         Raises OSError. After an error, the next call writes the records.
         """
+        if not self.unsaved_records:
+            return
+        has_failed = self.disk_failed
+        self.disk_failed = True  # Set to False below, after a successful write.
+        if has_failed:
+            self._write_encoded_records()
+        self._encode_records()
+        self._write_encoded_records()
+        self.disk_failed = False
+
+    def _encode_records(self) -> None:
+        """Encode the counted records for the next segment. After an error, they stay in memory."""
         if not self._unkept:
             return
-        self.disk_failed = True  # Set to False below, after a successful write.
+        writer = self._open_writer()
+        encoded = writer.encoded_records
+        try:
+            writer.add_chunks(self._unkept)
+        except BaseException:
+            self._state.unwritten_records += encoded
+            raise
+        self._unkept.clear()
+
+    def _write_encoded_records(self) -> None:
+        writer = self._open_writer()
+        dropped = writer.dropped_segments
+        try:
+            for key, last_sequence in writer.write_added().items():
+                self._sources.find_source(key).kept = last_sequence
+        finally:
+            self._state.dropped_segments += writer.dropped_segments - dropped
+
+    def _open_writer(self) -> SegmentWriter:
         if self._writer is None:
             disk_bytes = self._sources.read_setting("disk_bytes")
             self._writer = SegmentWriter(
                 self._run, self._state.host, disk_bytes - telemetry_disk_share(disk_bytes)
             )
-        dropped = self._writer.dropped_segments
-        try:
-            self._writer.write(self._unkept)
-        finally:
-            self._state.dropped_segments += self._writer.dropped_segments - dropped
-        self.disk_failed = False
-        for chunk in self._unkept:
-            self._sources.find_source(chunk.origin.key).kept = int(chunk.sequences[-1])
-        self._unkept.clear()
+        return self._writer
 
     def _count_steps(self, source: RingSource) -> None:
         state, statistics = source.state, source.state.statistics
@@ -142,7 +179,7 @@ class RecordProcessor:
         lost = source.advance_counted(last, len(counted))
         statistics.add_records(counted, steps, names, lost)
         self._monitor.add_steps(source, counted, steps, newest=self._sources.is_newest(source))
-        self._join_collectives(source, counted, names)
+        self._join_collectives(source, counted, steps, names)
         if self._exports():
             traces = self._monitor.job.traces
             at_once = traces.add_steps(
@@ -159,7 +196,11 @@ class RecordProcessor:
         statistics.lost += source.drop_oldest_waiting(MAX_UNKEPT_RECORDS)
 
     def _join_collectives(
-        self, source: RingSource, records: npt.NDArray[np.void], names: list[str]
+        self,
+        source: RingSource,
+        records: npt.NDArray[np.void],
+        steps: StepTable,
+        names: list[str],
     ) -> None:
         identity, state = source.state.identity, source.state
         if source.generation == UNRELATED:
@@ -167,12 +208,13 @@ class RecordProcessor:
         if not source.joins:
             source.joins = True
             self._state.join.set_ranks(self._ranks_of_node(source), source.generation)
+        delayed = source.find_delayed_steps(steps)
+        records = records[records["kind"] == Kind.COLLECTIVE]
         # Leave out collectives of warm-up steps, which are not typical.
-        warm = records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS
-        delayed_by_capture = source.mask_delayed_by_capture(records)
+        records = records[records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS]
         self._state.join.add_records(
-            identity.rank, records[warm], names, state.groups, source.generation, identity.key,
-            delayed_by_capture[warm],
+            identity.rank, records, names, state.groups, source.generation, identity.key,
+            np.isin(records["step"], delayed),
         )  # fmt: skip
 
     def _ranks_of_node(self, source: RingSource) -> set[int]:
@@ -197,9 +239,10 @@ class RecordProcessor:
 def _copy_counters(source: RingSource) -> None:
     """Copy the ring's counters and the process's metadata into the state."""
     reader, state = source.reader, source.state
-    for name, word in _COUNTERS.items():
-        setattr(state, name, reader.read_counter(word))
-    metadata = reader.read_metadata()
+    with reader.frozen_header():
+        for name, word in _COUNTERS.items():
+            setattr(state, name, reader.read_counter(word))
+    metadata = reader.read_changed_metadata()
     if metadata:
         for name in _FACTS & metadata.keys():
             setattr(state, name, metadata[name])

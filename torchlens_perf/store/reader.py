@@ -67,7 +67,7 @@ class ParquetFile:
     @property
     def footer(self) -> Any:
         """The JSON value that was passed to TableWriter.write()."""
-        return json.loads((self._opened.schema_arrow.metadata or {})[FOOTER])
+        return json.loads((self._opened.metadata.metadata or {})[FOOTER])
 
     def read_column_range(self, column: str) -> tuple[Any, Any] | None:
         """Return a column's smallest and largest value; None if the file lacks statistics."""

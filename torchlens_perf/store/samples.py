@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from torchlens_perf.run.place.node import host_of_node
-from torchlens_perf.store.writer import TableWriter
+from torchlens_perf.store.writer import EncodedFile, TableWriter
 
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
@@ -38,13 +38,11 @@ class SampleWriter:
         samples: for each folder, dataclasses of one class with `monotonic_ns` and `unix_ns`.
         """
         host = host_of_node(self._node)
-        tables = {
-            self._run.path / folder: [_build_table(host, each)]
-            for folder, each in samples.items()
-            if each
-        }
-        if tables:
-            self._writer.write(tables, cap_bytes)
+        files = {self._run.path / folder: EncodedFile() for folder, each in samples.items() if each}
+        for path, file in files.items():
+            file.add_rows(_build_table(host, samples[path.name]))
+        if files:
+            self._writer.write(files, cap_bytes)
 
 
 def build_schema(kind: type[Any]) -> pa.Schema:

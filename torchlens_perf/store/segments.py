@@ -29,7 +29,7 @@ from torchlens_perf.store.reader import (
     map_texts,
     split_dictionary,
 )
-from torchlens_perf.store.writer import TableWriter
+from torchlens_perf.store.writer import EncodedFile, TableWriter
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -52,7 +52,7 @@ _COPIED = (
 _RECORD = ("process", "kind", "name", *_COPIED)
 # Segments are written in pieces of this many rows, because Arrow tables need twice the memory of the
 # records.
-_MIN_ROWS = 1 << 16
+_MIN_ROWS = 1 << 15
 _ORIGIN = ("rank", "attempt", "host")
 _KINDS = {kind_name(kind): int(kind) for kind in Kind}
 _NO_SPANS = (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY, Kind.OPERATORS, Kind.NUMBERS)
@@ -96,6 +96,10 @@ class SegmentWriter:
         self._run = run
         self._cap_bytes = cap_bytes
         self._writer = TableWriter([run.spans, run.steps], node)
+        self._spans, self._steps = EncodedFile(), list[pa.Table]()
+        self._footer: dict[str, dict[str, Any]] = {}
+        self.encoded_records = 0
+        """Number of records that add_chunks() has encoded and that are not in a file yet."""
 
     @property
     def dropped_segments(self) -> int:
@@ -103,24 +107,49 @@ class SegmentWriter:
         return self._writer.removed_numbers
 
     def write(self, chunks: list[RecordChunk]) -> None:
-        """Write the chunks as one segment: a file of spans and a file of steps.
+        """Write the chunks as one segment. Raise OSError on a full disk."""
+        if chunks:
+            self.add_chunks(chunks)
+            self.write_added()
 
-        Raise OSError on a full disk.
-        """
-        if not chunks:
-            return
-        footer = {
-            chunk.origin.key: {
+    def add_chunks(self, chunks: list[RecordChunk]) -> None:
+        """Encode chunks for the next segment. After an error, the next segment is empty."""
+        try:
+            for table in _join_tables(map(_build_span_table, chunks)):
+                self._spans.add_rows(table)
+            self._steps += map(_build_step_table, chunks)
+        except BaseException:
+            self.discard_added()
+            raise
+        for chunk in chunks:
+            self.encoded_records += len(chunk.records)
+            self._footer[chunk.origin.key] = {
                 "last_sequence": int(chunk.sequences[-1]),
                 "anchor": list(chunk.origin.anchor),
             }
-            for chunk in chunks
-        }
-        tables = {
-            self._run.spans: _join_tables(map(_build_span_table, chunks)),
-            self._run.steps: _join_tables(map(_build_step_table, chunks)),
-        }
-        self._writer.write(tables, self._cap_bytes, footer)
+
+    def write_added(self) -> dict[str, int]:
+        """Write the added chunks as one segment: a file of spans and a file of steps.
+
+        Return the last written sequence number of each process. Raise OSError on a full disk. The
+        next call then tries again, and no chunks may be added before.
+        """
+        if not self.encoded_records:
+            return {}
+        steps = EncodedFile()
+        steps.add_rows(pa.concat_tables(self._steps))
+        self._writer.write(
+            {self._run.spans: self._spans, self._run.steps: steps}, self._cap_bytes, self._footer
+        )
+        written = {key: int(each["last_sequence"]) for key, each in self._footer.items()}
+        self.discard_added()
+        return written
+
+    def discard_added(self) -> int:
+        """Discard the added chunks. Return the number of their records."""
+        records, self.encoded_records = self.encoded_records, 0
+        self._spans, self._steps, self._footer = EncodedFile(), [], {}
+        return records
 
 
 def read_last_sequences(

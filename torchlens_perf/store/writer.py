@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +40,27 @@ class TableWriter:
 
     def write(
         self,
-        tables: Mapping[Path, Iterable[pa.Table]],
+        files: Mapping[Path, EncodedFile],
         cap_bytes: int,
         footer: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a file to each folder. On an error, no file is written.
 
-        tables: the rows of each file in one or more pieces, which are made one after the other to
-        save memory. Files are renamed after all are complete, so a killed process leaves no incomplete file.
+        Files are renamed after all are complete, so a killed process leaves no incomplete file.
 
         cap_bytes: size limit. footer: JSON value for `ParquetFile.footer`. Raise OSError on a full
-        disk.
+        disk. After an error, the same files can be written again.
         """
         self._number += 1
         partials: dict[Path, Path] = {}
         try:
-            for folder, table in tables.items():
+            for folder, encoded in files.items():
                 folder.mkdir(exist_ok=True)
                 path = build_file_path(folder, self._node, self._number)
                 partials[path] = path.with_suffix(".partial")
-                os.close(ownership.create_private_file(partials[path]))
-                _write_file(table, partials[path], footer)
+                descriptor = ownership.create_private_file(partials[path])
+                with open(descriptor, "wb", buffering=0) as file:
+                    ownership.write_all(file, encoded.finish(footer))
             sizes = {path: partial.stat().st_size for path, partial in partials.items()}
             self._remove_oldest_files(sum(sizes.values()), cap_bytes)
             for path, partial in partials.items():
@@ -95,28 +96,36 @@ def text_columns(schema: pa.Schema) -> list[str]:
     return [field.name for field in schema if any(is_kind(field.type) for is_kind in kinds)]
 
 
-def _write_file(pieces: Iterable[pa.Table], path: Path, footer: Mapping[str, Any] | None) -> None:
-    metadata = None if footer is None else {FOOTER: json.dumps(footer).encode()}
-    writer: pq.ParquetWriter | None = None
-    with contextlib.ExitStack() as opened:
-        # pyarrow opens no path whose bytes are not UTF-8.
-        file = opened.enter_context(open(path, "wb"))
-        for piece in pieces:
-            table = piece.unify_dictionaries()
-            if metadata is not None:
-                table = table.replace_schema_metadata(metadata)
-            if writer is None:
-                writer = pq.ParquetWriter(
-                    file,
-                    table.schema,
-                    compression="zstd",
-                    compression_level=1,
-                    # Times are all different: dictionaries make files two thirds larger, and
-                    # writing takes 50 % longer.
-                    use_dictionary=text_columns(table.schema),
-                    write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
-                    # Without a checksum, a flipped bit would change a value unnoticed.
-                    write_page_checksum=True,
-                )
-                opened.enter_context(writer)
-            writer.write_table(table)
+class EncodedFile:
+    """The content of a Parquet file in memory. Compressed rows take a third of the memory."""
+
+    def __init__(self) -> None:
+        self._content = io.BytesIO()
+        self._writer: pq.ParquetWriter | None = None
+
+    def add_rows(self, table: pa.Table) -> None:
+        """Encode rows. After an error, the file is unusable."""
+        table = table.unify_dictionaries()
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(
+                self._content,
+                table.schema,
+                compression="zstd",
+                compression_level=1,
+                # Times are all different: dictionaries make files two thirds larger, and
+                # writing takes 50 % longer.
+                use_dictionary=text_columns(table.schema),
+                write_statistics=[name for name in _SOUGHT_BY if name in table.schema.names],
+                # Without a checksum, a flipped bit would change a value unnoticed.
+                write_page_checksum=True,
+            )
+        self._writer.write_table(table)
+
+    def finish(self, footer: Mapping[str, Any] | None) -> memoryview:
+        """Return the complete file. No rows may be added later. Needs at least one row."""
+        assert self._writer is not None
+        if self._writer.is_open:
+            if footer is not None:
+                self._writer.add_key_value_metadata({FOOTER: json.dumps(footer)})
+            self._writer.close()
+        return self._content.getbuffer()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchlens_perf.run.processes import TICKS_PER_S
+from torchlens_perf.sidecar.host.cgroup import ControlGroup
 from torchlens_perf.sidecar.host.neighbours import CpuNeighbours
 from torchlens_perf.sidecar.host.process import HostMetrics
 
@@ -226,3 +227,19 @@ def test_recently_busy_process_replaces_an_earlier_one(tmp_path: Path) -> None:
 
     assert neighbours.busiest_program({0}, ()) == "prog8 (pid 8)"
     assert not neighbours.take_sample(machine.second + 100.0)  # The newest sample is too old.
+
+
+def test_ranks_of_one_control_group_share_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group's files are read once for each sample, not once for each rank."""
+    reads: list[ControlGroup] = []
+    read = ControlGroup.refault_count
+    monkeypatch.setattr(
+        ControlGroup, "refault_count", lambda group: (reads.append(group), read(group))[1]
+    )
+    with contextlib.ExitStack() as stack:
+        pids = [os.getpid(), stack.enter_context(start_busy_process(0, "input()"))]
+        signals = HostMetrics()
+        for now_s in (0.0, 1.0, 2.0):
+            signals.take_signals(dict.fromkeys(pids, 0), now_s)
+
+    assert len(reads) == 3

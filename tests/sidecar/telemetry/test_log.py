@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -26,13 +26,13 @@ from torchlens_perf.analysis.statistics.hardware import (
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
+from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.telemetry import log
 from torchlens_perf.sidecar.telemetry.infiniband import LinkTelemetry
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
-from torchlens_perf.store import writer
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.view.terminal import print_report
 
@@ -203,19 +203,19 @@ def test_samples_that_did_not_fit_on_the_disk_are_written_later(
     rig: Rig, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next file contains the unwritten samples. No partial file is left."""
-    make = writer.pq.ParquetWriter
+    write_all = ownership.write_all
 
-    def full(file: IO[bytes], *arguments: Any, **kwargs: Any) -> None:
-        file.write(b"PAR1")
+    def full(file: Any, content: Any) -> None:
+        write_all(file, content[:4])
         raise OSError(28, "No space left on device")
 
     rig.gpus.values = {FIRST: {"power_w": 1.0}}
     rig.seconds(12, FIRST)
-    monkeypatch.setattr(writer.pq, "ParquetWriter", full)
+    monkeypatch.setattr(ownership, "write_all", full)
     with pytest.raises(OSError, match="No space left"):
         rig.log.write_if_due(1 << 24)
     assert list((run.path / "gpus").iterdir()) == []
-    monkeypatch.setattr(writer.pq, "ParquetWriter", make)
+    monkeypatch.setattr(ownership, "write_all", write_all)
     rig.seconds(12, FIRST)
     rig.log.write_if_due(1 << 24)
 

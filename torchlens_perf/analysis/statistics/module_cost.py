@@ -67,12 +67,12 @@ class ModuleCost:
         Time in which the training thread was runnable but had no CPU does not count. It varies much
         more than the cost of recording.
         """
-        table = table.select_rows((table.flags & OTHER_WORK) == 0)
+        compared = (table.flags & OTHER_WORK) == 0
         running_ns = table.duration_ns - table.ready_ns.clip(min=0).sum(axis=1)
-        blocks = table.step // BLOCK_STEPS
+        running_ns, blocks = running_ns[compared], table.step[compared] // BLOCK_STEPS
         starts = np.flatnonzero(np.diff(blocks, prepend=-1)).tolist()
-        untimed = (table.flags & Flag.WITHOUT_MODULES) != 0
-        for start, end in itertools.pairwise([*starts, len(table)]):
+        untimed = (table.flags[compared] & Flag.WITHOUT_MODULES) != 0
+        for start, end in itertools.pairwise([*starts, len(blocks)]):
             if blocks[start] != self.block:
                 self._end_block()
                 self.block = int(blocks[start])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify_steps
 from torchlens_perf.run.records import PARTS, StepTable
 from torchlens_perf.run.ring import Flag, Kind, lookup_name
-from torchlens_perf.run.sketch import Sketch, add_to_sketches
+from torchlens_perf.run.sketch import Sketch, add_each, add_to_sketches
 
 # The first steps are counted separately: allocator, caches and lazy initialization make them slow.
 WARM_UP_STEPS = 3
@@ -40,6 +40,7 @@ _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 # Times without a CPU are stored as [] if they are below this fraction of a window's mean step.
 _LITTLE_LACK = 0.02
 _NAMED = (int(Kind.MODULE_BACKWARD), int(Kind.SECTION))
+_OF_DEVICE = (int(Kind.DEVICE), int(Kind.SKETCH), int(Kind.MERGED))
 _PHASES = tuple(
     map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT))
 )
@@ -91,14 +92,44 @@ NO_WINDOWS = Windows(
 )
 
 
-class _WindowRow(NamedTuple):
-    first_step: int
-    duration_ns: float
+class _WindowRows(NamedTuple):
+    """Rows of windows, as columns. Rows as objects would take three times the memory."""
+
+    first_step: npt.NDArray[np.int64]
+    duration_ns: npt.NDArray[np.float64]
     parts_ns: npt.NDArray[np.float64]
-    work_sum_ns: float
-    work_steps: int
-    start_ns: int
-    lack_ns: npt.NDArray[np.float64] | None
+    work_sum_ns: npt.NDArray[np.float64]
+    work_steps: npt.NDArray[np.int64]
+    start_ns: npt.NDArray[np.int64]
+    lack_ns: npt.NDArray[np.float64]
+    """NaN in windows in which it was not measured."""
+
+    def append(self, later: _WindowRows) -> _WindowRows:
+        """Return the rows of both. Rows that cover the same steps are merged."""
+        columns = map(np.concatenate, zip(self, later, strict=True))
+        return _WindowRows._make(columns).merge_equal()
+
+    def merge_equal(self) -> _WindowRows:
+        """Merge neighbors that cover the same steps."""
+        starts = np.flatnonzero(np.diff(self.first_step, prepend=-1))
+        if len(starts) == len(self.first_step):
+            return self
+        known = (~np.isnan(self.lack_ns[:, 0])).astype(np.float64)
+
+        def sums(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.asarray(np.add.reduceat(values, starts, axis=0))
+
+        counts, counts_known = sums(np.ones(len(known))), sums(known)
+        lack_ns = sums(np.where(known[:, None], self.lack_ns, 0.0))
+        return _WindowRows(
+            self.first_step[starts],
+            sums(self.duration_ns) / counts,
+            sums(self.parts_ns) / counts[:, None],
+            sums(self.work_sum_ns),
+            sums(self.work_steps),
+            self.start_ns[starts],
+            lack_ns / np.where(counts_known, counts_known, np.nan)[:, None],
+        )
 
 
 class _StepColumns(NamedTuple):
@@ -112,11 +143,11 @@ class _StepColumns(NamedTuple):
     start_ns: npt.NDArray[np.int64]
     ready_ns: npt.NDArray[np.int64]
 
+    def change(self, change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> _StepColumns:
+        return _StepColumns._make(map(change, self))
+
     def select(self, chosen: npt.NDArray[np.bool_ | np.int64] | slice) -> _StepColumns:
-        return _StepColumns(
-            self.step[chosen], self.duration_ns[chosen], self.parts_ns[chosen], self.work_ns[chosen],
-            self.start_ns[chosen], self.ready_ns[chosen],
-        )  # fmt: skip
+        return self.change(lambda column: column[chosen])
 
 
 class WindowHistory:
@@ -133,13 +164,15 @@ class WindowHistory:
         The last window of `earlier`, which was in progress, is not continued.
         """
         self.width = earlier.width
-        self._rows = [
-            _WindowRow._make((*row, expand_lack_ns(earlier.lack_ns.get(row[0]))))
-            for row in zip(
-                earlier.first_step.tolist(), earlier.duration_ns.tolist(), earlier.parts_ns,
-                earlier.work_sum_ns.tolist(), earlier.work_steps.tolist(), earlier.start_ns.tolist(), strict=True,
-            )
-        ]  # fmt: skip
+        parts_ns = earlier.parts_ns.reshape(-1, len(PARTS))
+        lack_ns = np.full(parts_ns.shape, np.nan)
+        for row, first_step in enumerate(earlier.first_step.tolist()):
+            known = expand_lack_ns(earlier.lack_ns.get(first_step))
+            lack_ns[row] = np.nan if known is None else known
+        self._rows = _WindowRows(
+            earlier.first_step, earlier.duration_ns, parts_ns, earlier.work_sum_ns, earlier.work_steps,
+            earlier.start_ns, lack_ns,
+        )  # fmt: skip
         self._tags = dict(earlier.tags)
         self._warm_from = earlier.warm_from
         # Steps of the window in progress.
@@ -161,10 +194,16 @@ class WindowHistory:
         begin = 0
         while begin < len(steps.step):
             self._advance_to_step(int(steps.step[begin]))
-            # First step of the next window.
-            end = (int(steps.step[begin]) // self.width + 1) * self.width
-            count = max(1, int(np.searchsorted(steps.step[begin:], end)))
-            self._steps.append(steps.select(slice(begin, begin + count)))
+            # Adding complete windows may change the width.
+            count = self.width * self._count_complete_windows(steps, begin)
+            if count and not self._steps:
+                self._add_complete_windows(steps.select(slice(begin, begin + count)))
+            else:
+                # First step of the next window.
+                end = (int(steps.step[begin]) // self.width + 1) * self.width
+                count = max(1, int(np.searchsorted(steps.step[begin:], end)))
+                # Copy the steps, because a view would keep all steps in memory.
+                self._steps.append(steps.select(slice(begin, begin + count)).change(np.copy))
             begin += count
         self._advance_to_step(int(table.step[-1]))
         tagged = (table.flags & TAGS) != 0
@@ -181,23 +220,17 @@ class WindowHistory:
 
         The window in progress is included if at least half of its steps have ended.
         """
-        rows = list(self._rows)
-        if 2 * self._step_count >= self.width or (self._steps and not rows):
-            _append_or_merge(rows, self._make_row())
+        rows = self._rows
+        if 2 * self._step_count >= self.width or (self._steps and not len(rows.first_step)):
+            rows = rows.append(self._make_row())
+        lacks = zip(rows.first_step.tolist(), rows.lack_ns, strict=True)
         return Windows(
-            width=self.width,
-            first_step=np.array([row.first_step for row in rows], np.int64),
-            duration_ns=np.array([row.duration_ns for row in rows], np.float64),
-            parts_ns=np.array([row.parts_ns for row in rows], np.float64).reshape(
-                len(rows), len(PARTS)
-            ),
-            work_sum_ns=np.array([row.work_sum_ns for row in rows], np.float64),
-            work_steps=np.array([row.work_steps for row in rows], np.int64),
-            start_ns=np.array([row.start_ns for row in rows], np.int64),
+            self.width,
+            *rows[:-1],
             lack_ns={
-                row.first_step: row.lack_ns.tolist() if row.lack_ns.any() else []
-                for row in rows
-                if row.lack_ns is not None
+                first_step: lack_ns.tolist() if lack_ns.any() else []
+                for first_step, lack_ns in lacks
+                if not np.isnan(lack_ns[0])
             },
             tags=dict(self._tags),
             warm_from=self._warm_from,
@@ -207,10 +240,31 @@ class WindowHistory:
         """Close the window in progress if `step` is not in this window."""
         if self._steps and step // self.width != self._first_step // self.width:
             if 2 * self._step_count >= self.width:
-                _append_or_merge(self._rows, self._make_row())
+                self._append_rows(self._make_row())
             self._steps.clear()
-            if len(self._rows) > MAX_WINDOWS:
-                self._merge_neighbors()
+
+    def _count_complete_windows(self, steps: _StepColumns, begin: int) -> int:
+        """Return how many windows from `begin` on have all of their steps, up to MAX_WINDOWS."""
+        most = min(
+            (len(steps.step) - begin) // self.width, MAX_WINDOWS + 1 - len(self._rows.first_step)
+        )
+        if most <= 0 or steps.step[begin] % self.width:
+            return 0
+        firsts = steps.step[begin : begin + most * self.width : self.width]
+        lasts = steps.step[begin + self.width - 1 : begin + most * self.width : self.width]
+        expected = steps.step[begin] + self.width * np.arange(most)
+        complete = (firsts == expected) & (lasts == expected + self.width - 1)
+        return most if complete.all() else int(complete.argmin())
+
+    def _add_complete_windows(self, steps: _StepColumns) -> None:
+        """Add windows that have all of their steps. This is faster than adding one by one."""
+        windows = steps.change(lambda column: column.reshape(-1, self.width, *column.shape[1:]))
+        self._append_rows(_make_rows(windows, self.width))
+
+    def _append_rows(self, rows: _WindowRows) -> None:
+        self._rows = self._rows.append(rows)
+        if len(self._rows.first_step) > MAX_WINDOWS:
+            self._merge_neighbors()
 
     @property
     def _first_step(self) -> int:
@@ -220,40 +274,19 @@ class WindowHistory:
     def _step_count(self) -> int:
         return sum(len(steps.step) for steps in self._steps)
 
-    def _make_row(self) -> _WindowRow:
+    def _make_row(self) -> _WindowRows:
         several = len(self._steps) > 1
         steps = (
             _StepColumns(*map(np.concatenate, zip(*self._steps, strict=True)))
             if several
             else self._steps[0]
         )
-        count, work_ns = len(steps.step), steps.work_ns[~np.isnan(steps.work_ns)]
-        # Use the same mean as for the typical step. Waits for a CPU occur in different phases of
-        # different steps, so each phase's median would be zero.
-        middle = steps.select(
-            np.argsort(steps.duration_ns, kind="stable")[count // 4 : count - count // 4]
-        )
-        duration_ns, parts_ns = float(middle.duration_ns.mean()), middle.parts_ns.mean(axis=0)
-        kept, measured = None, middle.ready_ns[:, 0] >= 0
-        if 2 * measured.sum() >= len(measured):
-            lack_ns = np.minimum(middle.ready_ns[measured].mean(axis=0), parts_ns)
-            kept = expand_lack_ns(
-                lack_ns if lack_ns.sum() >= max(1.0, _LITTLE_LACK * duration_ns) else []
-            )
-        first_step = self._first_step // self.width * self.width
-        work_sum_ns, start_ns = float(work_ns.sum()), int(steps.start_ns[0])
-        return _WindowRow(
-            first_step, duration_ns, parts_ns, work_sum_ns, len(work_ns), start_ns, kept
-        )
+        return _make_rows(steps.change(lambda column: column[None]), self.width)
 
     def _merge_neighbors(self) -> None:
         self.width *= 2
-        merged: list[_WindowRow] = []
-        for row in self._rows:
-            _append_or_merge(
-                merged, row._replace(first_step=row.first_step // self.width * self.width)
-            )
-        self._rows = merged
+        first_step = self._rows.first_step // self.width * self.width
+        self._rows = self._rows._replace(first_step=first_step).merge_equal()
         tags: dict[int, int] = {}
         for step, flags in self._tags.items():
             first = step // self.width * self.width
@@ -261,27 +294,32 @@ class WindowHistory:
         self._tags = tags
 
 
-def _append_or_merge(rows: list[_WindowRow], row: _WindowRow) -> None:
-    """Append a row, or merge it into the last row if that row covers the same steps."""
-    if not rows or rows[-1].first_step != row.first_step:
-        rows.append(row)
-        return
-    last = rows[-1]
-    rows[-1] = _WindowRow(
-        row.first_step,
-        (last.duration_ns + row.duration_ns) / 2,
-        (last.parts_ns + row.parts_ns) / 2,
-        last.work_sum_ns + row.work_sum_ns,
-        last.work_steps + row.work_steps,
-        last.start_ns,
-        _mean_lack_ns(last, row),
+def _make_rows(windows: _StepColumns, width: int) -> _WindowRows:
+    """Return the rows of windows with equal numbers of steps. Columns: [windows, steps, ...]."""
+    count = windows.step.shape[1]
+    # Use the same mean as for the typical step. Waits for a CPU occur in different phases of
+    # different steps, so each phase's median would be zero.
+    middle = np.argsort(windows.duration_ns, axis=1, kind="stable")[
+        :, count // 4 : count - count // 4
+    ]
+    durations_ns = np.take_along_axis(windows.duration_ns, middle, 1).mean(axis=1)
+    parts_ns = np.take_along_axis(windows.parts_ns, middle[..., None], 1).mean(axis=1)
+    ready_ns = np.take_along_axis(windows.ready_ns, middle[..., None], 1)
+    measured = ready_ns[..., 0] >= 0
+    lacks_ns = np.where(measured[..., None], ready_ns, 0).sum(axis=1)
+    lacks_ns = np.minimum(lacks_ns / np.maximum(measured.sum(axis=1), 1)[:, None], parts_ns)
+    lacks_ns[lacks_ns.sum(axis=1) < np.maximum(1.0, _LITTLE_LACK * durations_ns)] = 0.0
+    lacks_ns[2 * measured.sum(axis=1) < measured.shape[1]] = np.nan
+    compared = ~np.isnan(windows.work_ns)
+    return _WindowRows(
+        windows.step[:, 0] // width * width,
+        durations_ns,
+        parts_ns,
+        np.where(compared, windows.work_ns, 0.0).sum(axis=1),
+        compared.sum(axis=1),
+        windows.start_ns[:, 0].copy(),
+        lacks_ns,
     )
-
-
-def _mean_lack_ns(*rows: _WindowRow) -> npt.NDArray[np.float64] | None:
-    known = [row.lack_ns for row in rows if row.lack_ns is not None]
-    mean: npt.NDArray[np.float64] | None = np.mean(known, axis=0) if known else None
-    return mean
 
 
 def expand_lack_ns(
@@ -333,6 +371,41 @@ def _sum_by_place_and_name(
     np.add.at(sums, index, values_ns)
     for key, sum_ns in zip(keys.tolist(), sums.tolist(), strict=True):
         yield key >> 32, key & 0xFFFFFFFF, sum_ns
+
+
+def _sum_by_index(
+    index: npt.NDArray[np.int64], values_ns: npt.NDArray[np.int64], length: int
+) -> list[int]:
+    """Return the sum of the values of each index below `length`.
+
+    The sums are exact below 2**53 ns, which is a hundred days.
+    """
+    sums_ns = np.bincount(index, weights=values_ns, minlength=length)
+    found: list[int] = sums_ns.astype(np.int64).tolist()
+    return found
+
+
+def _shorten(ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Return the ids as 16-bit integers if they fit."""
+    return ids.astype(np.uint16) if len(ids) and ids.max() < 1 << 16 else ids
+
+
+def _mask_kinds(kinds: npt.NDArray[np.uint8], *wanted: int) -> npt.NDArray[np.bool_]:
+    """Return a mask of the kinds that are wanted."""
+    is_wanted = np.zeros(256, np.bool_)
+    is_wanted[list(wanted)] = True
+    return is_wanted[kinds]
+
+
+def _select_of_steps(
+    records: npt.NDArray[np.void], rows: npt.NDArray[np.int64], table: StepTable
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return those of the rows whose steps are in the table, and the steps' places in the table."""
+    steps = records["step"][rows]
+    at = np.searchsorted(table.step, steps)
+    inside = at < len(table)
+    inside[inside] = table.step[at[inside]] == steps[inside]
+    return (rows, at) if inside.all() else (rows[inside], at[inside])
 
 
 def _section_times_ns(
@@ -446,14 +519,23 @@ class RankStatistics:
             is_warm = records["step"] >= self.first_step + WARM_UP_STEPS
             # Usually all steps are after the warm-up, so avoid the slow copy.
             warm = records if is_warm.all() else records[is_warm]
-        self._add_named_sections(warm, names)
+        kinds = np.ascontiguousarray(records["kind"])
+        present = set(np.flatnonzero(np.bincount(kinds)).tolist())
+        if not present.isdisjoint(_NAMED):
+            self._add_named_sections(warm, names)
         self._add_other_threads(warm)
-        self._add_duration_ranges(records, steps, names)
-        self._add_section_host_times(records, steps, names)
-        self.device.add_records(warm, names)
-        self.memory.add_records(records, names)
-        self.operators.add_records(records, steps, names)
-        self.numbers.add_records(records, names)
+        self._add_duration_ranges(records, kinds, steps, names)
+        if Kind.SECTION in present:
+            self._add_section_host_times(records, kinds, steps, names)
+        if not present.isdisjoint(_OF_DEVICE):
+            self.device.add_records(warm, names)
+        if Kind.MEMORY in present:
+            self.memory.add_records(records, names)
+        self.operators.add_records(
+            records if Kind.OPERATORS in present else records[:0], steps, names
+        )
+        if Kind.NUMBERS in present:
+            self.numbers.add_records(records, names)
 
     def _add_steps(self, table: StepTable, measured_ns: npt.NDArray[np.int64]) -> None:
         if self.first_step is None:
@@ -463,16 +545,19 @@ class RankStatistics:
         self.ended_ns = int(table.start_ns[-1] + table.duration_ns[-1])
         self.counted_steps += len(table)
         warm = table.step >= self.first_step + WARM_UP_STEPS
-        self.warm_up.add(table.duration_ns[~warm])
         for part, part_ns in zip(PARTS, table.parts_ns[~warm].sum(axis=0).tolist(), strict=True):
             self.warm_up_parts_ns[part] = self.warm_up_parts_ns.get(part, 0) + part_ns
-        self.step.add(table.duration_ns[warm])
-        self.own.add(table.own_ns[warm])
         with_lack = warm & (table.ready_ns[:, 0] >= 0)
-        self.work.add(_work_ns(table)[with_lack].astype(np.int64))
-        for index, part in enumerate(PARTS):
-            self.parts[part].add(table.parts_ns[warm, index])
-        after_warm_up = table.select_rows(warm)
+        add_each(
+            [
+                (self.warm_up, table.duration_ns[~warm]),
+                (self.step, table.duration_ns[warm]),
+                (self.own, table.own_ns[warm]),
+                (self.work, table.work_ns[with_lack]),
+                *zip(map(self.parts.__getitem__, PARTS), table.parts_ns[warm].T, strict=True),
+            ]
+        )
+        after_warm_up = table if warm.all() else table.select_rows(warm)
         self.mix.add_steps(after_warm_up, measured_ns[warm])
         self.module_cost.add_steps(after_warm_up)
         self.memory_bytes = int(table.memory_bytes[-1])
@@ -491,13 +576,16 @@ class RankStatistics:
         return np.asarray(usual)
 
     def _add_section_host_times(
-        self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]
+        self,
+        records: npt.NDArray[np.void],
+        kinds: npt.NDArray[np.uint8],
+        steps: StepTable,
+        names: list[str],
     ) -> None:
         """Add the time of host code in sections.
 
         Phases inside sections, and sections inside phases, do not count.
         """
-        kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
         rows = np.flatnonzero((kinds == Kind.SECTION) & here)
         usual = self._mask_usual_steps(steps)
@@ -535,12 +623,17 @@ class RankStatistics:
         return found.quantile_ns((0.5 * self.usual_steps - without) / found.count)
 
     def _add_duration_ranges(
-        self, records: npt.NDArray[np.void], steps: StepTable, names: list[str]
+        self,
+        records: npt.NDArray[np.void],
+        kinds: npt.NDArray[np.uint8],
+        steps: StepTable,
+        names: list[str],
     ) -> None:
         """Add sums by step duration, and the calls of modules in usual steps."""
         if self.first_step is None or not len(steps):
             return
-        steps = steps.select_rows(steps.step >= self.first_step + WARM_UP_STEPS)
+        warm = steps.step >= self.first_step + WARM_UP_STEPS
+        steps = steps if warm.all() else steps.select_rows(warm)
         lengths = _duration_range(steps.duration_ns) | (steps.flags & _UNUSUAL) << _LENGTH_BITS
         found, of_step = np.unique(lengths, return_inverse=True)
         new = [
@@ -550,12 +643,11 @@ class RankStatistics:
         usual, timed = self._mask_usual_steps(steps), (steps.flags & Flag.WITHOUT_MODULES) == 0
         self.usual_steps += int(usual.sum())
         self.untimed_steps += int((usual & ~timed).sum())
-        self._add_modules(records, steps.select_rows(timed), names, of_step[timed], new)
-        rows = np.flatnonzero(records["kind"] == Kind.SECTION)
-        rows = rows[np.isin(records["step"][rows], steps.step)]
-        at = of_step[np.searchsorted(steps.step, records["step"][rows])]
+        timed_steps = steps if timed.all() else steps.select_rows(timed)
+        self._add_modules(records, kinds, timed_steps, names, of_step[timed], new)
+        rows, at = _select_of_steps(records, np.flatnonzero(kinds == Kind.SECTION), steps)
         for place, name_id, sum_ns in _sum_by_place_and_name(
-            at, records["name_id"][rows], records["duration_ns"][rows]
+            of_step[at], records["name_id"][rows], records["duration_ns"][rows]
         ):
             new[place].sections[lookup_name(names, name_id)] = sum_ns
         for length, sums in zip(found.tolist(), new, strict=True):
@@ -566,6 +658,7 @@ class RankStatistics:
     def _add_modules(
         self,
         records: npt.NDArray[np.void],
+        kinds: npt.NDArray[np.uint8],
         steps: StepTable,
         names: list[str],
         of_step: npt.NDArray[np.int64],
@@ -577,35 +670,49 @@ class RankStatistics:
 
         steps: steps whose modules were timed. of_step: index in `new` of each step.
         """
-        # Copy the column once, because consecutive values in the records are 64 bytes apart.
-        kinds = np.ascontiguousarray(records["kind"])
         here = (records["flags"] & Flag.OTHER_THREAD) == 0
-        rows = np.flatnonzero(np.isin(kinds, _CALLS) & here)
-        rows = rows[np.isin(records["step"][rows], steps.step)]
         # A phase is recorded after the calls inside it, so the next phase after a call encloses the
         # call.
-        phases = np.flatnonzero(np.isin(kinds, _FORWARD_PHASES) & here)
+        rows = np.flatnonzero(_mask_kinds(kinds, *_CALLS) & here)
+        phases = np.flatnonzero(_mask_kinds(kinds, *_FORWARD_PHASES) & here)
         of_phase = np.append(kinds[phases], Kind.FORWARD)[np.searchsorted(phases, rows)]
-        rows = rows[of_phase == Kind.FORWARD]
-        at = np.searchsorted(steps.step, records["step"][rows])
-        places, kinds, name_ids = of_step[at], kinds[rows], records["name_id"][rows]
-        own_ns = records["duration_ns"][rows] - records["nested_ns"][rows]
-        passes = kinds == Kind.FORWARD
-        forward_ns = records["duration_ns"][rows[passes]] - records["phase_ns"][rows[passes]]
-        for place, _, sum_ns in _sum_by_place_and_name(
-            places[passes], np.zeros(len(forward_ns), np.int64), forward_ns
-        ):
+        rows, at = _select_of_steps(records, rows[of_phase == Kind.FORWARD], steps)
+        if not len(rows):
+            return
+        durations_ns = records["duration_ns"][rows]
+        passes = kinds[rows] == Kind.FORWARD
+        forward_ns = durations_ns[passes] - records["phase_ns"][rows[passes]]
+        for place, sum_ns in enumerate(_sum_by_index(of_step[at[passes]], forward_ns, len(new))):
             new[place].forward_ns = sum_ns
-        for place, name_id, sum_ns in _sum_by_place_and_name(places, name_ids, own_ns):
-            modules, name = new[place].modules, lookup_name(names, name_id).removeprefix("forward ")
-            modules[name] = modules.get(name, 0) + sum_ns
-        usual = (steps.flags[at] & _UNUSUAL) == 0
-        found, order, starts = _group_by_kind_and_name(kinds[usual], name_ids[usual])
-        called = [lookup_name(names, name_id).removeprefix("forward ") for _, name_id in found]
+        # Sort the calls by module. Short integers are sorted fastest.
+        name_ids = records["name_id"][rows]
+        order = np.argsort(_shorten(name_ids), kind="stable")
+        name_ids, places = name_ids[order], of_step[at[order]]
+        own_ns = (durations_ns - records["nested_ns"][rows])[order]
+        starts = np.flatnonzero(np.diff(name_ids, prepend=name_ids[0] ^ 1))
+        called = [
+            lookup_name(names, name_id).removeprefix("forward ")
+            for name_id in name_ids[starts].tolist()
+        ]
+        module = np.repeat(np.arange(len(called)), np.diff([*starts, len(rows)]))
+        index = places * len(called) + module
+        calls = np.bincount(index, minlength=len(new) * len(called))
+        sums_ns = _sum_by_index(index, own_ns, len(calls))
+        for each in np.flatnonzero(calls).tolist():
+            place, number = divmod(each, len(called))
+            modules, name = new[place].modules, called[number]
+            modules[name] = modules.get(name, 0) + sums_ns[each]
+        usual = (steps.flags[at[order]] & _UNUSUAL) == 0
+        if not usual.all():
+            own_ns, module = own_ns[usual], module[usual]
+            starts = np.flatnonzero(np.diff(module, prepend=-1))
         add_to_sketches(
-            [self.modules.setdefault(name, Sketch()) for name in called],
-            own_ns[usual][order],
-            starts,
+            [
+                self.modules.setdefault(called[number], Sketch())
+                for number in module[starts].tolist()
+            ],
+            own_ns,
+            starts.tolist(),
         )
 
     def _add_other_threads(self, records: npt.NDArray[np.void]) -> None:

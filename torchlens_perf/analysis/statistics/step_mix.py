@@ -152,24 +152,30 @@ class StepMix:
         )
         keys = flags << 32 | place
         order = np.argsort(keys, kind="stable")
-        unique, starts = np.unique(keys[order], return_index=True)
-        for key, rows in zip(unique.tolist(), np.split(order, starts[1:]), strict=True):
-            measured = rows[table.ready_ns[rows, 0] >= 0]
+        starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
+        parts_ns, measured = table.parts_ns[order], table.ready_ns[order, 0] >= 0
+        ready_ns = np.where(measured[:, None], np.minimum(table.ready_ns[order], parts_ns), 0)
+        counts = np.diff([*starts, len(keys)])
+
+        def sums(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+            return np.add.reduceat(values, starts, axis=0).astype(np.float64)
+
+        explained = [None] * len(starts) if explained_ns is None else sums(explained_ns[order])
+        for key, start, count, duration_ns, of_parts_ns, known, of_ready_ns, of_sections_ns in zip(
+            keys[order[starts]].tolist(), starts.tolist(), counts.tolist(), sums(table.duration_ns[order]).tolist(),
+            sums(parts_ns), sums(measured.astype(np.int64)).tolist(), sums(ready_ns), explained, strict=True,
+        ):  # fmt: skip
+            newest = order[max(start, start + count - _MAX_STEPS) : start + count]
             new = Bin(
-                len(rows),
-                float(table.duration_ns[rows].sum()),
-                table.parts_ns[rows].sum(axis=0).astype(np.float64),
-                len(measured),
-                np.minimum(table.ready_ns[measured], table.parts_ns[measured])
-                .sum(axis=0)
-                .astype(np.float64),
-                table.step[rows[-_MAX_STEPS:]].tolist(),
+                count,
+                duration_ns,
+                of_parts_ns,
+                int(known),
+                of_ready_ns,
+                table.step[newest].tolist(),
             )
-            if explained_ns is not None:
-                new.explained, new.explained_ns = (
-                    len(rows),
-                    explained_ns[rows].sum(axis=0).astype(np.float64),
-                )
+            if of_sections_ns is not None:
+                new.explained, new.explained_ns = count, of_sections_ns
             self.bins.setdefault(key, Bin()).merge(new)
         self._limit_bins()
 

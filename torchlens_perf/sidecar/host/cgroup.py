@@ -45,6 +45,8 @@ class ControlGroup:
         self._cpu = (
             self._memory if self._is_v2 else self._find_folder(root / "cpu", paths.get("cpu", "/"))
         )
+        self.key = self._memory, self._cpu
+        """Two processes with equal keys are in the same group."""
         self._limits = list(self._find_memory_limits(root))
 
     @staticmethod

@@ -36,9 +36,18 @@ class _Counters:
     kernel_ticks: int
     major_faults: int
     gc_ns: int
+    group: _GroupValues
+    cpu: int
+
+
+@dataclasses.dataclass
+class _GroupValues:
+    """Values of a control group at one time."""
+
     refaults: int | None
     quota: tuple[int, int] | None
     memory_stall_us: int | None
+    memory_limit_share: float | None
 
 
 @dataclasses.dataclass
@@ -64,6 +73,8 @@ class HostMetrics:
         self._neighbours = CpuNeighbours(proc)
         self._samples_neighbours = False
         self._disk_wait_s = float("-inf")
+        # Values of the control groups in the sample in progress. Ranks often share a group.
+        self._group_values: dict[object, _GroupValues] = {}
 
     def sample_disk_waits(self, pids: Iterable[int], now_s: float) -> None:
         """Sample which processes wait for a disk, unless the last sample is too recent."""
@@ -85,6 +96,7 @@ class HostMetrics:
         """
         for pid in self._processes.keys() - gc_ns.keys():
             del self._processes[pid]
+        self._group_values.clear()
         found, waits = {}, False
         for pid, collected_ns in gc_ns.items():
             process = self._processes.setdefault(pid, _SampledProcess(pid))
@@ -159,8 +171,8 @@ class HostMetrics:
     def _compute_signals(
         self, process: _SampledProcess, before: _Counters, now: _Counters
     ) -> dict[str, float]:
-        assert process.group is not None
         elapsed_s = now.now_s - before.now_s
+        group, earlier_group = now.group, before.group
         signals = {
             "gc_share": (now.gc_ns - before.gc_ns) / 1e9 / elapsed_s,
             "kernel_share": (now.kernel_ticks - before.kernel_ticks) / TICKS_PER_S / elapsed_s,
@@ -170,43 +182,54 @@ class HostMetrics:
             signals["disk_wait_share"] = process.in_disk_wait / process.disk_wait_samples
         grown = (
             ("cpu_wait_share", now.wait_ns, before.wait_ns, 1e9),
-            ("refaults_per_s", now.refaults, before.refaults, 1.0),
-            ("memory_stall_share", now.memory_stall_us, before.memory_stall_us, 1e6),
+            ("refaults_per_s", group.refaults, earlier_group.refaults, 1.0),
+            ("memory_stall_share", group.memory_stall_us, earlier_group.memory_stall_us, 1e6),
         )
         for name, after, earlier, unit in grown:
             if after is not None and earlier is not None:
                 signals[name] = max(0, after - earlier) / unit / elapsed_s
-        if now.quota is not None and before.quota is not None:
+        if group.quota is not None and earlier_group.quota is not None:
             periods, throttled = (
-                after - earlier for after, earlier in zip(now.quota, before.quota, strict=True)
+                after - earlier
+                for after, earlier in zip(group.quota, earlier_group.quota, strict=True)
             )
             signals["cpu_quota_share"] = throttled / periods if periods > 0 else 0.0
-        limit_share = process.group.memory_limit_share()
-        if limit_share is not None:
-            signals["memory_limit_share"] = limit_share
-        clock_share = self._read_clock_share(process.pid)
+        if group.memory_limit_share is not None:
+            signals["memory_limit_share"] = group.memory_limit_share
+        clock_share = self._read_clock_share(now.cpu)
         if clock_share is not None:
             signals["cpu_clock_share"] = clock_share
         return signals
 
     def _read_counters(self, process: _SampledProcess, gc_ns: int, now_s: float) -> _Counters:
-        group = process.group
-        assert group is not None
-        # Fields 12 and 15 of a stat file are major faults and CPU time in the kernel.
+        assert process.group is not None
+        # Fields 12, 15 and 39 of a stat file are major faults, CPU time in the kernel, and the CPU
+        # on which the thread ran last.
+        thread = self._read_stat(f"{process.pid}/task/{process.pid}")
         return _Counters(
             now_s=now_s,
             wait_ns=self._read_cpu_wait_ns(process.pid),
-            kernel_ticks=int(self._read_stat(f"{process.pid}/task/{process.pid}")[12]),
+            kernel_ticks=int(thread[12]),
             major_faults=sum(
                 int(fields[9])
                 for fields in map(self._read_stat, (process.pid, *process.children))
                 if fields
             ),
             gc_ns=gc_ns,
-            refaults=group.refault_count(),
-            quota=group.quota_periods(),
-            memory_stall_us=group.stall_time_us("memory"),
+            group=self._read_group(process.group),
+            cpu=int(thread[36]),
         )
+
+    def _read_group(self, group: ControlGroup) -> _GroupValues:
+        """Return the values of a control group, which are read once for each sample."""
+        if group.key not in self._group_values:
+            self._group_values[group.key] = _GroupValues(
+                group.refault_count(),
+                group.quota_periods(),
+                group.stall_time_us("memory"),
+                group.memory_limit_share(),
+            )
+        return self._group_values[group.key]
 
     def _waits_for_disk(self, process: _SampledProcess) -> bool:
         """Return True if the main thread waits for a disk, or sleeps while a child process does."""
@@ -227,25 +250,17 @@ class HostMetrics:
 
     def _read_cpu_wait_ns(self, pid: int) -> int | None:
         """Return the main thread's run-queue wait (Documentation/scheduler/sched-stats.rst)."""
-        try:
-            return int(
-                (self._proc / str(pid) / "task" / str(pid) / "schedstat").read_text().split()[1]
-            )
-        except FileNotFoundError:
-            return None  # The kernel was built without CONFIG_SCHED_INFO.
+        times = read_kernel_text(f"{self._proc}/{pid}/task/{pid}/schedstat").split()
+        # The file is missing if the kernel was built without CONFIG_SCHED_INFO.
+        return int(times[1]) if times else None
 
-    def _read_clock_share(self, pid: int) -> float | None:
-        """Return the clock rate of the main thread's last CPU as a share of the CPU's maximum rate.
+    def _read_clock_share(self, cpu: int) -> float | None:
+        """Return the clock rate of a CPU as a share of the CPU's maximum rate.
 
         Returns None if the kernel does not show clock rates, as in most virtual machines.
         """
-        # Field 39 of a stat file is the CPU on which the thread ran last.
-        folder = self._cpu_folder / f"cpu{int(self._read_stat(pid)[36])}" / "cpufreq"
-        try:
-            now, most = (
-                int((folder / name).read_text())
-                for name in ("scaling_cur_freq", "cpuinfo_max_freq")
-            )
-        except OSError:
-            return None
-        return now / most if most else None
+        now, most = (
+            read_kernel_text(f"{self._cpu_folder}/cpu{cpu}/cpufreq/{name}")
+            for name in ("scaling_cur_freq", "cpuinfo_max_freq")
+        )
+        return int(now) / int(most) if now and most.strip("0") else None

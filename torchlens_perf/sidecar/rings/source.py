@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchlens_perf.verdicts.node_state import ProcessActivity
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 HOLD_S = 2.0
 # Number of steps from which a rank's usual step time is computed.
 USUAL_STEPS = 32
+# Records stay in the ring until they are counted, or until they fill this share of the ring.
+MAX_UNREAD_SHARE = 1 / 4
 # A process that was seen to run within this time before its end was found has just ended.
 _MAX_ROUND_NS = 60_000_000_000
 
@@ -63,8 +67,15 @@ class RingSource:
         default_factory=time.monotonic
     )  # when the step in progress was first seen
     mark_s: float = 0.0  # when a new record was last seen
+    step: int = 0  # step in progress at the last poll
+    head: int = -1  # number of records at the last poll; -1 before the first one
+    _moved: bool = False  # True if there were new records at the last poll
     _step: int = -1
     _head: int = -1
+
+    @functools.cached_property
+    def folder_of_ring(self) -> str:
+        return str(self.path.parent)
 
     def update_progress(self, step: int, head: int, now_s: float) -> None:
         if step != self._step:
@@ -81,29 +92,43 @@ class RingSource:
             ring.mark_s,
         )
 
-    def mask_delayed_by_capture(self, records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the records that a capture has delayed.
+    def find_delayed_steps(self, steps: StepTable) -> npt.NDArray[np.int64]:
+        """Return the numbers of the steps that a capture has delayed. steps: complete steps.
 
         A capture also delays the next step: in its first collective, other ranks wait while the
-        captured rank writes its files. records: records of complete steps.
+        captured rank writes its files.
         """
-        captured = (records["kind"] == Kind.STEP) & (records["flags"] & Flag.CAPTURED != 0)
-        steps = records["step"][captured].astype(np.int64)
-        steps = np.unique([*steps, *(steps + 1), self.delayed_until])
-        self.delayed_until = int(steps.max())
-        return np.isin(records["step"], steps)
+        captured = steps.step[steps.flags & Flag.CAPTURED != 0]
+        delayed = np.unique([*captured, *(captured + 1), self.delayed_until])
+        self.delayed_until = int(delayed.max())
+        return delayed
 
     def peek(self) -> tuple[int, float]:
-        """Return the ring's state, and the level to which new records fill it."""
-        reader = self.reader
-        with reader.frozen_header():
-            new = reader.read_counter(ring.HEAD) - reader.cursor
-            return reader.read_counter(ring.STATE), new / reader.capacity
+        """Return the ring's state, and the share of the ring that is new since the last poll."""
+        head, _, state = self.reader.read_progress()
+        return state, (head - max(0, self.head)) / self.reader.capacity
 
-    def poll_end_state(self) -> str:
-        """Return "closed" or "died" if the process has ended, or "" while it runs."""
-        if self.reader.read_counter(ring.STATE) == State.CLOSED:
+    def poll_progress(self) -> tuple[str, float]:
+        """Return the state of poll_end_state(), and the share of the ring that is new."""
+        before, (self.head, self.step, state) = self.head, self.reader.read_progress()
+        self._moved = 0 <= before != self.head
+        new = self.head - (before if before >= 0 else self.reader.cursor)
+        return self.poll_end_state(state), new / self.reader.capacity
+
+    @property
+    def unread_share(self) -> float:
+        """Records that are only in the ring, as a share of its capacity."""
+        return (self.head - self.reader.cursor) / self.reader.capacity
+
+    def poll_end_state(self, state: int) -> str:
+        """Return "closed" or "died" if the process has ended, or "" while it runs.
+
+        state: STATE in the ring's header.
+        """
+        if state == State.CLOSED:
             return "closed"
+        if self._moved:
+            return ""  # A process that writes records runs.
         identity = self.state.identity
         # The process may have closed the ring and ended between the two checks.
         if process_start_ticks(identity.pid) != identity.process_started:
@@ -181,8 +206,9 @@ class RingSource:
 
     @property
     def unsaved_share(self) -> float:
-        """Records that are read but not in a segment yet, as a share of the ring's capacity."""
-        return (self.reader.cursor - 1 - self.kept) / self.reader.capacity
+        """Records that are not in a segment yet, as a share of the ring's capacity."""
+        newest = max(self.head, self.reader.cursor) - 1
+        return (newest - self.kept) / self.reader.capacity
 
     @property
     def origin(self) -> RecordOrigin:

@@ -20,7 +20,7 @@ from torchlens_perf.run.directory import is_writer_running
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import RingReader
-from torchlens_perf.sidecar.rings.source import RingSource
+from torchlens_perf.sidecar.rings.source import MAX_UNREAD_SHARE, RingSource
 from torchlens_perf.store.segments import read_last_sequences
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
@@ -91,25 +91,33 @@ class RingSources:
         """Return the rings that have not been read to their end."""
         return [source for source in self if not source.read_to_end]
 
-    def read_new_records(self) -> float:
-        """Copy new records out of the rings. Return the highest fill level."""
+    def poll_rings(self) -> float:
+        """Open new rings, and look how full all rings are. Read those that are full or have ended.
+
+        Return the highest share of a ring that is new since the last call.
+        """
         self._open_new_rings()
         fullest = 0.0
         for source in self.unfinished_rings():
-            final = source.poll_end_state()
+            final, new_share = source.poll_progress()
             source.note_if_running(final, time.monotonic_ns())
-            try:
-                batch = source.reader.read_records(final=bool(final))
-            except (RingError, ValueError, IndexError, OverflowError) as error:
-                self._note_damage(source, error)
-            else:
-                if len(batch.records):
-                    source.waiting.append((batch.records, batch.sequences))
-                fullest = max(fullest, (len(batch.records) + batch.lost) / source.reader.capacity)
+            fullest = max(fullest, new_share)
+            if final or source.unread_share > MAX_UNREAD_SHARE:
+                self.read_new_records(source, final=bool(final))
             if final:
                 source.state.ended, source.read_to_end = final, True
                 source.ended_monotonic_s = time.monotonic()
         return fullest
+
+    def read_new_records(self, source: RingSource, *, final: bool = False) -> None:
+        """Copy new records out of a ring. final: its process has ended."""
+        try:
+            batch = source.reader.read_records(final=final)
+        except (RingError, ValueError, IndexError, OverflowError) as error:
+            self._note_damage(source, error)
+        else:
+            if len(batch.records):
+                source.waiting.append((batch.records, batch.sequences))
 
     def _note_damage(self, source: RingSource, error: Exception) -> None:
         """Note that another program has damaged a ring. Rings of other ranks are still read."""

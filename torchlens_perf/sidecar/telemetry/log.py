@@ -33,8 +33,8 @@ _GPU_PERIOD_NS = _SECOND_NS
 _LINK_PERIOD_NS = 5 * _SECOND_NS
 _MIN_LINK_IDLE_RATIO = 20
 _PROCESS_PERIOD_NS = _SECOND_NS
-# This ratio limits the time for reading /proc to 1% of a core.
-_MIN_PROCESS_IDLE_RATIO = 100
+# This ratio limits the time for reading /proc to 0.25% of a core.
+_MIN_PROCESS_IDLE_RATIO = 400
 _MAX_SAMPLES_IN_MEMORY = 900  # per GPU or port
 # While the run directory cannot be written, samples wait in memory. The oldest ones are dropped.
 _MAX_UNWRITTEN = 20_000

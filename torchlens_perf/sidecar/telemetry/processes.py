@@ -23,6 +23,8 @@ def sample_processes(
     pids: process ids by rank. Processes that have ended are left out.
     """
     found = []
+    # The counters of a network namespace, which all ranks of a node usually share.
+    sent_by: dict[str, tuple[int, int] | None] = {}
     for rank, pid in pids.items():
         parent = read_stat_fields(f"{proc}/{pid}/stat")
         if not parent:
@@ -37,7 +39,10 @@ def sample_processes(
         ticks = sum(int(value) for fields in stats for value in fields[11:15])
         io = [_read_numbers(f"{proc}/{process}/io") for process in (pid, *children)]
         # These counters cover the process's whole network namespace.
-        sent = _read_network_bytes(f"{proc}/{pid}/net/dev")
+        namespace = _read_namespace(f"{proc}/{pid}/ns/net") or str(pid)
+        if namespace not in sent_by:
+            sent_by[namespace] = _read_network_bytes(f"{proc}/{pid}/net/dev")
+        sent = sent_by[namespace]
         found.append(
             ProcessSample(
                 rank=rank,
@@ -52,6 +57,14 @@ def sample_processes(
             )
         )
     return found
+
+
+def _read_namespace(path: str) -> str:
+    """Return the name of a namespace, such as net:[4026531840]; "" if it cannot be read."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
 
 
 def _read_numbers(path: str) -> dict[str, int]:

@@ -32,7 +32,7 @@ class JudgedSteps:
     def __init__(self, by: str = UNDECIDED) -> None:
         """by: the clock that an earlier sidecar has chosen."""
         self.by = by
-        self._device = DeviceStepJoin()
+        self._device: DeviceStepJoin | None = DeviceStepJoin()
         # Steps by the host's clock, until the clock is decided.
         self._held: list[StepTable] = []
 
@@ -44,7 +44,7 @@ class JudgedSteps:
         steps: the steps of these records by the host's clock. on_device: True if the rank computes
         on a device; None if not known.
         """
-        if self.by == HOST:
+        if self.by == HOST or self._device is None:
             return steps
         timed = self._device.add_records(records, steps)
         if len(timed):
@@ -63,4 +63,5 @@ class JudgedSteps:
         if self.by != UNDECIDED or not self._held:
             return None
         held, self._held, self.by = concatenate_tables(self._held), [], HOST
+        self._device = None  # It has a copy of the steps.
         return held
