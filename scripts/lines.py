@@ -38,7 +38,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("view", ("report", "view", "page", "top"), 6000, 13313),
     ("compare, queries", ("compare", "timeline", "query"), 2500, 2699),
     ("diagnosis", ("diagnosis",), 2500, 3002),
-    ("serve", ("serve",), 1300, 2254),
+    ("serve", ("serve",), 1300, 2251),
     ("sidecar", ("sidecar",), 5400, 10400),
     ("simulate, commands", ("simulate", "commands"), 2200, 5224),
     ("entry points", (".",), 1000, 1917),

@@ -115,7 +115,6 @@ def _build_compare_cell(line: RunLine) -> Element:
         "input",
         type="checkbox",
         value=line.name,
-        data_step=f"{line.step_s:.6g}" if line.step_s else None,
         aria_label=f"Compare {line.program} {line.name}",
     )
     return tag("td", box, class_="run-tick")

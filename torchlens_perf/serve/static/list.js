@@ -11,10 +11,8 @@
   // A renewal replaces the list's elements, so the selection is kept here.
   function showTicks() {
     for (const box of document.querySelectorAll("main input")) box.checked = ticked.has(box.value);
-    const runs = [...ticked].map(([name, { text }]) => `${name}: ${text ? `step p50 ${text}` : "no step time"}`);
-    const [first, second] = [...ticked.values()].map(({ seconds }) => seconds);
-    const change = first && second ? ` (${(100 * (second / first - 1)).toFixed(1).replace("-", "\u2212")}%)` : "";
-    const texts = ticked.size === 2 ? [`${runs.join(" \u00b7 ")}${change}`, compared.get([...ticked.keys()].join("/"))] : [];
+    const runs = [...ticked].map(([name, text]) => `${name}: ${text ? `step p50 ${text}` : "no step time"}`);
+    const texts = ticked.size === 2 ? [runs.join(" \u00b7 "), compared.get([...ticked.keys()].join("/"))] : [];
     document.getElementById("compared").textContent = texts.filter(Boolean).join(". ");
   }
 
@@ -31,7 +29,7 @@
   document.addEventListener("change", ({ target }) => {
     if (!target.matches("main input")) return;
     const text = target.closest("tr").querySelector(".run-step").textContent;
-    if (target.checked) ticked.set(target.value, { text, seconds: Number(target.dataset.step) });
+    if (target.checked) ticked.set(target.value, text);
     else ticked.delete(target.value);
     if (ticked.size > 2) ticked.delete(ticked.keys().next().value);
     showTicks();
