@@ -20,7 +20,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        15568,
+        15610,
     ),
     ("store", ("store",), 1600, 1037),
     ("run", ("run",), 3000, 5961),

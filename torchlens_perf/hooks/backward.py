@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.recompute import RecomputeHook
     from torchlens_perf.recorder.clocks import Clock
     from torchlens_perf.recorder.session import Session
+    from torchlens_perf.recorder.training_thread import TrainingThread
 
 _BACKWARD, _WAIT, _MODULE_BACKWARD = int(Kind.BACKWARD), int(Kind.WAIT), int(Kind.MODULE_BACKWARD)
 _EXCEPTION, _TAIL, _DEVICE = int(Flag.EXCEPTION), int(Flag.TAIL), int(Flag.DEVICE)
@@ -210,13 +211,15 @@ class BackwardHook:
         self._passes: list[_ModuleBackward] = []
         self._record: Callable[[], None] | None = None  # Set by attach().
         self._unreported = 0  # Number of backward passes without device times.
+        self._thread: TrainingThread | None = None  # Set by attach().
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         torch_private.require("torch.autograd._engine_run_backward")
         import torch.autograd
 
-        recorder, thread = session.recorder, session.thread
+        recorder = session.recorder
+        thread = self._thread = session.thread
         name_id, tail_id = session.intern("backward"), session.intern(_TAIL_NAME)
         run_backward = torch.autograd._engine_run_backward
         tracing, out_of_sight = (
@@ -377,117 +380,148 @@ class BackwardHook:
                     " watch ended"
                 )
 
-    def create_forward_observer(
-        self, watched: WatchedModule, session: Session
-    ) -> Callable[[Any], bool]:
-        """Return a callback for the results of outermost module calls.
+    @property
+    def times_modules(self) -> bool:
+        """False if the backward passes of modules are not timed, because recording them failed."""
+        return self._record is not None
 
-        A call is outermost if it is not made by another watched module. The callback finds out
-        whether the call was part of training or of an evaluation.
-        """
-        import torch
+    def create_module_observer(
+        self, watched: WatchedModule, name_id: int, session: Session
+    ) -> ModuleObserver:
+        return ModuleObserver(self, watched, name_id, session)
 
-        identity, is_root, out_of_sight = (
-            id(watched.module),
-            watched.is_root,
-            torch_private.get_no_torch_function_context(),
-        )
-        thread = session.thread
-        communicates, module, holds_fsdp2 = (
-            session.identity.has_other_ranks,
-            weakref.ref(watched.module),
-            None,
-        )
+    def add_pass(self, returned: _ModuleBackward, session: Session) -> None:
+        """Add a module's backward pass, whose forward call has returned, to record its times."""
+        if not self._passes and self._record is not None:
+            session.step_callbacks.add(self.name, self._record)
+        self._passes.append(returned)
 
-        @_guard_tensor_hook("gradient hook of the model")
-        def requeue_on_first_gradient(_: Tensor) -> None:
-            if self._tail is not None and thread.is_current():
-                self._tail.queue_begin_callback()
+    def on_forward_end(self, *, with_gradient: bool, identity: int, is_root: bool) -> None:
+        self._loop.on_forward_end(with_gradient, identity, is_root)
 
-        def observe_result(result: Any) -> bool:
-            """Return True if further calls only need to be counted while the loop is settled."""
-            nonlocal holds_fsdp2
-            if not thread.note_work(Work.FORWARD):
-                return False
-            with_gradient = torch.is_grad_enabled()
-            self._loop.on_forward_end(with_gradient, identity, is_root)
-            if not with_gradient or not communicates:
-                return not communicates or holds_fsdp2 is False
-            if holds_fsdp2 is None:
-                holds_fsdp2 = _contains_fsdp2(module())
-            # At the first gradient of the module's result, FSDP2 queues a callback that computes.
-            # Our callback is queued again behind it, which keeps the computation out of the tail.
-            if not holds_fsdp2 or torch_private.is_autograd_compiled():
-                return not holds_fsdp2
-            for tensor in iterate_tensors(result):
-                with out_of_sight():
-                    if tensor.requires_grad and tensor.grad_fn is not None:
-                        tensor.register_hook(requeue_on_first_gradient)
-                        return False
-            return False
+    @_guard_tensor_hook("gradient hook of the model")
+    def requeue_on_first_gradient(self, _: Tensor) -> None:
+        if self._tail is not None and self._thread is not None and self._thread.is_current():
+            self._tail.queue_begin_callback()
 
-        return observe_result
 
-    def create_module_observers(
-        self, watched: WatchedModule, session: Session
-    ) -> tuple[Callable[..., None], Callable[[Any], None]] | None:
-        """Return callbacks for a module's arguments and for its results in sampled steps.
+class ModuleObserver:
+    """Callbacks for the calls of one module: for arguments, for results, and for the results of
+    outermost calls.
 
-        The callbacks register tensor hooks at the begin and end of the module's part of the
-        backward pass. Return None if recording has failed before.
-        """
-        import torch
+    Models may have tens of thousands of modules, so this object is small and creates nothing until
+    a callback runs.
+    """
 
-        if self._record is None:
-            return None
-        recorder, thread, out_of_sight = (
-            session.recorder,
-            session.thread,
-            torch_private.get_no_torch_function_context(),
-        )
-        name_id = session.intern(watched.name)
+    __slots__ = (
+        "_holds_fsdp2",
+        "_hook",
+        "_identity",
+        "_is_root",
+        "_module",
+        "_name_id",
+        "_session",
+        "_waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self, hook: BackwardHook, watched: WatchedModule, name_id: int, session: Session
+    ) -> None:
+        self._hook = hook
+        self._session = session
+        self._module = weakref.ref(watched.module)
+        self._identity = id(watched.module)
+        self._is_root = watched.is_root
+        self._name_id = name_id
+        self._holds_fsdp2: bool | None = None
         # Calls in progress, of which a module that calls itself has several.
-        waiting: list[_ModuleBackward] = []
+        self._waiting: list[_ModuleBackward] | None = None
 
-        def is_not_observed() -> bool:
-            return (
-                not torch.is_grad_enabled()
-                or not thread.is_current()
-                or bool(recorder.backwards)
-                or self._record is None
-                or torch_private.is_autograd_compiled()
-            )
+    @guard("forward hook of a model")
+    def on_forward_result(self, result: Any) -> bool:
+        """Find out whether an outermost call was part of training or of an evaluation. Return True
+        if further calls only need to be counted while the loop is settled.
 
-        def hook_arguments(*args: Any, **kwargs: Any) -> None:
-            if is_not_observed():
-                return
-            entered = _ModuleBackward(name_id, recorder.step, session.clocks.current)
-            waiting.append(entered)
-            inputs = list(iterate_tensors((args, kwargs)))
+        A call is outermost if it is not made by another watched module.
+        """
+        import torch
+
+        session = self._session
+        if not session.thread.note_work(Work.FORWARD):
+            return False
+        with_gradient, communicates = torch.is_grad_enabled(), session.identity.has_other_ranks
+        self._hook.on_forward_end(
+            with_gradient=with_gradient, identity=self._identity, is_root=self._is_root
+        )
+        if not with_gradient or not communicates:
+            return not communicates or self._holds_fsdp2 is False
+        if self._holds_fsdp2 is None:
+            self._holds_fsdp2 = _contains_fsdp2(self._module())
+        # At the first gradient of the module's result, FSDP2 queues a callback that computes.
+        # Our callback is queued again behind it, which keeps the computation out of the tail.
+        if not self._holds_fsdp2 or torch_private.is_autograd_compiled():
+            return not self._holds_fsdp2
+        out_of_sight = torch_private.get_no_torch_function_context()
+        for tensor in iterate_tensors(result):
             with out_of_sight():
-                for tensor in inputs:
-                    # Hooks on a leaf tensor would accumulate with every step.
-                    if tensor.requires_grad and not tensor.is_leaf:
-                        entered.inputs_left += 1
-                        tensor.register_hook(entered.on_input_gradient)
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(self._hook.requeue_on_first_gradient)
+                    return False
+        return False
 
-        def hook_results(result: Any) -> None:
-            if is_not_observed():
-                return
-            while waiting and waiting[0].step != recorder.step:
-                waiting.pop(0)  # The forward call of this pass raised an exception.
-            if not waiting:
-                return
-            returned = waiting.pop()
-            hooked, results = False, list(iterate_tensors(result))
-            with out_of_sight():
-                for tensor in results:
-                    if tensor.requires_grad and tensor.grad_fn is not None:
-                        tensor.register_hook(returned.on_output_gradient)
-                        hooked = True
-            if hooked:
-                if not self._passes and self._record is not None:
-                    session.step_callbacks.add(self.name, self._record)
-                self._passes.append(returned)
+    def _is_not_observed(self) -> bool:
+        import torch
 
-        return hook_arguments, hook_results
+        return (
+            not torch.is_grad_enabled()
+            or not self._session.thread.is_current()
+            or bool(self._session.recorder.backwards)
+            or not self._hook.times_modules
+            or torch_private.is_autograd_compiled()
+        )
+
+    @guard("backward hook of a module")
+    def on_arguments(self, *args: Any, **kwargs: Any) -> None:
+        """Register tensor hooks at the end of the module's part of the backward pass. Called in
+        sampled steps.
+        """
+        if self._is_not_observed():
+            return
+        session = self._session
+        entered = _ModuleBackward(self._name_id, session.recorder.step, session.clocks.current)
+        if self._waiting is None:
+            self._waiting = []
+        self._waiting.append(entered)
+        inputs = list(iterate_tensors((args, kwargs)))
+        with torch_private.get_no_torch_function_context()():
+            for tensor in inputs:
+                # Hooks on a leaf tensor would accumulate with every step.
+                if tensor.requires_grad and not tensor.is_leaf:
+                    entered.inputs_left += 1
+                    tensor.register_hook(entered.on_input_gradient)
+
+    @guard("backward hook of a module")
+    def on_results(self, result: Any) -> None:
+        """Register tensor hooks at the begin of the module's part of the backward pass. Called in
+        sampled steps.
+        """
+        if self._is_not_observed():
+            return
+        waiting, step = self._waiting, self._session.recorder.step
+        while waiting and waiting[0].step != step:
+            waiting.pop(0)  # The forward call of this pass raised an exception.
+        if not waiting:
+            return
+        returned = waiting.pop()
+        if not waiting:
+            # The lists of all modules would lie between the memory of tensors, and each later step
+            # of 10,000 small modules would take a fifth longer.
+            self._waiting = None
+        hooked, results = False, list(iterate_tensors(result))
+        with torch_private.get_no_torch_function_context()():
+            for tensor in results:
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(returned.on_output_gradient)
+                    hooked = True
+        if hooked:
+            self._hook.add_pass(returned, self._session)

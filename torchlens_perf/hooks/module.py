@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.errors import guard
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import (
@@ -27,6 +26,18 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 
+class _ModuleReference(weakref.ref):  # type: ignore[type-arg] # not generic at run time
+    """Weak reference to a timed module."""
+
+    __slots__ = ("address", "router")
+
+    address: int
+    router: ModuleCallRouter
+
+    def stop_timing(self) -> None:
+        self.router.stop_timing(self.address)
+
+
 class ModuleCallRouter:
     """Routes calls of watched modules to their ModuleCall objects.
 
@@ -43,7 +54,9 @@ class ModuleCallRouter:
     def __init__(self) -> None:
         # ModuleCall objects by module id. Empty if the native recorder routes calls.
         self._calls: dict[int, ModuleCall] = {}
-        self._references: dict[int, weakref.ref[Module]] = {}
+        self._references: dict[int, _ModuleReference] = {}
+        # Classes of the modules, whose own functions have been looked up.
+        self._classes: weakref.WeakSet[type] = weakref.WeakSet()
         # Functions of classes that override nn.Module.__call__, whose calls are routed too.
         self._own_call_functions: list[weakref.ref[types.FunctionType]] = []
         self._function: Any = None
@@ -71,7 +84,7 @@ class ModuleCallRouter:
             ):
                 unroute_calls(function)
             for address in list(self._references):
-                self._stop_timing(address)
+                self.stop_timing(address)
 
     def time_module(self, module: Module, make: Callable[[Any], ModuleCall]) -> None:
         """Time the module's calls from now on.
@@ -79,18 +92,22 @@ class ModuleCallRouter:
         make: creates the ModuleCall for the function that runs the module.
         """
         address, call = id(module), make(self._function)
-        self._references[address] = weakref.ref(module, lambda _: self._stop_timing(address))
+        # All references share one callback, because a garbage collection visits each function.
+        reference = _ModuleReference(module, _ModuleReference.stop_timing)
+        reference.address, reference.router = address, self
+        self._references[address] = reference
         if not self._routed:
             self._calls[address] = call
             return
         set_module_call(address, call)
-        own = next(
-            vars(kind)["__call__"] for kind in type(module).__mro__ if "__call__" in vars(kind)
-        )
-        if isinstance(own, types.FunctionType) and route_calls(own):
-            self._own_call_functions.append(weakref.ref(own))
+        kind = type(module)
+        if kind not in self._classes:
+            self._classes.add(kind)
+            own = next(vars(each)["__call__"] for each in kind.__mro__ if "__call__" in vars(each))
+            if isinstance(own, types.FunctionType) and route_calls(own):
+                self._own_call_functions.append(weakref.ref(own))
 
-    def _stop_timing(self, address: int) -> None:
+    def stop_timing(self, address: int) -> None:
         self._references.pop(address, None)
         self._calls.pop(address, None)
         if self._routed:
@@ -127,53 +144,37 @@ class ModuleHook:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        compiled = [
-            each.name for each in self._modules if torch_private.is_module_compiled(each.module)
-        ]
+        modules, self._modules = self._modules, []
+        compiled = {each.name for each in modules if torch_private.is_module_compiled(each.module)}
         if compiled:
             others = f" and {len(compiled) - 4} more" if len(compiled) > 4 else ""
-            session.note(f"{', '.join(compiled[:4])}{others}: compiled: no inner times")
-        eager = [
-            (each.name, weakref.ref(each.module))
-            for each in self._modules
-            if each.name not in compiled
-        ]
-        while self._modules:
-            self._time_module(self._modules.pop(0), session)
+            shown = ", ".join([each.name for each in modules if each.name in compiled][:4])
+            session.note(f"{shown}{others}: compiled: no inner times")
+        eager = {
+            each.name: weakref.ref(each.module) for each in modules if each.name not in compiled
+        }
+        modules.reverse()
+        # Keep no reference: the user may delete modules inside the watch to free their memory.
+        while modules:
+            self._time_module(modules.pop(), session)
         yield
-        for name, reference in eager:
+        for name, reference in eager.items():
             module = reference()
             if module is not None and torch_private.is_module_compiled(module):
                 session.note(f"{name}: compiled inside the watch: no inner times since then")
 
     def _time_module(self, watched: WatchedModule, session: Session) -> None:
         name_id = session.intern(f"forward {watched.name}" if watched.is_root else watched.name)
-        before, after, forward = self._create_observers(watched, session)
+        observer = self._observers.create_module_observer(watched, name_id, session)
+        # The backward pass of a root is timed as a whole.
+        before, after = (
+            (None, None)
+            if watched.is_root or not self._observers.times_modules
+            else (observer.on_arguments, observer.on_results)
+        )
         self._calls.time_module(
             watched.module,
             lambda function: ModuleCall(
-                session.recorder, name_id, function, before, after, forward
+                session.recorder, name_id, function, before, after, observer.on_forward_result
             ),
-        )
-
-    def _create_observers(
-        self, watched: WatchedModule, session: Session
-    ) -> tuple[Callable[..., None] | None, Callable[[Any], None] | None, Callable[[Any], object]]:
-        """Return three callbacks: for arguments, for results, and for results of outermost calls.
-
-        The first two callbacks run in sampled steps. They are None for a root, whose backward pass
-        is timed as a whole.
-        """
-        forward = guard("forward hook of a model")(
-            self._observers.create_forward_observer(watched, session)
-        )
-        pair = (
-            None if watched.is_root else self._observers.create_module_observers(watched, session)
-        )
-        if pair is None:
-            return None, None, forward
-        return (
-            guard("backward hook of a module")(pair[0]),
-            guard("backward hook of a module")(pair[1]),
-            forward,
         )

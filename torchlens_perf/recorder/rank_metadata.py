@@ -100,6 +100,8 @@ class RankMetadata:
         self._simulated_from = simulated_from
         self._may_have_store = config.exchange != "off"
         self._module_names: set[str] = set()
+        # The digest of many names takes milliseconds.
+        self._model_digest = digest_module_names(())
         self.notes: list[str] = []
         self.groups: dict[str, ProcessGroup] = {}
         """Used process groups, by name."""
@@ -189,6 +191,7 @@ class RankMetadata:
         """
         facts = self._facts
         self._module_names.update(are_roots)
+        self._model_digest = digest_module_names(self._module_names)
         facts["root_modules"] += [name for name, is_root in are_roots.items() if is_root]
         facts["unopened_modules"] += unopened
         facts["deeper_modules"] |= not all_levels
@@ -208,7 +211,7 @@ class RankMetadata:
                 **self._facts,
                 "anchor": (self._simulated_from or self._host_clock.anchor())._asdict(),
                 "run_dir": self._ring.run_dir,
-                "model": digest_module_names(self._module_names),
+                "model": self._model_digest,
                 "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
                 "threads": _count_torch_threads(has_computed=recorder.step > 0),
                 "job_store": job_store_address(os.environ) if self._may_have_store else None,
