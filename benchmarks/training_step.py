@@ -37,7 +37,7 @@ from benchmarks.gpt import GPT
 from benchmarks.measure import Table, ratio_interval
 from torchlens_perf.hooks import attach
 from torchlens_perf.hooks.loop.selection import NamedModel
-from torchlens_perf.watch import Watch
+from torchlens_perf.watching import Watch
 
 ROUNDS, WARM_STEPS, STEPS, SAMPLES = 480, 6, 16, 100
 TIMEOUT_S = 300

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHOWN = (
     "torchlens_perf/verdicts/words", "torchlens_perf/view", "torchlens_perf/top", "torchlens_perf/serve",
     "torchlens_perf/page", "torchlens_perf/commands", "torchlens_perf/report", "torchlens_perf/config.py",
-    "torchlens_perf/errors.py", "torchlens_perf/watch.py", "torchlens_perf/torchrun.py",
+    "torchlens_perf/errors.py", "torchlens_perf/watching.py", "torchlens_perf/torchrun.py",
 )  # fmt: skip
 MIN_WORDS = 5
 Found = list[tuple[str, str]]

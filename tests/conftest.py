@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 from tests.support.warm_python import WHOLE_END
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.sidecar.busy import ASSUME_IDLE
-from torchlens_perf.watch import running_watch
+from torchlens_perf.watching import running_watch
 
 pytest_plugins = [
     "tests.support.device.fixtures",

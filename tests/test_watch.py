@@ -26,7 +26,7 @@ from torchlens_perf.hooks.collective import is_tapped_by_another_tool
 from torchlens_perf.recorder import rank_metadata
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.watch import running_watch
+from torchlens_perf.watching import running_watch
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:

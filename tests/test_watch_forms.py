@@ -12,7 +12,7 @@ import torchlens_perf as perf
 from tests.support.processes import report, run_warm, runs
 from tests.test_watch import make_model, train
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.watch import _warn_not_started, running_watch
+from torchlens_perf.watching import _warn_not_started, running_watch
 
 QUIET = {"sidecar": False, "report": "off"}
 

@@ -20,27 +20,46 @@ everything else::
     training process: hooks ──mark──▶ Recorder ──▶ ring file ─▶ sidecar: statistics ─▶ verdict ─▶
     run directory, OTLP
 
-Importing the package does nothing: no thread, no patch, no file, and torch is not imported.
+Importing the package does nothing: no thread, no patch, no file, and torch is not imported. Each
+public name is imported when it is first used, so processes that record nothing start as fast as
+without the package.
 """
 
 import os as _os
-import sys as _sys
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
-# A sidecar process needs none of these names. Importing them would take four times as long as the
-# rest of its start (sidecar/start/wait.py), while the job makes its first steps.
-if getattr(_sys, "argv", [])[:2] != [__path__[0], "sidecar"]:  # as in run/children.py
+from torchlens_perf.version import VERSION
+
+__version__ = VERSION
+
+if _typing.TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.errors import ConfigError, TorchlensPerfError
     from torchlens_perf.recorder.device_sections import device_section
     from torchlens_perf.recorder.recorder import Section, section
-    from torchlens_perf.version import VERSION
-    from torchlens_perf.watch import Watch, watch
+    from torchlens_perf.results.run import Run
+    from torchlens_perf.watching import Watch, watch
+else:
+    # No module may have the name of a function: the import of a module `torchlens_perf.watch` would
+    # replace the function.
+    _MODULES = {
+        "Config": "config", "ConfigError": "errors", "Section": "recorder.recorder", "TorchlensPerfError": "errors",
+        "Watch": "watching", "device_section": "recorder.device_sections", "section": "recorder.recorder",
+        "watch": "watching",
+    }  # fmt: skip
 
-    __version__ = VERSION
+    def __getattr__(name):
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
 
-    if _TYPE_CHECKING:
-        from torchlens_perf.results.run import Run
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        # Further uses find the name without this function.
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
 
 
 def open_run(run_dir: "str | _os.PathLike[str]") -> "Run":

@@ -17,18 +17,10 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchlens_perf import config as configuration
-from torchlens_perf.config import Config
-from torchlens_perf.errors import ConfigError, guard, printable
-from torchlens_perf.output import write_to_stderr
-from torchlens_perf.watch import (
-    Watch,
-    already_printed,
-    forked_while_recording,
-    start_after_first_step,
-)
+if TYPE_CHECKING:
+    from torchlens_perf.watching import Watch
 
 AUTOLOAD_SWITCH = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -44,13 +36,23 @@ def is_autoload_off(environ: Mapping[str, str]) -> bool:
 
 def autoload() -> None:
     """Entry point `torch.backends`. It never raises, as that would make `import torch` fail."""
+    # torch calls this function in every process of an environment with this package. Most of them
+    # must not pay for the imports below. This is config.SWITCH.
+    if "TORCHLENS_PERF" in os.environ:
+        _autoload_if_switched_on()
+
+
+def _autoload_if_switched_on() -> None:
+    from torchlens_perf import config
+    from torchlens_perf.errors import ConfigError, guard
+
     try:
         with guard("arming at `import torch`"):
-            if configuration.is_recording_switched_on(os.environ):
-                if configuration.TRIED in os.environ:
+            if config.is_recording_switched_on(os.environ):
+                if config.TRIED in os.environ:
                     from torchlens_perf.hooks.tried_settings import apply_tried_settings
 
-                    apply_tried_settings(os.environ[configuration.TRIED])
+                    apply_tried_settings(os.environ[config.TRIED])
                 arm()
     except ConfigError as error:
         _print_not_recording(str(error))
@@ -61,13 +63,16 @@ def arm() -> None:
 
     Raise ConfigError for an invalid TORCHLENS_PERF_* variable.
     """
-    environment = configuration.from_environment(os.environ)
+    from torchlens_perf import config
+    from torchlens_perf.errors import guard
     from torchlens_perf.hooks.loop import first_step
     from torchlens_perf.recorder import nccl_plugin
 
+    environment = config.from_environment(os.environ)
+    _rearm_in_children()
     with guard("offering NCCL the plugin"):
-        if environment.get("collectives", Config.collectives):
-            nccl_plugin.offer_at_import(os.environ, environment.get("nccl", Config.nccl))
+        if environment.get("collectives", config.Config.collectives):
+            nccl_plugin.offer_at_import(os.environ, environment.get("nccl", config.Config.nccl))
 
     first_step.call_after_first_step(_start_watch)
 
@@ -88,6 +93,9 @@ def disarm() -> None:
 
 def _start_watch(optimizer: Any) -> None:
     global _started
+    from torchlens_perf.errors import ConfigError
+    from torchlens_perf.watching import start_after_first_step
+
     try:
         _started = start_after_first_step(optimizer)
     except ConfigError as error:
@@ -95,19 +103,22 @@ def _start_watch(optimizer: Any) -> None:
         _print_not_recording(str(error))
 
 
-def _rearm_in_child() -> None:
-    """Wait for a step in a forked child of a recorded process, which may train too."""
-    if forked_while_recording():
-        autoload()
+@functools.cache
+def _rearm_in_children() -> None:
+    """Wait for a step in forked children of a recorded process, which may train too."""
+    # The handler of watching.py, which clears what the child has inherited, must run before.
+    from torchlens_perf.watching import forked_while_recording
 
-
-# Registered after the handler of watch.py, which clears what the child has inherited.
-os.register_at_fork(after_in_child=_rearm_in_child)
+    os.register_at_fork(after_in_child=lambda: autoload() if forked_while_recording() else None)
 
 
 # Cached, because the entry point and `run` both call autoload(), and the line must appear once.
 @functools.cache
 def _print_not_recording(reason: str) -> None:
+    from torchlens_perf.errors import printable
+    from torchlens_perf.output import write_to_stderr
+    from torchlens_perf.watching import already_printed
+
     already_printed.add(reason)
     # One line per node is enough.
     if os.environ.get("LOCAL_RANK", "0") == "0":

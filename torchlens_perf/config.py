@@ -49,12 +49,13 @@ _OLD_NAMES = {
     "trace_spans_per_s": "use export_limit",
     "metric_series": "use export_limit",
 }
-_NEW_NAME = re.compile(r"\b(exchange|memory|report|trace_every|export_limit)\b")
-_MASKED = re.compile(r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)")
+# Patterns are compiled when they are used, which few programs do.
+_NEW_NAME = r"\b(exchange|memory|report|trace_every|export_limit)\b"
+_MASKED = r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)"
 """Secret parts of a URL, which messages hide."""
-_HOST_AND_PORT = re.compile(r"([^\s:@\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}")
+_HOST_AND_PORT = r"([^\s:@\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}"
 # Host names are refused as listening addresses, because name resolution may take long.
-_LISTENING_ADDRESS = re.compile(
+_LISTENING_ADDRESS = (
     r"(?:(?:localhost|[0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-fA-F:.]+\]):)?([0-9]{1,5})"
 )
 
@@ -127,7 +128,9 @@ class ExchangeUrl(NamedTuple):
             raise ValueError(
                 '"auto", "off", or a URL such as grpc://HOST:PORT or grpcs://HOST:PORT?certs=FOLDER'
             )
-        if _HOST_AND_PORT.fullmatch(url.netloc) is None and (url.netloc or url.scheme == "grpc"):
+        if re.fullmatch(_HOST_AND_PORT, url.netloc) is None and (
+            url.netloc or url.scheme == "grpc"
+        ):
             raise ValueError("a URL with host:port or [address]:port")
         query = parse_qsl(url.query, keep_blank_values=True)
         if len(dict(query)) < len(query) or not {name for name, _ in query} <= {*cls._fields[1:]}:
@@ -319,7 +322,7 @@ class Config:
 
     def _check(self, field: str, good: bool, wanted: str) -> None:
         if not good:
-            value = _MASKED.sub("***", repr(getattr(self, field)))
+            value = re.sub(_MASKED, "***", repr(getattr(self, field)))
             raise ConfigError(f"{field.lstrip('_')}={value}: must be {wanted}")
 
     def _check_number(
@@ -403,7 +406,7 @@ class Config:
 
 
 def _is_listening_address(text: str) -> bool:
-    found = _LISTENING_ADDRESS.fullmatch(text)
+    found = re.fullmatch(_LISTENING_ADDRESS, text)
     return found is not None and int(found[1]) < 1 << 16
 
 
@@ -493,7 +496,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if field is None:
             hint = _OLD_NAMES.get(variable.removeprefix(ENVIRONMENT_PREFIX).lower())
             if hint is not None:
-                hint = _NEW_NAME.sub(lambda found: ENVIRONMENT_PREFIX + found[0].upper(), hint)
+                hint = re.sub(_NEW_NAME, lambda found: ENVIRONMENT_PREFIX + found[0].upper(), hint)
             raise ConfigError(f"{variable} is {_unknown_setting_text('', hint, variable, fields)}")
         try:
             value: Any = (

@@ -17,7 +17,7 @@ from tests.support.processes import ROOT
 
 pytest.importorskip("mkdocs", reason="the site is built by mkdocs, of the extra `test`")
 # Select the package's function, which has the same short name as its module.
-WATCH = "torchlens_perf.watch.watch"
+WATCH = "torchlens_perf.watching.watch"
 
 
 @pytest.fixture(scope="module")

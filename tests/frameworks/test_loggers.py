@@ -191,7 +191,7 @@ def test_callbacks_import_only_their_framework() -> None:
         "ray",
     }
     code = """
-import sys, torchlens_perf, torchlens_perf.watch, torchlens_perf.results.loggers
+import sys, torchlens_perf, torchlens_perf.watching, torchlens_perf.results.loggers
 before = set(sys.modules)
 try:
     __import__(f"torchlens_perf.integrations.{sys.argv[1]}")

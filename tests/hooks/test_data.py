@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import torchlens_perf as perf
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.watch import running_watch
+from torchlens_perf.watching import running_watch
 
 BATCHES, WORKERS = "data", "data workers start"
 

@@ -1,4 +1,4 @@
-"""What a watch of many modules costs: at its start, and after a sampled step."""
+"""Costs of a watch of many modules: of its start, and of the steps after a sampled step."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_command_line_option_overrides_the_environment_variable(tmp_path: Path) 
 INSTRUMENT_IN_CODE = """
 import os, sys, torch
 from torchlens_perf.instrumentation.instrumentor import TorchlensPerfInstrumentor
-from torchlens_perf.watch import running_watch
+from torchlens_perf.watching import running_watch
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 def step():

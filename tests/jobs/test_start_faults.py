@@ -36,7 +36,7 @@ from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.run import dead_runs, directory
 from torchlens_perf.run.directory import RunDirectory, find_local_run_folders
 from torchlens_perf.run.sidecar_lock import SidecarLock
-from torchlens_perf.watch import running_watch
+from torchlens_perf.watching import running_watch
 
 PACKAGE = str(Path(perf.__file__).parent)
 
@@ -102,7 +102,7 @@ SIDECARS = (
     "run/dead_runs.py",
     "run/sidecar_lock.py",
     "run/directory.py",
-    "watch.py",
+    "watching.py",
 )
 
 

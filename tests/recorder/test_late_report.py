@@ -25,7 +25,7 @@ from tests.support.processes import read_by_hand, report, run, wait_for_sidecar
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_log_path
 from torchlens_perf.run.place.node import node_name
 from torchlens_perf.run.sidecar_status import read_status
-from torchlens_perf.watch import Watch
+from torchlens_perf.watching import Watch
 
 WRITING = "torchlens_perf: writing the report ... (Ctrl-C to skip)\n"
 # Code for the sidecar's start: it sleeps immediately or when a module is imported.

@@ -21,7 +21,7 @@ from torchlens_perf.results.alerts import AlertCallbacks
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import ALERTS, deliver_text
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.watch import running_watch
+from torchlens_perf.watching import running_watch
 
 STARTED = Alert(
     "1" * 32, "a" * 32, "straggler", "started", "Rank 1 is slow.", "look at its host.", 1_500_000_000, 0,

@@ -30,7 +30,7 @@ from torchlens_perf.run import children
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import KINDS
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.watch import Watch
+from torchlens_perf.watching import Watch
 
 
 class Loop:

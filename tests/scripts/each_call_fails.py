@@ -30,7 +30,7 @@ import torchlens_perf as perf
 from tests.jobs.test_nothing_left_behind import state
 from tests.support.failing_calls import FailingCalls
 from tests.support.leftovers import end_sidecars, remaining_folders, remove
-from torchlens_perf.watch import running_watch
+from torchlens_perf.watching import running_watch
 
 folder, with_sidecar, phase, *errors = sys.argv[1:]
 lines: list[str] = []

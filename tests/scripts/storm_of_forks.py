@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import torchlens_perf as perf
-from torchlens_perf.watch import running_watch
+from torchlens_perf.watching import running_watch
 
 # A child that waits for a lost lock never ends.
 ENDS_WITHIN_S = 60

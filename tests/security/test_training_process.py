@@ -17,7 +17,7 @@ from tests.test_architecture import PACKAGE, module_name
 
 _TRAINING = {
     "", "autoload", "config", "cuda", "errors", "hooks", "instrumentation", "integrations", "output", "recorder",
-    "results", "run", "startup", "torchrun", "version", "watch",
+    "results", "run", "startup", "torchrun", "version", "watching",
 }  # fmt: skip
 _NETWORK = {
     "aiohttp", "asyncio", "ftplib", "grpc", "http", "httpx", "opentelemetry", "requests", "smtplib", "socket",
@@ -33,7 +33,7 @@ _COLLECTIVES = {
 # The exceptions by file, with the reason.
 _ALLOWED = {
     # Leaves the watch within the exit timeout, also in a process that multiprocessing has forked.
-    "watch": {"atexit.register", "atexit.unregister", "multiprocessing.util.Finalize"},
+    "watching": {"atexit.register", "atexit.unregister", "multiprocessing.util.Finalize"},
     # Prints a late report after an exception, within the longest wait for it.
     "results.last_report": {"atexit.register", "atexit.unregister"},
     # Prints a line about the user's program if nothing was recorded.

@@ -9,7 +9,7 @@ from typing import Any
 from torchlens_perf import config as configuration
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError, guard
-from torchlens_perf.watch import Watch, watch
+from torchlens_perf.watching import Watch, watch
 
 
 class FrameworkRun:

@@ -39,7 +39,7 @@ class Hook(Protocol):
 
 
 class Session:
-    """The parts of one watch that hooks use. watch.py creates and closes the session."""
+    """The parts of one watch that hooks use. watching.py creates and closes the session."""
 
     def __init__(
         self,

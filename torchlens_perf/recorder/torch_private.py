@@ -13,7 +13,7 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -169,7 +169,7 @@ def _check_tracing_context() -> bool:
 
 
 def _check_skip_code() -> bool:
-    _skip_code_object(_check_skip_code.__code__)
+    _skip_code_objects([_check_skip_code.__code__])
     return True
 
 
@@ -494,7 +494,7 @@ def break_graph_at(function: Any) -> Any:
 _CACHED = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, _CACHED)
 _skipped_modules: dict[str, types.ModuleType] = {}
-"""Modules whose functions Dynamo skips. Looking at all functions takes 60 ms."""
+"""Modules whose functions Dynamo skips. Looking at all functions takes milliseconds."""
 
 
 def make_dynamo_skip_package() -> None:
@@ -511,25 +511,37 @@ def make_dynamo_skip_package() -> None:
         ours = name.startswith(package + ".") and not name.endswith(".recorder")
         if ours and _skipped_modules.get(name) is not module:
             _skipped_modules[name] = module
-            for value in vars(module).values():
-                members = vars(value).values() if isinstance(value, type) else (value,)
-                for member in members:
-                    if isinstance(member, _FUNCTIONS):
-                        function: Any = member.fget if isinstance(member, property) else member
-                        code = getattr(inspect.unwrap(function), "__code__", None)
-                        if code is not None and code.co_filename == module.__file__:
-                            _skip_code_object(code)
+            _skip_code_objects(_find_code_objects(module))
 
 
-def _skip_code_object(code: types.CodeType) -> None:
+def _skip_code_objects(codes: Iterable[types.CodeType]) -> None:
     # Do the same as torch._dynamo.skip(), without the slow import of torch._dynamo.
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    # Skip this frame, but not the frames that it calls, because these may be the user's.
-    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            _skip_code_object(constant)
+    # Skip a frame, but not the frames that it calls, because these may be the user's.
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    for code in codes:
+        set_code_exec_strategy(code, strategy)
+
+
+def _find_code_objects(module: types.ModuleType) -> Iterator[types.CodeType]:
+    """Yield the code of all functions that are defined in a module, also inside other functions."""
+    codes = []
+    for value in vars(module).values():
+        # Names that a module has imported from elsewhere are most of its names.
+        if getattr(value, "__module__", None) == module.__name__:
+            for member in vars(value).values() if isinstance(value, type) else (value,):
+                if isinstance(member, _FUNCTIONS):
+                    function: Any = member.fget if isinstance(member, property) else member
+                    while hasattr(function, "__wrapped__"):
+                        function = function.__wrapped__
+                    code = getattr(function, "__code__", None)
+                    if code is not None and code.co_filename == module.__file__:
+                        codes.append(code)
+    while codes:
+        code = codes.pop()
+        yield code
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
 
 
 def runs_float32_in_tf32(backend: Any) -> bool:

@@ -1,6 +1,6 @@
 """Read the rings of one node, write its run directory, judge its ranks and export results.
 
-The first rank of a node starts the sidecar in watch.py, or a user starts it with `torchlens-perf
+The first rank of a node starts the sidecar in watching.py, or a user starts it with `torchlens-perf
 sidecar RUN_DIR`. No rank waits for the sidecar. The sidecar may be killed and started again at any
 time. A new sidecar continues from the saved state and the last written segment. Records after that
 segment are still in the rings.

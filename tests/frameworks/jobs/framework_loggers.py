@@ -17,7 +17,7 @@ from job import Examples, Losses, Tokens, classifier
 from torch.utils.data import DataLoader
 
 import torchlens_perf as perf
-from torchlens_perf.watch import Watch
+from torchlens_perf.watching import Watch
 
 WAY, BREAKS = sys.argv[1], sys.argv[2:] == ["breaks"]
 # Each step takes 32 ms. The sidecar takes some time to start.
