@@ -2,17 +2,19 @@
 process's end.
 
 A small GPT trains in a plain loop for about 1, 5, 60 and 300 s: one rank with two threads, and two
-ranks with one thread each, so two processors are busy. A pair is a run without and a run with a
-default watch, with the same steps, in random order. Ranks are forked from a process that has
-imported torch but not torchlens_perf. Pairs in which other programs took more than a twentieth of
-the processors are excluded if enough pairs remain.
+ranks with one thread each, so two processors are busy. A round is two runs without a watch, of which
+the second is the control, and a run with a default watch, with the same steps, in random order.
+Ranks are forked from a process that has imported torch but not torchlens_perf. Rounds in which other
+programs took more than a twentieth of the processors are excluded if enough rounds remain.
 
 The required limit (bar) applies to the start and the steps: entering the watch, and all steps. At
-the end, rank 0 waits for the report that it prints, which is a part of the whole run. The sidecar's
-processor time until the last step depends less on other programs than the wall time.
+the end, rank 0 waits for the report that it prints, which is a part of the whole run. Where the
+control differs as much as the watched run, the wall time tells nothing. `accounted` is then the
+best estimate: the time that entering the watch takes, the overhead that the report states for the
+steps, and the sidecar's processor time until the last step, divided by the number of processors.
 
 `python -m benchmarks.whole_run 5:12 60:3 300:1 --one-rank` makes runs of these lengths with so many
-pairs.
+rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from typing import Any
 
 from benchmarks.measure import Table, ratio_interval
 
-# Seconds of a run and number of pairs.
+# Seconds of a run and number of rounds.
 RUNS = {1: 40, 5: 24, 60: 6, 300: 2}
 # Largest time that a watch may add to the start and the steps, in percent, by seconds of a run.
 BARS = {5: 3.0, 60: 0.5, 300: 0.3}
@@ -44,7 +46,7 @@ RANKS = (1, 2)
 CONTEXT, BATCH, WIDTH, LAYERS = 64, 8, 96, 3
 TRIED_STEPS = 50
 MAX_OTHERS = 0.05
-# Multiple of the wanted pairs after which the benchmark stops.
+# Multiple of the wanted rounds after which the benchmark stops.
 MAX_TRIES = 3
 
 
@@ -65,60 +67,84 @@ class Times:
     """Time in which rank 0's threads could run and had no processor, until its last step."""
     others: float
     """Share of the processors' time used by programs other than the ranks and their sidecar."""
+    overhead: float
+    """Share of the step time that recording took, by the report."""
+
+    @property
+    def training_s(self) -> float:
+        return self.start_s + self.steps_s
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
+class Round:
     plain: Times
+    control: Times
     watched: Times
 
     @property
     def others(self) -> float:
-        return max(self.plain.others, self.watched.others)
+        return max(self.plain.others, self.control.others, self.watched.others)
+
+    @property
+    def accounted(self) -> float:
+        """Share of the unwatched time that the parts of the watch take."""
+        watched, unwatched_s = self.watched, (self.plain.training_s + self.control.training_s) / 2
+        sidecar_s = watched.sidecar_cpu_before_end_s / (os.cpu_count() or 1)
+        return (watched.start_s + watched.overhead * watched.steps_s + sidecar_s) / unwatched_s
 
 
 def main(runs: Mapping[int, int] = RUNS, ranks_of_jobs: Sequence[int] = RANKS) -> int:
-    """Print the table. Return the number of missed bars. runs: pairs by seconds of a run."""
+    """Print the table. Return the number of missed bars. runs: rounds by seconds of a run."""
     table = Table(
-        "run", "pairs", "unwatched s", "start and steps, %", "bar", "", "the whole, %", "start ms", "end ms",
-        "sidecar's CPU s before the end", "in all", "job's waits for CPUs, ms", "others' share",
+        "run", "rounds", "unwatched s", "start and steps, %", "control, %", "accounted, %", "bar", "",
+        "the whole, %", "start ms", "end ms", "sidecar's CPU s before the end", "in all",
+        "job's waits for CPUs, ms", "others' share",
     )  # fmt: skip
     for seconds, wanted in runs.items():
         bar = BARS.get(seconds)
         for ranks in ranks_of_jobs:
-            pairs = quietest(measured(seconds, ranks, wanted), wanted)
-            plain, watched = [pair.plain for pair in pairs], [pair.watched for pair in pairs]
-            whole = ratio_interval([run.whole_s for run in watched], [run.whole_s for run in plain])
-            training = ratio_interval(
-                [run.start_s + run.steps_s for run in watched],
-                [run.start_s + run.steps_s for run in plain],
-            )
+            rounds = quietest(measured(seconds, ranks, wanted), wanted)
+            watched = [each.watched for each in rounds]
+            training = added(rounds, "training_s")
             table.row(
                 f"{seconds} s, {ranks} rank{'s' * (ranks > 1)}",
-                len(pairs),
-                f"{statistics.median(run.whole_s for run in plain):.2f}",
+                len(rounds),
+                f"{statistics.median(each.plain.whole_s for each in rounds):.2f}",
                 percent(training),
+                percent(
+                    ratio_interval(
+                        [each.control.training_s for each in rounds],
+                        [each.plain.training_s for each in rounds],
+                    )
+                ),
+                f"{100 * statistics.median(each.accounted for each in rounds):+.2f}",
                 "" if bar is None else f"at most {bar:g} %",
                 "" if bar is None else table.bar(100 * (training[0] - 1) <= bar),
-                percent(whole),
+                percent(added(rounds, "whole_s")),
                 f"{1e3 * statistics.median(run.start_s for run in watched):.0f}",
-                f"{1e3 * statistics.median(pair.watched.end_s - pair.plain.end_s for pair in pairs):.0f}",
+                f"{1e3 * statistics.median(each.watched.end_s - each.plain.end_s for each in rounds):.0f}",
                 f"{statistics.median(run.sidecar_cpu_before_end_s for run in watched):.2f}",
                 f"{statistics.median(run.sidecar_cpu_s for run in watched):.2f}",
-                f"{1e3 * statistics.median(pair.watched.job_waits_s - pair.plain.job_waits_s for pair in pairs):.0f}",
-                f"{statistics.median(pair.others for pair in pairs):.0%}",
+                f"{1e3 * statistics.median(each.watched.job_waits_s - each.plain.job_waits_s for each in rounds):.0f}",
+                f"{statistics.median(each.others for each in rounds):.0%}",
             )
     return table.missed
 
 
-def quietest(pairs: list[Pair], wanted: int) -> list[Pair]:
-    """Return the undisturbed pairs, or the least disturbed half of `wanted` if there are fewer."""
-    by_others = sorted(pairs, key=lambda pair: pair.others)
+def quietest(rounds: list[Round], wanted: int) -> list[Round]:
+    """Return the undisturbed rounds, or the least disturbed half of `wanted` if there are fewer."""
+    by_others = sorted(rounds, key=lambda each: each.others)
     return [
-        pair
-        for i, pair in enumerate(by_others)
-        if pair.others <= MAX_OTHERS or i < max(1, wanted // 2)
+        each
+        for i, each in enumerate(by_others)
+        if each.others <= MAX_OTHERS or i < max(1, wanted // 2)
     ]
+
+
+def added(rounds: Sequence[Round], part: str) -> tuple[float, float, float]:
+    """Return the ratio of a part's time with a watch to that without, and its interval of 95 %."""
+    unwatched = [(getattr(each.plain, part) + getattr(each.control, part)) / 2 for each in rounds]
+    return ratio_interval([getattr(each.watched, part) for each in rounds], unwatched)
 
 
 def percent(ratio: tuple[float, float, float]) -> str:
@@ -126,8 +152,8 @@ def percent(ratio: tuple[float, float, float]) -> str:
     return f"{middle:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
-def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
-    """Return all pairs, which are made by a fresh process that has imported only torch."""
+def measured(seconds: float, ranks: int, wanted: int) -> list[Round]:
+    """Return all rounds, which are made by a fresh process that has imported only torch."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -136,11 +162,11 @@ def measured(seconds: float, ranks: int, wanted: int) -> list[Pair]:
     environ["OMP_NUM_THREADS"] = str(2 // ranks)
     command = [sys.executable, "-m", "benchmarks.whole_run", str(seconds), str(ranks), str(wanted)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    return [Pair(Times(*plain), Times(*watched)) for plain, watched in json.loads(done.stdout)]
+    return [Round(*(Times(*run) for run in runs)) for runs in json.loads(done.stdout)]
 
 
-def one_job(seconds: float, ranks: int, wanted: int) -> list[tuple[Any, Any]]:
-    """Run all pairs with this length and number of ranks in children of this process."""
+def one_job(seconds: float, ranks: int, wanted: int) -> list[list[Any]]:
+    """Run all rounds with this length and number of ranks in children of this process."""
     import torch  # noqa: F401 # once, for all of them
 
     def steps_per_s() -> float:
@@ -149,16 +175,17 @@ def one_job(seconds: float, ranks: int, wanted: int) -> list[tuple[Any, Any]]:
     steps = max(1, round(seconds * statistics.median(steps_per_s() for _ in range(5))))
     # The first run fills caches.
     run_once(ranks, TRIED_STEPS, watched=True)
-    pairs: list[Pair] = []
-    draw, order = random.Random(1), [False, True]
+    rounds: list[Round] = []
+    draw, order = random.Random(1), ["plain", "control", "watched"]
     while (
-        len(pairs) < MAX_TRIES * wanted
-        and sum(pair.others <= MAX_OTHERS for pair in pairs) < wanted
+        len(rounds) < MAX_TRIES * wanted
+        and sum(each.others <= MAX_OTHERS for each in rounds) < wanted
     ):
         draw.shuffle(order)
-        runs = {watched: run_once(ranks, steps, watched=watched) for watched in order}
-        pairs.append(Pair(runs[False], runs[True]))
-    return [(dataclasses.astuple(pair.plain), dataclasses.astuple(pair.watched)) for pair in pairs]
+        rounds.append(
+            Round(**{name: run_once(ranks, steps, watched=name == "watched") for name in order})
+        )
+    return [list(dataclasses.astuple(each)) for each in rounds]
 
 
 def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
@@ -182,7 +209,7 @@ def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
         told = [
             struct.unpack("5d", (folder / f"times{rank}").read_bytes()) for rank in range(ranks)
         ]
-        cpu_s = sidecar_cpu_s(folder) if watched else 0.0
+        cpu_s, overhead = read_results(folder) if watched else (0.0, 0.0)
         return Times(
             whole_s=last_s - min(began for began, *_ in told),
             start_s=max(entered - began for began, entered, *_ in told),
@@ -192,6 +219,7 @@ def run_once(ranks: int, steps: int, *, watched: bool) -> Times:
             sidecar_cpu_before_end_s=told[0][3],
             job_waits_s=told[0][4],
             others=max(0.0, busy_s - own_s - cpu_s) / took_s / (os.cpu_count() or 1),
+            overhead=overhead,
         )
 
 
@@ -282,15 +310,25 @@ def cpu_so_far_s(run_dir: str) -> float:
     return process_cpu_time_s(sidecar_status.read_status(str(lock))[0])
 
 
-def sidecar_cpu_s(folder: Path) -> float:
-    """Return the sidecar's last reported processor time, once it has ended."""
+def read_results(folder: Path) -> tuple[float, float]:
+    """Return the sidecar's processor time in all, once it has ended, and the overhead in the steps.
+
+    Another process reads them, so that this one has not imported the package when it forks a rank.
+    """
+    command = [sys.executable, "-m", "benchmarks.whole_run", "--results", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return tuple(json.loads(done.stdout))
+
+
+def print_results(folder: Path) -> None:
+    import torchlens_perf as perf
     from tests.support.processes import wait_for_sidecar
     from torchlens_perf.run.directory import RunDirectory
 
     (run,) = [path.parent for path in (folder / "runs").glob("*/nodes")]
     wait_for_sidecar(RunDirectory(run))
-    (state,) = run.glob("nodes/*.json")
-    return float(json.loads(state.read_text())["sidecar_cpu_s"])
+    summary = perf.open_run(run).summary()
+    json.dump((summary.sidecar_cpu_s, summary.overhead_share), sys.stdout)
 
 
 def processors_s() -> float:
@@ -308,9 +346,11 @@ def children_s() -> float:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--results"]:
+        sys.exit(print_results(Path(sys.argv[2])))
     if any(":" in argument for argument in sys.argv[1:]):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         wanted = [each.split(":") for each in sys.argv[1:] if ":" in each]
         ranks = (1,) if "--one-rank" in sys.argv else RANKS
-        sys.exit(main({int(seconds): int(pairs) for seconds, pairs in wanted}, ranks))
+        sys.exit(main({int(seconds): int(rounds) for seconds, rounds in wanted}, ranks))
     json.dump(one_job(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])), sys.stdout)
