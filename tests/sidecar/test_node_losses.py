@@ -13,6 +13,7 @@ import pytest
 
 from tests.sidecar.test_node import WORK, dead_process, finish, report, sidecar
 from tests.support.ranks import HOST, Rank, identity_of, make_run
+from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run import ownership
 from torchlens_perf.run.directory import (
@@ -600,3 +601,21 @@ def test_encoded_records_survive_a_full_disk(
 def source_of(made: Sidecar) -> RingSource:
     (source,) = made.sources
     return source
+
+
+def test_saved_statistics_are_those_of_all_counted_records(run: RunDirectory) -> None:
+    """The text of statistics that did not change is used again, but not after new records."""
+    rank = Rank(run, 0, 1)
+    made, _ = sidecar(run)
+    for _ in range(3):
+        rank.steps(5, **WORK)
+        made.read_rings()
+        made.count_records()
+        expected = node_state.encode_json(source_of(made).state.statistics)
+        for _ in range(4):
+            made.save_state()
+            (saved,) = node_state.load(run.node_state_path(HOST)).processes.values()
+            assert node_state.encode_json(saved.statistics) == expected
+    assert isinstance(source_of(made).state.statistics, RankStatistics)
+    made.close()
+    rank.close()

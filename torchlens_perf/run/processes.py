@@ -81,7 +81,7 @@ def clock_without_cpu_wait_ns() -> int:
 
 def _read_schedstat(path: str, field: int) -> int | None:
     try:
-        return int(_read_file(path).split()[field])
+        return int(read_kernel_bytes(path).split()[field])
     except (OSError, ValueError, IndexError):
         return None
 
@@ -123,7 +123,7 @@ def read_command_line(pid: int) -> list[str]:
 def read_kernel_text(path: str | os.PathLike[str]) -> str:
     """Return the stripped text of a small kernel file; "" if it cannot be read."""
     try:
-        return _read_file(path).decode(errors="replace").strip()
+        return read_kernel_bytes(path).decode(errors="replace").strip()
     except OSError:
         return ""
 
@@ -135,14 +135,17 @@ def read_stat_fields(path: str) -> list[bytes]:
     n - 3.
     """
     try:
-        fields = _read_file(path).rpartition(b")")[2].split()
+        fields = read_kernel_bytes(path).rpartition(b")")[2].split()
     except OSError:
         return []
     return fields if len(fields) > 19 else []
 
 
-def _read_file(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a small kernel file. This is twice as fast as a file object."""
+def read_kernel_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a small kernel file. Raise OSError.
+
+    This takes half the time of a file object.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = text = os.read(descriptor, 1 << 16)

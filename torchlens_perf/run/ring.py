@@ -461,8 +461,9 @@ class RingReader:
         A running writer may change the spans during the call.
         """
         names, spans = self.names(), []
-        depth, *frames = self._read_words(DEPTH, 1 + FRAME_BYTES // 8 * MAX_FRAMES)
-        for i in range(min(depth, MAX_FRAMES)):
+        depth = min(self.read_counter(DEPTH), MAX_FRAMES)
+        frames = self._read_words(DEPTH + 1, FRAME_BYTES // 8 * depth)
+        for i in range(depth):
             start_ns, _, _, packed = frames[4 * i : 4 * i + 4]
             name_id, kind = packed & 0xFFFFFFFF, packed >> 32
             if kind in Kind._value2member_map_ and name_id < len(names):
@@ -475,8 +476,9 @@ class RingReader:
         A running writer may change the progress during the call.
         """
         names, found = self.names(), []
-        groups, *rows = self._read_words(GROUPS_USED, 1 + GROUP_WORDS * MAX_GROUPS)
-        for i in range(min(groups, MAX_GROUPS)):
+        groups = min(self.read_counter(GROUPS_USED), MAX_GROUPS)
+        rows = self._read_words(GROUPS_USED + 1, GROUP_WORDS * groups)
+        for i in range(groups):
             name_id, issued, ended = rows[GROUP_WORDS * i : GROUP_WORDS * (i + 1)]
             if name_id & 0xFFFFFFFF < len(names):
                 found.append(

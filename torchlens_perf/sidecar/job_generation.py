@@ -163,8 +163,10 @@ class JobGeneration:
         own forward time per step of the rank's modules.
         """
         local = self._get_or_add_local_rank(identity, place)
-        local.progress, local.stack_file, local.modules_ns = progress, stack_file, modules_ns or {}
-        self.module_times.set_times_of_local_rank(identity.rank, local.modules_ns)
+        modules_ns = modules_ns or {}
+        if local.progress is None or modules_ns != local.modules_ns:
+            self.module_times.set_times_of_local_rank(identity.rank, modules_ns)
+        local.progress, local.stack_file, local.modules_ns = progress, stack_file, modules_ns
         self._groups.update({name: parse_ranges(group["ranks"]) for name, group in groups.items()})
 
     def add_metrics(self, values: Mapping[int, Mapping[str, float]], now_s: float) -> None:

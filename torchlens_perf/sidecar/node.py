@@ -85,6 +85,7 @@ class Sidecar:
         self._write_report = report
         self._tap = TapBuilder(builds=False) if tap is None else tap
         self._commit: CommitReader | None = None
+        self._encoded = node_state.EncodedStatistics()
         self._saved_hang = state.hang
         self._reported: set[str] = set()
         self._joined = run.run_id
@@ -290,7 +291,7 @@ class Sidecar:
         state.saved_unix_ns = time.time_ns()
         for source in self.sources:
             source.state.now = source.current_activity(time.monotonic_ns())
-        state.save(self.run, durably=durably)
+        state.save(self.run, durably=durably, encoded=self._encoded)
         self._saved_hang = state.hang
 
     def has_unsaved_hang(self) -> bool:

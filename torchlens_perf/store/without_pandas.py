@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+# pyarrow.parquet imports clients of remote file systems, which take 3 MB of memory.
+_REMOTE = ("pyarrow._s3fs", "pyarrow._gcsfs", "pyarrow._azurefs", "pyarrow._hdfs")
+_UNUSED = frozenset(("pandas", *_REMOTE))
+
 
 def block_pandas_import() -> None:
     """Make every import of pandas fail in this process. Call it only in processes of this package.
@@ -23,5 +27,5 @@ class _PandasBlocker(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> None:
-        if fullname == "pandas":
-            raise ModuleNotFoundError("this process has no use for pandas", name=fullname)
+        if fullname in _UNUSED:
+            raise ModuleNotFoundError(f"this process has no use for {fullname}", name=fullname)

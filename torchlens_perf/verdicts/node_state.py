@@ -5,12 +5,13 @@ Reports are built from these files, during the run or later.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -267,19 +268,47 @@ class NodeState:
     """Git commit of the training program, with "-dirty" if files were changed; "" if not known."""
     schema: int = SCHEMA
 
-    def save(self, run: RunDirectory, *, durably: bool = False) -> None:
+    def save(
+        self, run: RunDirectory, *, durably: bool = False, encoded: EncodedStatistics | None = None
+    ) -> None:
         """Replace the node's file.
 
-        durably: True to sync the file, so that its content survives a power failure. Raises
-        OSError, for example if the disk is full.
+        durably: True to sync the file, so that its content survives a power failure. encoded: the
+        object that earlier calls were given, to save time. Raises OSError, for example if the disk
+        is full.
         """
+        saved = self if encoded is None else encoded.copy_with_encoded(self)
         path = run.node_state_path(self.host)
         partial = path.with_suffix(".partial")
         with open(ownership.create_private_file(partial), "wb", buffering=0) as file:
-            ownership.write_all(file, encode_json(self))
+            ownership.write_all(file, encode_json(saved))
             if durably:
                 os.fsync(file.fileno())
         os.replace(partial, path)
+
+
+class EncodedStatistics:
+    """The statistics of idle and ended processes as JSON, which need not be encoded again."""
+
+    def __init__(self) -> None:
+        # For each process, the version of its statistics at the last save, and the JSON. The JSON
+        # is only kept if the version has lasted for two saves.
+        self._known: dict[str, tuple[tuple[object, ...], msgspec.Raw | None]] = {}
+
+    def copy_with_encoded(self, state: NodeState) -> NodeState:
+        """Return a copy of the state, with JSON instead of statistics that have not changed."""
+        before, self._known = self._known, {}
+        processes = {}
+        for key, process in state.processes.items():
+            version = process.counted, process.ended, process.statistics.lost
+            last, text = before.get(key, (None, None))
+            if version == last:
+                text = text or msgspec.Raw(encode_json(process.statistics))
+                process = copy.copy(process)
+                process.statistics = cast("Any", text)
+            self._known[key] = version, text if version == last else None
+            processes[key] = process
+        return dataclasses.replace(state, processes=processes)
 
 
 @dataclasses.dataclass(frozen=True)

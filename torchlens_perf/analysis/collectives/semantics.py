@@ -368,7 +368,7 @@ def infer_last_operations(
     names: all names in the rank's ring, such as "allreduce group=0 dtype=float32".
     """
     kinds: dict[str, set[str]] = {}
-    for name in names:
+    for name in names if issued else ():
         operation, _, rest = name.partition(" group=")
         if rest and " peer=" not in rest:
             kinds.setdefault(rest.partition(" ")[0], set()).add(operation)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from torchlens_perf.run.processes import TICKS_PER_S
+from torchlens_perf.run.processes import TICKS_PER_S, read_kernel_bytes
 
 _MAX_PROGRAMS = 64
 _DECAY_PER_SAMPLE = 0.8
@@ -101,8 +101,7 @@ class CpuNeighbours:
             if entry.name.isdigit():
                 try:
                     # There may be thousands of processes, so avoid creating a Path for each.
-                    with open(f"{entry.path}/stat", "rb") as file:
-                        text = file.read()
+                    text = read_kernel_bytes(f"{entry.path}/stat")
                 except OSError:
                     continue  # The process has just ended.
                 # A process name may contain spaces and parentheses, so the fields begin after the
