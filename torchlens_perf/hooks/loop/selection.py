@@ -201,10 +201,12 @@ def _find_only_child(module: Module) -> tuple[str, Module] | None:
 def _has_parameters(module: Module) -> bool:
     """Return whether the module or a module inside it has parameters.
 
-    module.parameters() takes 10 us to find none, which is 0.1 s for a model of 10,000 modules.
+    module.parameters() takes twice as long to find none, and models may have 10,000 such modules.
     """
-    return any(each is not None for each in module._parameters.values()) or any(
-        child is not None and _has_parameters(child) for child in module._modules.values()
+    return any(
+        parameter is not None
+        for each in module.modules()
+        for parameter in each._parameters.values()
     )
 
 
