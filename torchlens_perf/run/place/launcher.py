@@ -10,21 +10,21 @@ that appear on a node. docs/guides/launchers.md lists the source of each row.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 # A longer number in a launcher's variable is invalid.
 _MAX_DIGITS = 9
-_BACKEND = re.compile(r"--rdzv[-_]backend(?:=(.*))?")
+# Patterns are compiled when they are used, which few programs do.
+_BACKEND = r"--rdzv[-_]backend(?:=(.*))?"
 _STORE = ("MASTER_ADDR", "MASTER_PORT")
 # Format of SLURM_TASKS_PER_NODE, srun(1): "2(x3),1".
-_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_PER_NODE = r"(\d+)(?:\(x(\d+)\))?"
 
 
-@dataclasses.dataclass(frozen=True)
-class LauncherVariables:
+class LauncherVariables(NamedTuple):
     """Variables that a launcher sets. Of several in a field, the first one that is set is used."""
 
     name: str
@@ -132,8 +132,7 @@ LAUNCHERS = (
 _ALONE = LauncherVariables("", ())
 
 
-@dataclasses.dataclass(frozen=True)
-class JobPlace:
+class JobPlace(NamedTuple):
     """Rank of one process in its job, and its launcher. Unknown values are None."""
 
     launcher: str
@@ -236,7 +235,7 @@ def _job_name(environ: Mapping[str, str], row: LauncherVariables, parent: Sequen
 def _rendezvous_backend(environ: Mapping[str, str], parent: Sequence[str]) -> str:
     """Return the rendezvous backend in torchrun's arguments or variables; "" if it is not set."""
     for name, following in zip(parent, [*parent[1:], ""], strict=True):
-        found = _BACKEND.fullmatch(name)
+        found = re.fullmatch(_BACKEND, name)
         if found:
             return found[1] or following
     return environ.get("PET_RDZV_BACKEND", "")
@@ -257,7 +256,7 @@ def _ranks_on_node(per_node: str, node: int | None) -> int | None:
     """Return the number of ranks on a node; None if not known. per_node: Slurm's list of counts."""
     counts: list[int] = []
     for part in filter(None, per_node.split(",")):
-        found = _PER_NODE.fullmatch(part)
+        found = re.fullmatch(_PER_NODE, part)
         if found is None or len(counts) > 1 << 20:
             return None
         counts += [int(found[1][:_MAX_DIGITS])] * min(int((found[2] or "1")[:_MAX_DIGITS]), 1 << 20)
