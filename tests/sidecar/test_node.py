@@ -739,6 +739,20 @@ class TestSchedule:
         assert not schedule.is_judging_due(51.1, 2.0)
         assert schedule.is_judging_due(51.1, 1.0)
 
+    def test_idle_ranks_are_counted_and_judged_rarely_until_they_record(self) -> None:
+        schedule = Schedule(0.0)
+        assert schedule.is_count_due(100.0, 0.001)
+        assert schedule.is_judging_due(100.0, 1.0)
+        for _ in range(50):
+            schedule.adapt_poll_interval(0.0)
+        assert not schedule.is_count_due(104.9, 0.001)
+        assert not schedule.is_judging_due(104.9, 1.0)
+        assert schedule.is_count_due(104.9, 0.001, watched=True)
+        assert schedule.is_judging_due(105.1, 1.0)
+        schedule.adapt_poll_interval(0.01)
+        assert schedule.is_count_due(106.0, 0.001)
+        assert schedule.is_judging_due(106.2, 1.0)
+
 
 @pytest.mark.distributed
 def test_sidecar_can_be_started_by_hand_after_a_kill(run: RunDirectory) -> None:

@@ -86,9 +86,9 @@ class Schedule:
             return self._is_due("account", now_s, 0.0)
         if self._hurries:
             return self._is_due("account", now_s, _HURRIED_S)
-        rest_s = min(
-            _LATEST_ACCOUNT_S, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE)
-        )
+        most = _MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE
+        latest = self._is_idle and not watched
+        rest_s = _LATEST_ACCOUNT_S if latest else min(_LATEST_ACCOUNT_S, took_s / most)
         return self._is_due(
             "account",
             now_s,
@@ -101,7 +101,10 @@ class Schedule:
         took_s: duration of the last judging. If it takes long, it is due more rarely.
         """
         usual_s = self._young_interval_s(now_s, period_s)
-        usual_s = max(usual_s, min(_LATEST_JUDGING_S, took_s / _MAX_TIME_SHARE))
+        rest_s = (
+            _LATEST_JUDGING_S if self._is_idle else min(_LATEST_JUDGING_S, took_s / _MAX_TIME_SHARE)
+        )
+        usual_s = max(usual_s, rest_s)
         return self._is_due("judge", now_s, max(usual_s, self._busy_interval_s))
 
     def is_segment_due(
@@ -133,6 +136,11 @@ class Schedule:
         """
         usual_s = max(_SAVE_S, took_s / _MAX_TIME_SHARE, self._busy_interval_s)
         return self._is_due("save", now_s, 0.0 if news else usual_s)
+
+    @property
+    def _is_idle(self) -> bool:
+        """True if several polls in a row have found no new record."""
+        return self.poll_s > _MAX_POLL_S
 
     @property
     def _busy_interval_s(self) -> float:
