@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. A file counts for the first entry that contains it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 5891),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 5906),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
@@ -39,7 +39,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("compare, queries", ("compare", "timeline", "query"), 2500, 2699),
     ("diagnosis", ("diagnosis",), 2500, 3002),
     ("serve", ("serve",), 1300, 2251),
-    ("sidecar", ("sidecar",), 5400, 10402),
+    ("sidecar", ("sidecar",), 5400, 10410),
     ("simulate, commands", ("simulate", "commands"), 2200, 5224),
     ("entry points", (".",), 1000, 1950),
 )  # fmt: skip

@@ -36,7 +36,8 @@ class _Operation(ctypes.Structure):
         ("generation", ctypes.c_uint64),
         ("start_ns", ctypes.c_int64),
         ("call_ns", ctypes.c_int64),
-        *((name, ctypes.c_uint32) for name in ("step", "depth", "within", "ordinal", "pending")),
+        *((name, ctypes.c_uint32) for name in ("step", "depth", "within", "ordinal")),
+        ("pending", ctypes.c_uint64),
     ]  # fmt: skip
 
 
@@ -47,7 +48,7 @@ class _Marks(ctypes.Structure):
         (name, ctypes.c_void_p)
         for name in (
             "issue", "returned", "completed", "wait_began", "wait_ended", "claim", "part_over", "part_began", "pass_on",
-            "place",
+            "place", "failed",
         )
     ]  # fmt: skip
 
@@ -71,7 +72,8 @@ class NativeMarks:
         self.version = marks.version
         self.issue = made(ctypes.c_int, operation)(marks.issue)
         self.returned = made(None, operation, ctypes.c_int)(marks.returned)
-        self.completed = made(None, operation)(marks.completed)
+        self.completed = made(None, ctypes.c_uint64)(marks.completed)
+        self.failed = made(None, ctypes.c_uint64)(marks.failed)
         self.wait_began = made(ctypes.c_int)(marks.wait_began)
         self.wait_ended = made(None, ctypes.c_int)(marks.wait_ended)
 
@@ -99,7 +101,7 @@ def test_operation_ends_when_its_backends_thread_reports_the_end(native: Collect
     native.clock.advance(70)
     assert [(each.issued, each.ended) for each in native.reader.read_group_progress()] == [(4, 0)]
     assert [each["kind"] for each in native.records()] == [Kind.STEP]
-    on_thread(marks.completed, operation)
+    on_thread(marks.completed, operation.pending)
     (record,) = native.records()
 
     assert (record["duration_ns"], record["step"], record["depth"]) == (70, 0, 1)
@@ -113,7 +115,7 @@ def test_operation_written_by_close_is_not_written_again_at_its_end(native: Coll
     marks = NativeMarks(native.implementation, gil=True)
     name_id = native.ring.intern(NAME)
     before, ended = marks.start(name_id, 0), marks.start(name_id, 1)
-    marks.completed(ended)
+    marks.completed(ended.pending)
     native.recorder.close()
     assert [(sequence(each), each["flags"]) for each in native.records()] == [
         (1, Flag.COMPLETED),
@@ -122,12 +124,12 @@ def test_operation_written_by_close_is_not_written_again_at_its_end(native: Coll
 
     following = CollectiveRig(native.implementation, native.ring.path.parent)
     operation = marks.start(following.ring.intern(NAME), 5)
-    marks.completed(before)
+    marks.completed(before.pending)
     assert following.records() == native.records() == []
-    marks.completed(operation)
+    marks.completed(operation.pending)
     assert [sequence(each) for each in following.records()] == [5]
     following.close()
-    marks.completed(operation)
+    marks.completed(operation.pending)
 
 
 def test_operations_above_the_limit_are_recorded_without_an_end(native: CollectiveRig) -> None:
@@ -145,16 +147,26 @@ def test_operations_above_the_limit_are_recorded_without_an_end(native: Collecti
     ]
 
     for operation in (*surplus, *under_way):
-        marks.completed(operation)
+        marks.completed(operation.pending)
     assert [(sequence(each), each["flags"]) for each in native.records()] == [
         (number, Flag.COMPLETED) for number in range(MAX_PENDING)
     ]
     again = marks.start(name_id, 5000)
     assert native.records() == []
-    marks.completed(again)
+    marks.completed(again.pending)
     assert [(sequence(each), each["flags"]) for each in native.records()] == [
         (5000, Flag.COMPLETED)
     ]
+
+
+def test_operation_that_failed_is_flagged_in_its_record(native: CollectiveRig) -> None:
+    marks = NativeMarks(native.implementation, gil=True)
+    operation = marks.start(native.ring.intern(NAME), 0)
+    marks.failed(operation.pending)
+    marks.completed(operation.pending)  # Its place is free.
+    (record,) = native.records()
+
+    assert record["flags"] == Flag.COMPLETED | Flag.EXCEPTION
 
 
 def test_wait_that_raised_is_flagged_in_its_record(native: CollectiveRig) -> None:
@@ -168,7 +180,7 @@ def test_wait_that_raised_is_flagged_in_its_record(native: CollectiveRig) -> Non
 
     assert (wait["kind"], wait["duration_ns"], wait["flags"]) == (Kind.WAIT, 30, Flag.EXCEPTION)
     assert (collective["duration_ns"], collective["flags"]) == (5, Flag.EXCEPTION)
-    assert marks.version == 6
+    assert marks.version == 7
 
 
 WAITS_WHILE_WATCHES_COME_AND_GO = """
@@ -245,7 +257,9 @@ def test_threads_without_the_gil_write_complete_records(tmp_path: Path) -> None:
         for thread, operation in zip(threads, under_way, strict=True):
             completed = ctypes.cast(marks.completed, ctypes.c_void_p)
             assert (
-                libc.pthread_create(ctypes.byref(thread), None, completed, ctypes.byref(operation))
+                libc.pthread_create(
+                    ctypes.byref(thread), None, completed, ctypes.c_void_p(operation.pending)
+                )
                 == 0
             )
             for _ in range(sections_each):

@@ -16,7 +16,7 @@ static _Atomic int wants_gil; /* whether it calls Python, for NVTX ranges or mar
 static uint32_t wait_name_id;
 
 /* Operations that have not ended. The surplus is recorded without an end. */
-enum { MAX_PENDING = 1024, MAX_WAITED_FOR = 64 };
+enum { PENDING_BITS = 10, MAX_PENDING = 1 << PENDING_BITS, MAX_WAITED_FOR = 64 };
 typedef struct {
     int used;
     Collective collective;
@@ -160,6 +160,7 @@ static int issue(Collective *collective)
     Stack *stack = open_spans(recorder);
     uint64_t innermost = stack->depth < MAX_FRAMES ? stack->depth : MAX_FRAMES;
     collective->generation = recorder->generation;
+    collective->pending = 0;
     collective->step = (uint32_t)header->step;
     collective->depth = (uint32_t)stack->depth;
     collective->within = innermost > 0 ? stack->frames[innermost - 1].name_id : 0;
@@ -191,12 +192,11 @@ static void returned(Collective *collective, enum collective_end end)
             /* recorded when its parts are over */
         } else if (end == END_BY_CALLBACK) {
             uint32_t place = next_pending++ % MAX_PENDING;
-            collective->pending = place;
             if (is_free(&pending[place])) {
+                collective->pending = collective->generation << PENDING_BITS | place;
                 pending[place] = (Kept){.used = 1, .collective = *collective};
             } else {
                 collective_write(collective, collective->call_ns, 0);
-                collective->pending = MAX_PENDING;
             }
         } else if (end == END_BY_WAIT) {
             wait_for(collective);
@@ -220,15 +220,25 @@ static void returned(Collective *collective, enum collective_end end)
     pthread_mutex_unlock(&lock);
 }
 
-static void completed(const Collective *collective)
+static void end_pending(uint64_t name, uint32_t flags)
 {
+    Kept *kept = &pending[name % MAX_PENDING];
     collective_lock();
-    if (collective->pending < MAX_PENDING && collective_is_recorded(collective)) {
-        pending[collective->pending].used = 0;
-        int64_t end_ns = recorder_now(collecting);
-        collective_write(collective, end_ns - collective->start_ns, FLAG_COMPLETED);
+    if (kept->used && kept->collective.pending == name && collective_is_recorded(&kept->collective)) {
+        kept->used = 0;
+        collective_write(&kept->collective, recorder_now(collecting) - kept->collective.start_ns, flags);
     }
     pthread_mutex_unlock(&lock);
+}
+
+static void completed(uint64_t name)
+{
+    end_pending(name, FLAG_COMPLETED);
+}
+
+static void failed(uint64_t name)
+{
+    end_pending(name, FLAG_COMPLETED | FLAG_EXCEPTION);
 }
 
 /* Takes the lock; before it the GIL if NVTX ranges are pushed, which is done in Python. The recorder is not looked at
@@ -350,6 +360,7 @@ CollectiveMarks collective_marks = {
     .part_began = parts_began,
     .pass_on = pass_on,
     .place = place,
+    .failed = failed,
 };
 
 /* Whether collectives are recorded there. With the GIL. */

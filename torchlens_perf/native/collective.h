@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 #define COLLECTIVE_MARKS_CAPSULE "torchlens_perf._native.collective_marks"
-enum { COLLECTIVE_MARKS_VERSION = 6 };
+enum { COLLECTIVE_MARKS_VERSION = 7 };
 
 /* One operation: what the tap knows of it, and what issue() adds. */
 typedef struct {
@@ -25,11 +25,11 @@ typedef struct {
     uint32_t depth;
     uint32_t within; /* name of the span that it was issued in */
     uint32_t ordinal; /* among the step's operations */
-    uint32_t pending; /* place in the table of those that have not ended */
+    uint64_t pending; /* names it among those that have not ended; 0: it is not kept there */
 } Collective;
 
 enum collective_end {
-    END_BY_CALLBACK, /* completed() will be called */
+    END_BY_CALLBACK, /* completed() or failed() will be called */
     END_BY_WAIT,     /* the issuing thread waits for it at once: the end of that wait is its end */
     END_UNKNOWN,     /* nothing reports the end */
     END_BY_RETURN,   /* the call itself was blocked until the end */
@@ -52,8 +52,8 @@ typedef struct {
     int (*issue)(Collective *collective);
     /* After the issuing call. */
     void (*returned)(Collective *collective, enum collective_end end);
-    /* The operation is over. `collective` as returned() left it. */
-    void (*completed)(const Collective *collective);
+    /* The operation is over that returned() has named so: a callback keeps nothing else, and so needs no heap. */
+    void (*completed)(uint64_t pending);
     /* A wait of the calling thread, in a functional collective's wait_tensor. Returns 0 if it is not recorded. */
     int (*wait_began)(void);
     void (*wait_ended)(int raised);
@@ -70,6 +70,8 @@ typedef struct {
     int (*pass_on)(void *function);
     /* The pass that the calling thread is in by its open spans, and the innermost module, which is not set without one. */
     enum pass (*place)(uint32_t *module);
+    /* As completed(), with an error. */
+    void (*failed)(uint64_t pending);
 } CollectiveMarks;
 
 #endif

@@ -88,8 +88,9 @@ struct Counter {
 
 std::atomic<uint32_t> watch_number{0};
 
-// Each thread asks for itself, so that finding takes no lock.
+// Each thread asks for itself, so that finding takes no lock. Most operations have the key of the one before.
 thread_local std::unordered_map<Key, Calls, KeyHash> calls_of;
+thread_local std::pair<const Key, Calls> *latest;
 
 // Nothing is ever taken out of these: a thread that is still in an operation when the watch ends may hold it.
 std::mutex lock; // of the following
@@ -209,25 +210,29 @@ void fill(Calls &calls, const Key &key, int64_t backend_sequence)
 Calls *find_calls(Key key, c10d::ProcessGroup &group)
 {
     uint32_t watch = watch_number.load(std::memory_order_relaxed);
-    auto found = calls_of.find(key);
-    if (found == calls_of.end() || found->second.watch != watch) {
+    if (latest == nullptr || latest->second.watch != watch || !(latest->first == key)) {
+        auto found = calls_of.find(key);
+        if (found == calls_of.end()) {
+            {
+                std::lock_guard<std::mutex> guard(lock);
+                key.group = *group_names.emplace(key.group).first;
+            }
+            found = calls_of.try_emplace(key).first;
+        }
+        latest = &*found; // stays where it is, whatever Python does meanwhile
+    }
+    Calls &calls = latest->second;
+    if (calls.watch != watch) {
         int64_t backend_sequence = -1;
         try {
             backend_sequence = static_cast<int64_t>(group.getSequenceNumberForGroup());
         } catch (const std::exception &) {
             // this backend does not count
         }
-        {
-            std::lock_guard<std::mutex> guard(lock);
-            key.group = *group_names.emplace(key.group).first;
-        }
-        found = calls_of.try_emplace(key).first;
-        found->second = Calls{watch};
-        Calls &calls = found->second; // stays where it is, whatever Python does meanwhile
+        calls = Calls{watch};
         fill(calls, key, backend_sequence);
-        return calls.next_sequence ? &calls : nullptr;
     }
-    return found->second.next_sequence ? &found->second : nullptr;
+    return calls.next_sequence ? &calls : nullptr;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> future_of(const c10::IValue &result, Calls &calls)
@@ -308,11 +313,8 @@ void tapped(const Operator &called, const c10::OperatorHandle &op, c10::Dispatch
     // On a thread of the backend, or at once if it has ended. Takes no GIL, keeps no tensor, and looks at no value, so
     // that no stream has to be waited for.
     future->addCallback(
-        [collective](c10::ivalue::Future &ended) mutable {
-            if (ended.hasError()) {
-                collective.flags |= FLAG_EXCEPTION;
-            }
-            marks->completed(&collective);
+        [pending = collective.pending](c10::ivalue::Future &ended) {
+            (ended.hasError() ? marks->failed : marks->completed)(pending);
         },
         false);
 }

@@ -435,13 +435,14 @@ typedef struct {
     uint32_t name_id, group, sequence, flags;
     uint64_t bytes, generation;
     int64_t start_ns, call_ns;
-    uint32_t step, depth, within, ordinal, pending;
+    uint32_t step, depth, within, ordinal;
+    uint64_t pending;
 } Collective;
 typedef struct {
     int version;
     int (*issue)(Collective *);
     void (*returned)(Collective *, int);
-    void (*completed)(const Collective *);
+    void (*completed)(uint64_t);
     int (*wait_began)(void);
     void (*wait_ended)(int);
     uint64_t (*claim)(void);
@@ -556,7 +557,7 @@ static void *issuer(void *argument)
 
 int main(void)
 {
-    static const Marks counting = {.version = 6, .claim = claim, .part_over = part_over, .part_began = part_began};
+    static const Marks counting = {.version = 7, .claim = claim, .part_over = part_over, .part_began = part_began};
     void *library = dlopen(getenv("NCCL_PROFILER_PLUGIN"), RTLD_NOW | RTLD_LOCAL);
     int (*attach)(const Marks *) = (int (*)(const Marks *))dlsym(library, "torchlens_perf_nccl_attach");
     void (*turn)(int) = (void (*)(int))dlsym(library, "torchlens_perf_nccl_switch");
