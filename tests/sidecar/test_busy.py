@@ -182,6 +182,41 @@ def test_sidecar_gives_way_only_to_a_job_that_makes_progress_and_needs_no_result
     assert found == [True, False, True, False, False]
 
 
+class _Stepping(Wake):
+    """Sleep during which a rank makes a step, up to three times."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self._rank, self.sleeps = rank, 0
+
+    def sleep(self, duration_s: float) -> bool:
+        self.sleeps += 1
+        if self.sleeps <= 3:
+            self._rank.steps(1, **WORK)
+        else:
+            time.sleep(duration_s)
+        return False
+
+
+@pytest.mark.parametrize(("poll_s", "sleeps"), [(4.0, 1), (0.5, 4)], ids=["idle", "usual"])
+def test_sidecar_of_idle_ranks_wakes_at_the_first_record(
+    poll_s: float, sleeps: int, run: RunDirectory
+) -> None:
+    rank = Rank(run, 0, 1)
+    rank.steps(5, **WORK)
+    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
+    sidecar.read_rings()
+    stepping = _Stepping(rank)
+    rounds = _RoundRunner(sidecar, _Lock(), None, None, stepping)
+    rounds._schedule.poll_s = poll_s
+    assert rounds._sleep_until_event(0.2) is False
+    sidecar.close()
+    rank.close()
+
+    assert stepping.sleeps >= sleeps
+    assert (stepping.sleeps == 1) == (sleeps == 1)
+
+
 class _Lock:
     """The part of a lock that a round uses."""
 

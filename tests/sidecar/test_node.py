@@ -653,7 +653,7 @@ def test_records_wait_until_a_full_disk_has_space_again(
 
 class TestSchedule:
     def test_poll_interval_depends_on_the_fill_level_of_the_ring(self) -> None:
-        """The interval is 5 ms for a ring that fills fast, 0.5 s for a slow and 2 s for an idle one."""
+        """The interval is 5 ms for a ring that fills fast, 0.5 s for a slow and 4 s for an idle one."""
         schedule = Schedule(0.0)
         for _ in range(20):
             schedule.adapt_poll_interval(0.5)
@@ -663,7 +663,7 @@ class TestSchedule:
         assert schedule.poll_s == 0.5
         for _ in range(50):
             schedule.adapt_poll_interval(0.0)
-        assert schedule.poll_s == 2.0
+        assert schedule.poll_s == 4.0
 
     def test_segments_are_written_less_often_in_a_long_run(self) -> None:
         """The interval grows from 5 s to a minute. Many records cause a segment at once."""

@@ -173,6 +173,7 @@ class _RoundRunner:
         """
         until_s = time.monotonic() + duration_s
         live, ends = self._sidecar.sources.unfinished_rings(), termination.is_requested()
+        most_share = 0.0 if self._schedule.is_idle else FILLING
         for folder in {source.folder_of_ring for source in live}:
             self._wake.watch_folder(folder)
         while (left_s := until_s - time.monotonic()) > 0:
@@ -180,13 +181,13 @@ class _RoundRunner:
             longest_s = _POLL_INTERVAL_S if checks_often else _RARE_POLL_INTERVAL_S
             if self._wake.sleep(min(longest_s, left_s)):
                 self._report_is_wanted = bool(self._sidecar.run.find_local_mailboxes(REPORT))
-            is_filling = False
+            wakes = False
             for source in live:
                 state, new_share = source.peek()
                 if state == ring.State.CLOSED:
                     return True
-                is_filling |= new_share > FILLING
-            if is_filling or termination.is_requested() != ends or self._live.poll_requests():
+                wakes |= new_share > most_share
+            if wakes or termination.is_requested() != ends or self._live.poll_requests():
                 return False
         return False
 

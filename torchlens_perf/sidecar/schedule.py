@@ -12,7 +12,7 @@ MAX_UNKEPT_RECORDS = 1 << 18
 MAX_WAITING_RECORDS = 1 << 19
 # A poll should find the fullest ring at most at this level.
 FILLING = 1 / 8
-_MAX_POLL_S, _RARE_POLL_S = 0.5, 2.0
+_MAX_POLL_S, _BUSY_POLL_S, _IDLE_POLL_S = 0.5, 2.0, 4.0
 # On busy CPUs, most work is done at this interval. Most of its cost does not depend on the number of
 # records.
 _BUSY_INTERVAL_S = 20.0
@@ -67,8 +67,8 @@ class Schedule:
         if fullest > FILLING:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:
-            is_rare = self.gives_way or fullest == 0
-            self.poll_s = min(_RARE_POLL_S if is_rare else _MAX_POLL_S, self.poll_s * 1.5)
+            most_s = _IDLE_POLL_S if fullest == 0 else _MAX_POLL_S
+            self.poll_s = min(_BUSY_POLL_S if self.gives_way else most_s, self.poll_s * 1.5)
 
     def is_count_due(
         self, now_s: float, took_s: float, waiting_records: int = 0, *, watched: bool = False
@@ -87,7 +87,7 @@ class Schedule:
         if self._hurries:
             return self._is_due("account", now_s, _HURRIED_S)
         most = _MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE
-        latest = self._is_idle and not watched
+        latest = self.is_idle and not watched
         rest_s = _LATEST_ACCOUNT_S if latest else min(_LATEST_ACCOUNT_S, took_s / most)
         return self._is_due(
             "account",
@@ -102,7 +102,7 @@ class Schedule:
         """
         usual_s = self._young_interval_s(now_s, period_s)
         rest_s = (
-            _LATEST_JUDGING_S if self._is_idle else min(_LATEST_JUDGING_S, took_s / _MAX_TIME_SHARE)
+            _LATEST_JUDGING_S if self.is_idle else min(_LATEST_JUDGING_S, took_s / _MAX_TIME_SHARE)
         )
         usual_s = max(usual_s, rest_s)
         return self._is_due("judge", now_s, max(usual_s, self._busy_interval_s))
@@ -138,9 +138,9 @@ class Schedule:
         return self._is_due("save", now_s, 0.0 if news else usual_s)
 
     @property
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if several polls in a row have found no new record."""
-        return self.poll_s > _MAX_POLL_S
+        return self.poll_s > _MAX_POLL_S and not self.gives_way
 
     @property
     def _busy_interval_s(self) -> float:
