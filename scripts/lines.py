@@ -39,7 +39,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
     ("compare, queries", ("compare", "timeline", "query"), 2500, 2699),
     ("diagnosis", ("diagnosis",), 2500, 3002),
     ("serve", ("serve",), 1300, 2251),
-    ("sidecar", ("sidecar",), 5400, 10411),
+    ("sidecar", ("sidecar",), 5400, 10419),
     ("simulate, commands", ("simulate", "commands"), 2200, 5224),
     ("entry points", (".",), 1000, 1950),
 )  # fmt: skip

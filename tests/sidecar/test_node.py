@@ -664,6 +664,9 @@ class TestSchedule:
         for _ in range(50):
             schedule.adapt_poll_interval(0.0)
         assert schedule.poll_s == 4.0
+        schedule.has_other_nodes = True  # They wait for this one.
+        schedule.adapt_poll_interval(0.0)
+        assert schedule.poll_s == 2.0
 
     def test_segments_are_written_less_often_in_a_long_run(self) -> None:
         """The interval grows from 5 s to a minute. Many records cause a segment at once."""

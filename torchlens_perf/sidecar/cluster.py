@@ -91,6 +91,10 @@ class ClusterLink:
         return self._exchange is None or self._is_node_0
 
     @property
+    def has_other_nodes(self) -> bool:
+        return self._exchange is not None
+
+    @property
     def is_cut_off(self) -> bool:
         """True if node 0, which judges this node's ranks, has been unreachable for too long."""
         return (

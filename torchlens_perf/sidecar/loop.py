@@ -195,6 +195,7 @@ class _RoundRunner:
         """Run one round. Return False if it was the last round."""
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors
+        schedule.has_other_nodes = sidecar.monitor.cluster.has_other_nodes
         schedule.gives_way = self._gives_way(time.monotonic())
         if not self._lock.restore_file():
             logger.error(

@@ -12,7 +12,7 @@ MAX_UNKEPT_RECORDS = 1 << 18
 MAX_WAITING_RECORDS = 1 << 19
 # A poll should find the fullest ring at most at this level.
 FILLING = 1 / 8
-_MAX_POLL_S, _BUSY_POLL_S, _IDLE_POLL_S = 0.5, 2.0, 4.0
+_MAX_POLL_S, _RARE_POLL_S, _IDLE_POLL_S = 0.5, 2.0, 4.0
 # On busy CPUs, most work is done at this interval. Most of its cost does not depend on the number of
 # records.
 _BUSY_INTERVAL_S = 20.0
@@ -40,6 +40,8 @@ class Schedule:
         self.poll_s = 0.05
         self.gives_way = False
         """True to work rarely, because the job keeps all CPUs busy."""
+        self.has_other_nodes = False
+        """True if other nodes wait for what this node finds out about idle ranks."""
         self._hurries = False
         # Time at which each kind of work was last done. The first save is soon, to show the live
         # run early.
@@ -67,8 +69,9 @@ class Schedule:
         if fullest > FILLING:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:
-            most_s = _IDLE_POLL_S if fullest == 0 else _MAX_POLL_S
-            self.poll_s = min(_BUSY_POLL_S if self.gives_way else most_s, self.poll_s * 1.5)
+            idle_s = _RARE_POLL_S if self.has_other_nodes else _IDLE_POLL_S
+            most_s = idle_s if fullest == 0 else _MAX_POLL_S
+            self.poll_s = min(_RARE_POLL_S if self.gives_way else most_s, self.poll_s * 1.5)
 
     def is_count_due(
         self, now_s: float, took_s: float, waiting_records: int = 0, *, watched: bool = False
@@ -140,7 +143,7 @@ class Schedule:
     @property
     def is_idle(self) -> bool:
         """True if several polls in a row have found no new record."""
-        return self.poll_s > _MAX_POLL_S and not self.gives_way
+        return self.poll_s > _MAX_POLL_S and not (self.gives_way or self.has_other_nodes)
 
     @property
     def _busy_interval_s(self) -> float:
