@@ -89,14 +89,9 @@ class Schedule:
             return self._is_due("account", now_s, 0.0)
         if self._hurries:
             return self._is_due("account", now_s, _HURRIED_S)
-        most = _MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE
-        latest = self.is_idle and not watched
-        rest_s = _LATEST_ACCOUNT_S if latest else min(_LATEST_ACCOUNT_S, took_s / most)
-        return self._is_due(
-            "account",
-            now_s,
-            max(self._young_interval_s(now_s, _ACCOUNT_S), rest_s, self._busy_interval_s),
-        )
+        usual_s = self._young_interval_s(now_s, _ACCOUNT_S)
+        rest_s = self._rest_s(took_s, _LATEST_ACCOUNT_S, watched=watched)
+        return self._is_due("account", now_s, max(usual_s, rest_s, self._busy_interval_s))
 
     def is_judging_due(self, now_s: float, period_s: float, took_s: float = 0.0) -> bool:
         """Return True if ranks should be judged: once in a period, or sooner in a young run.
@@ -104,11 +99,8 @@ class Schedule:
         took_s: duration of the last judging. If it takes long, it is due more rarely.
         """
         usual_s = self._young_interval_s(now_s, period_s)
-        rest_s = (
-            _LATEST_JUDGING_S if self.is_idle else min(_LATEST_JUDGING_S, took_s / _MAX_TIME_SHARE)
-        )
-        usual_s = max(usual_s, rest_s)
-        return self._is_due("judge", now_s, max(usual_s, self._busy_interval_s))
+        rest_s = self._rest_s(took_s, _LATEST_JUDGING_S)
+        return self._is_due("judge", now_s, max(usual_s, rest_s, self._busy_interval_s))
 
     def is_segment_due(
         self, now_s: float, unkept_records: int, ring_share: float, *, failing: bool = False
@@ -144,6 +136,12 @@ class Schedule:
     def is_idle(self) -> bool:
         """True if several polls in a row have found no new record."""
         return self.poll_s > _MAX_POLL_S and not (self.gives_way or self.has_other_nodes)
+
+    def _rest_s(self, took_s: float, latest_s: float, *, watched: bool = False) -> float:
+        """Return the shortest interval of work that takes took_s; latest_s if the ranks are idle."""
+        if self.is_idle and not watched:
+            return latest_s
+        return min(latest_s, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE))
 
     @property
     def _busy_interval_s(self) -> float:
