@@ -172,14 +172,14 @@ def _read_parts(run_directory: Path) -> dict[str, float]:
     return {part: seconds / total for part, seconds in sums.items()} if total else {}
 
 
-def _difference(result: Mapping[str, Any]) -> str:
-    """Return the part whose share differs most from py-spy's, with both shares.
+def compare_parts(result: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]] | None:
+    """Return the shares of the parts in the report, and those of py-spy; None where one is missing.
 
     The shares are without this tool's time, most of which is its start in py-spy's loop.
     """
     truths = result["truth"]
     if not truths or not result["parts"]:
-        return "not measured"
+        return None
     sampled = {part: sum(each.phases.get(part, 0.0) for each in truths) for part in _PARTS}
     both = []
     for each in (dict(result["parts"]), sampled):
@@ -188,6 +188,15 @@ def _difference(result: Mapping[str, Any]) -> str:
         if result["ranks"] > 1:
             each["backward"] += each.pop("communication")
         both.append({part: share / sum(each.values()) for part, share in each.items()})
+    ours, theirs = both
+    return ours, theirs
+
+
+def _difference(result: Mapping[str, Any]) -> str:
+    """Return the part whose share differs most from py-spy's, with both shares."""
+    both = compare_parts(result)
+    if both is None:
+        return "not measured"
     ours, theirs = both
     worst = max(ours, key=lambda part: abs(theirs[part] - ours[part]))
     return f"{worst} {ours[worst]:.0%}, py-spy {theirs[worst]:.0%}"

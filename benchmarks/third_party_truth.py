@@ -54,8 +54,8 @@ class Interval(NamedTuple):
 class Truth(NamedTuple):
     """The time of one process's training loop by use, as shares of the loop.
 
-    The loop begins with the backward pass after the first step of an optimizer, because this step
-    is not recorded. It ends with the last step.
+    The loop begins with the backward pass after this tool's start in the first step of an optimizer,
+    because this step is not recorded. It ends with the last step.
     """
 
     loop_s: float
@@ -188,7 +188,7 @@ def find_truth(
     passes: see Script.passes. Return None without a training loop.
     """
     phases = [find_phase(each.stack) for each in intervals]
-    bounds = _find_loop(phases)
+    bounds = _find_loop(phases, intervals)
     if bounds is None:
         return None
     first, last = bounds
@@ -214,14 +214,23 @@ def find_truth(
     return Truth(loop_s, dict(shares), in_passes, cpu_wait, running, top)
 
 
-def _find_loop(phases: Sequence[str]) -> tuple[int, int] | None:
-    """Return the places of the first and the last interval of the training loop; None without one."""
+def _find_loop(phases: Sequence[str], intervals: Sequence[Interval]) -> tuple[int, int] | None:
+    """Return the places of the first and the last interval of the training loop; None without one.
+
+    An optimizer's step is often too short to be sampled. This tool's start in the first one is not,
+    unless the sampler itself started later.
+    """
     if "backward" not in phases:
         return None
     last = max(place for place, phase in enumerate(phases) if phase in ("backward", "optimizer"))
-    stepped = phases.index("optimizer") if "optimizer" in phases else 0
-    backward = (place for place in range(stepped, last + 1) if phases[place] == "backward")
-    return next(backward, stepped), last
+    starts = (
+        place
+        for place, (phase, interval) in enumerate(zip(phases, intervals, strict=True))
+        if phase == "tool" and _is_in(interval.stack, "optimizer")
+    )
+    started = next(starts, 0)
+    backward = (place for place in range(started, last + 1) if phases[place] == "backward")
+    return next(backward, started), last
 
 
 def find_rank_processes(root: int, ranks: int) -> Iterator[int]:
