@@ -60,7 +60,9 @@ def test_ring_has_all_finished_steps_after_an_early_kill(kills: int, tmp_path: P
         if not list(made.nodes.glob("*.json")):
             finish(made, node_name())
         (rank,) = report(made)["ranks"]
-        assert (rank["state"], rank["lost"]) == ("died", 0)
+        assert rank["state"] == "died"
+        # A record that was being written counts as lost.
+        assert rank["lost"] in (0, 1)
         assert rank["steps"] - steps <= 1
         lost += max(0, steps - rank["steps"])
         shutil.rmtree(tmp_path / str(each))
@@ -97,7 +99,9 @@ def test_report_has_all_finished_steps_after_a_kill(kills: int, tmp_path: Path) 
 
         # The kill may happen between the step's end and the script's own count of it.
         assert rank["steps"] - steps in (0, 1)
-        assert (rank["state"], rank["lost"], rank["coverage"]) == ("died", 0, 1.0)
+        # A record that was being written counts as lost.
+        assert (rank["state"], rank["coverage"]) == ("died", 1.0)
+        assert rank["lost"] in (0, 1)
         per_step = (
             pd.read_parquet(made.spans).query(f"step < {steps}").groupby("step")["kind"].apply(list)
         )
