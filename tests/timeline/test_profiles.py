@@ -9,6 +9,7 @@ import gzip
 import json
 import re
 import shutil
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.support.simulated_runs import simulate_run
 from tests.timeline.test_export import Decoded, decoded
 from torchlens_perf.commands.cli import main
 from torchlens_perf.run.captures import TRACE
+from torchlens_perf.timeline.profiler_trace import read_profiler_trace
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -184,6 +186,25 @@ def test_damaged_capture_costs_only_itself(
     assert main(["report", str(run), "--perfetto", str(path)]) == 0
     assert "cannot be read as a trace" in capsys.readouterr().err
     assert slices_of(decoded(path), 1, profiled=False)
+
+
+def test_time_to_read_a_profile_grows_with_the_number_of_its_events(tmp_path: Path) -> None:
+    def read_s(count: int) -> float:
+        path = tmp_path / f"{count}.json"
+        events = [
+            {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": i, "dur": 1}
+            for i in range(count)
+        ]
+        path.write_text(json.dumps({"traceEvents": events}))
+
+        def measure() -> float:
+            began_s = time.process_time()
+            assert len(read_profiler_trace(path).threads[0].slices) == count
+            return time.process_time() - began_s
+
+        return min(measure() for _ in range(3))
+
+    assert read_s(20_000) < 8 * read_s(5_000)
 
 
 def test_profile_of_another_job_is_refused_without_events(job: ProfiledRun, tmp_path: Path) -> None:
