@@ -46,15 +46,6 @@ def _check_numbers_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbers, "_SHARE", 1e9)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collect_new_objects_only() -> Iterator[None]:
-    """Make collections fast, of which each case has one."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Use one thread, which is faster for tiny tensors and fixes the order of sums."""

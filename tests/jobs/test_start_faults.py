@@ -216,7 +216,6 @@ def test_error_in_any_function_at_the_start_does_not_change_training(
             wrong[f"left attached: {different}"] = bool(different)
             before = state() if different else before
             problems += [f"{name}: {what}" for what, is_wrong in wrong.items() if is_wrong]
-    gc.unfreeze()
     again = begin()
     again.__exit__(None, None, None)
     lines()

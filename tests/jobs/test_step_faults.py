@@ -167,7 +167,6 @@ def test_error_in_any_function_in_the_steps_is_counted_and_harmless(
                 f"left attached: {different}": bool(different),
             }
             problems += [f"{name}: {what}" for what, is_wrong in wrong.items() if is_wrong]
-    gc.unfreeze()
 
     assert not problems, "\n".join(problems)
     assert len(functions) > 10
