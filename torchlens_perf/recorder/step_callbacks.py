@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 _GUARD = guard("work at a step's end")
 _THROTTLE_NS = 50_000_000
-# The pause grows to this multiple in the first seconds. A round takes about 0.1 ms, which would be a
-# third of the cost of a watch on steps of a few milliseconds.
-_LONGEST, _GROWTH = 4.0, 1.05
+# The pause grows to this multiple in the first ten seconds. A round takes about 0.1 ms, which would
+# be a third of the cost of a watch on steps of a few milliseconds.
+_LONGEST, _GROWTH = 10.0, 1.05
 
 
 class StepCallbacks:
@@ -65,7 +65,7 @@ class StepCallbacks:
 
     @contextmanager
     def run_throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
-        """Run `work` at the ends of steps, at most every 50 ms, and later every 200 ms, while the context is active.
+        """Run `work` at the ends of steps while the context is active, at most every 50 ms and later every 0.5 s.
 
         Use this method for slow callbacks.
         """
