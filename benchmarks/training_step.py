@@ -5,9 +5,11 @@ Six layers, width 32, batch 1 x 8: 84 modules, in 5 to 7 ms. Each round runs blo
 shuffled order: unwatched, again unwatched (the control), under the default watch, and with every
 module timed. One watch with its sidecar runs during the whole benchmark. A block attaches the hooks
 at its start and removes them at its end. The first steps of a block, in which the hooks get to know
-the loop, are not timed. Sampled steps (backward times of modules) are so rare that they do not
-affect the median of blocks. The cost of sampled steps is measured separately and added. After
-TIMEOUT_S no further round begins.
+the loop, are not timed. A block's time is the lower quartile of its steps: the control's interval is
+a third narrower than with their mean, because other programs and the machine's host interrupt few of
+these steps. Two things happen in so few steps that they do not affect it: sampling (backward times of
+modules), and the callbacks that run twice per second. Their costs are measured separately and added.
+After TIMEOUT_S no further round begins.
 
 The second table is the cost of the marks that each step has once: data, backward pass and
 optimizer, whose end is the step's boundary. Clocks are read outside each of the watch's hooks and
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from benchmarks.gpt import GPT
 from benchmarks.measure import Table, ratio_interval
 from torchlens_perf.hooks import attach
 from torchlens_perf.hooks.loop.selection import NamedModel
+from torchlens_perf.recorder.step_callbacks import _LONGEST, _THROTTLE_NS
 from torchlens_perf.watching import Watch
 
 ROUNDS, WARM_STEPS, STEPS, SAMPLES = 480, 6, 16, 100
@@ -79,16 +83,40 @@ class Arm:
         session = self._session
         if session is None:
             return 0.0
-        period = session.step._sampling.period
+
+        def choose(sampled: bool) -> None:
+            session.recorder.sampled = int(sampled)
+
+        plain_ns, more_ns = self._compare(step, choose)
+        return more_ns / plain_ns / session.step._sampling.period
+
+    def callback_cost(self, step: Callable[[], None]) -> float:
+        """Return the relative cost of throttled callbacks, after their pause has grown."""
+        session = self._session
+        if session is None:
+            return 0.0
+
+        def choose(due: bool) -> None:
+            session.recorder.due_ns = 0 if due else 1 << 62
+
+        _, more_ns = self._compare(step, choose)
+        session.recorder.due_ns = 0
+        return more_ns / (_LONGEST * _THROTTLE_NS)
+
+    def _compare(
+        self, step: Callable[[], None], choose: Callable[[bool], None]
+    ) -> tuple[float, float]:
+        """Return the median duration of a step, and how much longer a chosen step takes, in ns."""
         with self:
             durations_ns: tuple[list[int], list[int]] = ([], [])
             for number in range(2 * SAMPLES):
-                session.recorder.sampled = number % 2
+                chosen = number % 2
+                choose(bool(chosen))
                 begin = time.perf_counter_ns()
                 step()
-                durations_ns[number % 2].append(time.perf_counter_ns() - begin)
-        plain, sampled = (statistics.median(each) for each in durations_ns)
-        return (sampled - plain) / plain / period
+                durations_ns[chosen].append(time.perf_counter_ns() - begin)
+        plain, more = (statistics.median(each) for each in durations_ns)
+        return plain, more - plain
 
     def __exit__(self, *error: object) -> None:
         session = self._session
@@ -238,10 +266,13 @@ def main() -> int:
         with arm:
             for _ in range(WARM_STEPS):
                 step()
-            begin = time.perf_counter_ns()
+            times = [time.perf_counter_ns()]
             for _ in range(STEPS):
                 step()
-            return (time.perf_counter_ns() - begin) / STEPS
+                times.append(time.perf_counter_ns())
+            return statistics.quantiles(
+                (end - begin for begin, end in pairwise(times)), method="inclusive"
+            )[0]
 
     with tempfile.TemporaryDirectory() as folder:
         watch = perf.watch(dir=folder, report="quiet").start()
@@ -265,8 +296,10 @@ def main() -> int:
             draw.shuffle(order)
             for name in order:
                 values[name].append(block(arms[name]))
-        sampling = {name: arm.sampling_cost(step) for name, arm in arms.items()}
-        steps = print_step_table(modules, values, sampling, set(watched))
+        rare = {
+            name: (arm.sampling_cost(step), arm.callback_cost(step)) for name, arm in arms.items()
+        }
+        steps = print_step_table(modules, values, rare, set(watched))
         print()
         marks = measure_marks(model, optimizer, watched["default watch"])
         watch.stop()
@@ -276,14 +309,14 @@ def main() -> int:
 def print_step_table(
     modules: int,
     values: dict[str, list[float]],
-    sampling: dict[str, float],
+    rare: dict[str, tuple[float, float]],
     watched: set[str],
 ) -> Table:
     table = Table(
         f"a step of {modules} modules, {len(values['unwatched'])} rounds",
         "ms",
         "cost in %",
-        "of it sampling",
+        "of it sampling, callbacks",
         "us",
         "bar (upper end)",
         "",
@@ -292,7 +325,7 @@ def print_step_table(
     both = [statistics.mean(pair) for pair in zip(unwatched, control, strict=True)]
     bars = {"default watch": 0.5, "every module": 1.0}
     for name, nanoseconds in values.items():
-        share = 100 * sampling[name]
+        share = 100 * sum(rare[name])
         base = both if name in watched else unwatched
         middle, low, high = (
             100 * (ratio - 1) + share for ratio in ratio_interval(nanoseconds, base)
@@ -304,7 +337,7 @@ def print_step_table(
             name,
             f"{statistics.median(nanoseconds) / 1e6:.3f}",
             f"{middle:+.2f} [{low:+.2f}, {high:+.2f}]" if compared else "",
-            "" if bar is None else f"{share:.2f}",
+            "" if bar is None else ", ".join(f"{100 * each:.2f}" for each in rare[name]),
             f"{microseconds:+.1f}" if compared else "",
             "" if bar is None else f"at most {bar} %",
             "" if bar is None else table.bar(high <= bar),

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 EVERY_STEP = -1
 """Value of Recorder.module_mask with which modules are timed in every step."""
-# The budget is a limit, and the cost of a record is known to a factor of about two: the measurement
-# leaves out what a mark costs the user's code afterwards, because it takes space in the processor's
-# caches. benchmarks/training_step.py compares the two.
+# The measured cost leaves out what a mark costs the user's code afterwards, because it takes space in
+# the processor's caches: up to as much again. benchmarks/training_step.py compares the two.
 _MEASURED_SHARE = 0.5
 # Cost of a record in ns until a call has been measured.
 _UNMEASURED_NS = 400.0

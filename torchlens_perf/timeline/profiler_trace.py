@@ -85,7 +85,6 @@ def _decode_events(file: IO[str], header: dict[str, Any]) -> Iterator[dict[str, 
     before, at = text[: found.end()], found.end()
     # Names may contain control characters.
     decode = json.JSONDecoder(strict=False).raw_decode
-    # A slice of one character, because a copy of the rest for each event takes most of the time.
     while text[(begin := _BETWEEN.match(text, at).end()) : begin + 1] != "]":  # type: ignore[union-attr]
         try:
             event, at = decode(text, begin)
