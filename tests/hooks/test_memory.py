@@ -48,15 +48,15 @@ def test_resident_memory_of_short_steps_is_read_once_in_50_ms(
 
     Steps between two readings have the last number read.
     """
-    reads, read = [], os.pread
+    reads, opened = [], os.open
 
-    def counting(descriptor: int, *args: int) -> bytes:
-        reads.extend([descriptor] * os.readlink(f"/proc/self/fd/{descriptor}").endswith("/statm"))
-        return read(descriptor, *args)
+    def counting(path: object, *args: int) -> int:
+        reads.extend([path] * (path == "/proc/self/statm"))
+        return opened(path, *args)  # type: ignore[arg-type]
 
     with recorded(tmp_path) as recording:
         with monkeypatch.context() as counted:
-            counted.setattr(os, "pread", counting)
+            counted.setattr(os, "open", counting)
             for _ in range(50):
                 recording.watch.step()
 
@@ -90,14 +90,14 @@ def test_memory_is_switched_off_with_a_note_after_a_failed_reading(
 ) -> None:
     """No memory is recorded for the step of the failed reading."""
 
-    def fail(*args: object) -> bytes:
+    def fail(*args: object) -> int:
         raise OSError("no /proc here")
 
     with recorded(tmp_path) as recording:
         with monkeypatch.context() as broken:
             broken.setenv(RAISE, "0")
             broken.setattr(swallowed, "by_place", Counter())
-            broken.setattr(os, "pread", fail)
+            broken.setattr(os, "open", fail)
             for _ in range(3):
                 recording.watch.step()
 

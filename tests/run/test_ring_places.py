@@ -167,17 +167,17 @@ def test_anonymous_ring_is_readable_until_its_last_holder_ends(tmp_path: Path) -
     Without a holder, opening raises an error.
     """
     path = str(tmp_path / "rank00000-attempt0-1-2.ring")
-    mapped, descriptor = memory.reserve_anonymous(path, MIB)
+    mapped, file = memory.reserve_anonymous(path, MIB)
     mapped[5] = 7
-    assert not memory.wait_until_opened_elsewhere(path, descriptor, 0)
+    assert not memory.wait_until_opened_elsewhere(path, file, 0)
     reader = memory.open_to_read(path)
     memory.announce_open_ring(path, reader)
 
-    assert memory.wait_until_opened_elsewhere(path, descriptor, 0)
+    assert memory.wait_until_opened_elsewhere(path, file, 0)
     with pytest.raises(OSError, match="not permitted"):
         # A write to a truncated mapped file would end the process.
         os.truncate(path, 0)
-    os.close(descriptor)
+    file.close()
     mapped.close()
     again = memory.open_to_read(path)
     assert os.pread(again, 1, 5) == b"\7"

@@ -11,6 +11,7 @@
 #include <Python.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <sys/types.h>
 #include <time.h>
 
 #include "collective.h"
@@ -29,13 +30,21 @@ typedef struct {
     int64_t cpu_ns, ready_ns;
 } PhaseTime;
 
+/* An open file. The program may close its number and open a file of its own under it. */
 typedef struct {
-    int on, measured, paused, descriptor;
+    int descriptor;
+    dev_t device;
+    ino_t inode;
+} KeptFile;
+
+typedef struct {
+    int on, measured, paused;
+    KeptFile file;
     unsigned reads;
     long thread; /* its native id */
     int64_t last_cpu_ns, last_ready_ns;
     long autograd_thread; /* that of the device, which computes the backward pass; 0: none is known */
-    int autograd_descriptor;
+    KeptFile autograd_file;
     int64_t autograd_ready_ns;
     PhaseTime phases[LAST_PHASE + 1]; /* by kind; KIND_STEP: outside of all phases */
 } ThreadTime;

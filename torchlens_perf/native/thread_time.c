@@ -1,7 +1,7 @@
 /* CPU time of the training thread in each phase, and the time that it stood ready there without a CPU.
  *
  * Linux adds both up per thread (Documentation/scheduler/sched-stats.rst: /proc/PID/task/TID/schedstat, in ns). They are
- * read where a phase begins or ends: one system call of about 1 us each. Steps shorter than MIN_STEP_NS, and those with
+ * read where a phase begins or ends: two system calls of about 1 us together. Steps shorter than MIN_STEP_NS, and those with
  * very many phases, are not measured, to keep the cost below a thousandth.
  *
  * Where the work is on a device, a thread of autograd computes the backward pass, and the training thread waits for it.
@@ -11,6 +11,7 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -27,10 +28,16 @@ static const char *parse(const char *text, int64_t *value)
     return *text == ' ' ? text + 1 : text;
 }
 
-static int read_times(int descriptor, int64_t *cpu_ns, int64_t *ready_ns)
+static int is_still_open(const KeptFile *file)
+{
+    struct stat found;
+    return fstat(file->descriptor, &found) == 0 && found.st_dev == file->device && found.st_ino == file->inode;
+}
+
+static int read_times(const KeptFile *file, int64_t *cpu_ns, int64_t *ready_ns)
 {
     char text[96];
-    ssize_t length = pread(descriptor, text, sizeof(text) - 1, 0);
+    ssize_t length = is_still_open(file) ? pread(file->descriptor, text, sizeof(text) - 1, 0) : -1;
     if (length <= 0) {
         return -1;
     }
@@ -39,23 +46,36 @@ static int read_times(int descriptor, int64_t *cpu_ns, int64_t *ready_ns)
     return 0;
 }
 
-static int open_times(long thread)
+static int open_times(KeptFile *file, long thread)
 {
     char path[64];
+    struct stat found;
     snprintf(path, sizeof(path), "/proc/self/task/%ld/schedstat", thread);
-    return open(path, O_RDONLY | O_CLOEXEC);
+    file->descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (file->descriptor < 0 || fstat(file->descriptor, &found) < 0) {
+        return -1;
+    }
+    file->device = found.st_dev;
+    file->inode = found.st_ino;
+    return 0;
+}
+
+static void close_times(KeptFile *file)
+{
+    if (is_still_open(file)) {
+        close(file->descriptor);
+    }
 }
 
 /* On the owner's thread. Returns whether the kernel reports the times. */
 int thread_time_start(ThreadTime *times)
 {
     times->thread = (long)syscall(SYS_gettid);
-    times->descriptor = open_times(times->thread);
-    if (times->descriptor < 0) {
+    if (open_times(&times->file, times->thread) < 0) {
         return 0;
     }
     times->on = 1;
-    if (read_times(times->descriptor, &times->last_cpu_ns, &times->last_ready_ns) < 0 || times->last_cpu_ns == 0) {
+    if (read_times(&times->file, &times->last_cpu_ns, &times->last_ready_ns) < 0 || times->last_cpu_ns == 0) {
         thread_time_stop(times);
         return 0;
     }
@@ -66,7 +86,7 @@ static void forget_autograd(ThreadTime *times)
 {
     if (times->autograd_thread) {
         times->autograd_thread = 0;
-        close(times->autograd_descriptor);
+        close_times(&times->autograd_file);
     }
 }
 
@@ -77,7 +97,7 @@ static int64_t autograd_ready_ns(ThreadTime *times)
     if (!times->autograd_thread) {
         return 0;
     }
-    if (read_times(times->autograd_descriptor, &cpu_ns, &ready_ns) < 0) { /* it has ended */
+    if (read_times(&times->autograd_file, &cpu_ns, &ready_ns) < 0) { /* it has ended */
         forget_autograd(times);
         return 0;
     }
@@ -96,8 +116,7 @@ void thread_time_of_autograd(ThreadTime *times)
         return;
     }
     forget_autograd(times);
-    times->autograd_descriptor = open_times(thread);
-    if (times->autograd_descriptor >= 0) {
+    if (open_times(&times->autograd_file, thread) == 0) {
         times->autograd_thread = thread;
         autograd_ready_ns(times);
     }
@@ -109,7 +128,7 @@ void thread_time_stop(ThreadTime *times)
     forget_autograd(times);
     if (times->on) {
         times->on = 0;
-        close(times->descriptor);
+        close_times(&times->file);
     }
 }
 
@@ -117,7 +136,7 @@ void thread_time_stop(ThreadTime *times)
 void thread_time_mark(ThreadTime *times, uint32_t kind)
 {
     int64_t cpu_ns, ready_ns;
-    if (++times->reads > MAX_READS || read_times(times->descriptor, &cpu_ns, &ready_ns) < 0) {
+    if (++times->reads > MAX_READS || read_times(&times->file, &cpu_ns, &ready_ns) < 0) {
         times->measured = 0;
         return;
     }
@@ -141,7 +160,8 @@ int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases)
     times->paused = 0;
     int wanted = times->on && duration_ns >= MIN_STEP_NS;
     if (wanted && !measured) {
-        wanted = read_times(times->descriptor, &times->last_cpu_ns, &times->last_ready_ns) == 0;
+        wanted = (is_still_open(&times->file) || open_times(&times->file, times->thread) == 0)
+                 && read_times(&times->file, &times->last_cpu_ns, &times->last_ready_ns) == 0;
         autograd_ready_ns(times);
     }
     times->measured = wanted;

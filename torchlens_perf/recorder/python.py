@@ -26,6 +26,7 @@ from torchlens_perf.errors import guard
 from torchlens_perf.recorder.autograd_threads import is_autograd_thread
 from torchlens_perf.recorder.budget import EVERY_STEP
 from torchlens_perf.recorder.clocks import LONGEST_MARK_NS
+from torchlens_perf.run.kept_file import KeptFile
 from torchlens_perf.run.ring import (
     DEPTH,
     FRAMES,
@@ -638,18 +639,18 @@ class ThreadTime:
 
     def __init__(self, thread: int) -> None:
         """thread: the thread's native id. Raises OSError if the kernel reports no times."""
-        self._thread, self._descriptor = thread, _open_schedstat(thread)
-        # Autograd's thread, and the descriptor of the file with its times.
-        self._autograd: tuple[int, int] | None = None
+        self._thread, self._file = thread, _open_schedstat(thread)
+        # Autograd's thread, and the file with its times.
+        self._autograd: tuple[int, KeptFile] | None = None
         self._autograd_ready_ns = 0
         self.measured = self.paused = False
         self._reads = 0
-        self._last = _read_schedstat(self._descriptor) or (0, 0)
+        self._last = _read_schedstat(self._file) or (0, 0)
         self._phases: dict[int, list[int]] = {}
 
     def close(self) -> None:
         self._stop_measuring_autograd()
-        os.close(self._descriptor)
+        self._file.close()
 
     @property
     def available(self) -> bool:
@@ -671,7 +672,7 @@ class ThreadTime:
     def _stop_measuring_autograd(self) -> None:
         autograd, self._autograd = self._autograd, None
         if autograd is not None:
-            os.close(autograd[1])
+            autograd[1].close()
 
     def _read_autograd_wait_ns(self) -> int:
         """Return the run-queue wait of autograd's thread since the last call in ns, or 0."""
@@ -687,7 +688,7 @@ class ThreadTime:
     def charge_to_phase(self, kind: int) -> None:
         self._reads += 1
         now, last = (
-            _read_schedstat(self._descriptor) if self._reads <= _MAX_READS else None,
+            _read_schedstat(self._file) if self._reads <= _MAX_READS else None,
             self._last,
         )
         if now is None:
@@ -704,21 +705,24 @@ class ThreadTime:
         phases = self._phases if self.measured else {}
         wanted = duration_ns >= _MIN_STEP_NS
         if wanted and not self.measured:
-            now = _read_schedstat(self._descriptor)
+            if self._file.stat() is None:
+                self._file = _open_schedstat(self._thread)
+            now = _read_schedstat(self._file)
             wanted, self._last = now is not None, now or self._last
             self._read_autograd_wait_ns()
         self.measured, self.paused, self._reads, self._phases = wanted, False, 0, {}
         return phases
 
 
-def _open_schedstat(thread: int) -> int:
-    return os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+def _open_schedstat(thread: int) -> KeptFile:
+    path = f"/proc/self/task/{thread}/schedstat"
+    return KeptFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
-def _read_schedstat(descriptor: int) -> tuple[int, int] | None:
-    """Return (CPU time, run-queue wait) in ns, or None if the thread has ended."""
+def _read_schedstat(file: KeptFile) -> tuple[int, int] | None:
+    """Return (CPU time, run-queue wait) in ns, or None if the thread or the file is gone."""
     try:
-        cpu_ns, ready_ns, *_ = os.pread(descriptor, 96, 0).split()
+        cpu_ns, ready_ns, *_ = file.read(96).split()
     except (OSError, ValueError):
         return None
     return int(cpu_ns), int(ready_ns)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from torchlens_perf.output import above_standard_streams
+from torchlens_perf.run.kept_file import KeptFile
 
 REPORT = ".report"
 """Mailbox for the report at the end of the run. Only rank 0 has one."""
@@ -48,12 +49,13 @@ class Mailbox:
         self.path = ring.with_suffix(kind)
         self._pid = os.getpid()
         self._seen = (0, 0)
-        self._descriptor = os.open(
+        descriptor = os.open(
             self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
+        self._file = KeptFile(descriptor)
         if question:
             try:
-                os.write(self._descriptor, question.encode(errors="surrogateescape"))
+                os.write(descriptor, question.encode(errors="surrogateescape"))
             except BaseException:
                 self.close()
                 raise
@@ -61,18 +63,28 @@ class Mailbox:
     def read_new_message(self) -> str | None:
         """Return the sidecar's message if it has changed since the last call, else None.
 
-        If nothing has changed, the call costs one system call.
+        If nothing has changed, the call costs one system call. A file that the program has closed
+        is opened again by its path.
         """
-        found = os.fstat(self._descriptor)
+        found = self._file.stat()
+        if found is None:
+            return self._reopen_and_read()
         state = found.st_mtime_ns, found.st_size
         if state == self._seen:
             return None
-        text = os.pread(self._descriptor, found.st_size, 0)
+        text = self._file.read(found.st_size)
         if not text.endswith(_END):
             # The sidecar is still writing.
             return None
         self._seen = state
         return text.removesuffix(_END).decode(errors="replace")
+
+    def _reopen_and_read(self) -> str | None:
+        try:
+            self._file = KeptFile(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except OSError:
+            return None
+        return self.read_new_message()
 
     def wait_for_message(self, timeout_s: float) -> str | None:
         """Wait for a new message and return it; None after the timeout."""
@@ -85,7 +97,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Close and remove the file. In a forked child, the file stays for the parent."""
-        os.close(self._descriptor)
+        self._file.close()
         if self._pid == os.getpid():
             self.path.unlink(missing_ok=True)
 

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RingError
 from torchlens_perf.run.fitting import fit_metadata
+from torchlens_perf.run.kept_file import KeptFile
 from torchlens_perf.run.rings import memory, spool
 from torchlens_perf.run.rings.kinds import GRADIENT_NORM as GRADIENT_NORM
 from torchlens_perf.run.rings.kinds import LOSS as LOSS
@@ -109,11 +110,11 @@ class RingFile:
         self.path = path
         # Path of the run directory. The drain program needs it if the run was killed.
         self.run_dir = ""
-        # Descriptor of anonymous memory. Other processes open the memory through the descriptor.
-        self._descriptor: int | None = None
+        # File of anonymous memory. Other processes open the memory through its descriptor.
+        self._file: KeptFile | None = None
         size = RECORDS_OFFSET + capacity * RECORD_BYTES
         if anonymous:
-            self.buffer, self._descriptor = memory.reserve_anonymous(str(path), size)
+            self.buffer, self._file = memory.reserve_anonymous(str(path), size)
         else:
             self.buffer = memory.reserve_file(path, size)
         try:
@@ -260,18 +261,18 @@ class RingFile:
         self.buffer.close()
 
     def release(self, timeout_s: float = 0.0) -> bool:
-        """Close this process's descriptor of anonymous memory. Further calls do nothing.
+        """Close this process's file of anonymous memory. Further calls do nothing.
 
         The memory is lost if no other process has opened it. Wait at most `timeout_s` for another
         process to open it. Return True if the records are kept.
         """
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None:
+        file, self._file = self._file, None
+        if file is None:
             return True
         try:
-            return memory.wait_until_opened_elsewhere(str(self.path), descriptor, timeout_s)
+            return memory.wait_until_opened_elsewhere(str(self.path), file, timeout_s)
         finally:
-            os.close(descriptor)
+            file.close()
 
 
 class OpenSpan(NamedTuple):

@@ -24,6 +24,7 @@ import os
 import time
 from collections.abc import Collection
 
+from torchlens_perf.run.kept_file import KeptFile
 from torchlens_perf.run.rings.spool import spool_path
 
 # File system types of statfs(2). ext2, ext3 and ext4 have the same type.
@@ -34,6 +35,7 @@ WITHOUT_SIGBUS = frozenset({TMPFS, EXT})
 _HELD = ".held"
 # MFD_NOEXEC_SEAL. Some machines require this flag, but kernels before 6.3 do not support it.
 _NO_EXECUTION = 8
+_MAP_FIXED = 0x10
 _POLL_INTERVAL_S = 0.005
 
 
@@ -64,7 +66,7 @@ def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
         os.posix_fallocate(descriptor, 0, size)
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return mmap.mmap(descriptor, size)
+        return _map(descriptor, size)
     except BaseException:
         os.unlink(path)
         raise
@@ -72,10 +74,10 @@ def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def reserve_anonymous(path: str, size: int) -> tuple[mmap.mmap, int]:
+def reserve_anonymous(path: str, size: int) -> tuple[mmap.mmap, KeptFile]:
     """Allocate and map anonymous memory, and create a link to it at `path`.
 
-    Return the map and the descriptor of the memory. The caller closes both.
+    Return the map and the memory's file. The caller closes both.
     """
     descriptor = _create_memfd(_ring_name(path))
     try:
@@ -84,12 +86,37 @@ def reserve_anonymous(path: str, size: int) -> tuple[mmap.mmap, int]:
         place = f"/proc/{os.getpid()}/fd/{descriptor}"
         # stat() raises an error if /proc is not usable.
         os.stat(place)
-        mapped = mmap.mmap(descriptor, size)
+        mapped = _map(descriptor, size)
         os.symlink(place, path)
     except BaseException:
         os.close(descriptor)
         raise
-    return mapped, descriptor
+    return mapped, KeptFile(descriptor)
+
+
+def _map(descriptor: int, size: int) -> mmap.mmap:
+    """Map a file without keeping a descriptor of it. Raise OSError.
+
+    mmap.mmap(descriptor, size) duplicates the descriptor and closes its number at the end. By then,
+    the program may have closed the number and opened a file of its own under it. So the file
+    replaces anonymous memory, for which mmap.mmap() keeps no descriptor.
+    """
+    import ctypes
+
+    mapped = mmap.mmap(-1, size)
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    start = ctypes.c_char.from_buffer(mapped)
+    address = ctypes.addressof(start)
+    # The object at the start would keep close() from unmapping the memory.
+    del start
+    place = call(
+        ctypes.c_void_p(address), ctypes.c_size_t(size), mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_SHARED | _MAP_FIXED, descriptor, ctypes.c_long(0),
+    )  # fmt: skip
+    if place != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapped
 
 
 def _create_memfd(name: str) -> int:
@@ -137,20 +164,22 @@ def announce_open_ring(path: str, descriptor: int) -> None:
             os.replace(partial, _held_link_path(path))
 
 
-def wait_until_opened_elsewhere(path: str, descriptor: int, timeout_s: float) -> bool:
+def wait_until_opened_elsewhere(path: str, file: KeptFile, timeout_s: float) -> bool:
     """Wait until another process has opened the ring, or has drained and removed it.
 
-    descriptor: this process's descriptor of the ring. Return False after `timeout_s`.
+    file: the ring in this process. Return False after `timeout_s`, or if the program has closed
+    the file.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
+        found = file.stat()
         with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(_held_link_path(path)), os.fstat(descriptor)):
+            if found is not None and os.path.samestat(os.stat(_held_link_path(path)), found):
                 return True
         if not os.path.lexists(path):
             # The sidecar has read all records and removed the ring.
             return True
-        if time.monotonic() >= deadline_s:
+        if found is None or time.monotonic() >= deadline_s:
             return False
         time.sleep(_POLL_INTERVAL_S)
 
