@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 
 from torchlens_perf.errors import RAISE, ConfigError
+from torchlens_perf.interruption import ours
 
 ENVIRONMENT_PREFIX = "TORCHLENS_PERF_"
 SWITCH = "TORCHLENS_PERF"
@@ -121,7 +122,7 @@ class ExchangeUrl(NamedTuple):
 
         try:
             url = urlsplit(text)
-        except ValueError:
+        except ours(ValueError):
             # Raise without the original error, because its message could contain the token.
             raise ValueError("a URL with host:port or [address]:port") from None
         if url.scheme not in ("grpc", "grpcs") or url.path not in ("", "/") or url.fragment:
@@ -363,7 +364,7 @@ class Config:
         if self.exchange not in ("auto", "off"):
             try:
                 url = ExchangeUrl.parse(self.exchange if isinstance(self.exchange, str) else "")
-            except ValueError as error:
+            except ours(ValueError) as error:
                 self._check("exchange", False, str(error))
             token = url.token or token
             object.__setattr__(self, "exchange", url.without_token())
@@ -467,7 +468,7 @@ def is_recording_switched_on(environ: Mapping[str, str]) -> bool | None:
         return None
     try:
         return _parse_flag(text)
-    except ValueError as error:
+    except ours(ValueError) as error:
         raise ConfigError(f"{SWITCH}={text!r}: {error}") from None
 
 
@@ -507,7 +508,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             checked = Config(**{field.name: value})
         except ConfigError as error:
             raise ConfigError(f"{variable}: {error}") from None
-        except ValueError:
+        except ours(ValueError):
             raise ConfigError(
                 f"{variable}={text!r}: cannot be read as {field.name.lstrip('_')}"
             ) from None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from torchlens_perf.interruption import is_interruption, ours
 from torchlens_perf.output import logger
 
 _P = ParamSpec("_P")
@@ -114,7 +115,7 @@ class ErrorCounts:
         """True if errors are raised instead of caught, for tests."""
         return os.environ.get(RAISE) == "1"
 
-    def add(self, place: str, error: Exception) -> None:
+    def add(self, place: str, error: BaseException) -> None:
         """Count an error and log the first few of each place.
 
         A broken hook must not flood the job's log.
@@ -140,8 +141,8 @@ class switch_off_on_error:
     one log line.
 
     Failures of the environment, such as a full disk, are never raised. Internal errors are raised
-    only in tests. KeyboardInterrupt, SystemExit and ConfigError, which is the user's mistake, are
-    not caught.
+    only in tests. ConfigError, which is the user's mistake, and exceptions with which the program
+    interrupts this package (interruption.py) are not caught.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -157,7 +158,7 @@ class switch_off_on_error:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, ConfigError):
+        if error is None or isinstance(error, ConfigError) or is_interruption(error):
             return False
         if isinstance(error, RunStoreError):
             reason = str(error)
@@ -175,9 +176,9 @@ class switch_off_on_error:
 class guard:
     """Context manager and decorator around this package's code in the user's process.
 
-    Exceptions are caught, counted and logged by `place`. KeyboardInterrupt, SystemExit and
-    exceptions of the kinds `passes` are not caught. ConfigError is the user's mistake and must
-    reach the user.
+    Exceptions are caught, counted and logged by `place`. Exceptions of the kinds `passes` are not
+    caught, nor are those with which the program interrupts this package (interruption.py).
+    ConfigError is the user's mistake and must reach the user.
     """
 
     def __init__(
@@ -197,9 +198,9 @@ class guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        return isinstance(error, Exception) and self._swallow(error)
+        return error is not None and not is_interruption(error) and self._swallow(error)
 
-    def _swallow(self, error: Exception) -> bool:
+    def _swallow(self, error: BaseException) -> bool:
         if isinstance(error, self._passes) or swallowed.strict:
             return False
         swallowed.add(self._place, error)
@@ -211,7 +212,7 @@ class guard:
         for function in functions:
             try:
                 function()
-            except Exception as error:
+            except ours(Exception) as error:
                 if not self._swallow(error):
                     raise
                 failed.append(function)
@@ -234,7 +235,7 @@ class guard:
         def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
             try:
                 return function(*args, **kwargs)
-            except Exception as error:
+            except ours(Exception) as error:
                 if not self._swallow(error):
                     raise
             return None
@@ -253,7 +254,7 @@ class guard_user_code(guard):
         super().__init__(f"{name}, {role},")
         self._failed = False
 
-    def _swallow(self, error: Exception) -> bool:
+    def _swallow(self, error: BaseException) -> bool:
         if not self._failed:
             self._failed = True
             logger.warning(

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.interruption import suppress
+
 _WRITE_TIMEOUT_S = 1.0
 """Longest wait, for one text, until a reader of stderr reads."""
 # A pipe or terminal that is ready accepts this much at once: the smallest PIPE_BUF that POSIX
@@ -25,8 +27,8 @@ _WRITE_TIMEOUT_S = 1.0
 _CHUNK_BYTES = 512
 
 
-_whatever_it_raises = contextlib.suppress(Exception)
-"""Guard around the user's stream and logging handlers."""
+_whatever_it_raises = suppress(Exception)
+"""Guard around the user's stream and logging handlers. Interruptions pass."""
 
 
 def is_terminal() -> bool:
@@ -85,7 +87,7 @@ def _write(descriptor: int, content: bytes) -> None:
         events = ready.poll(1000 * max(0.0, deadline_s - time.monotonic()))
         if not events or events[0][1] & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
             return
-        with contextlib.suppress(BlockingIOError):
+        with suppress(BlockingIOError):
             content = content[os.write(descriptor, content[:_CHUNK_BYTES]) :]
 
 
@@ -138,7 +140,7 @@ def above_standard_streams() -> Iterator[None]:
     """
     taken: list[int] = []
     try:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             while True:
                 taken.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
                 if taken[-1] > 2:

@@ -11,7 +11,6 @@ here.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import inspect
 import logging
@@ -30,6 +29,7 @@ from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switch_off_on_error
 from torchlens_perf.hooks.loop import arguments
 from torchlens_perf.hooks.on_device import choice as on_device
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.output import above_standard_streams, logger
 from torchlens_perf.recorder import keep_ring, sidecar
 from torchlens_perf.recorder.folder_request import MADE, FolderRequest
@@ -619,7 +619,7 @@ def _absolute_path(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).absolute()
     # The working directory may have been removed.
-    except OSError as error:
+    except ours(OSError) as error:
         raise RunStoreError(
             f"dir={folder!r}: the working directory cannot be found: {error.strerror}"
         ) from None
@@ -654,7 +654,7 @@ def _log_not_recording(reason: str, identity: Identity | None) -> None:
     first = True
     if identity is not None:
         origin = identity.launcher_pid if identity.world_size > 1 else identity.pid
-        with contextlib.suppress(OSError, RunStoreError):
+        with suppress(OSError, RunStoreError):
             first = directory.is_first_caller(f"{identity.run_id}.{identity.attempt}", origin)
     logger.log(
         logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", printable(reason)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchlens_perf.errors import DeviceError
+from torchlens_perf.interruption import ours
 
 LIBRARY = "libcuda.so.1"
 NOT_READY = 600
@@ -73,7 +74,7 @@ class CudaDriver:
     def __init__(self, library: str = LIBRARY) -> None:
         try:
             self._library, quick = ctypes.CDLL(library), ctypes.PyDLL(library)
-        except OSError as error:
+        except ours(OSError) as error:
             raise DeviceError(f"the CUDA driver cannot be loaded: {error}") from None
         self._functions: dict[str, Any] = {}
         for name, signature in _SIGNATURES.items():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf.errors import DeviceError
+from torchlens_perf.interruption import ours
 from torchlens_perf.run.installation import build_install_command
 
 SOURCE = Path(__file__).with_name("kernels.cu")
@@ -54,7 +55,7 @@ def _convert_errors(what: str) -> Iterator[None]:
         yield
     except DeviceError:
         raise
-    except Exception as error:
+    except ours(Exception) as error:
         raise DeviceError(f"{what}: {type(error).__name__}: {error}") from None
 
 

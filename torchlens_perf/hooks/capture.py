@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torchlens_perf.hooks.capture_trace import (
     find_other_profiler,
     is_python_traced,
 )
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.recorder import torch_instruments, torch_private
 from torchlens_perf.recorder.folder_request import find_folder_problem
 from torchlens_perf.run import captures as capture_files
@@ -77,7 +78,7 @@ class _CaptureRequests:
             request = capture_files.read_capture_file(Path(self._request_path), Request)
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except ours(OSError, ValueError) as error:
             refused = f"the request cannot be read: {error}"
         try:
             # Accept the request by removing its file, unless the sidecar has withdrawn the request.
@@ -119,7 +120,7 @@ class _CaptureRequests:
         """
         try:
             return work()
-        except Exception as error:
+        except ours(Exception) as error:
             if self._capture is not None:
                 with _OURS:
                     self._capture.answer_with_error(error)
@@ -181,7 +182,7 @@ class _Capture:
                     trace.start(
                         step, self._session.identity.rank, self._session.identity.world_size
                     )
-            except (HookUnavailable, RuntimeError) as error:
+            except ours(HookUnavailable, RuntimeError) as error:
                 refused = f"torch.profiler did not begin: {error}"
         if refused:
             self._trace = None
@@ -257,7 +258,7 @@ class _Capture:
             # The profiler creates the file with the umask's permissions.
             path.chmod(stat.S_IMODE(path.stat().st_mode) & 0o640)
             size = path.stat().st_size
-        except (OSError, RuntimeError) as error:
+        except ours(OSError, RuntimeError) as error:
             self._left_out[name] = f"it could not be written: {error}"
             size = 0
         if 0 < size <= max_bytes:

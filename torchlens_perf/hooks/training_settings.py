@@ -6,7 +6,6 @@ third one. No object of the script is kept alive, and nothing is read about the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import itertools
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
 from torchlens_perf.hooks.loop.trained_models import find_objects_of_type
+from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.training_settings import (
@@ -233,7 +233,7 @@ def _read_parameter_types(models: Sequence[Module]) -> list[str] | None:
 
 
 def _read_free_memory() -> int | None:
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+    with suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
                 return 1024 * int(line.split()[1])

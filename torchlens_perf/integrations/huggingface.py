@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import ConfigError, guard
 from torchlens_perf.integrations.framework_run import FrameworkRun, missing_framework_error
+from torchlens_perf.interruption import ours
 
 try:
     from transformers import TrainerCallback
-except ImportError as error:
+except ours(ImportError) as error:
     raise missing_framework_error("transformers", error) from None
 
 if TYPE_CHECKING:

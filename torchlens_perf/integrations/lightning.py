@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import ConfigError, guard
 from torchlens_perf.integrations.framework_run import FrameworkRun, missing_framework_error
+from torchlens_perf.interruption import ours
 from torchlens_perf.recorder.recorder import Section, section
 
 try:
     from lightning.pytorch import Callback
     from lightning.pytorch.profilers import Profiler
-except ImportError as error:
+except ours(ImportError) as error:
     raise missing_framework_error("lightning", error) from None
 
 if TYPE_CHECKING:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from torchlens_perf.interruption import ours
+
 # torch/csrc/autograd/engine.cpp names these threads; pt_autograd_0 belongs to the first device.
 _NAMES_BEGIN_WITH = "pt_autograd_"
 _known = threading.local()
@@ -16,7 +18,7 @@ def is_autograd_thread() -> bool:
         try:
             with open("/proc/thread-self/comm") as file:
                 known = file.read().startswith(_NAMES_BEGIN_WITH)
-        except OSError:
+        except ours(OSError):
             known = False
         _known.is_autograds = known
     return known

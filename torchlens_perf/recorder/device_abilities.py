@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torchlens_perf.interruption import ours
+
 _TIMEOUT_S = 1.0
 
 
@@ -29,7 +31,7 @@ def find_ability_problem(ability: Ability, device: Any) -> str:
     """
     try:
         return "" if ability.works(device) else "it gives a wrong answer"
-    except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError) as error:
+    except ours(RuntimeError, AttributeError, TypeError, ValueError, AssertionError) as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
 

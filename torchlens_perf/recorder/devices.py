@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from torchlens_perf.errors import DeviceError
+from torchlens_perf.interruption import ours
 
 # With the value 1, all streams share one queue to the device. A timed event or a wait then delays
 # all later work.
@@ -68,7 +69,7 @@ def find_accelerator_in_use(kind: str, *, computes_there: bool) -> DeviceInUse |
             for each in range(torch.accelerator.device_count())
         }
     # The allocator may report no numbers. Older versions of torch support only CUDA's allocator.
-    except (RuntimeError, AttributeError):
+    except ours(RuntimeError, AttributeError):
         reserved = {}
     used = _select_used_devices(reserved)
     if used:

@@ -6,7 +6,6 @@ server sleeps in the kernel, where no signal ends it. Only another process can l
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.run import children, make_folders
 
 MADE = "made"
@@ -43,7 +43,7 @@ class FolderRequest:
             self._process = children.start_child(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
             )
-        except OSError as error:
+        except ours(OSError) as error:
             raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
 
     def wait_for_answer(self, timeout_s: float) -> str:
@@ -68,7 +68,7 @@ class FolderRequest:
             # The child hangs or has not started. Some folders may exist.
             process.kill()
         elif process.poll() is None:  # A write to an ended child may raise SIGPIPE, so check first.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 process.stdin.write(make_folders.KEEP)
         self.close()
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import recorder
 from torchlens_perf.run import ownership, tap_requirements
 
@@ -70,7 +71,7 @@ def find_tap_files(name: str) -> Iterator[tuple[Path, str | None]]:
             )
             if path.is_file():
                 yield path, refused
-        except OSError:
+        except ours(OSError):
             continue
 
 
@@ -80,7 +81,7 @@ def load_tap() -> Any | None:
     for path in _find_trusted_files() if recorder.NATIVE else ():
         try:
             return load_tap_file(path)
-        except ImportError:
+        except ours(ImportError):
             continue
     return None
 
@@ -98,7 +99,7 @@ def list_tap_problems() -> list[str]:
         try:
             if refused is None and recorder.NATIVE:
                 load_tap_file(path)
-        except ImportError as error:
+        except ours(ImportError) as error:
             refused = f"it cannot be loaded: {error}"
         if refused is not None:
             found.append(f"{path} is not used: {refused}")
@@ -108,7 +109,7 @@ def list_tap_problems() -> list[str]:
 def _find_trusted_files() -> Iterator[Path]:
     try:
         yield from (path for path, refused in find_tap_files(build_file_name()) if refused is None)
-    except OSError:
+    except ours(OSError):
         # The package was installed without its source.
         return
 

@@ -16,6 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import recorder
 from torchlens_perf.run import ownership
 
@@ -132,7 +133,7 @@ def find_plugin_problem() -> str:
     found = _plugin_file()
     try:
         refused = ownership.why_others_can_change(found)
-    except OSError:
+    except ours(OSError):
         return "the plugin was not built"
     if refused is not None:
         return f"the plugin is not used: {refused}"
@@ -195,7 +196,7 @@ def find_shared_memory_problem(local_ranks: int, shared_memory: Path = _SHARED_M
     needed = local_ranks * POOL_BYTES
     try:
         found = os.statvfs(shared_memory)
-    except OSError as error:
+    except ours(OSError) as error:
         return (
             f"NCCL needs {needed >> 20} MiB of shared memory for it, and {shared_memory}:"
             f" {error.strerror}"
@@ -216,13 +217,13 @@ def find_other_plugin(environ: Mapping[str, str], file: Path) -> str | None:
     chosen = environ.get(VARIABLE)
     if chosen is not None:
         # A plugin of this package is not "other", even if it is from another environment.
-        ours = chosen == str(file) or Path(chosen).name.startswith(f"{_MODULE}.")
-        return None if ours else f"{VARIABLE}={chosen}"
+        is_plugin = chosen == str(file) or Path(chosen).name.startswith(f"{_MODULE}.")
+        return None if is_plugin else f"{VARIABLE}={chosen}"
     own = environ.get("NCCL_CONF_FILE")
     for settings in (Path(own or os.path.expanduser("~/.nccl.conf")), Path("/etc/nccl.conf")):
         try:
             lines = settings.read_text(errors="replace").splitlines()
-        except OSError:
+        except ours(OSError):
             continue
         if any(line.startswith(f"{VARIABLE}=") for line in lines):
             return f"{VARIABLE} in {settings}"

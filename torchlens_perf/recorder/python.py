@@ -11,7 +11,6 @@ in asyncio tasks are not distinguished.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
@@ -23,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from torchlens_perf.errors import guard
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.recorder.autograd_threads import is_autograd_thread
 from torchlens_perf.recorder.budget import EVERY_STEP
 from torchlens_perf.recorder.clocks import LONGEST_MARK_NS
@@ -245,7 +245,7 @@ class Recorder:
             return False
         try:
             self._thread_time = ThreadTime(threading.get_native_id())
-        except OSError:
+        except ours(OSError):
             return False
         if not self._thread_time.available:
             self._stop_thread_time()
@@ -665,7 +665,7 @@ class ThreadTime:
         if thread == self._thread or (self._autograd is not None and self._autograd[0] == thread):
             return
         self._stop_measuring_autograd()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._autograd = thread, _open_schedstat(thread)
             self._read_autograd_wait_ns()
 
@@ -723,7 +723,7 @@ def _read_schedstat(file: KeptFile) -> tuple[int, int] | None:
     """Return (CPU time, run-queue wait) in ns, or None if the thread or the file is gone."""
     try:
         cpu_ns, ready_ns, *_ = file.read(96).split()
-    except (OSError, ValueError):
+    except ours(OSError, ValueError):
         return None
     return int(cpu_ns), int(ready_ns)
 
@@ -923,7 +923,7 @@ def section(name: str) -> Section:
     """Return the section of that name: a context manager and a decorator."""
     try:
         return _sections[name]
-    except KeyError:
+    except ours(KeyError):
         if not isinstance(name, str):
             raise TypeError(f"section() takes a name, got {type(name).__name__}") from None
         if len(_sections) >= _MAX_SECTIONS:

@@ -5,7 +5,6 @@ The facts are JSON in the ring file.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torchlens_perf.config import SIDECAR_SETTINGS, public_fields
 from torchlens_perf.errors import guard
+from torchlens_perf.interruption import suppress
 from torchlens_perf.output import logger
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.recorder import NATIVE
@@ -253,7 +253,7 @@ def _collect_run_settings(config: Config) -> dict[str, str]:
 
 def _find_program_folder() -> str:
     """Return the folder of the program, or the working directory for one that is installed."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         script = os.path.abspath(str(sys.argv[0]) if sys.argv else "")
         return os.getcwd() if script.startswith(sys.prefix) else os.path.dirname(script)
     return ""

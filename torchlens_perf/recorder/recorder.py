@@ -13,6 +13,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.interruption import ours
 from torchlens_perf.output import logger
 
 # Reason why an installed native recorder cannot be used, or "".
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 else:
     try:
         import torchlens_perf._native as _implementation
-    except ImportError as error:
+    except ours(ImportError) as error:
         from torchlens_perf.recorder import python as _implementation
 
         # A ModuleNotFoundError means that the extension was not built.

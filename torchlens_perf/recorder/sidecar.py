@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children, ownership, sidecar_status
 from torchlens_perf.run.directory import (
@@ -43,7 +43,7 @@ def ensure_running(run: RunDirectory, identity: Identity, token: str = "") -> bo
     """
     try:
         return _start_if_not_running(run, identity, token)
-    except OSError as error:
+    except ours(OSError) as error:
         raise RunStoreError(f"the sidecar cannot start: {error.strerror or error}") from error
 
 
@@ -89,7 +89,7 @@ class LateReport:
 
     def read_progress(self) -> object:
         """Return a value that changes while the sidecar works or waits for a CPU."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             lock = find_sidecar_lock(self._run.run_id)
             pid, _, doing = sidecar_status.read_status(str(lock))
             if lock is not None and not pid and is_lock_held(lock):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchlens_perf.interruption import ours
+
 
 def get_group_members(name: str) -> tuple[list[int], str]:
     """Return the global ranks of a process group and its description: "mesh_tp" for dimension "tp"
@@ -28,7 +30,7 @@ def get_group_backend(name: str, device: str) -> str:
     group = _resolve_process_group(name)
     try:
         return str(group._get_backend(torch.device(device)).name())
-    except RuntimeError:
+    except ours(RuntimeError):
         return ""
 
 
@@ -41,7 +43,7 @@ def get_group_sequence_number(name: str) -> int:
     group: Any = _resolve_process_group(name)
     try:
         return int(group._get_sequence_number_for_group())
-    except RuntimeError:
+    except ours(RuntimeError):
         return -1
 
 

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from torchlens_perf.errors import HookUnavailable
+from torchlens_perf.interruption import ours
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 MODULE_CALL = "torch.nn.Module._wrapped_call_impl"
@@ -58,7 +59,7 @@ def is_usable(name: str) -> bool:
     """
     try:
         return _by_name[name].works()
-    except (
+    except ours(
         ImportError,
         AttributeError,
         LookupError,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RunStoreError, guard, printable
+from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.results import child
 from torchlens_perf.run.directory import find_sidecar_lock
@@ -67,7 +68,7 @@ def parse_results(text: str) -> Results:
     try:
         value = json.loads(text)
         return Results(value["text"], value["html"], value["summary"], "")
-    except (ValueError, KeyError, TypeError):
+    except ours(ValueError, KeyError, TypeError):
         return missing_results(text.removeprefix("torchlens_perf: ").strip())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 
 from torchlens_perf.errors import RunStoreError, printable
+from torchlens_perf.interruption import ours
 from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children
 
@@ -36,7 +37,7 @@ def run_and_capture(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
         raise RunStoreError(
             f"torchlens-perf {arguments[0]} took longer than {timeout_s:g} s"
         ) from None
-    except OSError as error:
+    except ours(OSError) as error:
         raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]

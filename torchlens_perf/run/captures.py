@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from torchlens_perf.interruption import ours
 from torchlens_perf.run import ownership
 
 MAX_STEPS = 20
@@ -154,7 +155,7 @@ def read_capture_file(path: Path, kind: type[_T]) -> _T:
     """
     try:
         value = json.loads(ownership.read_regular_file(path, _MAX_BYTES))
-    except RecursionError:
+    except ours(RecursionError):
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
@@ -162,7 +163,7 @@ def read_capture_file(path: Path, kind: type[_T]) -> _T:
         value["ranks"] = tuple(value["ranks"])
     try:
         made = kind(**value)
-    except TypeError as error:
+    except ours(TypeError) as error:
         raise ValueError(str(error)) from None
     _check_fields(made)
     return made
@@ -262,9 +263,9 @@ def read_requests(captures: Path) -> tuple[list[Request], list[str]]:
             found.append(request)
         except FileNotFoundError:
             continue
-        except OSError as error:
+        except ours(OSError) as error:
             unreadable.append(f"{path.name}: {error.strerror or error}")
-        except ValueError as error:
+        except ours(ValueError) as error:
             unreadable.append(f"{path.name}: {error}")
     return sorted(found, key=lambda each: each.asked_unix_s), unreadable
 
@@ -273,7 +274,7 @@ def read_outcome(captures: Path, request: Request, rank: int) -> Outcome | None:
     """Return a rank's outcome of the request; None while the outcome is missing."""
     try:
         return read_capture_file(outcome_path(rank_folder(captures, request.id, rank)), Outcome)
-    except (OSError, ValueError):
+    except ours(OSError, ValueError):
         return None
 
 

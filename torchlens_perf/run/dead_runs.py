@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from torchlens_perf.interruption import ours
 from torchlens_perf.run import children
 from torchlens_perf.run.directory import find_local_run_folders, is_writer_running
 from torchlens_perf.run.place.node import namespace_digest
@@ -72,7 +73,7 @@ def _read_run_and_node(ring: Path) -> tuple[Path, str] | None:
 def _has_live_sidecar(path: Path) -> bool:
     try:
         return is_lock_held(path)
-    except OSError:
+    except ours(OSError):
         return False
 
 

@@ -49,6 +49,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.run import mailbox, make_folders, ownership
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.place.node import namespace_digest, pid_namespace_inode
@@ -150,7 +151,7 @@ class RunDirectory:
         try:
             access = make_folders.SHARED if self.shared else make_folders.PRIVATE
             return make_folders.make_folders([str(folder) for folder in self.folders], access)
-        except OSError as error:
+        except ours(OSError) as error:
             raise RunStoreError(f"cannot write to {self.path}: {error.strerror or error}") from None
 
     def register_ring(self, node: str, ring: Path) -> None:
@@ -166,7 +167,7 @@ class RunDirectory:
             try:
                 # write(2) of a short line is atomic, so lines of several ranks cannot interleave.
                 file.write(os.fsencode(ring) + b"\n")
-            except OSError:
+            except ours(OSError):
                 if not file.tell():
                     self.node_rings_path(node).unlink()
                 raise
@@ -334,7 +335,7 @@ def _remove_stale_claims(folder: Path) -> None:
         # Process ids of other namespaces are not valid here.
         if found and int(found[2]) == pid_namespace_inode():
             # Another process may have just removed the claim.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 holders.setdefault(found[1], []).append((link, os.readlink(link).partition(":")[0]))
     for links in holders.values():
         if not any(_is_running(process) for _, process in links):
@@ -357,7 +358,7 @@ def create_local_folders(run_id: str) -> Iterator[Path]:
             except FileNotFoundError:
                 # The last process of another run may have just removed the parent folder.
                 continue
-            except OSError:
+            except ours(OSError):
                 break
             yield folder
             break
@@ -395,7 +396,7 @@ def _call_in_local_folder(run_id: str, work: Callable[[Path], _T]) -> _T:
                 # Another process has just removed the folder or a file in it.
                 problem = error
                 break
-            except OSError as error:
+            except ours(OSError) as error:
                 problem = error
     reason = f": {problem.strerror or problem}" if problem is not None else ""
     raise RunStoreError(
@@ -428,16 +429,16 @@ def sidecar_log_path(lock: Path) -> Path:
 def _modified_ns(folder: Path) -> int:
     try:
         return os.stat(folder).st_mtime_ns
-    except OSError:
+    except ours(OSError):
         return 0
 
 
 def _remove_if_empty(folder: Path) -> None:
     """Remove a run's folder, and the parent folder of all runs of this user, if they are empty."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         folder.rmdir()
     if folder.parent in _local_parent_folders():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             folder.parent.rmdir()
 
 
@@ -445,7 +446,7 @@ def remove_empty_user_folders() -> None:
     """Remove the parent folders of this user's runs on this node if they are empty."""
     for parent in _local_parent_folders():
         if _is_private_folder(parent):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 _remove_stale_claims(parent)
                 parent.rmdir()
 
@@ -467,7 +468,7 @@ def _make_private_folder(path: Path) -> Path:
 def _is_private_folder(path: Path) -> bool:
     try:
         found = path.lstat()
-    except OSError:
+    except ours(OSError):
         return False
     return (
         stat.S_ISDIR(found.st_mode)
@@ -502,7 +503,7 @@ def create_ring(
                 problems.append(f"{place}: {error.strerror}")
                 # A sidecar that is ending has just removed the folder.
                 break
-            except OSError as error:
+            except ours(OSError) as error:
                 problems.append(f"{'memory' if anonymous else place}: {error.strerror or error}")
         else:
             break
@@ -549,7 +550,7 @@ def find_local_run_folders() -> Iterator[tuple[Path, float]]:
     """Yield this user's run folders on this node, each with the time of its last change."""
     for parent in _local_parent_folders():
         found: list[Path] = []
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             found = sorted(parent.iterdir()) if _is_private_folder(parent) else []
         for folder in found:
             if _is_private_folder(folder):

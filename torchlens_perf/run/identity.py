@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TypedDict
 
+from torchlens_perf.interruption import ours
 from torchlens_perf.run import location
 from torchlens_perf.run.place import launcher
 from torchlens_perf.run.place.caller import read_calling_span
@@ -315,7 +316,7 @@ def _last_path_part(path: str) -> str:
     if name in ("", ".", "..", "__main__.py"):
         try:
             path = os.path.realpath(path)
-        except OSError:
+        except ours(OSError):
             # realpath() fails if the working directory has been removed.
             return "python"
         name = os.path.basename(os.path.dirname(path) if name == "__main__.py" else path)

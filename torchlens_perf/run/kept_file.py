@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+from torchlens_perf.interruption import ours
+
 
 class KeptFile:
     """An open file and its number, which is used only while the number belongs to this file."""
@@ -20,7 +22,7 @@ class KeptFile:
         """Return fstat() of the file, or None if the program has closed the file."""
         try:
             found = os.fstat(self._number)
-        except OSError:
+        except ours(OSError):
             return None
         return found if _identify(found) == self._identity else None
 

@@ -13,6 +13,7 @@ import os
 import time
 from pathlib import Path
 
+from torchlens_perf.interruption import ours
 from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run.kept_file import KeptFile
 
@@ -82,7 +83,7 @@ class Mailbox:
     def _reopen_and_read(self) -> str | None:
         try:
             self._file = KeptFile(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
-        except OSError:
+        except ours(OSError):
             return None
         return self.read_new_message()
 
@@ -106,7 +107,7 @@ def read_question(mailbox: Path) -> str | None:
     """Return the question in an ANSWER mailbox; None if it has no question. Called by the sidecar."""
     try:
         descriptor = os.open(mailbox, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
+    except ours(OSError):
         return None
     with open(descriptor, "rb", buffering=0) as file:
         text = file.read(64)

@@ -122,7 +122,9 @@ def remove_empty_folders(made: list[str]) -> bool:
             os.rmdir(folder)
         except FileNotFoundError:
             continue
-        except OSError:
+        except OSError as error:
+            if error.errno is None:
+                raise  # It comes from a signal handler of the program, see interruption.py.
             left = True
     return not left
 

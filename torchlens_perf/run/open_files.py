@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
+
+from torchlens_perf.interruption import suppress
 
 
 def raise_open_file_limit() -> int:
     """Raise the soft limit of open files to the hard limit if possible, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         return hard
     return soft

@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchlens_perf.interruption import suppress
+
 _ROOT_UID = 0
 _PRIVATE_UMASK, _GROUP_UMASK = 0o077, 0o027
 # The kernel follows at most the same number of links.
@@ -198,7 +200,7 @@ def restrict_new_files_like(folder: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as leaving:
         leaving.callback(os.umask, os.umask(_PRIVATE_UMASK))
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if is_group_readable(folder):
                 os.umask(_GROUP_UMASK)
         yield

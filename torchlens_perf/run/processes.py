@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import time
 
+from torchlens_perf.interruption import ours
+
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 """Number of clock ticks per second. /proc/PID/stat counts CPU time in these ticks."""
 
@@ -43,7 +45,7 @@ def thread_ids(pid: int) -> list[int]:
     """Return the native ids of a process's threads; an empty list if it does not exist."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
+    except ours(OSError):
         return []
 
 
@@ -82,7 +84,7 @@ def clock_without_cpu_wait_ns() -> int:
 def _read_schedstat(path: str, field: int) -> int | None:
     try:
         return int(read_kernel_bytes(path).split()[field])
-    except (OSError, ValueError, IndexError):
+    except ours(OSError, ValueError, IndexError):
         return None
 
 
@@ -116,7 +118,7 @@ def read_command_line(pid: int) -> list[str]:
             return [
                 argument.decode(errors="replace") for argument in (file.read() or b"").split(b"\0")
             ]
-    except OSError:
+    except ours(OSError):
         return []
 
 
@@ -124,7 +126,7 @@ def read_kernel_text(path: str | os.PathLike[str]) -> str:
     """Return the stripped text of a small kernel file; "" if it cannot be read."""
     try:
         return read_kernel_bytes(path).decode(errors="replace").strip()
-    except OSError:
+    except ours(OSError):
         return ""
 
 
@@ -136,7 +138,7 @@ def read_stat_fields(path: str) -> list[bytes]:
     """
     try:
         fields = read_kernel_bytes(path).rpartition(b")")[2].split()
-    except OSError:
+    except ours(OSError):
         return []
     return fields if len(fields) > 19 else []
 

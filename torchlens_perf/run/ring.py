@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RingError
+from torchlens_perf.interruption import ours
 from torchlens_perf.run.fitting import fit_metadata
 from torchlens_perf.run.kept_file import KeptFile
 from torchlens_perf.run.rings import memory, spool
@@ -425,7 +426,7 @@ class RingReader:
             return {}
         try:
             loaded = json.loads(text)
-        except (ValueError, RecursionError):
+        except ours(ValueError, RecursionError):
             return {}
         return loaded if isinstance(loaded, dict) else {}
 
@@ -586,7 +587,7 @@ def reading_ring(path: Path) -> Iterator[RingReader | None]:
     """Context with a reader of a ring file; None if this version cannot read the file."""
     try:
         reader = RingReader(path)
-    except (OSError, RingError):
+    except ours(OSError, RingError):
         yield None
         return
     try:

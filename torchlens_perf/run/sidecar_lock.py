@@ -7,6 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.run import sidecar_status
 from torchlens_perf.run.rings import memory
 
@@ -82,12 +83,12 @@ class SidecarLock:
         try:
             if not anew.acquire():
                 return False
-        except OSError:
+        except ours(OSError):
             return True
         status = os.pread(self.descriptor, sidecar_status.BYTES, 0)
         self.close()
         self._descriptor = anew.descriptor
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.pwrite(self._descriptor, status, 0)
         return True
 
@@ -112,7 +113,7 @@ class SidecarLock:
         if self._is_current():
             self.path.unlink(missing_ok=True)
         self.close()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.path.parent.rmdir()
 
     def _is_current(self) -> bool:

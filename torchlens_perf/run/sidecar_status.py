@@ -6,9 +6,9 @@ one write(2).
 
 from __future__ import annotations
 
-import contextlib
 import os
 
+from torchlens_perf.interruption import suppress
 from torchlens_perf.run.processes import process_start_ticks
 
 SEVERAL_NODES = "--several-nodes"
@@ -33,7 +33,7 @@ def write_status(descriptor: int, doing: str) -> None:
     pid = os.getpid()
     line = f"{pid} {process_start_ticks(pid)} {doing}".encode(errors="surrogateescape")[: BYTES - 1]
     # Shared memory may be full.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.pwrite(descriptor, line.ljust(BYTES - 1) + b"\n", 0)
 
 

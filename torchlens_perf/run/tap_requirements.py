@@ -6,7 +6,6 @@ built tap. commands/tap_build.py builds the tap. The sidecar reports why the tap
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchlens_perf.errors import TorchlensPerfError
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.run import ownership
 
 SOURCES = Path(__file__).parents[1] / "native"
@@ -75,7 +75,7 @@ def find_compiler() -> list[str]:
         raise BuildError("the package came without its native sources: reinstall torchlens_perf")
     try:
         command = shlex.split(os.environ.get("CXX", "")) or ["g++"]  # such as "ccache g++"
-    except ValueError as error:
+    except ours(ValueError) as error:
         raise BuildError(f"CXX cannot be read: {error}") from None
     program = shutil.which(command[0])
     if program is None:
@@ -116,7 +116,7 @@ def _make_folders(place: Path) -> str | None:
             folder.mkdir(mode=0o700)
         except FileExistsError:
             continue
-        except OSError as error:
+        except ours(OSError) as error:
             return f"{folder} cannot be made ({error.strerror})"
     return None
 
@@ -132,7 +132,7 @@ def _why_unusable(place: Path) -> str | None:
         refused = ownership.why_others_can_change(nearest)
     except StopIteration:
         return f"{place.parent.parent} is not there"
-    except OSError as error:
+    except ours(OSError) as error:
         return f"{place} cannot be looked at ({error.strerror})"
     if refused is None and not os.access(nearest, os.W_OK | os.X_OK):
         return f"{nearest} cannot be written"
@@ -155,12 +155,12 @@ class FailureRecord:
             return (
                 str(value["error"]) if value["compiler"] == _compiler_identity(compiler) else None
             )
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except ours(OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def save_error(self, compiler: list[str], error: str) -> None:
         # If the record cannot be written, the build will be tried again.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._path.write_text(
                 json.dumps({"compiler": _compiler_identity(compiler), "error": error})
             )

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.hooks.loop.selection import unwrapped_class_name
+from torchlens_perf.interruption import ours
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -65,7 +66,7 @@ def read_names_in_call(frame: types.FrameType | None, function: str) -> list[str
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     try:
         tree = ast.parse("".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except ours(SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     line, arguments = frame.f_lineno, list[ast.expr]()
     for node in ast.walk(tree):
@@ -179,5 +180,5 @@ else:
         get.restype, get.argtypes = ctypes.py_object, (ctypes.py_object, ctypes.c_char_p)
         try:
             return get(frame, name.encode())
-        except NameError:  # The variable has no value yet.
+        except ours(NameError):  # The variable has no value yet.
             return None

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
+from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import native_hook
@@ -283,7 +284,7 @@ def _report_steps_of_class(
     with ExitStack() as attached:
         try:
             attached.enter_context(patched(owner, "step", step_and_report))
-        except TypeError:  # A class written in C cannot be patched.
+        except ours(TypeError):  # A class written in C cannot be patched.
             session.note(
                 f"{owner.__name__}: its steps cannot be seen; call w.step() at the end of your loop"
             )

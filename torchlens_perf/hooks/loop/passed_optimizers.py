@@ -7,11 +7,12 @@ optimizer. A passed object matches if it contains this optimizer or has the same
 
 from __future__ import annotations
 
-import contextlib
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.interruption import ours, suppress
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -103,7 +104,7 @@ def _iterate_attribute_values(owner: Any) -> Iterator[Any]:
     for kind in type(owner).__mro__:
         for member in vars(kind).values():
             if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # Raised if a slot is empty.
+                with suppress(AttributeError):  # Raised if a slot is empty.
                     values.append(member.__get__(owner))
     for value in values:
         if isinstance(value, (list, tuple)):
@@ -129,7 +130,7 @@ def parameters_of(optimizer: Optimizer | Any) -> list[Any]:
 
     The list is empty if there are no groups, or if the groups differ from torch's format.
     """
-    with contextlib.suppress(AttributeError, KeyError, TypeError):
+    with suppress(AttributeError, KeyError, TypeError):
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return []
 
@@ -138,5 +139,5 @@ def create_reference(optimizer: Any) -> Callable[[], Any]:
     """Return a weak reference, or a strong one if the class does not support weak references."""
     try:
         return weakref.ref(optimizer)
-    except TypeError:  # The class has slots and no __weakref__.
+    except ours(TypeError):  # The class has slots and no __weakref__.
         return lambda: optimizer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.hooks.loop.model_names import name_models
 from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
 from torchlens_perf.hooks.loop.selection import NamedModel
+from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import torch_private
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _list_parameters(module: Module) -> list[Any]:
     """Return the module's parameters, or an empty list while another thread builds the module."""
     try:
         return list(module.parameters())
-    except RuntimeError:  # A dictionary changed its size during the iteration.
+    except ours(RuntimeError):  # A dictionary changed its size during the iteration.
         return []
 
 

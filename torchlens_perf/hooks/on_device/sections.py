@@ -19,6 +19,7 @@ from torchlens_perf.hooks.on_device.events import AcceleratorEvents, create_even
 from torchlens_perf.hooks.on_device.progress import DeviceProgress, MarkedSpan
 from torchlens_perf.hooks.on_device.stalls import StallMarker
 from torchlens_perf.hooks.on_device.step_parts import StepPartCollector
+from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder.clocks import LONGEST_MARK_NS, MAX_UNREAD_STEPS
 from torchlens_perf.recorder.devices import CONNECTIONS, find_accelerator_in_use
@@ -182,7 +183,7 @@ class DeviceTimesHook:
             if device is None or _is_capturing(self._kind):
                 return  # Reading the device clock would abort the graph capture.
             self.start_marking(session, create_events(device))
-        except (DeviceError, RuntimeError, NotImplementedError) as error:
+        except ours(DeviceError, RuntimeError, NotImplementedError) as error:
             self._is_unavailable = True
             session.note(f"device times are not recorded: {error}")
 

@@ -12,6 +12,7 @@ from torchlens_perf.cuda.reduction import ReducedWindow, pack_window
 from torchlens_perf.cuda.stamps import NO_SLOT, SLOTS, DeviceRing
 from torchlens_perf.cuda.steps import PendingSteps
 from torchlens_perf.errors import DeviceError, guard
+from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import device_sections
 from torchlens_perf.run.device.merged_rows import pack_row
 from torchlens_perf.run.ring import Kind
@@ -92,11 +93,11 @@ class SessionStamper:
             assert self._ring is not None
             self._merge = self._device.create_merger(self._ring, group)
         # torch raises RuntimeError, for example when it is out of memory.
-        except (DeviceError, RuntimeError) as error:
+        except ours(DeviceError, RuntimeError) as error:
             problem = str(error)
         try:
             agreed = self._device.all_ranks_agree(group, able=not problem)
-        except RuntimeError as error:
+        except ours(RuntimeError) as error:
             agreed, problem = False, problem or str(error)
         if not agreed:
             if self._merge is not None:

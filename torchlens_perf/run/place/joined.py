@@ -13,6 +13,8 @@ import os
 import re
 from pathlib import Path
 
+from torchlens_perf.interruption import ours, suppress
+
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,119}")
 # New files may appear during a move.
 _TRIES = 5
@@ -39,7 +41,7 @@ def join_run_directories(own: Path, run_id: str) -> bool:
         try:
             own.rmdir()
             break
-        except OSError:
+        except ours(OSError):
             if not left:
                 raise
     os.symlink(run_id, own)
@@ -57,7 +59,7 @@ def _merge_folder(source: Path, target: Path) -> None:
         if entry.is_dir(follow_symlinks=False):
             _merge_folder(path, target / entry.name)
             # rmdir() fails if another process has just written a new file.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 path.rmdir()
         elif (target / entry.name).exists():
             path.unlink(missing_ok=True)

@@ -13,6 +13,8 @@ import os
 import re
 import socket
 
+from torchlens_perf.interruption import ours
+
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _MAX_HOST = 64
 _DIGITS = 6
@@ -23,7 +25,7 @@ def pid_namespace_inode() -> int:
     """Return the inode of this process's PID namespace; 0 if the kernel does not provide it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
+    except ours(OSError):
         return 0
 
 
@@ -46,7 +48,7 @@ def namespace_digest() -> str:
     try:
         with open(_BOOT_ID) as file:
             boot = file.read().strip()
-    except OSError:
+    except ours(OSError):
         # Some sandboxes do not have this file.
         boot = ""
     text = f"{boot}/{pid_namespace_inode()}"

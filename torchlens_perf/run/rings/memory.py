@@ -24,6 +24,7 @@ import os
 import time
 from collections.abc import Collection
 
+from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.run.kept_file import KeptFile
 from torchlens_perf.run.rings.spool import spool_path
 
@@ -64,7 +65,7 @@ def reserve_file(path: str | os.PathLike[str], size: int) -> mmap.mmap:
     )
     try:
         os.posix_fallocate(descriptor, 0, size)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return _map(descriptor, size)
     except BaseException:
@@ -123,7 +124,7 @@ def _create_memfd(name: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create(name, flags | _NO_EXECUTION)
-    except OSError as error:
+    except ours(OSError) as error:
         if error.errno != errno.EINVAL:
             raise
         return os.memfd_create(name, flags)
@@ -137,7 +138,7 @@ def open_to_read(path: str) -> int:
     try:
         # O_NONBLOCK keeps the call from waiting if the path is a FIFO.
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
+    except ours(OSError) as error:
         if error.errno != errno.ELOOP:
             raise
     for link in (path, _held_link_path(path)):
@@ -159,7 +160,7 @@ def announce_open_ring(path: str, descriptor: int) -> None:
     """
     if os.path.islink(path):
         partial = f"{_held_link_path(path)}-{os.getpid()}"
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", partial)
             os.replace(partial, _held_link_path(path))
 
@@ -173,7 +174,7 @@ def wait_until_opened_elsewhere(path: str, file: KeptFile, timeout_s: float) -> 
     deadline_s = time.monotonic() + timeout_s
     while True:
         found = file.stat()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if found is not None and os.path.samestat(os.stat(_held_link_path(path)), found):
                 return True
         if not os.path.lexists(path):
@@ -199,7 +200,7 @@ def is_mapped(path: str) -> bool:
 
     Processes in other containers count too.
     """
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return is_locked(path, fcntl.LOCK_EX)
     return False
 
