@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.results.ask import RunHandle
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.ring import RingFile
 
     P = ParamSpec("P")
 
@@ -189,6 +190,7 @@ class Watch(LiveResultMethods):
         self._enabled = enabled
         self._identity: Identity | None = None
         self._session: Session | None = None
+        self._ending: Session | None = None
         self._disk_answers = True
         self._loop: TrainingLoop | None = None
         self._joined: Watch | None = None
@@ -256,7 +258,11 @@ class Watch(LiveResultMethods):
         Recording ends with stop() or with the process.
         """
         self.__enter__()
-        self._stop_at_exit()
+        try:
+            self._stop_at_exit()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def stop(self) -> None:
@@ -264,10 +270,12 @@ class Watch(LiveResultMethods):
 
         Further calls do nothing.
         """
-        atexit.unregister(self.stop)
-        if self._finalizer is not None:
-            self._finalizer.cancel()
-        self.__exit__(None, None, None)
+        try:
+            atexit.unregister(self.stop)
+            if self._finalizer is not None:
+                self._finalizer.cancel()
+        finally:
+            self.__exit__(None, None, None)
 
     def _stop_at_exit(self) -> None:
         from multiprocessing.util import Finalize
@@ -285,12 +293,18 @@ class Watch(LiveResultMethods):
                     " watch()"
                 )
             self._entered = True
-            if not self._enabled:
-                self._models, self._optimizers = None, []
-            elif _running is None:
-                self._record()
-            else:
-                self._join_running_watch(_running)
+        try:
+            with _changing:
+                if not self._enabled:
+                    self._models, self._optimizers = None, []
+                elif _running is None:
+                    self._record()
+                else:
+                    self._join_running_watch(_running)
+        except BaseException:
+            # An interruption may arrive when recording has already begun.
+            self._stop_recording({})
+            raise
         return self
 
     def _join_running_watch(self, running: Watch) -> None:
@@ -314,7 +328,10 @@ class Watch(LiveResultMethods):
         if self._joined is not None:
             self._joined = None
         else:
-            self._end(None if kind is None or issubclass(kind, SystemExit) else kind)
+            try:
+                self._end(None if kind is None or issubclass(kind, SystemExit) else kind)
+            finally:
+                self._stop_recording({})
 
     def step(self, tokens: int | None = None, *, loss: Tensor | float | None = None) -> None:
         """End a step. After the first call, only step() ends steps.
@@ -398,6 +415,9 @@ class Watch(LiveResultMethods):
             if self._enabled and _running is None:
                 try:
                     self._start(in_the_middle=in_the_middle, after_step_of=after_step_of)
+                except BaseException:
+                    self._stop_recording({})
+                    raise
                 finally:
                     _session = None if self._session is None else _session
             return self._session is not None
@@ -431,8 +451,8 @@ class Watch(LiveResultMethods):
             del optimizers
             if not self._config.sidecar:
                 run.register_ring(session.identity.node, session.ring_path)
-            cleanup.pop_all()
             self._session, self.run_dir, _running = session, run.path, self
+            cleanup.pop_all()
             if self._live_views is not None:
                 self._live_views.start_views(session, has_sidecar=self._config.sidecar)
 
@@ -448,7 +468,7 @@ class Watch(LiveResultMethods):
 
         config, earlier = self._config, _watches_so_far
         _watches_so_far += 1
-        with ExitStack() as leaving:
+        with ExitStack() as leaving, ExitStack() as created:
             leaving.push(functools.partial(_withdraw_from_merging, config))
             if config.sidecar:
                 children.check_sidecar_can_start()
@@ -456,23 +476,26 @@ class Watch(LiveResultMethods):
             run = RunDirectory(
                 _absolute_path(config.dir) / identity.run_id, shared=config.is_shared
             )
-            cleanup.callback(run.remove_empty_local_folders)
+            created.callback(run.remove_empty_local_folders)
             folders = FolderRequest(run.folders, shared=run.shared) if config.sidecar else None
             if folders is None:
-                cleanup.callback(make_folders.remove_empty_folders, [*run.create(), str(run.rings)])
+                created.callback(make_folders.remove_empty_folders, [*run.create(), str(run.rings)])
             else:
-                cleanup.callback(folders.close)
+                created.callback(folders.close)
             ring = directory.create_ring(
                 run, identity, config.ring_capacity, first_step=first_step, keep=not config.sidecar
             )
-            cleanup.callback(run.remove_ring, ring.path)
-            cleanup.callback(ring.release)
+            try:
+                created.callback(_remove_ring, run, ring)
+            except BaseException:
+                _remove_ring(run, ring)
+                raise
             if not config.sidecar and not ring.path.is_relative_to(run.path):
                 # At the end, a child process copies the ring into the run directory. Look for its
                 # interpreter now.
                 children.find_interpreter()
             session = Session(config, identity, ring)
-            cleanup.callback(session.close, {})
+            created.callback(session.close, {})
             session.publish()
             if folders is not None:
                 answer = folders.wait_for_answer(_FOLDERS_TIMEOUT_S)
@@ -491,8 +514,10 @@ class Watch(LiveResultMethods):
                 if not identity.local_rank:
                     with guard("looking for rings of jobs that were killed"):
                         dead_runs.start_draining(but=run.run_id)
-                cleanup.pop_all()
+                # From now on the sidecar removes the ring and empty folders.
                 cleanup.callback(_close_incomplete_session, session)
+                created.pop_all()
+            cleanup.push(created.pop_all())
             leaving.pop_all()
         return run, session
 
@@ -502,20 +527,30 @@ class Watch(LiveResultMethods):
         This function does not access the run directory's disk, which may hang. The function waits
         only for the report, for a limited time.
         """
-        global _running
         with ExitStack() as changing:
+            # The lock is released after detaching, before waiting for the report.
             changing.enter_context(_changing)
-            session, self._session = self._session, None
-            if session is None or self.run_dir is None:
-                return
+            session = self._session
+            if session is not None and self.run_dir is not None:
+                run = RunDirectory(self.run_dir, shared=self._config.is_shared)
+                self._close(session, run, changing, ended_by)
+
+    def _stop_recording(self, report: Mapping[str, Any]) -> None:
+        """Detach everything and close the session. report: see Session.close().
+
+        Further calls do nothing. After an exception, the next call completes the work.
+        """
+        global _running, _session
+        if self._session is None and self._ending is None:
+            return
+        with _changing:
+            if self._session is not None:
+                self._ending, self._session = self._session, None
             if _running is self:
                 _running = None
-            self._close(
-                session,
-                RunDirectory(self.run_dir, shared=self._config.is_shared),
-                changing,
-                ended_by,
-            )
+            if self._ending is not None:
+                self._ending.close(report)
+                _session = self._ending = None
 
     def _close(
         self,
@@ -524,28 +559,22 @@ class Watch(LiveResultMethods):
         changing: ExitStack,
         ended_by: type[BaseException] | None,
     ) -> None:
-        """Close the session and show the report.
-
-        changing: the lock on starting watches. The lock is released after detaching, before waiting
-        for the report.
-        """
-        global _session
+        """Close the session and show the report. changing: the lock on starting watches."""
         identity, mailbox, began_s = session.identity, None, time.monotonic()
-        cell, is_live = self._end_live_views()
-        reports = (self._config.prints_report and identity.rank == 0) or is_live
-        with guard("asking for the report"):
-            if reports and self._config.sidecar:
-                mailbox = Mailbox(session.ring_path, REPORT)
+        look: dict[str, Any] = {}
         try:
-            look: dict[str, Any] = {}
-            try:
-                if reports:
-                    look = last_report.build_report_request(mailbox, in_cell=cell is not None)
             # The session is closed even if the user's own stderr raises KeyboardInterrupt: no
             # record is lost.
+            try:
+                cell, is_live = self._end_live_views()
+                reports = (self._config.prints_report and identity.rank == 0) or is_live
+                with guard("asking for the report"):
+                    if reports and self._config.sidecar:
+                        mailbox = Mailbox(session.ring_path, REPORT)
+                if reports:
+                    look = last_report.build_report_request(mailbox, in_cell=cell is not None)
             finally:
-                session.close(look)
-                _session = None
+                self._stop_recording(look)
             changing.close()
             if self._config.sidecar:
                 # If the sidecar was killed, a new one finishes its work.
@@ -563,13 +592,14 @@ class Watch(LiveResultMethods):
                     elif self._live_views is not None:
                         self._live_views.write_report(shown)
         finally:
+            self._stop_recording(look)
             if mailbox is not None:
                 with guard("asking for the report"):
                     mailbox.close()
+            timeout_s = self._config._exit_timeout_s
+            timeout_s = last_report.SHORT_TIMEOUT_S if timeout_s is None else timeout_s
+            left_s = max(_MIN_HANDOVER_S, timeout_s - (time.monotonic() - began_s))
             with guard("keeping the ring"):
-                timeout_s = self._config._exit_timeout_s
-                timeout_s = last_report.SHORT_TIMEOUT_S if timeout_s is None else timeout_s
-                left_s = max(_MIN_HANDOVER_S, timeout_s - (time.monotonic() - began_s))
                 self._wait_for_ring_takeover(run, session, left_s)
 
     def _wait_for_ring_takeover(
@@ -590,7 +620,7 @@ class Watch(LiveResultMethods):
     def _forget_session(self) -> None:
         """Forget the parent's session in a forked child, which may start its own."""
         global _running
-        session, self._session = self._session, None
+        session, self._session, self._ending = self._session, None, None
         if self._live_views is not None:
             self._live_views.stop_views()
         if session is not None:
@@ -602,6 +632,11 @@ class Watch(LiveResultMethods):
 def running_watch() -> Watch | None:
     """Return the watch that is recording in this process, or None."""
     return _running
+
+
+def _remove_ring(run: RunDirectory, ring: RingFile) -> None:
+    ring.release()
+    run.remove_ring(ring.path)
 
 
 def _close_incomplete_session(session: Session) -> None:

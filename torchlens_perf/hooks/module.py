@@ -66,9 +66,9 @@ class ModuleCallRouter:
     def attach(self, session: Session) -> Iterator[None]:
         from torch.nn import Module
 
-        self._function = torch_private.get_module_call_function()
-        self._routed = route_calls(self._function)
         try:
+            self._function = torch_private.get_module_call_function()
+            self._routed = route_calls(self._function)
             if self._routed:
                 yield
             else:
@@ -78,13 +78,17 @@ class ModuleCallRouter:
                 with patched(Module, "__call__", _wrap_module_call(self._function, self._calls)):
                     yield
         finally:
-            for function in (
-                self._function,
-                *(reference() for reference in self._own_call_functions),
-            ):
-                unroute_calls(function)
-            for address in list(self._references):
-                self.stop_timing(address)
+            try:
+                self._stop_all()
+            # Complete the work if an interruption arrives.
+            finally:
+                self._stop_all()
+
+    def _stop_all(self) -> None:
+        for function in (self._function, *(each() for each in self._own_call_functions)):
+            unroute_calls(function)
+        for address in list(self._references):
+            self.stop_timing(address)
 
     def time_module(self, module: Module, make: Callable[[Any], ModuleCall]) -> None:
         """Time the module's calls from now on.
@@ -104,14 +108,16 @@ class ModuleCallRouter:
         if kind not in self._classes:
             self._classes.add(kind)
             own = next(vars(each)["__call__"] for each in kind.__mro__ if "__call__" in vars(each))
-            if isinstance(own, types.FunctionType) and route_calls(own):
+            if isinstance(own, types.FunctionType):
                 self._own_call_functions.append(weakref.ref(own))
+                if not route_calls(own):
+                    self._own_call_functions.pop()
 
     def stop_timing(self, address: int) -> None:
-        self._references.pop(address, None)
-        self._calls.pop(address, None)
         if self._routed:
             set_module_call(address, None)
+        self._calls.pop(address, None)
+        self._references.pop(address, None)
 
 
 def _wrap_module_call(

@@ -1,6 +1,9 @@
 /* Calls of Python functions out of marks. What they raise never reaches the user's code as an error of its own. */
 #include "recorder.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 /* Raises what interrupted a mark, in the user's code: a pending call runs where the interpreter looks for signals. */
 static int raise_interruption(void *interruption)
 {
@@ -9,25 +12,60 @@ static int raise_interruption(void *interruption)
     return -1;
 }
 
-/* Takes the exception that is set. An error of ours is written to the log of what nobody can catch. What is none is a
- * signal handler's, a KeyboardInterrupt or a SystemExit, as handlers run inside of Python code: it is for the user's
- * loop, to which a mark cannot return it, and comes there as soon as may be. Returns whether it was one. */
-int pass_on(void *function)
+/* Returns 1 if the exception that is set, which stays set, interrupts this package's code: interruption.py has the rule. */
+int interrupted(void)
 {
-    PyObject *type, *value, *traceback;
+    PyObject *type, *value, *traceback, *answer = NULL;
+    if (!PyErr_Occurred()) {
+        return 0;
+    }
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     if (value != NULL && traceback != NULL) {
         PyException_SetTraceback(value, traceback);
     }
-    int interrupts = value != NULL && !PyErr_GivenExceptionMatches(value, PyExc_Exception);
-    if (interrupts && Py_AddPendingCall(raise_interruption, value) == 0) {
-        Py_XDECREF(type);
-        Py_XDECREF(traceback);
+    int interrupts = !PyErr_GivenExceptionMatches(type, PyExc_Exception);
+    if (!interrupts && value != NULL) {
+        PyObject *module = PyImport_ImportModule("torchlens_perf.interruption");
+        answer = module != NULL ? PyObject_CallMethod(module, "is_interruption", "O", value) : NULL;
+        Py_XDECREF(module);
+        interrupts = answer == Py_True;
+        Py_XDECREF(answer);
+    }
+    PyErr_Restore(type, value, traceback); /* drops what the question has raised */
+    return interrupts;
+}
+
+/* Raises an exception in what runs next on this thread. Other threads than the first one have no pending calls. */
+static int raise_soon(PyObject *interruption)
+{
+    if (getpid() != (pid_t)syscall(SYS_gettid)) {
+        return PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), (PyObject *)Py_TYPE(interruption)) == 1;
+    }
+    if (Py_AddPendingCall(raise_interruption, Py_NewRef(interruption)) == 0) {
         return 1;
     }
-    PyErr_Restore(type, value, traceback);
-    PyErr_WriteUnraisable(function);
+    Py_DECREF(interruption);
+    return 0;
+}
+
+/* Takes the exception that is set, if any. One that interrupts is for the user's loop, to which a mark cannot return it,
+ * and comes there as soon as may be. Others are written to the log of what nobody can catch, or dropped if `function` is
+ * NULL, where they are expected. Returns whether it was one that interrupts. */
+int pass_on(void *function)
+{
+    PyObject *type, *value, *traceback;
+    int interrupts = interrupted();
+    PyErr_Fetch(&type, &value, &traceback);
+    int raised = interrupts && value != NULL && raise_soon(value);
+    if (type != NULL && !raised && (function != NULL || interrupts)) {
+        PyErr_Restore(type, value, traceback);
+        PyErr_WriteUnraisable(function);
+        return interrupts;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
     return interrupts;
 }
 

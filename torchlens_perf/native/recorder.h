@@ -121,6 +121,7 @@ extern PyTypeObject RecorderType, SectionType, ModuleCallType;
 
 Stack *other_thread_spans(Recorder *self);
 uintptr_t *section_contexts(Recorder *self, const Stack *stack);
+int interrupted(void);
 int pass_on(void *function);
 PyObject *call_kept(PyObject *function, PyObject *const *args, size_t count);
 int64_t injected_clock_ns(Recorder *self);

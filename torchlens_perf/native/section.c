@@ -41,19 +41,17 @@ static int section_resolve(Section *self, Recorder *recorder)
     PyObject *value = PyObject_CallOneArg(recorder->intern, self->name);
     long name_id = value != NULL && PyLong_Check(value) ? PyLong_AsLong(value) : -1;
     Py_XDECREF(value);
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    if (interrupted()) {
         return -1;
     }
+    /* Names cannot be had of a watch that has ended: that is no error. */
+    pass_on(recorder->header != NULL ? recorder->intern : NULL); /* runs Python too */
     if (recorder->header == NULL) {
-        PyErr_Clear(); /* names cannot be had of a watch that has ended: that is no error */
         return 0;
     }
-    if (name_id < 0 || PyErr_Occurred()) {
+    if (name_id < 0) {
         atomic_fetch_add_explicit((_Atomic uint64_t *)&recorder->header->internal_errors, 1, memory_order_relaxed);
         name_id = 0;
-        if (PyErr_Occurred()) {
-            PyErr_WriteUnraisable(recorder->intern); /* runs Python too */
-        }
     }
     self->name_id = (uint32_t)name_id;
     self->generation = recorder->generation;

@@ -91,7 +91,7 @@ static void read_gradient(StepMarks *marks, PyObject *parameter, Gradient *now)
             now->shard_version = shard != NULL ? version_of(shard) : now->version;
         }
     }
-    PyErr_Clear(); /* an attribute is missing */
+    pass_on(NULL); /* an attribute is missing */
     Py_XDECREF(shard);
     Py_XDECREF(gradient);
 }
@@ -182,7 +182,7 @@ PyObject *recorder_settle(Recorder *self, PyObject *args)
     marks->settled = marks->kept[OPENED] != NULL && PyWeakref_Check(optimizer);
     if (marks->settled) {
         Py_XSETREF(marks->kept[TRACING_STATE], PyObject_GetAttr(marks->kept[TRACING], names[DICT]));
-        PyErr_Clear(); /* the attribute is missing: Python times backward passes */
+        pass_on(NULL); /* the attribute is missing: Python times backward passes */
     }
     Py_RETURN_NONE;
 }
@@ -368,7 +368,7 @@ static int add_workload(Recorder *self, PyObject *batch)
     int64_t elements = numel != NULL ? PyLong_AsLongLong(numel) : -1;
     Py_XDECREF(numel);
     if (elements < 0) {
-        PyErr_Clear();
+        pass_on(NULL);
         return 0;
     }
     self->marks.workload = (self->marks.workload > 0 ? self->marks.workload : 0) + elements;
@@ -410,7 +410,7 @@ int count_forward(Recorder *self)
     PyObject *enabled = quiet_recorder() == self ? PyObject_CallNoArgs(self->marks.kept[GRAD_ENABLED]) : NULL;
     if (enabled != Py_True && enabled != Py_False) {
         Py_XDECREF(enabled);
-        PyErr_Clear();
+        pass_on(NULL);
         return 0;
     }
     self->marks.forward_passes += enabled == Py_True;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 
 from torchlens_perf.errors import ConfigError, HookUnavailable, guard
 
@@ -20,7 +20,7 @@ class AttachedHooks:
         """
         self.detached = False
         self._note = note
-        self._contexts = ExitStack()
+        self._contexts: list[AbstractContextManager[None]] = []
 
     def attach(self, name: str, hook: Callable[[], AbstractContextManager[None]]) -> None:
         """Attach a hook.
@@ -30,7 +30,9 @@ class AttachedHooks:
         attached = False
         try:
             with guard(f"attaching {name}", passes=(HookUnavailable, ConfigError)):
-                self._contexts.enter_context(hook())
+                context = hook()
+                context.__enter__()
+                self._contexts.append(context)
                 attached = True
         except HookUnavailable as unavailable:
             self._note(f"{name}: {unavailable}")
@@ -39,18 +41,22 @@ class AttachedHooks:
                 self._note(f"{name} could not be attached: see the job's log")
 
     def detach(self) -> None:
+        """Detach all hooks. After an exception, the next call detaches the rest."""
         # Limit the wait, because a user's callback at the end of a step may wait for this thread.
         acquired = self.lock.acquire(timeout=_DETACH_TIMEOUT_S)
         try:
-            self.detached = True
-            with guard("detaching"):
-                self._contexts.close()
+            self._detach_all("detaching")
         finally:
             if acquired:
                 self.lock.release()
 
     def abandon(self) -> None:
         """Detach in a forked child, where a thread that only the parent has may hold the lock."""
+        self._detach_all("detaching in a forked child")
+
+    def _detach_all(self, place: str) -> None:
         self.detached = True
-        with guard("detaching in a forked child"):
-            self._contexts.close()
+        while self._contexts:
+            with guard(place):
+                self._contexts[-1].__exit__(None, None, None)
+            self._contexts.pop()

@@ -9,6 +9,8 @@ from typing import Any
 
 from torchlens_perf.output import logger
 
+_MISSING = object()
+
 
 @dataclasses.dataclass(eq=False)
 class _Patch:
@@ -19,14 +21,19 @@ class _Patch:
     inherited: bool
     ended: bool = False
 
-    def is_in_place(self) -> bool:
-        return vars(self.owner).get(self.name) is self.replacement
+    def restore(self) -> bool:
+        """Restore the earlier value. Return False if another tool has wrapped the replacement.
 
-    def restore(self) -> None:
+        Further calls do nothing.
+        """
+        current = vars(self.owner).get(self.name, _MISSING)
+        if current is not self.replacement:
+            return current is (_MISSING if self.inherited else self.original)
         if self.inherited:
             delattr(self.owner, self.name)
         else:
             setattr(self.owner, self.name, self.original)
+        return True
 
 
 _patches: dict[tuple[int, str], list[_Patch]] = {}
@@ -49,19 +56,28 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     key = id(owner), name
     stack = _patches.setdefault(key, [])
     try:
-        setattr(owner, name, replacement)
         stack.append(patch)
+        setattr(owner, name, replacement)
         yield
     finally:
-        patch.ended = True
-        while stack and stack[-1].ended and stack[-1].is_in_place():
-            stack.pop().restore()
-        if stack and stack[-1] is patch:
-            logger.debug(
-                "torchlens_perf: %s.%s was wrapped by another tool and is left as it is",
-                owner,
-                name,
-            )
-            stack.pop()
-        if not stack:
-            _patches.pop(key, None)
+        try:
+            _end(patch, key)
+        # Restore the value even if Ctrl-C or another interruption arrives in the first call.
+        finally:
+            _end(patch, key)
+
+
+def _end(patch: _Patch, key: tuple[int, str]) -> None:
+    patch.ended = True
+    stack = _patches.get(key, [])
+    while stack and stack[-1].ended and stack[-1].restore():
+        stack.pop()
+    if stack and stack[-1] is patch:
+        logger.debug(
+            "torchlens_perf: %s.%s was wrapped by another tool and is left as it is",
+            patch.owner,
+            patch.name,
+        )
+        stack.pop()
+    if not stack:
+        _patches.pop(key, None)

@@ -130,16 +130,24 @@ class Session:
     def close(self, report: Mapping[str, Any]) -> None:
         """Detach all hooks, and end the ring file. report: format of the report that rank 0
         requests.
+
+        Further calls do nothing. After an exception, the next call completes the work.
         """
         try:
-            self.hooks.detach()
+            self._end(report)
+        # No record is lost if Ctrl-C or another interruption arrives here.
+        except BaseException:
+            self._end(report)
+            raise
+
+    def _end(self, report: Mapping[str, Any]) -> None:
+        self.hooks.detach()
+        if not self.recorder.closed:
             with guard("telling the sidecar of the end"):
                 self.metadata.publish_end(report)
-        # Also clean up after Ctrl-C.
-        finally:
-            swallowed.on_error = None
-            self.recorder.close()
-            self.ring.close()
+        swallowed.on_error = None
+        self.recorder.close()
+        self.ring.close()
 
     def abandon(self) -> None:
         """Stop recording in a forked child and detach all hooks. The ring file belongs to the

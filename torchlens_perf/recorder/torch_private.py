@@ -13,7 +13,7 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -347,6 +347,18 @@ def get_private_device_type() -> str:
     import torch
 
     return str(torch._C._get_privateuse1_backend_name())
+
+
+def remove_optimizer_step_hooks(hooks: Collection[Callable[..., Any]]) -> None:
+    """Remove the global hooks of all optimizers' steps that are in `hooks`."""
+    from torch.optim import optimizer
+
+    for registered in (
+        optimizer._global_optimizer_pre_hooks,
+        optimizer._global_optimizer_post_hooks,
+    ):
+        for number in [number for number, hook in registered.items() if hook in hooks]:
+            del registered[number]
 
 
 def get_module_call_function() -> Callable[..., Any]:

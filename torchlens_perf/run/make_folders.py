@@ -44,15 +44,14 @@ def make_folders(folders: list[str], access: str = PRIVATE) -> list[str]:
                         raise
         # Process ids are not unique across containers, so the name is random.
         probe = os.path.join(folders[-1], f".writable-{os.urandom(8).hex()}")
-        descriptor = os.open(
-            probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            # Some network disks assign root's files to another user.
-            trusted = {0, os.geteuid(), os.fstat(descriptor).st_uid}
+            with open(probe, "wb", opener=lambda path, _: os.open(path, flags, 0o600)) as file:
+                # Some network disks assign root's files to another user.
+                trusted = {0, os.geteuid(), os.fstat(file.fileno()).st_uid}
         finally:
-            os.close(descriptor)
-            os.unlink(probe)
+            if os.path.lexists(probe):
+                os.unlink(probe)
         for folder in folders:
             _check_owners(folder, trusted)
     except BaseException:

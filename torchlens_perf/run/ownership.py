@@ -129,8 +129,8 @@ def open_to_append(path: str | os.PathLike[str], flags: int = 0) -> int:
         | os.O_CLOEXEC
     )
     descriptor = os.open(path, flags, 0o600)
-    found = os.fstat(descriptor)
     try:
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise NotRegularFileError(f"{os.fspath(path)} is not a regular file")
         if found.st_uid not in owners:

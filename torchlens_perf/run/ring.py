@@ -253,11 +253,11 @@ class RingFile:
     def close(self) -> None:
         """Mark the ring file as closed by its writer and unmap it. Further calls do nothing.
 
-        The recorder must be closed before.
+        The recorder must be closed before. After an exception, the next call completes the work.
         """
         if self.buffer.closed:
             return
-        self._words[STATE] = State.CLOSED
+        struct.pack_into("<Q", self.buffer, 8 * STATE, State.CLOSED)
         self._words.release()
         self.buffer.close()
 

@@ -45,15 +45,15 @@ class OptimizerHookRelay:
     def __init__(self) -> None:
         self.before: Listener | None = None
         self.after: Listener | None = None
-        self._handles: list[Any] = []
+        self._hooks: list[Callable[..., Any]] = []
 
     @property
     def is_installed(self) -> bool:
-        return bool(self._handles)
+        return bool(self._hooks)
 
     def install_hooks(self) -> None:
         """Register the hooks once. This method must not be called inside an optimizer's step."""
-        if self._handles:
+        if self._hooks:
             return
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook,
@@ -67,21 +67,19 @@ class OptimizerHookRelay:
         )
         # Hooks that are traced into a graph would not run. Dynamo breaks the graph around a
         # compiled optimizer's step() in any case, so the optimizer's operations stay in one graph.
-        self._handles = [
-            register_optimizer_step_pre_hook(
-                _in_python(
-                    native_hook("optimizer_begins", torch_private.break_graph_at(step_begins))
-                )
-            ),
-            register_optimizer_step_post_hook(
-                _in_python(native_hook("optimizer_ended", torch_private.break_graph_at(step_ended)))
-            ),
-        ]
+        before = _in_python(
+            native_hook("optimizer_begins", torch_private.break_graph_at(step_begins))
+        )
+        after = _in_python(native_hook("optimizer_ended", torch_private.break_graph_at(step_ended)))
+        self._hooks = [before, after]
+        register_optimizer_step_pre_hook(before)
+        register_optimizer_step_post_hook(after)
 
     def remove_hooks(self) -> None:
         """Remove the hooks. This method must not be called inside an optimizer's step."""
-        while self._handles:
-            self._handles.pop().remove()
+        # An interruption may have taken the handles that torch returned, so look for the hooks.
+        torch_private.remove_optimizer_step_hooks(self._hooks)
+        self._hooks = []
 
 
 def _in_python(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -238,9 +236,9 @@ class OptimizerHook:
             )
 
         ours = not relay.is_installed
-        relay.install_hooks()
-        relay.before, relay.after = on_step_begin, on_step_end
         try:
+            relay.install_hooks()
+            relay.before, relay.after = on_step_begin, on_step_end
             with ExitStack() as attached:
                 attached.enter_context(
                     patched(torch.amp.GradScaler, "step", scaler_step_and_report)
@@ -256,8 +254,12 @@ class OptimizerHook:
         finally:
             recorder.settled = 0
             relay.before = relay.after = None
-            if ours:
-                relay.remove_hooks()
+            try:
+                if ours:
+                    relay.remove_hooks()
+            finally:
+                if ours:
+                    relay.remove_hooks()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ of autograd if an optimizer steps inside a backward pass.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -238,7 +239,8 @@ class TrainingLoop:
         if not self._session.recorder.closed:
             address = id(optimizer)
             self._made[address] = (
-                weakref.ref(optimizer, lambda _: self._made.pop(address, None)),
+                # No Python code, in which a signal handler could run: what it raised would be lost.
+                weakref.ref(optimizer, functools.partial(self._made.pop, address)),
                 self._recorder.optimizer_steps,
             )
 
