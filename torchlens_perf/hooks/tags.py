@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.recorder.recorder import native_hook
 from torchlens_perf.run.ring import Flag, Kind
 
 if TYPE_CHECKING:
@@ -67,11 +69,14 @@ class TagHook:
                 recorder.end(_SECTION, name_id)
                 session.step.add_flag(Flag.COLLECTED)
 
-        gc.callbacks.append(on_collection)
+        callback = native_hook("collection", on_collection, recorder, name_id, int(Flag.COLLECTED))
         try:
+            gc.callbacks.append(callback)
             yield
         finally:
-            gc.callbacks.remove(on_collection)
+            # The program may have cleared the list.
+            with suppress(ValueError):
+                gc.callbacks.remove(callback)
 
     @contextmanager
     def _time_saves(self, session: Session) -> Iterator[None]:

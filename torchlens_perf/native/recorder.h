@@ -69,6 +69,7 @@ typedef struct {
     int64_t forward_passes, backward_passes, workload, step_flags, memory_bytes;
     int64_t training_steps, optimizer_steps, returned_steps;
     int64_t quiet_steps; /* that C has ended since Python has last reset this */
+    int64_t collection_ns; /* when Python began to collect garbage; 0: it does not */
     int64_t passes;      /* backward passes that the gradient of kept[PARAMETER] is the sum of */
     Gradient gradient;   /* as of the last backward pass */
     int one_pass;        /* the last step had one backward pass: then the gradient is not looked at before a second */

@@ -6,7 +6,7 @@
  */
 #include "recorder.h"
 
-enum { MICRO_STEPS_MASK = 0xffff, WORKLOAD_SHIFT = 16, BATCH_LEVELS = 3 };
+enum { MICRO_STEPS_MASK = 0xffff, WORKLOAD_SHIFT = 16, BATCH_LEVELS = 3, OLDEST_GENERATION = 2 };
 
 enum { GRAD, VERSION, LOCAL_TENSOR, NUMEL, INPUT_IDS, DICT, TRACING_CONTEXT, DYNAMO, COUNTERS, FRAMES, TOTAL, NAMES };
 static PyObject *names[NAMES];
@@ -419,17 +419,49 @@ int count_forward(Recorder *self)
     return 1;
 }
 
+/* Python calls this before and after each garbage collection, and nothing can catch what is raised in it. Without Python
+ * code, no signal handler of the program runs here: its exception would be lost.
+ * parts: hook, recorder, name_id, flag of steps with a collection of the oldest generation */
+static PyObject *collection(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
+{
+    Recorder *self = (Recorder *)PyTuple_GET_ITEM(parts, 1);
+    if (!PyObject_TypeCheck(self, &RecorderType) || count != 2 || !PyDict_Check(args[1]) || self->device_mark != NULL ||
+        self->nvtx_push != NULL) {
+        return in_python(parts, args, count, kwnames);
+    }
+    PyObject *generation = PyDict_GetItemString(args[1], "generation");
+    int oldest = generation != NULL && PyLong_AsLong(generation) == OLDEST_GENERATION;
+    uint32_t name_id = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 2));
+    int begins = PyUnicode_Check(args[0]) && PyUnicode_CompareWithASCIIString(args[0], "start") == 0;
+    int64_t now_ns = self->header != NULL ? recorder_now(self) : 0;
+    if (self->header == NULL) {
+        Py_RETURN_NONE;
+    }
+    if (!begins && self->marks.collection_ns > 0) { /* 0: the watch began during this collection */
+        self->header->gc_ns += (uint64_t)(now_ns - self->marks.collection_ns);
+    }
+    if (begins && oldest) {
+        span_open(self, open_spans(self), KIND_SECTION, name_id);
+    } else if (oldest) {
+        span_close_named(self, KIND_SECTION, name_id, now_ns, 0, 0, 0);
+        self->marks.step_flags |= PyLong_AsLongLong(PyTuple_GET_ITEM(parts, 3));
+    }
+    self->marks.collection_ns = begins ? now_ns : 0;
+    Py_RETURN_NONE;
+}
+
 /* native_hook(event, hook, *other parts) -> a function that stands in for the hook */
 PyObject *native_hook(PyObject *module, PyObject *args)
 {
-    enum { NEXT_BATCH = 3, HOOKS };
+    enum { NEXT_BATCH = 3, HOOKS = 5 };
     static PyMethodDef hooks[HOOKS] = {
         {"optimizer_begins", FASTCALL(optimizer_begins), METH_FASTCALL | METH_KEYWORDS, NULL},
         {"optimizer_ended", FASTCALL(optimizer_ended), METH_FASTCALL | METH_KEYWORDS, NULL},
         {"backward", FASTCALL(backward), METH_FASTCALL | METH_KEYWORDS, NULL},
         {"next_batch", FASTCALL(next_batch), METH_FASTCALL | METH_KEYWORDS, NULL},
+        {"collection", FASTCALL(collection), METH_FASTCALL | METH_KEYWORDS, NULL},
     };
-    static const Py_ssize_t parts_of[HOOKS] = {1, 1, 5, 5};
+    static const Py_ssize_t parts_of[HOOKS] = {1, 1, 5, 5, 4};
     PyObject *event = PyTuple_GET_SIZE(args) > 0 ? PyTuple_GET_ITEM(args, 0) : Py_None;
     for (int i = 0; i < HOOKS && PyUnicode_Check(event); i++) {
         if (PyUnicode_CompareWithASCIIString(event, hooks[i].ml_name) == 0 &&
