@@ -152,7 +152,7 @@ def test_ring_in_anonymous_memory_does_not_close_another_file(tmp_path: Path) ->
     before = numbers_in_use()
     ring = RingFile(tmp_path / "rank00000-attempt0-1-2.ring", 64, anonymous=True)
     with files_in_place_of(numbers_in_use() - before, open_regular):
-        # Nobody can open the memory any more.
+        # No process can open the memory any more.
         assert not ring.release(60.0)
     ring.close()
 

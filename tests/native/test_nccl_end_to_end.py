@@ -109,7 +109,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
     library.impl("allreduce_", all_reduce, "PrivateUse1", allow_override=True)
     with recorded(folder / "plugin") as by_plugin:
         session = by_plugin.watch._session
-        session.hooks._contexts.enter_context(NcclHook("auto", nccl=(2, 29, 7)).attach(session))
+        session.hooks.attach("nccl", lambda: NcclHook("auto", nccl=(2, 29, 7)).attach(session))
         assert nccl.load() == 6
         context = nccl.communicator(RANKS, rank)
         for _ in range(ROUNDS):
@@ -130,16 +130,16 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
     with recorded(folder / "events") as by_events:
         session = by_events.watch._session
-        session.hooks._contexts.enter_context(NcclHook("auto", nccl=(2, 26, 2)).attach(session))
+        session.hooks.attach("nccl", lambda: NcclHook("auto", nccl=(2, 26, 2)).attach(session))
         clock: Any = PlantedClock()
         stalls = StallMarker(session, clock, lambda *span: None)
         session.clocks.use_clock(clock, stalls)
         sections.set_collective_timer(stalls.begin_collective)
-        session.hooks._contexts.callback(sections.set_collective_timer, None)
         dist.all_reduce(OnDevice(), group=group)
         dist.all_reduce(OnDevice(), group=group, async_op=True)
         dist.all_reduce(torch.ones(2), group=group)
         by_events.watch.step()
+        sections.set_collective_timer(None)
     library._destroy()
     nccl.finalize(context)
     told = {

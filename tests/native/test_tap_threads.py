@@ -143,3 +143,22 @@ def test_operations_of_other_threads_succeed_while_watches_begin_and_end(
 
     assert finished.returncode == 0, finished.stderr
     assert all(int(count) > 0 for count in finished.stdout.split())
+
+
+def test_process_that_loads_the_tap_under_two_paths_can_fork(tmp_path: Path) -> None:
+    """The handlers that hold the tap's locks during a fork are registered once."""
+    tap = native_tap.find_loaded_tap_file()
+    if tap is None:
+        pytest.skip("the native tap is not built")
+    other = tmp_path / "other.so"
+    other.hardlink_to(tap)
+    program = (
+        "import os, sys; import torch, torchlens_perf.recorder.recorder;"
+        " from pathlib import Path; from torchlens_perf.recorder.native_tap import load_tap_file;"
+        " [load_tap_file(Path(path)) for path in sys.argv[1:]]; child = os.fork();"
+        " child or os._exit(0); print(os.waitpid(child, 0)[1])"
+    )
+    run = [sys.executable, "-c", program, str(tap), str(other)]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.stdout == "0\n", done.stderr

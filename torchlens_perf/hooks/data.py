@@ -109,10 +109,10 @@ class DataHook:
                 recorder.end(_DATA, workers)
 
         torch_private.break_graph_at(timed_next)
+        torch_private.break_graph_at(timed_iter)
         patched_next = native_hook(
             "next_batch", timed_next, recorder, next_batch, data, add_workload_of_batch
         )
-        torch_private.break_graph_at(timed_iter)
         with (
             patched(_BaseDataLoaderIter, "__next__", patched_next),
             patched(DataLoader, "__iter__", timed_iter),

@@ -76,6 +76,6 @@ class RecomputeHook:
         with (
             patched(recomputation, "__enter__", timed_enter),
             patched(recomputation, "__exit__", timed_exit),
-            patched(checkpoint.CheckpointFunction, "backward", staticmethod(timed_backward)),
+            patched(checkpoint.CheckpointFunction, "backward", timed_backward),
         ):
             yield

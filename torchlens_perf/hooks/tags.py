@@ -95,7 +95,6 @@ class TagHook:
                 recorder.end(_SECTION, name_id, flags)
                 session.step.add_flag(Flag.CHECKPOINT)
 
-        timed_save.__wrapped__ = save  # type: ignore[attr-defined]
         with patched(torch, "save", timed_save):
             yield
 

@@ -425,9 +425,11 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_torchlens_perf_tap", nullptr,
 
 PyMODINIT_FUNC PyInit__torchlens_perf_tap()
 {
-    // A forked child must not find them held by a thread that it does not have.
-    pthread_atfork([] { std::lock(lock, operators::step_lock); },
-                   [] { lock.unlock(), operators::step_lock.unlock(); },
-                   [] { lock.unlock(), operators::step_lock.unlock(); });
+    // A forked child must not find them held by a thread that it does not have. Once: a process that loads the library
+    // under a second path runs this function again.
+    static const int registered = pthread_atfork([] { std::lock(lock, operators::step_lock); },
+                                                 [] { lock.unlock(), operators::step_lock.unlock(); },
+                                                 [] { lock.unlock(), operators::step_lock.unlock(); });
+    (void)registered;
     return PyModule_Create(&definition);
 }

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from torchlens_perf.output import logger
+from torchlens_perf.recorder import torch_private
 
 _MISSING = object()
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,6 +51,9 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Set `owner.name` to `replacement` inside the context, and restore the earlier value
     afterwards.
 
+    The replacement gets the name, signature and documentation of what it replaces. Pickle then finds
+    it by name. If another module defines a function, the function is also replaced there.
+
     Patches of one attribute may end in any order: the value is restored after newer patches have
     ended. If another tool has wrapped the replacement, the wrapper stays, because its removal would
     undo the tool's work. The replacement then only forwards calls, because its recorder is closed.
@@ -52,12 +61,50 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     inherited = name not in vars(owner)
     # vars() keeps a staticmethod object as it is.
     original = getattr(owner, name) if inherited else vars(owner)[name]
-    patch = _Patch(owner, name, replacement, original, inherited)
-    key = id(owner), name
-    stack = _patches.setdefault(key, [])
+    if isinstance(original, staticmethod):
+        replacement = staticmethod(_imitate(original.__func__, replacement))
+    elif isinstance(original, (*_FUNCTIONS, type)):
+        replacement = _imitate(original, replacement)
+        if inherited:
+            replacement.__module__ = owner.__module__
+            replacement.__qualname__ = f"{owner.__qualname__}.{name}"
+    with ExitStack() as places:
+        for place in (owner, *_find_defining_module(owner, name, original)):
+            patch = _Patch(place, name, replacement, original, inherited)
+            places.enter_context(_put_in_place(patch))
+        yield
+
+
+def _imitate(function: Any, replacement: Any) -> Any:
+    """Return the replacement, or a function that calls it, with the attributes of `function`."""
+    if not isinstance(replacement, FunctionType):
+        replacement = _create_python_front(replacement)
+    return functools.update_wrapper(replacement, function)
+
+
+def _create_python_front(native: Any) -> Any:
+    """Return a Python function that calls a function written in C, whose name cannot be changed."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return native(*args, **kwargs)
+
+    return torch_private.break_graph_at(call)
+
+
+def _find_defining_module(owner: Any, name: str, function: Any) -> list[ModuleType]:
+    """Return the module that defines a function of another module, or an empty list."""
+    home = sys.modules.get(getattr(function, "__module__", None) or "")
+    if home is None or home is owner or not isinstance(owner, ModuleType):
+        return []
+    return [home] if isinstance(function, _FUNCTIONS) and vars(home).get(name) is function else []
+
+
+@contextmanager
+def _put_in_place(patch: _Patch) -> Iterator[None]:
+    key = id(patch.owner), patch.name
     try:
-        stack.append(patch)
-        setattr(owner, name, replacement)
+        _patches.setdefault(key, []).append(patch)
+        setattr(patch.owner, patch.name, patch.replacement)
         yield
     finally:
         try:

@@ -98,7 +98,7 @@ class Rig:
         assert recording.watch is not None
         session = recording.watch._session
         assert session is not None
-        session.hooks._contexts.enter_context(self.hook.attach(session))
+        session.hooks.attach("device times", lambda: self.hook.attach(session))
         self.hook.start_marking(session, self.events, self.events.now_ns)
 
     def step(self) -> None:

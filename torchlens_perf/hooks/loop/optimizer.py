@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -211,7 +210,6 @@ class OptimizerHook:
 
         construct = torch.optim.Optimizer.__init__
 
-        @functools.wraps(construct)
         def construct_and_report(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             construct(optimizer, *args, **kwargs)
             report_made(optimizer)

@@ -11,7 +11,6 @@ DDP waits in C++ for the buffers that it broadcasts before a forward pass.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -65,7 +64,6 @@ def _mark_ddp_buffer_waits(session: Session) -> Iterator[None]:
 
     sync, name_id = DistributedDataParallel._sync_buffers, session.intern("ddp buffers")
 
-    @functools.wraps(sync)
     def sync_in_stall(self: Any) -> Any:
         stalls = session.clocks.stalls
         if stalls is None:
@@ -76,9 +74,8 @@ def _mark_ddp_buffer_waits(session: Session) -> Iterator[None]:
         finally:
             stalls.end()
 
-    with patched(
-        DistributedDataParallel, "_sync_buffers", torch_private.break_graph_at(sync_in_stall)
-    ):
+    torch_private.break_graph_at(sync_in_stall)
+    with patched(DistributedDataParallel, "_sync_buffers", sync_in_stall):
         yield
 
 
@@ -112,8 +109,7 @@ class _Fsdp2Patches:
                 (self._group, "post_backward", self._wrap_post_backward),
                 (self._group, "finalize_backward", self._wrap_finalize),
             ):
-                original = getattr(owner, name)
-                marked = torch_private.break_graph_at(functools.wraps(original)(wrap(original)))
+                marked = torch_private.break_graph_at(wrap(getattr(owner, name)))
                 attached.enter_context(patched(owner, name, marked))
             yield
 
