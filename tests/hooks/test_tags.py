@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchlens_perf as perf
 from tests.support.recording import Record, Recording, recorded
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.hooks.data import find_batch_tensor
 from torchlens_perf.run import ring
 from torchlens_perf.run.ring import MICRO_STEPS_MASK, WORKLOAD_SHIFT, Flag, Kind
 
@@ -250,39 +248,6 @@ def test_workload_of_a_step_is_the_sum_over_its_batches(tmp_path: Path) -> None:
 
 
 X, Y = torch.ones(3, 5), torch.ones(2)
-
-
-@pytest.mark.parametrize(
-    ("batch", "elements"),
-    [
-        (X, 15),
-        ((X, Y), 15),
-        ([Y, X], 2),
-        ({"labels": Y, "input_ids": X}, 15),
-        ({"labels": Y, "pixels": X}, 2),
-        (UserDict(input_ids=X), 15),
-        (((X, Y), Y), 15),
-        ([{"input_ids": (X,)}], 15),
-        ([[[X]]], 15),
-        ([[[[X]]]], None),
-        (torch.ones(0, 4), 0),
-        ((), None),
-        ({}, None),
-        (None, None),
-        ("text", None),
-        (7, None),
-        (([], X), None),
-    ],
-)
-def test_workload_of_a_batch_is_the_size_of_its_first_tensor(
-    batch: Any, elements: int | None
-) -> None:
-    """The first tensor is searched three levels deep; a mapping's input_ids come first.
-
-    Without a tensor the workload is None.
-    """
-    tensor = find_batch_tensor(batch)
-    assert (None if tensor is None else tensor.numel()) == elements
 
 
 def test_batch_without_elements_has_an_unknown_workload(tmp_path: Path) -> None:

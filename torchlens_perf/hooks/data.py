@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
+from torchlens_perf.hooks.batch_size import BatchSize
 from torchlens_perf.hooks.loader_workers import LoaderWorkersHook
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
@@ -17,22 +18,6 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
 _DATA, _EXCEPTION = int(Kind.DATA), int(Flag.EXCEPTION)
-
-
-def find_batch_tensor(batch: Any) -> Any:
-    """Return the first tensor of a batch, or None without a tensor.
-
-    Its number of elements grows with batch size and sequence length. In a mapping, "input_ids" is
-    preferred to the first value.
-    """
-    for _ in range(3):
-        if isinstance(batch, (list, tuple)):
-            batch = batch[0] if batch else None
-        elif isinstance(batch, Mapping):
-            batch = batch["input_ids"] if "input_ids" in batch else next(iter(batch.values()), None)
-        else:
-            break
-    return batch if callable(getattr(batch, "numel", None)) else None
 
 
 class DataHook:
@@ -90,14 +75,11 @@ class DataHook:
                 return
             if recorder.sampled:
                 hook._workers.note_batch(iterator)
-            tensor = find_batch_tensor(batch)
-            if tensor is None:
-                return
-            session.step.add_workload(int(tensor.numel()))
-            if recorder.sampled and tensor.dim():
-                # Token ids are integers of the shape [batch, length].
-                are_tokens = tensor.dim() == 2 and not tensor.is_floating_point()
-                session.step.add_batch(len(tensor), are_tokens=are_tokens)
+            size = BatchSize.of_batch(batch)
+            if size is not None:
+                session.step.add_workload(size.elements)
+                if recorder.sampled:
+                    session.step.add_batch(size.samples, are_tokens=size.are_tokens)
 
         def timed_iter(self: Any) -> Any:
             recorder.begin(_DATA, workers)

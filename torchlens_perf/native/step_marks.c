@@ -96,17 +96,28 @@ static void read_gradient(StepMarks *marks, PyObject *parameter, Gradient *now)
     Py_XDECREF(gradient);
 }
 
-static void look_at_gradient(StepMarks *marks, Gradient *now)
+/* Between the two, no code of the user's torch function modes and tensor subclasses runs. */
+static void hide_calls(StepMarks *marks)
+{
+    Py_XDECREF(call_kept(marks->kept[HIDE], NULL, 0));
+}
+
+static void show_calls(StepMarks *marks)
 {
     PyObject *none[] = {Py_None, Py_None, Py_None};
+    Py_XDECREF(call_kept(marks->kept[SHOW], none, 3));
+}
+
+static void look_at_gradient(StepMarks *marks, Gradient *now)
+{
     PyObject *reference = marks->kept[PARAMETER];
     PyObject *parameter = reference != NULL && PyWeakref_Check(reference) ? referent_of(reference) : NULL;
     if (parameter != NULL) {
         PyObject *error_type, *error, *traceback;
         PyErr_Fetch(&error_type, &error, &traceback);
-        Py_XDECREF(call_kept(marks->kept[HIDE], NULL, 0));
+        hide_calls(marks);
         read_gradient(marks, parameter, now);
-        Py_XDECREF(call_kept(marks->kept[SHOW], none, 3));
+        show_calls(marks);
         PyErr_Restore(error_type, error, traceback);
         Py_DECREF(parameter);
     }
@@ -342,7 +353,7 @@ static PyObject *backward(PyObject *parts, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
-/* The first part of a batch, borrowed; NULL if it has none. */
+/* The first part of a plain list, tuple or dict, borrowed; NULL if it has none. */
 static PyObject *first_part(PyObject *batch)
 {
     PyObject *value = NULL;
@@ -351,28 +362,35 @@ static PyObject *first_part(PyObject *batch)
         value = PyList_GET_SIZE(batch) > 0 ? PyList_GET_ITEM(batch, 0) : NULL;
     } else if (PyTuple_CheckExact(batch)) {
         value = PyTuple_GET_SIZE(batch) > 0 ? PyTuple_GET_ITEM(batch, 0) : NULL;
-    } else if (PyDict_CheckExact(batch) && (value = PyDict_GetItemWithError(batch, names[INPUT_IDS])) == NULL) {
+    } else if (PyDict_CheckExact(batch) && (value = PyDict_GetItemWithError(batch, names[INPUT_IDS])) == NULL &&
+               !PyErr_Occurred()) {
         PyDict_Next(batch, &position, NULL, &value);
     }
     return value;
 }
 
-/* Adds the elements of a batch's first tensor. Returns 0 if Python has to find it. */
+/* Adds the elements of the tensor that is first in all containers of a batch, as find_batch_array() in Python would
+ * find it. Returns 0 if Python has to search. */
 static int add_workload(Recorder *self, PyObject *batch)
 {
     PyObject *part = batch;
     for (int level = 0; level < BATCH_LEVELS && (part = first_part(batch)) != NULL; level++) {
         batch = part;
     }
-    PyObject *numel = is_plain(&self->marks, batch) ? PyObject_CallMethodNoArgs(batch, names[NUMEL]) : NULL;
-    int64_t elements = numel != NULL ? PyLong_AsLongLong(numel) : -1;
-    Py_XDECREF(numel);
-    if (elements < 0) {
-        pass_on(NULL);
+    if (!is_plain(&self->marks, batch)) {
+        pass_on(NULL); /* a key's comparison with a text failed */
         return 0;
     }
-    self->marks.workload = (self->marks.workload > 0 ? self->marks.workload : 0) + elements;
-    return 1;
+    hide_calls(&self->marks);
+    PyObject *numel = PyObject_CallMethodNoArgs(batch, names[NUMEL]);
+    int64_t elements = numel != NULL ? PyLong_AsLongLong(numel) : -1;
+    Py_XDECREF(numel);
+    pass_on(NULL); /* the tensor's size is symbolic */
+    show_calls(&self->marks);
+    if (elements >= 0) {
+        self->marks.workload = (self->marks.workload > 0 ? self->marks.workload : 0) + elements;
+    }
+    return elements >= 0;
 }
 
 /* parts: hook, recorder, torch's function, name_id, add_workload_of_batch */
@@ -392,7 +410,8 @@ static PyObject *next_batch(PyObject *parts, PyObject *const *args, Py_ssize_t c
         span_close_named(self, KIND_DATA, name_id, end_ns, raised ? FLAG_EXCEPTION : 0, 0, 0);
     }
     if (batch != NULL && (quiet_recorder() != self || !add_workload(self, batch))) {
-        PyObject *ignored = PyObject_CallOneArg(PyTuple_GET_ITEM(parts, 4), batch);
+        PyObject *iterator_and_batch[] = {args[0], batch};
+        PyObject *ignored = PyObject_Vectorcall(PyTuple_GET_ITEM(parts, 4), iterator_and_batch, 2, NULL);
         if (ignored == NULL) {
             Py_CLEAR(batch);
         }
