@@ -161,4 +161,6 @@ def _is_asynchronous(error: Exception, innermost: TracebackType) -> bool:
 def _is_known(module: object) -> bool:
     """Return True for a module of Python, torch, or this package."""
     root = module.partition(".")[0] if isinstance(module, str) else ""
-    return root in sys.stdlib_module_names or root in ("torch", "torchlens_perf")
+    # namedtuple() puts the constructors that it generates into modules of their own.
+    is_generated = root.startswith("namedtuple_")
+    return is_generated or root in sys.stdlib_module_names or root in ("torch", "torchlens_perf")

@@ -6,10 +6,16 @@ The handler may raise an exception into our code.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
+
+Line = tuple[CodeType, int]
+"""A line of a function."""
 
 
 class Interruption(BaseException):
@@ -104,5 +110,73 @@ def failing(code: CodeType, error: BaseException) -> Iterator[list[None]]:
     sys.settrace(on_call)
     try:
         yield raised
+    finally:
+        sys.settrace(before)
+
+
+class _Sender:
+    """An object whose negation calls a C function.
+
+    Unlike a call, an operator is not followed by a look for signals. The signal is therefore
+    handled in the code that is traced, not in the trace function.
+    """
+
+
+def _sender(send: Callable[[], object]) -> Any:
+    return type("Sender", (_Sender,), {"__neg__": send})()
+
+
+def signal_sender(number: int) -> Any:
+    """Return an object whose negation sends a signal to this thread."""
+    return _sender(functools.partial(getattr(ctypes.PyDLL(None), "raise"), number))
+
+
+def exception_sender(kind: type[BaseException]) -> Any:
+    """Return an object whose negation puts an exception into this thread."""
+    identity, exception = ctypes.c_ulong(threading.get_ident()), ctypes.py_object(kind)
+    return _sender(
+        functools.partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, identity, exception)
+    )
+
+
+def lines_run(work: Callable[[], object], file_prefix: str) -> list[Line]:
+    """Return the lines of the given files that run in `work`, in the order of their first runs."""
+    found: dict[Line, None] = {}
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        return on_line if frame.f_code.co_filename.startswith(file_prefix) else None
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            found.setdefault((frame.f_code, frame.f_lineno))
+        return on_line
+
+    _with_trace(on_call, work)
+    return list(found)
+
+
+@contextlib.contextmanager
+def sent_at(line: Line, sender: Any) -> Iterator[list[None]]:
+    """Negate the sender when the line first runs.
+
+    Yield a list that is not empty once this has happened.
+    """
+    code, number = line
+    sent: list[None] = []
+
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        return on_line if frame.f_code is code else None
+
+    def on_line(frame: FrameType, event: str, argument: Any) -> Any:
+        if event != "line" or frame.f_lineno != number:
+            return on_line
+        sys.settrace(None)
+        sent.append(None)
+        return -sender and None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield sent
     finally:
         sys.settrace(before)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import native_hook
 from torchlens_perf.run.ring import Flag, Kind
@@ -74,9 +73,11 @@ class TagHook:
             gc.callbacks.append(callback)
             yield
         finally:
-            # The program may have cleared the list.
-            with suppress(ValueError):
-                gc.callbacks.remove(callback)
+            try:
+                _remove_from_callbacks(callback)
+            # Remove it even if Ctrl-C or another interruption arrives in the first call.
+            finally:
+                _remove_from_callbacks(callback)
 
     @contextmanager
     def _time_saves(self, session: Session) -> Iterator[None]:
@@ -97,6 +98,11 @@ class TagHook:
 
         with patched(torch, "save", timed_save):
             yield
+
+
+def _remove_from_callbacks(callback: object) -> None:
+    """Remove a callback of garbage collections, unless the program has cleared the list."""
+    gc.callbacks[:] = [each for each in gc.callbacks if each is not callback]
 
 
 def _create_compilation_tagger(session: Session) -> Callable[[], None]:
