@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchlens_perf import config as configuration
 from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switch_off_on_error
+from torchlens_perf.hooks.failure import current_exceptions, describe_failure, find_new_exception
 from torchlens_perf.hooks.loop import arguments
 from torchlens_perf.hooks.on_device import choice as on_device
 from torchlens_perf.interruption import ours, suppress
@@ -196,6 +197,7 @@ class Watch(LiveResultMethods):
         self._joined: Watch | None = None
         self._entered = False
         self._finalizer: Finalize | None = None
+        self._earlier_exceptions: tuple[BaseException | None, ...] = ()
         names = [type(each.module).__name__ for each in models or ()] + [
             type(each).__name__ for each in optimizers
         ]
@@ -270,16 +272,19 @@ class Watch(LiveResultMethods):
 
         Further calls do nothing.
         """
+        error = None
         try:
+            error = find_new_exception(self._earlier_exceptions)
             atexit.unregister(self.stop)
             if self._finalizer is not None:
                 self._finalizer.cancel()
         finally:
-            self.__exit__(None, None, None)
+            self.__exit__(None, error, None)
 
     def _stop_at_exit(self) -> None:
         from multiprocessing.util import Finalize
 
+        self._earlier_exceptions = current_exceptions()
         atexit.register(self.stop)
         # A process that multiprocessing forked ends without atexit handlers, but runs its own
         # finalizers.
@@ -303,7 +308,7 @@ class Watch(LiveResultMethods):
                     self._join_running_watch(_running)
         except BaseException:
             # An interruption may arrive when recording has already begun.
-            self._stop_recording({})
+            self._stop_recording({}, None)
             raise
         return self
 
@@ -325,13 +330,17 @@ class Watch(LiveResultMethods):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        try:
+            self._leave(error)
+        finally:
+            self._stop_recording({}, error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End the watch. error: the exception that leaves the context or ends the program."""
         if self._joined is not None:
             self._joined = None
         else:
-            try:
-                self._end(None if kind is None or issubclass(kind, SystemExit) else kind)
-            finally:
-                self._stop_recording({})
+            self._end(error)
 
     def step(self, tokens: int | None = None, *, loss: Tensor | float | None = None) -> None:
         """End a step. After the first call, only step() ends steps.
@@ -416,7 +425,7 @@ class Watch(LiveResultMethods):
                 try:
                     self._start(in_the_middle=in_the_middle, after_step_of=after_step_of)
                 except BaseException:
-                    self._stop_recording({})
+                    self._stop_recording({}, None)
                     raise
                 finally:
                     _session = None if self._session is None else _session
@@ -521,8 +530,8 @@ class Watch(LiveResultMethods):
             leaving.pop_all()
         return run, session
 
-    def _end(self, ended_by: type[BaseException] | None) -> None:
-        """Detach and show the report. ended_by: type of the exception that leaves the context.
+    def _end(self, error: BaseException | None) -> None:
+        """Detach and show the report. error: the exception that leaves the context.
 
         This function does not access the run directory's disk, which may hang. The function waits
         only for the report, for a limited time.
@@ -533,9 +542,9 @@ class Watch(LiveResultMethods):
             session = self._session
             if session is not None and self.run_dir is not None:
                 run = RunDirectory(self.run_dir, shared=self._config.is_shared)
-                self._close(session, run, changing, ended_by)
+                self._close(session, run, changing, error)
 
-    def _stop_recording(self, report: Mapping[str, Any]) -> None:
+    def _stop_recording(self, report: Mapping[str, Any], error: BaseException | None) -> None:
         """Detach everything and close the session. report: see Session.close().
 
         Further calls do nothing. After an exception, the next call completes the work.
@@ -549,7 +558,8 @@ class Watch(LiveResultMethods):
             if _running is self:
                 _running = None
             if self._ending is not None:
-                self._ending.close(report)
+                failure = describe_failure(error, self._ending.recorder.step)
+                self._ending.close(report, failure)
                 _session = self._ending = None
 
     def _close(
@@ -557,7 +567,7 @@ class Watch(LiveResultMethods):
         session: Session,
         run: RunDirectory,
         changing: ExitStack,
-        ended_by: type[BaseException] | None,
+        error: BaseException | None,
     ) -> None:
         """Close the session and show the report. changing: the lock on starting watches."""
         identity, mailbox, began_s = session.identity, None, time.monotonic()
@@ -574,7 +584,7 @@ class Watch(LiveResultMethods):
                 if reports:
                     look = last_report.build_report_request(mailbox, in_cell=cell is not None)
             finally:
-                self._stop_recording(look)
+                self._stop_recording(look, error)
             changing.close()
             if self._config.sidecar:
                 # If the sidecar was killed, a new one finishes its work.
@@ -584,7 +594,8 @@ class Watch(LiveResultMethods):
                 with guard("the report at the end"):
                     shown = last_report.show_report(
                         run, identity, self._config, mailbox, cell,
-                        raised=ended_by is not None, can_wait=self._live_views is None, disk_answers=self._disk_answers,
+                        raised=not isinstance(error, SystemExit | None),
+                        can_wait=self._live_views is None, disk_answers=self._disk_answers,
                     )  # fmt: skip
                     if shown is None:
                         # The report is shown later and still needs the mailbox.
@@ -592,7 +603,7 @@ class Watch(LiveResultMethods):
                     elif self._live_views is not None:
                         self._live_views.write_report(shown)
         finally:
-            self._stop_recording(look)
+            self._stop_recording(look, error)
             if mailbox is not None:
                 with guard("asking for the report"):
                     mailbox.close()

@@ -31,6 +31,7 @@ from torchlens_perf.report.build import build_report
 from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.ring import LOSS, Flag, Kind
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.run.verdicts import Alert
@@ -180,6 +181,17 @@ CPU = {"host": 40.0, "cpu": 30.0, "cpu_in": "host"}
 ONE_LONG = [*[dict(BASE)] * 50, {**BASE, "host": 901.0, "flags": Flag.EVALUATION}]
 GROWING = [{**BASE, "host": 1.02**step} for step in range(160)]
 HANG = OpenHang("dead", 90.0, 10, (0,), (1,), {1: RankStack(("train.py:3",), "")}, text="It hangs.")
+FAILURE: Failure = {
+    "type": "torch.OutOfMemoryError",
+    "message": "CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "where": "train.py:42 in loss_fn",
+    "step": 60,
+    "phase": "forward",
+    "module": "blocks.3",
+    "exit_code": None,
+    "lost_peer": False,
+    "unix_ns": 0,
+}
 IMBALANCE = StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2)
 # For each kind of verdict and each class of evidence, the state of a node whose report has such a
 # verdict.
@@ -200,6 +212,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("wrong_numbers", evidence.WrongNumbersEvidence): lambda run: node_with_wrong_numbers(),
     ("number_outlier", evidence.NumberOutlierEvidence): lambda run: node_with_outlier(),
     ("died", evidence.DiedEvidence): lambda run: node(ended="died"),
+    ("failed", evidence.FailedEvidence): lambda run: node(ended="failed", failure=FAILURE),
     ("startup", evidence.StartupEvidence): lambda run: node(process_began_ns=-200_000_000_000),
     ("growing_steps", evidence.GrowthEvidence): lambda run: NodeState(
         HOST, {"0": state_of(0, 1, GROWING)}

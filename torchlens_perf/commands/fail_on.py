@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 FOUND, UNKNOWN = 1, 3
 """Exit codes: a requested verdict holds; the run has too little data for one of them."""
 _STOPS_THE_JOB = {"hang": "hang", "crash": "died", "out-of-memory": "out_of_memory"}
+_CRASHES = ("died", "failed")
 _LIMITS_THE_STEP = {
     "data-bound": "data_bound",
     "communication-bound": "communication_bound",
@@ -73,7 +74,8 @@ def _is_current_verdict(row: VerdictRow, kind: str) -> bool:
     from torchlens_perf.verdicts.words.evidence import OVER
 
     slow = kind == "straggler" and row["kind"] == "lack_of_cpu" and row["rank"] is not None
-    return not row["is_over"] and (slow or row["kind"].removesuffix(OVER) == kind)
+    crashed = kind in _CRASHES and row["kind"] in _CRASHES
+    return not row["is_over"] and (slow or crashed or row["kind"].removesuffix(OVER) == kind)
 
 
 def _why_unknown(name: str, report: Report, findings: Findings) -> str:

@@ -257,7 +257,7 @@ def _account_attempt(
     if not any(began) or not any(ended):
         return None
     began_ns, ended_ns = min(filter(None, began)), max(filter(None, ended))
-    has_failed = not is_last and any(each.ended == "died" for each in processes)
+    has_failed = not is_last and any(each.ended in ("died", "failed") for each in processes)
     tail = "restart" if has_failed else "idle"
     means_s = dict.fromkeys(CLASSES, 0.0)
     for process in processes:

@@ -30,7 +30,7 @@ MAX_ALERTS = 32
 MAX_RANKS = 8
 _LARGEST_SMALL_JOB = max_ranks_with_own_series(NodeRole().max_series)
 _OWN_TIME_WINDOW = 32
-_HOW_PROCESSES_END = ("closed", "died")
+_HOW_PROCESSES_END = ("closed", "failed", "died")
 
 Labels = Mapping[str, Any]
 Points = tuple[tuple[float, Labels], ...]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.recorder.recorder import Recorder
     from torchlens_perf.run.clock import Anchor, HostClock
+    from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.identity import (
         DeviceClockQuality,
         Gpu,
@@ -75,6 +76,8 @@ class RankFacts(TypedDict, total=False):
     recording: RecordingCost
     step_offset: int | None
     """Number of steps that the model had made before this process; None if not known."""
+    failure: Failure | None
+    """The exception that ended the run; None if it ended well."""
 
 
 class RankMetadata:
@@ -220,9 +223,9 @@ class RankMetadata:
             }
         )
 
-    def publish_end(self, report: Mapping[str, Any]) -> None:
+    def publish_end(self, report: Mapping[str, Any], failure: Failure | None) -> None:
         """Publish all facts for the last time. report: the format that rank 0 requests."""
-        self.publish(settings=self._facts["settings"] | report)
+        self.publish(settings=self._facts["settings"] | report, failure=failure)
 
 
 def _compute_process_start_ns(identity: Identity) -> int:

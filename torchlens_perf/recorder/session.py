@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.recorder.rank_metadata import RankFacts
     from torchlens_perf.run.clock import Anchor
+    from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.ring import RingFile
 
@@ -127,24 +128,24 @@ class Session:
                     self.hooks.attach(hook.name, functools.partial(hook.attach, self))
                 self.publish()
 
-    def close(self, report: Mapping[str, Any]) -> None:
-        """Detach all hooks, and end the ring file. report: format of the report that rank 0
-        requests.
+    def close(self, report: Mapping[str, Any], failure: Failure | None = None) -> None:
+        """Detach all hooks, and end the ring file.
 
+        report: format of the report that rank 0 requests. failure: how the run failed, if it did.
         Further calls do nothing. After an exception, the next call completes the work.
         """
         try:
-            self._end(report)
+            self._end(report, failure)
         # No record is lost if Ctrl-C or another interruption arrives here.
         except BaseException:
-            self._end(report)
+            self._end(report, failure)
             raise
 
-    def _end(self, report: Mapping[str, Any]) -> None:
+    def _end(self, report: Mapping[str, Any], failure: Failure | None) -> None:
         self.hooks.detach()
         if not self.recorder.closed:
             with guard("telling the sidecar of the end"):
-                self.metadata.publish_end(report)
+                self.metadata.publish_end(report, failure)
         swallowed.on_error = None
         self.recorder.close()
         self.ring.close()

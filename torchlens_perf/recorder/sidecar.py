@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.config import EXCHANGE_TOKEN
-from torchlens_perf.errors import RunStoreError
+from torchlens_perf.errors import RunStoreError, printable
 from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.output import above_standard_streams
 from torchlens_perf.run import children, ownership, sidecar_status
@@ -83,6 +83,8 @@ class LateReport:
 
     def __init__(self, run: RunDirectory, node: str) -> None:
         self._run = run
+        self.report = printable(str(run.report))
+        """Path of the report, for messages."""
         self._log = run.node_log_path(node)
         self._began_s = time.monotonic()
         self._cpu_time_s = self._read_sidecar_cpu_time_s()
@@ -125,7 +127,7 @@ class LateReport:
             return f"there is no report: the sidecar {status}{describe_kept_records(self._run)}"
         return (
             f"the report is not ready after {waited_s:.1f} s (the sidecar"
-            f" {self._describe_activity(lock, waited_s)}); it will be in {self._run.report}; show it with:"
+            f" {self._describe_activity(lock, waited_s)}); it will be in {self.report}; show it with:"
             f" torchlens-perf report {self._run.path}"
         )
 

@@ -245,7 +245,10 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         if p.statistics.ended_ns is not None
     ]
     live = any(not process.ended for process in processes.values())
-    died = sorted(rank for rank, process in processes.items() if process.ended == run_state.DIED)
+    died, failed = (
+        sorted(rank for rank, process in processes.items() if process.ended == state)
+        for state in (run_state.DIED, run_state.FAILED)
+    )
     who = next((process.identity for process in processes.values()), None)
     commit = next(({"commit": node.commit} for node in nodes if node.commit), {})
     return {
@@ -264,8 +267,9 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         ),
         "total_steps": _common_total_steps(processes),
         "live": live,
-        "state": run_state.run_state(live, died),
+        "state": run_state.run_state(live, died, failed),
         "died": died,
+        "failed": failed,
         "ranks_seen": len(processes),
         "startup": _slowest_startup(processes),
         "device": _device_kind(processes),
@@ -433,6 +437,7 @@ def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> 
         "attempt": process.identity.attempt,
         "state": process.ended or "running",
         "inside": process.open_spans,
+        "failure": process.failure,
         "now": _current_activity(process),
         "steps": statistics.counted_steps,
         "first_step": statistics.first_step,

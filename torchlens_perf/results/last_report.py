@@ -87,6 +87,9 @@ def show_report(
         )
     else:
         late = sidecar.LateReport(run, identity.node)
+        if raised and identity.world_size > 1 and cell is None:
+            # The launcher ends the other ranks of a failed job, often before the report is ready.
+            output.write_to_stderr(f"torchlens_perf: the report will be in {late.report}\n")
         patient = bool(identity.on_one_node) and disk_answers
         timeout_s, quiet = config._exit_timeout_s, cell is not None
         found = (
@@ -181,7 +184,9 @@ def _wait_for_report(
                 break
             if not said and now_s >= began_s + SHORT_TIMEOUT_S:
                 said = True
-                output.write_to_stderr("torchlens_perf: writing the report ... (Ctrl-C to skip)\n")
+                output.write_to_stderr(
+                    f"torchlens_perf: writing the report to {late.report} ... (Ctrl-C to skip)\n"
+                )
     except KeyboardInterrupt:
         return mailbox.read_new_message()
     return text

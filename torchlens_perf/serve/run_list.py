@@ -257,9 +257,7 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
         len({row["host"] for row in report["ranks"]}),
         steps["count"],
         about["live"],
-        describe_state(about["live"], about["died"], about["ranks_seen"]).replace(
-            "running", "live", 1
-        ),
+        describe_state(about).replace("running", "live", 1),
         about["started"] or "",
         about["program"] or "",
     )

@@ -29,7 +29,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     numbers = {group.name: group.issued - 1 for group in groups}
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}
     mark = read_device_mark(reader)
-    ended = {"died": "dead", "closed": "closed"}.get(state.ended)
+    ended = {"died": "dead", "closed": "closed", "failed": "closed"}.get(state.ended)
     return RankProgress(
         rank=state.identity.rank,
         host=state.identity.host,

@@ -45,7 +45,7 @@ _FACTS = {
     "native", "notes", "not_measured", "compute_device", "deeper_modules", "root_modules", "unopened_modules", "model",
     "memory_source", "device", "gpus", "missing_tap", "threads", "groups", "process_began_ns", "compile_s",
     "interactive", "start_cpu_wait_ns", "step_offset", "operators_missing", "loader_period_ns",
-    "recording",
+    "recording", "failure",
 }  # fmt: skip
 
 
@@ -254,5 +254,7 @@ def _copy_counters(source: RingSource) -> None:
         source.settings = dict(metadata["settings"])
         state.trace_every = int(source.settings["trace_every"])
         state.total_steps = int(source.settings.get("_total_steps", 0))
+    if state.ended == "closed" and state.failure is not None:
+        state.ended = "failed"
     if state.ended == "died":
         state.open_spans = [span.name for span in reader.read_open_spans()[1:]]

@@ -10,13 +10,13 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store.run_folders import find_runs, is_run
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.verdicts.words.run_state import DIED
+from torchlens_perf.verdicts.words.run_state import DIED, FAILED, run_state
 from torchlens_perf.view.specs import Column, Quantity, Table, sanitize_line
 
 # Older runs are listed without reading their files, since a folder may have hundreds of runs.
 _MAX_READ_AGE_S = 900.0
 _MOST, _MAX_NAME, _MAX_ABOUT = 50, 32, 60
-_OLD, _STARTING, _LIVE, _ENDED, _DAMAGED = "old", "starting", "live", "ended", "damaged"
+_OLD, _STARTING, _LIVE, _DAMAGED = "old", "starting", "live", "damaged"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ def build_run_table(rows: list[RunRow]) -> Table:
             "program", [sanitize_line(row.about)[:_MAX_ABOUT] for row in rows], Quantity.TEXT, 0.5
         ),
     ]
-    bad = frozenset(at for at, row in enumerate(rows) if row.state in (DIED, _DAMAGED))
+    bad = frozenset(at for at, row in enumerate(rows) if row.state in (DIED, FAILED, _DAMAGED))
     return Table("runs", "Runs, the newest first", columns, bad, noun="run")
 
 
@@ -82,7 +82,7 @@ def _read_run_state(row: RunRow) -> RunRow:
     ends = [process.ended for process in processes]
     return dataclasses.replace(
         row,
-        state=_LIVE if not all(ends) else DIED if DIED in ends else _ENDED,
+        state=_LIVE if not all(ends) else run_state(False, DIED in ends, FAILED in ends),
         about=next((process.identity.program for process in processes), ""),
         ranks=max((process.identity.world_size for process in processes), default=None),
         steps=max(

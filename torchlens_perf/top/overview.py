@@ -125,10 +125,12 @@ def run_state_and_style(view: View) -> tuple[str, str]:
     if report is None:
         return "waiting" if view.trouble else "reading", SEVERITIES[WARNING].terminal
     run = report["run"]
-    state, comma, which = describe_state(run["live"], run["died"], run["ranks_seen"]).partition(",")
+    state, comma, which = describe_state(run).partition(",")
     if not run["live"]:
         at = format_clock_time(run["ended"]) if run["ended"] else ""
-        return f"{state.upper()} {at}".rstrip() + comma + which, bad if run["died"] else "bold"
+        return f"{state.upper()} {at}".rstrip() + comma + which, bad if run["died"] or run[
+            "failed"
+        ] else "bold"
     as_of = f" {format_clock_time(run['as_of'])}" if run["as_of"] else ""
     return f"LIVE{as_of}{comma}{which}", bad if which else SEVERITIES[GOOD].terminal
 

@@ -60,7 +60,7 @@ def build_rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list
         columns.append(dataclasses.replace(column, values=[*column.values, *blank], marks=marks))
         if column.title == "compute" and len(ranks) > 1:
             columns += _excess_columns(ranks, columns[-1], view.populations, report)
-    if any(row["kind"] in ("hang", "died") for row in report["verdicts"]):
+    if any(row["kind"] in ("hang", "died", "failed") for row in report["verdicts"]):
         columns[1:1] = _open_span_columns(ranks, report)
     rows = range(len(ranks))
     order = sorted(rows, key=lambda row: ranks[row] if by_number else (ranks[row] not in bad, row))

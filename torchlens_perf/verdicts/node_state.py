@@ -28,6 +28,7 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.identity import (
     DeviceClockQuality,
     Gpu,
@@ -109,7 +110,9 @@ class ProcessState:
     counted: int = -1
     """Sequence number of the last record that is included in the statistics."""
     ended: str = ""
-    """"closed" by its watch, "died", or "" while it runs."""
+    """"closed" by its watch, "failed" by an exception, "died", or "" while it runs."""
+    failure: Failure | None = None
+    """The exception that ended the process; None if it did not fail, or died without one."""
     trace_every: int = 0
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
     native: bool = True

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _STATUS: dict[str, tuple[str, str]] = {
     "hang": ("HANG", BAD),
     "out_of_memory": ("OUT OF MEMORY", BAD),
+    "failed": ("FAILED", BAD),
     "died": ("CRASH", BAD),
     "wrong_numbers": ("WRONG NUMBERS", BAD),
     "straggler": ("SLOW RANK", BAD),
@@ -191,7 +192,9 @@ def _verdict_facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
         found.append(("module" if len(modules) == 1 else "modules", ", ".join(modules)))
     if isinstance(evidence, StragglerEvidence) and evidence.slow_too:
         found.append(("together with", format_rank_list(evidence.slow_too)))
-    if held is not None and held["since_step"] is not None:
+    if kind == "failed":
+        found.append(("steps", f"in step {row['since_step']}"))
+    elif held is not None and held["since_step"] is not None:
         found.append(("steps", format_step_range(held["since_step"], held["until_step"])))
         if isinstance(evidence, StragglerEvidence):
             found.append(("seen", f"in {format_percent(evidence.share_of_steps)} of these steps"))

@@ -337,12 +337,12 @@ def _order_ranks(
 
 def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
     """Return the columns that identify a rank: number, host if hosts differ, state if a rank
-    died.
+    died or failed.
     """
     columns = [Column("rank", [rank["rank"] for rank in ranks], Quantity.TEXT)]
     if len({rank["host"] for rank in ranks}) > 1:
         columns.append(Column("host", [rank["host"] for rank in ranks], Quantity.TEXT, 0.6))
-    if any(rank["state"] == "died" for rank in ranks):
+    if any(rank["state"] in ("died", "failed") for rank in ranks):
         columns.append(Column("state", [rank["state"] for rank in ranks], Quantity.TEXT))
     return columns
 

@@ -67,7 +67,7 @@ class ModuleSelection(NamedTuple):
 def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -> ModuleSelection:
     """Select the modules that config.modules requests. most: the maximum with modules="auto"."""
     root, containers = model.module, _container_classes()
-    prefix, inner = _unwrap_model(root)
+    prefix, inner = unwrap_model(root)
     shown_root = WatchedModule(model.name or type(inner).__name__, root, is_root=True)
     candidates: dict[str, WatchedModule] = {}
     inside = list(root.named_modules())
@@ -165,7 +165,7 @@ def _remove_wrapper_names(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPED_NAMES)
 
 
-def _unwrap_model(root: Module) -> tuple[str, Module]:
+def unwrap_model(root: Module) -> tuple[str, Module]:
     """Return (qualified name, model) of the model inside wrappers (DDP, torch.compile)."""
     path: list[str] = []
     while True:
@@ -180,7 +180,7 @@ def _unwrap_model(root: Module) -> tuple[str, Module]:
 
 def unwrapped_class_name(model: Module) -> str:
     """Return the class name of the model inside its wrappers."""
-    return type(_unwrap_model(model)[1]).__name__
+    return type(unwrap_model(model)[1]).__name__
 
 
 def _find_only_child(module: Module) -> tuple[str, Module] | None:

@@ -171,8 +171,10 @@ class RingSources:
         launcher_began = process_start_ticks(identity.launcher_pid)
         # If the process with the launcher's pid started after the rank, it is another process.
         launcher_lives = launcher_began is not None and launcher_began <= identity.process_started
-        died = any(s.state.ended == "died" and s.generation == last.generation for s in sources)
-        if identity.elastic and died and launcher_lives:
+        failed = any(
+            s.state.ended in ("died", "failed") and s.generation == last.generation for s in sources
+        )
+        if identity.elastic and failed and launcher_lives:
             return True  # torchrun may restart the processes.
         present = sum(source.generation == last.generation for source in sources)
         if present < (identity.local_world_size or 0) and launcher_lives:

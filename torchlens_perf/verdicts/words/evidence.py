@@ -13,6 +13,7 @@ from typing import Any, TypedDict, final
 from msgspec import Struct, field
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
+from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.verdicts import Verdict, split_sentence_and_action
 from torchlens_perf.verdicts.stragglers.episodes import Episode
@@ -233,6 +234,20 @@ class DiedEvidence(Struct, frozen=True):
     """The open spans of this rank when it died."""
 
 
+class FailedEvidence(Struct, frozen=True):
+    """Evidence on the rank that failed first, and on ranks that ended afterwards."""
+
+    failure: Failure
+    failed_too: tuple[int, ...]
+    """Other ranks that an exception of their own has ended."""
+    lost_peers: tuple[int, ...]
+    """Ranks that ended because their connection to another rank was lost."""
+    closed: tuple[int, ...]
+    """Ranks that ended without an exception, although other ranks lost their connection."""
+    died: tuple[int, ...]
+    """Ranks whose processes ended without an exception before watch() was closed."""
+
+
 class StartupEvidence(Struct, frozen=True):
     """Evidence on a run whose start takes a large share of its time."""
 
@@ -303,6 +318,7 @@ Evidence = (
     | NotComparedEvidence
     | NoStepsEvidence
     | DiedEvidence
+    | FailedEvidence
     | StartupEvidence
     | GrowthEvidence
     | WrongNumbersEvidence
@@ -327,6 +343,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "hang": (HangEvidence,),
     "out_of_memory": (OutOfMemoryEvidence,),
     "died": (DiedEvidence,),
+    "failed": (FailedEvidence,),
     "startup": (StartupEvidence,),
     "wrong_numbers": (WrongNumbersEvidence,),
     "number_outlier": (NumberOutlierEvidence,),

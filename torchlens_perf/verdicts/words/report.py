@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
+from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.words.evidence import Evidence, LongSteps
 from torchlens_perf.verdicts.words.report_goodput import Goodput
@@ -65,9 +66,11 @@ class Run(TypedDict):
     """Total number of steps, if all ranks were configured with the same number."""
     live: bool
     state: str
-    """running, ended, or died (ended, but a rank died)."""
+    """running, ended, failed (an exception ended a rank), or died (ended, but a rank died)."""
     died: list[int]
     """Ranks whose process ended before watch() was closed."""
+    failed: list[int]
+    """Ranks that an exception has ended."""
     ranks_seen: int
     """Number of ranks in this report. It may be less than world_size."""
     startup: Startup | None
@@ -252,9 +255,11 @@ class Rank(TypedDict):
     pid: int
     attempt: int
     state: str
-    """running, closed or died."""
+    """running, closed, failed (by an exception) or died."""
     inside: list[str]
     """The spans that were open when the process died."""
+    failure: Failure | None
+    """The exception that ended the rank; None if it did not fail."""
     now: RankActivity | None
     """None if the process has ended."""
     steps: int

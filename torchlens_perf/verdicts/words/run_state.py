@@ -11,23 +11,27 @@ import time
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
-from torchlens_perf.verdicts.words.evidence import DiedEvidence, JudgedVerdict, make_verdict
+from torchlens_perf.verdicts.words.evidence import (
+    DiedEvidence,
+    FailedEvidence,
+    JudgedVerdict,
+    make_verdict,
+)
 from torchlens_perf.verdicts.words.oom import was_ended_by_oom
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from torchlens_perf.run.failure import Failure
     from torchlens_perf.verdicts.words.report import Facts, Rank, Run
 
-RUNNING, ENDED, DIED = "running", "ended", "died"
+RUNNING, ENDED, DIED, FAILED = "running", "ended", "died", "failed"
 SILENT_S = 60.0
 """A live run is called silent after this time without new data. Sidecars write every few seconds.
 """
 
 
-def run_state(live: bool, died: Sequence[int]) -> str:
-    """Return RUNNING for a live run, DIED if a rank died, else ENDED."""
-    return RUNNING if live else DIED if died else ENDED
+def run_state(live: bool, died: object, failed: object) -> str:
+    """Return RUNNING for a live run, FAILED if a rank failed, DIED if one died, else ENDED."""
+    return RUNNING if live else FAILED if failed else DIED if died else ENDED
 
 
 def describe_ranks(run: Run) -> str:
@@ -44,17 +48,19 @@ def describe_run_state(run: Run, now_unix_s: float | None = None) -> str:
 
     now_unix_s: the present time. The default is the time of this machine's clock.
     """
-    return describe_state(run["live"], run["died"], run["ranks_seen"], _silent_s(run, now_unix_s))
+    return describe_state(run, _silent_s(run, now_unix_s))
 
 
-def describe_state(live: bool, died: Sequence[int], seen: int, silent_s: float = 0.0) -> str:
-    """Return the state of a run in words.
-
-    seen: number of ranks seen. silent_s: time without new data from a live run.
-    """
+def describe_state(run: Run, silent_s: float = 0.0) -> str:
+    """Return the state of a run in words. silent_s: time without new data from a live run."""
+    live, died, failed, seen = run["live"], run["died"], run["failed"], run["ranks_seen"]
+    if failed and not live:
+        return "failed"
     state = "ended"
     if live:
         state = f"silent for {format_age(silent_s)}" if silent_s > SILENT_S else "running"
+    if failed:
+        return f"{state}, {format_rank_list(failed)} failed"
     if not died:
         return state
     if not live and len(died) == seen:
@@ -80,7 +86,90 @@ def format_age(seconds: float) -> str:
     return f"{int(seconds)} seconds"
 
 
-def build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
+def build_crash_verdicts(report: Facts) -> list[JudgedVerdict]:
+    """Return a verdict on the rank that failed or died first; else []."""
+    failed = [rank for rank in report["ranks"] if rank["failure"] is not None]
+    if not failed:
+        return _build_died_verdicts(report)
+    died = tuple(rank["rank"] for rank in report["ranks"] if rank["state"] == DIED)
+    # A rank that has lost its connection to another rank has not failed first.
+    own = [rank for rank in failed if not _failure_of(rank)["lost_peer"]]
+    if died and not own:
+        return _build_died_verdicts(report)
+    first = min(own or failed, key=lambda rank: _failure_of(rank)["unix_ns"])
+    if was_ended_by_oom(first):
+        return []
+    evidence = FailedEvidence(
+        _failure_of(first),
+        tuple(rank["rank"] for rank in own if rank is not first),
+        tuple(rank["rank"] for rank in failed if rank not in own and rank is not first),
+        () if own else tuple(rank["rank"] for rank in report["ranks"] if rank["state"] == "closed"),
+        died,
+    )
+    return [_build_failed_verdict(first, evidence)]
+
+
+def _failure_of(rank: Rank) -> Failure:
+    assert rank["failure"] is not None
+    return rank["failure"]
+
+
+def _build_failed_verdict(rank: Rank, evidence: FailedEvidence) -> JudgedVerdict:
+    failure = evidence.failure
+    text = (
+        f"Rank {rank['rank']} ({rank['host']}) failed in step {failure['step']}"
+        f"{_describe_failure_place(failure)}: {describe_exception(failure)}."
+        f"{_describe_ranks_ended_after(evidence)} Next: {_choose_action(rank, evidence)}"
+    )
+    return make_verdict(
+        "failed", rank["rank"], failure["phase"] or None, None, None, failure["step"], 1.0, text, evidence
+    )  # fmt: skip
+
+
+def describe_exception(failure: Failure) -> str:
+    """Return "ValueError: bad batch (train.py:42 in main)"."""
+    message = f": {failure['message'].rstrip('.')}" if failure["message"] else ""
+    code = f", exit code {failure['exit_code']}" if failure["exit_code"] is not None else ""
+    where = f" ({failure['where']}{code})" if failure["where"] else code
+    return f"{failure['type']}{message}{where}"
+
+
+def _describe_failure_place(failure: Failure) -> str:
+    parts = [part for part in (failure["phase"], failure["module"]) if part]
+    return f", in {' of '.join(parts)}" if parts else ""
+
+
+def _describe_ranks_ended_after(evidence: FailedEvidence) -> str:
+    """Return a sentence on the ranks that ended because of the failure; "" without any."""
+    if evidence.closed:
+        return f" Before, {format_rank_list(evidence.closed)} ended without an exception."
+    ends = [
+        f"{format_rank_list(ranks)} {how}"
+        for ranks, how in (
+            (evidence.failed_too, "by another exception"),
+            (evidence.lost_peers, "by a lost connection"),
+            (evidence.died, "by a signal or an exit"),
+        )
+        if ranks
+    ]
+    return f" Then the job ended: {', '.join(ends)}." if ends else ""
+
+
+def _choose_action(rank: Rank, evidence: FailedEvidence) -> str:
+    failure = evidence.failure
+    if evidence.closed:
+        return f"look for the exit code of {format_rank_list(evidence.closed)} in the job's log."
+    if failure["type"] == "MemoryError" or "DefaultCPUAllocator" in failure["message"]:
+        return (
+            f"free memory on {rank['host']}: a smaller batch, fewer workers of the DataLoader, or"
+            " checkpointing."
+        )
+    if failure["type"] == "torch.OutOfMemoryError":
+        return "use a smaller batch, checkpointing, or sharding (FSDP)."
+    return f"read the traceback of rank {rank['rank']} in the job's log."
+
+
+def _build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
     """Return a verdict on ranks that died, except those that ran out of device memory; else []."""
     died = [
         rank for rank in report["ranks"] if rank["state"] == DIED and not was_ended_by_oom(rank)

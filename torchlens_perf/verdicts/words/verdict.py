@@ -31,7 +31,7 @@ from torchlens_perf.verdicts.words.growth import build_growth_verdicts, is_expla
 from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang
 from torchlens_perf.verdicts.words.numbers import build_number_verdicts
 from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
-from torchlens_perf.verdicts.words.run_state import build_died_verdicts
+from torchlens_perf.verdicts.words.run_state import build_crash_verdicts
 from torchlens_perf.verdicts.words.startup import build_startup_verdicts
 from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
@@ -58,10 +58,20 @@ def build_verdicts(
 
     There is always at least one verdict.
     """
+    found = _build_all_verdicts(report, findings, hang, links)
+    if any(each.kind == "failed" for each in found):
+        # Nothing is OK in a run that failed.
+        found = [each for each in found if each.kind not in ("none", "compute_bound")]
+    return found
+
+
+def _build_all_verdicts(
+    report: Facts, findings: Findings, hang: OpenHang | None, links: LinkFindings
+) -> list[JudgedVerdict]:
     out_of_memory = build_out_of_memory_verdicts(report)
     if hang is not None:
         return [*out_of_memory, _build_hang_verdict(hang)]
-    out_of_memory += [*build_died_verdicts(report), *build_number_verdicts(report)]
+    out_of_memory += [*build_crash_verdicts(report), *build_number_verdicts(report)]
     if not report["steps"]["count"]:
         return out_of_memory or [_build_no_steps_verdict(report)]
     start = build_startup_verdicts(report)

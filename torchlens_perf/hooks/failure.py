@@ -1,0 +1,149 @@
+"""Describe the exception that ends a watch: phase, module, and line of the program."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torchlens_perf.errors import guard, printable
+from torchlens_perf.hooks.loop.selection import unwrap_model
+from torchlens_perf.interruption import ours
+from torchlens_perf.run.failure import MAX_MESSAGE, Failure
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+# Files of torch whose functions run a phase, by the end of their path.
+_PHASES = {
+    ("torch/utils/data/dataloader.py", "__next__"): "data",
+    ("torch/autograd/graph.py", "_engine_run_backward"): "backward",
+    ("torch/optim/optimizer.py", "wrapper"): "optimizer",
+    ("torch/nn/modules/module.py", "_call_impl"): "forward",
+}
+_LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo/transport",
+    "Broken pipe",
+)
+
+
+def current_exceptions() -> tuple[BaseException | None, ...]:
+    """Return the exception that is being handled, and the one that ends the program.
+
+    The interpreter stores an exception that nothing has caught before it calls exit handlers. In
+    processes of multiprocessing, exit handlers run while the exception is being handled. A prompt
+    goes on after an exception, so an exception that it has printed does not count.
+    """
+    is_prompt = hasattr(sys, "ps1") or "IPython" in sys.modules
+    return sys.exc_info()[1], None if is_prompt else getattr(sys, "last_value", None)
+
+
+def find_new_exception(earlier: tuple[BaseException | None, ...]) -> BaseException | None:
+    """Return the current exception that is not one of current_exceptions() at an earlier time."""
+    for error in current_exceptions():
+        if error is not None and not any(error is each for each in earlier):
+            return error
+    return None
+
+
+@guard("describing the exception that ended the run")
+def describe_failure(error: BaseException | None, step: int) -> Failure | None:
+    """Return what is known about the exception; None if it is no failure, such as Ctrl-C."""
+    exit_code = None
+    if isinstance(error, SystemExit):
+        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not exit_code:
+            return None
+        # A program that logs an exception may end with an exit code.
+        error = error.__context__ if isinstance(error.__context__, Exception) else error
+    if error is None or not isinstance(error, (Exception, SystemExit)):
+        return None
+    frames = list(_iterate_frames(error.__traceback__))
+    phase, module = _find_phase_and_module([frame for frame, _ in frames])
+    return {
+        "type": _format_type(type(error)),
+        "message": _format_message(error),
+        "where": _find_place(frames),
+        "step": step,
+        "phase": phase,
+        "module": module,
+        "exit_code": exit_code,
+        "lost_peer": _is_about_lost_peer(error),
+        "unix_ns": time.time_ns(),
+    }
+
+
+def _iterate_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _format_type(kind: type) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    )
+
+
+def _format_message(error: BaseException) -> str:
+    try:
+        return printable(" ".join(str(error).split()))[:MAX_MESSAGE]
+    except ours(Exception):
+        # The text of an exception is made by code of the program.
+        return ""
+
+
+def _is_about_lost_peer(error: BaseException) -> bool:
+    if any(each.__name__ in _LOST_PEER_TYPES for each in type(error).__mro__):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(
+        text in str(error) for text in _LOST_PEER_TEXTS
+    )
+
+
+def _find_phase_and_module(frames: list[FrameType]) -> tuple[str, str]:
+    """Return the phase that the exception left, and the innermost module of a forward pass."""
+    phase, modules = "", list[Any]()
+    for frame in frames:
+        code = frame.f_code
+        for (file, function), name in _PHASES.items():
+            if code.co_name == function and code.co_filename.endswith(file):
+                # Code of the forward pass also runs inside of the backward pass.
+                phase = phase if phase == "backward" else name
+                if name == "forward":
+                    modules.append(frame.f_locals.get("self"))
+    return phase, _name_of_module(modules[0], modules[-1]) if modules else ""
+
+
+def _name_of_module(root: Module, inner: Module) -> str:
+    """Return the qualified name of a module inside the model, or the class of the model."""
+    _, model = unwrap_model(root)
+    for name, module in model.named_modules():
+        if module is inner and name:
+            return name
+    return str(type(model).__name__)
+
+
+def _find_place(frames: list[tuple[FrameType, int]]) -> str:
+    """Return the innermost line of code that does not belong to Python or an installed package."""
+    installed = _installed_folders()
+    for frame, line in reversed(frames):
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", *installed)):
+            return f"{os.path.basename(file)}:{line} in {frame.f_code.co_name}"
+    return ""
+
+
+def _installed_folders() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    paths = [*map(sysconfig.get_path, names), *site.getsitepackages(), own]
+    return tuple(path + os.sep for path in paths if path)

@@ -1,0 +1,31 @@
+"""The failure of a training process, as the process itself saw it."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class Failure(TypedDict):
+    """The exception that ended a watch, or its program."""
+
+    type: str
+    """Name of the exception's class, such as "torch.OutOfMemoryError"."""
+    message: str
+    """One line; at most MAX_MESSAGE characters."""
+    where: str
+    """The innermost line of the program's own code, such as "train.py:42 in loss_fn"; "" without
+    one."""
+    step: int
+    """The step in progress."""
+    phase: str
+    """"data", "forward", "backward" or "optimizer"; "" outside of these phases."""
+    module: str
+    """Qualified name of the innermost module whose forward() was running; "" without one."""
+    exit_code: int | None
+    """The exit code, if the program ended with sys.exit()."""
+    lost_peer: bool
+    """True if the exception says that another rank or its connection is gone."""
+    unix_ns: int
+
+
+MAX_MESSAGE = 300
