@@ -15,7 +15,8 @@ import pytest
 
 from tests.support.live_ranks import LiveRanks
 from tests.support.otlp_receiver import wait_for
-from tests.support.processes import slowdown
+from tests.support.processes import SCRIPTS, slowdown
+from torchlens_perf.sidecar.host.stacks import find_py_spy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -97,3 +98,25 @@ def test_stuck_rank_is_named_with_its_section(tmp_path: Path) -> None:
     assert f"The job hung in step {found['evidence']['step']} for " in after["text"]
     assert "stuck here" in after["text"]
     assert after["held"]["since"] == found["held"]["since"] is not None
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
+def test_missing_barrier_is_shown_with_the_calls_of_both_ranks(tmp_path: Path) -> None:
+    """DDP's constructor broadcasts in the same group, so the group has several operations.
+
+    Neither rank is named, and the network is not mentioned.
+    """
+    lines = (SCRIPTS / "train_ranks.py").read_text().splitlines()
+    barrier, backward = (
+        next(number for number, line in enumerate(lines, 1) if call in line)
+        for call in ("dist.barrier()", "backward()")
+    )
+    with LiveRanks(tmp_path, 2, BARRIER_RANK="0", HANG_AFTER="40") as job:
+        found = job.wait_for(hang, STARTED_S * slowdown())
+
+    assert (found["evidence"]["kind"], found["evidence"]["ranks"]) == ("mismatch", [])
+    assert f"Rank 0 called barrier (at train_ranks.py:{barrier}), " in found["text"]
+    assert f"rank 1 called allreduce (at train_ranks.py:{backward}) as" in found["text"]
+    assert "the calls differ. Next: let all ranks call the same operations" in found["text"]
+    assert "network" not in found["text"]

@@ -31,7 +31,7 @@ from torchlens_perf.hooks.collective import is_tapped_by_another_tool, list_coll
 from torchlens_perf.hooks.python_recording import count_payload_bytes
 from torchlens_perf.recorder import native_tap, torch_dispatcher
 from torchlens_perf.run import tap_requirements
-from torchlens_perf.run.ring import MICRO_STEPS_MASK, Flag, Kind
+from torchlens_perf.run.ring import MAX_RECENT, MICRO_STEPS_MASK, Flag, Kind
 
 pytestmark = pytest.mark.distributed
 
@@ -196,6 +196,10 @@ def test_ring_has_the_last_issued_and_ended_operation_of_each_group(
             f"recv group=0 peer={1 - index}": (1, 1),
         }
         assert rank.metadata["groups"]["0"] == {"ranks": "0-1", "description": "default_pg"}
+        issued = [(each.name, sequence(each), each.value0) for each in in_order(rank)]
+        assert sorted(each[1:] for each in rank.last_operations) == sorted(
+            (number, name, size) for name, number, size in issued[-MAX_RECENT:]
+        )
 
 
 def test_duration_is_marked_as_that_of_the_call_if_the_end_is_unknown(

@@ -16,10 +16,10 @@ from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import (
     DEPTH,
-    GROUP_WORDS,
-    GROUPS,
     MAX_GROUPS,
+    MAX_RECENT,
     METADATA_OFFSET,
+    RECENT,
     Flag,
     GroupProgress,
     Kind,
@@ -400,7 +400,7 @@ def test_groups_beyond_the_table_are_recorded_without_progress(
     """The field after the table is not overwritten."""
     slots = [rig.ring.add_group_row(str(number)) for number in range(MAX_GROUPS + 3)]
     assert slots == [*range(MAX_GROUPS), MAX_GROUPS, MAX_GROUPS, MAX_GROUPS]
-    table_end = (GROUPS + GROUP_WORDS * MAX_GROUPS) * 8
+    table_end = (RECENT + 2 * MAX_RECENT) * 8
     beyond = bytes(rig.ring.buffer[table_end : METADATA_OFFSET + 1024])
     for number in range(3):
         rig.call(number, EndDetection.UNKNOWN, group=slot)
@@ -411,6 +411,21 @@ def test_groups_beyond_the_table_are_recorded_without_progress(
     assert [each.issued for each in rig.reader.read_group_progress()] == [0] * (MAX_GROUPS - 1) + [
         10
     ]
+    assert [each.sequence for each in rig.reader.read_last_operations()] == [9]
+
+
+def test_last_operations_are_in_the_file_header_before_they_end(rig: CollectiveRig) -> None:
+    """Other processes see in which operation a blocked rank is. The oldest operations are replaced."""
+    for name in ("0", "1"):
+        rig.ring.add_group_row(name)
+    for number in range(MAX_RECENT + 4):
+        rig.issue(number, group=number % 2)
+    last = sorted(rig.reader.read_last_operations(), key=lambda each: each.sequence)
+
+    assert [(each.group, each.sequence) for each in last] == [
+        (str(number % 2), number) for number in range(4, MAX_RECENT + 4)
+    ]
+    assert {(each.name, each.bytes) for each in last} == {(NAME, 4096)}
 
 
 # -- other threads

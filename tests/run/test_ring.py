@@ -33,6 +33,7 @@ def test_ring_offsets_equal_those_of_the_c_structures() -> None:
         "metadata_revision": ring.METADATA_REVISION, "metadata_used": ring.METADATA_USED,
         "device_since_ns": ring.DEVICE_MARK[0], "device_step": ring.DEVICE_MARK[1], "device_mark": ring.DEVICE_MARK[2],
         "device_looked_ns": ring.DEVICE_MARK[3],
+        "groups": ring.GROUPS, "recent": ring.RECENT,
         "internal_errors": ring.INTERNAL_ERRORS, "stack": ring.DEPTH, "capacity": 2, "records_offset": 7,
     }  # fmt: skip
 

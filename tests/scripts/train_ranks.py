@@ -1,7 +1,7 @@
 """Train with DDP over gloo under watch(). Rank SLOW_RANK computes more from step SLOW_FROM on.
 
 STEPS is the number of steps, or 0 for a run until killed. HANG_RANK sleeps for HANG_S after
-HANG_AFTER steps.
+HANG_AFTER steps. BARRIER_RANK calls a barrier after HANG_AFTER steps, which other ranks do not.
 """
 
 from __future__ import annotations
@@ -55,4 +55,6 @@ with perf.watch(parallel, optimizer):
         if rank == hang_rank and step == hang_after:
             with perf.section("stuck here"):
                 time.sleep(float(os.environ.get("HANG_S", "3600")))
+        if rank == int(os.environ.get("BARRIER_RANK", "-1")) and step == hang_after:
+            dist.barrier()
 dist.destroy_process_group()

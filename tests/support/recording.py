@@ -15,6 +15,7 @@ from torchlens_perf.run.ring import (
     UNBALANCED,
     Flag,
     GroupProgress,
+    IssuedOperation,
     Kind,
     RingReader,
     record_dtype,
@@ -55,6 +56,7 @@ class Recording:
         self.known_names: set[str] = set()
         self.interned: list[str] = []
         self.groups: list[GroupProgress] = []
+        self.last_operations: list[IssuedOperation] = []
         self.unbalanced = 0
         self.internal_errors = 0
 
@@ -75,6 +77,7 @@ class Recording:
         self.metadata = reader.read_metadata()
         self.known_names, self.interned = set(names), list(names)
         self.groups = reader.read_group_progress()
+        self.last_operations = reader.read_last_operations()
         self.unbalanced, self.internal_errors = (
             reader.read_counter(UNBALANCED),
             reader.read_counter(INTERNAL_ERRORS),

@@ -23,7 +23,7 @@ typedef struct {
 } Kept;
 static Kept pending[MAX_PENDING];       /* those whose backend will call back */
 static Kept waited_for[MAX_WAITED_FOR]; /* the blocking ones of others: each thread has one at most */
-static uint32_t next_pending;
+static uint32_t next_pending, next_recent;
 
 /* The blocking operation that the thread has issued and waits for next. */
 static __thread struct {
@@ -147,6 +147,18 @@ void collective_unlock(void)
     pthread_mutex_unlock(&lock);
 }
 
+/* For a reader: two ranks that differ in the operation with one sequence number wait for each other. */
+static void remember(Header *header, const Collective *collective)
+{
+    Recent *recent = &header->recent[next_recent++ % MAX_RECENT];
+    recent->key = 0;
+    atomic_signal_fence(memory_order_seq_cst);
+    recent->bytes = collective->bytes;
+    atomic_signal_fence(memory_order_seq_cst);
+    recent->key = collective->sequence | (uint64_t)(collective->name_id & 0xFFFFFF) << 32 |
+                  (uint64_t)(collective->group + 1) << 56;
+}
+
 static int issue(Collective *collective)
 {
     collective_lock();
@@ -177,6 +189,7 @@ static int issue(Collective *collective)
     parts_issued(collective);
     if (collective->group < MAX_GROUPS) {
         header->groups[collective->group].issued = (uint64_t)collective->sequence + 1;
+        remember(header, collective);
     }
     pthread_mutex_unlock(&lock);
     return 1;

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-enum { MAX_FRAMES = 64, MAX_GROUPS = 48 };
+enum { MAX_FRAMES = 64, MAX_GROUPS = 48, MAX_RECENT = 32 };
 
 /* Kinds from DATA to CLOSURE are phases: their time is taken out of the phase around them. */
 enum kind {
@@ -67,6 +67,12 @@ typedef struct {
     uint64_t ended;  /* the same of the last one that is known to have ended, or whose end nobody tells */
 } Group;
 
+/* One of the last operations issued, so that a reader sees in which operation a blocked rank is. */
+typedef struct {
+    uint64_t key; /* sequence number | name id << 32 | row of the group plus 1 << 56; zero: empty */
+    uint64_t bytes;
+} Recent;
+
 typedef struct {
     char magic[8];
     uint32_t version;
@@ -95,6 +101,7 @@ typedef struct {
     Stack stack;
     uint64_t groups_used;
     Group groups[MAX_GROUPS];
+    Recent recent[MAX_RECENT]; /* a circular buffer, over all groups */
 } Header;
 
 _Static_assert(sizeof(Record) == 64, "a record is one cache line");
@@ -103,6 +110,7 @@ _Static_assert(__builtin_offsetof(Header, head) == 64, "header layout is part of
 _Static_assert(__builtin_offsetof(Header, names_used) == 128, "header layout is part of the file format");
 _Static_assert(__builtin_offsetof(Header, stack) == 192, "header layout is part of the file format");
 _Static_assert(sizeof(Group) == 24, "group size is part of the file format");
+_Static_assert(sizeof(Recent) == 16, "the operations' size is part of the file format");
 _Static_assert(sizeof(Header) <= 4096, "the metadata begin there");
 
 #endif

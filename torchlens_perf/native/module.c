@@ -48,7 +48,7 @@ static PyObject *layout(PyObject *module, PyObject *unused)
         FIELD(Record, nested_ns), FIELD(Record, phase_ns), FIELD(Record, value0), FIELD(Record, value1),
         FIELD(Frame, start_ns), FIELD(Frame, nested_ns), FIELD(Frame, phase_ns), FIELD(Frame, name_id),
         FIELD(Frame, kind), FIELD(Stack, depth), FIELD(Stack, frames), FIELD(Header, groups_used),
-        FIELD(Header, groups), FIELD(Group, name_id), FIELD(Group, issued), FIELD(Group, ended),
+        FIELD(Header, groups), FIELD(Header, recent), FIELD(Group, name_id), FIELD(Group, issued), FIELD(Group, ended),
     };
 #undef FIELD
     PyObject *offsets = PyDict_New();

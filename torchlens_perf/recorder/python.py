@@ -35,6 +35,8 @@ from torchlens_perf.run.ring import (
     HEAD,
     MAX_FRAMES,
     MAX_GROUPS,
+    MAX_RECENT,
+    RECENT,
     RECORD_BYTES,
     RECORDS_OFFSET,
     STEP,
@@ -105,6 +107,7 @@ class Recorder:
             raise ValueError("the buffer does not hold a ring file of this layout")
         self._mask = capacity - 1
         self.step = int(self._words[STEP])
+        self._recent = itertools.count()
         self._next_sequence = itertools.count().__next__
         self._owner = _get_ident()
         self._frames: list[Frame] = []
@@ -316,6 +319,9 @@ class Recorder:
         start_ns = self.now_ns()
         if group < MAX_GROUPS:
             self._words[GROUPS + GROUP_WORDS * group + 1] = sequence + 1
+            at = RECENT + 2 * (next(self._recent) % MAX_RECENT)
+            self._words[at + 1] = size
+            self._words[at] = sequence | (name_id & 0xFFFFFF) << 32 | group + 1 << 56
         within = frames[-1][_NAME]
         return [
             name_id, group, sequence, flags, size, start_ns, 0, self.step, len(frames), within, self._ordinals[1] - 1,

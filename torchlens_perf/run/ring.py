@@ -57,6 +57,9 @@ FRAME_BYTES = 32
 # Each row of the table of process groups has three 64-bit words: name id and started operations,
 # issued operations, ended operations.
 GROUP_WORDS = 3
+# Number of operations in the circular buffer of the operations issued last, over all groups. Each
+# has two 64-bit words: sequence number, name id and row of the group; and its bytes.
+MAX_RECENT = 32
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
 # Pages of a ring file beyond this size are mapped when they are first written.
@@ -86,7 +89,7 @@ HEAD, STEP, UNBALANCED, TOO_DEEP, TOOL_NS, STATE, GC_NS = 8, 9, 10, 11, 12, 13, 
 _PROGRESS = struct.Struct(f"<QQ{8 * (STATE - STEP - 1)}xQ")
 NAMES_USED, NAMES_LOST, METADATA_REVISION, METADATA_USED, INTERNAL_ERRORS = 16, 17, 18, 19, 20
 DEPTH, FRAMES, DEVICE_MARK = 24, 25, (15, 21, 22, 23)
-GROUPS_USED, GROUPS = 281, 282
+GROUPS_USED, GROUPS, RECENT = 281, 282, 282 + GROUP_WORDS * MAX_GROUPS
 # Magic, version, record_bytes, capacity, then offset and size of each area.
 _FIXED = struct.Struct("<8sIIQQQQQQ")
 
@@ -297,6 +300,16 @@ class GroupProgress(NamedTuple):
     began: int = 0
 
 
+class IssuedOperation(NamedTuple):
+    """One of the operations that a rank issued last."""
+
+    group: str
+    sequence: int
+    name: str
+    """Name of the operation's record, such as "allreduce group=0 dtype=float32"."""
+    bytes: int
+
+
 def lookup_name(names: list[str], name_id: int) -> str:
     return names[name_id] if name_id < len(names) else "(unknown)"
 
@@ -486,6 +499,20 @@ class RingReader:
                 found.append(
                     GroupProgress(names[name_id & 0xFFFFFFFF], issued, ended, name_id >> 32)
                 )
+        return found
+
+    def read_last_operations(self) -> list[IssuedOperation]:
+        """Return the operations that the rank issued last, whether or not they have ended.
+
+        They are in no order. A running writer may change the operations during the call.
+        """
+        names, groups = self.names(), self._read_words(GROUPS, GROUP_WORDS * MAX_GROUPS)
+        words, found = self._read_words(RECENT, 2 * MAX_RECENT), []
+        for key, size in zip(words[::2], words[1::2], strict=True):
+            row, name_id = (key >> 56) - 1, key >> 32 & 0xFFFFFF
+            if 0 <= row < MAX_GROUPS and name_id < len(names):
+                group = lookup_name(names, groups[GROUP_WORDS * row] & 0xFFFFFFFF)
+                found.append(IssuedOperation(group, key & 0xFFFFFFFF, names[name_id], size))
         return found
 
     def read_records(self, *, final: bool = False) -> RingBatch:

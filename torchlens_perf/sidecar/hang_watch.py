@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, RankProgress, find_hang
 from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
-from torchlens_perf.sidecar.host.stacks import read_main_stack, request_stack_by_signal
+from torchlens_perf.sidecar.host.stacks import Stack, read_main_stack, request_stack_by_signal
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, describe_hang
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class HangDetector:
         """silent_s: time without reports after which a node counts as silent."""
         self.hang: OpenHang | None = None
         """The hang in progress, or None while the job makes steps."""
+        # For some ranks, the line of the user's code, read together with the stacks.
+        self._user_lines: dict[int, str] = {}
         self._key: object = None
         # Key of the newest finding, and the time at which it was first made.
         self._seen: tuple[object, float] = (None, 0.0)
@@ -87,10 +89,17 @@ class HangDetector:
             self._reset()
         elif self.hang is not None and hang.key == self._key:
             # The known hang goes on: update its description, but keep its stacks.
-            self.hang = describe_hang(hang, self.hang.stacks)
+            self.hang = describe_hang(hang, self.hang.stacks, self._user_lines)
         elif (self.hang is None and not hang.moving) or self._is_confirmed(hang, ranks, now_s):
             self._key = hang.key
-            self.hang = describe_hang(hang, _read_stacks(hang, processes))
+            stacks = _read_stacks(hang, processes)
+            self._user_lines = {
+                rank: each.user_line for rank, each in stacks.items() if each.user_line
+            }
+            reported = {
+                rank: RankStack(tuple(each.lines), each.reason) for rank, each in stacks.items()
+            }
+            self.hang = describe_hang(hang, reported, self._user_lines)
             logger.warning("%s", self.hang.text)
 
     def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
@@ -112,8 +121,8 @@ class HangDetector:
         self.hang, self._key, self._seen = None, None, (None, 0.0)
 
 
-def _read_stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[int, RankStack]:
-    stacks: dict[int, RankStack] = {}
+def _read_stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> dict[int, Stack]:
+    stacks: dict[int, Stack] = {}
     for rank in hang.look_at:
         if rank in processes and len(stacks) < MAX_STACKS:
             identity, stack_file = processes[rank]
@@ -122,7 +131,7 @@ def _read_stacks(hang: Hang, processes: Mapping[int, tuple[Identity, str]]) -> d
                 stack = request_stack_by_signal(
                     identity.pid, Path(stack_file), identity.process_started
                 )
-            stacks[rank] = RankStack(tuple(stack.lines), stack.reason)
+            stacks[rank] = stack
     return stacks
 
 

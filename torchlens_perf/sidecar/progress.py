@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.hang import RankProgress
-from torchlens_perf.analysis.collectives.semantics import infer_last_operations
+from torchlens_perf.analysis.collectives.semantics import parse_collective_name
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import read_device_mark
 from torchlens_perf.sidecar.host.stacks import read_process_state
@@ -28,6 +28,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     groups = [group for group in reader.read_group_progress() if " peer=" not in group.name]
     numbers = {group.name: group.issued - 1 for group in groups}
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}
+    operations, sizes = _read_operations(reader.read_last_operations(), issued)
     mark = read_device_mark(reader)
     ended = {"died": "dead", "closed": "closed", "failed": "closed"}.get(state.ended)
     return RankProgress(
@@ -40,7 +41,8 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         issued=issued,
         inside=tuple(span.name for span in reader.read_open_spans()[1:]),
         state=ended or read_process_state(state.identity.pid, state.identity.process_started),
-        operations=infer_last_operations(issued, reader.names()),
+        operations=operations,
+        sizes=sizes,
         since_mark_s=now_s - source.mark_s,
         all_groups=reader.read_counter(ring.GROUPS_USED) < ring.MAX_GROUPS
         and len(issued) == len(numbers),
@@ -49,6 +51,21 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         },
         device=device_place_from_mark(*mark) if mark is not None else None,
     )
+
+
+def _read_operations(
+    last: Iterable[ring.IssuedOperation], issued: Mapping[str, int]
+) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
+    """Return RankProgress.operations and RankProgress.sizes."""
+    operations: dict[str, dict[int, str]] = {}
+    sizes = {}
+    for each in last:
+        name = parse_collective_name(each.name)
+        if name is not None and each.group in issued:
+            operations.setdefault(each.group, {})[each.sequence] = name.operation
+            if each.sequence == issued[each.group]:
+                sizes[each.group] = each.bytes
+    return operations, sizes
 
 
 def median_step_s(durations_ns: Sequence[float]) -> float:

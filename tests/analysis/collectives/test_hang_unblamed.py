@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.progress import WORLD, behind, every, found, job, named, rank
 from torchlens_perf.analysis.collectives.hang import Collective, Hang
-from torchlens_perf.analysis.collectives.semantics import infer_last_operations
 from torchlens_perf.verdicts.words.hang import hang_text
 
 # -- no rank is behind
@@ -29,7 +28,7 @@ def test_groups_used_in_different_order_are_shown_as_a_cycle() -> None:
     )
     assert (
         "Ranks wait for each other in a cycle: rank 0 waits in allreduce 5 of group a for rank 1,"
-        " rank 1 waits in allgather 8 of group b for rank 0. Next: make all ranks issue"
+        " rank 1 waits in allgather 8 of group b for rank 0. Next: let all ranks call"
         in hang_text(hang)
     )
 
@@ -60,10 +59,90 @@ def test_different_operations_with_one_number_are_shown_as_a_mismatch() -> None:
     assert (hang.kind, named(hang)) == ("mismatch", [])
     assert hang.operations == {"allreduce": (0, 1, 3), "broadcast": (2,)}
     assert (
-        "Collective 57 of group 0 differs between ranks: allreduce on ranks 0-1,3, broadcast on"
-        " rank 2. Next: " in hang_text(hang)
+        "Ranks 0-1,3 called allreduce (at train.py:57), rank 2 called broadcast (at train.py:65) as"
+        " collective 57 of group 0: the calls differ. Next: let all ranks call the same operations"
+        in hang_text(hang, {0: "train.py:57", 2: "train.py:65"})
     )
     assert hang.look_at == (2, 0)
+
+
+def test_operations_of_another_order_are_shown_in_their_orders() -> None:
+    """Rank 2 issued both operations before it began to wait."""
+    last = {55: "allreduce", 56: "allgather", 57: "allreduce"}
+    swapped = {55: "allreduce", 56: "allreduce", 57: "allgather"}
+    others = [rank(number, operations={WORLD: last}) for number in (0, 1, 3)]
+    hang = found(rank(2, operations={WORLD: swapped}), *others)
+
+    assert (hang.kind, hang.difference, hang.collective) == (
+        "mismatch",
+        "order",
+        Collective(WORLD, 56),
+    )
+    assert (
+        "Ranks 0-1,3 called allgather, then allreduce, rank 2 called allreduce, then allgather as"
+        " collective 56 of group 0: the order differs." in hang_text(hang)
+    )
+
+
+def test_different_sizes_of_the_same_operation_are_a_mismatch() -> None:
+    ranks = [rank(n, sizes={WORLD: 4096 if n == 2 else 1024}) for n in range(4)]
+    hang = found(*ranks)
+
+    assert (hang.kind, hang.difference, named(hang)) == ("mismatch", "sizes", [])
+    assert (
+        "Ranks 0-1,3 called allreduce of 1024 bytes, rank 2 called allreduce of 4096 bytes as"
+        " collective 57 of group 0: the sizes differ. Next: let all ranks call the same operations"
+        " in the same order, with the same sizes" in hang_text(hang)
+    )
+
+
+@pytest.mark.parametrize("operation", ["alltoall_base", "gather", "barrier", "reduce_scatter"])
+def test_sizes_that_may_differ_are_no_mismatch(operation: str) -> None:
+    names = {WORLD: {57: operation}}
+    ranks = [rank(n, operations=names, sizes={WORLD: 1024 * n}) for n in range(4)]
+
+    assert found(*ranks).kind == "together"
+
+
+def test_sizes_of_different_operations_of_a_group_are_not_compared() -> None:
+    """Rank 2 has issued an operation less, of another size."""
+    ranks = [rank(n, sizes={WORLD: 1024}) for n in range(4)]
+    ranks[2] = behind(2, sizes={WORLD: 4096})
+
+    assert found(*ranks).kind == "missing"
+
+
+def test_numbers_that_began_at_different_operations_are_no_mismatch() -> None:
+    """Point-to-point messages count on some backends, so rank 2 is one number ahead."""
+    loop = {n: "allgather" if n % 2 else "allreduce" for n in range(40, 58)}
+    shifted = {n + 1: name for n, name in loop.items()}
+    others = [rank(number, operations={WORLD: loop}) for number in (0, 1, 3)]
+    hang = found(rank(2, issued={WORLD: 58}, operations={WORLD: shifted}), *others)
+
+    assert not hang.operations
+
+
+def test_operations_of_another_group_with_the_same_name_are_not_compared() -> None:
+    """Groups that one split creates share a name. The members are those of ranks 0 and 1."""
+    ranks = [
+        rank(n, issued={"tp": 9}, operations={"tp": {9: "allreduce" if n < 2 else "broadcast"}})
+        for n in range(4)
+    ]
+
+    assert not found(*ranks, groups={"tp": (0, 1)}).operations
+
+
+def test_mismatch_of_a_subgroup_leaves_out_the_other_ranks() -> None:
+    """Ranks 2 and 3 wait in a collective of their own group, and have not entered this one."""
+    ranks = [
+        rank(0, issued={"tp": 9}, operations={"tp": {9: "barrier"}}),
+        rank(1, issued={"tp": 9}, operations={"tp": {9: "allreduce"}}),
+        *(rank(n, issued={"pp": 4}, operations={"pp": {4: "broadcast"}}) for n in (2, 3)),
+    ]
+    hang = found(*ranks, groups={"tp": (0, 1), "pp": (2, 3)})
+
+    assert hang.operations == {"barrier": (0,), "allreduce": (1,)}
+    assert "Rank 0 called barrier, rank 1 called allreduce as collective 9" in hang_text(hang)
 
 
 def test_mismatched_operations_are_shown_although_a_rank_is_behind() -> None:
@@ -285,17 +364,6 @@ def test_operation_is_not_shown_if_ranks_report_different_ones() -> None:
     hang = found(behind(2, state="stopped"), rank(0, operations={WORLD: {57: "broadcast"}}))
 
     assert (hang.kind, hang.collective) == ("stopped", Collective(WORLD, 57, ""))
-
-
-def test_unreported_operation_is_known_if_its_group_has_one_kind_of_collective() -> None:
-    """The operation is unknown in a group with several kinds of collectives or with messages."""
-    names = [
-        "(other)", "forward GPT", "allreduce group=0 dtype=float32", "allreduce group=0 dtype=bfloat16",
-        "broadcast group=7 dtype=int64 root=0", "allreduce group=7", "send group=8 dtype=float16 peer=1",
-        "barrier group=9",
-    ]  # fmt: skip
-
-    assert infer_last_operations({"0": 57, "7": 3, "8": 2}, names) == {"0": {57: "allreduce"}}
 
 
 def test_text_has_four_spans_with_short_names_and_the_number_of_others() -> None:

@@ -195,6 +195,20 @@ def test_stack_names_the_thread_that_has_the_gil(start: Start) -> None:
 
 
 @needs_py_spy
+def test_users_line_is_the_innermost_one_outside_libraries(start: Start, tmp_path: Path) -> None:
+    """The main thread waits inside the standard library."""
+    script = tmp_path / "waits.py"
+    script.write_text("import threading\nprint('ready', flush=True)\nthreading.Event().wait()\n")
+    process = start(f"import runpy; runpy.run_path({str(script)!r})")
+    ready(process)
+
+    deadline = time.monotonic() + 30
+    while not (stack := read_main_stack(process.pid)).lines[0].startswith("Condition.wait "):
+        assert time.monotonic() < deadline, stack
+    assert stack.user_line == "waits.py:3"
+
+
+@needs_py_spy
 def test_permission_error_of_py_spy_is_reported_without_a_retry(
     start: Start, tmp_path: Path
 ) -> None:

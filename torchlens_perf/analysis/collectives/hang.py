@@ -8,8 +8,8 @@ rules are applied in this order:
 2. A process that died, is stopped or is in a debugger is blamed, whichever collectives it has
    issued. A collective cannot end without one of its processes. A node that stopped reporting at
    the time of the last step is blamed, too. The state of other ranks is a consequence.
-3. If ranks issued different operations under the same sequence number of a group, a mismatch of
-   operations is reported.
+3. If ranks issued different operations, or different sizes, under the same sequence number of a
+   group, a mismatch is reported.
 4. Otherwise sequence numbers are compared. In each group, all ranks wait for the ranks that are
    furthest behind. A rank that is behind in at least one group and ahead in no group does not wait
    for others, so it is blamed. If every rank that is behind in one group is ahead in another group,
@@ -22,15 +22,19 @@ rules are applied in this order:
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torchlens_perf.analysis.collectives.device_progress import (
     DeviceFinding,
     LastDeviceMark,
     compare_devices,
 )
+from torchlens_perf.analysis.collectives.semantics import SizeRule, semantics_of
 from torchlens_perf.run.ring import CAPTURING
 
+_Value = TypeVar("_Value", str, int)
 MIN_S = 10.0
 # A step that takes this many times the usual step time is a hang. NCCL's watchdog ends a job after
 # 600 s, and a larger multiple would leave little of that time.
@@ -81,6 +85,8 @@ class RankProgress:
     """"running", "stopped", "traced", "uninterruptible", "dead", "closed" or "unknown"."""
     operations: Mapping[str, Mapping[int, str]] = dataclasses.field(default_factory=dict)
     """For each group, known names of its last collectives, such as {57: "allreduce"}."""
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """For each group, bytes of the last collective that the rank issued, where known."""
     since_mark_s: float | None = None
     """Seconds from the rank's last record to this report; None if not known."""
     all_groups: bool = True
@@ -159,7 +165,10 @@ class Hang:
     cycle: tuple[tuple[int, Collective], ...]
     """For a mismatch of order: each rank waits for the next rank, and the last for the first."""
     operations: Mapping[str, tuple[int, ...]]
-    """For a mismatch of operations: the ranks that issued each operation as `collective`."""
+    """For a mismatch of operations: the ranks that issued each operation as `collective`.
+
+    Operations that ranks issued in different orders are joined, such as "allreduce, then barrier".
+    """
     places: Mapping[tuple[str, ...], tuple[int, ...]]
     """Living ranks by open spans, outermost first."""
     asleep: tuple[int, ...]
@@ -182,6 +191,8 @@ class Hang:
 
     devices: DeviceFinding | None = None
     """Result of comparing the devices; None if they were not compared."""
+    difference: str = ""
+    """For a mismatch of operations: "operations", "order" or "sizes"; otherwise ""."""
 
     @property
     def needs_action(self) -> bool:
@@ -269,7 +280,15 @@ def find_hang(
     ended = {each.rank for each in ranks if each.state in ENDED}
     unheard = tuple(sorted(members - known.keys() - ended - set(moving)))
     return _HangAnalysis(
-        ranks, live, known, still, moving, unheard, limit, _find_partly_entered(known, groups)
+        ranks,
+        live,
+        known,
+        still,
+        moving,
+        unheard,
+        limit,
+        groups,
+        _find_partly_entered(known, groups),
     ).find_cause()
 
 
@@ -308,6 +327,42 @@ def _make_collective(group: str, sequence: int, ranks: Iterable[RankProgress]) -
     return Collective(group, sequence, names.pop() if len(names) == 1 else "")
 
 
+def _find_different_calls(
+    ranks: Mapping[int, Mapping[int, str]],
+) -> tuple[int, dict[str, tuple[int, ...]], str] | None:
+    """Return the first sequence number with different operations, their ranks, and the difference.
+
+    ranks: for each rank, the names of its last operations in one group. If the oldest of several
+    common operations differs, the ranks began to count at different operations, as after
+    point-to-point messages, and nothing is found.
+    """
+    counts = Counter(sequence for calls in ranks.values() for sequence in calls)
+    oldest = max((min(calls) for calls in ranks.values() if calls), default=0)
+    common = sorted(each for each, count in counts.items() if count > 1 and each >= oldest)
+    for sequence in common:
+        names = {rank: calls[sequence] for rank, calls in ranks.items() if sequence in calls}
+        if len(set(names.values())) > 1:
+            if sequence == common[0] and len(common) > 1 and sequence > 0:
+                return None
+            orders = {
+                rank: tuple(ranks[rank].get(each, "") for each in common if each >= sequence)
+                for rank in names
+            }
+            if len({tuple(sorted(order)) for order in orders.values()}) > 1:
+                return sequence, _group_ranks(names), "operations"
+            joined = {rank: ", then ".join(order) for rank, order in orders.items()}
+            return sequence, _group_ranks(joined), "order"
+    return None
+
+
+def _group_ranks(values: Mapping[int, _Value]) -> dict[_Value, tuple[int, ...]]:
+    """Return the ranks with each value."""
+    found: dict[_Value, tuple[int, ...]] = {}
+    for rank in sorted(values):
+        found[values[rank]] = (*found.get(values[rank], ()), rank)
+    return found
+
+
 def _spans_without_wait(each: RankProgress) -> tuple[str, ...]:
     """Return the open spans without an innermost wait, which would repeat the collective."""
     return each.inside[:-1] if each.inside[-1:] == (WAIT,) else each.inside
@@ -327,6 +382,7 @@ class _HangAnalysis:
     moving: tuple[int, ...]
     unheard: tuple[int, ...]
     limit: float
+    groups: Mapping[str, tuple[int, ...]]
     fronts: list[_PartlyEntered]
 
     @property
@@ -384,25 +440,53 @@ class _HangAnalysis:
         )
 
     def _find_mismatched_operations(self) -> Hang | None:
-        """Find the first sequence number under which a group's ranks issued different
-        operations.
+        """Find the first sequence number under which a group's ranks issued different operations,
+        or the same operation with different sizes.
         """
         for group in sorted({group for each in self.known.values() for group in each.operations}):
-            issued: dict[int, dict[str, list[int]]] = {}
-            for rank, each in self.known.items():
-                for sequence, operation in each.operations.get(group, {}).items():
-                    issued.setdefault(sequence, {}).setdefault(operation, []).append(rank)
-            for sequence in sorted(issued):
-                if len(issued[sequence]) > 1:
-                    operations = {
-                        name: tuple(ranks) for name, ranks in sorted(issued[sequence].items())
-                    }
-                    look_at = [ranks[0] for ranks in sorted(operations.values(), key=len)]
-                    where = Collective(group, sequence)
-                    return self._make_hang(
-                        "mismatch", [], self.live, where, operations=operations, look_at=look_at
-                    )
+            ranks = {
+                rank: self.known[rank].operations.get(group, {})
+                for rank in self.groups.get(group) or self.known
+                if rank in self.known
+            }
+            calls = _find_different_calls(ranks)
+            if calls is not None:
+                return self._make_mismatch(Collective(group, calls[0]), *calls[1:])
+            where = self._find_different_sizes(group, ranks)
+            if where is not None:
+                return self._make_mismatch(*where, "sizes")
         return None
+
+    def _find_different_sizes(
+        self, group: str, ranks: Mapping[int, Mapping[int, str]]
+    ) -> tuple[Collective, dict[str, tuple[int, ...]]] | None:
+        """Compare the sizes of the operation in which all ranks of the group wait."""
+        sizes, calls = {}, set()
+        for rank, names in ranks.items():
+            each = self.known[rank]
+            if rank in self.still and group in each.sizes:
+                sizes[rank] = each.sizes[group]
+                calls.add((each.issued[group], names.get(each.issued[group], "")))
+        if len(calls) != 1 or len(set(sizes.values())) == 1:
+            return None
+        ((sequence, operation),) = calls
+        meaning = semantics_of(operation)
+        if not meaning.equal_bytes or meaning.size is SizeRule.NONE:
+            return None
+        there = {
+            f"{operation} of {size} bytes": members
+            for size, members in sorted(_group_ranks(sizes).items())
+        }
+        return Collective(group, sequence, operation), there
+
+    def _make_mismatch(
+        self, where: Collective, operations: dict[str, tuple[int, ...]], difference: str
+    ) -> Hang:
+        look_at = [ranks[0] for ranks in sorted(operations.values(), key=len)]
+        hang = self._make_hang(
+            "mismatch", [], self.live, where, operations=operations, look_at=look_at
+        )
+        return dataclasses.replace(hang, difference=difference)
 
     def _make_wait_cycle(self) -> Hang:
         """Return a hang of kind "mismatch" with the cycle of ranks that wait for each other.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -356,24 +355,3 @@ def describe_limits(
             "an upper bound, and the last to arrive is the last of those seen"
         )
     return tuple(text for text in found if text)
-
-
-def infer_last_operations(
-    issued: Mapping[str, int], names: Iterable[str]
-) -> dict[str, dict[int, str]]:
-    """Return RankProgress.operations for groups in which only one kind of collective was issued.
-
-    The last collective of such a group must be of that kind.
-
-    names: all names in the rank's ring, such as "allreduce group=0 dtype=float32".
-    """
-    kinds: dict[str, set[str]] = {}
-    for name in names if issued else ():
-        operation, _, rest = name.partition(" group=")
-        if rest and " peer=" not in rest:
-            kinds.setdefault(rest.partition(" ")[0], set()).add(operation)
-    return {
-        group: {issued[group]: min(kinds[group])}
-        for group in issued
-        if len(kinds.get(group, ())) == 1
-    }

@@ -11,10 +11,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,10 @@ _STATES = {
 # Error texts of the kernel and of a container's seccomp profile.
 _REFUSALS = ("permission denied", "operation not permitted")
 _IN_CONTAINER = "in a container `docker run --cap-add=SYS_PTRACE`"
+# Directories of installed packages and of Python's own library.
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+t?/")
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
+_SIGNAL_FRAME = re.compile(r'File "(.*)", line (\d+)')
 _SECCOMP_FILTER_MODE = "2"  # value of "Seccomp:" in /proc/PID/status
 
 
@@ -57,6 +63,10 @@ class Stack:
     """Name of another thread that holds the GIL. The main thread may be waiting for that thread."""
     innermost: tuple[str, int] | None = None
     """File and line of the innermost frame, if py-spy reports them."""
+    user_line: str = ""
+    """Innermost line outside Python's and installed libraries, such as "train.py:65"; "" if not
+    known.
+    """
 
 
 def read_process_state(pid: int, started: int | None = None) -> str:
@@ -181,7 +191,12 @@ def request_stack_by_signal(pid: int, path: Path, started: int, timeout_s: float
     except OSError as error:
         return Stack((), f"it could not be asked: {error.strerror}")
     found = tuple(line.strip() for line in lines if line.startswith("  File"))
-    return Stack(found[:MAX_LINES], "" if found else "it did not answer SIGUSR2")
+    frames = [(each[1], each[2]) for each in map(_SIGNAL_FRAME.match, found) if each]
+    return Stack(
+        found[:MAX_LINES],
+        "" if found else "it did not answer SIGUSR2",
+        user_line=_find_user_line(frames),
+    )
 
 
 def _run_command(command: list[str], timeout_s: float) -> tuple[bool, bytes, str]:
@@ -229,7 +244,16 @@ def _parse_main_stack(pid: int, answer: bytes) -> Stack:
         return Stack((), "the main thread runs no Python code")
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more"]
-    return Stack(tuple(lines), "", holders[0] if holders else "", innermost)
+    user_line = _find_user_line((str(frame["filename"]), frame["line"]) for frame in frames)
+    return Stack(tuple(lines), "", holders[0] if holders else "", innermost, user_line)
+
+
+def _find_user_line(frames: Iterable[tuple[str, object]]) -> str:
+    """Return the first line outside libraries. frames: file and line, innermost first."""
+    for path, line in frames:
+        if not (path.startswith(("<", _PACKAGE)) or _LIBRARY.search(path)):
+            return f"{os.path.basename(path)}:{line}"
+    return ""
 
 
 def _format_frame(frame: dict[str, Any]) -> str:

@@ -54,16 +54,22 @@ class OpenHang(HangEvidence):
     text: str
 
 
-def describe_hang(hang: Hang, stacks: Mapping[int, RankStack]) -> OpenHang:
-    """Return the hang with its sentences. Values that only the sentences contain are left out."""
+def describe_hang(
+    hang: Hang, stacks: Mapping[int, RankStack], user_lines: Mapping[int, str]
+) -> OpenHang:
+    """Return the hang with its sentences. Values that only the sentences contain are left out.
+
+    user_lines: for some ranks, the line of the user's code, such as "train.py:65".
+    """
     ranks = tuple(each.progress.rank for each in hang.blocking)
     return OpenHang(
-        hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks, text=hang_text(hang)
-    )
+        hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks,
+        text=hang_text(hang, user_lines),
+    )  # fmt: skip
 
 
-def hang_text(hang: Hang) -> str:
-    """Return the sentences on a hang as one line."""
+def hang_text(hang: Hang, user_lines: Mapping[int, str] | None = None) -> str:
+    """Return the sentences on a hang as one line. user_lines: as in describe_hang()."""
     usual = (
         f"usually {format_duration(hang.usual_s)}"
         if hang.usual_s > 0
@@ -76,7 +82,10 @@ def hang_text(hang: Hang) -> str:
             f" on {_format_ranks(there)}, while"
             f" {_format_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
         )
-    finding = _FINDINGS.get(hang.kind, _describe_blocking_ranks)(hang)
+    if hang.operations and hang.collective:
+        finding = _describe_different_calls(hang, hang.collective, user_lines or {})
+    else:
+        finding = _FINDINGS.get(hang.kind, _describe_blocking_ranks)(hang)
     return f"{opening}. {finding} {_additional_sentences(hang)}Next: {_next_action(hang)}"
 
 
@@ -160,12 +169,29 @@ def _device_wait_clause(each: RankProgress) -> str:
     return f", waiting for its device in {each.waits_in}" if each.waits_in else ""
 
 
-def _describe_mismatch(hang: Hang) -> str:
-    if hang.operations and hang.collective:
-        who = ", ".join(
-            f"{name} on {_format_ranks(ranks)}" for name, ranks in hang.operations.items()
+_DIFFERENCES = {
+    "operations": "the calls differ",
+    "order": "the order differs",
+    "sizes": "the sizes differ",
+}
+
+
+def _describe_different_calls(
+    hang: Hang, collective: Collective, user_lines: Mapping[int, str]
+) -> str:
+    calls = []
+    for operation, ranks in sorted(hang.operations.items(), key=lambda item: item[1]):
+        line = next((user_lines[rank] for rank in ranks if rank in user_lines), "")
+        calls.append(
+            f"{_format_ranks(ranks)} called {operation}" + (f" (at {line})" if line else "")
         )
-        return f"{_capitalize(collective_name(hang.collective))} differs between ranks: {who}."
+    number = f"{collective.sequence} of group {collective.group}"
+    return (
+        f"{_capitalize(', '.join(calls))} as collective {number}: {_DIFFERENCES[hang.difference]}."
+    )
+
+
+def _describe_mismatch(hang: Hang) -> str:
     following = [rank for rank, _ in hang.cycle[1:]] + [rank for rank, _ in hang.cycle[:1]]
     steps = zip(hang.cycle, following, strict=True)
     waits = [
@@ -355,7 +381,8 @@ def _next_action(hang: Hang) -> str:
     )
     if hang.kind == "mismatch":
         return (
-            "make all ranks issue the same collectives in the same order: look for a collective"
+            "let all ranks call the same operations in the same order"
+            f"{', with the same sizes' if hang.difference == 'sizes' else ''}: look for a call"
             " under an `if` whose condition differs between ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL"
             " checks each one."
         )
