@@ -139,6 +139,12 @@ def node(
     return NodeState(HOST, processes, **of_node)
 
 
+def uneven_node() -> NodeState:
+    """Return a node whose rank 0 ended after 40 steps, and rank 1 after 70 steps."""
+    states = [state_of(rank, 2, [BASE] * (40 + 30 * rank)) for rank in range(2)]
+    return NodeState(HOST, {state.identity.key: state for state in states})
+
+
 def judged(slow: Episode) -> NodeState:
     """Return a node that has found a slow rank, with or without a known cause."""
     why = Diagnosis(
@@ -217,6 +223,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("growing_steps", evidence.GrowthEvidence): lambda run: NodeState(
         HOST, {"0": state_of(0, 1, GROWING)}
     ),
+    ("uneven_steps", evidence.UnevenStepsEvidence): lambda run: uneven_node(),
     ("not_known", evidence.DeepSpansEvidence): lambda run: node({"host": 30.0}, too_deep=5),
     ("compute_bound", evidence.TypicalStepEvidence): lambda run: node(),
     ("compute_bound", evidence.DeviceStepEvidence): lambda run: node(

@@ -66,6 +66,7 @@ from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.cpu import replace_cpu_action
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
+from torchlens_perf.verdicts.words.run_state import build_uneven_steps_verdicts
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, compute_last_arrival_shares
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ if TYPE_CHECKING:
     )
 
 SCHEMA = 2
+# Flags of steps of which ranks need not make equally many.
+_OTHER_STEPS = int(Flag.EVALUATION | Flag.EVALUATED | Flag.INFERENCE)
 _REMOVED = "were removed to stay below disk_bytes"
 
 
@@ -157,7 +160,10 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
     )
-    found = verdict.build_verdicts(facts, judging.findings, hang, links)
+    found = [
+        *verdict.build_verdicts(facts, judging.findings, hang, links),
+        *build_uneven_steps_verdicts(_comparable_step_counts(processes)),
+    ]
     rows = [
         {
             **replace_cpu_action(each, facts).to_report_row(),
@@ -384,6 +390,25 @@ def _count_made_steps(process: ProcessState) -> int:
     """Return the number of steps that a rank made, including steps that were not recorded."""
     newest = process.statistics.last_step
     return max(process.made_steps, 0 if newest is None else newest + 1)
+
+
+def _comparable_step_counts(processes: dict[int, ProcessState]) -> dict[int, int]:
+    """Return the number of steps by rank; {} if the ranks need not make equally many steps.
+
+    These are ranks that do not all end normally, have different models, serve requests, or
+    evaluate: often only rank 0 evaluates, and its evaluation counts as steps.
+    """
+    each = processes.values()
+    size = max((process.identity.world_size for process in each), default=0)
+    populations = {process.placement.population for process in each}
+    if len(processes) < size or len(populations) != 1:
+        return {}
+    if any(
+        process.ended != "closed" or process.statistics.flags_seen & _OTHER_STEPS
+        for process in each
+    ):
+        return {}
+    return {rank: _count_made_steps(process) for rank, process in processes.items()}
 
 
 def _warm_up_parts(processes: dict[int, ProcessState]) -> dict[str, float]:

@@ -41,6 +41,7 @@ _STATUS: dict[str, tuple[str, str]] = {
     "slow_link": ("SLOW LINK", BAD),
     "imbalance": ("IMBALANCE", WARNING),
     "growing_steps": ("GROWING STEPS", WARNING),
+    "uneven_steps": ("UNEVEN STEPS", WARNING),
     "number_outlier": ("OUTLIER", WARNING),
     "long_steps": ("LONG STEPS", WARNING),
     "startup": ("SLOW START", WARNING),

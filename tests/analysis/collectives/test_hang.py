@@ -482,3 +482,11 @@ def test_writing_a_capture_is_a_hang_only_after_minutes() -> None:
     assert named(found(*every(2, **for_minutes), behind(2, **writing, **for_minutes), count=3)) == [
         2
     ]
+
+
+def test_save_of_one_rank_points_to_its_storage() -> None:
+    """The other ranks wait in a collective that the saving rank has not entered."""
+    text = hang_text(found(behind(2, inside=("torch.save",))))
+
+    assert "rank 2 (node-b) did not enter it, last inside torch.save. Next: look at" in text
+    assert "look at the storage to which rank 2 on node-b saves" in text

@@ -357,10 +357,10 @@ def _find_different_calls(
 
 def _group_ranks(values: Mapping[int, _Value]) -> dict[_Value, tuple[int, ...]]:
     """Return the ranks with each value."""
-    found: dict[_Value, tuple[int, ...]] = {}
+    found: dict[_Value, list[int]] = {}
     for rank in sorted(values):
-        found[values[rank]] = (*found.get(values[rank], ()), rank)
-    return found
+        found.setdefault(values[rank], []).append(rank)
+    return {value: tuple(ranks) for value, ranks in found.items()}
 
 
 def _spans_without_wait(each: RankProgress) -> tuple[str, ...]:

@@ -224,6 +224,15 @@ class NoStepsEvidence(Struct, frozen=True):
     records: int
 
 
+class UnevenStepsEvidence(Struct, frozen=True):
+    """Evidence on ranks that ended normally after different numbers of steps."""
+
+    ranks: tuple[int, ...]
+    """The ranks with the fewest steps."""
+    fewest: int
+    most: int
+
+
 class DiedEvidence(Struct, frozen=True):
     """Evidence on ranks whose processes ended before watch() was closed."""
 
@@ -317,6 +326,7 @@ Evidence = (
     | NoSlowRankEvidence
     | NotComparedEvidence
     | NoStepsEvidence
+    | UnevenStepsEvidence
     | DiedEvidence
     | FailedEvidence
     | StartupEvidence
@@ -348,6 +358,7 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "wrong_numbers": (WrongNumbersEvidence,),
     "number_outlier": (NumberOutlierEvidence,),
     "growing_steps": (GrowthEvidence,),
+    "uneven_steps": (UnevenStepsEvidence,),
     "compute_bound": _BY_STEP,
     "data_bound": _BY_STEP,
     "communication_bound": _BY_STEP,

@@ -439,6 +439,12 @@ def _action_on_blocking_rank(blocking: BlockingRank) -> str:
             f"look at the network and the device of {who}: links, dmesg (Xid, AER), the backend's"
             " log."
         )
+    if blocking.problem == "stuck" and "torch.save" in each.inside:
+        return (
+            f"look at the storage to which {who} saves, and at its Python stack. If the save only"
+            " takes long, let the other ranks wait for it in a barrier, or raise the timeout of the"
+            " process group."
+        )
     if blocking.problem == "stuck" and each.inside[-1:] == ("data",):
         return f"look at the loader of {who}: its workers, its storage, and its Python stack."
     return {

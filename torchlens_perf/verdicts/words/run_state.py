@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
@@ -15,6 +16,7 @@ from torchlens_perf.verdicts.words.evidence import (
     DiedEvidence,
     FailedEvidence,
     JudgedVerdict,
+    UnevenStepsEvidence,
     make_verdict,
 )
 from torchlens_perf.verdicts.words.oom import was_ended_by_oom
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Rank, Run
 
 RUNNING, ENDED, DIED, FAILED = "running", "ended", "died", "failed"
+_MIN_UNEVEN_SHARE = 0.01
 SILENT_S = 60.0
 """A live run is called silent after this time without new data. Sidecars write every few seconds.
 """
@@ -107,6 +110,27 @@ def build_crash_verdicts(report: Facts) -> list[JudgedVerdict]:
         died,
     )
     return [_build_failed_verdict(first, evidence)]
+
+
+def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[JudgedVerdict]:
+    """Return a verdict if ranks that should make equally many steps did not; else [].
+
+    steps: number of steps by rank. A difference of one step may only be the step in progress at the
+    end of the recording.
+    """
+    fewest, most = min(steps.values(), default=0), max(steps.values(), default=0)
+    if most - fewest <= max(1, _MIN_UNEVEN_SHARE * most):
+        return []
+    ended = tuple(rank for rank, count in sorted(steps.items()) if count == fewest)
+    longest = [rank for rank, count in sorted(steps.items()) if count == most]
+    text = (
+        f"{format_rank_list(ended).capitalize()} ended normally after {fewest} steps, but"
+        f" {format_rank_list(longest)} made {most}: from step {fewest} on, other ranks trained"
+        f" without {format_rank_list(ended)}. Next: give all ranks the same number of batches:"
+        " drop_last=True, or a DistributedSampler."
+    )
+    evidence = UnevenStepsEvidence(ended, fewest, most)
+    return [make_verdict("uneven_steps", ended[0], None, None, None, fewest, 0.9, text, evidence)]
 
 
 def _failure_of(rank: Rank) -> Failure:
