@@ -1,4 +1,4 @@
-"""Tests that node 0 finds a hang on another node's device from that node's summaries."""
+"""Tests that node 0 finds the cause of a hang on another node from that node's summaries."""
 
 from __future__ import annotations
 
@@ -68,3 +68,15 @@ def test_missing_kernel_on_another_node_is_found(stuck: int) -> None:
     hang = found_over_nodes(*(dataclasses.replace(each, operations={}) for each in ranks))
     assert (hang.kind, named(hang)) == ("device", [stuck])
     assert f"on the device of rank {stuck}" in hang_text(hang)
+
+
+def test_other_operation_on_another_node_is_a_mismatch() -> None:
+    """Rank 2 calls a barrier. The other ranks issue two buckets of DDP in advance."""
+    loop = dict.fromkeys(range(30, 59), "allreduce")
+    ranks = [rank(n, issued={WORLD: 58}, operations={WORLD: loop}) for n in range(4)]
+    calls = {WORLD: {**dict.fromkeys(range(30, 57), "allreduce"), 57: "barrier"}}
+    ranks[2] = rank(2, operations=calls)
+    hang = found_over_nodes(*ranks)
+
+    assert (hang.kind, named(hang)) == ("mismatch", [])
+    assert "rank 2 called barrier as collective 57 of group 0: the calls differ." in hang_text(hang)

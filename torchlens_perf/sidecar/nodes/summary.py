@@ -20,6 +20,7 @@ import numpy as np
 
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
 from torchlens_perf.analysis.collectives.hang import RankProgress
+from torchlens_perf.analysis.collectives.semantics import SEMANTICS
 from torchlens_perf.analysis.statistics.modules import (
     MAX_MODULES,
     digest_names,
@@ -36,14 +37,17 @@ from torchlens_perf.verdicts.words.hang import device_place_from_mark
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-VERSION = 6
-ROWS, GROUPS, DIMENSIONS, INSIDE = 8, 6, 6, 4
+VERSION = 7
+ROWS, GROUPS, DIMENSIONS, INSIDE, LAST_OPERATIONS = 8, 6, 6, 4, 4
 MAX_BYTES = 1024
 NO_ROW = 0xFFFFFFFF
 _PROGRESS = (
     "rank", "step", "since_step_s", "usual_step_s", "since_mark_s", "groups", "inside", "state", "all_groups", "begun",
-    "device",
+    "operations", "device",
 )  # fmt: skip
+# The first name stands for an operation that is not known.
+_OPERATIONS = ("", *SEMANTICS)
+_CODES = {name: code for code, name in enumerate(_OPERATIONS)}
 _MAX_U2 = (1 << 16) - 1
 # Larger shares of a row's duration are reduced to this value. A lag of more than four durations has
 # the same effect as a lag of four.
@@ -84,6 +88,8 @@ LAYOUT = np.dtype(
         ("all_groups", "u1"),
         # 1 + the distance from `issued` to the last kernel that began, or 0 if not known.
         ("begun", "u1", GROUPS),
+        # The group's last operations, newest first: positions in _OPERATIONS.
+        ("operations", "u1", (GROUPS, LAST_OPERATIONS)),
         # behind: 1 + the number of steps behind the one in progress, or 0 if not known.
         # mark: the kind of the mark's span, plus 128 if the mark is the span's end.
         ("device", [("behind", "<u2"), ("place", "<u2"), ("stood_s", "<f2"), ("mark", "u1")]),
@@ -137,6 +143,10 @@ def pack_summary(summary: RankSummary) -> bytes:
         value["groups"][i] = _cut_text(name, 12), sequence + 1
         if name in progress.began:
             value["begun"][i] = min(max(0, sequence - progress.began[name]) + 1, 255)
+        known = progress.operations.get(name, {})
+        value["operations"][i] = [
+            _CODES.get(known.get(sequence - k, ""), 0) for k in range(LAST_OPERATIONS)
+        ]
     value["device"] = _pack_device_place(progress)
     inside = (
         progress.inside
@@ -263,6 +273,7 @@ def unpack_summaries(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
 def find_valid_summaries(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Return a mask of the valid summaries, which pack_summary() can produce."""
     good = (values["state"] < len(_STATES)) & (values["rank"] < values["world_size"])
+    good &= (values["operations"] < len(_OPERATIONS)).all(axis=(1, 2))
     has_row = values["row"] != NO_ROW
     good &= (values["width"] > 0) | ~has_row.any(axis=1)
     # If a row were far ahead of its rank's step, the detector would wait for this step of all
@@ -368,13 +379,20 @@ def unpack_progress(
             issued={text[name]: issued - 1 for name, issued in groups if name},
             inside=tuple(name.decode() for name in inside if name),
             state=_STATES[state],
+            operations={
+                text[name]: {
+                    issued - 1 - k: _OPERATIONS[code] for k, code in enumerate(codes) if code
+                }
+                for (name, issued), codes in zip(groups, operations, strict=True)
+                if any(codes)
+            },
             since_mark_s=None if since_mark_s < 0 else since_mark_s,
             all_groups=bool(all_groups),
             began=_unpack_begun_operations(groups, begun, text) if any(begun) else {},
             device=_unpack_device_place(step, *device) if device[0] else None,
         )
         for (
-            rank, step, since_step_s, usual_step_s, since_mark_s, groups, inside, state, all_groups, begun, device,
-            host, age_s,
+            rank, step, since_step_s, usual_step_s, since_mark_s, groups, inside, state, all_groups, begun, operations,
+            device, host, age_s,
         ) in rows
     ]  # fmt: skip
