@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
-from torchlens_perf.analysis.collectives.hang import RankProgress
+from torchlens_perf.analysis.collectives.hang import MIN_S, RankProgress
 from torchlens_perf.analysis.collectives.semantics import SEMANTICS
 from torchlens_perf.analysis.statistics.modules import (
     MAX_MODULES,
@@ -230,6 +230,16 @@ def _unpack_begun_operations(
     }
 
 
+def _unpack_operations(
+    groups: list[tuple[bytes, int]], operations: list[list[int]], text: Mapping[bytes, str]
+) -> dict[str, dict[int, str]]:
+    return {
+        text[name]: {issued - 1 - k: _OPERATIONS[code] for k, code in enumerate(codes) if code}
+        for (name, issued), codes in zip(groups, operations, strict=True)
+        if any(codes)
+    }
+
+
 def _cut_text(text: str, max_bytes: int) -> bytes:
     """Return the text's first bytes. An incomplete character at the end is removed."""
     return text.encode()[:max_bytes].decode(errors="ignore").encode()
@@ -379,13 +389,10 @@ def unpack_progress(
             issued={text[name]: issued - 1 for name, issued in groups if name},
             inside=tuple(name.decode() for name in inside if name),
             state=_STATES[state],
-            operations={
-                text[name]: {
-                    issued - 1 - k: _OPERATIONS[code] for k, code in enumerate(codes) if code
-                }
-                for (name, issued), codes in zip(groups, operations, strict=True)
-                if any(codes)
-            },
+            # Only hangs need the operations, and unpacking all ranks takes long.
+            operations=(
+                _unpack_operations(groups, operations, text) if since_step_s > MIN_S / 2 else {}
+            ),
             since_mark_s=None if since_mark_s < 0 else since_mark_s,
             all_groups=bool(all_groups),
             began=_unpack_begun_operations(groups, begun, text) if any(begun) else {},
