@@ -128,7 +128,7 @@ def _name_of_module(root: Module, inner: Module) -> str:
     _, model = unwrap_model(root)
     for name, module in model.named_modules():
         if module is inner and name:
-            return name
+            return str(name)
     return str(type(model).__name__)
 
 
