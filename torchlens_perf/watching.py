@@ -593,14 +593,10 @@ class Watch(LiveResultMethods):
             if reports:
                 with guard("the report at the end"):
                     shown = last_report.show_report(
-                        run, identity, self._config, mailbox, cell,
-                        raised=not isinstance(error, SystemExit | None),
-                        can_wait=self._live_views is None, disk_answers=self._disk_answers,
+                        run, identity, self._config, mailbox, cell, began_s,
+                        raised=error is not None, disk_answers=self._disk_answers,
                     )  # fmt: skip
-                    if shown is None:
-                        # The report is shown later and still needs the mailbox.
-                        mailbox = None
-                    elif self._live_views is not None:
+                    if self._live_views is not None:
                         self._live_views.write_report(shown)
         finally:
             self._stop_recording(look, error)

@@ -9,16 +9,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from tests.recorder.test_late_report import WRITING, sidecar_of, watched
+from tests.support import warm_python
 from tests.support.processes import clean_environ, wait_for_sidecar
 from tests.support.warm_python import WarmPython
 from torchlens_perf.config import Config
 from torchlens_perf.results import last_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT
+from torchlens_perf.watching import Watch
 
 # This code of a sidecar computes until the test ends it.
 BUSY = """
@@ -103,62 +106,112 @@ def test_wait_is_limited_by_the_users_exit_timeout(
     assert f"the report is not ready after {timeout_s:.1f}" in printed
 
 
-@pytest.mark.parametrize("raised", ["RuntimeError", "KeyboardInterrupt"])
-def test_report_after_an_exception_is_printed_below_the_traceback(
-    raised: str, enough: Path, tmp_path: Path
-) -> None:
-    """The traceback is printed after at most a second.
+def stop_busy_sidecar(watch: Watch, enough: Path) -> None:
+    enough.touch()
+    wait_for_sidecar(RunDirectory(watch.run_dir), 240)
 
-    After the traceback, the program waits as after a normal end.
-    """
-    (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=30, enough=str(enough)))
+
+def assert_only_path_is_printed(printed: str, folder: Path) -> None:
+    (line,) = printed.splitlines()
+    assert "the report is not ready after" in line
+    assert f"it will be in {folder}" in line
+
+
+@pytest.mark.parametrize(
+    "raised", [RuntimeError, KeyboardInterrupt, SystemExit, SystemExit(0), GeneratorExit]
+)
+def test_wait_is_short_after_any_exception(
+    raised: type[BaseException] | BaseException,
+    enough: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A scheduler may end the program soon, so the path of the report is printed at once."""
+    monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20, enough=str(enough)))
+    kind = raised if isinstance(raised, type) else type(raised)
+    with pytest.raises(kind), watched(tmp_path / "runs") as watch:
+        raise raised
+    printed = capfd.readouterr().err
+    stop_busy_sidecar(watch, enough)
+
+    assert_only_path_is_printed(printed, watch.run_dir)
+    assert not list(RunDirectory(watch.run_dir).find_local_mailboxes(REPORT))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGXCPU])
+def test_wait_is_short_in_a_program_that_handles_a_warning_of_its_end(
+    number: signal.Signals,
+    enough: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The handler only sets a flag, and the loop leaves the watch without an exception."""
+    monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20, enough=str(enough)))
+    received = list[int]()
+    before = signal.signal(number, lambda *_: received.append(1))
+    try:
+        with watched(tmp_path / "runs") as watch:
+            signal.raise_signal(number)
+    finally:
+        signal.signal(number, before)
+    printed = capfd.readouterr().err
+    stop_busy_sidecar(watch, enough)
+
+    assert received
+    assert_only_path_is_printed(printed, watch.run_dir)
+
+
+def test_wait_is_short_if_a_signal_handler_exits_a_program_that_started_a_watch(
+    enough: Path, tmp_path: Path
+) -> None:
+    """Exit handlers stop the watch after the SystemExit has gone."""
+    (tmp_path / "sitecustomize.py").write_text(BUSY.format(seconds=20, enough=str(enough)))
     program = f"""
+import signal, sys
 import torchlens_perf as perf
 from torchlens_perf.results import last_report
 last_report._LONGEST_S = 600.0
-with perf.watch(dir={str(tmp_path / "runs")!r}):
-    raise {raised}("lost")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+print(perf.watch(dir={str(tmp_path / "runs")!r}).start().run_dir)
+signal.raise_signal(signal.SIGTERM)
 """
     environ = clean_environ({"PYTHONPATH": str(tmp_path)})
-    with WarmPython(
-        [sys.executable, "-c", program], env=environ, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        killer = threading.Timer(240, process.kill)
-        killer.start()
-        lines = []
-        while (line := process.stderr.readline()) and not line.startswith(WRITING):
-            lines.append(line)
-        enough.touch()
-        report = process.stderr.read()
-        process.wait()
-        killer.cancel()
+    done = warm_python.run([sys.executable, "-c", program], 240, env=environ)
+    enough.touch()
+    folder = Path(done.stdout.strip())
+    wait_for_sidecar(RunDirectory(folder), 240)
 
-    assert lines[0].startswith("Traceback")
-    assert lines[-1].startswith(raised)
-    assert "torchlens-perf report" in report
-    assert "not ready" not in report
-    (run,) = (tmp_path / "runs").iterdir()
-    wait_for_sidecar(RunDirectory(run), 240)
-    assert not list(RunDirectory(run).find_local_mailboxes(REPORT))
+    assert done.returncode == 3
+    assert_only_path_is_printed(done.stderr, folder)
 
 
-def test_next_watch_ends_the_wait_for_the_previous_report(
+def test_path_is_printed_if_a_signal_handler_exits_during_the_wait(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search over many failing trials must not wait for each report."""
-    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=30, enough=str(enough)))
-    with pytest.raises(RuntimeError), watched(tmp_path / "runs") as first:
-        raise RuntimeError
-    assert last_report._at_exit is not None
-    assert capfd.readouterr().err == ""
-    enough.touch()
-    with watched(tmp_path / "runs"):
-        pass
+    monkeypatch.setattr(last_report, "_LONGEST_S", 600.0)
+    late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=20, enough=str(enough)))
 
-    assert last_report._at_exit is None
-    assert not list(RunDirectory(first.run_dir).find_local_mailboxes(REPORT))
-    wait_for_sidecar(RunDirectory(first.run_dir), 120)
+    def exit_in_wait(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_name == "wait_for_message":
+                sys.exit()
+            frame = frame.f_back
+
+    before = signal.signal(signal.SIGALRM, exit_in_wait)
+    try:
+        with pytest.raises(SystemExit), watched(tmp_path / "runs") as watch:
+            signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    printed = capfd.readouterr().err
+    stop_busy_sidecar(watch, enough)
+
+    assert f"it will be in {watch.run_dir}" in printed
 
 
 def test_job_of_several_nodes_waits_at_most_a_second(

@@ -81,12 +81,13 @@ class LateReport:
     Create the object when the wait for the report begins. It only reads a lock file and /proc.
     """
 
-    def __init__(self, run: RunDirectory, node: str) -> None:
-        self._run = run
+    def __init__(self, run: RunDirectory, node: str, began_s: float) -> None:
+        """began_s: monotonic time at which the watch began to end."""
+        self._run, self._began_s = run, began_s
         self.report = printable(str(run.report))
         """Path of the report, for messages."""
         self._log = run.node_log_path(node)
-        self._began_s = time.monotonic()
+        self._created_s = time.monotonic()
         self._cpu_time_s = self._read_sidecar_cpu_time_s()
 
     def read_progress(self) -> object:
@@ -127,7 +128,7 @@ class LateReport:
             return f"there is no report: the sidecar {status}{describe_kept_records(self._run)}"
         return (
             f"the report is not ready after {waited_s:.1f} s (the sidecar"
-            f" {self._describe_activity(lock, waited_s)}); it will be in {self.report}; show it with:"
+            f" {self._describe_activity(lock)}); it will be in {self.report}; show it with:"
             f" torchlens-perf report {self._run.path}"
         )
 
@@ -141,8 +142,9 @@ class LateReport:
         state, began = process_state_and_start(pid)
         return "the sidecar died" if state in ("", "Z", "X") or began != started else ""
 
-    def _describe_activity(self, lock: Path | None, waited_s: float) -> str:
+    def _describe_activity(self, lock: Path | None) -> str:
         """Return what the sidecar is doing, or why it makes no progress."""
+        waited_s = time.monotonic() - self._created_s
         pid, _, doing = sidecar_status.read_status(str(lock))
         if not pid:
             return "has not started yet"

@@ -1,21 +1,21 @@
 """Wait for rank 0's report at the end of a run and show it.
 
 In terminals and logs, the report is text on stderr, because stdout belongs to the job. In notebooks
-it is shown in a cell. After an exception, a report that takes longer than SHORT_TIMEOUT_S is shown
-below the traceback when the program ends.
+it is shown in a cell. A report that is not ready after the wait is replaced by one line with its
+path.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import output
-from torchlens_perf.errors import guard, printable
+from torchlens_perf.errors import printable
 from torchlens_perf.recorder import sidecar
 
 if TYPE_CHECKING:
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from torchlens_perf.run.mailbox import Mailbox
 
 SHORT_TIMEOUT_S = 1.0
-"""Longest wait if the sidecar makes no progress, if the disk hangs, or in jobs on several nodes."""
+"""Longest wait if the program may be ended soon, if the sidecar makes no progress, if the disk hangs,
+or in jobs on several nodes.
+"""
 _LONGEST_S = 10.0  # Longest wait while the sidecar makes progress.
 _STANDING_S = 0.5  # Longest time without progress after the short timeout.
 _POLL_INTERVAL_S = 0.1
-_at_exit: ReportAtExit | None = None
+_WARNING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 
 CELL = "cell"
 """Name of the report format for notebooks (page/notebook.py). The default format is text."""
@@ -64,55 +66,47 @@ def show_report(
     config: Config,
     mailbox: Mailbox | None,
     cell: NotebookCell | None,
+    began_s: float,
     *,
     raised: bool = False,
-    can_wait: bool = True,
     disk_answers: bool = True,
-) -> str | None:
+) -> str:
     """Wait for the sidecar's report, show it or the reason why it is missing, and return the text.
 
-    Return None if the report is shown when the program ends. The mailbox then stays open.
-
     mailbox: None if it could not be created. cell: notebook cell for the report; None for stderr.
-    raised: True if an exception ends the watch. can_wait: False if the caller needs the text now.
-    disk_answers: False if the disk of the run directory did not respond when the watch began.
+    began_s: monotonic time at which the watch began to end. raised: True if an exception ends the
+    watch. disk_answers: False if the disk of the run directory did not respond when the watch began.
     """
-    global _at_exit
-    if _at_exit is not None:
-        _at_exit.close()
-        _at_exit = None
     if not config.sidecar:
         text = (
             f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}\n"
         )
     else:
-        late = sidecar.LateReport(run, identity.node)
+        late = sidecar.LateReport(run, identity.node, began_s)
         if raised and identity.world_size > 1 and cell is None:
             # The launcher ends the other ranks of a failed job, often before the report is ready.
             output.write_to_stderr(f"torchlens_perf: the report will be in {late.report}\n")
-        patient = bool(identity.on_one_node) and disk_answers
-        timeout_s, quiet = config._exit_timeout_s, cell is not None
-        found = (
-            None
-            if mailbox is None
-            else _wait_for_report(mailbox, late, timeout_s, patient and not raised, quiet=quiet)
-        )
-        if (
-            found is None
-            and raised
-            and mailbox is not None
-            and can_wait
-            and not quiet
-            and not _is_interactive()
-        ):
-            # Other ranks notice the exception only when this process ends.
-            _at_exit = ReportAtExit(
-                mailbox, late, patient and identity.world_size == 1 and timeout_s is None
-            )
-            return None
-        text = found or _explain_missing_report(late)
+        patient = bool(identity.on_one_node) and disk_answers and not raised
+        text = ""
+        try:
+            if mailbox is not None:
+                text = (
+                    _wait_for_report(
+                        mailbox,
+                        late,
+                        began_s,
+                        config._exit_timeout_s,
+                        patient and not _may_be_ended_soon(),
+                        quiet=cell is not None,
+                    )
+                    or ""
+                )
+        finally:
+            # A signal handler of the program may raise SystemExit during the wait.
+            text = text or _explain_missing_report(late)
+            if cell is None:
+                output.write_to_stderr(text)
     if cell is None:
-        output.write_to_stderr(text)
         return text
     from torchlens_perf.results.ask import parse_results
 
@@ -121,35 +115,13 @@ def show_report(
     return results.text
 
 
-class ReportAtExit:
-    """Report that is shown when the program ends, below the traceback of an exception."""
+def _may_be_ended_soon() -> bool:
+    """Return True if the program handles a signal that schedulers send before they end a job.
 
-    def __init__(self, mailbox: Mailbox, late: LateReport, patient: bool) -> None:
-        """patient: see _wait_for_report()."""
-        self._mailbox, self._late, self._patient, self._pid = mailbox, late, patient, os.getpid()
-        atexit.register(self._show)
-
-    def close(self) -> None:
-        """Drop the report. Called when another watch of this process ends."""
-        atexit.unregister(self._show)
-        with guard("forgetting a report"):
-            self._mailbox.close()
-
-    def _show(self) -> None:
-        if os.getpid() != self._pid:
-            return
-        with guard("the report at the end"):
-            timeout_s = None if self._patient else 0.0
-            output.write_to_stderr(
-                _wait_for_report(self._mailbox, self._late, timeout_s, True, quiet=False)
-                or _explain_missing_report(self._late)
-            )
-        self.close()
-
-
-def _is_interactive() -> bool:
-    """Return True if the user has a Python prompt and may continue long after the watch."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    Many programs save a checkpoint after such a signal and leave the watch without an exception, or
+    by sys.exit(), of which nothing is left when exit handlers run.
+    """
+    return any(callable(signal.getsignal(each)) for each in _WARNING_SIGNALS)
 
 
 def _explain_missing_report(late: LateReport) -> str:
@@ -157,14 +129,21 @@ def _explain_missing_report(late: LateReport) -> str:
 
 
 def _wait_for_report(
-    mailbox: Mailbox, late: LateReport, timeout_s: float | None, patient: bool, *, quiet: bool
+    mailbox: Mailbox,
+    late: LateReport,
+    began_s: float,
+    timeout_s: float | None,
+    patient: bool,
+    *,
+    quiet: bool,
 ) -> str | None:
     """Wait for the report and return it; None after the timeout of Config._exit_timeout_s.
 
     Ctrl-C ends only this wait. Training has succeeded, and the program must continue, for example
-    to save the model. patient: wait as long as the sidecar makes progress. quiet: print no message.
+    to save the model. began_s: time from which the timeouts count. patient: wait as long as the sidecar
+    makes progress. quiet: print no message.
     """
-    began_s = moved_s = time.monotonic()
+    moved_s = time.monotonic()
     longest_s = timeout_s if timeout_s is not None else _LONGEST_S if patient else SHORT_TIMEOUT_S
     least_s = longest_s if timeout_s is not None else SHORT_TIMEOUT_S
     progress, said = late.read_progress(), quiet
