@@ -47,6 +47,7 @@ _REPEATED = ("productive", "data_stall", "straggler", "communication")
 """Classes of which a part is lost work if the steps are made again."""
 _WAITS = {"data_stall": PARTS.index("data"), "communication": PARTS.index("communication")}
 _EXCESS: Mapping[Flag, str] = {
+    Flag.STOPPED: "idle",
     Flag.CAPTURED: "other",
     Flag.COMPILED: "startup",
     Flag.EVALUATION: "evaluation",

@@ -73,6 +73,23 @@ def main_thread_cpu_wait_ns(pid: int) -> int | None:
     return _read_schedstat(f"/proc/{pid}/task/{pid}/schedstat", 1)
 
 
+def thread_times_ns(pid: int) -> dict[str, int]:
+    """Return the CPU time plus the run-queue wait of each thread in ns, by native id.
+
+    Threads whose times the kernel does not count are left out.
+    """
+    paths = {thread: f"/proc/{pid}/task/{thread}/schedstat" for thread in thread_ids(pid)}
+    times = {
+        str(thread): (_read_schedstat(path, 0), _read_schedstat(path, 1))
+        for thread, path in paths.items()
+    }
+    return {
+        thread: cpu_ns + wait_ns
+        for thread, (cpu_ns, wait_ns) in times.items()
+        if cpu_ns is not None and wait_ns is not None
+    }
+
+
 def clock_without_cpu_wait_ns() -> int:
     """Return the time in ns of a clock that stops while this thread is runnable but has no CPU.
 

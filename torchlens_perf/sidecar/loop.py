@@ -138,6 +138,7 @@ class _RoundRunner:
         self.replaced = False
         """True if another sidecar has started for this node."""
         self._sidecar = sidecar
+        sidecar.records.own_stops = self._wake.observer
         self._lock = lock
         self._live = LiveResultDelivery(sidecar, results)
         self._started_s = time.monotonic()
@@ -173,17 +174,18 @@ class _RoundRunner:
         """
         until_s = time.monotonic() + duration_s
         live, ends = self._sidecar.sources.unfinished_rings(), termination.is_requested()
-        most_share = 0.0 if self._schedule.is_idle else FILLING
+        most_share, due_s = 0.0 if self._schedule.is_idle else FILLING, float("inf")
         for folder in {source.folder_of_ring for source in live}:
             self._wake.watch_folder(folder)
         while (left_s := until_s - time.monotonic()) > 0:
             checks_often = self._report_is_wanted or not self._wake.reports_files
             longest_s = _POLL_INTERVAL_S if checks_often else _RARE_POLL_INTERVAL_S
-            if self._wake.sleep(min(longest_s, left_s)):
+            if self._wake.sleep(min(longest_s, left_s, due_s)):
                 self._report_is_wanted = bool(self._sidecar.run.find_local_mailboxes(REPORT))
-            wakes = False
+            wakes, due_s = False, float("inf")
             for source in live:
-                state, new_share = source.peek()
+                state, new_share, source_due_s = source.peek()
+                due_s = min(due_s, source_due_s)
                 if state == ring.State.CLOSED:
                     return True
                 wakes |= new_share > most_share

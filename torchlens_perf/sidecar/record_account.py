@@ -21,6 +21,7 @@ from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
+from torchlens_perf.sidecar.stops import SleepObserver
 from torchlens_perf.sidecar.telemetry.log import telemetry_disk_share
 from torchlens_perf.store.segments import RecordChunk, SegmentWriter
 
@@ -75,6 +76,8 @@ class RecordProcessor:
         self._unkept: list[RecordChunk] = []
         self._writer: SegmentWriter | None = None
         self._ooms = OomTableReader(run)
+        self.own_stops = SleepObserver()
+        """Observer of this process, if the sidecar sleeps between its rounds."""
 
     @property
     def unsaved_records(self) -> int:
@@ -169,6 +172,7 @@ class RecordProcessor:
             if source.read_to_end:
                 statistics.lost += source.advance_counted(source.reader.cursor - 1, 0)
             return
+        source.flag_stopped_steps(records, self.own_stops.stops)
         names = list(source.reader.names())
         # After a restart of the sidecar, the masks of uncounted and of unsaved records may differ,
         # because state and segments are saved at different times.

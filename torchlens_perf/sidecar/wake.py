@@ -16,6 +16,8 @@ import select
 import signal
 import time
 
+from torchlens_perf.sidecar.stops import SleepObserver
+
 # A process ignores this signal by default. A signal that arrives in the middle of an exec is
 # therefore harmless.
 _SIGNAL = signal.SIGURG
@@ -30,6 +32,7 @@ class Wake:
     def __init__(self) -> None:
         self._pipe: tuple[int, int] | None = None
         self._folders: dict[str, int | None] = {}
+        self.observer = SleepObserver()
 
     def install(self) -> None:
         """Let every signal with a handler end the sleep. Call it on the main thread."""
@@ -62,7 +65,9 @@ class Wake:
         if self._pipe is None:
             time.sleep(duration_s)
             return False
+        self.observer.begin()
         readable, _, _ = select.select([self._pipe[0]], [], [], duration_s)
+        self.observer.end(duration_s)
         if readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._pipe[0], 4096)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.analysis.statistics.step_mix import WITHOUT_GRADIENTS
+from torchlens_perf.analysis.statistics.step_mix import STOPPED, WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
 from torchlens_perf.verdicts.words import order, past
@@ -45,7 +45,7 @@ _MIN_WINDOWS = 4
 _MIN_RATIO_TO_REST = 1.5
 _TAGS = {
     "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
-    WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT,
+    WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT, STOPPED: Flag.STOPPED,
 }  # fmt: skip
 _PeriodVerdict = tuple[JudgedVerdict, "Period | None"]
 

@@ -28,9 +28,9 @@ MAX_WINDOWS = 512
 # Flags of work that may explain to the user why a step took so long.
 TAGS = int(Flag.CHECKPOINT | Flag.COMPILED | Flag.EVALUATION | Flag.CAPTURED)
 # Steps with these flags are left out of the mean module times.
-_UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED)
+_UNUSUAL = int(Flag.EVALUATION | Flag.CAPTURED | Flag.COMPILED | Flag.STOPPED)
 # Steps with these flags are left out of all windows, because they do more than train.
-_OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED)
+_OTHER_WORK = int(Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CAPTURED | Flag.STOPPED)
 # Number of ranges of DurationRangeSums per doubling of duration. Each bin of step_mix
 # lies completely within one range.
 _LENGTHS_PER_DOUBLING = 2

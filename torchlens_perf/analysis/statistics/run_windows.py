@@ -20,6 +20,7 @@ from torchlens_perf.run.verdicts import range_end
 MAX_COLUMNS = 64
 TAG_NAMES = {
     "checkpoint": Flag.CHECKPOINT, "evaluation": Flag.EVALUATION, "compile": Flag.COMPILED, "capture": Flag.CAPTURED,
+    "stopped": Flag.STOPPED,
 }  # fmt: skip
 """Names of the flags in RunWindows.tags."""
 

@@ -21,7 +21,13 @@ _WAIT = PARTS.index("communication")
 # Flags of steps that are not compared, because they do other work than training. If one rank has
 # such a step, the step is excluded on all ranks.
 OTHER_WORK = int(
-    Flag.EVALUATION | Flag.SKIPPED | Flag.SAMPLED | Flag.CHECKPOINT | Flag.COMPILED | Flag.CAPTURED
+    Flag.EVALUATION
+    | Flag.SKIPPED
+    | Flag.SAMPLED
+    | Flag.CHECKPOINT
+    | Flag.COMPILED
+    | Flag.CAPTURED
+    | Flag.STOPPED
 )
 
 

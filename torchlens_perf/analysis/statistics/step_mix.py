@@ -51,9 +51,11 @@ _REGULAR = 0.75
 _MIN_PERIODIC = 4
 LACK_OF_CPU = "cpu"
 """Name of the part for time in which the thread was runnable but not scheduled."""
+STOPPED = "stopped process"
 WITHOUT_GRADIENTS = "forward passes without gradients"
 # Names of work that only some steps do. A step with several flags has several names.
 _KINDS = {
+    Flag.STOPPED: STOPPED,
     Flag.CAPTURED: "capture",
     Flag.COMPILED: "compilation",
     Flag.EVALUATED: "evaluation",

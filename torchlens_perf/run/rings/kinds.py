@@ -63,6 +63,7 @@ class Flag(IntFlag):
     TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
     WITHOUT_MODULES = 4  # STEP: forward calls of inner modules were not timed in this step
     COMPLETED = 16  # COLLECTIVE: the duration ends with the operation, not with the issuing call
+    STOPPED = 16  # STEP, set by the sidecar: its process was stopped, see sidecar/stops.py
     DEVICE = 32  # device clock: MODULE_BACKWARD; COLLECTIVE, from the start of its kernel
     OTHER_THREAD = 8  # on another thread than the training thread: not in the step's time
     EVALUATED = 64  # STEP: tagged as an evaluation by the user or a framework's callback

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Flag, Kind, RingReader, State
 from torchlens_perf.store.segments import RecordOrigin
+from torchlens_perf.sidecar.stops import SHORTEST_NS, Stop, StopObserver
 from torchlens_perf.verdicts.node_state import ProcessActivity
 
 if TYPE_CHECKING:
@@ -72,6 +74,11 @@ class RingSource:
     _moved: bool = False  # True if there were new records at the last poll
     _step: int = -1
     _head: int = -1
+    _peeked: int = -1  # number of records at the last peek
+
+    @functools.cached_property
+    def observer(self) -> StopObserver:
+        return StopObserver(self.state.identity.pid)
 
     @functools.cached_property
     def folder_of_ring(self) -> str:
@@ -91,6 +98,7 @@ class RingSource:
             ring.head,
             ring.mark_s,
         )
+        self.observer = ring.observer
 
     def find_delayed_steps(self, steps: StepTable) -> npt.NDArray[np.int64]:
         """Return the numbers of the steps that a capture has delayed. steps: complete steps.
@@ -103,10 +111,28 @@ class RingSource:
         self.delayed_until = int(delayed.max())
         return delayed
 
-    def peek(self) -> tuple[int, float]:
-        """Return the ring's state, and the share of the ring that is new since the last poll."""
+    def flag_stopped_steps(self, records: npt.NDArray[np.void], stops: Sequence[Stop]) -> None:
+        """Flag the steps that took longer because the process was stopped.
+
+        records: records of complete steps. stops: stops of this sidecar, which ran meanwhile only
+        if the process was stopped alone. Then the process made steps.
+        """
+        rows = np.flatnonzero(records["kind"] == Kind.STEP)
+        begin_ns, duration_ns = records["start_ns"][rows], records["duration_ns"][rows]
+        usual_ns = np.median(self.durations_ns) if self.durations_ns else 0
+        for stop in (*self.observer.stops, *stops):
+            stopped_ns = np.minimum(begin_ns + duration_ns, stop[1]) - np.maximum(begin_ns, stop[0])
+            is_cause = (stopped_ns >= SHORTEST_NS) & (2 * stopped_ns >= duration_ns - usual_ns)
+            records["flags"][rows[is_cause]] |= np.uint16(Flag.STOPPED)
+
+    def peek(self) -> tuple[int, float, float]:
+        """Return the ring's state, the share of the ring that is new since the last poll, and the
+        time until the next peek is due because the process is stopped.
+        """
         head, _, state = self.reader.read_progress()
-        return state, (head - max(0, self.head)) / self.reader.capacity
+        before, self._peeked = self._peeked, head
+        due_s = float("inf") if self.simulated else self.observer.poll(moves=head != before)
+        return state, (head - max(0, self.head)) / self.reader.capacity, due_s
 
     def poll_progress(self) -> tuple[str, float]:
         """Return the state of poll_end_state(), and the share of the ring that is new."""

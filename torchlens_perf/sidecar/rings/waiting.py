@@ -10,6 +10,7 @@ import os
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rings import memory
 from torchlens_perf.run.rings.spool import SpoolWriter
+from torchlens_perf.sidecar.stops import StopObserver
 
 # The first bytes of a ring file, and positions of words in its header. They are copies from
 # run/ring.py, which takes long to import.
@@ -33,6 +34,9 @@ class WaitingRing:
         pid, _, started = path.removesuffix(".ring").rpartition("-")
         # These parts of the file name come from Identity.key.
         self._pid, self._started = int(pid.rpartition("-")[2]), int(started)
+        self.observer = StopObserver(self._pid)
+        self.poll_due_s = float("inf")
+        """Time in seconds until the next poll is due because the process is stopped."""
         self.descriptor = memory.open_to_read(path) if descriptor is None else descriptor
         self.is_open = True
         header = os.pread(self.descriptor, 24, 0)
@@ -56,6 +60,7 @@ class WaitingRing:
         if step != self.step:
             self.step, self.step_s = step, now_s
         self.new_share = (head - max(0, self.head)) / self._capacity
+        self.poll_due_s = self.observer.poll(moves=head != self.head)
         if head != self.head:
             self.head, self.mark_s = head, now_s
         return state == CLOSED

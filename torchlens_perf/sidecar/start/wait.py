@@ -126,6 +126,11 @@ class RingWatch:
         return ring.fill_level < SPOOL_AT or (room > 0 and ring.move_records_to_spool(room))
 
     @property
+    def poll_due_s(self) -> float:
+        """Time in seconds until the next poll is due because a rank is stopped."""
+        return min((ring.poll_due_s for ring in self.rings.values()), default=float("inf"))
+
+    @property
     def has_filling_ring(self) -> bool:
         """True if a ring, or the room for spools, may be full soon."""
         if self._spools:
@@ -233,7 +238,7 @@ def wait_until_due(
             sleep_s = max(POLL_INTERVAL_S, sleep_s / 2)
         else:
             sleep_s = min(longest_sleep_s, 1.5 * sleep_s)
-        is_news = bool(sleep(sleep_s))
+        is_news = bool(sleep(min(sleep_s, rings.poll_due_s)))
     return rings.rings, preload
 
 

@@ -21,6 +21,7 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.analysis.statistics.step_mix import (
     LACK_OF_CPU,
+    STOPPED,
     WITHOUT_GRADIENTS,
     find_lasting_period,
 )
@@ -757,6 +758,8 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
             f"see what is different at {_newest_step_numbers(long)}: all ranks exchange data, or one rank"
             " does other work."
         )
+    if long["kinds"] == [STOPPED]:
+        why = "the process was stopped by SIGSTOP, a debugger, or a scheduler that suspends jobs"
     if long["kinds"] == [WITHOUT_GRADIENTS]:
         why += ": evaluation, rollouts or sampling"
         if long["part"] in _BESIDES_PASSES:
@@ -765,7 +768,8 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         waits = (
             "all other ranks wait" if report["run"]["world_size"] > 2 else "the other rank waits"
         )
-        why += f"; only rank {long['waited_for']} does this, and {waits}"
+        does = "was stopped" if STOPPED in long["kinds"] else "does this"
+        why += f"; only rank {long['waited_for']} {does}, and {waits}"
     if _may_be_cpu_waits(report, long):
         if short_of_cpus:
             why += ", while there are too few CPUs"
@@ -893,6 +897,10 @@ ACTIONS_ON_KINDS = {
     ),
     "garbage collection": (
         "freeze long-lived objects (gc.freeze()), or call gc.collect() at times that you choose."
+    ),
+    STOPPED: (
+        "nothing if the stop was intended; else find what stops the process: a debugger, Ctrl-Z, a"
+        " scheduler or a paused container."
     ),
     "capture": "nothing: a capture was requested.",
     "sampled backward pass": "nothing, or sample fewer backward passes (backward_every).",
