@@ -15,8 +15,8 @@ import numpy as np
 from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Flag, Kind, RingReader, State
-from torchlens_perf.store.segments import RecordOrigin
 from torchlens_perf.sidecar.stops import SHORTEST_NS, Stop, StopObserver
+from torchlens_perf.store.segments import RecordOrigin
 from torchlens_perf.verdicts.node_state import ProcessActivity
 
 if TYPE_CHECKING:
