@@ -29,7 +29,7 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "query",
         description=(
-            f"Run SQL on runs. Tables: {', '.join(TABLES)}. Each has a column `run`; other columns are"
+            f"Run SQL on runs. Tables: {', '.join(TABLES)}, verdicts. Each has a column `run`; other columns are"
             " described in docs/reference/run-directory.md. Examples: docs/guides/queries.md."
         ),
     )
@@ -60,7 +60,7 @@ def _run_query(options: argparse.Namespace) -> int:
         print()
     elif options.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerows([found.names, *found.rows])
+        writer.writerows(map(_to_csv, row) for row in (found.names, *found.rows))
     else:
         _print_table(found)
     if not options.quiet:
@@ -103,6 +103,14 @@ def _print_table(found: Rows) -> None:
     ]
     table = Table("query", format_count(len(found.rows), "row"), columns, first=_SHOWN_ROWS)
     print_lines(lambda width: table_lines(table, width, _SHOWN_ROWS), sys.stdout)
+
+
+def _to_csv(value: object) -> object:
+    """Return a value for CSV. Text has no control characters, and no spreadsheet computes it."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def _to_json(value: object) -> object:

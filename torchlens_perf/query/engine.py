@@ -1,12 +1,14 @@
 """SQL on the Parquet files of runs, by DuckDB: one view for each table of the run directory.
 
 The views have the columns of docs/reference/run-directory.md and the column `run`, the run's id.
-Damaged files are left out. Runs may lie in an object store, whose files are not checked.
+Damaged files are left out. Runs may lie in an object store, whose files are not checked. A query on
+local runs reads their files only, and writes none.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,9 +16,18 @@ import duckdb
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.query.files import REMOTE, Rows, list_local_files
-from torchlens_perf.run.directory import TABLES
+from torchlens_perf.run.directory import TABLES, RunDirectory
 
 _RUN_OF_FILE = r"([^/]+)/[a-z]+/[^/]+$"
+# Not the name of a column in any file.
+_FILE = "_torchlens_perf_file"
+_PATTERN = re.compile(r"[*?\[]")
+VERDICTS = {
+    "run": "VARCHAR", "kind": "VARCHAR", "status": "VARCHAR", "rank": "BIGINT", "phase": "VARCHAR",
+    "since_step": "BIGINT", "cost_s_per_step": "DOUBLE", "cost_share": "DOUBLE", "text": "VARCHAR",
+    "next": "VARCHAR",
+}  # fmt: skip
+"""Columns of the table `verdicts` and their types."""
 
 
 def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
@@ -28,9 +39,15 @@ def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
     with duckdb.connect() as connection:
         try:
             _load_object_store_support(connection, runs)
-            for table in TABLES:
-                _create_view(connection, table, runs, notes)
+            files = [
+                file for table in TABLES for file in _create_view(connection, table, runs, notes)
+            ]
+            if "verdicts" in sql.lower():
+                _create_verdicts(connection, runs)
+            _confine(connection, files)
             result = connection.execute(sql)
+            if result is None:
+                raise RunStoreError("the query is empty. Example: SELECT count(*) FROM steps")
             names = [column[0] for column in result.description or []]
             return Rows(names, result.fetchall())
         except duckdb.Error as error:
@@ -39,20 +56,65 @@ def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
 
 def _create_view(
     connection: duckdb.DuckDBPyConnection, table: str, runs: Sequence[str], notes: list[str]
-) -> None:
+) -> list[str]:
+    """Create the view of a table. Return its files."""
     files = [file for run in runs for file in _list_files(run, table, notes)]
     if not files:
-        return
-    listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
+        return []
+    listed = ", ".join(_quote(_escape_pattern(file)) for file in files)
     try:
+        # Folders are not columns, even if their names are like `rank=7`.
         connection.execute(
-            f"CREATE VIEW {table} AS SELECT regexp_extract(filename, '{_RUN_OF_FILE}', 1) AS run,"
-            f" * EXCLUDE (filename) FROM read_parquet([{listed}], union_by_name=true, filename=true)"
+            f"CREATE VIEW {table} AS SELECT regexp_extract({_FILE}, '{_RUN_OF_FILE}', 1) AS run,"
+            f" * EXCLUDE ({_FILE}) FROM read_parquet([{listed}], union_by_name=true,"
+            f" hive_partitioning=false, filename='{_FILE}')"
         )
     except duckdb.IOException:
         # An object store cannot be listed first: the run has no files of this table.
         if not any(REMOTE.match(file) for file in files):
             raise
+    return files
+
+
+def _quote(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _escape_pattern(file: str) -> str:
+    """Return a pattern that only matches this local file; an address is a pattern already."""
+    return file if REMOTE.match(file) else _PATTERN.sub(lambda sign: f"[{sign[0]}]", file)
+
+
+def _create_verdicts(connection: duckdb.DuckDBPyConnection, runs: Sequence[str]) -> None:
+    """Create the table of the verdicts of local runs, as in their reports."""
+    from torchlens_perf.report.run_report import load_report
+    from torchlens_perf.view.headline import build_headlines
+
+    columns = ", ".join(f"{name} {kind}" for name, kind in VERDICTS.items())
+    connection.execute(f"CREATE TABLE verdicts ({columns})")
+    for run in runs:
+        if REMOTE.match(run):
+            continue
+        report = load_report(RunDirectory(Path(run)), lost_time=False)
+        for row, headline in zip(report["verdicts"], build_headlines(report), strict=True):
+            values = [
+                report["run"]["id"], row["kind"], headline.status, row["rank"], row["phase"], row["since_step"],
+                row["cost_s_per_step"], row["cost_share"], headline.sentence, headline.action,
+            ]  # fmt: skip
+            connection.execute(
+                f"INSERT INTO verdicts VALUES ({', '.join('?' * len(values))})", values
+            )
+
+
+def _confine(connection: duckdb.DuckDBPyConnection, files: Sequence[str]) -> None:
+    """Let the query read only these files, and write none. Object stores need the network."""
+    connection.execute("SET python_enable_replacements=false")
+    if not any(REMOTE.match(file) for file in files):
+        # The pattern of a file is checked as well as the file that it matches.
+        allowed = {*files, *map(_escape_pattern, files)}
+        connection.execute(f"SET allowed_paths=[{', '.join(map(_quote, sorted(allowed)))}]")
+        connection.execute("SET enable_external_access=false")
+    connection.execute("SET lock_configuration=true")
 
 
 def _list_files(run: str, table: str, notes: list[str]) -> Iterator[str]:

@@ -70,11 +70,12 @@ class NotRegularFileError(OSError):
 
 
 def open_to_read(path: str | os.PathLike[str]) -> int:
-    """Open a regular file without blocking. Raise OSError or NotRegularFileError.
+    """Open a regular file without blocking, and no link. Raise OSError or NotRegularFileError.
 
     Any thread may call this.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(path, flags)
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)

@@ -159,6 +159,8 @@ class ParquetFolder:
     def _read_paths(self, paths: Iterable[Path], use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
         for path in paths:
             try:
+                if path.parent.is_symlink():
+                    raise RunStoreError(f"{path.parent} is a link")
                 with open(ownership.open_to_read(path), "rb") as file:
                     _check_metadata_size(file.fileno())
                     found = use(ParquetFile(file))
