@@ -128,6 +128,7 @@ def _build_cells(line: RunLine, now_s: float) -> list[Element]:
         if line.ranks and line.seen < line.ranks
         else _number_text(line.ranks)
     )
+    also = f" Also: {line.also}" if line.also else ""
     texts: list[Child] = [
         tag("span", line.status, class_=f"chip {line.severity}"),
         tag(
@@ -138,7 +139,7 @@ def _build_cells(line: RunLine, now_s: float) -> list[Element]:
             title=line.name,
         ),
         tag("span", format_percent(line.cost_share), title=line.cost) if line.cost_share else None,
-        tag("span", line.sentence, title=line.sentence),
+        tag("span", line.sentence, tag("small", also) if also else "", title=line.sentence + also),
         format_duration(line.step_s) if line.step_s else None,
         ranks,
         _number_text(line.hosts),

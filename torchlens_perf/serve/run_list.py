@@ -18,7 +18,7 @@ from torchlens_perf.serve.readers import ReaderPool
 from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.store.run_folders import FoundRun, find_runs, is_run, open_run
 from torchlens_perf.verdicts.words.run_state import describe_state
-from torchlens_perf.view.headline import build_headlines, choose_headline
+from torchlens_perf.view.headline import build_headlines, choose_headline, describe_others
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 ROWS = 50
@@ -48,6 +48,8 @@ class RunLine:
     severity: str = NEUTRAL
     sentence: str = ""
     """The verdict, or the reason why the run cannot be read."""
+    also: str = ""
+    """The other current verdicts, as status and ranks."""
     cost: str = ""
     cost_share: float | None = None
     step_s: float | None = None
@@ -239,7 +241,8 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
             waiting = "No step has been recorded yet."
             return RunLine(*found, "STARTING", NEUTRAL, waiting, is_live=True, state="starting")
         report = load_report(run, lost_time=False)
-        verdict = choose_headline(build_headlines(report))
+        headlines = build_headlines(report)
+        verdict = choose_headline(headlines)
     # One unreadable run must not hide the other runs.
     except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:
         return _unreadable_line(found, error)
@@ -249,6 +252,7 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
         verdict.status if verdict is not None else "NO VERDICT",
         verdict.severity if verdict is not None else NEUTRAL,
         verdict.sentence if verdict is not None else "",
+        describe_others(headlines, verdict),
         verdict.cost if verdict is not None else "",
         verdict.cost_share if verdict is not None else None,
         steps["p50_s"],

@@ -125,6 +125,22 @@ def choose_headline(found: Sequence[Headline]) -> Headline | None:
     return next(iter([*wrong, *(each for each in now if each.severity == GOOD), *now]), None)
 
 
+def describe_others(found: Sequence[Headline], first: Headline | None) -> str:
+    """Return status and ranks of the current problems other than the first: "SLOW RANK rank 1"."""
+    others = [
+        each
+        for each in found
+        if each is not first and not each.is_over and each.severity in (BAD, WARNING)
+    ]
+    words = (
+        " ".join(
+            [each.status, *(fact_text(*fact) for fact in each.facts if fact[0].startswith("rank"))]
+        )
+        for each in others
+    )
+    return ", ".join(dict.fromkeys(words))
+
+
 def build_headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
     """Return the headline of one verdict. run_dir: the path for the command to copy."""
     status, severity = _status_and_severity(row)
