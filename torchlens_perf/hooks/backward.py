@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
+from torchlens_perf.hooks import module_tree
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.clocks import MAX_UNREAD_STEPS
 from torchlens_perf.recorder.patch import patched
@@ -195,7 +196,7 @@ def _contains_fsdp2(model: Module | None) -> bool:
     return (
         kind is not None
         and model is not None
-        and any(isinstance(each, kind) for each in model.modules())
+        and any(isinstance(each, kind) for each in module_tree.modules(model))
     )
 
 

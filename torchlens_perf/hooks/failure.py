@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard, printable
+from torchlens_perf.hooks import module_tree
 from torchlens_perf.hooks.loop.selection import unwrap_model
 from torchlens_perf.interruption import ours
 from torchlens_perf.run.failure import MAX_MESSAGE, Failure
@@ -126,7 +127,7 @@ def _find_phase_and_module(frames: list[FrameType]) -> tuple[str, str]:
 def _name_of_module(root: Module, inner: Module) -> str:
     """Return the qualified name of a module inside the model, or the class of the model."""
     _, model = unwrap_model(root)
-    for name, module in model.named_modules():
+    for name, module in module_tree.named_modules(model):
         if module is inner and name:
             return str(name)
     return str(type(model).__name__)

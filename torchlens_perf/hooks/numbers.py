@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
+from torchlens_perf.hooks import module_tree
 from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
 from torchlens_perf.hooks.training_settings import find_ddp
 from torchlens_perf.recorder import torch_private
@@ -142,7 +143,7 @@ class _Checker:
 
     def _find_replicas(self) -> None:
         self._replicas = []
-        modules = [module for model in self._loop.models for module in model.modules()]
+        modules = [module for model in self._loop.models for module in module_tree.modules(model)]
         ddp = find_ddp(modules)
         if ddp is None:
             return
@@ -150,7 +151,7 @@ class _Checker:
 
         ranks = dist.get_process_group_ranks(ddp.process_group)
         self._group = zlib.crc32(repr(sorted(ranks)).encode())
-        named = list(ddp.module.named_parameters())
+        named = list(module_tree.named_parameters(ddp.module))
         if not all(_is_readable(parameter) for _, parameter in named):
             self._session.note(_NOT_READ)
         size = -(-len(named) // _MAX_NAMES)

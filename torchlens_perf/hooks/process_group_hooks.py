@@ -12,6 +12,7 @@ crashes the process.
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -34,7 +35,8 @@ _HOOKED = frozenset(_IN_PLACE) | {
     "alltoall_base", "barrier",
 }  # fmt: skip
 
-_hooked_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+_hooked_groups: dict[int, weakref.ref[Any]] = {}
+"""Process groups by id. A class of a group may define `__eq__` without `__hash__`."""
 _kinds: dict[int, _Kind] = {}
 """Kinds of operations by the value of torch's HookOpName."""
 
@@ -101,17 +103,21 @@ def _hook_group(group: Any) -> None:
     if not _hooked_groups:
         atexit.unregister(_remove_hooks)
         atexit.register(_remove_hooks)
-    if group not in _hooked_groups:
+    if id(group) not in _hooked_groups:
         hooks = _GroupHooks(group.group_name)
         group.register_post_hook(_HOOK_ID, hooks.after_issue)
         group.register_pre_hook(_HOOK_ID, hooks.before_issue)
-        _hooked_groups.add(group)
+        _hooked_groups[id(group)] = weakref.ref(
+            group, functools.partial(_hooked_groups.pop, id(group))
+        )
 
 
 def _remove_hooks() -> None:
-    for group in list(_hooked_groups):
-        group.unregister_pre_hook(_HOOK_ID)
-        group.unregister_post_hook(_HOOK_ID)
+    for reference in list(_hooked_groups.values()):
+        group = reference()
+        if group is not None:
+            group.unregister_pre_hook(_HOOK_ID)
+            group.unregister_post_hook(_HOOK_ID)
     _hooked_groups.clear()
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
+from torchlens_perf.hooks import module_tree
 from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
 from torchlens_perf.hooks.loop.trained_models import find_objects_of_type
 from torchlens_perf.interruption import suppress
@@ -87,7 +88,7 @@ class TrainingSettingsHook:
         loop = self._loop
         loop.reads_autocast = False
         models, optimizer = loop.models, next(iter(loop.optimizers), None)
-        modules = [module for model in models for module in model.modules()]
+        modules = [module for model in models for module in module_tree.modules(model)]
         convolutions = [each for each in modules if _is_convolution(each)]
         ddp = find_ddp(modules)
         if reads_gradients and optimizer is not None:
@@ -177,7 +178,7 @@ def find_ddp(modules: Sequence[Module]) -> Any:
 
 @guard("settings of DistributedDataParallel")
 def _read_ddp(ddp: Any) -> DdpSettings | None:
-    trained = [each for each in ddp.parameters() if each.requires_grad]
+    trained = [each for each in module_tree.parameters(ddp) if each.requires_grad]
     gradients = [each.grad for each in trained if each.grad is not None]
     return DdpSettings(
         bucket_bytes=int(ddp.bucket_bytes_cap),
@@ -228,7 +229,7 @@ def _are_channels_last(convolutions: Sequence[Any]) -> bool | None:
 
 @guard("data types of parameters")
 def _read_parameter_types(models: Sequence[Module]) -> list[str] | None:
-    types = {parameter.dtype for model in models for parameter in model.parameters()}
+    types = {parameter.dtype for model in models for parameter in module_tree.parameters(model)}
     return sorted(str(each).removeprefix("torch.") for each in types)
 
 

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchlens_perf.hooks import module_tree
 from torchlens_perf.recorder import torch_private
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -
     prefix, inner = unwrap_model(root)
     shown_root = WatchedModule(model.name or type(inner).__name__, root, is_root=True)
     candidates: dict[str, WatchedModule] = {}
-    inside = list(root.named_modules())
+    inside = list(module_tree.named_modules(root))
     for name, module in inside:
         if prefix.startswith(f"{name}."):
             continue  # This module is a wrapper around the model.
@@ -148,7 +149,9 @@ def _enclosing_names(names: Iterable[str]) -> set[str]:
 def _ids_inside_compiled(modules: Iterable[Module]) -> set[int]:
     """Return the ids of modules inside a compiled module."""
     compiled = [each for each in modules if torch_private.is_module_compiled(each)]
-    return {id(inner) for each in compiled for inner in each.modules() if inner is not each}
+    return {
+        id(inner) for each in compiled for inner in module_tree.modules(each) if inner is not each
+    }
 
 
 def _container_classes() -> tuple[type[Module], ...]:
@@ -188,11 +191,15 @@ def _find_only_child(module: Module) -> tuple[str, Module] | None:
 
     Other children with parameters must be parts of that child.
     """
-    if any(True for _ in module.parameters(recurse=False)):
+    if any(each is not None for each in module._parameters.values()):
         return None
-    holding = [(name, child) for name, child in module.named_children() if _has_parameters(child)]
+    holding = [
+        (name, child)
+        for name, child in module_tree.named_children(module)
+        if _has_parameters(child)
+    ]
     for name, child in holding:
-        inside = {id(each) for each in child.modules()}
+        inside = {id(each) for each in module_tree.modules(child)}
         if all(id(other) in inside for _, other in holding):
             return name, child
     return None
@@ -205,7 +212,7 @@ def _has_parameters(module: Module) -> bool:
     """
     return any(
         parameter is not None
-        for each in module.modules()
+        for each in module_tree.modules(module)
         for parameter in each._parameters.values()
     )
 
@@ -251,7 +258,10 @@ def _compute_levels(model: Module) -> dict[int, int]:
     levels: dict[int, int] = {id(model): 0}
 
     def has_no_level(name: str, child: Module) -> bool:
-        only_holds = len(list(child.children())) == 1 and _find_only_child(child) is not None
+        only_holds = (
+            len(list(module_tree.named_children(child))) == 1
+            and _find_only_child(child) is not None
+        )
         is_the_model = only is not None and child is only[1]
         return (
             only_holds
@@ -261,7 +271,7 @@ def _compute_levels(model: Module) -> dict[int, int]:
         )
 
     def assign_levels(module: Module, level: int) -> None:
-        for name, child in module.named_children():
+        for name, child in module_tree.named_children(module):
             if id(child) not in levels:
                 levels[id(child)] = level if has_no_level(name, child) else level + 1
                 assign_levels(child, levels[id(child)])
@@ -273,7 +283,8 @@ def _compute_levels(model: Module) -> dict[int, int]:
 def device_type_of(model: Module) -> str:
     """Return the device type of a model's first parameter, or "" for torch's meta device."""
     with torch_private.get_no_torch_function_context()():
-        kinds = {parameter.device.type for parameter in itertools.islice(model.parameters(), 1)} - {
-            "meta"
-        }
+        kinds = {
+            parameter.device.type
+            for parameter in itertools.islice(module_tree.parameters(model), 1)
+        } - {"meta"}
     return next(iter(kinds), "")

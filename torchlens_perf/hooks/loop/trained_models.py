@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.hooks import module_tree
 from torchlens_perf.hooks.loop.model_names import name_models
 from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
 from torchlens_perf.hooks.loop.selection import NamedModel
@@ -105,7 +106,7 @@ def find_top_modules() -> list[Module]:
 def _list_parameters(module: Module) -> list[Any]:
     """Return the module's parameters, or an empty list while another thread builds the module."""
     try:
-        return list(module.parameters())
+        return list(module_tree.parameters(module))
     except ours(RuntimeError):  # A dictionary changed its size during the iteration.
         return []
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import guard
+from torchlens_perf.hooks import module_tree
 from torchlens_perf.hooks.loop.passed_optimizers import (
     PassedOptimizers,
     create_reference,
@@ -560,10 +561,12 @@ class TrainingLoop:
         The model is then a watched model, its wrapper, or a part of it.
         """
         watched = self._watched_parameters()
-        return any(id(parameter) in watched for parameter in model.parameters())
+        return any(id(parameter) in watched for parameter in module_tree.parameters(model))
 
     def _watched_parameters(self) -> set[int]:
-        return {id(parameter) for model in self.models for parameter in model.parameters()}
+        return {
+            id(parameter) for model in self.models for parameter in module_tree.parameters(model)
+        }
 
     def _add_and_watch(self, models: Sequence[NamedModel]) -> None:
         self._roots += [weakref.ref(each.module) for each in models]

@@ -7,13 +7,13 @@ This module offers the plugin to NCCL, switches it on and off, and notes which t
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
 
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder import nccl_plugin, recorder, torch_groups
@@ -50,8 +50,12 @@ _GIVEN_UP = {
         "shared memory has no room for the data that NCCL needs to time another communicator"
     ),
 }
-_captured: WeakSet[Any] = WeakSet()
-"""CUDA graphs that were captured inside a watch of this process."""
+_captured: dict[int, weakref.ref[Any]] = {}
+"""CUDA graphs that were captured inside a watch of this process, by id."""
+
+
+def _remember_graph(graph: Any) -> None:
+    _captured[id(graph)] = weakref.ref(graph, partial(_captured.pop, id(graph)))
 
 
 class NcclHook:
@@ -253,13 +257,13 @@ class _GraphCaptureWatcher:
         @guard("a capture with NCCL")
         def note_capture(captured: Any) -> None:
             if not is_detached:
-                _captured.add(captured)
+                _remember_graph(captured)
                 plugin.note_capture()
                 change_capture_count(1)
 
         @guard("a replay with NCCL")
         def note_unseen_replay(captured: Any) -> None:
-            _captured.add(captured)  # Report each graph once.
+            _remember_graph(captured)  # Report each graph once.
             plugin.note_unseen_graph()
 
         @wraps(begin)
@@ -281,7 +285,7 @@ class _GraphCaptureWatcher:
 
         @wraps(original_replay)
         def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self not in _captured and not is_detached:
+            if id(self) not in _captured and not is_detached:
                 note_unseen_replay(self)
             return original_replay(self, *args, **kwargs)
 
