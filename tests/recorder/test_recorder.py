@@ -278,8 +278,9 @@ class TestSection:
         assert section("a") is section("a")
         assert section("a").name == "a"
         assert repr(section("a")) == "section('a')"
-        with pytest.raises(TypeError, match="takes a name, got int"):
-            section(3)
+        for wrong in (3, [], {"a": 1}, {"a"}, b"a", None):
+            with pytest.raises(TypeError, match=f"takes a name, got {type(wrong).__name__}"):
+                section(wrong)
 
     def test_section_has_its_name_in_the_file_of_the_next_recorder(
         self, rig: Rig, tmp_path: Path

@@ -222,6 +222,10 @@ PyObject *section_lookup(PyObject *module, PyObject *name)
         Py_INCREF(recent->section);
         return recent->section;
     }
+    if (!PyUnicode_Check(name)) {
+        PyErr_Format(PyExc_TypeError, "section() takes a name, got %.80s", Py_TYPE(name)->tp_name);
+        return NULL;
+    }
     PyObject *section = PyDict_GetItemWithError(sections, name);
     if (section != NULL) {
         Py_INCREF(name); /* held, so that no other object can come to lie at its address */
@@ -231,10 +235,6 @@ PyObject *section_lookup(PyObject *module, PyObject *name)
         return section;
     }
     if (PyErr_Occurred()) {
-        return NULL;
-    }
-    if (!PyUnicode_Check(name)) {
-        PyErr_Format(PyExc_TypeError, "section() takes a name, got %.80s", Py_TYPE(name)->tp_name);
         return NULL;
     }
     if (PyDict_GET_SIZE(sections) >= MAX_SECTIONS) {

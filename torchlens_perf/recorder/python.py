@@ -927,11 +927,11 @@ _decorator: Callable[[Section, Callable[..., Any]], Callable[..., Any]]
 
 def section(name: str) -> Section:
     """Return the section of that name: a context manager and a decorator."""
+    if not isinstance(name, str):
+        raise TypeError(f"section() takes a name, got {type(name).__name__}")
     try:
         return _sections[name]
     except ours(KeyError):
-        if not isinstance(name, str):
-            raise TypeError(f"section() takes a name, got {type(name).__name__}") from None
         if len(_sections) >= _MAX_SECTIONS:
             return _overflow
         return _sections.setdefault(name, Section(name))
