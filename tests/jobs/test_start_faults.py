@@ -381,3 +381,21 @@ def test_refused_resource_disables_recording_with_one_line(
 def test_invalid_dir_setting_raises_an_error(folder: Any) -> None:
     with pytest.raises(perf.ConfigError, match=r"^dir=.*: must be a folder's name"):
         perf.watch(dir=folder)
+
+
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_limit_of_the_process_is_reported_once(
+    sidecar: bool, tmp_path: Path, lines: Callable[[], list[str]]
+) -> None:
+    """A limit of the file size applies in every folder, so one folder is named."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with perf.watch(dir=str(tmp_path), sidecar=sidecar, report="off"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    (line,) = lines()
+    assert line.count("File too large") == 1
+    assert "; " not in line

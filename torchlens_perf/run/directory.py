@@ -37,6 +37,7 @@ process accesses it only if there is no sidecar.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -78,6 +79,8 @@ _SHARE_OF_FREE = 16
 _MAX_RINGS_BYTES = 1 << 24
 # Attempts to use a folder that an ending sidecar may remove at the same time.
 _MAX_TRIES = 5
+# Errors that a limit of the process (ulimit) causes in every folder.
+_LIMITS_OF_PROCESS = (errno.EFBIG, errno.EMFILE)
 
 _T = TypeVar("_T")
 
@@ -504,10 +507,15 @@ def create_ring(
                 # A sidecar that is ending has just removed the folder.
                 break
             except ours(OSError) as error:
-                problems.append(f"{'memory' if anonymous else place}: {error.strerror or error}")
+                problem = f"{'memory' if anonymous else place}: {error.strerror or error}"
+                problems.append(problem)
+                if error.errno in _LIMITS_OF_PROCESS:
+                    raise RunStoreError(
+                        f"no place for a ring file of {size} bytes: {problem}"
+                    ) from None
         else:
             break
-    where = "; ".join(problems) or "no folder of this user"
+    where = "; ".join(dict.fromkeys(problems)) or "no folder of this user"
     raise RunStoreError(f"no place for a ring file of {size} bytes: {where}")
 
 
