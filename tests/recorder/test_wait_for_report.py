@@ -14,7 +14,6 @@ from types import FrameType
 import pytest
 
 from tests.recorder.test_late_report import WRITING, sidecar_of, watched
-from tests.support import warm_python
 from tests.support.processes import clean_environ, wait_for_sidecar
 from tests.support.warm_python import WarmPython
 from torchlens_perf.config import Config
@@ -180,7 +179,10 @@ print(perf.watch(dir={str(tmp_path / "runs")!r}).start().run_dir)
 signal.raise_signal(signal.SIGTERM)
 """
     environ = clean_environ({"PYTHONPATH": str(tmp_path)})
-    done = warm_python.run([sys.executable, "-c", program], 240, env=environ)
+    # A warm process would run the exit handlers while the SystemExit is being handled.
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=240
+    )
     enough.touch()
     folder = Path(done.stdout.strip())
     wait_for_sidecar(RunDirectory(folder), 240)
