@@ -482,3 +482,46 @@ def test_dynamo_never_compiles_functions_of_this_package(tmp_path: Path) -> None
 
         assert seen
         assert [name for name in seen if "/torchlens_perf/" in name] == []
+
+
+def step_of_two_optimizers(model: Model, optimizer: torch.optim.Optimizer, backend: Any) -> None:
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @torch.compile(backend=backend)
+    def step() -> None:
+        optimizer.step()
+        other.step()
+
+    for batch in batches():
+        model(batch).sum().backward()
+        step()
+
+
+@pytest.mark.parametrize("run", [optimizer_step, training_step, step_of_two_optimizers])
+def test_dynamo_translates_no_function_that_a_hook_calls(run: Run, tmp_path: Path) -> None:
+    """The watch costs as many frames as two empty hooks of the user that Dynamo may not trace."""
+    from torch.optim import optimizer
+
+    def count_frames(folder: Path | None) -> int:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        capture(run, folder)
+        return int(torch._dynamo.utils.counters["frames"]["total"])
+
+    empty = torch._dynamo.disable(lambda *_: None)
+    hooks = [
+        register(empty)
+        for register in (
+            optimizer.register_optimizer_step_pre_hook,
+            optimizer.register_optimizer_step_post_hook,
+        )
+    ]
+    try:
+        # The first compilation of a process also translates functions that torch calls once.
+        count_frames(None)
+        expected = count_frames(None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    assert count_frames(tmp_path) == expected

@@ -506,6 +506,10 @@ def break_graph_at(function: Any) -> Any:
 
 _CACHED = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, _CACHED)
+_HOOK_BODIES = ("call_hook", "guarded")
+"""Functions of this package that run a hook's body, which calls functions of other packages such as
+json, but none of the user. Dynamo also skips the functions that they call.
+"""
 _skipped_modules: dict[str, types.ModuleType] = {}
 """Modules whose functions Dynamo skips. Looking at all functions takes milliseconds."""
 
@@ -532,9 +536,10 @@ def _skip_code_objects(codes: Iterable[types.CodeType]) -> None:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     # Skip a frame, but not the frames that it calls, because these may be the user's.
-    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    skip_with_calls = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for code in codes:
-        set_code_exec_strategy(code, strategy)
+        set_code_exec_strategy(code, skip_with_calls if code.co_name in _HOOK_BODIES else skip)
 
 
 def _find_code_objects(module: types.ModuleType) -> Iterator[types.CodeType]:
