@@ -50,7 +50,8 @@ WAITING = {
     "torchlens_perf.run.sidecar_status",
     "torchlens_perf.sidecar", "torchlens_perf.sidecar.busy", "torchlens_perf.sidecar.priority",
     "torchlens_perf.sidecar.rings", "torchlens_perf.sidecar.rings.waiting", "torchlens_perf.sidecar.start",
-    "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.stops", "torchlens_perf.sidecar.termination", "torchlens_perf.sidecar.wake",
+    "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.stops", "torchlens_perf.sidecar.termination",
+    "torchlens_perf.sidecar.wake",
     "torchlens_perf.version",
 }  # fmt: skip
 # Some modules that the sidecar must not import before it reads any data.
