@@ -122,7 +122,7 @@ class Arm:
         session = self._session
         if session is not None:
             self._module_mask = session.recorder.module_mask
-            session.hooks._contexts.close()
+            session.hooks.detach()
             session.recorder.deactivate()
 
 

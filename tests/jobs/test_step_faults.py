@@ -33,6 +33,7 @@ PACKAGE = str(Path(perf.__file__).parent)
 # they call.
 IN_TORCHS_PLACE = {
     "call_hook",
+    "call_native",
     "timed_next",
     "timed_iter",
     "timed_backward",

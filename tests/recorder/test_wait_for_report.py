@@ -55,8 +55,9 @@ def test_program_waits_while_the_sidecar_computes(
 
     One line says that the program waits.
     """
-    # The test does not know the load of the machine.
+    # The test does not know the load of the machine, nor the signal handlers of other tests.
     monkeypatch.setattr(last_report, "_LONGEST_S", 60.0)
+    monkeypatch.setattr(last_report, "_WARNING_SIGNALS", ())
     late_sidecar(monkeypatch, tmp_path, BUSY.format(seconds=2, enough=str(enough)))
     with watched(tmp_path / "runs"):
         pass

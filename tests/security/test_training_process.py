@@ -34,8 +34,16 @@ _COLLECTIVES = {
 _ALLOWED = {
     # Leaves the watch within the exit timeout, also in a process that multiprocessing has forked.
     "watching": {"atexit.register", "atexit.unregister", "multiprocessing.util.Finalize"},
-    # Prints a late report after an exception, within the longest wait for it.
-    "results.last_report": {"atexit.register", "atexit.unregister"},
+    # Only reads which handlers the program has installed.
+    "interruption": {"signal.getsignal", "signal.valid_signals"},
+    "results.last_report": {
+        "signal.SIGHUP",
+        "signal.SIGTERM",
+        "signal.SIGUSR1",
+        "signal.SIGUSR2",
+        "signal.SIGXCPU",
+        "signal.getsignal",
+    },  # fmt: skip
     # Prints a line about the user's program if nothing was recorded.
     "hooks.loop.first_step": {
         "atexit.register",

@@ -85,10 +85,10 @@ def _imitate(function: Any, replacement: Any) -> Any:
 def _create_python_front(native: Any) -> Any:
     """Return a Python function that calls a function written in C, whose name cannot be changed."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_native(*args: Any, **kwargs: Any) -> Any:
         return native(*args, **kwargs)
 
-    return torch_private.break_graph_at(call)
+    return torch_private.break_graph_at(call_native)
 
 
 def _find_defining_module(owner: Any, name: str, function: Any) -> list[ModuleType]:

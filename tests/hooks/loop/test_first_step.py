@@ -205,6 +205,5 @@ print(names)
     (tmp_path / "script.py").write_text(MODEL + script)
     done = run_warm([sys.executable, "script.py"], tmp_path, TORCHLENS_PERF="1")
 
-    # The function in front of native code is called `call`.
-    ours = "call" if NATIVE else "timed_backward"
+    ours = "call_native" if NATIVE else "timed_backward"
     assert done.stdout == f"{['count_backward', ours, ours, ours]}\n"
