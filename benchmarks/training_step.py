@@ -123,6 +123,7 @@ class Arm:
         if session is not None:
             self._module_mask = session.recorder.module_mask
             session.hooks.detach()
+            session.hooks.detached = False  # __enter__() attaches them again.
             session.recorder.deactivate()
 
 
