@@ -43,7 +43,7 @@ _ALLOWED = {
         "signal.SIGUSR2",
         "signal.SIGXCPU",
         "signal.getsignal",
-    },  # fmt: skip
+    },
     # Prints a line about the user's program if nothing was recorded.
     "hooks.loop.first_step": {
         "atexit.register",
