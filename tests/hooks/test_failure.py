@@ -231,3 +231,15 @@ def test_line_is_that_of_the_script_for_code_in_installed_packages(tmp_path: Pat
     found = describe(lambda: runpy.run_path(str(script)) and None)
 
     assert found["where"] == "script.py:2 in <module>"
+
+
+class UnprintableRuntimeError(RuntimeError):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def test_failure_without_a_text_is_reported() -> None:
+    """A RuntimeError is also searched for words on a lost connection."""
+    found = describe(raising(UnprintableRuntimeError()))
+
+    assert (found["message"], found["lost_peer"]) == ("", False)

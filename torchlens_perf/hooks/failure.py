@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import site
 import sys
 import sysconfig
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard, printable
 from torchlens_perf.hooks import module_tree
-from torchlens_perf.hooks.loop.selection import unwrap_model
+from torchlens_perf.hooks.loop.selection import installed_package_folders, unwrap_model
 from torchlens_perf.interruption import ours
 from torchlens_perf.run.failure import MAX_MESSAGE, Failure
 
@@ -67,17 +66,17 @@ def describe_failure(error: BaseException | None, step: int) -> Failure | None:
         error = error.__context__ if isinstance(error.__context__, Exception) else error
     if error is None or not isinstance(error, (Exception, SystemExit)):
         return None
-    frames = list(_iterate_frames(error.__traceback__))
+    frames, message = list(_iterate_frames(error.__traceback__)), _read_message(error)
     phase, module = _find_phase_and_module([frame for frame, _ in frames])
     return {
         "type": _format_type(type(error)),
-        "message": _format_message(error),
+        "message": printable(message)[:MAX_MESSAGE],
         "where": _find_place(frames),
         "step": step,
         "phase": phase,
         "module": module,
         "exit_code": exit_code,
-        "lost_peer": _is_about_lost_peer(error),
+        "lost_peer": _is_about_lost_peer(error, message),
         "unix_ns": time.time_ns(),
     }
 
@@ -94,19 +93,20 @@ def _format_type(kind: type) -> str:
     )
 
 
-def _format_message(error: BaseException) -> str:
+def _read_message(error: BaseException) -> str:
+    """Return the text of an exception in one line; "" if it cannot be made."""
     try:
-        return printable(" ".join(str(error).split()))[:MAX_MESSAGE]
+        return " ".join(str(error).split())
     except ours(Exception):
         # The text of an exception is made by code of the program.
         return ""
 
 
-def _is_about_lost_peer(error: BaseException) -> bool:
+def _is_about_lost_peer(error: BaseException, message: str) -> bool:
     if any(each.__name__ in _LOST_PEER_TYPES for each in type(error).__mro__):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(
-        text in str(error) for text in _LOST_PEER_TEXTS
+        text in message for text in _LOST_PEER_TEXTS
     )
 
 
@@ -135,16 +135,11 @@ def _name_of_module(root: Module, inner: Module) -> str:
 
 def _find_place(frames: list[tuple[FrameType, int]]) -> str:
     """Return the innermost line of code that does not belong to Python or an installed package."""
-    installed = _installed_folders()
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    python = map(sysconfig.get_path, ("stdlib", "platstdlib"))
+    installed = (*installed_package_folders(), *(f"{path}/" for path in (*python, own)))
     for frame, line in reversed(frames):
         file = frame.f_code.co_filename
         if not file.startswith(("<", *installed)):
             return f"{os.path.basename(file)}:{line} in {frame.f_code.co_name}"
     return ""
-
-
-def _installed_folders() -> tuple[str, ...]:
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    paths = [*map(sysconfig.get_path, names), *site.getsitepackages(), own]
-    return tuple(path + os.sep for path in paths if path)

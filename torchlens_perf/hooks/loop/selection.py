@@ -231,14 +231,14 @@ def _is_framework_wrapper(wrapper: Module, inner: Module) -> bool:
         return False
     outer, inside = (type(each).__module__.partition(".")[0] for each in (wrapper, inner))
     file = getattr(sys.modules.get(outer), "__file__", None) or ""
-    if outer == "__main__" or not file.startswith(_installed_package_folders()):
+    if outer == "__main__" or not file.startswith(installed_package_folders()):
         return False
     passes_on = type(wrapper).__getattr__ is not nn.Module.__getattr__
     return passes_on or inside not in (outer, "torch")
 
 
 @functools.cache
-def _installed_package_folders() -> tuple[str, ...]:
+def installed_package_folders() -> tuple[str, ...]:
     paths = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     return tuple(
         f"{path}/" for path in [*paths, *site.getsitepackages(), site.getusersitepackages()]
