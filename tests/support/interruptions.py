@@ -84,13 +84,19 @@ def functions_called(work: Callable[[], object], file_prefix: str) -> list[CodeT
     return list(found)
 
 
-def _with_trace(trace: Callable[[FrameType, str, Any], Any], work: Callable[[], object]) -> None:
+@contextlib.contextmanager
+def _tracing(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        work()
+        yield
     finally:
         sys.settrace(before)
+
+
+def _with_trace(trace: Callable[[FrameType, str, Any], Any], work: Callable[[], object]) -> None:
+    with _tracing(trace):
+        work()
 
 
 @contextlib.contextmanager
@@ -106,12 +112,8 @@ def failing(code: CodeType, error: BaseException) -> Iterator[list[None]]:
             raised.append(None)
             raise error
 
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
+    with _tracing(on_call):
         yield raised
-    finally:
-        sys.settrace(before)
 
 
 class _Sender:
@@ -174,9 +176,5 @@ def sent_at(line: Line, sender: Any) -> Iterator[list[None]]:
         sent.append(None)
         return -sender and None
 
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
+    with _tracing(on_call):
         yield sent
-    finally:
-        sys.settrace(before)

@@ -233,7 +233,7 @@ class OptimizerHook:
                 optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer)
             )
 
-        ours = not relay.is_installed
+        installs_hooks = not relay.is_installed
         try:
             relay.install_hooks()
             relay.before, relay.after = on_step_begin, on_step_end
@@ -253,10 +253,10 @@ class OptimizerHook:
             recorder.settled = 0
             relay.before = relay.after = None
             try:
-                if ours:
+                if installs_hooks:
                     relay.remove_hooks()
             finally:
-                if ours:
+                if installs_hooks:
                     relay.remove_hooks()
 
 

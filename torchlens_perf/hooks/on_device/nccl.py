@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -266,7 +266,6 @@ class _GraphCaptureWatcher:
             _remember_graph(captured)  # Report each graph once.
             plugin.note_unseen_graph()
 
-        @wraps(begin)
         def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
             note_capture(self)
             try:
@@ -276,14 +275,12 @@ class _GraphCaptureWatcher:
                 change_capture_count(-1)
                 raise
 
-        @wraps(end)
         def capture_end(*args: Any, **kwargs: Any) -> Any:
             try:
                 return end(*args, **kwargs)
             finally:
                 change_capture_count(-1)
 
-        @wraps(original_replay)
         def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
             if id(self) not in _captured and not is_detached:
                 note_unseen_replay(self)
