@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard, printable
-from torchlens_perf.hooks import module_tree
-from torchlens_perf.hooks.loop.selection import installed_package_folders, unwrap_model
 from torchlens_perf.interruption import ours
 from torchlens_perf.run.failure import MAX_MESSAGE, Failure
 
@@ -126,6 +123,9 @@ def _find_phase_and_module(frames: list[FrameType]) -> tuple[str, str]:
 
 def _name_of_module(root: Module, inner: Module) -> str:
     """Return the qualified name of a module inside the model, or the class of the model."""
+    from torchlens_perf.hooks import module_tree
+    from torchlens_perf.hooks.loop.selection import unwrap_model
+
     _, model = unwrap_model(root)
     for name, module in module_tree.named_modules(model):
         if module is inner and name:
@@ -135,6 +135,10 @@ def _name_of_module(root: Module, inner: Module) -> str:
 
 def _find_place(frames: list[tuple[FrameType, int]]) -> str:
     """Return the innermost line of code that does not belong to Python or an installed package."""
+    import sysconfig
+
+    from torchlens_perf.hooks.loop.selection import installed_package_folders
+
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     python = map(sysconfig.get_path, ("stdlib", "platstdlib"))
     installed = (*installed_package_folders(), *(f"{path}/" for path in (*python, own)))

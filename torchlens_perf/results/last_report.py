@@ -81,6 +81,8 @@ def show_report(
         text = (
             f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}\n"
         )
+        if cell is None:
+            output.write_to_stderr(text)
     else:
         late = sidecar.LateReport(run, identity.node, began_s)
         if raised and identity.world_size > 1 and cell is None:
