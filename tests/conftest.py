@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave all that the collection has made out of garbage collections and searches for models.
+    """Leave all that the collection has made out of garbage collections.
 
     A process with all tests has some million objects, a user's far fewer.
     """

@@ -15,7 +15,6 @@ import functools
 import inspect
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -110,10 +109,7 @@ def watch(
     does all other work. With TORCHLENS_PERF=0 nothing is attached. Raise ConfigError for an invalid
     argument.
     """
-    models, optimizers = (
-        arguments.parse_models(model, sys._getframe(1), watch.__name__),
-        arguments.parse_optimizers(optimizer),
-    )
+    models, optimizers = arguments.parse_models(model), arguments.parse_optimizers(optimizer)
     try:
         enabled = configuration.is_recording_switched_on(os.environ) is not False
         environment = configuration.from_environment(os.environ)

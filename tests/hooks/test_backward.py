@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from tests.support.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks.backward import BackwardHook, iterate_tensors
-from torchlens_perf.hooks.loop.trained_models import find_objects_of_type
 from torchlens_perf.recorder.sampling import SamplingSchedule
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -322,7 +321,8 @@ def test_module_backward_hooks_are_removed_after_they_fail(
         for _ in range(5):
             model(torch.randn(2, 4)).sum().backward()
             recording.watch.step()
-        assert find_objects_of_type(BackwardHook)[-1]._passes == []
+        (hook,) = [each for each in gc.get_objects() if type(each) is BackwardHook][-1:]
+        assert hook._passes == []
     swallowed.by_place.clear()
 
     assert recording.names(Kind.MODULE_BACKWARD) == []

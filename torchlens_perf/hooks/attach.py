@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from torchlens_perf.config import Config
-    from torchlens_perf.hooks.loop.selection import NamedModel
+    from torchlens_perf.hooks.loop.selection import NamedModel, WatchedModule
     from torchlens_perf.recorder.session import Hook, Session
 
 
@@ -64,7 +64,7 @@ def attach_hooks(
     )
     recompute = RecomputeHook()
     backward = BackwardHook(loop, recompute)
-    calls = ModuleCallRouter()
+    calls = ModuleCallRouter(loop.on_new_module)
     watched = _WatchedModels(session, backward, calls)
     hooks = create_hooks(session.config, loop, backward, recompute, calls)
     # All modules that define hooks must have been imported before this call.
@@ -125,8 +125,8 @@ class _WatchedModels:
 
     def __init__(self, session: Session, backward: BackwardHook, calls: ModuleCallRouter) -> None:
         self._session = session
-        self._backward = backward
-        self._calls = calls
+        self._hook = ModuleHook(session, backward, calls)
+        self._attached = False
         # By module id. A dead reference shows that the id may now belong to another module.
         self._known: dict[int, weakref.ref[Module]] = {}
 
@@ -140,19 +140,31 @@ class _WatchedModels:
             self._session.note(message)
         for model, selection in zip(models, selections, strict=True):
             modules = [each for each in selection.modules if not self._is_watched(each.module)]
+            self._known = {key: each for key, each in self._known.items() if each() is not None}
             self._known.update((id(each.module), weakref.ref(each.module)) for each in modules)
             device = device_type_of(model.module)
             if device == "cpu" and find_accelerator():
                 # Leave the device unknown: the model may still be moved, or FSDP may offload its
                 # parameters to the CPU. The device's clock shows later where the model runs.
                 device = ""
-            self._session.metadata.add_modules(
+            is_new = self._session.metadata.add_modules(
                 {each.name: each.is_root for each in modules},
                 device=device,
                 all_levels=selection.all_levels,
                 unopened=selection.unopened,
             )
-            self._session.attach([ModuleHook(modules, self._backward, self._calls)])
+            self._time_modules(modules)
+            if is_new:
+                self._session.publish()
+
+    def _time_modules(self, modules: Sequence[WatchedModule]) -> None:
+        hooks = self._session.hooks
+        with hooks.lock:
+            if not hooks.detached:
+                if not self._attached:
+                    self._attached = True
+                    hooks.attach(self._hook.name, lambda: self._hook.attach(self._session))
+                self._hook.time_modules(modules)
 
     def _is_watched(self, module: Module) -> bool:
         known = self._known.get(id(module))

@@ -56,15 +56,18 @@ class DataHook:
                 raise
             finally:
                 recorder.end(_DATA, data, flags)
-            if hook._note_loader is not None:
-                note_loader(self)
-            add_workload_of_batch(self, batch)
+            if session.thread.is_current():
+                with session.step.charged():
+                    note_loader(self)
+                    add_workload_of_batch(self, batch)
+            else:
+                add_workload_of_batch(self, batch)
             return batch
 
         @guard("settings of a DataLoader")
         def note_loader(iterator: Any) -> None:
             note = hook._note_loader
-            if note is not None and session.thread.is_current() and not note(iterator):
+            if note is not None and not note(iterator):
                 hook._note_loader = None
 
         @guard("size of a batch")

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.errors import guard
+from torchlens_perf.hooks.loop.selection import has_parameters
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import (
     NATIVE,
     ModuleCall,
+    observe_calls,
     route_calls,
     set_module_call,
     unroute_calls,
@@ -46,12 +49,16 @@ class ModuleCallRouter:
     its code, so torch.compile is not affected (native/module_call.c). The Python recorder replaces
     nn.Module.__call__.
 
+    Each outermost module that is called on the training thread is shown once to
+    `on_new_module`, if it has parameters: it may be a model that the loop trains.
+
     References to modules are weak: a module that the user deletes is freed at once.
     """
 
     name = "module calls"
 
-    def __init__(self) -> None:
+    def __init__(self, on_new_module: Callable[[Module], None]) -> None:
+        self._on_new_module = on_new_module
         # ModuleCall objects by module id. Empty if the native recorder routes calls.
         self._calls: dict[int, ModuleCall] = {}
         self._references: dict[int, _ModuleReference] = {}
@@ -66,16 +73,19 @@ class ModuleCallRouter:
     def attach(self, session: Session) -> Iterator[None]:
         from torch.nn import Module
 
+        observe = guard("finding the trained models")(self._observe_call)
         try:
             self._function = torch_private.get_module_call_function()
             self._routed = route_calls(self._function)
             if self._routed:
+                observe_calls(observe)
                 yield
             else:
                 if NATIVE:
                     session.note("modules are timed in Python, at about ten times the usual cost")
                 self._function = Module.__call__
-                with patched(Module, "__call__", _wrap_module_call(self._function, self._calls)):
+                wrapper = _wrap_module_call(self._function, self._calls, observe, session)
+                with patched(Module, "__call__", wrapper):
                     yield
         finally:
             try:
@@ -85,6 +95,7 @@ class ModuleCallRouter:
                 self._stop_all()
 
     def _stop_all(self) -> None:
+        observe_calls(None)
         for function in (self._function, *(each() for each in self._own_call_functions)):
             unroute_calls(function)
         for address in list(self._references):
@@ -95,11 +106,7 @@ class ModuleCallRouter:
 
         make: creates the ModuleCall for the function that runs the module.
         """
-        address, call = id(module), make(self._function)
-        # All references share one callback, because a garbage collection visits each function.
-        reference = _ModuleReference(module, _ModuleReference.stop_timing)
-        reference.address, reference.router = address, self
-        self._references[address] = reference
+        address, call = self._add_reference(module), make(self._function)
         if not self._routed:
             self._calls[address] = call
             return
@@ -113,6 +120,25 @@ class ModuleCallRouter:
                 if not route_calls(own):
                     self._own_call_functions.pop()
 
+    def _observe_call(self, module: Module) -> bool:
+        """Return True if the module is known from now on.
+
+        A module without parameters stays unknown: it may call the model, or be a loss function.
+        """
+        if id(module) not in self._references:
+            if not has_parameters(module):
+                return False
+            set_module_call(self._add_reference(module), ...)
+            self._on_new_module(module)
+        return True
+
+    def _add_reference(self, module: Module) -> int:
+        # All references share one callback, because a garbage collection visits each function.
+        reference = _ModuleReference(module, _ModuleReference.stop_timing)
+        reference.address, reference.router = id(module), self
+        self._references[id(module)] = reference
+        return id(module)
+
     def stop_timing(self, address: int) -> None:
         if self._routed:
             set_module_call(address, None)
@@ -121,14 +147,28 @@ class ModuleCallRouter:
 
 
 def _wrap_module_call(
-    function: Callable[..., Any], calls: dict[int, ModuleCall]
+    function: Callable[..., Any],
+    calls: dict[int, ModuleCall],
+    observe: Callable[[Module], bool | None],
+    session: Session,
 ) -> Callable[..., Any]:
     """Return a replacement for nn.Module.__call__ that times the modules in `calls`."""
     from torch.compiler import is_compiling
 
+    inside = False  # True in a call of a module that is timed or known.
+
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-        timed = None if is_compiling() else calls.get(id(self))
-        return function(self, *args, **kwargs) if timed is None else timed(self, *args, **kwargs)
+        nonlocal inside
+        if is_compiling():
+            return function(self, *args, **kwargs)
+        run = calls.get(id(self), function)
+        if inside or session.recorder.backwards or not session.thread.is_current():
+            return run(self, *args, **kwargs)
+        inside = bool(run is not function or observe(self))
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            inside = False
 
     return call
 
@@ -141,33 +181,32 @@ class ModuleHook:
 
     name = "module"
 
-    def __init__(
-        self, modules: Sequence[WatchedModule], observers: BackwardHook, calls: ModuleCallRouter
-    ) -> None:
-        self._modules = list(modules)
+    def __init__(self, session: Session, observers: BackwardHook, calls: ModuleCallRouter) -> None:
+        self._session = session
         self._observers = observers
         self._calls = calls
+        self._eager: dict[str, weakref.ref[Module]] = {}
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        modules, self._modules = self._modules, []
+        yield
+        for name, reference in self._eager.items():
+            module = reference()
+            if module is not None and torch_private.is_module_compiled(module):
+                session.note(f"{name}: compiled inside the watch: no inner times since then")
+
+    def time_modules(self, modules: Sequence[WatchedModule]) -> None:
+        """Time the calls of these modules from now on."""
         compiled = {each.name for each in modules if torch_private.is_module_compiled(each.module)}
         if compiled:
             others = f" and {len(compiled) - 4} more" if len(compiled) > 4 else ""
             shown = ", ".join([each.name for each in modules if each.name in compiled][:4])
-            session.note(f"{shown}{others}: compiled: no inner times")
-        eager = {
-            each.name: weakref.ref(each.module) for each in modules if each.name not in compiled
-        }
-        modules.reverse()
-        # Keep no reference: the user may delete modules inside the watch to free their memory.
-        while modules:
-            self._time_module(modules.pop(), session)
-        yield
-        for name, reference in eager.items():
-            module = reference()
-            if module is not None and torch_private.is_module_compiled(module):
-                session.note(f"{name}: compiled inside the watch: no inner times since then")
+            self._session.note(f"{shown}{others}: compiled: no inner times")
+        for each in modules:
+            # Keep no reference: the user may delete modules inside the watch to free their memory.
+            if each.name not in compiled:
+                self._eager[each.name] = weakref.ref(each.module)
+            self._time_module(each, self._session)
 
     def _time_module(self, watched: WatchedModule, session: Session) -> None:
         name_id = session.intern(f"forward {watched.name}" if watched.is_root else watched.name)

@@ -144,7 +144,7 @@ class _Checker:
     def _find_replicas(self) -> None:
         self._replicas = []
         modules = [module for model in self._loop.models for module in module_tree.modules(model)]
-        ddp = find_ddp(modules)
+        ddp = find_ddp([*modules, *self._loop.called_models])
         if ddp is None:
             return
         import torch.distributed as dist

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks import module_tree
 from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
-from torchlens_perf.hooks.loop.trained_models import find_objects_of_type
 from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.run.rank_ranges import format_ranges
@@ -90,7 +89,7 @@ class TrainingSettingsHook:
         models, optimizer = loop.models, next(iter(loop.optimizers), None)
         modules = [module for model in models for module in module_tree.modules(model)]
         convolutions = [each for each in modules if _is_convolution(each)]
-        ddp = find_ddp(modules)
+        ddp = find_ddp([*modules, *loop.called_models])
         if reads_gradients and optimizer is not None:
             self._gradients = [
                 (weakref.ref(each), weakref.ref(each.grad))
@@ -172,7 +171,6 @@ def find_ddp(modules: Sequence[Module]) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
-    wrappers = wrappers or find_objects_of_type(DistributedDataParallel)
     return next((each for each in wrappers if "bucket_bytes_cap" in vars(each)), None)
 
 

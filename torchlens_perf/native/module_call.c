@@ -25,7 +25,7 @@ typedef struct {
  * before the module's memory is freed, by the callback of a weak reference. */
 typedef struct {
     PyObject *module; /* borrowed */
-    ModuleCall *call;
+    ModuleCall *call; /* NULL: the observer knows the module, and its calls are not timed */
 } Entry;
 
 static struct {
@@ -105,12 +105,12 @@ static void take_out(Entry *entry)
     }
 }
 
-/* set_module_call(address, call or None) */
+/* set_module_call(address, call): None removes the module, and Ellipsis makes it known without timing its calls. */
 PyObject *module_call_set(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 2 || !(args[1] == Py_None || (Py_IS_TYPE(args[1], &ModuleCallType) &&
-                                               ((ModuleCall *)args[1])->recorder != NULL))) {
-        PyErr_SetString(PyExc_TypeError, "set_module_call() takes an address, and a ModuleCall or None");
+    if (count != 2 || !(args[1] == Py_None || args[1] == Py_Ellipsis ||
+                        (Py_IS_TYPE(args[1], &ModuleCallType) && ((ModuleCall *)args[1])->recorder != NULL))) {
+        PyErr_SetString(PyExc_TypeError, "set_module_call() takes an address, and a ModuleCall, None or Ellipsis");
         return NULL;
     }
     PyObject *key = PyLong_AsVoidPtr(args[0]);
@@ -120,29 +120,67 @@ PyObject *module_call_set(PyObject *module, PyObject *const *args, Py_ssize_t co
         }
         return NULL;
     }
-    ModuleCall *call = args[1] == Py_None ? NULL : (ModuleCall *)args[1];
     Entry *entry = entry_of(key);
-    if (call == NULL) {
+    if (args[1] == Py_None) {
         if (entry != NULL) {
             ModuleCall *removed = entry->call;
             take_out(entry);
-            Py_DECREF(removed);
+            Py_XDECREF(removed);
         }
         Py_RETURN_NONE;
     }
-    Py_INCREF(call);
+    if (entry == NULL && make_room() < 0) {
+        return NULL;
+    }
+    ModuleCall *call = args[1] == Py_Ellipsis ? NULL : (ModuleCall *)Py_NewRef(args[1]);
     if (entry != NULL) {
         ModuleCall *replaced = entry->call;
         entry->call = call;
-        Py_DECREF(replaced);
-        Py_RETURN_NONE;
+        Py_XDECREF(replaced);
+    } else {
+        put((Entry){key, call});
     }
-    if (make_room() < 0) {
-        Py_DECREF(call);
-        return NULL;
-    }
-    put((Entry){key, call});
     Py_RETURN_NONE;
+}
+
+static PyObject *call_observer; /* called with outermost modules that are not in the table; or NULL */
+static int inside_known;        /* not 0: the recorded thread is in a call of a known module that is not timed */
+
+/* observe_calls(function or None) */
+PyObject *module_call_observe(PyObject *module, PyObject *function)
+{
+    Py_XSETREF(call_observer, function == Py_None ? NULL : Py_NewRef(function));
+    inside_known = 0;
+    Py_RETURN_NONE;
+}
+
+static int is_observed(Recorder *self)
+{
+    return call_observer != NULL && !inside_known && self != NULL && self->header != NULL &&
+           this_thread() == self->owner && kind_of_call(self, &self->header->stack) == KIND_FORWARD;
+}
+
+/* Calls a module that is not timed. The observer returns True if the module is known from now on: then the modules that
+ * it calls are not shown to the observer. */
+static PyObject *untimed_call(int is_known, PyObject *function, PyObject *const *args, size_t nargsf, PyObject *kwnames)
+{
+    Recorder *self = active_recorder;
+    if (PyVectorcall_NARGS(nargsf) == 0 || !is_observed(self)) {
+        return plain_call(function, args, nargsf, kwnames);
+    }
+    if (!is_known) {
+        int64_t start_ns = recorder_now(self);
+        PyObject *answer = call_kept(call_observer, args, 1);
+        is_known = answer == Py_True;
+        Py_XDECREF(answer);
+        if (active_recorder == self && self->header != NULL) {
+            add_overhead(self, recorder_now(self) - start_ns);
+        }
+    }
+    inside_known = is_known;
+    PyObject *result = plain_call(function, args, nargsf, kwnames);
+    inside_known = 0;
+    return result;
 }
 
 /* Observers run outside the module's span, and their time is kept out of the spans around it. They guard themselves
@@ -264,10 +302,10 @@ static PyObject *routed_call(PyObject *function, PyObject *const *args, size_t n
     }
     int64_t entered_ns = measure_call(active_recorder);
     Entry *entry = PyVectorcall_NARGS(nargsf) > 0 ? entry_of(args[0]) : NULL;
-    if (entry == NULL || entry->call->recorder->header == NULL) {
-        return plain_call(function, args, nargsf, kwnames);
+    ModuleCall *call = entry != NULL ? entry->call : NULL;
+    if (call == NULL || call->recorder->header == NULL) {
+        return untimed_call(entry != NULL, function, args, nargsf, kwnames);
     }
-    ModuleCall *call = entry->call;
     int is_own = function != call->function;
     if (!is_own && call->entered == this_thread()) {
         call->entered = 0;

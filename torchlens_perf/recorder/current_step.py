@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchlens_perf.errors import guard
@@ -71,7 +73,7 @@ class CurrentStep:
         self._metadata = metadata
         self._sampling = SamplingSchedule(backward_every)
         self._loop: UserLoop | None = None
-        self._overhead_ns = 0
+        self._overhead_ns = self._device_waits_ns = 0
         self._observer: StepObserver | None = None
         # Samples in the batches of a sampled step, and True if the workload is in tokens.
         self._samples, self._are_tokens = 0, False
@@ -116,6 +118,26 @@ class CurrentStep:
         self._overhead_ns += duration_ns
         if ours:
             self._recorder.add_overhead(duration_ns)
+
+    @contextmanager
+    def charged(self) -> Iterator[None]:
+        """Charge the time of this package's code to the step in which the code ends.
+
+        What the code itself charges is not charged twice.
+        """
+        start_ns = self._uncharged_ns()
+        try:
+            yield
+        finally:
+            self._recorder.add_overhead(self._uncharged_ns() - start_ns)
+
+    def _uncharged_ns(self) -> int:
+        return self._recorder.now_ns() - self._recorder.tool_ns - self._device_waits_ns
+
+    def leave_out_device_wait(self, duration_ns: int) -> None:
+        """Do not charge a wait for a device inside this package's code, which is not overhead."""
+        self._device_waits_ns += duration_ns
+        self._recorder.add_overhead(-duration_ns)
 
     def add_overhead_of_sampled_step(self, duration_ns: int) -> None:
         """Charge overhead to this step that was caused by an earlier, sampled step."""

@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
+from types import EllipsisType, TracebackType
 from typing import Any
 
 from torchlens_perf.errors import guard
@@ -945,11 +945,15 @@ def set_section_decorator(
     _decorator = decorator
 
 
-def set_module_call(address: int, call: ModuleCall | None) -> None:
+def set_module_call(address: int, call: ModuleCall | EllipsisType | None) -> None:
     """Do nothing.
 
     Only the native recorder has a table of modules. hooks/module.py has a table otherwise.
     """
+
+
+def observe_calls(observer: Callable[[Any], object] | None) -> None:
+    """Do nothing. hooks/module.py calls its observer itself without the native recorder."""
 
 
 def route_calls(function: Callable[..., Any]) -> bool:

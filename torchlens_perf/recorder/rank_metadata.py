@@ -185,20 +185,26 @@ class RankMetadata:
         device: str,
         all_levels: bool,
         unopened: Iterable[str],
-    ) -> None:
-        """Add timed modules. are_roots: True for each name of a whole model.
+    ) -> bool:
+        """Add timed modules. Return False if all names are known. are_roots: True for each name of a whole model.
 
         device: device type of the modules' model, or "" if unknown. all_levels: True if all inner
         modules are also timed.
         unopened: timed modules whose inner modules are not timed.
         """
         facts = self._facts
+        if are_roots.keys() <= self._module_names:
+            return False
+        are_roots = {
+            name: is_root for name, is_root in are_roots.items() if name not in self._module_names
+        }
         self._module_names.update(are_roots)
         self._model_digest = digest_module_names(self._module_names)
         facts["root_modules"] += [name for name, is_root in are_roots.items() if is_root]
         facts["unopened_modules"] += unopened
         facts["deeper_modules"] |= not all_levels
         facts["compute_device"] = facts["compute_device"] or device
+        return True
 
     def publish(self, **news: Unpack[RankFacts]) -> None:
         """Add or replace facts, and write all facts into the ring file."""

@@ -48,6 +48,7 @@ NATIVE: bool = _implementation.__name__.endswith("._native")
 
 ModuleCall = _implementation.ModuleCall
 native_hook = _implementation.native_hook
+observe_calls = _implementation.observe_calls
 route_calls = _implementation.route_calls
 set_module_call = _implementation.set_module_call
 unroute_calls = _implementation.unroute_calls

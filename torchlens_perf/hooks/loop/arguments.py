@@ -15,22 +15,19 @@ if TYPE_CHECKING:
     from torchlens_perf.hooks.loop.selection import NamedModel
 
 
-def parse_models(model: Any, caller: types.FrameType, function: str) -> list[NamedModel] | None:
+def parse_models(model: Any) -> list[NamedModel] | None:
     """Return the models passed as `model`, or None to time all models that are trained.
 
     Raises ConfigError for an object that is not a model.
-
-    caller: the frame that calls watch(), whose source line may contain names of the models.
-    function: the name of the called function in that line.
     """
     if model is None:
         return None
     from torch.nn import Module
 
-    from torchlens_perf.hooks.loop.model_names import name_models, read_names_in_call
+    from torchlens_perf.hooks.loop.model_names import name_models
     from torchlens_perf.hooks.loop.selection import NamedModel
 
-    given: Sequence[str | None] = ()
+    given: Sequence[str] = ()
     if isinstance(model, Mapping):
         found, given = list(model.values()), [str(name) for name in model]
     else:
@@ -57,11 +54,7 @@ def parse_models(model: Any, caller: types.FrameType, function: str) -> list[Nam
             raise ConfigError(f"model={type(each).__name__}: must be {hint}")
     if len(found) < 2 and not given:
         return [NamedModel(each) for each in found]
-    given = given or read_names_in_call(caller, function)
-    return [
-        NamedModel(*each)
-        for each in zip(found, name_models(found, given[: len(found)]), strict=True)
-    ]
+    return [NamedModel(*each) for each in zip(found, name_models(found, given), strict=True)]
 
 
 def check_module_patterns(models: Sequence[NamedModel], config: Config) -> None:

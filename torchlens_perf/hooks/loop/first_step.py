@@ -8,6 +8,7 @@ trained prints one line at its exit.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.loop.optimizer import relay
-from torchlens_perf.hooks.loop.trained_models import find_living_optimizers, find_objects_of_type
+from torchlens_perf.hooks.loop.trained_models import has_optimizer_class
 from torchlens_perf.output import write_to_stderr
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
@@ -89,11 +90,10 @@ class FirstStepTrigger:
     def _start_after_backward(self) -> None:
         """Start after a backward pass if the process has no optimizer.
 
-        The slow search for optimizers runs only after 2, 4, 8, ... passes.
+        One pass alone may belong to a program that does not train.
         """
         self._passes += 1
-        count = self._passes
-        if count >= 2 and count & (count - 1) == 0 and not find_living_optimizers():
+        if self._passes >= 2 and not has_optimizer_class():
             stop_waiting_for_first_step()
             self._start(None)
 
@@ -107,12 +107,16 @@ class FirstStepTrigger:
     def _may_have_trained(self) -> bool:
         """Return True if a backward pass has run, or if a model or an optimizer exists.
 
-        Other programs that import torch must not print anything in addition.
+        Other programs that import torch must not print anything in addition. All objects are
+        searched for a model only here, after the end of the program.
         """
         from torch.nn import Module
 
+        # isinstance() would read `__class__`, which may run code of a lazy proxy.
         return (
-            self._passes > 0 or bool(find_objects_of_type(Module)) or bool(find_living_optimizers())
+            self._passes > 0
+            or has_optimizer_class()
+            or any(issubclass(type(each), Module) for each in gc.get_objects())
         )
 
     def _explain_missing_step(self) -> str:

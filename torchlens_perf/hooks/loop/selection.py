@@ -194,9 +194,7 @@ def _find_only_child(module: Module) -> tuple[str, Module] | None:
     if any(each is not None for each in module._parameters.values()):
         return None
     holding = [
-        (name, child)
-        for name, child in module_tree.named_children(module)
-        if _has_parameters(child)
+        (name, child) for name, child in module_tree.named_children(module) if has_parameters(child)
     ]
     for name, child in holding:
         inside = {id(each) for each in module_tree.modules(child)}
@@ -205,7 +203,7 @@ def _find_only_child(module: Module) -> tuple[str, Module] | None:
     return None
 
 
-def _has_parameters(module: Module) -> bool:
+def has_parameters(module: Module) -> bool:
     """Return whether the module or a module inside it has parameters.
 
     module.parameters() takes twice as long to find none, and models may have 10,000 such modules.

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks import module_tree
+from torchlens_perf.hooks.loop.model_names import name_models
 from torchlens_perf.hooks.loop.passed_optimizers import (
     PassedOptimizers,
     create_reference,
     parameters_of,
 )
 from torchlens_perf.hooks.loop.selection import NamedModel
-from torchlens_perf.hooks.loop.trained_models import (
-    TrainedModels,
-    find_living_optimizers,
-    find_models_with_gradients,
-)
+from torchlens_perf.hooks.loop.trained_models import CalledModules, has_optimizer_class
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.current_step import StepContent
 from torchlens_perf.recorder.steps import NEVER, EvaluationRule, StepRule
@@ -109,6 +106,9 @@ class AccumulationCounter:
         self._max_passes = 0  # Maximum over all optimizers in the current step.
 
     def add_optimizer(self, optimizer: Any) -> None:
+        self._samples = {
+            key: each for key, each in self._samples.items() if each.parameter() is not None
+        }
         if len(self._samples) < _MAX_OPTIMIZERS:
             with self._out_of_sight():
                 trained = (
@@ -180,7 +180,9 @@ class TrainingLoop:
         self._rule = StepRule(len(passed))
         self._evaluations = EvaluationRule()
         self._accumulation = AccumulationCounter(session.thread)
-        self._trained = TrainedModels()
+        self._called = CalledModules()
+        # True if a module or an optimizer is new since trained models were last looked for.
+        self._has_news = False
         # Optimizers that have stepped, by id. The id of a deleted optimizer may be reused.
         self._optimizers: dict[int, _SteppedOptimizer] = {}
         # Optimizers created in the watch, by id, with the number of optimizer steps at that time.
@@ -192,7 +194,9 @@ class TrainingLoop:
         self._notes: set[str] = set()
         self._elsewhere: set[int] = set()  # Ids of optimizers that step on other threads.
         self._models_given = False
-        self._roots: list[weakref.ref[Module]] = []  # The watched models.
+        self._roots: list[
+            tuple[weakref.ref[Module], str]
+        ] = []  # The watched models and their names.
         # Optimizers that have stepped inside the current backward pass.
         self._inside: list[Optimizer] = []
         self._skipped = False
@@ -204,7 +208,12 @@ class TrainingLoop:
     @property
     def models(self) -> list[Module]:
         """The watched models that still exist."""
-        return [model for reference in self._roots if (model := reference()) is not None]
+        return [model for reference, _ in self._roots if (model := reference()) is not None]
+
+    @property
+    def called_models(self) -> list[Module]:
+        """The outermost modules that were called, such as wrappers of watched models."""
+        return self._called.list_alive()
 
     @property
     def optimizers(self) -> list[Any]:
@@ -226,7 +235,6 @@ class TrainingLoop:
         self._session.thread.note_work(Work.OPTIMIZER)
         self._recorder.optimizer_steps += 1
         self._rule.on_optimizer_step(id(optimizer), self._add_optimizer(optimizer).position)
-        self._watch_models_of(optimizer)
 
     def start_without_optimizer(self) -> None:
         """Start in the middle of a loop without optimizer, after a backward pass."""
@@ -235,6 +243,12 @@ class TrainingLoop:
         self._count_backwards_as_steps()
 
     # -- called by hooks
+
+    def on_new_module(self, module: Module) -> None:
+        """Handle the first call of an outermost module, which may be a model that is trained."""
+        self._called.add(module)
+        self._has_news = True
+        self._take_over()  # The next step of an optimizer looks for trained models.
 
     def on_optimizer_created(self, optimizer: Optimizer) -> None:
         if not self._session.recorder.closed:
@@ -247,9 +261,12 @@ class TrainingLoop:
 
     def on_optimizer_step(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
         """Handle an optimizer step that has returned, or that GradScaler has skipped."""
+        if not self._recorder.closed:
+            with self._session.step.charged():
+                self._handle_step_of(optimizer, skipped=skipped)
+
+    def _handle_step_of(self, optimizer: Optimizer, *, skipped: bool) -> None:
         recorder = self._recorder
-        if recorder.closed:
-            return
         self._take_over()
         self._skipped |= skipped
         if recorder.backwards:
@@ -264,9 +281,8 @@ class TrainingLoop:
             self._publish_model_steps(optimizer)
         self._accumulation.on_optimizer_step(optimizer)
         self._handle_optimizer_step(id(optimizer), known.position, optimizer, is_new=is_new)
-        if is_new:
-            self._watch_models_of(optimizer)
-        else:
+        if not is_new:
+            self._watch_trained_models()
             self._hand_over(optimizer, known)
 
     def on_unrecorded_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -280,10 +296,11 @@ class TrainingLoop:
 
     @guard("begin of a backward pass")
     def on_backward_begin(self) -> None:
-        if self._recorder.settled:
-            self._recorder.compare_gradient(False)
-        else:
-            self._accumulation.update_samples(ended=False)
+        with self._session.step.charged():
+            if self._recorder.settled:
+                self._recorder.compare_gradient(False)
+            else:
+                self._accumulation.update_samples(ended=False)
 
     @guard("backward pass inside of another one")
     def on_nested_backward(self) -> None:
@@ -295,6 +312,10 @@ class TrainingLoop:
 
     @guard("end of a backward pass")
     def on_backward_end(self) -> None:
+        with self._session.step.charged():
+            self._handle_backward_end()
+
+    def _handle_backward_end(self) -> None:
         self._recorder.backward_passes += 1
         if self._recorder.settled:
             self._recorder.compare_gradient(True)
@@ -306,13 +327,12 @@ class TrainingLoop:
         rule = self._rule
         rule.on_backward_end()
         if rule.should_search_optimizer():
-            rule.note_missing_optimizer(
-                alive=len(self.passed) > 0 or bool(find_living_optimizers())
-            )
+            rule.note_missing_optimizer(alive=len(self.passed) > 0 or has_optimizer_class())
             if rule.counts_backwards:
                 self._count_backwards_as_steps()
         if rule.does_backward_end_step():
             self._session.step.end()
+            self._watch_models_with_gradients()
 
     def on_forward_end(self, with_gradient: bool, module: int, is_root: bool) -> None:
         """Handle the end of an outermost module's forward pass. module: the module's id."""
@@ -353,7 +373,7 @@ class TrainingLoop:
     def _hand_over(self, optimizer: Optimizer, known: _SteppedOptimizer) -> None:
         """Let the native recorder end the next steps, if only this optimizer steps."""
         if (
-            len(self._optimizers) > 1
+            len(self.optimizers) > 1
             or not self._rule.repeats(id(optimizer), known.position)
             or not self._session.thread.trains_alone
             or self.reads_autocast
@@ -420,14 +440,14 @@ class TrainingLoop:
     def _handle_steps_inside_backward(self) -> None:
         optimizers, self._inside = self._inside, []
         self._recorder.optimizer_steps += 1
-        new = [each for each in optimizers if id(each) not in self._optimizers]
+        is_new = any(id(each) not in self._optimizers for each in optimizers)
         known = [self._optimizers.get(id(each)) or self._add_optimizer(each) for each in optimizers]
         self._handle_optimizer_step(
             _INSIDE_BACKWARD,
             max((each.position for each in known if each.position is not None), default=None),
         )
-        for optimizer in new:
-            self._watch_models_of(optimizer)
+        if not is_new:
+            self._watch_trained_models()
 
     @guard("reading an optimizer's step counter")
     def _publish_model_steps(self, optimizer: Optimizer) -> None:
@@ -450,6 +470,12 @@ class TrainingLoop:
             self._session.metadata.set_model_steps(max(known), steps)
 
     def _add_optimizer(self, optimizer: Optimizer) -> _SteppedOptimizer:
+        # A deleted optimizer matters only until another one ends the steps.
+        self._optimizers = {
+            key: each
+            for key, each in self._optimizers.items()
+            if key == self._rule.ending or each.reference() is not None
+        }
         added = _SteppedOptimizer(
             create_reference(optimizer),
             self.passed.find_position(optimizer),
@@ -458,6 +484,8 @@ class TrainingLoop:
         )
         self._optimizers[id(optimizer)] = added
         self._patience.clear()
+        self._accumulation.add_optimizer(optimizer)
+        self._has_news = True
         return added
 
     def _get_patience(
@@ -510,58 +538,58 @@ class TrainingLoop:
             self._notes.add(note)
             self._session.note(note)
 
-    @guard("finding the trained models")
     def _count_backwards_as_steps(self) -> None:
+        self._has_news = True
         self._session.note(
             "no optimizer's step was seen: each backward pass counts as a step. To mark where a"
             " step ends, call w.step() at the end of your loop"
         )
-        if not self._models_given:
-            self._add_and_watch(self._find_new_models_with_gradients())
-
-    def _find_new_models_with_gradients(self) -> list[NamedModel]:
-        with self._session.thread.gradients:
-            if self._session.thread.reads_gradients:
-                return [
-                    each
-                    for each in find_models_with_gradients()
-                    if not self._is_watched(each.module)
-                ]
-        self._session.note(
-            "models are not timed, as several threads train: pass them to watch(model)"
-        )
-        return []
 
     @guard("finding the trained models")
-    def _watch_models_of(self, optimizer: Optimizer) -> None:
-        """Watch the models of an optimizer, or note why they are not watched."""
-        self._accumulation.add_optimizer(optimizer)
-        watched = self._watched_parameters() if self._models_given else set()
-        if self._models_given and all(
-            id(parameter) in watched for parameter in parameters_of(optimizer)
-        ):
-            return  # Avoid the search for other models, which takes as long as several steps.
-        new = [
-            each
-            for each in self._trained.find_models_of(optimizer)
-            if not self._is_watched(each.module)
-        ]
-        if not self._models_given:
-            self._add_and_watch(new)
-            return
-        for each in new:
-            name = each.name or type(each.module).__name__
+    def _watch_models_with_gradients(self) -> None:
+        if self._has_news and not self._models_given:
+            self._has_news = False
+            with self._session.thread.gradients:
+                if self._session.thread.reads_gradients:
+                    self._watch_called_models(lambda parameter: parameter.grad is not None)
+                    return
             self._session.note(
-                f"{name} is also trained, but its modules are not timed: pass it to watch() as well"
+                "models are not timed, as several threads train: pass them to watch(model)"
             )
 
-    def _is_watched(self, model: Module) -> bool:
-        """Return True if the model shares parameters with a watched model.
+    @guard("finding the trained models")
+    def _watch_trained_models(self) -> None:
+        """Look for the models of all optimizers that have stepped, if there is news.
 
-        The model is then a watched model, its wrapper, or a part of it.
+        Called when an optimizer has stepped for the second time. By then, all optimizers that take
+        turns have stepped, so that their models get distinct names.
         """
+        if self._has_news:
+            self._has_news = False
+            trained = set[int]().union(*map(_parameter_ids_of, self.optimizers))
+            self._watch_called_models(lambda parameter: id(parameter) in trained)
+
+    def _watch_called_models(self, is_trained: Callable[[Any], bool]) -> None:
+        """Watch called models with trained parameters, or note why they are not watched."""
         watched = self._watched_parameters()
-        return any(id(parameter) in watched for parameter in module_tree.parameters(model))
+        found = self._called.find_models(is_trained)
+        models = [each for each in found if not _shares_parameters(each, watched)]
+        if not self._models_given:
+            self._add_and_watch(self._name_found(models))
+            return
+        for model in models:
+            self._note_once(
+                f"{type(model).__name__} is also trained, but its modules are not timed: pass it to"
+                " watch() as well"
+            )
+
+    def _name_found(self, models: Sequence[Module]) -> list[NamedModel]:
+        """Name models. A single model needs no name, and the name of a deleted one is free."""
+        taken = [name for reference, name in self._roots if reference() is not None]
+        if len(models) + len(taken) < 2:
+            return [NamedModel(each) for each in models]
+        names = name_models(models, taken=taken)
+        return [NamedModel(*each) for each in zip(models, names, strict=True)]
 
     def _watched_parameters(self) -> set[int]:
         return {
@@ -569,8 +597,15 @@ class TrainingLoop:
         }
 
     def _add_and_watch(self, models: Sequence[NamedModel]) -> None:
-        self._roots += [weakref.ref(each.module) for each in models]
-        self._watch_models(models)
+        if models:
+            alive = [each for each in self._roots if each[0]() is not None]
+            self._roots = [*alive, *((weakref.ref(each.module), each.name) for each in models)]
+            self._watch_models(models)
+
+
+def _shares_parameters(model: Module, watched: set[int]) -> bool:
+    """Return True for a watched model, its wrapper, or a part of it."""
+    return any(id(parameter) in watched for parameter in module_tree.parameters(model))
 
 
 def _read_counters(optimizer: Any) -> list[int]:

@@ -142,7 +142,7 @@ class DeviceTimesHook:
         waited_ns = recorder.now_ns() - start_ns - LONGEST_MARK_NS
         if waited_ns > 0:
             # Exclude this wait for the device from the overhead of the step's end.
-            recorder.add_overhead(-waited_ns)
+            session.step.leave_out_device_wait(waited_ns)
         if self._stalls is not None:
             self._stalls.finish_step()  # Counts missing end marks, for the check below.
         # Write no record of the step itself if a mark is missing.
