@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from tests.support.strict import find_failed_sidecars
 from tests.support.warm_python import WHOLE_END
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.sidecar.busy import ASSUME_IDLE
@@ -92,10 +93,14 @@ def whole_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch, _clean_environment: None) -> Iterator[None]:
-    """Make guard() raise.
+def _no_error_of_ours(
+    monkeypatch: pytest.MonkeyPatch, _clean_environment: None, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """Make internal errors raise, in this process and in all that it starts.
 
-    Make tests fail on errors inside the native recorder, too, which no caller can catch.
+    Make tests fail on errors that no caller can catch, too: those inside the native recorder, and
+    those with which a sidecar has ended. tests/test_strict_errors.py lists the tests that plant
+    errors.
     """
     unraisable: list[str] = []
 
@@ -105,6 +110,8 @@ def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch, _clean_environment: None)
     monkeypatch.setattr(sys, "unraisablehook", remember)
     monkeypatch.setenv(RAISE, "1")
     before = swallowed.by_place.copy()
+    uses_folder = "tmp_path" in request.fixturenames
+    folder = request.getfixturevalue("tmp_path") if uses_folder else None
     yield
     left = running_watch()
     if left is not None:
@@ -112,3 +119,5 @@ def _no_error_of_ours(monkeypatch: pytest.MonkeyPatch, _clean_environment: None)
     assert left is None
     assert unraisable == []
     assert swallowed.by_place == before
+    if folder is not None and os.environ.get(RAISE) == "1":
+        assert find_failed_sidecars(folder) == []

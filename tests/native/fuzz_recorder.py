@@ -5,6 +5,7 @@ A call may raise only the listed Python errors, which a caller's mistake can cau
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -257,6 +258,7 @@ def number_of(fuzz: Fuzz) -> int:
 
 def main(seed: int, calls: int) -> None:
     sys.unraisablehook = lambda raised: None
+    os.environ.pop("TORCHLENS_PERF_RAISE", None)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         fuzz = Fuzz(seed, Path(folder))
         for _ in range(calls):
