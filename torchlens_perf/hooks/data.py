@@ -56,13 +56,17 @@ class DataHook:
                 raise
             finally:
                 recorder.end(_DATA, data, flags)
+            handle_batch(self, batch)
+            return batch
+
+        @guard("size of a batch")
+        def handle_batch(iterator: Any, batch: Any) -> None:
             if session.thread.is_current():
                 with session.step.charged():
-                    note_loader(self)
-                    add_workload_of_batch(self, batch)
+                    note_loader(iterator)
+                    add_workload_of_batch(iterator, batch)
             else:
-                add_workload_of_batch(self, batch)
-            return batch
+                add_workload_of_batch(iterator, batch)
 
         @guard("settings of a DataLoader")
         def note_loader(iterator: Any) -> None:
