@@ -61,8 +61,9 @@ def call_often(model: nn.Module) -> None:
 def test_log_of_a_failed_sidecar_is_found(tmp_path: Path) -> None:
     log = tmp_path / "a run" / "nodes" / "host.log"
     log.parent.mkdir(parents=True)
-    log.write_text("an export took long\n")
+    failed = "12:00 ERROR the sidecar has failed and restarts in 2 s\nTraceback:\n  File 1\n{}\n"
+    log.write_text("12:00 an export took long\n" + failed.format("OSError: [Errno 5] planted"))
     assert find_failed_sidecars(tmp_path) == []
-    log.write_text("the sidecar has failed and restarts in 2 s\n")
-    assert len(find_failed_sidecars(tmp_path)) == 1
+    log.write_text(failed.format("TypeError: planted") + "12:01 INFO reading\n")
+    assert find_failed_sidecars(tmp_path) == ["TypeError: planted"]
     log.unlink()
