@@ -20,6 +20,7 @@ PLANTED = {
     "jobs/test_each_call_fails.py": "each system call fails",
     "jobs/test_interpreter_limits.py": "the interpreter's limits are reached",
     "jobs/test_start_faults.py": "each call at the start fails",
+    "jobs/test_user_exceptions.py": "a signal handler raises at each line",
     "jobs/test_stderr.py": "stderr is closed, or errors are to be printed",
     "jobs/test_step_faults.py": "each call in a step fails",
     "recorder/test_watch_ends_in_a_mark.py": "a name has no id",
