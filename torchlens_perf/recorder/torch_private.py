@@ -504,6 +504,14 @@ def break_graph_at(function: Any) -> Any:
     return function
 
 
+def call_without_dynamo(function: Callable[[Any], object], argument: Any) -> None:
+    """Call a function once, while Dynamo translates neither it nor the functions that it calls."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        function = dynamo.disable(function)
+    function(argument)
+
+
 _CACHED = functools._lru_cache_wrapper
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, _CACHED)
 _HOOK_BODIES = ("call_hook", "guarded")

@@ -48,6 +48,7 @@ class FirstStepTrigger:
     def install(self) -> None:
         """Install the hooks. This method must not be called inside an optimizer's step."""
         relay.install_hooks()
+        torch_private.make_dynamo_skip_package()
         relay.after = self._start_after_optimizer_step
         if torch_private.is_usable("torch.autograd._engine_run_backward"):
             self._patch_backward_to_count()
@@ -61,9 +62,13 @@ class FirstStepTrigger:
         self._patches.close()
 
     def _start_after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        stop_waiting_for_first_step()
         with guard("starting at the first optimizer step"):
-            self._start(optimizer)
+            # The step may be compiled. Starting calls hundreds of functions.
+            torch_private.call_without_dynamo(self._start_once, optimizer)
+
+    def _start_once(self, optimizer: Any) -> None:
+        stop_waiting_for_first_step()
+        self._start(optimizer)
 
     def _patch_backward_to_count(self) -> None:
         import torch.autograd
@@ -94,8 +99,7 @@ class FirstStepTrigger:
         """
         self._passes += 1
         if self._passes >= 2 and not has_optimizer_class():
-            stop_waiting_for_first_step()
-            self._start(None)
+            self._start_once(None)
 
     def _print_if_nothing_recorded(self) -> None:
         with guard("saying that nothing was recorded"):
