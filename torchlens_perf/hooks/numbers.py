@@ -25,6 +25,7 @@ from torchlens_perf.run.ring import GRADIENT_NORM, LOSS, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
     from torchlens_perf.hooks.loop.training_loop import TrainingLoop
     from torchlens_perf.recorder.session import Session
@@ -69,8 +70,9 @@ class _Checker:
         self._stride = 1
         self._began_ns = session.recorder.now_ns()
         self._spent_ns = 0
-        self._replicas: list[tuple[int, weakref.ref[Tensor]]] | None = None
-        """Name ids and parameters that all ranks of a group should share."""
+        self._replicas: list[tuple[int, str]] | None = None
+        """Name ids and paths of parameters that all ranks of a group should share."""
+        self._replicated: weakref.ref[Module] | None = None
         self._group = 0
 
     def check_if_due(self) -> None:
@@ -102,8 +104,8 @@ class _Checker:
             return
         # All parameters are chosen, also in every second check, of which long runs keep only some.
         chosen = zlib.crc32(check.to_bytes(8, "little"))
-        name_id, reference = self._replicas[chosen % len(self._replicas)]
-        parameter = reference()
+        name_id, path = self._replicas[chosen % len(self._replicas)]
+        parameter = None if self._replicated is None else _find_parameter(self._replicated(), path)
         if parameter is None or not _is_readable(parameter):
             return
         count = _PART_BYTES // parameter.element_size()
@@ -155,9 +157,10 @@ class _Checker:
         if not all(_is_readable(parameter) for _, parameter in named):
             self._session.note(_NOT_READ)
         size = -(-len(named) // _MAX_NAMES)
-        for place, (_, parameter) in enumerate(named):
+        self._replicated = weakref.ref(ddp.module)
+        for place, (path, _) in enumerate(named):
             name = named[place // size * size][0] + (f" to {size - 1} later" if size > 1 else "")
-            self._replicas.append((self._session.intern(name), weakref.ref(parameter)))
+            self._replicas.append((self._session.intern(name), path))
 
     def _begin(self, size: int) -> int | None:
         """Return the time if a check of so many bytes fits into its share of the time."""
@@ -172,6 +175,17 @@ class _Checker:
         recorder = self._session.recorder
         took_ns = recorder.now_ns() - begin_ns
         recorder.record_span(_NUMBERS, name_id, begin_ns, took_ns, 0, value0, value1)
+
+
+def _find_parameter(module: Module | None, path: str) -> Tensor | None:
+    """Return a parameter by its name in named_parameters(), or None if it is no longer there.
+
+    A weak reference would let torch.utils.swap_tensors() refuse the parameter.
+    """
+    *names, last = path.split(".")
+    for name in names:
+        module = None if module is None else module._modules.get(name)
+    return None if module is None else module._parameters.get(last)
 
 
 @guard("recording a loss")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks import module_tree
-from torchlens_perf.hooks.loop.passed_optimizers import parameters_of
+from torchlens_perf.hooks.loop.passed_optimizers import parameters_of, read_gradient_version
 from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.run.rank_ranges import format_ranges
@@ -31,7 +31,6 @@ from torchlens_perf.run.training_settings import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Module
 
     from torchlens_perf.hooks.loop.training_loop import TrainingLoop
@@ -51,7 +50,7 @@ class TrainingSettingsHook:
         self._loop = loop
         self._steps = 0
         self._iterator: weakref.ref[Any] | None = None
-        self._gradients: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
+        self._gradients: list[tuple[int, int, int]] = []
         self._found = TrainingSettings()
 
     def note_loader(self, iterator: Any) -> bool:
@@ -91,11 +90,7 @@ class TrainingSettingsHook:
         convolutions = [each for each in modules if _is_convolution(each)]
         ddp = find_ddp([*modules, *loop.called_models])
         if reads_gradients and optimizer is not None:
-            self._gradients = [
-                (weakref.ref(each), weakref.ref(each.grad))
-                for each in itertools.islice(parameters_of(optimizer), _MAX_GRADIENTS)
-                if each.grad is not None
-            ]
+            self._gradients = _read_gradients(optimizer)
         cpus = sorted(os.sched_getaffinity(0))
         has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return TrainingSettings(
@@ -122,14 +117,20 @@ class TrainingSettingsHook:
 
     def _keeps_gradients(self) -> bool | None:
         """Return True if the gradients of the second step are still those of the third one."""
-        if not self._gradients:
+        optimizer = next(iter(self._loop.optimizers), None)
+        if not self._gradients or optimizer is None:
             return None
-        return all(
-            (gradient := kept()) is not None
-            and (parameter := owner()) is not None
-            and parameter.grad is gradient
-            for owner, kept in self._gradients
+        now = _read_gradients(optimizer)
+        # A new gradient may have the address of an old one, but its versions begin at 0.
+        return len(now) == len(self._gradients) and all(
+            new[0] == old[0] and new[1:] > old[1:]
+            for old, new in zip(self._gradients, now, strict=True)
         )
+
+
+def _read_gradients(optimizer: Any) -> list[tuple[int, int, int]]:
+    parameters = itertools.islice(parameters_of(optimizer), _MAX_GRADIENTS)
+    return [read_gradient_version(each) for each in parameters if each.grad is not None]
 
 
 @guard("settings of a DataLoader")

@@ -8,13 +8,13 @@
 
 enum { MICRO_STEPS_MASK = 0xffff, WORKLOAD_SHIFT = 16, BATCH_LEVELS = 3, OLDEST_GENERATION = 2 };
 
-enum { GRAD, VERSION, LOCAL_TENSOR, NUMEL, INPUT_IDS, DICT, TRACING_CONTEXT, DYNAMO, COUNTERS, FRAMES, TOTAL, NAMES };
+enum { GRAD, VERSION, LOCAL_TENSOR, PARAM_GROUPS, PARAMS, NUMEL, INPUT_IDS, DICT, TRACING_CONTEXT, DYNAMO, COUNTERS, FRAMES, TOTAL, NAMES };
 static PyObject *names[NAMES];
 
 int step_marks_setup(void)
 {
     static const char *const texts[NAMES] = {
-        "grad", "_version", "_local_tensor", "numel", "input_ids", "__dict__", "tracing_context",
+        "grad", "_version", "_local_tensor", "param_groups", "params", "numel", "input_ids", "__dict__", "tracing_context",
         "torch._dynamo.utils", "counters", "frames", "total",
     };
     for (int i = 0; i < NAMES; i++) {
@@ -79,7 +79,7 @@ static int64_t version_of(PyObject *tensor)
     return value;
 }
 
-/* _GradientSample.read_gradient_version() in Python explains the shard. */
+/* read_gradient_version() in Python explains the shard. */
 static void read_gradient(StepMarks *marks, PyObject *parameter, Gradient *now)
 {
     PyObject *gradient = PyObject_GetAttr(parameter, names[GRAD]), *shard = NULL;
@@ -108,19 +108,42 @@ static void show_calls(StepMarks *marks)
     Py_XDECREF(call_kept(marks->kept[SHOW], none, 3));
 }
 
+/* Replaces *object, which may be NULL, with its item. */
+static void move_to_item(PyObject **object, PyObject *key)
+{
+    PyObject *item = *object != NULL ? PyObject_GetItem(*object, key) : NULL;
+    Py_XSETREF(*object, item);
+}
+
+/* A new reference to the parameter at kept[PARAMETER], or NULL. find_trained_parameter() in Python explains why no
+ * weak reference is kept. */
+static PyObject *find_parameter(StepMarks *marks)
+{
+    PyObject *place = marks->kept[PARAMETER];
+    PyObject *optimizer = place != NULL && PyTuple_Check(place) ? referent_of(marks->kept[OPTIMIZER]) : NULL;
+    PyObject *found = optimizer != NULL ? PyObject_GetAttr(optimizer, names[PARAM_GROUPS]) : NULL;
+    if (found != NULL) {
+        move_to_item(&found, PyTuple_GET_ITEM(place, 0));
+        move_to_item(&found, names[PARAMS]);
+        move_to_item(&found, PyTuple_GET_ITEM(place, 1));
+    }
+    pass_on(NULL); /* the optimizer has other parameters now */
+    Py_XDECREF(optimizer);
+    return found;
+}
+
 static void look_at_gradient(StepMarks *marks, Gradient *now)
 {
-    PyObject *reference = marks->kept[PARAMETER];
-    PyObject *parameter = reference != NULL && PyWeakref_Check(reference) ? referent_of(reference) : NULL;
+    PyObject *error_type, *error, *traceback;
+    PyErr_Fetch(&error_type, &error, &traceback);
+    PyObject *parameter = find_parameter(marks);
     if (parameter != NULL) {
-        PyObject *error_type, *error, *traceback;
-        PyErr_Fetch(&error_type, &error, &traceback);
         hide_calls(marks);
         read_gradient(marks, parameter, now);
         show_calls(marks);
-        PyErr_Restore(error_type, error, traceback);
         Py_DECREF(parameter);
     }
+    PyErr_Restore(error_type, error, traceback);
 }
 
 /* Counts a backward pass if it added to the gradient. Called when a pass begins and when it has ended. An exception of
@@ -173,8 +196,8 @@ static void end_step(Recorder *self, int64_t end_ns)
     add_overhead(self, recorder_now(self) - end_ns);
 }
 
-/* settle(optimizer, its element of the steps in progress: (id, name_id), parameter or None, Gradient, passes): from here
- * on, C ends the steps. `optimizer` and `parameter` are weak references. */
+/* settle(optimizer, its element of the steps in progress: (id, name_id), place of a parameter or None, Gradient,
+ * passes): from here on, C ends the steps. `optimizer` is a weak reference. A place is (group, position). */
 PyObject *recorder_settle(Recorder *self, PyObject *args)
 {
     StepMarks *marks = &self->marks;

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.interruption import ours, suppress
+from torchlens_perf.recorder import torch_private
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -133,6 +134,35 @@ def parameters_of(optimizer: Optimizer | Any) -> list[Any]:
     with suppress(AttributeError, KeyError, TypeError):
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return []
+
+
+NO_GRADIENT = (0, 0, 0)
+
+
+def find_trained_parameter(optimizer: Any) -> tuple[int, int] | None:
+    """Return the place in `param_groups` of the first parameter that is trained: group, position.
+
+    A place is kept instead of a weak reference, because torch.utils.swap_tensors() refuses tensors
+    that have weak references.
+    """
+    with suppress(AttributeError, KeyError, TypeError):
+        for number, group in enumerate(optimizer.param_groups):
+            for position, each in enumerate(group["params"]):
+                if getattr(each, "requires_grad", False):
+                    return number, position
+    return None
+
+
+def read_gradient_version(parameter: Any) -> tuple[int, int, int]:
+    """Return the id and version counters of a parameter's gradient, or NO_GRADIENT.
+
+    FSDP2 adds to the local shard of a gradient, which does not change the version of the gradient
+    itself. The result therefore contains both versions.
+    """
+    gradient = None if parameter is None else parameter.grad
+    if gradient is None:
+        return NO_GRADIENT
+    return id(gradient), gradient._version, torch_private.get_local_shard(gradient)._version
 
 
 def create_reference(optimizer: Any) -> Callable[[], Any]:

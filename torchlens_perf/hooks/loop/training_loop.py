@@ -16,12 +16,16 @@ from torchlens_perf.errors import guard
 from torchlens_perf.hooks import module_tree
 from torchlens_perf.hooks.loop.model_names import name_models
 from torchlens_perf.hooks.loop.passed_optimizers import (
+    NO_GRADIENT,
     PassedOptimizers,
     create_reference,
+    find_trained_parameter,
     parameters_of,
+    read_gradient_version,
 )
 from torchlens_perf.hooks.loop.selection import NamedModel
 from torchlens_perf.hooks.loop.trained_models import CalledModules, has_optimizer_class
+from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.current_step import StepContent
 from torchlens_perf.recorder.steps import NEVER, EvaluationRule, StepRule
@@ -29,7 +33,6 @@ from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -48,35 +51,33 @@ _MAX_OPTIMIZERS = 8
 _COUNTED_STEPS, _MAX_COUNTERS = 2, 8
 
 
-_NO_GRADIENT = (0, 0, 0)
-
-
 class _GradientSample:
     """One parameter of an optimizer, whose gradient is observed."""
 
-    __slots__ = ("last_gradient", "parameter", "passes")
+    __slots__ = ("_optimizer", "last_gradient", "passes", "place")
 
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = weakref.ref(parameter)
+    def __init__(self, optimizer: Any, place: tuple[int, int]) -> None:
+        """place: group and position in the optimizer's `param_groups`."""
+        self._optimizer = create_reference(optimizer)
+        self.place = place
         # Id and versions of the gradient after the last backward pass. Zeros without a gradient.
-        self.last_gradient = _NO_GRADIENT
+        self.last_gradient = NO_GRADIENT
         self.passes = 0  # Number of backward passes whose gradients are summed.
 
     def _read_gradient_version(self) -> tuple[int, int, int]:
-        """Return the gradient's id and version counters.
-
-        FSDP2 adds to the local shard of a gradient, which does not change the version of the
-        gradient itself. The result therefore contains both versions.
-        """
-        parameter = self.parameter()
-        gradient = None if parameter is None else parameter.grad
-        if gradient is None:
-            return _NO_GRADIENT
-        return id(gradient), gradient._version, torch_private.get_local_shard(gradient)._version
+        group, position = self.place
+        # The optimizer is gone, or it has other parameters now.
+        with suppress(AttributeError, KeyError, IndexError, TypeError):
+            return read_gradient_version(self._optimizer().param_groups[group]["params"][position])
+        return NO_GRADIENT
 
     @property
-    def state(self) -> tuple[weakref.ref[Tensor], tuple[int, int, int], int]:
-        return self.parameter, self.last_gradient, self.passes
+    def is_alive(self) -> bool:
+        return self._optimizer() is not None
+
+    @property
+    def state(self) -> tuple[tuple[int, int], tuple[int, int, int], int]:
+        return self.place, self.last_gradient, self.passes
 
     def compare_gradient(self, *, ended: bool) -> None:
         """Compare the gradient with its state at the last call. Called when a backward pass begins
@@ -85,7 +86,7 @@ class _GradientSample:
         if now != self.last_gradient:
             self.last_gradient = now
             # A gradient that changed between two backward passes was cleared.
-            self.passes = self.passes + (now != _NO_GRADIENT) if ended else 0
+            self.passes = self.passes + (now != NO_GRADIENT) if ended else 0
 
 
 class AccumulationCounter:
@@ -106,19 +107,12 @@ class AccumulationCounter:
         self._max_passes = 0  # Maximum over all optimizers in the current step.
 
     def add_optimizer(self, optimizer: Any) -> None:
-        self._samples = {
-            key: each for key, each in self._samples.items() if each.parameter() is not None
-        }
+        self._samples = {key: each for key, each in self._samples.items() if each.is_alive}
         if len(self._samples) < _MAX_OPTIMIZERS:
             with self._out_of_sight():
-                trained = (
-                    each
-                    for each in parameters_of(optimizer)
-                    if getattr(each, "requires_grad", False)
-                )
-                parameter = next(trained, None)
-            if parameter is not None:
-                self._samples[id(optimizer)] = _GradientSample(parameter)
+                place = find_trained_parameter(optimizer)
+            if place is not None:
+                self._samples[id(optimizer)] = _GradientSample(optimizer, place)
 
     def update_samples(self, *, ended: bool) -> None:
         if not self._samples:
@@ -383,7 +377,7 @@ class TrainingLoop:
             return
         sample = self._accumulation.find_sample(optimizer)
         self._handed_over = [] if sample is None else [sample]
-        state = (None, _NO_GRADIENT, 0) if sample is None else sample.state
+        state = (None, NO_GRADIENT, 0) if sample is None else sample.state
         name_id = self._session.intern(f"optimizer {known.class_name}")
         self._recorder.settle(known.reference, (id(optimizer), name_id), *state)
 
