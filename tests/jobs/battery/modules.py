@@ -155,7 +155,7 @@ def swapped_parameters(watch: Watch) -> Any:
 
 @case("pytorch/pytorch#20124")
 def schedulers_after_the_step(watch: Watch) -> Any:
-    """A scheduler warns if somebody has replaced optimizer.step()."""
+    """A scheduler warns if optimizer.step() was replaced."""
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedules = [

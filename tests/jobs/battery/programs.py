@@ -249,7 +249,7 @@ def signal_handlers_are_kept(watch: Watch) -> Any:
 
 
 class TimeLimit(Exception):
-    """What the handlers of time limits and preemptions raise."""
+    """Exception that handlers of time limits and preemptions raise."""
 
 
 @case("celery/celery#6873")
