@@ -185,7 +185,7 @@ def parameters_with_other_storage(watch: Watch) -> Any:
 
 @case("pytorch/pytorch#41692")
 def deterministic_algorithms(watch: Watch) -> Any:
-    """An operation that is not deterministic raises, and nobody else calls one."""
+    """An operation that is not deterministic raises, and no other code calls one."""
     torch.use_deterministic_algorithms(True)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
     refused: list[str] = []

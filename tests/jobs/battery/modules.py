@@ -138,7 +138,7 @@ def in_place_activations(watch: Watch) -> Any:
 
 @case("pytorch/pytorch#186796")
 def swapped_parameters(watch: Watch) -> Any:
-    """swap_tensors() refuses a tensor that somebody refers to, also weakly."""
+    """swap_tensors() refuses a tensor with other references, also weak ones."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     model = mlp()
     batches = [torch.randn(4, 8, dtype=dtype) for dtype in (torch.float32, torch.float64) * 2]
