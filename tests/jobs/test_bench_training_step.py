@@ -23,7 +23,8 @@ def test_one_run_measures_both_ways_to_watch_and_the_marks_of_a_step() -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^\| (.+?) \| (\S+)", done.stdout, re.MULTILINE)
-    found = {name: value for name, value in rows if re.match(r"[\d.]+$", value)}
+    # In so few steps, an interruption by another program makes the cost of a mark negative.
+    found = {name: value for name, value in rows if re.fullmatch(r"-?[\d.]+", value)}
     assert set(found) == {
         "unwatched",
         "unwatched again (control)",
@@ -32,4 +33,8 @@ def test_one_run_measures_both_ways_to_watch_and_the_marks_of_a_step() -> None:
         "median of steps that C ends",
         "mean of all steps",
     }
-    assert float(found["median of steps that C ends"]) > 0
+    share = re.search(
+        r"^\| median of steps that C ends \|[^|]+\| (\d+)%", done.stdout, re.MULTILINE
+    )
+    assert share is not None
+    assert int(share[1]) > 0
