@@ -134,9 +134,9 @@ def _timed_fetch(fetch: Callable[..., Any], times: _WorkerTimes) -> Callable[...
         if get_worker_info() is None:
             return fetch(self, indexes)
         began_ns = time.perf_counter_ns()
-        try:
-            return fetch(self, indexes)
-        finally:
-            times.add_batch(time.perf_counter_ns() - began_ns)
+        # The end of an iterable dataset is no batch.
+        batch = fetch(self, indexes)
+        times.add_batch(time.perf_counter_ns() - began_ns)
+        return batch
 
     return timed_fetch
