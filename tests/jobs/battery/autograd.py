@@ -62,7 +62,7 @@ def saved_tensor_hooks_that_end_inside(watch: Watch) -> Any:
 
 @case("pytorch/functorch#488")
 def transforms_of_a_watched_model(watch: Watch) -> Any:
-    """Values inside vmap() and grad() are wrapped tensors, which nobody may keep."""
+    """Values inside vmap() and grad() are wrapped tensors, which must not be kept."""
     model = mlp()
     parameters = dict(model.named_parameters())
     seen: list[str] = []
@@ -115,7 +115,7 @@ class AddsOne(torch.Tensor):
 
 @case("pytorch/pytorch#167223")
 def tensor_subclasses_see_all_functions(watch: Watch) -> Any:
-    """A subclass sees each function, and no other one, in forward and backward passes."""
+    """A subclass sees only the program's functions, in forward and backward passes."""
     model = mlp()
     found: list[Any] = []
 

@@ -98,8 +98,9 @@ def worker_that_dies(watch: Watch) -> Any:
     caught = []
     try:
         train(watch, mlp(), batches=DataLoader(Dies(), 2, num_workers=1))
-    except RuntimeError as error:
-        caught.append(str(error)[:20])
+    # It depends on the time at which the worker ends whether the loader or a connection to the worker fails.
+    except (RuntimeError, ConnectionError, EOFError):
+        caught.append("a worker ended")
     return caught
 
 
@@ -406,12 +407,11 @@ def tracers_and_profilers_of_the_program(watch: Watch) -> Any:
 
 @case("meta-pytorch/tnt#534")
 def garbage_collection_stays_off(watch: Watch) -> Any:
-    """The program decides when garbage is collected, and freezes what it has."""
+    """The program decides when garbage is collected."""
     gc.collect()
     gc.disable()
     gc.set_threshold(1234, 5, 6)
     collections_: list[str] = []
-    frozen = gc.get_freeze_count()
     gc.callbacks.append(lambda phase, info: collections_.append(phase))
 
     def collect(step: int) -> Any:
@@ -422,7 +422,6 @@ def garbage_collection_stays_off(watch: Watch) -> Any:
             gc.get_threshold(),
             gc.get_debug(),
             len(collections_),
-            gc.get_freeze_count() - frozen,
         ]
 
     return train(watch, mlp(), at_step=collect)
