@@ -76,6 +76,9 @@ class RankFacts(TypedDict, total=False):
     recording: RecordingCost
     step_offset: int | None
     """Number of steps that the model had made before this process; None if not known."""
+    trainings: list[tuple[int, str]]
+    """First step and model of each training, if the process trains several models one after the
+    other."""
     failure: Failure | None
     """The exception that ended the run; None if it ended well."""
 

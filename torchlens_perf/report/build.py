@@ -46,6 +46,12 @@ from torchlens_perf.report.step_classes import (
     sampled_cpu_contention_share,
 )
 from torchlens_perf.report.step_history import build_step_history
+from torchlens_perf.report.trainings import (
+    find_shown_training,
+    list_trainings,
+    select_findings,
+    select_training,
+)
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
 from torchlens_perf.run.sketch import merge_sketches
@@ -82,6 +88,7 @@ if TYPE_CHECKING:
         Run,
         Startup,
         Steps,
+        Training,
         Trend,
         VerdictRow,
     )
@@ -95,9 +102,58 @@ _REMOVED = "were removed to stay below disk_bytes"
 def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture] = ()) -> Report:
     """Return the report on a live or finished run.
 
-    The report on a restarted run covers the last attempt. captures: the result of capture_rows().
+    The report on a restarted run covers the last attempt, and the one on a process that makes
+    several trainings the one that takes the most time. captures: the result of capture_rows().
     """
-    processes = latest_processes(nodes)
+    whole = latest_processes(nodes)
+    shown = find_shown_training(whole)
+    processes = select_training(whole, shown) or whole
+    report = _build_report(run_id, nodes, captures, processes, processes is whole)
+    report["trainings"] = _build_trainings(run_id, nodes, whole, report)
+    return report
+
+
+def _build_trainings(
+    run_id: str, nodes: list[NodeState], whole: dict[int, ProcessState], report: Report
+) -> list[Training]:
+    shown = find_shown_training(whole)
+    models = next(iter(whole.values())).trainings if whole else []
+    rows: list[Training] = []
+    for number, each in enumerate(list_trainings(whole), 1):
+        is_shown = each.first_step == shown
+        processes = select_training(whole, each.first_step)
+        of_this = report if is_shown else processes and _build_report(run_id, nodes, (), processes)
+        rows.append(
+            {
+                "number": number,
+                # The first training may have begun before the recording.
+                "model": next(
+                    (name for step, name in reversed(models) if step <= each.first_step and name),
+                    None,
+                ),
+                "first_step": each.first_step,
+                "last_step": each.last_step,
+                "steps": each.steps,
+                "total_s": each.total_ns / 1e9,
+                "typical_s": of_this["steps"]["alike_mean_s"] if of_this else None,
+                "verdict": of_this["verdicts"][0] if of_this and of_this["verdicts"] else None,
+                "is_shown": is_shown,
+            }
+        )
+    return rows
+
+
+def _build_report(
+    run_id: str,
+    nodes: list[NodeState],
+    captures: Sequence[Capture],
+    processes: dict[int, ProcessState],
+    is_whole: bool = False,
+) -> Report:
+    """Return the report on these processes.
+
+    is_whole: False if they have the statistics of one of several trainings.
+    """
     judged_windows = {rank: process.judged_windows() for rank, process in processes.items()}
     statistics = [each.statistics for each in processes.values()]
     grid = align_windows(
@@ -105,21 +161,22 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
     )
     judged_grid = None if grid is None else with_hidden_data_waits(grid, processes)
     judging = max(nodes, key=lambda node: node.findings.compared, default=NodeState(""))
+    findings = judging.findings if is_whole else select_findings(judging.findings, processes)
     links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
-    steps = _build_steps(processes, judged_windows, judging.findings)
+    steps = _build_steps(processes, judged_windows, findings)
     modules = module_rows(processes)
     facts: Facts = {
         "schema": SCHEMA,
-        "run": _build_run(run_id, nodes, processes),
+        "run": _build_run(run_id, nodes, latest_processes(nodes)),
         "steps": steps,
         "ranks": [_build_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
-        "heat": build_heat_map(judged_grid, judging.findings, _rank_placements(processes)),
+        "heat": build_heat_map(judged_grid, findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
-        "regimes": find_regimes(grid, steps["long"], judging.findings),
+        "regimes": find_regimes(grid, steps["long"], findings),
         "numbers": find_wrong_numbers(
             {rank: each.statistics.numbers for rank, each in processes.items()},
-            [each.rank for each in judging.findings.episodes],
+            [each.rank for each in findings.episodes],
         ),
         "modules": modules,
         "sections": section_rows(processes),
@@ -133,7 +190,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         "lost_time": None,  # It is computed from recorded steps, see run_report.py.
         "advice": [],
         "utilization": build_utilization(nodes, modules),
-        "quality": _build_quality(nodes, processes),
+        "quality": _build_quality(nodes, latest_processes(nodes)),
     }
     for rank in facts["ranks"]:
         facts["quality"]["notes"] += [
@@ -150,9 +207,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         windows=(
             None
             if judged_grid is None
-            else JudgedWindows(
-                judged_grid, judging.findings, _rank_placements(processes), by_device
-            )
+            else JudgedWindows(judged_grid, findings, _rank_placements(processes), by_device)
         ),
         records=_finding_records(nodes, facts["run"]),
         step_time=functools.partial(_step_begin_time, processes, judged_windows),
@@ -161,7 +216,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
     )
     found = [
-        *verdict.build_verdicts(facts, judging.findings, hang, links),
+        *verdict.build_verdicts(facts, findings, hang, links),
         *build_uneven_steps_verdicts(_comparable_step_counts(processes)),
     ]
     rows = [
@@ -180,7 +235,7 @@ def build_report(run_id: str, nodes: list[NodeState], captures: Sequence[Capture
         if each["kind"].startswith("straggler") and each["lost_s"]
     ]
     facts["goodput"] = build_goodput(nodes, losses, facts["gpus"])
-    return {**facts, "verdicts": cast("list[VerdictRow]", rows)}
+    return {**facts, "verdicts": cast("list[VerdictRow]", rows), "trainings": []}
 
 
 def _finding_records(nodes: list[NodeState], run: Run) -> FindingRecords:

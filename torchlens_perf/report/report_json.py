@@ -9,7 +9,14 @@ from typing import IO, Any
 import msgspec
 
 from torchlens_perf.verdicts.words.evidence import EVIDENCE
-from torchlens_perf.verdicts.words.report import Facts, Report, VerdictFacts, VerdictRow
+from torchlens_perf.verdicts.words.report import (
+    Facts,
+    Report,
+    Training,
+    TrainingFacts,
+    VerdictFacts,
+    VerdictRow,
+)
 
 
 def write_json(value: Mapping[str, Any], file: IO[str]) -> None:
@@ -35,8 +42,8 @@ def build_schema() -> dict[str, Any]:
     these unions.
     """
     classes = list(dict.fromkeys(each for of_kind in EVIDENCE.values() for each in of_kind))
-    (_, _, *evidence), definitions = msgspec.json.schema_components(
-        [Facts, VerdictFacts, *classes], ref_template="#/$defs/{name}"
+    (_, _, _, *evidence), definitions = msgspec.json.schema_components(
+        [Facts, VerdictFacts, TrainingFacts, *classes], ref_template="#/$defs/{name}"
     )
     refs = dict(zip(classes, evidence, strict=True))
     kinds = [
@@ -52,8 +59,16 @@ def build_schema() -> dict[str, Any]:
         **_extend_definition(definitions.pop("VerdictFacts"), VerdictRow, evidence={}),
         "anyOf": kinds,
     }
-    rows = {"type": "array", "items": {"$ref": "#/$defs/VerdictRow"}}
-    report = _extend_definition(definitions.pop("Facts"), Report, verdicts=rows)
+    row = {"$ref": "#/$defs/VerdictRow"}
+    definitions["Training"] = _extend_definition(
+        definitions.pop("TrainingFacts"), Training, verdict={"anyOf": [row, {"type": "null"}]}
+    )
+    report = _extend_definition(
+        definitions.pop("Facts"),
+        Report,
+        verdicts={"type": "array", "items": row},
+        trainings={"type": "array", "items": {"$ref": "#/$defs/Training"}},
+    )
     return {"$ref": "#/$defs/Report", "$defs": {"Report": report, **definitions}}
 
 

@@ -23,12 +23,12 @@ from torchlens_perf.diagnosis.step_times import (
     split_contention,
 )
 from torchlens_perf.diagnosis.what_if import Replay, predict_standard_changes
+from torchlens_perf.report.trainings import shown_processes
 from torchlens_perf.run.loader_period import move_hidden_data_waits
 from torchlens_perf.run.records import OWN_COLUMNS, PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
 from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
-from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.verdicts.words.report import mean_per_step
 
@@ -69,7 +69,7 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         "changes": changes,
         "drift_share": drift,
     }
-    processes = latest_processes(states)
+    processes = shown_processes(states)
     sharing = Counter((each.identity.host, each.training.cpus) for each in processes.values())
     job = Job(
         report,
@@ -89,7 +89,7 @@ def read_usual_steps(
     By the hosts' clocks, rows are single steps. By the devices' clocks, rows are the windows that
     are judged, and None is returned if the devices' clocks hide what their hosts do.
     """
-    processes = latest_processes(states)
+    processes = shown_processes(states)
     clocks = {each.judged_by for each in processes.values()}
     if clocks == {DEVICE}:
         own = facts["steps"]["own_time"]

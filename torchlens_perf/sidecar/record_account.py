@@ -46,7 +46,7 @@ _FACTS = {
     "native", "notes", "not_measured", "compute_device", "deeper_modules", "root_modules", "unopened_modules", "model",
     "memory_source", "device", "gpus", "missing_tap", "threads", "groups", "process_began_ns", "compile_s",
     "interactive", "start_cpu_wait_ns", "step_offset", "operators_missing", "loader_period_ns",
-    "recording", "failure",
+    "recording", "failure", "trainings",
 }  # fmt: skip
 
 
@@ -181,7 +181,7 @@ class RecordProcessor:
         steps = assemble_steps(counted)
         last = source.reader.cursor - 1 if source.read_to_end else int(sequences[-1])
         lost = source.advance_counted(last, len(counted))
-        statistics.add_records(counted, steps, names, lost)
+        state.add_records(counted, steps, names, lost)
         self._monitor.add_steps(source, counted, steps, newest=self._sources.is_newest(source))
         self._join_collectives(source, counted, steps, names)
         if self._exports():

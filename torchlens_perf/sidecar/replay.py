@@ -99,7 +99,7 @@ def replay(
                     run, origin, saved, trace_every
                 )
             table = assemble_steps(kept)
-            process.statistics.add_records(kept, table, names, lost)
+            process.add_records(kept, table, names, lost)
             process.model = process.model or digest_module_names(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.add_judged_steps(judged, kept, table)

@@ -39,6 +39,7 @@ from torchlens_perf.run.identity import (
 from torchlens_perf.run.loader_period import move_hidden_data_wait
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.run.records import TracedStep
+from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.verdicts.stragglers.detector import build_placement
@@ -57,6 +58,9 @@ SCHEMA = 13
 
 MAX_BYTES = 1 << 28
 """Size of the largest node state that is read. A rank needs 13 to 100 KB."""
+MAX_TRAININGS = 6
+"""Most trainings of a process whose statistics are kept: the newest one, and those with the most
+steps."""
 _T = TypeVar("_T")
 
 
@@ -101,12 +105,32 @@ class CpuPeak:
 
 
 @dataclasses.dataclass
+class Training:
+    """Consecutive steps of a process that train the same models."""
+
+    first_step: int
+    statistics: RankStatistics | None
+    """None if they were dropped, because the process has had many longer trainings."""
+    last_step: int = 0
+    steps: int = 0
+    total_ns: int = 0
+    """Time from the start of the first step to the end of the last one."""
+
+    def count(self) -> None:
+        """Update the fields above after a change of the statistics."""
+        if (found := self.statistics) is not None and found.last_step is not None:
+            self.last_step, self.steps = found.last_step, found.counted_steps
+            self.total_ns = (found.ended_ns or 0) - (found.started_ns or 0)
+
+
+@dataclasses.dataclass
 class ProcessState:
     """One process of one rank."""
 
     identity: Identity
     anchor: Anchor
     statistics: RankStatistics
+    """Statistics of the whole run."""
     counted: int = -1
     """Sequence number of the last record that is included in the statistics."""
     ended: str = ""
@@ -181,6 +205,10 @@ class ProcessState:
     out_of_memory: OutOfMemory | None = None
     """The memory table of the newest failed allocation on its device, see
     hooks/on_device/out_of_memory.py."""
+    trainings: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    """First step and model of each training, as published by the process."""
+    by_training: list[Training] = dataclasses.field(default_factory=list)
+    """Statistics of each training; [] if there is only one."""
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Versions, settings of watch() and variables that change the speed, as text by name."""
 
@@ -195,6 +223,38 @@ class ProcessState:
         if self.device:
             return True
         return None if not self.compute_device else self.compute_device != "cpu"
+
+    def add_records(
+        self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
+    ) -> None:
+        """Add the records of complete steps to the statistics of the run, and of each training.
+
+        steps: the result of assemble_steps().
+        """
+        begins = steps.step[(steps.flags & Flag.NEW_TRAINING) != 0].tolist()
+        bounds = [-np.inf, *begins, np.inf]
+        for first, end in itertools.pairwise(bounds):
+            if first in begins:
+                self._begin_training(int(first))
+            part, of_part = records, steps
+            if begins:
+                part = records[(records["step"] >= first) & (records["step"] < end)]
+                of_part = steps.select_rows((steps.step >= first) & (steps.step < end))
+            self.statistics.add_records(part, of_part, names, lost)
+            if self.by_training and (training := self.by_training[-1]).statistics is not None:
+                training.statistics.add_records(part, of_part, names, lost)
+                training.count()
+            lost = 0
+
+    def _begin_training(self, first_step: int) -> None:
+        if not self.by_training and self.statistics.first_step is not None:
+            earlier = Training(self.statistics.first_step, copy.deepcopy(self.statistics))
+            earlier.count()
+            self.by_training.append(earlier)
+        kept = [each for each in self.by_training if each.statistics is not None]
+        if len(kept) >= MAX_TRAININGS:
+            min(kept, key=lambda each: each.steps).statistics = None
+        self.by_training.append(Training(first_step, RankStatistics()))
 
     def add_judged_steps(
         self,
@@ -213,12 +273,13 @@ class ProcessState:
             newly = judged.add_records(records, steps, on_device=self.on_device)
         self.judged_by = judged.by
         if newly is not None and judged.by == DEVICE:
-            warm = newly.select_rows(
-                newly.step >= (self.statistics.first_step or 0) + WARM_UP_STEPS
-            )
-            self.statistics.device.add_steps(warm)
-            self.statistics.device_mix.add_steps(warm)
-            self.statistics.device_history.add_steps(newly)
+            _add_device_steps(self.statistics, newly)
+            for training in self.by_training:
+                if training.statistics is not None:
+                    inside = (newly.step >= training.first_step) & (
+                        newly.step <= training.last_step
+                    )
+                    _add_device_steps(training.statistics, newly.select_rows(inside))
         if newly is None or not self.loader_period_ns:
             return newly
         parts_ns = move_hidden_data_wait(newly.parts_ns, self.loader_period_ns)
@@ -235,6 +296,13 @@ class ProcessState:
     def placement(self) -> Placement:
         """The rank's placement, which determines the ranks with which it is compared."""
         return build_placement(self.identity, self.model, self.groups, self.judged_by)
+
+
+def _add_device_steps(statistics: RankStatistics, steps: StepTable) -> None:
+    warm = steps.select_rows(steps.step >= (statistics.first_step or 0) + WARM_UP_STEPS)
+    statistics.device.add_steps(warm)
+    statistics.device_mix.add_steps(warm)
+    statistics.device_history.add_steps(steps)
 
 
 @dataclasses.dataclass

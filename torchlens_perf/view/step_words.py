@@ -39,10 +39,15 @@ def _format_share(share: float) -> str:
 
 
 def step_count_text(report: Report) -> str:
-    """Return the number of steps as text: "150 steps", or "1 forward pass" in inference."""
-    return format_count(
+    """Return the number of steps as text: "150 steps", or "1 forward pass" in inference.
+
+    For a process that makes several trainings, the text has the one that the report covers.
+    """
+    count = format_count(
         report["steps"]["count"], "forward pass" if report["steps"]["inference"] else "step"
     )
+    shown = [each["number"] for each in report["trainings"] if each["is_shown"]]
+    return f"{count} of training {shown[0]} of {len(report['trainings'])}" if shown else count
 
 
 def describe_steps(report: Report) -> str:

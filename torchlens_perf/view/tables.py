@@ -30,6 +30,7 @@ from torchlens_perf.view.rank_tables import (
 )
 from torchlens_perf.view.regime_table import build_regime_table
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table
+from torchlens_perf.view.training_table import build_training_table
 from torchlens_perf.view.utilization_tables import build_roofline_table, build_utilization_table
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def build_tables(report: Report) -> list[Table]:
     if report["run"]["judged_by"] == DEVICE:
         ranks.reverse()
     made = [
+        build_training_table,
         build_critical_path_table, build_change_table, build_advice_table, *ranks, build_utilization_table,
         build_module_table, build_roofline_table, build_section_table, build_device_section_table,
         build_step_class_table,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +24,7 @@ from torchlens_perf.hooks.loop.passed_optimizers import (
     parameters_of,
     read_gradient_version,
 )
-from torchlens_perf.hooks.loop.selection import NamedModel
+from torchlens_perf.hooks.loop.selection import NamedModel, unwrapped_class_name
 from torchlens_perf.hooks.loop.trained_models import CalledModules, has_optimizer_class
 from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import torch_private
@@ -44,6 +45,9 @@ RECOMPUTE = "recompute"
 # Common id of all optimizers that step inside the backward pass. No object has this id.
 _INSIDE_BACKWARD = 0
 _EVALUATION, _INFERENCE, _SKIPPED = int(Flag.EVALUATION), int(Flag.INFERENCE), int(Flag.SKIPPED)
+_NEW_TRAINING = int(Flag.NEW_TRAINING)
+# Fewer steps are no training of their own. Later trainings count as part of the last one.
+_MIN_TRAINING_STEPS, _MAX_TRAININGS = 8, 64
 # Maximum number of observed optimizers. Programs with one optimizer per parameter do not accumulate
 # gradients, so the first optimizers are sufficient.
 _MAX_OPTIMIZERS = 8
@@ -154,6 +158,13 @@ class _SteppedOptimizer(NamedTuple):
     """Number of steps of all optimizers up to the first step of this optimizer."""
 
 
+class _WatchedModel(NamedTuple):
+    reference: weakref.ref[Module]
+    name: str
+    since: int
+    """Number of steps of all optimizers before the model was watched."""
+
+
 def _parameter_ids_of(optimizer: Any) -> set[int]:
     return {id(each) for each in parameters_of(optimizer)}
 
@@ -188,12 +199,19 @@ class TrainingLoop:
         self._notes: set[str] = set()
         self._elsewhere: set[int] = set()  # Ids of optimizers that step on other threads.
         self._models_given = False
-        self._roots: list[
-            tuple[weakref.ref[Module], str]
-        ] = []  # The watched models and their names.
+        self._roots: list[_WatchedModel] = []
+        # Number of steps of all optimizers before models were watched, and the class of the first.
+        self._classes: deque[tuple[int, str]] = deque(maxlen=2 * _MAX_TRAININGS)
         # Optimizers that have stepped inside the current backward pass.
         self._inside: list[Optimizer] = []
         self._skipped = False
+        # First step of each training, and the class of its first model; see _begin_training().
+        self._trainings: list[tuple[int, str]] = []
+        self._begins_training = False
+        # True if an optimizer of an earlier training has stepped again.
+        self._takes_turns = False
+        # Number of optimizer steps before the current training.
+        self._training_since = 0
         self.autocast: bool | None = None
         """True if a forward pass ended inside of torch.autocast(); None before the first one."""
         self.reads_autocast = True
@@ -202,7 +220,7 @@ class TrainingLoop:
     @property
     def models(self) -> list[Module]:
         """The watched models that still exist."""
-        return [model for reference, _ in self._roots if (model := reference()) is not None]
+        return [model for each in self._roots if (model := each.reference()) is not None]
 
     @property
     def called_models(self) -> list[Module]:
@@ -273,6 +291,8 @@ class TrainingLoop:
             known = self._add_optimizer(optimizer)
         if recorder.optimizer_steps == _COUNTED_STEPS and not is_new:
             self._publish_model_steps(optimizer)
+        if known.first_at < self._training_since:
+            self._join_trainings()
         self._accumulation.on_optimizer_step(optimizer)
         self._handle_optimizer_step(id(optimizer), known.position, optimizer, is_new=is_new)
         if not is_new:
@@ -348,7 +368,7 @@ class TrainingLoop:
 
     def finish_step(self, *, inference: bool) -> StepContent:
         recorder = self._recorder
-        flags = _SKIPPED if self._skipped else 0
+        flags = (_SKIPPED if self._skipped else 0) | (_NEW_TRAINING if self._begins_training else 0)
         if not inference and self._evaluations.decide_step_end(
             without_gradient=bool(recorder.without_gradient)
         ):
@@ -359,7 +379,7 @@ class TrainingLoop:
             recorder.forward_passes, recorder.backward_passes or recorder.forward_passes
         )
         recorder.forward_passes = recorder.backward_passes = recorder.without_gradient = 0
-        self._skipped = False
+        self._skipped = self._begins_training = False
         return StepContent(flags, max(1, passes))
 
     # -- helpers
@@ -413,6 +433,8 @@ class TrainingLoop:
         )
         if before not in (None, self._rule.ending):
             self._evaluations.restart()
+            if stepping is not None:
+                self._begin_training(stepping, ending)
             name = type(stepping).__name__
             if ending is not None and stepping is not None and patience is None:
                 self._note_once(
@@ -527,6 +549,45 @@ class TrainingLoop:
             else 0
         )
 
+    def _begin_training(self, stepping: Optimizer, ending: _SteppedOptimizer | None) -> None:
+        """Note that steps from this one on train other models, as in a search over settings.
+
+        That is known if the optimizer is new, steps no parameter of a model that was trained
+        before, and has replaced the only other one. Optimizers that take turns belong together.
+        """
+        known = self._optimizers[id(stepping)]
+        steps = self._recorder.step - (self._trainings[-1][0] if self._trainings else 0)
+        others = [
+            each
+            for each in self._optimizers.values()
+            if each is not known and each is not ending and each.reference() is not None
+        ]
+        if (
+            not self._roots
+            or steps < _MIN_TRAINING_STEPS
+            or len(self._trainings) == _MAX_TRAININGS
+            or self._takes_turns
+            or known.first_at < self._training_since
+            or any(each.first_at >= self._training_since for each in others)
+            or _parameter_ids_of(stepping) & self._watched_parameters(before=known.first_at)
+        ):
+            return
+        if not self._trainings:
+            self._trainings.append((0, self._find_class_name(0)))
+        self._begins_training = True
+        self._training_since = known.first_at
+        self._trainings.append((self._recorder.step, self._find_class_name(known.first_at)))
+        self._session.publish(trainings=self._trainings)
+
+    def _join_trainings(self) -> None:
+        """Take back that there were several trainings, because they take turns."""
+        self._takes_turns, self._training_since, self._trainings = True, 0, []
+        self._session.publish(trainings=[])
+
+    def _find_class_name(self, since: int) -> str:
+        """Return the class of the first model that was watched since then; "" without any."""
+        return next((name for when, name in self._classes if when >= since), "")
+
     def _note_once(self, note: str) -> None:
         if note not in self._notes:
             self._notes.add(note)
@@ -579,22 +640,33 @@ class TrainingLoop:
 
     def _name_found(self, models: Sequence[Module]) -> list[NamedModel]:
         """Name models. A single model needs no name, and the name of a deleted one is free."""
-        taken = [name for reference, name in self._roots if reference() is not None]
+        taken = [each.name for each in self._roots if each.reference() is not None]
         if len(models) + len(taken) < 2:
             return [NamedModel(each) for each in models]
         names = name_models(models, taken=taken)
         return [NamedModel(*each) for each in zip(models, names, strict=True)]
 
-    def _watched_parameters(self) -> set[int]:
+    def _watched_parameters(self, before: int = NEVER) -> set[int]:
+        """Return the ids of parameters. before: a number of steps of all optimizers."""
+        models = [each.reference() for each in self._roots if each.since < before]
         return {
-            id(parameter) for model in self.models for parameter in module_tree.parameters(model)
+            id(parameter)
+            for model in models
+            if model is not None
+            for parameter in module_tree.parameters(model)
         }
 
     def _add_and_watch(self, models: Sequence[NamedModel]) -> None:
         if models:
-            alive = [each for each in self._roots if each[0]() is not None]
-            self._roots = [*alive, *((weakref.ref(each.module), each.name) for each in models)]
+            alive = [each for each in self._roots if each.reference() is not None]
+            now = self._recorder.optimizer_steps
+            new = [_WatchedModel(weakref.ref(each.module), each.name, now) for each in models]
+            self._roots = [*alive, *new]
             self._watch_models(models)
+            self._classes.append((now, unwrapped_class_name(models[0].module)))
+            if self._trainings and not self._trainings[-1][1]:
+                self._trainings[-1] = self._trainings[-1][0], self._classes[-1][1]
+                self._session.publish(trainings=self._trainings)
 
 
 def _shares_parameters(model: Module, watched: set[int]) -> bool:

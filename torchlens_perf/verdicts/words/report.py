@@ -633,6 +633,29 @@ class VerdictRow(VerdictFacts):
     evidence: Evidence
 
 
+class TrainingFacts(TypedDict):
+    """One of several trainings that the processes make one after the other."""
+
+    number: int
+    """From 1."""
+    model: str | None
+    first_step: int
+    last_step: int
+    steps: int
+    total_s: float
+    """From the start of the first step, which contains what precedes it, to the end of the last."""
+    typical_s: float | None
+    """The typical step, as a mean over the ranks; None if the statistics were not kept."""
+    is_shown: bool
+    """True for the training that the rest of the report covers."""
+
+
+class Training(TrainingFacts):
+    """A training with its first verdict, which is None if its statistics were not kept."""
+
+    verdict: VerdictRow | None
+
+
 class Quality(TypedDict):
     """Completeness of the records, and the overhead of recording."""
 
@@ -683,6 +706,12 @@ class Facts(TypedDict):
 
 
 class Report(Facts):
-    """The report on a run."""
+    """The report on a run.
+
+    If its processes make several trainings, all but `run`, `collectives`, `goodput`, `quality` and
+    `trainings` covers the training that takes the most time.
+    """
 
     verdicts: list[VerdictRow]
+    trainings: list[Training]
+    """Empty if the processes make only one training."""
