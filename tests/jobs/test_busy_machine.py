@@ -12,7 +12,7 @@ from tests.support.busy_machine import PROCESSORS, busy_machine
 from tests.support.figures import note, share
 from tests.support.processes import ROOT
 
-RUNS = 10
+RUNS, RUNS_OF_PROGRAMS = 10, 50
 PARTS = {
     "training threads": [
         "tests/recorder/test_training_thread.py",
@@ -22,14 +22,26 @@ PARTS = {
     "closed stderr": ["tests/jobs/test_stderr.py"],
     "programs frozen by PyInstaller": ["tests/jobs/test_children.py"],
     "concurrent watches": ["tests/test_concurrent_watches.py"],
+    "exceptions of the program": ["tests/jobs/test_user_exceptions.py"],
+    "files of the program": ["tests/jobs/test_files_of_the_program.py"],
+    "pickled functions": ["tests/hooks/test_patches.py"],
+    "batches of any type": ["tests/hooks/test_batch_size.py"],
 }
+# What a watch must leave alone is repeated more often.
+OF_PROGRAMS = (
+    "exceptions of the program",
+    "files of the program",
+    "pickled functions",
+    "batches of any type",
+)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", PARTS)
 def test_recording_guarantees_hold_on_a_busy_machine(part: str) -> None:
-    runs, began_s = share(RUNS), time.monotonic()
+    planned = RUNS_OF_PROGRAMS if part in OF_PROGRAMS else RUNS
+    runs, began_s = share(planned), time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PARTS[part]]
     with busy_machine(2 * PROCESSORS):
         done = [
@@ -39,7 +51,7 @@ def test_recording_guarantees_hold_on_a_busy_machine(part: str) -> None:
     note(
         f"{part} on a busy machine (`jobs/test_busy_machine.py`)",
         runs,
-        RUNS,
+        planned,
         f"{passed} passed",
         time.monotonic() - began_s,
     )
