@@ -42,13 +42,21 @@ class Script:
     merged: int = 0
     """Number of steps that count as part of the next one under the script's own watch()."""
     only_with_a_watch: bool = False
+    called_modules: set[str] | None = None
+    """The modules that an automatic recording finds, if it finds only a part of the model, because
+    the framework does not call the model itself."""
 
 
 TRAINING = {"forward", "backward", "optimizer", "host"}
 SCRIPTS_BY_NAME = {
     "accelerate_loop": Script("accelerate", TRAINING | {"data"}, {"0", "2", "6"}, micro_steps=2),
     "fabric_loop": Script("lightning", TRAINING | {"data"}, {"0", "2", "6"}),
-    "lightning_fit": Script("lightning", TRAINING | {"data"}, {"model.0", "model.6", "criterion"}),
+    "lightning_fit": Script(
+        "lightning",
+        TRAINING | {"data"},
+        {"model.0", "model.6", "criterion"},
+        called_modules={"0", "6"},
+    ),
     "hf_trainer": Script(
         "transformers",
         TRAINING | {"data", "recompute"},
@@ -124,7 +132,8 @@ def test_script_of_a_framework_is_recorded_and_its_losses_are_unchanged(
     assert rank["phases"].keys() - {"tool"} >= script.phases
     assert rank["not_measured"] == []
     names = {row["name"] for row in report["modules"]}
-    assert script.modules <= names
+    called = way == "variable" and script.called_modules
+    assert (called or script.modules) <= names
     assert not script.wrong_modules & names
     assert report["steps"]["micro_steps"] == script.micro_steps
     assert report["steps"]["inference"] is (name == "inference")

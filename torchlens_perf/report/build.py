@@ -467,11 +467,11 @@ def _comparable_step_counts(processes: dict[int, ProcessState]) -> dict[int, int
 
 
 def _warm_up_parts(processes: dict[int, ProcessState]) -> dict[str, float]:
-    """Return each part's share of all ranks' warm-up steps, the largest first."""
+    """Return each measured part's share of all ranks' warm-up steps, the largest first."""
     parts_ns = Counter[str]()
     for process in processes.values():
         parts_ns.update(process.statistics.warm_up_parts_ns)
-    total_ns = sum(parts_ns.values())
+    total_ns = sum(process.statistics.warm_up.sum_ns for process in processes.values())
     return {part: part_ns / total_ns for part, part_ns in parts_ns.most_common() if part_ns > 0}
 
 

@@ -14,7 +14,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -58,9 +58,11 @@ class ParquetFile:
     ParquetFolder.read_each() converts these exceptions.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._opened = pq.ParquetFile(file)
+    def __init__(self, descriptor: int) -> None:
+        # Arrow opens the file again. A thread of Arrow that still held a Python file at the end of
+        # the interpreter would abort the process.
+        self._file = pa.OSFile(f"/proc/self/fd/{descriptor}")
+        self._opened = pq.ParquetFile(self._file)
         _check_declared_size(self._opened.metadata)
         self.names: list[str] = self._opened.schema_arrow.names
 
@@ -163,7 +165,7 @@ class ParquetFolder:
                     raise RunStoreError(f"{path.parent} is a link")
                 with open(ownership.open_to_read(path), "rb") as file:
                     _check_metadata_size(file.fileno())
-                    found = use(ParquetFile(file))
+                    found = use(ParquetFile(file.fileno()))
             except (OSError, RunStoreError, pa.ArrowException, *DAMAGED_DATA) as error:
                 why = UnreadableFileError(path, error)
                 if self._unreadable is None:

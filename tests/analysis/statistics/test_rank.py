@@ -292,6 +292,15 @@ def test_work_excludes_waits_and_time_without_a_cpu() -> None:
     assert windows.work_sum_ns.tolist() == [(11 + 7 + 14 + 14) * MS]
 
 
+def test_host_code_of_warm_up_steps_is_unknown_until_a_model_is_found() -> None:
+    steps = [{"host": 9.0, "backward": 3.0}] * 2 + [{"forward": 5.0, "host": 1.0}] * 3
+    statistics = RankStatistics()
+    statistics.add_records(records([]), mixed_table(steps), [], 0)
+
+    assert statistics.warm_up_parts_ns["host"] == 1.0 * MS
+    assert statistics.warm_up_parts_ns["backward"] == 6.0 * MS
+
+
 def test_steps_with_other_work_and_warm_up_have_no_work() -> None:
     """Steps that compile, save or evaluate are not compared. Windows of such steps have a tag."""
     table = step_table([{"forward": 10}] * 24)

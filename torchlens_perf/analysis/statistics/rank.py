@@ -459,7 +459,7 @@ class RankStatistics:
     ended_ns: int | None = None
     warm_up: Sketch = field(default_factory=Sketch)
     warm_up_parts_ns: dict[str, int] = field(default_factory=dict)
-    """Sum over the warm-up steps of each part's time."""
+    """Sum over the warm-up steps of each part's time, as far as it was measured."""
     step: Sketch = field(default_factory=Sketch)
     own: Sketch = field(default_factory=Sketch)
     work: Sketch = field(default_factory=Sketch)
@@ -545,7 +545,10 @@ class RankStatistics:
         self.ended_ns = int(table.start_ns[-1] + table.duration_ns[-1])
         self.counted_steps += len(table)
         warm = table.step >= self.first_step + WARM_UP_STEPS
-        for part, part_ns in zip(PARTS, table.parts_ns[~warm].sum(axis=0).tolist(), strict=True):
+        parts_ns = table.parts_ns[~warm]
+        # Until a model is found, its forward pass is not told from host code.
+        parts_ns[parts_ns[:, PARTS.index("forward")] == 0, PARTS.index("host")] = 0
+        for part, part_ns in zip(PARTS, parts_ns.sum(axis=0).tolist(), strict=True):
             self.warm_up_parts_ns[part] = self.warm_up_parts_ns.get(part, 0) + part_ns
         with_lack = warm & (table.ready_ns[:, 0] >= 0)
         add_each(
