@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.long import long
-from tests.support.processes import only_report, run_warm, runs
+from tests.support.processes import only_report, run_warm, runs, torchrun
 
 MODEL = """
 import os, signal, sys, time, torch, torchlens_perf as perf
@@ -156,3 +156,32 @@ def test_rank_that_failed_first_is_named_before_ranks_that_lost_it(
         assert "rank 0" in first["text"].partition("Then the job ended: ")[2]
     (run,) = runs(tmp_path)
     assert ("FAILED" if kind == "failed" else "CRASH") in run.report.read_text()
+
+
+RECORDED = """
+from torch.distributed.elastic.multiprocessing.errors import record
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+@record
+def main():
+    with perf.watch(model, optimizer):
+        train(10)
+        if dist.get_rank() == 0:
+            train(100)
+    raise ValueError("no checkpoint: Next: x")
+main()
+"""
+
+
+@pytest.mark.distributed
+def test_exception_after_the_watch_is_read_from_torchruns_error_file(tmp_path: Path) -> None:
+    """Rank 1 has left its watch, and rank 0 loses the connection to it."""
+    (tmp_path / "train.py").write_text(MODEL + RECORDED)
+    run_warm(torchrun("--log-dir", "logs", "train.py"), tmp_path)
+    first = only_report(tmp_path)["verdicts"][0]
+
+    assert (first["kind"], first["rank"]) == ("failed", 1)
+    assert "failed after watch() had ended with 10 steps: ValueError: no checkp" in first["text"]
+    assert "Then the job ended: rank 0 by a lost connection." in first["text"]

@@ -196,6 +196,7 @@ FAILURE: Failure = {
     "module": "blocks.3",
     "exit_code": None,
     "lost_peer": False,
+    "after_watch": False,
     "unix_ns": 0,
 }
 IMBALANCE = StageImbalance("pp 1", (0, 1), 2e6, 1e6, 2)

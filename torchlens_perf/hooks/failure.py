@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard, printable
 from torchlens_perf.interruption import ours
-from torchlens_perf.run.failure import MAX_MESSAGE, Failure
+from torchlens_perf.run.failure import MAX_MESSAGE, Failure, is_about_lost_peer
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -23,13 +23,6 @@ _PHASES = {
     ("torch/optim/optimizer.py", "wrapper"): "optimizer",
     ("torch/nn/modules/module.py", "_call_impl"): "forward",
 }
-_LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_LOST_PEER_TEXTS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "gloo/transport",
-    "Broken pipe",
-)
 
 
 def current_exceptions() -> tuple[BaseException | None, ...]:
@@ -73,7 +66,8 @@ def describe_failure(error: BaseException | None, step: int) -> Failure | None:
         "phase": phase,
         "module": module,
         "exit_code": exit_code,
-        "lost_peer": _is_about_lost_peer(error, message),
+        "lost_peer": is_about_lost_peer((each.__name__ for each in type(error).__mro__), message),
+        "after_watch": False,
         "unix_ns": time.time_ns(),
     }
 
@@ -97,14 +91,6 @@ def _read_message(error: BaseException) -> str:
     except ours(Exception):
         # The text of an exception is made by code of the program.
         return ""
-
-
-def _is_about_lost_peer(error: BaseException, message: str) -> bool:
-    if any(each.__name__ in _LOST_PEER_TYPES for each in type(error).__mro__):
-        return True
-    return isinstance(error, (RuntimeError, OSError)) and any(
-        text in message for text in _LOST_PEER_TEXTS
-    )
 
 
 def _find_phase_and_module(frames: list[FrameType]) -> tuple[str, str]:

@@ -130,6 +130,7 @@ class RankMetadata:
             "device": {},
             "gpus": [],
             "stack_file": "",
+            "error_file": "" if simulated_from else _find_error_file(),
             "missing_tap": "",
             "training": {},
             "operators_missing": "",
@@ -268,6 +269,17 @@ def _find_program_folder() -> str:
     with suppress(OSError):
         script = os.path.abspath(str(sys.argv[0]) if sys.argv else "")
         return os.getcwd() if script.startswith(sys.prefix) else os.path.dirname(script)
+    return ""
+
+
+def _find_error_file() -> str:
+    """Return the path of the file in which torchrun's @record writes an exception; "" without one.
+
+    The path may be relative to a working directory that the sidecar does not share.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    with suppress(OSError):
+        return os.path.abspath(path) if path else ""
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypedDict
 
 
@@ -25,7 +26,29 @@ class Failure(TypedDict):
     """The exit code, if the program ended with sys.exit()."""
     lost_peer: bool
     """True if the exception says that another rank or its connection is gone."""
+    after_watch: bool
+    """True if the watch had ended before the exception."""
     unix_ns: int
 
 
 MAX_MESSAGE = 300
+_LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "gloo/transport",
+    "Broken pipe",
+)
+
+
+def is_about_lost_peer(types: Iterable[str], message: str) -> bool:
+    """Return True if an exception says that another rank or its connection is gone.
+
+    types: names of the exception's class and its base classes.
+    """
+    names = set(types)
+    if names & _LOST_PEER_TYPES:
+        return True
+    return bool({"RuntimeError", "OSError"} & names) and any(
+        text in message for text in _LOST_PEER_TEXTS
+    )

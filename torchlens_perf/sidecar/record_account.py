@@ -19,6 +19,7 @@ from torchlens_perf.exporters import ExportBatch, build_export_batch
 from torchlens_perf.run import ring
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.training_settings import TrainingSettings
+from torchlens_perf.sidecar.rings.error_files import add_reported_failures
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
 from torchlens_perf.sidecar.stops import SleepObserver
@@ -113,6 +114,8 @@ class RecordProcessor:
         self._state.join.join()
         with self._errors.contain("reading what held a device's memory"):
             self._ooms.add_new_tables(self._state.processes, at_once=ended)
+        with self._errors.contain("reading torchrun's error files"):
+            add_reported_failures(self._sources.newest_rings())
         # While the disk fails, keep only the newest records, and count the dropped ones.
         if self.disk_failed:
             while len(self._unkept) > 1 and self._unencoded_records > MAX_UNKEPT_RECORDS:
@@ -252,6 +255,7 @@ def _copy_counters(source: RingSource) -> None:
             setattr(state, name, metadata[name])
         state.training = msgspec.convert(metadata.get("training", {}), TrainingSettings)
         source.stack_file = metadata["stack_file"]
+        source.error_file = metadata.get("error_file", "")
         state.settings = metadata.get("run_settings", {})
         source.simulated = metadata.get("simulated", False)
         source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None

@@ -26,7 +26,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import open_spans_phrase
 from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.verdicts.words.past import describe_period
-from torchlens_perf.verdicts.words.run_state import describe_exception
+from torchlens_perf.verdicts.words.run_state import describe_exception, describe_failure_time
 from torchlens_perf.view.collective_table import build_collective_table
 from torchlens_perf.view.hardware_tables import build_gpu_table
 from torchlens_perf.view.rank_tables import build_cpu_table, build_memory_table, step_parts
@@ -110,7 +110,9 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
             f" {open_spans_phrase(now['inside'])}{within}"
         )
     elif rank["failure"] is not None:
-        yield f"failed in step {rank['failure']['step']}: {describe_exception(rank['failure'])}"
+        yield (
+            f"failed {describe_failure_time(rank['failure'])}: {describe_exception(rank['failure'])}"
+        )
     elif rank["state"] == "died":
         yield f"died {open_spans_phrase(rank['inside'])}"
     if last is not None:

@@ -21,10 +21,12 @@ from torchlens_perf.run.verdicts import format_step_range, split_sentence_and_ac
 from torchlens_perf.verdicts.words.evidence import (
     NOT_COMPUTING_KINDS,
     OVER,
+    FailedEvidence,
     NoSlowRankEvidence,
     StragglerEvidence,
 )
 from torchlens_perf.verdicts.words.order import is_fatal_hang, ranks_in_row
+from torchlens_perf.verdicts.words.run_state import describe_failure_time
 from torchlens_perf.view.rank_tables import find_largest_section
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS, WARNING
 
@@ -209,8 +211,8 @@ def _verdict_facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
         found.append(("module" if len(modules) == 1 else "modules", ", ".join(modules)))
     if isinstance(evidence, StragglerEvidence) and evidence.slow_too:
         found.append(("together with", format_rank_list(evidence.slow_too)))
-    if kind == "failed":
-        found.append(("steps", f"in step {row['since_step']}"))
+    if isinstance(evidence, FailedEvidence):
+        found.append(("steps", describe_failure_time(evidence.failure)))
     elif held is not None and held["since_step"] is not None:
         found.append(("steps", format_step_range(held["since_step"], held["until_step"])))
         if isinstance(evidence, StragglerEvidence):

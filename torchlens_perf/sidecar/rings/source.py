@@ -58,6 +58,7 @@ class RingSource:
     ended_monotonic_s: float = 0.0
     job_store: tuple[str, int] | None = None
     stack_file: str = ""
+    error_file: str = ""  # file in which torchrun's @record describes an exception; "" without one
     folder: str = ""  # folder of a program that runs or has just ended
     # True if a simulation writes the ring. The kernel's data then describes the simulation, not a
     # rank.

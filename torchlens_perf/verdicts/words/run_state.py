@@ -141,7 +141,7 @@ def _failure_of(rank: Rank) -> Failure:
 def _build_failed_verdict(rank: Rank, evidence: FailedEvidence) -> JudgedVerdict:
     failure = evidence.failure
     text = (
-        f"Rank {rank['rank']} ({rank['host']}) failed in step {failure['step']}"
+        f"Rank {rank['rank']} ({rank['host']}) failed {describe_failure_time(failure)}"
         f"{_describe_failure_place(failure)}: {describe_exception(failure)}."
         f"{_describe_ranks_ended_after(evidence)} Next: {_choose_action(rank, evidence)}"
     )
@@ -150,12 +150,22 @@ def _build_failed_verdict(rank: Rank, evidence: FailedEvidence) -> JudgedVerdict
     )  # fmt: skip
 
 
+def describe_failure_time(failure: Failure) -> str:
+    """Return "in step 15", or that the watch had ended before."""
+    steps = failure["step"]
+    return (
+        f"after watch() had ended with {steps} steps"
+        if failure["after_watch"]
+        else f"in step {steps}"
+    )
+
+
 def describe_exception(failure: Failure) -> str:
     """Return "ValueError: bad batch (train.py:42 in main)"."""
-    message = f": {failure['message'].rstrip('.')}" if failure["message"] else ""
+    error = ": ".join(filter(None, (failure["type"], failure["message"].rstrip("."))))
     code = f", exit code {failure['exit_code']}" if failure["exit_code"] is not None else ""
     where = f" ({failure['where']}{code})" if failure["where"] else code
-    return f"{failure['type']}{message}{where}"
+    return f"{error}{where}"
 
 
 def _describe_failure_place(failure: Failure) -> str:
