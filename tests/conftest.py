@@ -20,6 +20,7 @@ from torchlens_perf.watching import running_watch
 
 pytest_plugins = [
     "tests.support.device.fixtures",
+    "tests.support.memory_group",
     "tests.support.ranks",
     "tests.support.recorded_run",
 ]

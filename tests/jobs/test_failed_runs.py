@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,7 +133,12 @@ train(100)
             ("torch.empty(1 << 60)", "failed", 1, "can't allocate memory"),
             ("os.kill(os.getpid(), signal.SIGKILL)", "died", 1, "after step 9"),
             ("os._exit(1)", "died", 1, "after step 9"),
-            ("sys.exit(3)", "failed", 0, "Before, rank 1 ended without an exception."),
+            (
+                "sys.exit(3)",
+                "failed",
+                0,
+                "Before, rank 1 ended without an exception (exit code 3).",
+            ),
         ),
     ],
 )
@@ -156,6 +162,39 @@ def test_rank_that_failed_first_is_named_before_ranks_that_lost_it(
         assert "rank 0" in first["text"].partition("Then the job ended: ")[2]
     (run,) = runs(tmp_path)
     assert ("FAILED" if kind == "failed" else "CRASH") in run.report.read_text()
+
+
+IN_GROUP = """
+group = "{group}"
+with open(f"{{group}}/cgroup.procs", "w") as procs: procs.write(str(os.getpid()))
+with perf.watch(model, optimizer) as watch:
+    train(10)
+    watch.summary()  # The sidecar answers, so it has seen the process.
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("os._exit(7)", "exit code 7 ended the process before"),
+        *long(
+            ("torch.ones(1 << 28)", "killed by the kernel: out of memory (cgroup limit 512 MB)"),
+            ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL ended the process before"),
+            (
+                "subprocess.run([sys.executable, '-c', 'b\"1\" * (1 << 30)'], check=True)",
+                "The kernel's OOM killer ended 1 process of its control group (cgroup limit 512",
+            ),
+        ),
+    ],
+)
+def test_rank_that_the_kernel_ended_for_lack_of_memory_is_told_from_others(
+    end: str, words: str, memory_group: Callable[[int], Path], tmp_path: Path
+) -> None:
+    group = memory_group(512_000_000)
+    run_program("import subprocess\n" + IN_GROUP.format(group=group, end=end), tmp_path)
+
+    assert words in only_report(tmp_path)["verdicts"][0]["text"]
 
 
 RECORDED = """

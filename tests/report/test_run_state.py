@@ -101,6 +101,40 @@ def test_rank_that_died_is_in_the_title_of_every_screen(
         assert report["verdicts"][0]["evidence"].ranks == tuple(died)
 
 
+KILLED = {"signal": 9, "exit_code": None, "oom_kills": 1, "memory_limit_bytes": 2_000_000_000}
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank", "words"),
+    [
+        ([{}, KILLED], 1, "killed by the kernel: out of memory (cgroup limit 2.0 GB). Rank 0"),
+        ([{}, {**KILLED, "memory_limit_bytes": None}], 1, "out of memory (memory of the node)."),
+        ([{}, {**KILLED, "oom_kills": 0}], 1, "SIGKILL ended the process before watch() was cl"),
+        # One of both was killed for lack of memory, and then the other one by the launcher.
+        ([KILLED, KILLED], 0, "closed. The kernel's OOM killer ended 1 process of its control"),
+        ([KILLED, {**KILLED, "oom_kills": 2}], 0, "SIGKILL ended the process before"),
+        ([{**KILLED, "oom_kills": 2}, KILLED], 0, "killed by the kernel: out of memory"),
+        ([{**KILLED, "signal": 15}, {**KILLED, "signal": 11}], 1, ": SIGSEGV ended the process"),
+        ([{**KILLED, "signal": 15, "oom_kills": 0}], 0, ": SIGTERM ended the process before"),
+        ([{**KILLED, "signal": 40, "oom_kills": 0}], 0, ": signal 40 ended the process before"),
+        ([{"signal": None, "exit_code": 7}], 0, ": exit code 7 ended the process before"),
+    ],
+)
+def test_death_is_described_as_the_kernel_shows_it(
+    ends: list[dict[str, Any]], rank: int, words: str, run: RunDirectory
+) -> None:
+    ranks = [Rank(run, each, len(ends), identity=_GONE) for each in range(len(ends))]
+    for each in ranks:
+        each.steps(12, **WORK)
+    state = state_of(run, ranks)
+    for process, end in zip(state.processes.values(), ends, strict=True):
+        process.end = {**KILLED, "signal": 15, "oom_kills": 0, **end}  # type: ignore[typeddict-item]
+    first = report_of(run, state)["verdicts"][0]
+
+    assert (first["kind"], first["rank"]) == ("died", rank)
+    assert words in first["text"]
+
+
 def test_rank_that_died_is_in_the_title_while_others_run(run: RunDirectory) -> None:
     ranks = [Rank(run, 0), Rank(run, 1, identity=_GONE)]
     for rank in ranks:

@@ -518,6 +518,7 @@ def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> 
         "state": process.ended or "running",
         "inside": process.open_spans,
         "failure": process.failure,
+        "end": process.end,
         "now": _current_activity(process),
         "steps": statistics.counted_steps,
         "first_step": statistics.first_step,

@@ -31,6 +31,19 @@ class Failure(TypedDict):
     unix_ns: int
 
 
+class ProcessEnd(TypedDict):
+    """The end of a process, as the kernel shows it."""
+
+    signal: int | None
+    """The signal that ended the process; None without one, or if not known."""
+    exit_code: int | None
+    """None if a signal ended the process, if it still ran, or if not known."""
+    oom_kills: int
+    """Number of processes of its control group that the kernel's OOM killer ended shortly before."""
+    memory_limit_bytes: int | None
+    """The tightest memory limit of its control group; None without one, or if not known."""
+
+
 MAX_MESSAGE = 300
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_TEXTS = (

@@ -28,7 +28,7 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.failure import Failure
+from torchlens_perf.run.failure import Failure, ProcessEnd
 from torchlens_perf.run.identity import (
     DeviceClockQuality,
     Gpu,
@@ -137,6 +137,8 @@ class ProcessState:
     """"closed" by its watch, "failed" by an exception, "died", or "" while it runs."""
     failure: Failure | None = None
     """The exception that ended the process; None if it did not fail, or died without one."""
+    end: ProcessEnd | None = None
+    """How the process ended, as the kernel shows it; None while it runs."""
     trace_every: int = 0
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
     native: bool = True

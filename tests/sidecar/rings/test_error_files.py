@@ -17,8 +17,11 @@ from torchlens_perf.sidecar.rings.error_files import add_reported_failures
 
 def rank(ended: str, error_file: str | Path = "") -> Any:
     identity = SimpleNamespace(process_started=process_start_ticks(os.getpid()))
-    state = SimpleNamespace(identity=identity, ended=ended, failure=None, made_steps=10)
-    return SimpleNamespace(settled=bool(ended), state=state, error_file=str(error_file))
+    state = SimpleNamespace(identity=identity, ended=ended, failure=None, made_steps=10, end=None)
+    observer = SimpleNamespace(read_end=lambda: {"signal": 9, "exit_code": None})
+    return SimpleNamespace(
+        settled=bool(ended), state=state, error_file=str(error_file), end_observer=observer
+    )
 
 
 def nested(message: str) -> str:

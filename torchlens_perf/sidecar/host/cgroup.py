@@ -67,6 +67,16 @@ class ControlGroup:
         """Return the bytes of memory left below the tightest limit of the group and its parents."""
         return min((limit - used for used, limit in self._read_memory_use()), default=None)
 
+    def memory_limit_bytes(self) -> int | None:
+        """Return the tightest memory limit of the group and its parents."""
+        return min((limit for _, limit in self._limits), default=None)
+
+    def oom_kill_count(self) -> int | None:
+        """Return how many processes of the group the kernel's OOM killer has ended so far."""
+        file = "memory.events" if self._is_v2 else "memory.oom_control"
+        count = _read_fields(self._memory / file).get("oom_kill", "")
+        return int(count) if count.isdigit() else None
+
     def refault_count(self) -> int | None:
         """Return the total number of memory pages that were evicted and then needed again."""
         fields = _read_fields(self._memory / "memory.stat")

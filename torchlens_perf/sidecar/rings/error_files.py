@@ -30,7 +30,7 @@ _TYPE_AND_MESSAGE = re.compile(r"(?:([A-Za-z_]\w{0,99}): )?(.*)", re.DOTALL)
 
 
 def add_reported_failures(sources: Iterable[RingSource]) -> None:
-    """Add the failures of ended ranks that torchrun's error files describe.
+    """Add how ranks of a failed run ended after their watch, and what torchrun's files say of it.
 
     If all ranks have ended normally, the run has not failed, whatever its program does afterwards.
     """
@@ -38,6 +38,9 @@ def add_reported_failures(sources: Iterable[RingSource]) -> None:
     if not any(source.state.ended in ("died", "failed") for source in ended):
         return
     for source in ended:
+        end = source.state.end
+        if end is None or end["signal"] is end["exit_code"] is None:
+            source.state.end = source.end_observer.read_end()
         if source.error_file and source.state.failure is None:
             failure = _read_failure(source)
             if failure is not None:

@@ -15,6 +15,7 @@ import numpy as np
 from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Flag, Kind, RingReader, State
+from torchlens_perf.sidecar.ends import EndObserver
 from torchlens_perf.sidecar.stops import SHORTEST_NS, Stop, StopObserver
 from torchlens_perf.store.segments import RecordOrigin
 from torchlens_perf.verdicts.node_state import ProcessActivity
@@ -82,6 +83,11 @@ class RingSource:
         return StopObserver(self.state.identity.pid)
 
     @functools.cached_property
+    def end_observer(self) -> EndObserver:
+        identity = self.state.identity
+        return EndObserver(identity.pid, identity.process_started)
+
+    @functools.cached_property
     def folder_of_ring(self) -> str:
         return str(self.path.parent)
 
@@ -99,7 +105,7 @@ class RingSource:
             ring.head,
             ring.mark_s,
         )
-        self.observer = ring.observer
+        self.observer, self.end_observer = ring.observer, ring.end_observer
 
     def find_delayed_steps(self, steps: StepTable) -> npt.NDArray[np.int64]:
         """Return the numbers of the steps that a capture has delayed. steps: complete steps.
@@ -137,6 +143,7 @@ class RingSource:
 
     def poll_progress(self) -> tuple[str, float]:
         """Return the state of poll_end_state(), and the share of the ring that is new."""
+        self.end_observer.poll(time.monotonic())
         before, (self.head, self.step, state) = self.head, self.reader.read_progress()
         self._moved = 0 <= before != self.head
         new = self.head - (before if before >= 0 else self.reader.cursor)

@@ -106,6 +106,7 @@ class RingSources:
                 self.read_new_records(source, final=bool(final))
             if final:
                 source.state.ended, source.read_to_end = final, True
+                source.state.end = source.end_observer.read_end()
                 source.ended_monotonic_s = time.monotonic()
         return fullest
 
@@ -208,6 +209,7 @@ class RingSources:
     def close(self) -> None:
         for source in self:
             source.reader.close()
+            source.end_observer.close()
 
     def _open_new_rings(self) -> None:
         self._unfilled.clear()

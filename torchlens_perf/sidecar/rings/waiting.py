@@ -10,6 +10,7 @@ import os
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rings import memory
 from torchlens_perf.run.rings.spool import SpoolWriter
+from torchlens_perf.sidecar.ends import EndObserver
 from torchlens_perf.sidecar.stops import StopObserver
 
 # The first bytes of a ring file, and positions of words in its header. They are copies from
@@ -35,6 +36,7 @@ class WaitingRing:
         # These parts of the file name come from Identity.key.
         self._pid, self._started = int(pid.rpartition("-")[2]), int(started)
         self.observer = StopObserver(self._pid)
+        self.end_observer = EndObserver(self._pid, self._started)
         self.poll_due_s = float("inf")
         """Time in seconds until the next poll is due because the process is stopped."""
         self.descriptor = memory.open_to_read(path) if descriptor is None else descriptor

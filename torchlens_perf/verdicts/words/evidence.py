@@ -253,6 +253,8 @@ class FailedEvidence(Struct, frozen=True):
     """Ranks that ended because their connection to another rank was lost."""
     closed: tuple[int, ...]
     """Ranks that ended without an exception, although other ranks lost their connection."""
+    closed_by: tuple[str, ...]
+    """How these ranks ended, such as "exit code 3" or "SIGSEGV"; () if not known."""
     died: tuple[int, ...]
     """Ranks whose processes ended without an exception before watch() was closed."""
 

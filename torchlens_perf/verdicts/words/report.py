@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
-from torchlens_perf.run.failure import Failure
+from torchlens_perf.run.failure import Failure, ProcessEnd
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.words.evidence import Evidence, LongSteps
 from torchlens_perf.verdicts.words.report_goodput import Goodput
@@ -260,6 +260,8 @@ class Rank(TypedDict):
     """The spans that were open when the process died."""
     failure: Failure | None
     """The exception that ended the rank; None if it did not fail."""
+    end: ProcessEnd | None
+    """How its process ended, as the kernel shows it; None while it runs."""
     now: RankActivity | None
     """None if the process has ended."""
     steps: int

@@ -7,11 +7,13 @@ All screens use these words: the report's title, the page, the notebook, `top` a
 from __future__ import annotations
 
 import datetime
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
+from torchlens_perf.analysis.statistics.quantities import format_bytes
+from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.verdicts.words.evidence import (
     DiedEvidence,
     FailedEvidence,
@@ -22,11 +24,14 @@ from torchlens_perf.verdicts.words.evidence import (
 from torchlens_perf.verdicts.words.oom import was_ended_by_oom
 
 if TYPE_CHECKING:
-    from torchlens_perf.run.failure import Failure
+    from torchlens_perf.run.failure import Failure, ProcessEnd
     from torchlens_perf.verdicts.words.report import Facts, Rank, Run
 
 RUNNING, ENDED, DIED, FAILED = "running", "ended", "died", "failed"
 _MIN_UNEVEN_SHARE = 0.01
+_FREE_MEMORY = (
+    "free memory on {}: a smaller batch, fewer workers of the DataLoader, or checkpointing."
+)
 SILENT_S = 60.0
 """A live run is called silent after this time without new data. Sidecars write every few seconds.
 """
@@ -102,11 +107,13 @@ def build_crash_verdicts(report: Facts) -> list[JudgedVerdict]:
     first = min(own or failed, key=lambda rank: _failure_of(rank)["unix_ns"])
     if was_ended_by_oom(first):
         return []
+    closed = [] if own else [rank for rank in report["ranks"] if rank["state"] == "closed"]
     evidence = FailedEvidence(
         _failure_of(first),
         tuple(rank["rank"] for rank in own if rank is not first),
         tuple(rank["rank"] for rank in failed if rank not in own and rank is not first),
-        () if own else tuple(rank["rank"] for rank in report["ranks"] if rank["state"] == "closed"),
+        tuple(rank["rank"] for rank in closed),
+        tuple(dict.fromkeys(filter(None, (name_end(rank["end"]) for rank in closed)))),
         died,
     )
     return [_build_failed_verdict(first, evidence)]
@@ -143,7 +150,7 @@ def _build_failed_verdict(rank: Rank, evidence: FailedEvidence) -> JudgedVerdict
     text = (
         f"Rank {rank['rank']} ({rank['host']}) failed {describe_failure_time(failure)}"
         f"{_describe_failure_place(failure)}: {describe_exception(failure)}."
-        f"{_describe_ranks_ended_after(evidence)} Next: {_choose_action(rank, evidence)}"
+        f"{_describe_oom_kills(rank)}{_describe_ranks_ended_after(evidence)} Next: {_choose_action(rank, evidence)}"
     )
     return make_verdict(
         "failed", rank["rank"], failure["phase"] or None, None, None, failure["step"], 1.0, text, evidence
@@ -168,6 +175,15 @@ def describe_exception(failure: Failure) -> str:
     return f"{error}{where}"
 
 
+def _describe_oom_kills(rank: Rank) -> str:
+    """Return a sentence on the kernel's OOM killer, which may have ended a worker; "" if not."""
+    end = rank["end"]
+    if end is None or not end["oom_kills"]:
+        return ""
+    count = f"{end['oom_kills']} process{'es' if end['oom_kills'] > 1 else ''}"
+    return f" The kernel's OOM killer ended {count} of its control group ({_describe_memory_limit(end)})."
+
+
 def _describe_failure_place(failure: Failure) -> str:
     parts = [part for part in (failure["phase"], failure["module"]) if part]
     return f", in {' of '.join(parts)}" if parts else ""
@@ -176,7 +192,8 @@ def _describe_failure_place(failure: Failure) -> str:
 def _describe_ranks_ended_after(evidence: FailedEvidence) -> str:
     """Return a sentence on the ranks that ended because of the failure; "" without any."""
     if evidence.closed:
-        return f" Before, {format_rank_list(evidence.closed)} ended without an exception."
+        how = f" ({', '.join(evidence.closed_by)})" if evidence.closed_by else ""
+        return f" Before, {format_rank_list(evidence.closed)} ended without an exception{how}."
     ends = [
         f"{format_rank_list(ranks)} {how}"
         for ranks, how in (
@@ -191,13 +208,16 @@ def _describe_ranks_ended_after(evidence: FailedEvidence) -> str:
 
 def _choose_action(rank: Rank, evidence: FailedEvidence) -> str:
     failure = evidence.failure
+    if evidence.closed_by:
+        return f"read the log of {format_rank_list(evidence.closed)}."
     if evidence.closed:
         return f"look for the exit code of {format_rank_list(evidence.closed)} in the job's log."
-    if failure["type"] == "MemoryError" or "DefaultCPUAllocator" in failure["message"]:
-        return (
-            f"free memory on {rank['host']}: a smaller batch, fewer workers of the DataLoader, or"
-            " checkpointing."
-        )
+    if (
+        failure["type"] == "MemoryError"
+        or "DefaultCPUAllocator" in failure["message"]
+        or _describe_oom_kills(rank)
+    ):
+        return _FREE_MEMORY.format(rank["host"])
     if failure["type"] == "torch.OutOfMemoryError":
         return "use a smaller batch, checkpointing, or sharding (FSDP)."
     return f"read the traceback of rank {rank['rank']} in the job's log."
@@ -210,22 +230,14 @@ def _build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
     ]
     if not died:
         return []
-    first = min(
-        died, key=lambda rank: (rank["last_step"] is not None, rank["last_step"] or 0, rank["rank"])
-    )
+    first = min(died, key=_death_order)
     ranks = tuple(rank["rank"] for rank in died)
-    who = (
-        f"Rank {ranks[0]} ({first['host']})" if len(ranks) == 1 else f"Ranks {format_ranges(ranks)}"
-    )
-    where = (
-        _describe_death_place(first)
-        if len(ranks) == 1
-        else f"(rank {first['rank']} {_describe_death_place(first)})"
-    )
+    others = [rank for rank in ranks if rank != first["rank"]]
+    too = f" {format_rank_list(others).capitalize()} died, too." if others else ""
+    how, action = _describe_end(first, died)
     text = (
-        f"{who} died {where}: a signal, a crash or os._exit() ended the process before watch() was closed."
-        f" Next: read the job's log, `dmesg` on {first['host']} (the kernel's OOM killer) and the"
-        " scheduler's time limit."
+        f"Rank {first['rank']} ({first['host']}) died {_describe_death_place(first)}: {how}{too}"
+        f" Next: {action}"
     )
     evidence = DiedEvidence(ranks, first["last_step"], tuple(first["inside"]))
     return [
@@ -233,6 +245,56 @@ def _build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
             "died", first["rank"], None, None, None, first["last_step"], 1.0, text, evidence
         )
     ]
+
+
+def _death_order(rank: Rank) -> tuple[bool, bool, int, int]:
+    """Return a sort key. Launchers end other ranks by SIGTERM after the first one has ended."""
+    last = rank["last_step"]
+    by_launcher = rank["end"] is not None and rank["end"]["signal"] == signal.SIGTERM
+    return by_launcher, last is not None, last or 0, rank["rank"]
+
+
+def _describe_end(rank: Rank, died: Sequence[Rank]) -> tuple[str, str]:
+    """Return how the process of a rank ended, and the action to take."""
+    end, host = rank["end"], rank["host"]
+    if end is not None and _has_oom_killer_ended(
+        end, [each for each in died if each["host"] == host]
+    ):
+        how = f"killed by the kernel: out of memory ({_describe_memory_limit(end)})."
+        return how, f"{_FREE_MEMORY.format(host)} Or raise the limit."
+    how = name_end(end) or "a signal, a crash or os._exit()"
+    action = f"read the log of rank {rank['rank']}."
+    if end is None or end["signal"] in (None, signal.SIGKILL, signal.SIGTERM):
+        action = (
+            f"read the job's log, `dmesg` on {host} (the kernel's OOM killer) and the scheduler's"
+            " time limit."
+        )
+    sentence = f"{how} ended the process before watch() was closed."
+    return f"{sentence}{_describe_oom_kills(rank)}", action
+
+
+def _has_oom_killer_ended(end: ProcessEnd, died: Sequence[Rank]) -> bool:
+    """Return True if the kernel's OOM killer has ended a process, and not only others of its group.
+
+    died: all ranks of its node that died.
+    """
+    killed = [each for each in died if each["end"] and each["end"]["signal"] == signal.SIGKILL]
+    return end["signal"] == signal.SIGKILL and end["oom_kills"] >= len(killed)
+
+
+def name_end(end: ProcessEnd | None) -> str:
+    """Return "SIGSEGV" or "exit code 3"; "" if it is not known how a process ended."""
+    if end is None or end["signal"] is None:
+        return "" if end is None or end["exit_code"] is None else f"exit code {end['exit_code']}"
+    try:
+        return signal.Signals(end["signal"]).name
+    except ValueError:
+        return f"signal {end['signal']}"
+
+
+def _describe_memory_limit(end: ProcessEnd) -> str:
+    limit = end["memory_limit_bytes"]
+    return "memory of the node" if limit is None else f"cgroup limit {format_bytes(limit, 'B')}"
 
 
 def _describe_death_place(rank: Rank) -> str:
