@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -21,7 +22,9 @@ from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.delivery.otlp_requests import build_message
 from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_run_span import MAX_LINKS
+from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.place.caller import read_calling_span
+from torchlens_perf.verdicts.words.evidence import DiedEvidence, FailedEvidence
 
 TRACE_ID, SPAN_ID = (int(part, 16) for part in TRACEPARENT.split("-")[1:3])
 NOT_SAMPLED = TRACEPARENT[:-2] + "00"
@@ -34,6 +37,8 @@ def sent(
     ended: bool = True,
     environ: dict[str, str] | None = None,
     collector: Collector | None = None,
+    crash: Any = None,
+    attempt: int = 0,
 ) -> list[ReceivedSpan]:
     """Return the spans of a run of two ranks whose steps are all traced."""
     traces = Collector("traces") if collector is None else collector
@@ -42,7 +47,8 @@ def sent(
         exporter.export(
             batch_of(identity(rank, traceparent=traceparent), range(steps), spans_a_step=0)
         )
-    exporter.on_assessment(dataclasses.replace(assessment_of(), ended=ended))
+    who = identity(0, attempt=attempt)
+    exporter.on_assessment(dataclasses.replace(assessment_of(who=who), ended=ended, crash=crash))
     assert exporter.shutdown(20) == []
     return traces.spans()
 
@@ -125,6 +131,45 @@ def test_sampler_of_the_environment_applies_to_the_run_span(
 def test_run_span_is_sent_after_the_ranks_have_ended() -> None:
     """If a sidecar ends before the ranks, the next sidecar sends the run's span."""
     assert runs_of(sent(TRACEPARENT, ended=False)) == []
+
+
+def crash_of(kind: str, failure: Failure | None) -> dict[str, Any]:
+    evidence = DiedEvidence((0,), 4, ())
+    found = FailedEvidence(failure, (), (), (), (), ()) if failure else evidence
+    return {"kind": kind, "explanation": "Rank 0 (h) failed.", "evidence": found}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "event"),
+    [
+        ({}, "ValueError", {"exception.type": "ValueError", "exception.message": "bad: Next: x"}),
+        ({"message": ""}, "ValueError", {"exception.type": "ValueError"}),
+        ({"type": ""}, "failed", {"exception.message": "bad: Next: x"}),
+    ],
+)
+def test_run_span_of_a_failed_run_has_the_exception(
+    changed: Any, error: str, event: dict[str, str]
+) -> None:
+    later_ns = 4_000_000_000_000_000_000
+    failure: Any = {"type": "ValueError", "message": "bad: Next: x", "unix_ns": later_ns, **changed}
+    (run,) = runs_of(sent(TRACEPARENT, crash=crash_of("failed", failure)))
+
+    assert (run.status, run.status_text) == ("STATUS_CODE_ERROR", "Rank 0 (h) failed.")
+    assert run.attributes[semantics.ERROR_TYPE] == error
+    assert run.events == (("exception", later_ns, tuple(event.items())),)
+    assert run.end_ns == later_ns
+
+
+def test_run_span_of_a_killed_run_has_an_error_without_an_exception() -> None:
+    (run,) = runs_of(sent(TRACEPARENT, crash=crash_of("died", None)))
+    (before,) = runs_of(sent(TRACEPARENT, crash=crash_of("died", None), attempt=1))
+    (well,) = runs_of(sent(TRACEPARENT))
+
+    assert (run.status, run.attributes[semantics.ERROR_TYPE]) == ("STATUS_CODE_ERROR", "died")
+    assert well.status in ("", "STATUS_CODE_UNSET")
+    assert run.events == well.events == ()
+    # The verdict is about the last attempt, in which rank 0 made no step.
+    assert before.status == well.status
 
 
 def test_number_of_links_of_a_long_run_is_bounded() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
+from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.page import notebook
 from torchlens_perf.page.document.html import build_document
 from torchlens_perf.page.gather.run_contents import gather_contents
@@ -133,6 +134,25 @@ def test_death_is_described_as_the_kernel_shows_it(
 
     assert (first["kind"], first["rank"]) == ("died", rank)
     assert words in first["text"]
+
+
+@pytest.mark.parametrize(("identity", "crash"), [(_GONE, "died"), ({}, None)])
+def test_exporters_receive_the_verdict_on_a_crash(
+    identity: dict[str, Any], crash: str | None, run: RunDirectory
+) -> None:
+    rank, exporter = Rank(run, 0, 1, identity=identity), InMemoryExporter()
+    rank.steps(12, **WORK)
+    if not crash:
+        rank.close()
+    sidecar = Sidecar(run, HOST, exporter, lambda run, asked: None)
+    sidecar.read_rings()
+    sidecar.count_records()
+    sidecar.judge_ranks(1e6, final=True)
+    sidecar.export_results(final=True)
+    sidecar.close()
+
+    assert exporter.assessment is not None
+    assert (exporter.assessment.crash or {}).get("kind") == crash
 
 
 def test_rank_that_died_is_in_the_title_while_others_run(run: RunDirectory) -> None:

@@ -1,4 +1,4 @@
-"""How processes ended, as the kernel shows it."""
+"""Signals, exit codes and OOM kills that end processes, as the kernel shows them."""
 
 from __future__ import annotations
 

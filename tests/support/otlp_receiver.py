@@ -41,6 +41,9 @@ class ReceivedSpan:
     scope: str
     status: str
     links: tuple[tuple[int, int], ...]
+    status_text: str = ""
+    events: tuple[tuple[str, int, tuple[tuple[str, Any], ...]], ...] = ()
+    """Name, time and attributes of each event."""
 
     @property
     def duration_ns(self) -> int:
@@ -218,6 +221,15 @@ def spans_of(request: dict[str, Any]) -> Iterator[ReceivedSpan]:
                     links=tuple(
                         (_id(link["trace_id"]), _id(link["span_id"]))
                         for link in span.get("links", [])
+                    ),
+                    status_text=span.get("status", {}).get("message", ""),
+                    events=tuple(
+                        (
+                            each["name"],
+                            int(each["time_unix_nano"]),
+                            tuple(_attributes(each).items()),
+                        )
+                        for each in span.get("events", [])
                     ),
                 )
 

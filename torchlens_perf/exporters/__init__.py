@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.hang import OpenHang
+    from torchlens_perf.verdicts.words.report import VerdictRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,8 @@ class Assessment:
     """
     critical_path_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Critical path of a mean step by class, see diagnosis/lost_time.py; empty if not known."""
+    crash: VerdictRow | None = None
+    """The verdict on the rank that failed or died first; None without one, or while ranks run."""
 
 
 UNDELIVERED = "OTLP: "

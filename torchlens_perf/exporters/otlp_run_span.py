@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import Link
+from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
 from torchlens_perf.exporters.delivery.otlp_requests import context_with_span
@@ -24,10 +25,13 @@ from torchlens_perf.exporters.otlp_spans import read_sampler, span_context_of_pa
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
+    from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.verdicts.words.report import VerdictRow
 
 # OpenTelemetry's default limit of links per span.
 MAX_LINKS = 128
+_UNSET = Status(StatusCode.UNSET)
 
 
 @dataclasses.dataclass
@@ -51,6 +55,8 @@ class RunSpanCollector:
         # Attempts by Identity.key of rank 0.
         self._attempts: dict[str, _AttemptSteps] = {}
         self._ended = False
+        self._crash: VerdictRow | None = None
+        self._attempt = 0
 
     def add_batch(self, batch: ExportBatch, sampled: Collection[int]) -> None:
         """Add a batch. sampled: steps of the batch whose spans are sent."""
@@ -77,7 +83,8 @@ class RunSpanCollector:
             found.steps += len(steps)
 
     def on_assessment(self, assessment: Assessment) -> None:
-        self._ended = assessment.ended
+        self._ended, self._crash = assessment.ended, assessment.crash
+        self._attempt = assessment.identity.attempt
 
     def pop_spans(self) -> list[ReadableSpan]:
         """Build one span per attempt, if all processes have ended. Later calls return none."""
@@ -89,7 +96,8 @@ class RunSpanCollector:
         for run in attempts.values():
             parent = parse_caller(run.identity.traceparent, run.identity.tracestate)
             if parent is not None and self._is_sampled(parent):
-                found.append(_build_run_span(run, parent))
+                crash = self._crash if run.identity.attempt == self._attempt else None
+                found.append(_build_run_span(run, parent, crash))
         return found
 
     def _is_sampled(self, parent: SpanContext) -> bool:
@@ -106,8 +114,22 @@ class RunSpanCollector:
         return decision is Decision.RECORD_AND_SAMPLE
 
 
-def _build_run_span(run: _AttemptSteps, parent: SpanContext) -> ReadableSpan:
-    identity = run.identity
+def _build_run_span(
+    run: _AttemptSteps, parent: SpanContext, crash: VerdictRow | None
+) -> ReadableSpan:
+    identity, status, events = run.identity, _UNSET, list[Event]()
+    attributes: dict[str, str | int] = {
+        semantics.RUN_ID: identity.run_id,
+        semantics.RANK: identity.rank,
+        semantics.RUN_STEPS: run.steps,
+    }
+    if crash is not None:
+        status = Status(StatusCode.ERROR, crash["explanation"])
+        attributes[semantics.ERROR_TYPE] = crash["kind"]
+        failure = getattr(crash["evidence"], "failure", None)
+        if failure is not None:
+            attributes[semantics.ERROR_TYPE] = failure["type"] or crash["kind"]
+            events.append(_build_exception_event(failure))
     links = BoundedList.from_seq(
         MAX_LINKS, [_link_to_step(identity, step) for step in run.traced[:MAX_LINKS]]
     )
@@ -119,15 +141,26 @@ def _build_run_span(run: _AttemptSteps, parent: SpanContext) -> ReadableSpan:
         ),
         parent,
         build_rank_resource(identity),
-        {
-            semantics.RUN_ID: identity.run_id,
-            semantics.RANK: identity.rank,
-            semantics.RUN_STEPS: run.steps,
-        },
-        links=links,
+        attributes,
+        events,
+        links,
+        status=status,
         start_time=run.start_ns,
-        end_time=run.end_ns,
+        end_time=max(run.end_ns, *(event.timestamp for event in events), 0),
         instrumentation_scope=SCOPE,
+    )
+
+
+def _build_exception_event(failure: Failure) -> Event:
+    """Return the event of OpenTelemetry's conventions for exceptions."""
+    said = {
+        semantics.EXCEPTION_TYPE: failure["type"],
+        semantics.EXCEPTION_MESSAGE: failure["message"],
+    }
+    return Event(
+        "exception",
+        {name: text for name, text in said.items() if text},
+        failure["unix_ns"],
     )
 
 

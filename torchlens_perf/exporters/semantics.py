@@ -26,6 +26,9 @@ STEP_KIND = "step"
 # for the number of steps of rank 0.
 SPAN_RUN = "training run"
 RUN_STEPS = "torch.train.run.steps"
+# Attributes of its event "exception" if the run failed, by OpenTelemetry's conventions for exceptions.
+EXCEPTION_TYPE = "exception.type"
+EXCEPTION_MESSAGE = "exception.message"
 
 # Attributes of all spans. Spans and metric points also have the rank, because some backends drop
 # resource attributes.
@@ -282,6 +285,10 @@ ATTRIBUTES = (
     Attribute(RANK, "int", f"{_SPAN}, {_POINT}, {_EVENT}, {_RESOURCE}",
         "rank; on a root 0; in events the first suspect"),
     Attribute(RUN_STEPS, "int", SPAN_RUN, "steps of rank 0"),
+    Attribute(EXCEPTION_TYPE, "string", "event `exception`", "type of the exception that ended the run", OPENTELEMETRY,
+        "a failed run"),
+    Attribute(EXCEPTION_MESSAGE, "string", "event `exception`", "its message, at most 300 characters", OPENTELEMETRY,
+        "a failed run"),
     Attribute(OWN_SECONDS, "double", _STEP_SPAN, "step duration in seconds, without communication wait and this tool"),
     Attribute(MICRO_STEPS, "int", _STEP_SPAN, "accumulated backward passes; at least 1"),
     Attribute(MODULES_TIMED, "boolean", _STEP_SPAN, "false: modules inside the model were not timed in this step",
@@ -332,7 +339,8 @@ ATTRIBUTES = (
     Attribute(HARDWARE_TYPE, "string", _POINT, "gpu or network", OPENTELEMETRY, f"{_GPU}, or {_PORT}"),
     Attribute(SENSOR, "string", _POINT, "gpu or memory", OPENTELEMETRY, _GPU),
     Attribute(GPU_TASK, "string", _POINT, "general", OPENTELEMETRY, _GPU),
-    Attribute(ERROR_TYPE, "string", _POINT, "GPU: xid, ecc_corrected, ecc_uncorrected, remapped_row, pcie_replay,"
+    Attribute(ERROR_TYPE, "string", f"{_POINT}, {SPAN_RUN}", "failed run: exception or verdict; GPU:"
+        " xid, ecc_corrected, ecc_uncorrected, remapped_row, pcie_replay,"
         " nvlink_replay, nvlink_recovery, nvlink_error; port: symbol_error, link_recovery, link_down, receive_error,"
         " transmit_discard, link_integrity, out_of_sequence, packet_sequence, ack_timeout, receiver_not_ready,"
         " retries_exceeded", OPENTELEMETRY, f"{_GPU}, or {_PORT}"),

@@ -35,6 +35,7 @@ from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
+    from torchlens_perf.verdicts.words.report import VerdictRow
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -91,6 +92,7 @@ class Sidecar:
         self._joined = run.run_id
         self._goodput_s: dict[str, float] = {}
         self._critical_path_s: dict[str, float] = {}
+        self._crash: VerdictRow | None = None
         self._classes_due_s, self._classes_are_live = time.monotonic() + _CLASSES_PERIOD_S, True
 
     @property
@@ -223,6 +225,7 @@ class Sidecar:
                     ended=not live,
                     goodput_s=self._goodput_s,
                     critical_path_s=self._critical_path_s,
+                    crash=None if live else self._crash,
                 )
             )
 
@@ -237,9 +240,12 @@ class Sidecar:
             # The modules are only needed here, and take memory.
             from torchlens_perf.diagnosis import lost_time, step_times
             from torchlens_perf.report.build import build_report
+            from torchlens_perf.verdicts.words.run_state import CRASH_KINDS
 
             self._classes_are_live = live
             report = build_report(self.run.run_id, [self.state])
+            crashes = (row for row in report["verdicts"] if row["kind"] in CRASH_KINDS)
+            self._crash = next(crashes, None)
             times = step_times.read_judged_rows(self.monitor.job.detector, report)
             if times is not None:
                 path = lost_time.classify_time(times, report, report["verdicts"])

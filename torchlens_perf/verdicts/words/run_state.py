@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Rank, Run
 
 RUNNING, ENDED, DIED, FAILED = "running", "ended", "died", "failed"
+CRASH_KINDS = ("out_of_memory", "failed", "died")
+"""Kinds of verdicts on the rank that ended the run."""
 _MIN_UNEVEN_SHARE = 0.01
 _FREE_MEMORY = (
     "free memory on {}: a smaller batch, fewer workers of the DataLoader, or checkpointing."
