@@ -84,7 +84,7 @@ def straggler(kind: str) -> dict[str, Any]:
 def stage(cost_ms: float, **changed: Any) -> dict[str, Any]:
     text = "The pipeline is out of balance: stage pp 1 has 20 ms. Next: move layers out of it."
     return {"kind": "imbalance", "rank": None, "is_over": False, "cost_s_per_step": cost_ms / 1e3,
-            "cost_share": cost_ms / 100, "phase": None, "text": text,
+            "cost_share": cost_ms / 100, "phase": None, "text": text, "action": "move layers out of it.",
             "evidence": ImbalanceEvidence("imbalance", "stage", (1,)),
             **changed}  # fmt: skip
 
@@ -520,9 +520,18 @@ def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
 def test_verdict_names_the_action_of_the_advice_instead_of_the_general_one() -> None:
     text = f"Waiting for data takes 33%. Next: {DATA_ACTION}"
     others = [
-        {"kind": "host_bound", "text": "Host code. Next: wait.", "is_over": False, "evidence": None}
-    ]
-    row = {"kind": "data_bound", "text": text, "is_over": False, "evidence": None}
+        {
+            "kind": "host_bound", "text": "Host code. Next: wait.", "action": "wait.",
+            "is_over": False, "evidence": None,
+        }
+    ]  # fmt: skip
+    row = {
+        "kind": "data_bound",
+        "text": text,
+        "action": DATA_ACTION,
+        "is_over": False,
+        "evidence": None,
+    }
     for loader, action in (
         (LOADER, "start more workers: DataLoader(num_workers=3)."),
         (None, DATA_ACTION),

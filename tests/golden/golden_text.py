@@ -33,7 +33,7 @@ def golden_text(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()
 
 def _figures(row: dict[str, Any]) -> str:
     """Return the other fields of a verdict, with three digits."""
-    left_out = ("text", "explanation", "cause", "held", "evidence", "where")
+    left_out = ("text", "action", "explanation", "cause", "held", "evidence", "where")
     values = (
         (name, value) for name, value in row.items() if name not in left_out and value is not False
     )

@@ -241,7 +241,7 @@ def test_cell_stays_below_its_size_limit(report: dict[str, Any]) -> None:
     large = copy.deepcopy(report)
     large["ranks"] = [{**report["ranks"][0], "rank": rank} for rank in range(4096)]
     large["verdicts"] = [
-        {**large["verdicts"][0], "explanation": "x" * 5000, "text": " Next: " + "y" * 5000}
+        {**large["verdicts"][0], "explanation": "x" * 5000, "action": "y" * 5000}
     ] * 100
     large["quality"]["notes"] = ["z" * 5000] * 100
     columns = range(64)

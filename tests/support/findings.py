@@ -74,7 +74,7 @@ def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
     )
     evidence = SlowLinkEvidence(links, (), (), len(links), "")
     return make_verdict(
-        "slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow. Next: see.", evidence
+        "slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow.", "see.", evidence
     )
 
 
@@ -82,8 +82,8 @@ def hang(
     step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0
 ) -> OpenHang:
     """Return a hang in the form in which a node's state stores it."""
-    text = f"No step for {since_s:.0f} s. Rank 2 did not enter it. Next: look at it."
-    return OpenHang(kind, since_s, step, ranks, waiting=(0, 1), stacks={}, text=text)
+    text = f"No step for {since_s:.0f} s. Rank 2 did not enter it."
+    return OpenHang(kind, since_s, step, ranks, (0, 1), {}, text=text, next="look at it.")
 
 
 def hung(

@@ -324,7 +324,7 @@ def test_hang_raises_its_start_its_updates_and_its_end() -> None:
     assert started.about == updated.about == ended.about
     assert len({started.id, updated.id, ended.id}) == 3
     assert (started.rank, started.host, updated.rank, updated.host) == (None, "", 5, "node-b")
-    assert (updated.cause, updated.since_step, updated.sentence) == (
+    assert (updated.cause, updated.since_step, updated.text) == (
         "dead",
         57,
         hang(since_s=20).text,
@@ -438,11 +438,9 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     log = FindingLog("run")
     evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
     verdict = make_verdict(
-        "imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow. Next: see.", evidence
+        "imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow.", "see.", evidence
     )
-    changed = dataclasses.replace(
-        verdict, cost_s_per_step=0.02, text="The stage is slower. Next: see."
-    )
+    changed = dataclasses.replace(verdict, cost_s_per_step=0.02, text="The stage is slower.")
     raised = [
         [(alert.kind, alert.change, alert.ranks, alert.sentence) for alert in alerts]
         for alerts in (

@@ -63,7 +63,7 @@ def test_hang_is_recorded_with_start_end_duration_and_last_sentence() -> None:
     (noted,) = rig.look(161, 57)
 
     assert (noted.since_unix_ns, noted.until_unix_ns) == (100 * S, 161 * S)
-    assert (noted.until_step, noted.duration_s, noted.alert.sentence) == (
+    assert (noted.until_step, noted.duration_s, noted.alert.text) == (
         58,
         50.0,
         hang(57, since_s=50).text,

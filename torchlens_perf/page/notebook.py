@@ -17,7 +17,7 @@ from torchlens_perf.errors import printable
 from torchlens_perf.page.sections.section import ranks_in_verdicts
 from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw_step_chart
 from torchlens_perf.report.run_report import load_report
-from torchlens_perf.run.verdicts import Summary, Verdict, split_sentence_and_action
+from torchlens_perf.run.verdicts import Summary, Verdict, remove_action
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
 from torchlens_perf.view.headline import build_headlines, choose_headline
@@ -172,7 +172,7 @@ def _build_summary(report: Report, run_dir: str) -> Summary:
 
 
 def _verdict_from_row(row: VerdictRow) -> Verdict:
-    text, action = map(printable, split_sentence_and_action(row["text"]))
+    text, action = printable(remove_action(row["text"], row["action"])), printable(row["action"])
     return Verdict(
         row["kind"], text, action, row["rank"], row["phase"], row["cost_s_per_step"], row["cost_share"],
         row["since_step"],

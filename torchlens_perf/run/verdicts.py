@@ -12,10 +12,14 @@ STARTED, UPDATED, ENDED = "started", "updated", "ended"
 _ACTION = " Next: "
 
 
-def split_sentence_and_action(text: str) -> tuple[str, str]:
-    """Split a text into the finding and the action to take; the action may be ""."""
-    sentence, _, action = text.partition(_ACTION)
-    return sentence, action
+def join_sentence_and_action(text: str, action: str) -> str:
+    """Return the finding and the action to take, which may be "", as one text."""
+    return f"{text}{_ACTION}{action}" if action else text
+
+
+def remove_action(text: str, action: str) -> str:
+    """Return the finding of a text that join_sentence_and_action() has made with this action."""
+    return text.removesuffix(f"{_ACTION}{action}") if action else text
 
 
 def range_end(until_step: int | None) -> float:
@@ -38,7 +42,7 @@ class _TextWithAction:
     @property
     def sentence(self) -> str:
         """The finding and the action to take, as one text."""
-        return f"{self.text}{_ACTION}{self.next}" if self.next else self.text
+        return join_sentence_and_action(self.text, self.next)
 
 
 @dataclasses.dataclass(frozen=True)

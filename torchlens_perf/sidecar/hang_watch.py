@@ -100,7 +100,7 @@ class HangDetector:
                 rank: RankStack(tuple(each.lines), each.reason) for rank, each in stacks.items()
             }
             self.hang = describe_hang(hang, reported, self._user_lines)
-            logger.warning("%s", self.hang.text)
+            logger.warning("%s Next: %s", self.hang.text, self.hang.next)
 
     def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
         """Return True if all other reports are newer than the first finding of this hang.

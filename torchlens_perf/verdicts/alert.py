@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import printable
 from torchlens_perf.run.rank_ranges import format_ranges
-from torchlens_perf.run.verdicts import ENDED, STARTED, UPDATED, Alert, split_sentence_and_action
+from torchlens_perf.run.verdicts import ENDED, STARTED, UPDATED, Alert
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.placement import Placement
@@ -85,7 +85,7 @@ class AlertBuilder:
             group = dataclasses.replace(group, diagnosis=self.diagnosed(group))
         verdict = build_slow_verdict(self.context(), group, self.findings)
         alert = self._straggler_alert(
-            slow, group.lead, change, verdict, verdict.sentence, *parts, ranks=group.ranks
+            slow, group.lead, change, verdict, verdict.text, *parts, ranks=group.ranks
         )
         causes = group.diagnosis.causes if group.diagnosis is not None else ()
         return dataclasses.replace(alert, because=tuple(cause.kind for cause in causes))
@@ -128,7 +128,15 @@ class AlertBuilder:
         about = ("straggler", *slow.key)
         return dataclasses.replace(
             self._build_alert(
-                "straggler", about, change, text, parts, ranks, episode.rank, episode.since_step
+                "straggler",
+                about,
+                change,
+                text,
+                "" if change == ENDED else verdict.next,
+                parts,
+                ranks,
+                episode.rank,
+                episode.since_step,
             ),
             phase=episode.phase,
             cause=cause_class(episode),
@@ -138,7 +146,7 @@ class AlertBuilder:
         )
 
     def _build_alert(
-        self, kind: str, about: tuple[object, ...], change: str, text: str, parts: tuple[object, ...],
+        self, kind: str, about: tuple[object, ...], change: str, text: str, action: str, parts: tuple[object, ...],
         ranks: tuple[int, ...], rank: int | None, since_step: int | None,
     ) -> Alert:  # fmt: skip
         """Return an alert.
@@ -151,25 +159,28 @@ class AlertBuilder:
             text = f"Only from node {self.alone}, which cannot reach node 0: {text}"
         key = _digest(self.run_id, self.attempt, *about)
         host = self.places[rank].host if rank is not None and rank in self.places else ""
-        sentence, action = split_sentence_and_action(printable(text))
         return Alert(
-            _digest(key, change, *parts), key, kind, change, sentence, action, self.unix_ns, self.attempt, since_step,
+            _digest(key, change, *parts), key, kind, change, printable(text), printable(action), self.unix_ns,
+            self.attempt, since_step,
             rank=rank, ranks=ranks, host=host,
         )  # fmt: skip
 
-    def build_hang_alert(self, hang: OpenHang, change: str, text: str) -> Alert:
-        """Return the alert on a hang."""
+    def build_hang_alert(self, hang: OpenHang, change: str) -> Alert:
+        """Return the alert on a hang in progress."""
+        return self._hang_alert(hang, change, hang.text, hang.next)
+
+    def _hang_alert(self, hang: OpenHang, change: str, text: str, action: str) -> Alert:
         ranks = hang.ranks
         parts = (hang.kind, format_ranges(ranks)) if change == UPDATED else ()
         rank = ranks[0] if ranks else None
         alert = self._build_alert(
-            "hang", ("hang", hang.step), change, text, parts, ranks, rank, hang.step
+            "hang", ("hang", hang.step), change, text, action, parts, ranks, rank, hang.step
         )
         return dataclasses.replace(alert, cause=hang.kind, duration_s=hang.since_s)
 
     def build_hang_end_alert(self, hang: OpenHang, why: str) -> Alert:
         """Return the alert on the end of a hang. why: the reason for the end, as a sentence."""
-        return self.build_hang_alert(hang, ENDED, f"The job hung in step {hang.step}. {why}")
+        return self._hang_alert(hang, ENDED, f"The job hung in step {hang.step}. {why}", "")
 
     def build_verdict_alert(
         self, verdict: JudgedVerdict, change: str = STARTED, *parts: object
@@ -194,7 +205,8 @@ class AlertBuilder:
                 verdict.kind,
                 key,
                 change,
-                verdict.sentence,
+                verdict.text,
+                verdict.next,
                 parts,
                 ranks,
                 verdict.rank,

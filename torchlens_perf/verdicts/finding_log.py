@@ -322,14 +322,14 @@ class FindingLog:
         if hang is None:
             return
         if before is None or before.hang is None:
-            alert = now.build_hang_alert(hang, STARTED, hang.text)
+            alert = now.build_hang_alert(hang, STARTED)
             self._open_finding(now, alert).hang = hang
             self._note_hang_duration(hang.step, hang.since_s)
             yield alert
             return
         was, longest_s = before.hang, max(hang.since_s, before.hang.since_s)
         before.hang = dataclasses.replace(hang, since_s=longest_s, stacks=hang.stacks or was.stacks)
-        before.alert = now.build_hang_alert(before.hang, UPDATED, hang.text)
+        before.alert = now.build_hang_alert(before.hang, UPDATED)
         self._note_hang_duration(hang.step, longest_s)
         if (hang.kind, hang.ranks) != (was.kind, was.ranks):
             yield before.alert

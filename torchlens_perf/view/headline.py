@@ -17,7 +17,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
-from torchlens_perf.run.verdicts import format_step_range, split_sentence_and_action
+from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.verdicts.words.evidence import (
     NOT_COMPUTING_KINDS,
     OVER,
@@ -146,7 +146,6 @@ def describe_others(found: Sequence[Headline], first: Headline | None) -> str:
 def build_headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
     """Return the headline of one verdict. run_dir: the path for the command to copy."""
     status, severity = _status_and_severity(row)
-    sentence, action = split_sentence_and_action(row["text"])
     return Headline(
         kind=row["kind"],
         status=status,
@@ -154,9 +153,9 @@ def build_headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headli
         facts=tuple((name, printable(text)) for name, text in _verdict_facts(row, report) if text),
         cost_s_per_step=row["cost_s_per_step"] or None,
         cost_share=row["cost_share"] or None,
-        sentence=printable(row["explanation"] or sentence),
+        sentence=printable(row["explanation"]),
         cause=printable(row["cause"]),
-        action=printable(action),
+        action=printable(row["action"]),
         command=_suggested_command(row, report, run_dir),
         is_over=row["is_over"],
     )

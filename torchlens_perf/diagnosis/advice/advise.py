@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.diagnosis.advice import balance, communication, computing, host, loading
 from torchlens_perf.diagnosis.what_if import MAX_DRIFT, MODEL_ERROR, parse_change
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.run.verdicts import split_sentence_and_action
+from torchlens_perf.run.verdicts import join_sentence_and_action, remove_action
 from torchlens_perf.verdicts.words.bottleneck import (
     COMMUNICATION_ACTION,
     DATA_ACTION,
@@ -50,9 +50,10 @@ def add_advice(job: Job) -> None:
         found = [each for each in report["advice"] if (each["share"] or 0.0) >= least]
         precise = next((each["action"] for each in found if each["key"] in keys), "")
         for row in report["verdicts"]:
-            if precise and split_sentence_and_action(row["text"])[1] == general:
-                action = precise[0].lower() + precise[1:]
-                row["text"] = row["text"].removesuffix(general) + action
+            if precise and row["action"] == general:
+                finding = remove_action(row["text"], general)
+                row["action"] = precise[0].lower() + precise[1:]
+                row["text"] = join_sentence_and_action(finding, row["action"])
 
 
 def find_advice(job: Job) -> list[Advice]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
-from torchlens_perf.run.verdicts import split_sentence_and_action
+from torchlens_perf.run.verdicts import remove_action
 from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence
 
 _IMBALANCE = "waiting for the rank with the most work takes"
@@ -34,8 +34,8 @@ def balance_stages(job: Job) -> Proposal | None:
     """One stage of a pipeline has more work than the others."""
     for row in job.report["verdicts"]:
         if isinstance(row["evidence"], ImbalanceEvidence) and not row["is_over"]:
-            finding, action = split_sentence_and_action(row["text"])
-            return Proposal(finding, capitalize(action), gain_s=row["cost_s_per_step"])
+            finding = remove_action(row["text"], row["action"])
+            return Proposal(finding, capitalize(row["action"]), gain_s=row["cost_s_per_step"])
     return None
 
 

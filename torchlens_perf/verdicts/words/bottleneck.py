@@ -289,10 +289,12 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
     if sampled is not None and sampled >= _SAMPLED_LACK and not _is_lack_measured(report):
         text = (
             f"Waiting for a CPU takes {format_percent(sampled)} of the time, according to one-second"
-            f" samples. Its place in the step was not measured. Next: {CPU_ACTION}"
+            f" samples. Its place in the step was not measured."
         )
         cost_s, lack = sampled * step_s, SampledCpuLackEvidence(sampled)
-        return make_verdict("lack_of_cpu", None, "cpu", cost_s, sampled, None, 0.8, text, lack)
+        return make_verdict(
+            "lack_of_cpu", None, "cpu", cost_s, sampled, None, 0.8, text, CPU_ACTION, lack
+        )
     unrecorded = _build_other_threads_verdict(report, found)
     if unrecorded is not None:
         return unrecorded
@@ -325,11 +327,19 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
             " These figures include waiting for a CPU, which was not measured per step: one-second"
             f" samples show {format_percent(sampled)} of the time."
         )
-    text += f" Next: {following.action}"
     known = [use for use in everything.waits if use.kind != _LACK.kind or _is_lack_measured(report)]
     evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *known)})
     return make_verdict(
-        first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.9, text, evidence
+        first.kind,
+        None,
+        first.phase,
+        cost_s,
+        cost_s / step_s,
+        None,
+        0.9,
+        text,
+        following.action,
+        evidence,
     )
 
 
@@ -348,10 +358,10 @@ def _build_other_threads_verdict(report: Facts, found: StepBreakdown) -> JudgedV
         "What limits the step is not known: threads that are not recorded do part of the work"
         f" ({shown} a step). The recorded thread spends"
         f" {_format_share(outside.seconds, found.step_s)} of a step outside its own phases, where it"
-        f" may be waiting for these threads. Next: {action}"
+        f" may be waiting for these threads."
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
-    return make_verdict("not_known", None, None, None, None, None, 0.0, text, evidence)
+    return make_verdict("not_known", None, None, None, None, None, 0.0, text, action, evidence)
 
 
 def other_threads_note(report: Facts) -> str:
@@ -665,9 +675,11 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         text = (
             f"The {device} waits for its host in {format_percent(launch_share)} of a step's work"
             f" ({format_duration(step_s)}): the host takes longer to issue kernels than the {device} to"
-            f" execute them. Next: {LAUNCH_ACTION}"
+            f" execute them."
         )
-        return make_verdict("host_bound", None, "host", None, None, None, 0.8, text, launches)
+        return make_verdict(
+            "host_bound", None, "host", None, None, None, 0.8, text, LAUNCH_ACTION, launches
+        )
     if first is not found.computing:
         also = "".join(
             f"; {_uncapitalize(each.what)} {_format_share(each.seconds, step_s)}"
@@ -677,20 +689,30 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         computes = f"; computing {_format_share(computing_s, step_s)}" if computing_s else ""
         text = (
             f"{first.what} takes {_format_share(first.seconds, step_s)} of a step on the {device}"
-            f" ({format_duration(step_s)}){also}{computes}.{_equal_waits_caveat(first, waits_s)}{kinds} Next:"
-            f" {first.action}"
+            f" ({format_duration(step_s)}){also}{computes}.{_equal_waits_caveat(first, waits_s)}{kinds}"
         )
         cost_s = first.seconds
         return make_verdict(
-            first.kind, None, first.phase, cost_s, cost_s / step_s, None, 0.8, text, evidence
+            first.kind,
+            None,
+            first.phase,
+            cost_s,
+            cost_s / step_s,
+            None,
+            0.8,
+            text,
+            first.action,
+            evidence,
         )
     if share >= _LAUNCH_BOUND:
         text = (
             f"The {device} waits for the host: it had no work left at the end of {format_percent(share)}"
-            f" of the forward and backward passes. Next: {LAUNCH_ACTION}"
+            f" of the forward and backward passes."
         )
         # The cost is not known, because idle time between two kernels is not measured.
-        return make_verdict("host_bound", None, "host", None, None, None, 0.8, text, launches)
+        return make_verdict(
+            "host_bound", None, "host", None, None, None, 0.8, text, LAUNCH_ACTION, launches
+        )
     phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
     shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for seconds, part in phases)
     also = "".join(
@@ -701,10 +723,19 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
     cost_s = 0.0 if following is found.computing else following.seconds
     text = (
         f"Computing takes {format_percent(computing_s / step_s)} of a step on the {device}"
-        f" ({format_duration(step_s)}: {shown}){also}.{ahead}{kinds} Next: {following.action}"
+        f" ({format_duration(step_s)}: {shown}){also}.{ahead}{kinds}"
     )
     return make_verdict(
-        "compute_bound", None, phases[0][1], cost_s, cost_s / step_s, None, 0.8, text, evidence
+        "compute_bound",
+        None,
+        phases[0][1],
+        cost_s,
+        cost_s / step_s,
+        None,
+        0.8,
+        text,
+        following.action,
+        evidence,
     )
 
 
@@ -714,11 +745,14 @@ def _build_not_known_verdict(report: Facts, device: str) -> JudgedVerdict:
     text = (
         f"What limits the step is not known: the work is on a device ({device}), and only host time"
         f" was recorded. {largest.what} takes {_format_share(largest.seconds, found.step_s)} of a typical"
-        " step on the host, which may be waiting for the device. Next: record device times"
-        ' (device_times="on"), or look at a trace of some steps: torchlens-perf capture.'
+        " step on the host, which may be waiting for the device."
+    )
+    action = (
+        'record device times (device_times="on"), or look at a trace of some steps: torchlens-perf'
+        " capture."
     )
     return make_verdict(
-        "not_known", None, None, None, None, None, 0.0, text, UntimedDeviceEvidence(device)
+        "not_known", None, None, None, None, None, 0.0, text, action, UntimedDeviceEvidence(device)
     )
 
 
@@ -785,12 +819,11 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
             )
     text = (
         f"{often} {takes} {format_duration(long['more_s'])} longer{each} ({why}):"
-        f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time. Next:"
-        f" {action}"
+        f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time."
     )
     cost_s = mean_per_step(long["total_s"], steps)
     return make_verdict(
-        "long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, long
+        "long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, action, long
     )
 
 
@@ -832,13 +865,15 @@ def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) 
     in_all = f" ({format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time)"
     text = (
         f"{which}: {who} waited {format_duration(long['more_s'])}{' each time' * several} for rank"
-        f" {rank}{in_all}. Next: see what rank {rank} does in"
-        f" {'these steps' if several else 'this step'}: wrap parts in perf.section(), and look at"
-        " its storage and its other programs."
+        f" {rank}{in_all}."
+    )
+    action = (
+        f"see what rank {rank} does in {'these steps' if several else 'this step'}: wrap parts in"
+        " perf.section(), and look at its storage and its other programs."
     )
     cost_s = mean_per_step(long["total_s"], report["steps"])
     return make_verdict(
-        "long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, long
+        "long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, action, long
     )
 
 

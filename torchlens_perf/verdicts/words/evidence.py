@@ -15,7 +15,7 @@ from msgspec import Struct, field
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
-from torchlens_perf.run.verdicts import Verdict, split_sentence_and_action
+from torchlens_perf.run.verdicts import Verdict
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis
 from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
@@ -397,24 +397,24 @@ class JudgedVerdict(Verdict):
         return {
             "kind": self.kind, "rank": self.rank, "phase": self.phase, "cost_s_per_step": self.cost_s_per_step,
             "cost_share": self.cost_share, "since_step": self.since_step, "confidence": self.confidence,
-            "text": self.sentence, "explanation": self.explanation or self.text, "cause": self.cause,
-            "evidence": self.evidence,
+            "text": self.sentence, "action": self.next, "explanation": self.explanation or self.text,
+            "cause": self.cause, "evidence": self.evidence,
         }  # fmt: skip
 
 
 def make_verdict(
     kind: str, rank: int | None, phase: str | None, cost_s_per_step: float | None, cost_share: float | None,
-    since_step: int | None, confidence: float, sentence: str, evidence: Evidence, episode: Episode | None = None,
-    explanation: str = "", cause: str = "",
+    since_step: int | None, confidence: float, text: str, action: str, evidence: Evidence,
+    episode: Episode | None = None, explanation: str = "", cause: str = "",
 ) -> JudgedVerdict:  # fmt: skip
     """Return a verdict.
 
-    kind: a key of EVIDENCE. sentence: the text and, after "Next: ", the action.
+    kind: a key of EVIDENCE. text: the finding in sentences. action: what to do; "" if nothing.
     """
-    said = split_sentence_and_action(sentence)
     return JudgedVerdict(
         kind,
-        *said,
+        text,
+        action,
         rank,
         phase,
         cost_s_per_step,

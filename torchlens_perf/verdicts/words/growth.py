@@ -36,14 +36,16 @@ def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedV
     cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
     text = (
         f"The step time of the whole job grew by {format_percent(trend['change'])} over the run:"
-        f" {format_duration(first_s)} in the first third, {format_duration(last_s)} in the last. Next: see what"
-        " grows with the step (an episode, a sequence, a list that is never emptied)."
+        f" {format_duration(first_s)} in the first third, {format_duration(last_s)} in the last."
     )
+    action = "see what grows with the step (an episode, a sequence, a list that is never emptied)."
     share, evidence = (
         cost_s * len(means_s) / sum(means_s),
         GrowthEvidence(first_s, last_s, sum(later) / len(later)),
     )
-    return [make_verdict("growing_steps", None, None, cost_s, share, None, 0.8, text, evidence)]
+    return [
+        make_verdict("growing_steps", None, None, cost_s, share, None, 0.8, text, action, evidence)
+    ]
 
 
 def is_explained_by_growth(report: Facts, verdict: JudgedVerdict) -> bool:

@@ -18,6 +18,7 @@ from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.run.verdicts import join_sentence_and_action
 
 # A sentence lists at most this many ranks with hosts, and at most this many places.
 _MAX_NAMED = 4
@@ -52,6 +53,8 @@ class OpenHang(HangEvidence):
     """A hang in progress with its sentences, for node states and alerts."""
 
     text: str
+    next: str = ""
+    """The action to take."""
 
 
 def describe_hang(
@@ -62,14 +65,20 @@ def describe_hang(
     user_lines: for some ranks, the line of the user's code, such as "train.py:65".
     """
     ranks = tuple(each.progress.rank for each in hang.blocking)
+    text, action = describe_finding(hang, user_lines)
     return OpenHang(
         hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks,
-        text=hang_text(hang, user_lines),
+        text=text, next=action,
     )  # fmt: skip
 
 
 def hang_text(hang: Hang, user_lines: Mapping[int, str] | None = None) -> str:
-    """Return the sentences on a hang as one line. user_lines: as in describe_hang()."""
+    """Return the finding and the action as one line. user_lines: as in describe_hang()."""
+    return join_sentence_and_action(*describe_finding(hang, user_lines or {}))
+
+
+def describe_finding(hang: Hang, user_lines: Mapping[int, str]) -> tuple[str, str]:
+    """Return the sentences on a hang, and the action to take. user_lines: see describe_hang()."""
     usual = (
         f"usually {format_duration(hang.usual_s)}"
         if hang.usual_s > 0
@@ -83,10 +92,10 @@ def hang_text(hang: Hang, user_lines: Mapping[int, str] | None = None) -> str:
             f" {_format_count(len(hang.moving), 'other rank makes', 'other ranks make')} steps"
         )
     if hang.operations and hang.collective:
-        finding = _describe_different_calls(hang, hang.collective, user_lines or {})
+        finding = _describe_different_calls(hang, hang.collective, user_lines)
     else:
         finding = _FINDINGS.get(hang.kind, _describe_blocking_ranks)(hang)
-    return f"{opening}. {finding} {_additional_sentences(hang)}Next: {_next_action(hang)}"
+    return f"{opening}. {finding} {_additional_sentences(hang)}".rstrip(), _next_action(hang)
 
 
 def collective_name(collective: Collective) -> str:

@@ -47,13 +47,15 @@ def _build_outlier_verdict(each: NumberOutlier) -> JudgedVerdict:
     often = f" It is the largest of {each['count']} outliers." if each["count"] > 1 else ""
     text = (
         f"{subject} far above usual in step {each['step']}: {format_rounded(each['value'])}, usually"
-        f" {format_rounded(each['usual'])}.{often} Next: {action}"
+        f" {format_rounded(each['usual'])}.{often}"
     )
     evidence = NumberOutlierEvidence(
         each["what"], ranks, each["value"], each["usual"], each["count"]
     )
     rank = None if several or each["is_everywhere"] else ranks[0]
-    return make_verdict("number_outlier", rank, None, None, None, each["step"], 0.6, text, evidence)
+    return make_verdict(
+        "number_outlier", rank, None, None, None, each["step"], 0.6, text, action, evidence
+    )
 
 
 def _build_verdict(each: WrongNumbers) -> JudgedVerdict:
@@ -92,5 +94,5 @@ def _build_verdict(each: WrongNumbers) -> JudgedVerdict:
     rank = None if several or each["is_everywhere"] else ranks[0]
     return make_verdict(
         "wrong_numbers", rank, None, None, None, each["since_step"],
-        0.9 if each["is_certain"] else 0.6, f"{text} Next: {action}", evidence,
+        0.9 if each["is_certain"] else 0.6, text, action, evidence,
     )  # fmt: skip

@@ -85,12 +85,12 @@ def _build_oom_verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedV
         )
     text = (
         f"Rank {rank['rank']} ({rank['host']}) ran out of device memory in step"
-        f" {oom['step']}{inside}: {_describe_request(oom)}. {held}{others} Next:"
-        f" {build_next_action(oom, rank['memory']['growth'])}"
+        f" {oom['step']}{inside}: {_describe_request(oom)}. {held}{others}"
     )
+    action = build_next_action(oom, rank["memory"]["growth"])
     evidence: OutOfMemoryEvidence = {**oom, "ranks": [rank["rank"], *also]}
     return make_verdict(
-        "out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, evidence
+        "out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, action, evidence
     )
 
 

@@ -43,9 +43,11 @@ def build_run_part_verdict(
     share = use.seconds / step_s
     takes = f"{format_percent(share)} ({format_duration(use.seconds)}) of a step of {format_duration(step_s)}"
     rest = f"{'' if everywhere else 'where it was measured, '}{format_duration(rest_s)}"
+    action = ""
     if until_step is None:
+        action = use.action
         what = use.what[0].lower() + use.what[1:]
-        text = f"Since step {since_step}, {what} takes {takes}; before, {rest}. Next: {use.action}"
+        text = f"Since step {since_step}, {what} takes {takes}; before, {rest}."
     else:
         text = (
             f"{use.what} took {takes} {format_step_range(since_step, until_step)}; in the rest of the"
@@ -53,7 +55,9 @@ def build_run_part_verdict(
         )
     kind = use.kind if until_step is None else f"{use.kind}{OVER}"
     evidence = RunPartEvidence(step_s, use.seconds, rest_s)
-    return make_verdict(kind, None, use.phase, use.seconds, share, since_step, 0.8, text, evidence)
+    return make_verdict(
+        kind, None, use.phase, use.seconds, share, since_step, 0.8, text, action, evidence
+    )
 
 
 def build_compute_verdict(
@@ -66,12 +70,20 @@ def build_compute_verdict(
     share = computing.seconds / step_s
     text = (
         f"Since step {since_step}, computing takes {format_percent(share)} ({format_duration(computing.seconds)})"
-        f" of a step of {format_duration(step_s)}; before, a step took {format_duration(before_s)}. Next:"
-        f" {computing.action}"
+        f" of a step of {format_duration(step_s)}; before, a step took {format_duration(before_s)}."
     )
     evidence = RunPartEvidence(step_s, computing.seconds, 0.0)
     return make_verdict(
-        computing.kind, None, computing.phase, 0.0, 0.0, since_step, 0.8, text, evidence
+        computing.kind,
+        None,
+        computing.phase,
+        0.0,
+        0.0,
+        since_step,
+        0.8,
+        text,
+        computing.action,
+        evidence,
     )
 
 
@@ -91,11 +103,10 @@ def build_ended_hang_verdict(
         f": {format_percent(share)} of all step time" if went_on and share >= WORTH_A_LINE else ""
     )
     text = f"The job hung in step {step}{lasted}{then}{cost}. {finding}".rstrip()
-    if last.next and (went_on is False or cost):
-        text += f" Next: {last.next}"
+    action = last.next if went_on is False or cost else ""
     rank = found.ranks[0] if found.ranks else None
     return make_verdict(
-        f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, found
+        f"hang{OVER}", rank, None, lost_s / max(1, steps), share, step, 0.9, text, action, found
     )
 
 
@@ -105,7 +116,7 @@ def build_ended_verdict(
     """Return a verdict on a finding that has ended. text: the newest sentence on the finding."""
     evidence = PastEvidence(tuple(ranks), None, None, {})
     return make_verdict(
-        f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {text}", evidence
+        f"{kind}{OVER}", None, None, None, None, since_step, 0.5, f"No longer: {text}", "", evidence
     )
 
 

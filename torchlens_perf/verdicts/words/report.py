@@ -617,6 +617,9 @@ class VerdictFacts(TypedDict):
     since_step: int | None
     confidence: float
     text: str
+    """The finding and, after "Next: ", the action."""
+    action: str
+    """The action to take; "" if not applicable."""
     explanation: str
     """The measurement. Place, cost, time, cause and action are in other fields."""
     cause: str

@@ -135,11 +135,15 @@ def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[JudgedVerdict]
     text = (
         f"{format_rank_list(ended).capitalize()} ended normally after {fewest} steps, but"
         f" {format_rank_list(longest)} made {most}: from step {fewest} on, other ranks trained"
-        f" without {format_rank_list(ended)}. Next: give all ranks the same number of batches:"
-        " drop_last=True, or a DistributedSampler."
+        f" without {format_rank_list(ended)}."
     )
+    action = "give all ranks the same number of batches: drop_last=True, or a DistributedSampler."
     evidence = UnevenStepsEvidence(ended, fewest, most)
-    return [make_verdict("uneven_steps", ended[0], None, None, None, fewest, 0.9, text, evidence)]
+    return [
+        make_verdict(
+            "uneven_steps", ended[0], None, None, None, fewest, 0.9, text, action, evidence
+        )
+    ]
 
 
 def _failure_of(rank: Rank) -> Failure:
@@ -152,10 +156,11 @@ def _build_failed_verdict(rank: Rank, evidence: FailedEvidence) -> JudgedVerdict
     text = (
         f"Rank {rank['rank']} ({rank['host']}) failed {describe_failure_time(failure)}"
         f"{_describe_failure_place(failure)}: {describe_exception(failure)}."
-        f"{_describe_oom_kills(rank)}{_describe_ranks_ended_after(evidence)} Next: {_choose_action(rank, evidence)}"
+        f"{_describe_oom_kills(rank)}{_describe_ranks_ended_after(evidence)}"
     )
     return make_verdict(
-        "failed", rank["rank"], failure["phase"] or None, None, None, failure["step"], 1.0, text, evidence
+        "failed", rank["rank"], failure["phase"] or None, None, None, failure["step"], 1.0, text,
+        _choose_action(rank, evidence), evidence,
     )  # fmt: skip
 
 
@@ -237,14 +242,11 @@ def _build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
     others = [rank for rank in ranks if rank != first["rank"]]
     too = f" {format_rank_list(others).capitalize()} died, too." if others else ""
     how, action = _describe_end(first, died)
-    text = (
-        f"Rank {first['rank']} ({first['host']}) died {_describe_death_place(first)}: {how}{too}"
-        f" Next: {action}"
-    )
+    text = f"Rank {first['rank']} ({first['host']}) died {_describe_death_place(first)}: {how}{too}"
     evidence = DiedEvidence(ranks, first["last_step"], tuple(first["inside"]))
     return [
         make_verdict(
-            "died", first["rank"], None, None, None, first["last_step"], 1.0, text, evidence
+            "died", first["rank"], None, None, None, first["last_step"], 1.0, text, action, evidence
         )
     ]
 

@@ -85,7 +85,7 @@ def build_startup_verdicts(report: Facts) -> list[JudgedVerdict]:
         )
     text = (
         f"The start takes {format_percent(lost_s / whole_s)} of the run ({format_duration(lost_s)} of"
-        f" {format_duration(whole_s)}): {parts}{waiting}{compiling}. Next: {action}"
+        f" {format_duration(whole_s)}): {parts}{waiting}{compiling}."
     )
     before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
     evidence = StartupEvidence(before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s)
@@ -99,6 +99,7 @@ def build_startup_verdicts(report: Facts) -> list[JudgedVerdict]:
             None,
             0.9,
             text,
+            action,
             evidence,
         )
     ]

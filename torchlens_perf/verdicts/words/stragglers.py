@@ -248,7 +248,7 @@ def _build_verdict_on_group(
     named = _compare_times(episode, f"rank {episode.rank}", findings.compared)
     explanation = f"{named[0].upper()}{named[1:]}{where}{_pattern_clause(episode)}."
     action = causes[0].action if causes else _next_action(episode, modules, straggler)
-    text = f"{found} {cost}, {since}. {because}Next: {action}"
+    text = f"{found} {cost}, {since}. {because}".rstrip()
     evidence = StragglerEvidence(
         cause=cause_class(episode) if straggler.kind != "position" else "imbalance",
         scope=straggler.kind,
@@ -269,8 +269,8 @@ def _build_verdict_on_group(
     )
     confidence, since_step = _compute_confidence(episode), episode.since_step
     return make_verdict(
-        "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, evidence, episode,
-        explanation, cause,
+        "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, action, evidence,
+        episode, explanation, cause,
     )  # fmt: skip
 
 
@@ -468,7 +468,7 @@ def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> 
     )
     return make_verdict(
         f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step,
-        _compute_confidence(episode), text, evidence, episode,
+        _compute_confidence(episode), text, "", evidence, episode,
     )  # fmt: skip
 
 
@@ -481,28 +481,29 @@ def build_imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
     text = (
         f"The pipeline is out of balance: stage {found.stage} (ranks {format_ranges(found.ranks)}) has"
         f" {format_duration(found.work_ns / 1e9)} of work a step, the other stages"
-        f" {format_duration(found.others_work_ns / 1e9)}. Next: move layers out of stage {found.stage}."
+        f" {format_duration(found.others_work_ns / 1e9)}."
     )
+    action = f"move layers out of stage {found.stage}."
     evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
-    return [make_verdict("imbalance", None, None, cost_s, share, None, 0.9, text, evidence)]
+    return [make_verdict("imbalance", None, None, cost_s, share, None, 0.9, text, action, evidence)]
 
 
-def describe_unequal_work(findings: Findings) -> str:
-    """Return a sentence if ranks with one model have more work than ranks with other models, as in
-    a pipeline; else "".
+def describe_unequal_work(findings: Findings) -> tuple[str, str] | None:
+    """Return a sentence and an action if ranks with one model have more work than ranks with other
+    models, as in a pipeline; else None.
 
     Such ranks are not called slow, because it is not known how much work they should have.
     """
     parts = sorted(findings.usual, key=lambda part: -part.work_ns)
     if len(parts) < 2 or len({part.population.endswith(BY_DEVICE) for part in parts}) > 1:
         # Host times cannot be compared with device times.
-        return ""
+        return None
     largest, others = parts[0], parts[1:]
     work_ns = sum(part.work_ns for part in others) / len(others)
     wait_ns = sum(part.wait_ns for part in others) / len(others)
     more_ns = largest.work_ns - work_ns
     if more_ns < max(MIN_IMBALANCE * findings.step_ns, 1.0) or wait_ns < _WAITS_FOR_IT * more_ns:
-        return ""
+        return None
     who, does = ("ranks", "have") if not largest.ranks.isdecimal() else ("rank", "has")
     names = ", ".join(part.ranks for part in others)
     one = names.isdecimal()
@@ -514,9 +515,10 @@ def describe_unequal_work(findings: Findings) -> str:
     return (
         f"The ranks were not compared, because they run different models. {who.capitalize()}"
         f" {largest.ranks} {does} {format_duration(largest.work_ns / 1e9)} of work a step, {rest}"
-        f" {theirs}{', on average' * (len(others) > 1)}. Next: if these are pipeline stages,"
+        f" {theirs}{', on average' * (len(others) > 1)}.",
+        "if these are pipeline stages,"
         f" move layers away from {who} {largest.ranks}; otherwise, see the table of ranks for the"
-        f" additional work of {who} {largest.ranks}."
+        f" additional work of {who} {largest.ranks}.",
     )
 
 
@@ -524,12 +526,17 @@ def build_no_straggler_verdict(report: Facts, findings: Findings) -> JudgedVerdi
     """Return the verdict that no rank is slow, or that ranks were not compared."""
     count, why = report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
-        text = (
+        too_few = (
             f"Too few steps to compare the ranks ({count}): a slow rank cannot be distinguished"
-            f" from noise yet. Next: run at least {_steps_needed(findings)} steps."
+            " from noise yet.",
+            f"run at least {_steps_needed(findings)} steps.",
         )
-        kind, not_compared = "not_compared" if why else "none", NotComparedEvidence(findings.rows)
-        return make_verdict(kind, None, None, 0.0, 0.0, None, 0.0, why or text, not_compared)
+        said = why or too_few
+        kind, not_compared = (
+            "not_compared" if why else "none",
+            NotComparedEvidence(findings.rows),
+        )
+        return make_verdict(kind, None, None, 0.0, 0.0, None, 0.0, *said, not_compared)
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     by_both = any(each.own and each.own.is_hidden for each in findings.usual)
@@ -545,21 +552,21 @@ def build_no_straggler_verdict(report: Facts, findings: Findings) -> JudgedVerdi
             f"{text} Statistics merged on devices do not confirm this{rather}.",
         )
     evidence = NoSlowRankEvidence(findings.rows, seen_s, findings.compared)
-    return make_verdict("none", None, None, 0.0, 0.0, None, confidence, text, evidence)
+    return make_verdict("none", None, None, 0.0, 0.0, None, confidence, text, "", evidence)
 
 
 def _steps_needed(findings: Findings) -> int:
     return max(_MIN_STEPS, findings.steps_needed)
 
 
-def _why_not_compared(report: Facts, findings: Findings) -> str:
-    """Return why ranks were not compared, with advice; "" if they were or will be compared."""
+def _why_not_compared(report: Facts, findings: Findings) -> tuple[str, str] | None:
+    """Return why ranks were not compared, and the action to take; None if they were or will be compared."""
     run = report["run"]
     if run["ranks_seen"] == 1 and not run["live"] and findings.compared < 2:
         return (
-            f"Only 1 of {run['world_size']} ranks was seen, so no ranks could be compared. Next:"
-            " unset RANK and WORLD_SIZE if the job has one process; else look for the logs of the"
-            " other ranks."
+            f"Only 1 of {run['world_size']} ranks was seen, so no ranks could be compared.",
+            "unset RANK and WORLD_SIZE if the job has one process; else look for the logs of the"
+            " other ranks.",
         )
     if run["device"] is not None and run["judged_by"] != DEVICE:
         untimed = [
@@ -575,13 +582,14 @@ def _why_not_compared(report: Facts, findings: Findings) -> str:
         )
         return (
             f"The ranks were not compared: their work is on a device ({run['device']}), and"
-            f" {recorded}. Next: see `torchlens-perf doctor` for why, or compare traces of some"
-            " ranks (torchlens-perf capture)."
+            f" {recorded}.",
+            "see `torchlens-perf doctor` for why, or compare traces of some ranks (torchlens-perf"
+            " capture).",
         )
     if findings.compared or report["steps"]["count"] < _steps_needed(findings):
-        return ""
+        return None
     text = (
         "The ranks were not compared: they do different work, or were not recorded at the same"
         " time."
     )
-    return describe_unequal_work(findings) or text
+    return describe_unequal_work(findings) or (text, "")

@@ -153,11 +153,11 @@ def _replace_if_spans_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedV
     text = (
         f"It is not known where the step's time goes: {format_count(too_deep, 'span')} nested deeper"
         f" than {MAX_FRAMES} levels were not recorded. They may include phases of the step, which"
-        " are counted as host code here. Next: nest sections less deeply, also around the training"
-        " loop."
+        " are counted as host code here."
     )
+    action = "nest sections less deeply, also around the training loop."
     return make_verdict(
-        "not_known", None, None, None, None, None, 0.5, text, DeepSpansEvidence(too_deep)
+        "not_known", None, None, None, None, None, 0.5, text, action, DeepSpansEvidence(too_deep)
     )
 
 
@@ -173,14 +173,22 @@ def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) ->
         else f"ranks {format_ranges(worst.ranks)}"
     )
     action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
-    text = f"{describe_slow_links(links)} Next: {action}"
     cost_s = worst.cost_ns / 1e9 / max(1, steps)
     share = cost_s / mean_s if mean_s else 0.0
     evidence = SlowLinkEvidence(
         links.links, links.shared_ranks, links.shared_nodes, links.compared, links.undecided
     )
     return make_verdict(
-        "slow_link", None, "communication", cost_s, share, None, 0.8, text, evidence
+        "slow_link",
+        None,
+        "communication",
+        cost_s,
+        share,
+        None,
+        0.8,
+        describe_slow_links(links),
+        action,
+        evidence,
     )
 
 
@@ -189,31 +197,34 @@ def _build_hang_verdict(hang: OpenHang) -> JudgedVerdict:
     evidence = HangEvidence(
         hang.kind, hang.since_s, hang.step, hang.ranks, hang.waiting, hang.stacks
     )
-    return make_verdict("hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, evidence)
+    return make_verdict(
+        "hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, hang.next, evidence
+    )
 
 
 def _build_no_steps_verdict(report: Facts) -> JudgedVerdict:
     evidence = NoStepsEvidence(report["quality"]["records"])
     return make_verdict(
-        "no_steps", None, None, 0.0, 0.0, None, 1.0, _why_no_steps(report), evidence
+        "no_steps", None, None, 0.0, 0.0, None, 1.0, *_why_no_steps(report), evidence
     )
 
 
-def _why_no_steps(report: Facts) -> str:
-    """Return a sentence on why no step was measured, with the next action."""
+def _why_no_steps(report: Facts) -> tuple[str, str]:
+    """Return a sentence on why no step was measured, and the next action."""
     made, lost = report["steps"]["made"], report["quality"]["lost"]
     if lost:
         steps = f"All records of {format_count(made, 'finished step')}" if made else "Records"
         return (
             f"{steps} were lost: {format_count(lost, 'record')} came faster than the sidecar could read,"
-            " and were overwritten. Next: record fewer sections or modules, or raise ring_records."
+            " and were overwritten.",
+            "record fewer sections or modules, or raise ring_records.",
         )
     if made:
         which = "The only step that ended is" if made == 1 else f"The {made} steps that ended are"
         return (
             f"{which} not measured: recording began after the first optimizer step, as the script"
-            " has no watch(). Next: run more steps, or put `with perf.watch(model):` around the"
-            " loop."
+            " has no watch().",
+            "run more steps, or put `with perf.watch(model):` around the loop.",
         )
     now = [
         rank["now"] for rank in report["ranks"] if rank["now"] is not None and rank["now"]["inside"]
@@ -222,12 +233,13 @@ def _why_no_steps(report: Facts) -> str:
         longest = max(now, key=lambda each: each["step_s"])
         return (
             f"No step has ended yet: the first one has taken {format_duration(longest['step_s'])} so far,"
-            f" and is in {' > '.join(longest['inside'])}. Next: wait for its end."
+            f" and is in {' > '.join(longest['inside'])}.",
+            "wait for its end.",
         )
     return (
         "No step was seen. A step ends with an optimizer's step, a forward pass without gradients"
-        " of the watched model, or w.step(). Next: pass the model to watch(), or call w.step() at"
-        " the end of your loop."
+        " of the watched model, or w.step().",
+        "pass the model to watch(), or call w.step() at the end of your loop.",
     )
 
 
@@ -237,9 +249,10 @@ def _build_only_warm_up_verdict(report: Facts) -> JudgedVerdict:
     which = "which is" if steps["count"] == 1 else "all of them"
     text = (
         f"Only {format_count(steps['count'], 'step')}{far}, {which} warm-up (the first {WARM_UP_STEPS}"
-        f" of each rank){describe_warm_up(steps)}. Next: run at least 40 steps."
+        f" of each rank){describe_warm_up(steps)}."
     )
-    return make_verdict("none", None, None, 0.0, 0.0, None, 0.0, text, WarmUpEvidence())
+    action = "run at least 40 steps."
+    return make_verdict("none", None, None, 0.0, 0.0, None, 0.0, text, action, WarmUpEvidence())
 
 
 def describe_warm_up(steps: Steps) -> str:
