@@ -24,6 +24,7 @@ from torchlens_perf.run.ring import (
     GroupProgress,
     Kind,
 )
+from torchlens_perf.sidecar.progress import read_operations
 
 
 @pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
@@ -426,6 +427,9 @@ def test_last_operations_are_in_the_file_header_before_they_end(rig: CollectiveR
         (str(number % 2), number) for number in range(4, MAX_RECENT + 4)
     ]
     assert {(each.name, each.bytes) for each in last} == {(NAME, 4096)}
+    newest = {str(number % 2): number for number in range(MAX_RECENT + 4)}
+    _, sizes, dtypes = read_operations(last, newest)
+    assert (sizes, dtypes) == (dict.fromkeys("01", 4096), dict.fromkeys("01", "float32"))
 
 
 # -- other threads

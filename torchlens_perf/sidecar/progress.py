@@ -28,7 +28,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     groups = [group for group in reader.read_group_progress() if " peer=" not in group.name]
     numbers = {group.name: group.issued - 1 for group in groups}
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}
-    operations, sizes = _read_operations(reader.read_last_operations(), issued)
+    operations, sizes, dtypes = read_operations(reader.read_last_operations(), issued)
     mark = read_device_mark(reader)
     ended = {"died": "dead", "closed": "closed", "failed": "closed"}.get(state.ended)
     return RankProgress(
@@ -43,6 +43,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         state=ended or read_process_state(state.identity.pid, state.identity.process_started),
         operations=operations,
         sizes=sizes,
+        dtypes=dtypes,
         since_mark_s=now_s - source.mark_s,
         all_groups=reader.read_counter(ring.GROUPS_USED) < ring.MAX_GROUPS
         and len(issued) == len(numbers),
@@ -53,19 +54,20 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     )
 
 
-def _read_operations(
+def read_operations(
     last: Iterable[ring.IssuedOperation], issued: Mapping[str, int]
-) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
-    """Return RankProgress.operations and RankProgress.sizes."""
+) -> tuple[dict[str, dict[int, str]], dict[str, int], dict[str, str]]:
+    """Return RankProgress.operations, RankProgress.sizes and RankProgress.dtypes."""
     operations: dict[str, dict[int, str]] = {}
-    sizes = {}
+    sizes, dtypes = {}, {}
     for each in last:
         name = parse_collective_name(each.name)
         if name is not None and each.group in issued:
             operations.setdefault(each.group, {})[each.sequence] = name.operation
             if each.sequence == issued[each.group]:
                 sizes[each.group] = each.bytes
-    return operations, sizes
+                dtypes[each.group] = name.dtype
+    return operations, sizes, dtypes
 
 
 def median_step_s(durations_ns: Sequence[float]) -> float:

@@ -104,6 +104,57 @@ def test_sizes_that_may_differ_are_no_mismatch(operation: str) -> None:
     assert found(*ranks).kind == "together"
 
 
+@pytest.mark.parametrize(
+    ("operation", "sizes", "calls"),
+    [
+        ("allreduce", (1024, 1024), "allreduce of float32, rank 2 called allreduce of int32"),
+        ("broadcast", (1024, 1024), "broadcast of float32, rank 2 called broadcast of int32"),
+        (
+            "alltoall_base",
+            (10, 40),
+            "alltoall_base of float32, rank 2 called alltoall_base of int32",
+        ),
+        (
+            "reduce_scatter_base",
+            (1024, 2048),
+            "reduce_scatter_base of 1024 bytes of float32, rank 2 called reduce_scatter_base of 2048"
+            " bytes of int32",
+        ),
+    ],
+)
+def test_different_data_types_of_the_same_operation_are_a_mismatch(
+    operation: str, sizes: tuple[int, int], calls: str
+) -> None:
+    names = {WORLD: {57: operation}}
+    hang = found(
+        *(
+            rank(
+                n, operations=names, sizes={WORLD: sizes[n == 2]},
+                dtypes={WORLD: "int32" if n == 2 else "float32"},
+            )
+            for n in range(4)
+        )
+    )  # fmt: skip
+
+    assert (hang.kind, hang.difference, named(hang)) == ("mismatch", "dtypes", [])
+    assert f"Ranks 0-1,3 called {calls} as collective 57 of group 0: the data" in hang_text(hang)
+    assert "in the same order, with the same data types" in hang_text(hang)
+
+
+@pytest.mark.parametrize("operation", ["gather", "unknown", "allreduce"])
+def test_data_types_that_may_differ_or_are_not_known_are_no_mismatch(operation: str) -> None:
+    """Only the root of a gather has output tensors."""
+    dtypes = ["float32", "" if operation == "allreduce" else "int32"]
+    ranks = [
+        rank(
+            n, operations={WORLD: {57: operation}}, sizes={WORLD: 8}, dtypes={WORLD: dtypes[n > 0]}
+        )
+        for n in range(4)
+    ]
+
+    assert found(*ranks).kind == "together"
+
+
 def test_sizes_of_different_operations_of_a_group_are_not_compared() -> None:
     """Rank 2 has issued an operation less, of another size."""
     ranks = [rank(n, sizes={WORLD: 1024}) for n in range(4)]

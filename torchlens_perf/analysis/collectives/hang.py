@@ -8,7 +8,7 @@ rules are applied in this order:
 2. A process that died, is stopped or is in a debugger is blamed, whichever collectives it has
    issued. A collective cannot end without one of its processes. A node that stopped reporting at
    the time of the last step is blamed, too. The state of other ranks is a consequence.
-3. If ranks issued different operations, or different sizes, under the same sequence number of a
+3. If ranks issued different operations, sizes or data types under the same sequence number of a
    group, a mismatch is reported.
 4. Otherwise sequence numbers are compared. In each group, all ranks wait for the ranks that are
    furthest behind. A rank that is behind in at least one group and ahead in no group does not wait
@@ -87,6 +87,8 @@ class RankProgress:
     """For each group, known names of its last collectives, such as {57: "allreduce"}."""
     sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """For each group, bytes of the last collective that the rank issued, where known."""
+    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """For each group, data type of the last collective that the rank issued, where it has one."""
     since_mark_s: float | None = None
     """Seconds from the rank's last record to this report; None if not known."""
     all_groups: bool = True
@@ -192,7 +194,7 @@ class Hang:
     devices: DeviceFinding | None = None
     """Result of comparing the devices; None if they were not compared."""
     difference: str = ""
-    """For a mismatch of operations: "operations", "order" or "sizes"; otherwise ""."""
+    """For a mismatch of operations: "operations", "order", "sizes" or "dtypes"; otherwise ""."""
 
     @property
     def needs_action(self) -> bool:
@@ -363,6 +365,11 @@ def _group_ranks(values: Mapping[int, _Value]) -> dict[_Value, tuple[int, ...]]:
     return {value: tuple(ranks) for value, ranks in found.items()}
 
 
+def _tells_apart(values: Mapping[int, object]) -> bool:
+    """Return True if ranks have different values."""
+    return len(set(values.values())) > 1
+
+
 def _spans_without_wait(each: RankProgress) -> tuple[str, ...]:
     """Return the open spans without an innermost wait, which would repeat the collective."""
     return each.inside[:-1] if each.inside[-1:] == (WAIT,) else each.inside
@@ -441,7 +448,7 @@ class _HangAnalysis:
 
     def _find_mismatched_operations(self) -> Hang | None:
         """Find the first sequence number under which a group's ranks issued different operations,
-        or the same operation with different sizes.
+        or the same operation with different sizes or data types.
         """
         for group in sorted({group for each in self.known.values() for group in each.operations}):
             ranks = {
@@ -452,32 +459,43 @@ class _HangAnalysis:
             calls = _find_different_calls(ranks)
             if calls is not None:
                 return self._make_mismatch(Collective(group, calls[0]), *calls[1:])
-            where = self._find_different_sizes(group, ranks)
-            if where is not None:
-                return self._make_mismatch(*where, "sizes")
+            found = self._find_different_tensors(group, ranks)
+            if found is not None:
+                return self._make_mismatch(*found)
         return None
 
-    def _find_different_sizes(
+    def _find_different_tensors(
         self, group: str, ranks: Mapping[int, Mapping[int, str]]
-    ) -> tuple[Collective, dict[str, tuple[int, ...]]] | None:
-        """Compare the sizes of the operation in which all ranks of the group wait."""
-        sizes, calls = {}, set()
-        for rank, names in ranks.items():
-            each = self.known[rank]
-            if rank in self.still and group in each.sizes:
-                sizes[rank] = each.sizes[group]
-                calls.add((each.issued[group], names.get(each.issued[group], "")))
-        if len(calls) != 1 or len(set(sizes.values())) == 1:
+    ) -> tuple[Collective, dict[str, tuple[int, ...]], str] | None:
+        """Compare the tensors of the operation in which all ranks of the group wait.
+
+        Return the operation, the ranks by their tensors, and "sizes" or "dtypes".
+        """
+        there = [
+            self.known[rank]
+            for rank in ranks
+            if rank in self.still and group in self.known[rank].sizes
+        ]
+        calls = {
+            (each.issued[group], ranks[each.rank].get(each.issued[group], "")) for each in there
+        }
+        if len(calls) != 1:
             return None
         ((sequence, operation),) = calls
         meaning = semantics_of(operation)
-        if not meaning.equal_bytes or meaning.size is SizeRule.NONE:
+        sizes = {each.rank: each.sizes[group] for each in there}
+        dtypes = {each.rank: each.dtypes.get(group, "") for each in there}
+        of_size, of_dtype = (_tells_apart(values) for values in (sizes, dtypes))
+        of_size &= meaning.equal_bytes and meaning.size is not SizeRule.NONE
+        of_dtype &= meaning.equal_dtype and all(dtypes.values())
+        if not of_size and not of_dtype:
             return None
-        there = {
-            f"{operation} of {size} bytes": members
-            for size, members in sorted(_group_ranks(sizes).items())
+        tensors = {
+            rank: f" of {size} bytes" * of_size + f" of {dtypes[rank]}" * of_dtype
+            for rank, size in sorted(sizes.items(), key=lambda item: item[1])
         }
-        return Collective(group, sequence, operation), there
+        found = {f"{operation}{text}": members for text, members in _group_ranks(tensors).items()}
+        return Collective(group, sequence, operation), found, "dtypes" if of_dtype else "sizes"
 
     def _make_mismatch(
         self, where: Collective, operations: dict[str, tuple[int, ...]], difference: str

@@ -182,6 +182,13 @@ _DIFFERENCES = {
     "operations": "the calls differ",
     "order": "the order differs",
     "sizes": "the sizes differ",
+    "dtypes": "the data types differ",
+}
+
+
+_SAME = {
+    "sizes": ", with the same sizes",
+    "dtypes": ", with the same data types (autocast, model.half(), a loaded checkpoint)",
 }
 
 
@@ -391,9 +398,8 @@ def _next_action(hang: Hang) -> str:
     if hang.kind == "mismatch":
         return (
             "let all ranks call the same operations in the same order"
-            f"{', with the same sizes' if hang.difference == 'sizes' else ''}: look for a call"
-            " under an `if` whose condition differs between ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL"
-            " checks each one."
+            f"{_SAME.get(hang.difference, '')}: look for a call under an `if` whose condition"
+            " differs between ranks; TORCH_DISTRIBUTED_DEBUG=DETAIL checks each one."
         )
     if hang.kind == "together":
         return (
