@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -38,6 +38,38 @@ def test_ranks_whose_data_ended_first_are_named() -> None:
         40,
         70,
     )
+
+
+def long_steps(at: Sequence[int], most: int = 70, flags: int = 0) -> list[list[int]]:
+    """Return the steps in the verdicts on long steps of a run in which rank 0 ended at step 40."""
+    longer = {**BASE, "communication": 60.0, "flags": flags}
+    steps = [longer if step in at else BASE for step in range(most)]
+    states = [state_of(0, 2, steps[:40]), state_of(1, 2, steps)]
+    node = NodeState(HOST, {state.identity.key: state for state in states})
+    verdicts = checked(build_report("run", [node]))["verdicts"]
+    assert any(each["kind"] == "uneven_steps" for each in verdicts) is (most > 41)
+    return [each["evidence"]["steps"] for each in verdicts if each["kind"] == "long_steps"]
+
+
+@pytest.mark.parametrize(
+    ("at", "shown"),
+    [
+        ([45, 52, 60, 66], False),
+        (range(40, 70, 3), False),
+        ([40], False),
+        ([20, 45, 60], True),
+        (range(6, 70, 3), True),
+        (range(6, 70, 4), True),
+    ],
+)
+def test_long_steps_after_a_rank_has_ended_are_not_reported_twice(
+    at: Sequence[int], shown: bool
+) -> None:
+    assert bool(long_steps(at)) is shown
+
+
+def test_long_steps_with_a_known_reason_are_reported_beside_uneven_steps() -> None:
+    assert long_steps([45, 52, 60, 66], flags=Flag.CHECKPOINT)
 
 
 HEALTHY: dict[str, Callable[[], tuple[ProcessState, ...]]] = {

@@ -72,7 +72,10 @@ from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.cpu import replace_cpu_action
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
-from torchlens_perf.verdicts.words.run_state import build_uneven_steps_verdicts
+from torchlens_perf.verdicts.words.run_state import (
+    build_uneven_steps_verdicts,
+    is_explained_by_uneven_steps,
+)
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, compute_last_arrival_shares
 
 if TYPE_CHECKING:
@@ -215,10 +218,9 @@ def _build_report(
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
         last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
     )
-    found = [
-        *verdict.build_verdicts(facts, findings, hang, links),
-        *build_uneven_steps_verdicts(_comparable_step_counts(processes)),
-    ]
+    found = _add_uneven_steps(
+        verdict.build_verdicts(facts, findings, hang, links), processes, by_device=by_device
+    )
     rows = [
         {
             **replace_cpu_action(each, facts).to_report_row(),
@@ -464,6 +466,23 @@ def _comparable_step_counts(processes: dict[int, ProcessState]) -> dict[int, int
     ):
         return {}
     return {rank: _count_made_steps(process) for rank, process in processes.items()}
+
+
+def _add_uneven_steps(
+    found: list[JudgedVerdict], processes: dict[int, ProcessState], *, by_device: bool
+) -> list[JudgedVerdict]:
+    """Return the verdicts with that on uneven steps, and without those that it explains."""
+    steps = _comparable_step_counts(processes)
+    uneven = build_uneven_steps_verdicts(steps)
+    if not uneven:
+        return found
+    fewest = min(steps.values())
+    ended = [processes[rank] for rank, count in steps.items() if count == fewest]
+    before = build_step_classes(ended, by_device=by_device)["long"]
+    return [
+        *(each for each in found if not is_explained_by_uneven_steps(each, fewest, before)),
+        *uneven,
+    ]
 
 
 def _warm_up_parts(processes: dict[int, ProcessState]) -> dict[str, float]:

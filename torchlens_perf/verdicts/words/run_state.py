@@ -10,7 +10,7 @@ import datetime
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes
 from torchlens_perf.run.rank_ranges import format_rank_list
@@ -25,6 +25,7 @@ from torchlens_perf.verdicts.words.oom import was_ended_by_oom
 
 if TYPE_CHECKING:
     from torchlens_perf.run.failure import Failure, ProcessEnd
+    from torchlens_perf.verdicts.words.evidence import LongSteps
     from torchlens_perf.verdicts.words.report import Facts, Rank, Run
 
 RUNNING, ENDED, DIED, FAILED = "running", "ended", "died", "failed"
@@ -144,6 +145,25 @@ def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[JudgedVerdict]
             "uneven_steps", ended[0], None, None, None, fewest, 0.9, text, action, evidence
         )
     ]
+
+
+def is_explained_by_uneven_steps(
+    verdict: JudgedVerdict, fewest: int, before: Sequence[LongSteps]
+) -> bool:
+    """Return True for long steps without a known reason that only ranks made that went on.
+
+    They wait for ranks that have ended, as with Join. fewest: number of steps of the ranks that
+    ended first. before: classes of long steps of these ranks.
+    """
+    if verdict.kind != "long_steps":
+        return False
+    long = cast("LongSteps", verdict.evidence)
+    # A class with many steps lists only the newest ones.
+    is_late = not long["kinds"] and min(long["steps"]) >= fewest
+    return is_late and not any(
+        each["part"] == long["part"] and not each["kinds"] and 2 * each["share"] >= long["share"]
+        for each in before
+    )
 
 
 def _failure_of(rank: Rank) -> Failure:
