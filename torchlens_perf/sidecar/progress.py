@@ -6,14 +6,19 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from torchlens_perf.analysis.collectives.hang import RankProgress
 from torchlens_perf.analysis.collectives.semantics import parse_collective_name
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import read_device_mark
+from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.host.stacks import read_process_state
 from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from torchlens_perf.sidecar.rings.source import RingSource
 
 
@@ -50,6 +55,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         began={
             group.name: group.began - 1 for group in groups if group.began and group.name in issued
         },
+        passes=count_passes(source.waiting),
         device=device_place_from_mark(*mark) if mark is not None else None,
     )
 
@@ -68,6 +74,14 @@ def read_operations(
                 sizes[each.group] = each.bytes
                 dtypes[each.group] = name.dtype
     return operations, sizes, dtypes
+
+
+def count_passes(waiting: Iterable[tuple[npt.NDArray[np.void], object]]) -> int:
+    """Return RankProgress.passes. waiting: RingSource.waiting, the records of the newest step."""
+    kinds = np.concatenate([records["kind"] for records, _ in waiting] or [np.zeros(0)])
+    ends = np.flatnonzero(kinds == Kind.STEP)
+    kinds = kinds[ends[-1] + 1 :] if len(ends) else kinds
+    return 0 if (kinds == Kind.BACKWARD).any() else int((kinds == Kind.FORWARD).sum())
 
 
 def median_step_s(durations_ns: Sequence[float]) -> float:

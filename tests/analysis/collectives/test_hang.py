@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 
 from tests.support.progress import (
@@ -29,7 +30,8 @@ from torchlens_perf.analysis.collectives.hang import (
     find_hang,
     hang_limit_s,
 )
-from torchlens_perf.run.ring import CAPTURING
+from torchlens_perf.run.ring import CAPTURING, Kind, record_dtype
+from torchlens_perf.sidecar.progress import count_passes
 from torchlens_perf.verdicts.words.hang import hang_text
 
 # -- when a hang is reported
@@ -484,9 +486,35 @@ def test_writing_a_capture_is_a_hang_only_after_minutes() -> None:
     ]
 
 
+@pytest.mark.parametrize("since_mark_s", [0.1, 11.9])
+def test_evaluation_of_one_rank_is_told_from_training(since_mark_s: float) -> None:
+    """The other ranks wait in a collective of the next training step."""
+    text = hang_text(found(behind(2, passes=57, since_mark_s=since_mark_s)))
+    training = hang_text(found(behind(2, passes=1, since_mark_s=since_mark_s)))
+
+    assert "rank 2 (node-b) did not enter it: it made 57 forward passes without a back" in text
+    assert "Next: let all ranks evaluate a part of the data" in text
+    assert "evaluat" not in training
+
+
+def test_forward_passes_count_until_a_backward_pass() -> None:
+    def count(*kinds: Kind) -> int:
+        records = np.zeros(len(kinds), record_dtype())
+        records["kind"] = kinds
+        return count_passes([(records[:2], records[:2]), (records[2:], records[2:])])
+
+    forward = Kind.FORWARD
+    assert count(forward, Kind.STEP, forward, Kind.DATA, forward) == 2
+    assert count(Kind.STEP, forward, forward, Kind.BACKWARD) == 0
+    assert count(Kind.BACKWARD, Kind.STEP, Kind.DATA) == count_passes([]) == 0
+
+
 def test_save_of_one_rank_points_to_its_storage() -> None:
     """The other ranks wait in a collective that the saving rank has not entered."""
     text = hang_text(found(behind(2, inside=("torch.save",))))
 
-    assert "rank 2 (node-b) did not enter it, last inside torch.save. Next: look at" in text
+    assert (
+        "rank 2 (node-b) did not enter it: it saves a checkpoint, last inside torch.save. Next:"
+        in text
+    )
     assert "look at the storage to which rank 2 on node-b saves" in text

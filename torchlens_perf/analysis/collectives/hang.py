@@ -101,8 +101,15 @@ class RankProgress:
     """
     device: LastDeviceMark | None = None
     """Last mark that the device is known to have reached; None if no device is timed."""
+    passes: int = 0
+    """Number of forward passes since the last step, if there was no backward pass; else 0."""
     waits_in: str | None = None
     """Line of code in which the host waits for its device; "" for no wait; None if not known."""
+
+    @property
+    def evaluates(self) -> bool:
+        """True if the rank makes forward passes only. A single one may belong to training."""
+        return self.passes > 1
 
     @property
     def quiet_s(self) -> float:

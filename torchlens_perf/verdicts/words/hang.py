@@ -160,6 +160,7 @@ def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
             if blocking.missing
             else ", waiting"
         )
+    work = _describe_other_work(each)
     old = f", as reported {format_duration(each.report_age_s)} ago" if each.report_age_s > 0 else ""
     return {
         "dead": f"died {where}, and {missing}",
@@ -170,8 +171,26 @@ def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
             f" sidecar of that node; last reported {where}, and {missing}"
         ),
         "closed": f"{missing}: recording ended normally there after {each.step} steps",
-        "busy": f"{missing}: running {where}, last recorded event {format_duration(each.quiet_s)} ago",
-    }.get(blocking.problem, f"{missing}, last {where}{old}{_device_wait_clause(each)}")
+        "busy": f"{missing}: {work or 'running '}{where}, last recorded event {format_duration(each.quiet_s)} ago",
+    }.get(
+        blocking.problem,
+        f"{missing}{':' if work else ','} {work}last {where}{old}{_device_wait_clause(each)}",
+    )
+
+
+def _describe_other_work(each: RankProgress) -> str:
+    """Return a clause on a rank that saves or evaluates instead of training; "" otherwise."""
+    if _is_saving(each):
+        return "it saves a checkpoint, "
+    if each.evaluates:
+        return (
+            f"it made {each.passes} forward passes without a backward pass, as in an evaluation, "
+        )
+    return ""
+
+
+def _is_saving(each: RankProgress) -> bool:
+    return "torch.save" in each.inside
 
 
 def _device_wait_clause(each: RankProgress) -> str:
@@ -438,6 +457,11 @@ def _action_on_blocking_rank(blocking: BlockingRank) -> str:
             f"{held} {who}, and find out what stopped it: a debugger, a scheduler that suspends"
             " jobs, Ctrl-Z."
         )
+    if blocking.problem in ("busy", "stuck") and each.evaluates and not _is_saving(each):
+        return (
+            f"let all ranks evaluate a part of the data, or let the others wait for {who} in a"
+            " barrier of a process group with a longer timeout."
+        )
     if blocking.problem == "busy":
         return (
             f"if the others need not wait for this work of {who}, move it out of the training loop."
@@ -454,7 +478,7 @@ def _action_on_blocking_rank(blocking: BlockingRank) -> str:
             f"look at the network and the device of {who}: links, dmesg (Xid, AER), the backend's"
             " log."
         )
-    if blocking.problem == "stuck" and "torch.save" in each.inside:
+    if blocking.problem == "stuck" and _is_saving(each):
         return (
             f"look at the storage to which {who} saves, and at its Python stack. If the save only"
             " takes long, let the other ranks wait for it in a barrier, or raise the timeout of the"
