@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 TOKEN_HEADER = "torchlens-perf-token"
-TOKEN_ACCEPTED = "torchlens_perf.let_in"
-"""Key in the state of a request that had the token."""
+ON_TOKEN = "torchlens_perf.on_token"
+"""Key in the state of a request. Its value is a function to call if the request has the token."""
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -95,12 +95,12 @@ class AccessGuard:
             if reads and "/api/" not in scope["path"]:
                 return _build_opening_page(scope)
             return PlainTextResponse(f"{_NEEDS_TOKEN}\n", 403)
+        scope.get("state", {}).get(ON_TOKEN, _do_nothing)()
         if not reads and headers.get("origin", "").lower() not in (
             f"http://{host}",
             f"https://{host}",
         ):
             return PlainTextResponse(_OTHER_ORIGIN, 403)
-        scope.setdefault("state", {})[TOKEN_ACCEPTED] = True
         return None
 
     def _names_this_server(self, host: str) -> bool:
@@ -118,6 +118,10 @@ class AccessGuard:
 
     def _is_valid_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), self._token.encode())
+
+
+def _do_nothing() -> None:
+    """Replace the function of ON_TOKEN under other servers than this package's."""
 
 
 def _build_opening_page(scope: Scope) -> Response:
