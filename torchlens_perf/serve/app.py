@@ -120,20 +120,22 @@ class Server:
         )
 
     async def _get_run_page(self, request: Request) -> Response:
-        now = await self._follower_of(request).wait_for_page(_FIRST_PAGE_TIMEOUT_S)
+        follower = self._follower_of(request)
+        now = await follower.wait_for_page(_FIRST_PAGE_TIMEOUT_S)
         if now is None:
             words = (
-                "The server is still reading this run. The run is large, or its disk is slow. This"
-                " page reloads by itself."
+                f"The server is still reading this run ({follower.describe_reading()}). This page"
+                " reloads by itself."
             )
             page = build_message_page("Reading", words, ROOT, reloads=True)
             return HTMLResponse(page, headers=PAGE_HEADERS)
         return _gzip_response(request, now.html, "text/html; charset=utf-8", PAGE_HEADERS)
 
     async def _get_contents(self, request: Request) -> Response:
-        now = await self._follower_of(request).wait_for_page()
+        follower = self._follower_of(request)
+        now = await follower.wait_for_page()
         if now is None:
-            raise ReadError(503, "this run is still being read")
+            raise ReadError(503, follower.describe_reading())
         return _gzip_response(request, now.contents, "application/json")
 
     async def _get_static_file(self, request: Request) -> Response:
@@ -160,9 +162,7 @@ class Server:
         if self._is_one or not all(map(check_run_name, names)):
             raise ReadError(404, "there are no two such runs to compare here")
         paths = [os.path.join(self._folder, name) for name in names]
-        found = await self._slow.call(
-            comparison_as_json, *paths, within_s=_STEP_WITHIN_S, late="the runs were not compared"
-        )
+        found = await self._slow.call(comparison_as_json, *paths, within_s=_STEP_WITHIN_S)
         return _gzip_response(request, found, "application/json")
 
     # -- following a run
@@ -174,9 +174,7 @@ class Server:
         run, step = self._requested_run(request), request.path_params["step"]
         if not _STEP.fullmatch(step):
             raise ReadError(404, f"there is no step {printable(step)[:100]}")
-        found = await self._slow.call(
-            step_as_json, run, int(step), within_s=_STEP_WITHIN_S, late="it was not read"
-        )
+        found = await self._slow.call(step_as_json, run, int(step), within_s=_STEP_WITHIN_S)
         return _gzip_response(request, found, "application/json")
 
     def _follower_of(self, request: Request) -> RunFollower:

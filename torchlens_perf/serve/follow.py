@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.serve.live_page import RenderedPage, render_page
 from torchlens_perf.serve.run_names import ReadError
@@ -18,7 +18,7 @@ from torchlens_perf.store.run_folders import last_change_ns
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 
 if TYPE_CHECKING:
-    from torchlens_perf.serve.readers import ReaderPool
+    from torchlens_perf.serve.readers import ReaderCall, ReaderPool
 
 LOOK_INTERVAL_S = 1.0
 # An ended run can be restarted, so the server continues to poll it.
@@ -58,6 +58,7 @@ class RunFollower:
         self.looks = self.readings = 0
         self._path, self._quick, self._slow, self._clock = path, quick, slow, clock
         self._looking: asyncio.Task[None] | None = None
+        self._call: ReaderCall[Any] | None = None
         self._next_s = self._changed_s = self._asked_s = -float("inf")
 
     @property
@@ -78,6 +79,10 @@ class RunFollower:
         if self.problem is not None and (self.rendered is None or self.problem.status == _GONE):
             raise self.problem
         return self.rendered
+
+    def describe_reading(self) -> str:
+        """Return what an unfinished poll waits for."""
+        return self._call.describe() if self._call is not None else "reading has not started"
 
     def poll_state(self) -> dict[str, object]:
         """Return the result of the last poll, and start another poll if it is due.
@@ -110,18 +115,14 @@ class RunFollower:
         began_s = self._clock()
         self.looks += 1
         try:
-            version, age_s = await self._quick.call(
-                poll_version, self._path, within_s=_LOOK_WITHIN_S
-            )
+            self._call = self._quick.start(poll_version, self._path, within_s=_LOOK_WITHIN_S)
+            version, age_s = await self._call.wait()
             if self.rendered is None or version != self.rendered.version:
                 self.readings += 1
-                self.rendered = await self._slow.call(
-                    render_page,
-                    self._path,
-                    version,
-                    within_s=_READ_WITHIN_S,
-                    late="it was not read",
+                self._call = self._slow.start(
+                    render_page, self._path, version, within_s=_READ_WITHIN_S
                 )
+                self.rendered = await self._call.wait()
                 self._changed_s = began_s - age_s
             self.problem = None
         except ReadError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchlens_perf.errors import DAMAGED_DATA, TorchlensPerfError, printable
 from torchlens_perf.report.run_report import load_report
-from torchlens_perf.serve.readers import ReaderPool
+from torchlens_perf.serve.readers import ReaderCall, ReaderPool
 from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.store.run_folders import FoundRun, find_runs, is_run, open_run
 from torchlens_perf.verdicts.words.run_state import describe_state
@@ -25,7 +25,8 @@ ROWS = 50
 _SEVERITIES = (BAD, WARNING, NEUTRAL, GOOD)
 _MAX_PROBLEM = 300
 _LOOK_INTERVAL_S = 3.0
-# Minimum idle time after reading the folder, relative to the time that reading took.
+# Minimum idle time after reading the folder, or after a reader failed, relative to the time that
+# this took.
 _MIN_IDLE_RATIO = 4
 # A viewer waits at most this long, and then receives the lines known so far.
 _TIMEOUT_S = 1.0
@@ -113,6 +114,10 @@ class RunList:
         self._next_s = time.monotonic() + _LOOK_INTERVAL_S
         self._looking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._first: tuple[str, ReaderCall[list[RunLine]]] | None = None
+        """The run that is being read, and the call that reads it."""
+        self._retry_s: dict[str, float] = {}
+        """Times before which runs are not read again, because their disk did not answer."""
 
     async def load_page(self, page: int, search: str = "", sort: str = "") -> RunListPage:
         """Return one page of the matching runs, most recently changed first.
@@ -135,9 +140,7 @@ class RunList:
             page = min(max(0, page), pages - 1)
             shown = found[page * ROWS : (page + 1) * ROWS]
             wanted = found if is_sorted else shown
-            unread = [
-                each for each in wanted if self._last_known_line(each).changed_ns != each.changed_ns
-            ]
+            unread = [each for each in wanted if self._is_unread(each)]
             if unread and self._reading is None:
                 self._reading = asyncio.create_task(self._read_lines(unread[:ROWS]))
             left_s = deadline_s - time.monotonic()
@@ -156,9 +159,18 @@ class RunList:
             self._problem,
         )
 
+    def _is_unread(self, found: FoundRun) -> bool:
+        retry_s = self._retry_s.get(found.name)
+        if retry_s is not None:
+            return time.monotonic() >= retry_s
+        return self._last_known_line(found).changed_ns != found.changed_ns
+
     def _last_known_line(self, found: FoundRun) -> RunLine:
-        """Return the last known line of a run."""
-        return self._lines.get(found.name) or RunLine(found.name)
+        """Return the last known line of a run, or a line on the reason for having none."""
+        line = self._lines.get(found.name)
+        if line is None and self._first is not None and self._first[0] == found.name:
+            return RunLine(found.name, sentence=self._first[1].describe())
+        return line or RunLine(found.name)
 
     def _matches(self, found: FoundRun, words: str) -> bool:
         line = self._last_known_line(found)
@@ -179,7 +191,8 @@ class RunList:
     async def _poll_folder(self) -> None:
         began_s = time.monotonic()
         try:
-            self._found = await self._readers.call(find_runs, self._folder, within_s=_FIND_WITHIN_S)
+            call = self._readers.start(find_runs, self._folder, within_s=_FIND_WITHIN_S)
+            self._found = await call.wait()
             self._looked_unix_s, self._problem = time.time(), ""
             self._lines = {
                 each.name: line for each in self._found if (line := self._lines.get(each.name))
@@ -198,16 +211,22 @@ class RunList:
         """
         try:
             while runs:
+                began_s = time.monotonic()
+                call = self._readers.start(
+                    read_lines, self._folder, tuple(runs), _BATCH_S, within_s=_READ_WITHIN_S
+                )
+                self._first = runs[0].name, call
                 try:
-                    lines = await self._readers.call(
-                        read_lines, self._folder, runs, _BATCH_S, within_s=_READ_WITHIN_S
-                    )
+                    lines = await call.wait()
+                    self._retry_s.pop(runs[0].name, None)
                 except ReadError as error:
                     lines = [_unreadable_line(runs[0], error)]
+                    now_s = time.monotonic()
+                    self._retry_s[runs[0].name] = now_s + _MIN_IDLE_RATIO * (now_s - began_s)
                 self._lines |= {line.name: line for line in lines}
                 runs = runs[len(lines) :]
         finally:
-            self._reading = None
+            self._reading = self._first = None
 
 
 # -- in a reader
