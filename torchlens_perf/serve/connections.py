@@ -1,7 +1,9 @@
 """Limit the connections of clients without the token in time and in number.
 
 A client is a stranger until it sends the token. While `MAX_STRANGERS` strangers are connected, only
-processes of the server's own user can connect: no stranger replaces another connection.
+processes of the server's own user can connect: no stranger replaces another connection. A stranger
+gets one response per connection, and its place is free after _PLACE_S at the earliest. This limits
+the CPU time that strangers can use.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ MAX_OWN = 256
 
 A new connection of this user closes the oldest one.
 """
+_PLACE_S = 1.0
 # Accepting more connections at once would close the oldest ones before their requests are read.
 _MAX_ACCEPTED_AT_ONCE = 16
 
@@ -65,6 +68,7 @@ class LimitedConnection(H11Protocol):
     """Connections of the server's user that were opened while there were MAX_STRANGERS."""
     _group: OrderedDict[LimitedConnection, None] | None = None
     """The group of connections without the token to which this connection belongs."""
+    _opened_s = 0.0
     _head_timer: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -78,14 +82,16 @@ class LimitedConnection(H11Protocol):
             transport.abort()
             return
         self._group = self._strangers if len(self._strangers) < MAX_STRANGERS else self._own
-        self._group[self] = None
+        self._group[self], self._opened_s = None, self.loop.time()
         if len(self._own) > MAX_OWN:
             oldest, _ = self._own.popitem(last=False)
+            oldest._group = None
             oldest.transport.abort()
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._leave_group()
+        if self._group is not None:
+            self.loop.call_at(self._opened_s + _PLACE_S, self._leave_group)
         self._stop_head_timer()
         super().connection_lost(exc)
 
@@ -106,6 +112,8 @@ class LimitedConnection(H11Protocol):
         super().on_response_complete()
         # Until the next request begins, uvicorn's keep-alive limit applies.
         self._stop_head_timer()
+        if self._group is not None:
+            self.transport.close()
 
     def _leave_group(self) -> None:
         if self._group is not None:

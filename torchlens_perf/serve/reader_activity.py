@@ -19,7 +19,7 @@ _MAX_INTERVAL_S = 1.0
 
 
 class ReaderActivity:
-    """What a reader process does during one call, sampled by update()."""
+    """Samples of the activity of a reader process during one call."""
 
     def __init__(self) -> None:
         self.pid = 0
