@@ -567,6 +567,7 @@ class Watch(LiveResultMethods):
     ) -> None:
         """Close the session and show the report. changing: the lock on starting watches."""
         identity, mailbox, began_s = session.identity, None, time.monotonic()
+        removed_ring = None if os.path.lexists(session.ring_path) else session.ring_path
         look: dict[str, Any] = {}
         try:
             # The session is closed even if the user's own stderr raises KeyboardInterrupt: no
@@ -576,13 +577,16 @@ class Watch(LiveResultMethods):
                 reports = (self._config.prints_report and identity.rank == 0) or is_live
                 with guard("asking for the report"):
                     if reports and self._config.sidecar:
-                        mailbox = Mailbox(session.ring_path, REPORT)
+                        # The folder may have been removed with the ring.
+                        with suppress(FileNotFoundError):
+                            mailbox = Mailbox(session.ring_path, REPORT)
                 if reports:
                     look = last_report.build_report_request(mailbox, in_cell=cell is not None)
             finally:
                 self._stop_recording(look, error)
             changing.close()
-            if self._config.sidecar:
+            # A new sidecar cannot read a removed ring. It would replace one that has the ring open.
+            if self._config.sidecar and removed_ring is None:
                 # If the sidecar was killed, a new one finishes its work.
                 with guard("starting the sidecar again"):
                     sidecar.ensure_running(run, identity, self._config._exchange_token)
@@ -591,6 +595,7 @@ class Watch(LiveResultMethods):
                     shown = last_report.show_report(
                         run, identity, self._config, mailbox, cell, began_s,
                         raised=error is not None, disk_answers=self._disk_answers,
+                        removed_ring=removed_ring,
                     )  # fmt: skip
                     if self._live_views is not None:
                         self._live_views.write_report(shown)

@@ -128,7 +128,7 @@ def test_report_of_a_live_run_has_the_steps_so_far(run: RunDirectory) -> None:
         None,
         "running",
     )
-    assert made.sources.may_get_more_records(1000.0)
+    assert made.sources.may_get_more_records()
     rank.close()
     made.close()
 
@@ -333,7 +333,7 @@ def test_sidecar_waits_for_an_elastic_restart_while_torchrun_lives(run: RunDirec
     made, _ = sidecar(run)
     made.read_rings()
 
-    assert made.sources.may_get_more_records(1000.0)
+    assert made.sources.may_get_more_records()
 
     again = Rank(run, 0, 1, identity={**elastic, "attempt": 1})
     again.steps(9, **WORK)
@@ -342,7 +342,7 @@ def test_sidecar_waits_for_an_elastic_restart_while_torchrun_lives(run: RunDirec
     made.count_records()
     made.save_records()
 
-    assert not made.sources.may_get_more_records(1000.0)
+    assert not made.sources.may_get_more_records()
     value = report(run)
     assert (value["run"]["attempt"], value["ranks"][0]["steps"], value["ranks"][0]["state"]) == (
         1,

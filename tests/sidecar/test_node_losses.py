@@ -152,7 +152,7 @@ def test_sidecar_waits_for_a_live_process_without_metadata(run: RunDirectory) ->
     made, _ = sidecar(run)
     made.read_rings()
 
-    assert made.sources.may_get_more_records(1000.0)
+    assert made.sources.may_get_more_records()
     late.set_metadata({})  # The content of the metadata does not matter.
     late.close()
     made.close()
@@ -527,10 +527,10 @@ def test_sidecar_does_not_wait_for_a_reused_pid_of_the_launcher(run: RunDirector
     made.sources.poll_rings()
     (source,) = made.sources
     assert source.state.ended == "died"
-    waits = made.sources.may_get_more_records(1000.0)
+    waits = made.sources.may_get_more_records()
     object.__setattr__(source.state.identity, "launcher_pid", os.getpid())
 
-    assert (waits, made.sources.may_get_more_records(1000.0)) == (True, False)
+    assert (waits, made.sources.may_get_more_records()) == (True, False)
     made.close()
     rank.close()
 

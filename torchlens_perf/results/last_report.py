@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf import output
 from torchlens_perf.errors import printable
 from torchlens_perf.recorder import sidecar
+from torchlens_perf.run.directory import describe_removed_ring
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torchlens_perf.config import Config
     from torchlens_perf.recorder.sidecar import LateReport
     from torchlens_perf.results.notebook import NotebookCell
@@ -70,15 +73,18 @@ def show_report(
     *,
     raised: bool = False,
     disk_answers: bool = True,
+    removed_ring: Path | None = None,
 ) -> str:
     """Wait for the sidecar's report, show it or the reason why it is missing, and return the text.
 
     mailbox: None if it could not be created. cell: notebook cell for the report; None for stderr.
     began_s: monotonic time at which the watch began to end. raised: True if an exception ends the
     watch. disk_answers: False if the disk of the run directory did not respond when the watch began.
+    removed_ring: this rank's ring file if another program has removed it.
     """
+    removed = "" if removed_ring is None else _explain_removed_ring(run, removed_ring, config)
     if not config.sidecar:
-        text = (
+        text = removed or (
             f"torchlens_perf: recorded. Next: torchlens-perf sidecar {printable(str(run.path))}\n"
         )
         if cell is None:
@@ -105,7 +111,7 @@ def show_report(
                 )
         finally:
             # A signal handler of the program may raise SystemExit during the wait.
-            text = text or _explain_missing_report(late)
+            text = text or removed or _explain_missing_report(late)
             if cell is None:
                 output.write_to_stderr(text)
     if cell is None:
@@ -124,6 +130,16 @@ def _may_be_ended_soon() -> bool:
     by sys.exit(), of which nothing is left when exit handlers run.
     """
     return any(callable(signal.getsignal(each)) for each in _WARNING_SIGNALS)
+
+
+def _explain_removed_ring(run: RunDirectory, ring: Path, config: Config) -> str:
+    why = f"torchlens_perf: {printable(describe_removed_ring(ring))}"
+    if not config.sidecar:
+        return f"{why}. If it was renamed: torchlens-perf sidecar NEW_RUN_DIRECTORY\n"
+    return (
+        f"{why}. Records that the sidecar had not read are lost. Next: torchlens-perf report"
+        f" {printable(str(run.path))}\n"
+    )
 
 
 def _explain_missing_report(late: LateReport) -> str:

@@ -73,6 +73,7 @@ _CLAIM_NAME = re.compile(rf"(\.(?:run|off)-(\d+)-.*?\.\d+)(?:{_MEMBER}\d+)?")
 _REGISTERED, _HELD = ".registered", ".held"
 _LOCK, _LOG = "sidecar.lock", "sidecar.log"
 _SHARED_MEMORY = Path("/dev/shm")
+_REMOVED = "removed or renamed while the run recorded"
 # A ring file takes at most 1/16 of the free space. Containers often have only 64 MB of shared
 # memory, which DataLoaders also need.
 _SHARE_OF_FREE = 16
@@ -141,6 +142,12 @@ class RunDirectory:
     def oom_table_path(self, rank: int, step: int) -> Path:
         return self.oom / f"rank{rank:05d}-{step}.json"
 
+    def describe_write_error(self, error: Exception) -> str:
+        """Return why a file in the run directory could not be written."""
+        missing = (each for each in (self.path, *self.folders) if not each.is_dir())
+        removed = next(missing, None) if isinstance(error, FileNotFoundError) else None
+        return str(error) if removed is None else f"{removed} was {_REMOVED}"
+
     @property
     def folders(self) -> list[Path]:
         """Folders that create() makes."""
@@ -188,7 +195,12 @@ class RunDirectory:
         except (FileNotFoundError, ownership.NotRegularFileError, ownership.TooLargeError):
             return []
         lines = text.splitlines(keepends=True)
-        return [Path(line.rstrip("\n")) for line in lines if line.endswith("\n")]
+        # The run directory may have been moved since the ranks registered their rings.
+        return [
+            self.rings / os.path.basename(line.rstrip("\n"))
+            for line in lines
+            if line.endswith("\n")
+        ]
 
     def local_rings(self) -> list[Path]:
         """Return the paths of this node's ring files outside the run directory.
@@ -540,14 +552,25 @@ def _find_ring_places(
         yield folder, True
 
 
+def describe_removed_ring(ring: Path) -> str:
+    """Return why no report can contain the records of a ring file that does not exist."""
+    return f"there is no report: {ring} was {_REMOVED}"
+
+
 def describe_kept_records(run: RunDirectory) -> str:
     """Return sentences for a message: where unsaved records are kept, and how to save them later.
 
     Return "" if no ring file is left.
     """
-    folders = sorted({str(ring.parent) for ring in run.local_rings()})
+    folders = sorted({str(ring.parent) for ring in run.local_rings() if ring.exists()})
     if not folders:
         return ""
+    if not run.path.exists():
+        # The next watch removes rings whose run directory is missing (sidecar/start/drain.py).
+        return (
+            f". Records that were not saved stay in {', '.join(folders)} until the next watch on"
+            f" this node. To save them: torchlens-perf sidecar {run.path}"
+        )
     return (
         f". The records stay in {', '.join(folders)} until this node restarts. Once the run"
         f" directory can be written: torchlens-perf sidecar {run.path}"

@@ -214,7 +214,7 @@ class _RoundRunner:
         with contain_errors("opening the port for /metrics"):
             self.port.open_or_update(sidecar)
         now_s, has_counted = time.monotonic(), False
-        more = sidecar.sources.may_get_more_records(now_s - self._started_s, ends=ends)
+        more = sidecar.sources.may_get_more_records(ends=ends)
         if (
             not more
             or asked

@@ -358,7 +358,8 @@ class Sidecar:
                     write_status(CANNOT_WRITE)
                     message = (
                         "torchlens_perf: no report:"
-                        f" {printable(str(error))}{describe_kept_records(self.run)}\n"
+                        f" {printable(self.run.describe_write_error(error))}"
+                        f"{describe_kept_records(self.run)}\n"
                     )
                     deliver_text(source.settings.get("mailbox", ""), message)
                     raise
@@ -375,7 +376,8 @@ class Sidecar:
                 with guard("writing the report", passes=RunStoreError):
                     self._write_report(self.run, asked[-1])
             except (OSError, RunStoreError) as error:
-                deliver_text(asked[-1].get("mailbox", ""), f"torchlens_perf: no report: {error}\n")
+                why = printable(self.run.describe_write_error(error))
+                deliver_text(asked[-1].get("mailbox", ""), f"torchlens_perf: no report: {why}\n")
                 raise
 
     def close(self) -> None:

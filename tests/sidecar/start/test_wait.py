@@ -113,7 +113,7 @@ def test_ring_header_fields_in_waiting_py_equal_those_in_run_ring_py() -> None:
     assert mine == (ring.MAGIC, ring.HEAD, ring.STEP, ring.STATE, ring.State.CLOSED)
 
 
-@pytest.mark.parametrize("ranks", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_wait_without_events_lasts_its_full_time(run: RunDirectory, ranks: int) -> None:
     """Modules are imported once during the wait."""
     made = [Rank(run, rank) for rank in range(ranks)]
@@ -145,7 +145,7 @@ def test_wait_without_events_lasts_its_full_time(run: RunDirectory, ranks: int) 
 )
 def test_wait_ends_at_once_after_an_event(run: RunDirectory, event: str, tmp_path: Path) -> None:
     """The events are a rank's end, a ring that fills up, and a ring that cannot be read."""
-    ranks = [] if event == "comes later and closes" else [Rank(run, 0), Rank(run, 1)]
+    ranks = [Rank(run, 0), *([] if event == "comes later and closes" else [Rank(run, 1)])]
 
     def at(waited_s: float) -> None:
         if not 1.0 <= waited_s < 1.0 + POLL_INTERVAL_S:
@@ -156,9 +156,9 @@ def test_wait_ends_at_once_after_an_event(run: RunDirectory, event: str, tmp_pat
         elif event == "one of two closes":
             ranks[1].close()
         elif event == "comes later and closes":
-            ranks.append(Rank(run, 0))
-            ranks[0].steps(3, **WORK)
-            ranks[0].close()
+            ranks.append(Rank(run, 1))
+            ranks[1].steps(3, **WORK)
+            ranks[1].close()
         elif event == "fills":
             ranks[0].steps(int(FULL * 4096 / 5) + 1, **WORK)
         else:
@@ -192,11 +192,30 @@ def test_wait_ends_if_a_rank_is_killed(run: RunDirectory, ended: str) -> None:
     rank.session.recorder.abandon()
 
 
-def test_removed_rings_do_not_end_the_wait(run: RunDirectory) -> None:
-    """An earlier sidecar has read the rings to their end and removed them."""
+def test_removed_ring_does_not_end_the_wait_for_others(run: RunDirectory) -> None:
+    """An earlier sidecar has read the ring to its end and removed it."""
     run.register_ring(HOST, Path("/dev/shm/gone/rank00000-attempt0-1-2.ring"))
+    rank = Rank(run, 0)
+    rank.steps(10, **WORK)
 
     assert Waited(run).took_s >= SHORT_RUN_S
+    rank.close()
+
+
+@pytest.mark.parametrize("removed", ["ring", "ring and registration", "folder"])
+def test_wait_ends_at_once_without_a_ring(run: RunDirectory, removed: str) -> None:
+    """A rank registers its ring before it starts the sidecar, so another program removed it."""
+    rank = Rank(run, 0)
+    rank.steps(10, **WORK)
+    folder = rank.session.ring_path.parent
+    gone = {"ring": "*.ring", "ring and registration": "*.r*", "folder": "*"}[removed]
+    for path in folder.glob(gone):
+        path.unlink()
+    waited = Waited(run)
+
+    assert waited.took_s == 0.0
+    assert waited.rings == {}
+    rank.session.recorder.abandon()
 
 
 @pytest.mark.parametrize("impatient", [False, True])

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-_FIRST_RING_TIMEOUT_S = 60.0
 _MISSING_RANKS_TIMEOUT_S = 30.0
+_NO_RINGS = "no ring file of this node was found: it was removed, or no rank has recorded"
 # The state keeps statistics of this many process generations. Each takes 10 KB a rank or more.
 _MAX_GENERATIONS = 32
 _LIST_INTERVAL_S = 30.0
@@ -149,22 +149,15 @@ class RingSources:
         """Return the ring of a process. key: its Identity.key."""
         return next(source for source in self if source.state.identity.key == key)
 
-    def may_get_more_records(self, waited_s: float, *, ends: bool = False) -> bool:
-        """Return True if a process runs or may still start.
-
-        waited_s: time since the sidecar started. ends: do not wait for new processes.
-        """
+    def may_get_more_records(self, *, ends: bool = False) -> bool:
+        """Return True if a process runs or may still start. ends: do not wait for new processes."""
         sources = list(self)
         if ends:
             return bool(self._unfilled or self.unfinished_rings())
         if self._unfilled:
             return True
         if not sources:
-            return (
-                waited_s < _FIRST_RING_TIMEOUT_S
-                and not self._state.processes
-                and not self._unreadable
-            )
+            return False  # A rank registers its ring before it starts the sidecar.
         if any(not source.read_to_end for source in sources):
             return True
         last = max(sources, key=lambda source: (source.generation, source.ended_monotonic_s))
@@ -213,7 +206,11 @@ class RingSources:
 
     def _open_new_rings(self) -> None:
         self._unfilled.clear()
-        for path in self._list_registered_rings():
+        paths = self._list_registered_rings()
+        if not (paths or self._sources or self._state.processes or _NO_RINGS in self._state.notes):
+            self._state.notes.append(_NO_RINGS)
+            logger.warning("%s", _NO_RINGS)
+        for path in paths:
             if path in self._sources or path in self._unreadable:
                 continue
             try:
@@ -272,9 +269,9 @@ class RingSources:
                 " not known"
             )
             self._run.remove_ring(path)
-        elif is_writer_running(path):
-            why = "it was removed while its process runs, of which nothing is known"
-        # If the process has ended, an earlier sidecar has read the ring to its end and removed it.
+        elif path.stem not in self._state.processes and path.stem not in self._saved_before:
+            why = "it was removed before its records were read"
+        # Otherwise an earlier sidecar has read the ring to its end and removed it.
         if why:
             self._state.notes.append(f"ring file {path.name} could not be read: {why}")
             logger.warning("%s could not be read: %s", path, why)

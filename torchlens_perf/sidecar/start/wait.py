@@ -118,7 +118,8 @@ class RingWatch:
             return True  # RingSources will report the error.
         self.new_share = max((ring.new_share for ring in self.rings.values()), default=0.0)
         self._spools = spools and all(map(self._move_records_if_filling, self.rings.values()))
-        return any(due) or self._has_request or self._fullest >= FULL
+        # A rank registers its ring before it starts the sidecar. Without rings there is no work.
+        return any(due) or not due or self._has_request or self._fullest >= FULL
 
     def _move_records_if_filling(self, ring: WaitingRing) -> bool:
         """Move records to the ring's spool if the ring is filling. Return False if that fails."""

@@ -212,6 +212,12 @@ def _build_no_steps_verdict(report: Facts) -> JudgedVerdict:
 def _why_no_steps(report: Facts) -> tuple[str, str]:
     """Return a sentence on why no step was measured, and the next action."""
     made, lost = report["steps"]["made"], report["quality"]["lost"]
+    if not report["ranks"]:
+        why = "; ".join(map(printable, report["quality"]["notes"])) or "no ring file was found"
+        return (
+            f"No rank's records were read: {why}. Next: look for a program that removes files in"
+            " /dev/shm or in the run directory."
+        )
     if lost:
         steps = f"All records of {format_count(made, 'finished step')}" if made else "Records"
         return (
