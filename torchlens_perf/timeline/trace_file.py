@@ -3,6 +3,8 @@
 Names are interned, and a timestamp is the difference to that of the packet before, so an event takes
 about 20 bytes. Both refer to earlier packets of the same sequence. Events that are read later and are
 older begin a new sequence.
+
+Texts are printable, because Perfetto's tools print them to terminals.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from typing import IO, NamedTuple
 
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb  # type: ignore[import-untyped]
+
+from torchlens_perf.errors import printable
 
 # A clock of each sequence. Its timestamps are differences.
 _CLOCK = 64
@@ -79,7 +83,7 @@ class TraceWriter:
         """Add a process, a group of tracks, and return the number of its track."""
         descriptor = self._add_descriptor()
         descriptor.process.pid = number
-        descriptor.process.process_name = name
+        descriptor.process.process_name = printable(name)
         descriptor.sibling_order_rank = order
         descriptor.child_ordering = pb.TrackDescriptor.EXPLICIT
         return int(descriptor.uuid)
@@ -87,7 +91,7 @@ class TraceWriter:
     def add_track(self, name: str, parent: int | None, order: int) -> int:
         """Add a track for slices or instants and return its number."""
         descriptor = self._add_descriptor()
-        descriptor.name = name
+        descriptor.name = printable(name)
         descriptor.sibling_order_rank = order
         descriptor.sibling_merge_behavior = pb.TrackDescriptor.SIBLING_MERGE_BEHAVIOR_NONE
         if parent is not None:
@@ -138,9 +142,9 @@ class TraceWriter:
         if event.type is EventType.COUNTER:
             into.double_counter_value = event.value
         for name, value in event.annotations.items():
-            annotation = into.debug_annotations.add(name=name)
+            annotation = into.debug_annotations.add(name=printable(name))
             if isinstance(value, str):
-                annotation.string_value = value
+                annotation.string_value = printable(value)
             elif isinstance(value, int):
                 annotation.int_value = value
             else:
@@ -152,5 +156,5 @@ class TraceWriter:
         number = known.get(text)
         if number is None:
             number = known[text] = len(known) + 1
-            getattr(packet.interned_data, field).add(iid=number, name=text)
+            getattr(packet.interned_data, field).add(iid=number, name=printable(text))
         return number
