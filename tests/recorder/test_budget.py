@@ -33,20 +33,24 @@ class Job:
         for _ in range(windows):
             self.run_window(self.other_ns)
 
-    def run_window(self, other_ns: float) -> None:
-        """Run steps for at least 50 ms, and update the budget."""
+    def run_window(self, other_ns: float, stop_ns: float = 0, in_mark_ns: float = 0) -> None:
+        """Run steps for at least 50 ms, and update the budget.
+
+        `stop_ns`: time for which the process is stopped. `in_mark_ns`: the part of it in a mark
+        whose cost is measured.
+        """
         steps = max(1, round(60e6 / self.step_ns), self.budget.module_period)
         timed = max(1, steps // self.budget.module_period)
         spent = self._spent
         self._spent = Spent(
             spent.step + steps,
-            spent.time_ns + int(steps * self.step_ns),
+            spent.time_ns + int(steps * self.step_ns + stop_ns),
             spent.tool_ns + int(steps * other_ns),
             spent.records + steps + timed * self.modules,
             spent.module_calls + timed * self.modules,
             spent.module_steps + timed,
             spent.measured_calls + 4,
-            spent.measured_ns + int(4 * self.mark_ns),
+            spent.measured_ns + int(4 * self.mark_ns + in_mark_ns),
         )
         self.budget.update(self._spent)
 
@@ -90,6 +94,36 @@ def test_interrupted_hook_does_not_change_the_period() -> None:
     for _ in range(20):
         job.run_window(other_ns=5e6)
         assert job.budget.module_period == 1
+        job.run(6)
+
+
+STOPS_NS = {
+    "SIGSTOP": 20e9, "suspended for a night": 4e13, "preempted": 4e6, "clock set back": -2e6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stop_ns", STOPS_NS.values(), ids=STOPS_NS)
+@pytest.mark.parametrize("modules", [100, 5000])
+def test_stop_in_a_mark_does_not_make_recording_look_expensive(
+    stop_ns: float, modules: int
+) -> None:
+    """A process is stopped three times in succession, and later every tenth window."""
+    job = Job(0.01, step_ns=20e6, modules=modules, mark_ns=400)
+    job.run(20)
+    period, mark_ns = job.budget.module_period, job.budget.mark_ns
+    for calm in (0, 0, 7, *[9] * 10):
+        job.run_window(0, abs(stop_ns), stop_ns)
+        assert (job.budget.module_period, job.budget.mark_ns) == (period, mark_ns)
+        job.run(calm)
+
+
+def test_stop_between_marks_does_not_change_the_period() -> None:
+    job = Job(0.01, step_ns=20e6, modules=5000, mark_ns=400)
+    job.run(20)
+    period = job.budget.module_period
+    for _ in range(20):
+        job.run_window(0, 20e9)
+        assert job.budget.module_period == period > 1
         job.run(6)
 
 

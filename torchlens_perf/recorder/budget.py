@@ -21,10 +21,8 @@ _ROOM, _CALM_WINDOWS = 0.7, 8
 # Modules may cost this share of what everything else costs, even above the budget: leaving out more
 # would save little and tell nothing about the modules of very short steps.
 _LEAST_SHARE = 0.1
-# Measured calls count half after as many new ones.
-_REMEMBERED_CALLS = 256
-# The median over these windows leaves out hooks that the kernel has interrupted, and the rare steps
-# in which hooks do more. SamplingSchedule limits the latter.
+# The median over these windows leaves out hooks and marks in which the kernel has interrupted or
+# stopped the process, and the rare steps in which hooks do more. SamplingSchedule limits the latter.
 _REMEMBERED_WINDOWS = 7
 
 
@@ -61,7 +59,7 @@ class Budget:
         self._level = 0
         self._calm = 0
         self._calls_per_step = 0.0
-        self._measured = [0.0, 0.0]
+        self._marks_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
         self._others_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
         self._steps_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
 
@@ -78,8 +76,7 @@ class Budget:
     @property
     def mark_ns(self) -> float | None:
         """Measured cost of timing a call; None before the first measurement."""
-        calls, cost_ns = self._measured
-        return cost_ns / calls if calls else None
+        return statistics.median(self._marks_ns) if self._marks_ns else None
 
     def update(self, now: Spent) -> bool:
         """Choose the level. Return True if it has changed."""
@@ -95,9 +92,9 @@ class Budget:
             self._calls_per_step = (now.module_calls - last.module_calls) / (
                 now.module_steps - last.module_steps
             )
-        self._add_measured(
-            now.measured_calls - last.measured_calls, now.measured_ns - last.measured_ns
-        )
+        calls = now.measured_calls - last.measured_calls
+        if calls:
+            self._marks_ns.append((now.measured_ns - last.measured_ns) / calls)
         mark_ns = self.mark_ns or _UNMEASURED_NS
         others = now.records - last.records - (now.module_calls - last.module_calls)
         others_ns = now.tool_ns - last.tool_ns + mark_ns * max(0, others)
@@ -107,10 +104,6 @@ class Budget:
         fixed_ns = statistics.median(self._others_ns)
         limit_ns = max(whole_ns - fixed_ns, _LEAST_SHARE * fixed_ns)
         return self._choose_level(limit_ns, mark_ns * self._calls_per_step)
-
-    def _add_measured(self, calls: int, cost_ns: int) -> None:
-        old = 0.5 ** (calls / _REMEMBERED_CALLS)
-        self._measured = [old * self._measured[0] + calls, old * self._measured[1] + cost_ns]
 
     def _choose_level(self, limit_ns: float, modules_ns: float) -> bool:
         """limit_ns: what modules may cost per step. modules_ns: their cost in a step that times them."""
