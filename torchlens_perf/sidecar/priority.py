@@ -29,7 +29,10 @@ _GROUP = "/proc/self/autogroup"  # This file is missing if the kernel does not g
 # The kernel accepts only one change per tenth of a second, counted over all users.
 _TRIES, _RETRY_DELAY_S = 3, 0.05
 _OOM_SCORE = "/proc/self/oom_score_adj"
-_OOM_SCORE_ADDED, _HIGHEST_OOM_SCORE = 500, 1000
+# The kernel adds this many thousandths of the memory limit to a process's memory, and ends the
+# process with the largest sum. A smaller value would spare the sidecar if the job uses most of the
+# memory of its control group.
+_HIGHEST_OOM_SCORE = 1000
 _thread = threading.local()
 # Limit of the sidecar's memory. For 16384 ranks, node 0's sidecar needs a tenth of this limit.
 MEMORY_BYTES = 4 << 30
@@ -52,10 +55,8 @@ def lower_thread_priority() -> None:
 def lower_memory_priority() -> None:
     """Limit this process's memory, and make it the kernel's first victim if memory runs out."""
     with contextlib.suppress(OSError, ValueError):
-        with open(_OOM_SCORE) as file:
-            score = int(file.read())
         with open(_OOM_SCORE, "w") as file:
-            file.write(str(min(_HIGHEST_OOM_SCORE, score + _OOM_SCORE_ADDED)))
+            file.write(str(_HIGHEST_OOM_SCORE))
     set_memory_limit(MEMORY_BYTES)
 
 
