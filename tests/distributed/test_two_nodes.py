@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ RANKS = 4
 SLOW_RANK = 3
 # A hang is reported after ten seconds without a step.
 NOTICED_S = 15.0
+# The ranks notice lost connections, and the sidecar tries to reach node 0 for some seconds.
+ENDED_S = 120.0
 
 
 def _why_not() -> str:
@@ -201,3 +204,37 @@ def test_silent_node_is_distinguished_from_a_hang(silence: dict[str, Any]) -> No
     """
     assert (silence["evidence"]["kind"], silence["evidence"]["ranks"]) == ("silent", [2, 3])
     assert "stopped reporting when the steps ended" in silence["text"]
+
+
+@pytest.mark.long
+def test_other_node_keeps_its_data_and_says_that_node_0_is_gone(tmp_path: Path) -> None:
+    """All processes of node 0 are killed. The sidecar of the other node ends by itself."""
+    with LiveRanks(tmp_path, RANKS, NODES) as job:
+        for node in NODES:
+            job.wait_for(all_ranks, STARTED_S, node)
+        job.wait_for(lambda report: job.compared(NODES[0]) == RANKS, STARTED_S, NODES[0])
+        pids = job.rank_pids()
+        survivors = job.sidecar_pids(NODES[1])
+        before = {rank["rank"]: rank["steps"] for rank in job.report(NODES[1])["ranks"]}
+        for pid in (*job.sidecar_pids(NODES[0]), pids[0], pids[1]):
+            os.kill(pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + ENDED_S
+        while any(Path(f"/proc/{pid}").exists() for pid in survivors):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        report = job.report(NODES[1])
+
+    steps = {rank["rank"]: rank["steps"] for rank in report["ranks"]}
+    # Both ranks failed in the same collective, so one of them may have ended one step more.
+    assert steps.keys() == before.keys() == {2, 3}
+    assert abs(steps[2] - steps[3]) <= 1
+    assert all(steps[rank] >= before[rank] for rank in steps)
+    assert report["quality"]["lost"] == 0
+    # How the exchange ended depends on what the sidecar was doing.
+    notes = " ".join(report["quality"]["notes"])
+    assert "node 0's sidecar" in notes or "errors in the exchange between nodes" in notes
+    # Both ranks lost a connection, so neither is blamed.
+    (verdict,) = (each for each in report["verdicts"] if each["kind"] == "failed")
+    assert "Another rank ended before, or the network failed: only 2 of 4" in verdict["text"]
+    assert verdict["text"].endswith("Next: read the logs of the other ranks.")
+    assert (report["run"]["state"], report["run"]["ranks_seen"]) == ("failed", 2)

@@ -13,6 +13,7 @@ import pytest
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
 from torchlens_perf.exporters.in_memory import InMemoryExporter
+from torchlens_perf.hooks.failure import describe_failure
 from torchlens_perf.page import notebook
 from torchlens_perf.page.document.html import build_document
 from torchlens_perf.page.gather.run_contents import gather_contents
@@ -182,6 +183,30 @@ def test_live_run_without_updates_is_called_silent(
     written_s = datetime.datetime.fromisoformat(report["run"]["as_of"]).timestamp()
 
     assert describe_run_state(report["run"], written_s + later_s) == words
+
+
+@pytest.mark.parametrize(
+    ("size", "lost", "closed", "is_unseen"),
+    [
+        (4, [True, True], 0, True), (3, [True, True], 0, True), (4, [True], 0, True),
+        (2, [True, True], 0, False), (4, [True, False], 0, False), (4, [True], 1, False),
+    ],
+)  # fmt: skip
+def test_rank_that_lost_a_rank_of_another_node_is_not_blamed(
+    size: int, lost: list[bool], closed: int, is_unseen: bool, run: RunDirectory
+) -> None:
+    """`lost`: for each seen rank that failed, whether it had lost a connection."""
+    ranks = [Rank(run, rank, size) for rank in range(len(lost) + closed)]
+    for rank in ranks:
+        rank.steps(20, **WORK)
+    for rank, is_lost in zip(ranks, lost, strict=False):
+        failure = describe_failure(RuntimeError("Connection reset by peer"), 20)
+        rank.session.close({}, {**failure, "lost_peer": is_lost})
+    state = state_of(run, ranks, tuple(range(len(lost), len(ranks))))
+    (verdict,) = (each for each in report_of(run, state)["verdicts"] if each["kind"] == "failed")
+
+    assert ("Another rank ended before" in verdict["text"]) == is_unseen
+    assert verdict["text"].endswith("read the logs of the other ranks.") == is_unseen
 
 
 def test_ranks_that_were_never_seen_are_not_in_the_title(run: RunDirectory) -> None:

@@ -119,7 +119,10 @@ def build_crash_verdicts(report: Facts) -> list[JudgedVerdict]:
         tuple(dict.fromkeys(filter(None, (name_end(rank["end"]) for rank in closed)))),
         died,
     )
-    return [_build_failed_verdict(first, evidence)]
+    run = report["run"]
+    may_be_unseen = not own and not evidence.closed and run["ranks_seen"] < run["world_size"]
+    seen = f"{run['ranks_seen']} of {run['world_size']} ranks" if may_be_unseen else ""
+    return [_build_failed_verdict(first, evidence, seen)]
 
 
 def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[JudgedVerdict]:
@@ -171,16 +174,21 @@ def _failure_of(rank: Rank) -> Failure:
     return rank["failure"]
 
 
-def _build_failed_verdict(rank: Rank, evidence: FailedEvidence) -> JudgedVerdict:
+def _build_failed_verdict(rank: Rank, evidence: FailedEvidence, seen: str) -> JudgedVerdict:
+    """seen: the number of seen ranks if a rank without data may have failed first, else ""."""
     failure = evidence.failure
+    before, action = "", _choose_action(rank, evidence)
+    if seen:
+        before = f" Another rank ended before, or the network failed: only {seen} were seen."
+        action = "read the logs of the other ranks."
     text = (
         f"Rank {rank['rank']} ({rank['host']}) failed {describe_failure_time(failure)}"
         f"{_describe_failure_place(failure)}: {describe_exception(failure)}."
-        f"{_describe_oom_kills(rank)}{_describe_ranks_ended_after(evidence)}"
+        f"{_describe_oom_kills(rank)}{before}{_describe_ranks_ended_after(evidence)}"
     )
     return make_verdict(
         "failed", rank["rank"], failure["phase"] or None, None, None, failure["step"], 1.0, text,
-        _choose_action(rank, evidence), evidence,
+        action, evidence,
     )  # fmt: skip
 
 
