@@ -215,8 +215,8 @@ def _why_no_steps(report: Facts) -> tuple[str, str]:
     if not report["ranks"]:
         why = "; ".join(map(printable, report["quality"]["notes"])) or "no ring file was found"
         return (
-            f"No rank's records were read: {why}. Next: look for a program that removes files in"
-            " /dev/shm or in the run directory."
+            f"No rank's records were read: {why}.",
+            "look for a program that removes files in /dev/shm or in the run directory.",
         )
     if lost:
         steps = f"All records of {format_count(made, 'finished step')}" if made else "Records"
