@@ -47,7 +47,7 @@ from tests.support.processes import wait_for_sidecar
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.verdicts import split_sentence_and_action
+from torchlens_perf.run.verdicts import remove_action
 
 _TIMEOUT_S = 240
 _PARTS = ("data", "forward", "recompute", "backward", "optimizer", "communication", "host", "tool")
@@ -153,6 +153,7 @@ def judge(script: Script, folder: Path) -> dict[str, Any]:
         "steps": report["steps"]["count"],
         "p50_s": report["steps"]["p50_s"],
         "verdicts": [each["text"] for each in report["verdicts"]],
+        "findings": [remove_action(each["text"], each["action"]) for each in report["verdicts"]],
         "kinds": [each["kind"] for each in report["verdicts"]],
         "lost_time": lost and {each["name"]: each["share"] for each in lost["classes"]},
         "advice": [(each["key"], each["share"]) for each in report["advice"]],
@@ -232,7 +233,7 @@ def show(out: Path) -> int:
             result["ranks"],
             result["steps"],
             "" if p50_s is None else f"{1e3 * p50_s:.3g} ms",
-            split_sentence_and_action(result["verdicts"][0])[0],
+            result["findings"][0],
             advice,
             _difference(result),
             _cpu_wait(result),
