@@ -49,7 +49,8 @@ WAITING = {
     "torchlens_perf.run.processes",
     "torchlens_perf.run.rings", "torchlens_perf.run.rings.memory", "torchlens_perf.run.rings.spool",
     "torchlens_perf.run.sidecar_status",
-    "torchlens_perf.sidecar", "torchlens_perf.sidecar.busy", "torchlens_perf.sidecar.priority",
+    "torchlens_perf.sidecar", "torchlens_perf.sidecar.busy", "torchlens_perf.sidecar.ends",
+    "torchlens_perf.sidecar.host", "torchlens_perf.sidecar.host.cgroup", "torchlens_perf.sidecar.priority",
     "torchlens_perf.sidecar.rings", "torchlens_perf.sidecar.rings.waiting", "torchlens_perf.sidecar.start",
     "torchlens_perf.sidecar.start.wait", "torchlens_perf.sidecar.stops", "torchlens_perf.sidecar.termination",
     "torchlens_perf.sidecar.wake",
@@ -387,19 +388,16 @@ def test_sidecar_records_all_steps_if_there_is_no_shell(
     assert report(run)["ranks"][0]["steps"] == 30
 
 
-@pytest.mark.parametrize("wrong", ["python", "shell"])
+@pytest.mark.parametrize("wrong", ["python", "environment"])
 def test_failed_start_of_a_sidecar_raises_and_leaves_no_file(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: str
 ) -> None:
-    """Python is missing, or the node cannot start more processes. The error is raised at once."""
+    """Python is missing, or a variable is too long. The error is raised at once."""
     rank = Rank(run, 0, 1)
     if wrong == "python":
         monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     else:
-        shell = tmp_path / "sh"
-        shell.write_text("#!/bin/sh\nexit 2\n")
-        shell.chmod(0o755)
-        monkeypatch.setattr(children, "_SHELL", str(shell))
+        monkeypatch.setenv("OF_THE_PROGRAM", "x" * 200_000)  # More than exec() takes.
     said = (
         "gone .sys.executable. cannot be run" if wrong == "python" else "the sidecar cannot start"
     )

@@ -135,9 +135,10 @@ class ModuleCallRouter:
     def _add_reference(self, module: Module) -> int:
         # All references share one callback, because a garbage collection visits each function.
         reference = _ModuleReference(module, _ModuleReference.stop_timing)
-        reference.address, reference.router = id(module), self
-        self._references[id(module)] = reference
-        return id(module)
+        address = id(module)
+        reference.address, reference.router = address, self
+        self._references[address] = reference
+        return address
 
     def stop_timing(self, address: int) -> None:
         if self._routed:

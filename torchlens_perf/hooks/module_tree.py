@@ -23,21 +23,23 @@ def named_modules(root: Module) -> Iterator[tuple[str, Module]]:
             continue
         seen.add(id(module))
         yield name, module
-        inside = list(named_children(module))
-        waiting += [(f"{name}.{child}".lstrip("."), each) for child, each in reversed(inside)]
+        if module._modules:
+            prefix = f"{name}." if name else ""
+            inside = [(prefix + child, each) for child, each in named_children(module)]
+            waiting += reversed(inside)
 
 
 def modules(root: Module) -> Iterator[Module]:
     return (module for _, module in named_modules(root))
 
 
-def named_children(module: Module) -> Iterator[tuple[str, Module]]:
-    """Yield the direct children, each once."""
-    seen: set[int] = set()
+def named_children(module: Module) -> list[tuple[str, Module]]:
+    """Return the direct children, each once."""
+    found: dict[int, tuple[str, Module]] = {}
     for name, child in module._modules.items():
-        if child is not None and id(child) not in seen:
-            seen.add(id(child))
-            yield name, child
+        if child is not None:
+            found.setdefault(id(child), (name, child))
+    return list(found.values())
 
 
 def named_parameters(root: Module) -> Iterator[tuple[str, Parameter]]:

@@ -67,6 +67,7 @@ static PyMethodDef methods[] = {
     {"set_section_decorator", section_set_decorator, METH_O, NULL},
     {"set_module_call", FASTCALL(module_call_set), METH_FASTCALL, NULL},
     {"observe_calls", module_call_observe, METH_O, NULL},
+    {"start_process", start_process, METH_VARARGS, NULL},
     {"route_calls", module_call_route, METH_O, NULL},
     {"native_hook", native_hook, METH_VARARGS, NULL},
     {"unroute_calls", module_call_unroute, METH_O, NULL},

@@ -178,6 +178,7 @@ PyObject *section_lookup(PyObject *module, PyObject *name);
 PyObject *section_set_decorator(PyObject *module, PyObject *function);
 PyObject *module_call_set(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *module_call_observe(PyObject *module, PyObject *function);
+PyObject *start_process(PyObject *module, PyObject *args);
 PyObject *module_call_route(PyObject *module, PyObject *function);
 PyObject *module_call_unroute(PyObject *module, PyObject *function);
 int section_setup(PyObject *module);

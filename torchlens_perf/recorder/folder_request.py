@@ -1,6 +1,6 @@
-"""Create folders in a child process of the training process, because a disk may not respond.
+"""Create folders in another process than the training process, because a disk may not respond.
 
-The child runs run/make_folders.py, which takes about 15 ms. A call to a network disk without a
+That process runs run/make_folders.py, which takes about 15 ms. A call to a network disk without a
 server sleeps in the kernel, where no signal ends it. Only another process can limit the wait.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from torchlens_perf.run import children, make_folders
 
 MADE = "made"
 _END_TIMEOUT_S = 0.1
-_unended: list[subprocess.Popen[bytes]] = []
 
 
 class FolderRequest:
@@ -29,47 +27,47 @@ class FolderRequest:
     """
 
     def __init__(self, folders: Sequence[Path], *, shared: bool = False) -> None:
-        """Start the child process. Raise RunStoreError if the process cannot be started.
+        """Start the other process. Raise RunStoreError if it cannot be started.
 
         folders: absolute paths that must be writable. Missing folders are created.
         shared: True to let the user's group read new folders.
         """
         self._text = b""
-        _unended[:] = [process for process in _unended if process.poll() is None]
         access = make_folders.SHARED if shared else make_folders.PRIVATE
         command = children.build_script_command(make_folders.__file__, access, *map(str, folders))
-        self._process: subprocess.Popen[bytes] | None = None
+        # Two pipes, each with its end to read and its end to write.
+        self._pipes: list[int] = []
+        started = False
         try:
-            self._process = children.start_child(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-            )
+            for _ in range(2):
+                self._pipes += os.pipe()
+            children.start_detached(command, stdin=self._pipes[0], stdout=self._pipes[3])
+            started = True
         except ours(OSError) as error:
             raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
+        finally:
+            if not started:
+                self.close()
+        for end in (3, 0):
+            os.close(self._pipes.pop(end))
 
     def wait_for_answer(self, timeout_s: float) -> str:
-        """Return MADE, the system's error message, or "" if the child did not answer in time."""
-        deadline_s = time.monotonic() + timeout_s
-        if self._process is not None and self._process.stdout is not None and not self._text:
-            descriptor, ended = self._process.stdout.fileno(), False
-            ready = select.poll()
-            ready.register(descriptor, select.POLLIN)
-            while not ended and ready.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
-                chunk = os.read(descriptor, 4096)
-                self._text += chunk
-                ended = not chunk or chunk.endswith(b"\n")
+        """Return MADE, the system's error message, or "" without an answer in time."""
+        deadline_s, ended = time.monotonic() + timeout_s, bool(self._text) or not self._pipes
+        ready = select.poll()
+        if not ended:
+            ready.register(self._pipes[1], select.POLLIN)
+        while not ended and ready.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
+            chunk = os.read(self._pipes[1], 4096)
+            self._text += chunk
+            ended = not chunk or chunk.endswith(b"\n")
         return self._text.decode(errors="replace").strip()
 
     def keep_folders(self) -> None:
-        """Keep the folders that were created."""
-        process = self._process
-        if process is None or process.stdin is None:
-            return
-        if not self._text:
-            # The child hangs or has not started. Some folders may exist.
-            process.kill()
-        elif process.poll() is None:  # A write to an ended child may raise SIGPIPE, so check first.
+        """Keep the folders that were created, or that a slow disk still creates."""
+        if self._pipes and not _has_no_reader(self._pipes[0]):
             with suppress(OSError):
-                process.stdin.write(make_folders.KEEP)
+                os.write(self._pipes[0], make_folders.KEEP)
         self.close()
 
     def close(self) -> None:
@@ -77,15 +75,21 @@ class FolderRequest:
 
         Further calls do nothing.
         """
-        process, self._process = self._process, None
-        if process is None or process.stdin is None or process.stdout is None:
-            return
-        process.stdin.close()
-        process.stdout.close()
-        try:
-            process.wait(_END_TIMEOUT_S if self._text else 0)
-        except subprocess.TimeoutExpired:
-            _unended.append(process)
+        pipes, self._pipes = self._pipes, []
+        for each in pipes:
+            if self._text and each == pipes[-1]:
+                # The other process closes its end when it has removed its folders.
+                ended = select.poll()
+                ended.register(each, select.POLLIN)
+                ended.poll(1000 * _END_TIMEOUT_S)
+            os.close(each)
+
+
+def _has_no_reader(pipe: int) -> bool:
+    """Return True if no process reads a pipe. A write to it may raise SIGPIPE."""
+    state = select.poll()
+    state.register(pipe, select.POLLOUT)
+    return any(events & select.POLLERR for _, events in state.poll(0))
 
 
 def find_folder_problem(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:

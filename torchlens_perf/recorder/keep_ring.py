@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import subprocess
 import time
 from typing import TYPE_CHECKING
 
@@ -20,34 +18,32 @@ if TYPE_CHECKING:
 
 @above_standard_streams()
 def copy_ring_to_run(run: RunDirectory, host: str, ring: RingFile, timeout_s: float) -> str:
-    """Let a child process copy a closed ring from this node's memory into the run directory.
+    """Let another process copy a closed ring from this node's memory into the run directory.
 
-    After timeout_s the child continues alone. Return the problem, or "" without a problem or if the
+    After timeout_s that process continues alone. Return the problem, or "" without a problem or if the
     ring is already there. Raises OSError if no process can be started.
     """
     if ring.path.is_relative_to(run.path):
         return ""
     deadline_s = time.monotonic() + timeout_s
     descriptor = memory.open_to_read(str(ring.path))
+    pipe: list[int] = []
     try:
+        pipe += os.pipe()
         command = children.build_script_command(
             copy_out.__file__, str(descriptor), str(run.rings / ring.path.name), str(run.node_rings_path(host)),
             *map(str, run.ring_and_registration_paths(ring.path)),
         )  # fmt: skip
-        process = children.start_child(
-            command, stdout=subprocess.PIPE, bufsize=0, pass_fds=[descriptor]
-        )
-    finally:
-        os.close(descriptor)
-    assert process.stdout is not None
-    with process.stdout as said:
+        children.start_detached(command, stdout=pipe[1], pass_fds=[descriptor])
+        os.close(pipe.pop())
         ready = select.poll()
-        ready.register(said.fileno(), select.POLLIN)
+        ready.register(pipe[0], select.POLLIN)
         if not ready.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
             return f"{run.rings} did not answer within {timeout_s:g} s; the copy goes on by itself"
-        reason = os.read(said.fileno(), 4096).decode(errors="replace")
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(0.0, deadline_s - time.monotonic()))
+        reason = os.read(pipe[0], 4096).decode(errors="replace")
+    finally:
+        for each in (descriptor, *pipe):
+            os.close(each)
     if not reason:
         return ""
     return (

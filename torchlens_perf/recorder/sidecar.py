@@ -65,8 +65,9 @@ def _start_if_not_running(run: RunDirectory, identity: Identity, token: str) -> 
         )
         with open(sidecar_log_path(lock.path), "ab", opener=ownership.open_to_append) as log:
             children.start_detached(
-                command, stdout=log, stderr=log, env=environment, pass_fds=[lock.descriptor]
-            )
+                command, stdout=log.fileno(), stderr=log.fileno(), env=environment,
+                pass_fds=[lock.descriptor],
+            )  # fmt: skip
     except BaseException:
         run.remove_local_leftovers()
         lock.remove()

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.config import CHILD
 from torchlens_perf.errors import RunStoreError
+from torchlens_perf.interruption import ours
 
 if TYPE_CHECKING:
     import subprocess
@@ -57,7 +59,8 @@ _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcoun
 # opentelemetry-instrument prepends this folder to PYTHONPATH to instrument every Python process.
 # Children must not create spans for this package's own requests.
 _INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
-_SHELL, _IN_BACKGROUND = "/bin/sh", '"$@" &'
+# Without a redirection, the stdin of a process in the background is /dev/null.
+_SHELL, _IN_BACKGROUND = "/bin/sh", '"$@" <&0 &'
 # The shell usually ends after one millisecond.
 _SHELL_TIMEOUT_S = 1.0
 # NumPy's libraries start one thread per processor on import. The threads double the import time.
@@ -145,20 +148,51 @@ def start_child(
     )
 
 
-def start_detached(command: list[str], **options: Any) -> None:
-    """Start a process through a shell that ends at once, which detaches it from this process.
+def start_detached(
+    command: list[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
+) -> None:
+    """Start a process that is no child of this one, in a new session and in the folder /.
 
-    Raise OSError if the process cannot be started.
+    env: by default build_environment(). Streams are descriptors; None for /dev/null. pass_fds:
+    descriptors above 2 that the process keeps. Raise OSError if no process can be started.
 
     Ray's workers kill their children when they end. DeepSpeed's launcher kills the children of a
-    failed rank. A child that ends before its parent remains as a zombie.
+    failed rank. A program's SIGCHLD handler is called for each child, and its os.wait() returns
+    each. A child that ends before its parent remains as a zombie.
     """
+    env = build_environment() if env is None else env
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        streams = tuple(null if each is None else each for each in (stdin, stdout, stderr))
+        try:
+            native: Any = importlib.import_module("torchlens_perf._native")
+        except ours(ImportError):
+            _start_through_shell(command, env, streams, pass_fds)
+        else:
+            variables = (f"{name}={value}" for name, value in env.items())
+            texts = [list(map(os.fsencode, each)) for each in (command, variables)]
+            native.start_process(*texts, streams, sorted(pass_fds))
+    finally:
+        os.close(null)
+
+
+def _start_through_shell(
+    command: list[str], env: Mapping[str, str], streams: Sequence[int], pass_fds: Sequence[int]
+) -> None:
+    """Do the same without native code. The program notices the end of the shell."""
     import subprocess
 
-    if not os.access(_SHELL, os.X_OK):
-        start_child(command, **options)
-        return
-    shell = start_child([_SHELL, "-c", _IN_BACKGROUND, _SHELL, *command], **options)
+    stdin, stdout, stderr = streams
+    shell = subprocess.Popen(
+        [_SHELL, "-c", _IN_BACKGROUND, _SHELL, *command],
+        env=env, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds, start_new_session=True, cwd="/",
+    )  # fmt: skip
     with contextlib.suppress(subprocess.TimeoutExpired):
         if shell.wait(_SHELL_TIMEOUT_S):
             raise OSError(errno.EAGAIN, f"{_SHELL} cannot start another process")

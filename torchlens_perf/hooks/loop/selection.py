@@ -257,8 +257,7 @@ def _compute_levels(model: Module) -> dict[int, int]:
 
     def has_no_level(name: str, child: Module) -> bool:
         only_holds = (
-            len(list(module_tree.named_children(child))) == 1
-            and _find_only_child(child) is not None
+            len(module_tree.named_children(child)) == 1 and _find_only_child(child) is not None
         )
         is_the_model = only is not None and child is only[1]
         return (
