@@ -45,6 +45,7 @@ def find_failed_sidecars(folder: Path) -> list[str]:
     return [
         error
         for log in folder.rglob("nodes/*.log")
+        if log.is_file()
         for failure in log.read_text(errors="replace").split("the sidecar has failed")[1:]
         for error in _ERROR.findall(failure)[:1]
         if not error.startswith(_OF_THE_DISK)

@@ -144,7 +144,7 @@ class RunDirectory:
 
     def describe_write_error(self, error: Exception) -> str:
         """Return why a file in the run directory could not be written."""
-        missing = (each for each in (self.path, *self.folders) if not each.is_dir())
+        missing = filter(_is_missing, (self.path, *self.folders))
         removed = next(missing, None) if isinstance(error, FileNotFoundError) else None
         return str(error) if removed is None else f"{removed} was {_REMOVED}"
 
@@ -552,6 +552,17 @@ def _find_ring_places(
         yield folder, True
 
 
+def _is_missing(path: Path) -> bool:
+    """Return False for a path on a disk that fails, for which Path.exists() raises the error."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def describe_removed_ring(ring: Path) -> str:
     """Return why no report can contain the records of a ring file that does not exist."""
     return f"there is no report: {ring} was {_REMOVED}"
@@ -565,7 +576,7 @@ def describe_kept_records(run: RunDirectory) -> str:
     folders = sorted({str(ring.parent) for ring in run.local_rings() if ring.exists()})
     if not folders:
         return ""
-    if not run.path.exists():
+    if _is_missing(run.path):
         # The next watch removes rings whose run directory is missing (sidecar/start/drain.py).
         return (
             f". Records that were not saved stay in {', '.join(folders)} until the next watch on"
