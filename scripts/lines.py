@@ -23,7 +23,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         16211,
     ),
     ("store", ("store",), 1600, 1045),
-    ("run", ("run",), 3000, 6252),
+    ("run", ("run",), 3000, 6263),
     (
         "verdicts",
         (

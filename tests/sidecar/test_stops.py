@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.sidecar.host.test_stacks import GREEDY, VFORKS
-from tests.support.processes import only_report, run_warm
+from tests.support.processes import only_report, run, run_warm, torchrun
 from torchlens_perf.run.processes import process_state_and_start
 from torchlens_perf.sidecar.stops import SHORTEST_NS, SleepObserver, StopObserver, is_stopped
 
@@ -213,15 +213,16 @@ net = nn.parallel.DistributedDataParallel(model) if world > 1 else model
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 slow = [0.0]
 model[0].weight.register_hook(lambda gradient: time.sleep(slow[0]))
-stop = f"kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}"
+stop = f"kill -STOP {os.getpid()}; sleep 4; kill -CONT {os.getpid()}"
 child = None
 # More steps than usual until the sidecar, which starts late on a busy machine, has seen this process.
 with perf.watch(model, optimizer, report="quiet", exchange="off") as watch:
     saved = watch.run_dir / "nodes"
-    step, last = 0, 160
+    step, last = 0, 160 if world == 1 else 2500
     while step < last:
-        if child is None and rank == 0 and step >= 40 and (world > 1 or any(saved.glob("*.json"))):
-            child, stopped_in, last = subprocess.Popen(["sh", "-c", stop]), step, step + 120
+        if child is None and rank == 0 and step >= 40 and any(saved.glob("*.json")):
+            child = subprocess.Popen(["sh", "-c", stop])
+            last = step + 120 if world == 1 else last
             print(step)
         last += child is None and world == 1 and step < 10_000
         slow[0] = 1.5 if step == last - 80 and world == 1 else 0.0
@@ -262,3 +263,16 @@ def test_report_names_a_stopped_process_and_not_its_backward_pass(tmp_path: Path
     assert any("the process was stopped by SIGSTOP" in text for text in texts)
     idle_s = report["goodput"]["classes"]["idle"]["seconds"]
     assert idle_s >= 0.9 * stopped[0]["total_s"]
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_report_names_the_stopped_rank_and_not_the_one_that_waits(tmp_path: Path) -> None:
+    done = run(torchrun(write_loop(tmp_path)), tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = only_report(tmp_path)
+    (stopped,) = [each for each in long_steps(report) if each["kinds"] == ["stopped process"]]
+    assert (stopped["count"], stopped["waited_for"]) == (1, 0)
+    assert stopped["more_s"] > 3
+    texts = [each["text"] for each in report["verdicts"] if each["kind"] == "long_steps"]
+    assert any("only rank 0 was stopped, and the other rank waits" in text for text in texts)
