@@ -178,7 +178,11 @@ def test_search_over_models_has_a_training_for_each(tmp_path: Path) -> None:
     """The watch is started by the environment, and the report is on the screen at the end."""
     script = tmp_path / "search.py"
     script.write_text(PROGRAM)
-    environment = {"TORCHLENS_PERF": "1", "TORCHLENS_PERF_DIR": str(tmp_path / "runs")}
+    environment = {
+        "TORCHLENS_PERF": "1",
+        "TORCHLENS_PERF_DIR": str(tmp_path / "runs"),
+        "TORCHLENS_PERF_REPORT": "page",
+    }
     done = run([sys.executable, str(script)], 120, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
 
@@ -187,3 +191,4 @@ def test_search_over_models_has_a_training_for_each(tmp_path: Path) -> None:
     assert [each["model"] for each in report["trainings"]] == ["Small", "Large", "Small"]
     assert sum(each["steps"] for each in report["trainings"]) == 119
     assert "of 3" in done.stderr
+    assert "Trainings of this process" in (folder / "report.html").read_text()

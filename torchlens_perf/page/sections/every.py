@@ -69,7 +69,7 @@ def _build_step_time_section(contents: PageContents) -> Element | None:
     figure = build_figure(
         "steps", "Step time over the run", f"{describe_steps(contents['report'])}."
     )
-    return build_section("steps", "Step time", figure)
+    return build_section("steps", "Step time", figure, build_tables(contents, "trainings"))
 
 
 def _build_ranks_section(contents: PageContents) -> Element | None:
