@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.ranks import HOST, make_run
+from tests.support.simulated_runs import alone
 from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.doctor import Check
 from torchlens_perf.errors import ConfigError, RunStoreError, printable
@@ -54,7 +55,9 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the saved state of a node whose rank has modules and sections."""
     run = RunDirectory(tmp_path_factory.mktemp("state") / "run")
     fault = "constant:rank=1,share=0.3"
-    _printed("simulate", "--ranks", "2", "--steps", "80", "--fault", fault, "--out", str(run.path))
+    arguments = ("--ranks", "2", "--steps", "80", "--fault", fault, "--out", str(run.path))
+    with alone("run"):
+        _printed("simulate", *arguments)
     (path,) = run.nodes.glob("*.json")
     return dict(json.loads(path.read_bytes()))
 

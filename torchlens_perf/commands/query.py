@@ -29,8 +29,8 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "query",
         description=(
-            f"Run SQL on runs. Tables: {', '.join(TABLES)}, and with DuckDB verdicts. Each has a column `run`; other columns are"
-            " described in docs/reference/run-directory.md. Examples: docs/guides/queries.md."
+            f"Run SQL on runs. Tables: {', '.join(TABLES)}, and with DuckDB verdicts. Each has a column"
+            " `run`; other columns are described in docs/reference/run-directory.md. Examples: docs/guides/queries.md."
         ),
     )
     parser.add_argument(
