@@ -36,7 +36,7 @@ from torchlens_perf.recorder.folder_request import MADE, FolderRequest
 from torchlens_perf.recorder.recorder import find_recording_obstacle
 from torchlens_perf.results import last_report
 from torchlens_perf.results.methods import LiveResultMethods
-from torchlens_perf.run import children, dead_runs, directory, make_folders
+from torchlens_perf.run import children, dead_runs, directory, file_checks, make_folders
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import detect_identity as detect_identity
 from torchlens_perf.run.mailbox import REPORT, Mailbox
@@ -567,7 +567,7 @@ class Watch(LiveResultMethods):
     ) -> None:
         """Close the session and show the report. changing: the lock on starting watches."""
         identity, mailbox, began_s = session.identity, None, time.monotonic()
-        removed_ring = None if os.path.lexists(session.ring_path) else session.ring_path
+        removed_ring = None if file_checks.exists(session.ring_path) else session.ring_path
         look: dict[str, Any] = {}
         try:
             # The session is closed even if the user's own stderr raises KeyboardInterrupt: no

@@ -46,6 +46,7 @@ WORK_NS = 20_000_000  # CPU time of work that the job does while the sidecar sta
 # Modules of this package that the sidecar imports before it reads any data.
 WAITING = {
     "torchlens_perf", "torchlens_perf.interruption", "torchlens_perf.run", "torchlens_perf.run.kept_file",
+    "torchlens_perf.run.file_checks",
     "torchlens_perf.run.processes",
     "torchlens_perf.run.rings", "torchlens_perf.run.rings.memory", "torchlens_perf.run.rings.spool",
     "torchlens_perf.run.sidecar_status",

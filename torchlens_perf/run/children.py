@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.config import CHILD
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.interruption import ours
+from torchlens_perf.run import file_checks
 
 if TYPE_CHECKING:
     import subprocess
@@ -81,7 +82,7 @@ def find_interpreter() -> str:
 def check_sidecar_can_start() -> None:
     """Raise RunStoreError, with the reason, if a sidecar could not run."""
     find_interpreter()
-    if not os.path.isfile(os.path.join(_PACKAGE, "__main__.py")):
+    if not file_checks.is_file(os.path.join(_PACKAGE, "__main__.py")):
         raise RunStoreError(
             f"no other process can be started: torchlens_perf is not in a folder, but in {_ROOT}"
         )
@@ -246,7 +247,7 @@ def _why_not_interpreter(path: object) -> str:
         return f"this program is frozen (sys.frozen is set), and {path} is the program itself"
     if not path or not isinstance(path, str):
         return "Python does not know its own program (sys.executable is empty)"
-    if not (os.path.isfile(path) and os.access(path, os.X_OK)):
+    if not (file_checks.is_file(path) and os.access(path, os.X_OK)):
         return f"{path} (sys.executable) cannot be run"
     if not _is_interpreter(path):
         return f"{path} (sys.executable) is not the interpreter of the Python in {sys.base_prefix}"
@@ -259,13 +260,14 @@ def _is_interpreter(path: str) -> bool:
     The check compares the names of the file and of its folder.
     """
     installed = False
-    for each in (path, os.path.realpath(path)):
+    for each in (path, file_checks.resolve_links(path)):
         named = _INTERPRETER_NAME.fullmatch(os.path.basename(each))
         if named is not None:
             if named[1] and int(named[1]) != sys.version_info.minor:
                 return False
             installed = (
-                installed or os.path.realpath(os.path.dirname(each)) in _interpreter_folders()
+                installed
+                or file_checks.resolve_links(os.path.dirname(each)) in _interpreter_folders()
             )
     return installed
 
@@ -277,7 +279,7 @@ def _interpreter_folders() -> set[str]:
     folders = [os.path.join(prefix, "bin") for prefix in prefixes]
     # With PYTHONHOME, the prefixes differ from the folder of the interpreter.
     folders.append(str(sysconfig.get_config_var("BINDIR") or ""))
-    return {os.path.realpath(folder) for folder in folders if folder}
+    return {file_checks.resolve_links(folder) for folder in folders if folder}
 
 
 def _interpreter_options() -> list[str]:

@@ -539,7 +539,9 @@ def _find_ring_places(
     The second value is True if the folder contains only a link to a ring in anonymous memory.
     """
     if keep:
-        run.rings.mkdir(mode=0o700, exist_ok=True)
+        # mkdir(exist_ok=True) would take any OSError for an existing folder.
+        with contextlib.suppress(FileExistsError):
+            run.rings.mkdir(mode=0o700)
         if memory.is_on_file_system(run.rings, memory.WITHOUT_SIGBUS):
             yield run.rings, False
     for folder in create_local_folders(run.run_id):

@@ -24,6 +24,7 @@ from torchlens_perf.hooks.loop.trained_models import has_optimizer_class
 from torchlens_perf.output import write_to_stderr
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
+from torchlens_perf.run.file_checks import resolve_links
 
 Start = Callable[[Any], None]
 """Function whose argument is the optimizer that has just stepped, or None without an optimizer."""
@@ -178,6 +179,6 @@ def is_user_program() -> bool:
     folders += [
         entry for entry in sys.path if os.path.basename(entry) in ("site-packages", "dist-packages")
     ]
-    return not os.path.realpath(file).startswith(
-        tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders)
+    return not resolve_links(file).startswith(
+        tuple(f"{resolve_links(folder)}{os.sep}" for folder in folders)
     )

@@ -25,6 +25,7 @@ import time
 from collections.abc import Collection
 
 from torchlens_perf.interruption import ours, suppress
+from torchlens_perf.run import file_checks
 from torchlens_perf.run.kept_file import KeptFile
 from torchlens_perf.run.rings.spool import spool_path
 
@@ -158,7 +159,7 @@ def announce_open_ring(path: str, descriptor: int) -> None:
 
     descriptor: of the ring. It must stay open.
     """
-    if os.path.islink(path):
+    if file_checks.is_link(path):
         partial = f"{_held_link_path(path)}-{os.getpid()}"
         with suppress(OSError):
             os.symlink(f"/proc/{os.getpid()}/fd/{descriptor}", partial)
@@ -177,7 +178,7 @@ def wait_until_opened_elsewhere(path: str, file: KeptFile, timeout_s: float) -> 
         with suppress(OSError):
             if found is not None and os.path.samestat(os.stat(_held_link_path(path)), found):
                 return True
-        if not os.path.lexists(path):
+        if not file_checks.exists(path):
             # The sidecar has read all records and removed the ring.
             return True
         if found is None or time.monotonic() >= deadline_s:

@@ -1,0 +1,42 @@
+"""Checks of files inside of the training process.
+
+os.path.exists(), isfile(), islink() and realpath() take each OSError for an answer, also the
+TimeoutError of the program's signal handler that runs inside of them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from torchlens_perf.interruption import ours
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Return True if a file, a folder or a link has this path. A link may lead nowhere."""
+    return _read_mode(path, follow_links=False) is not None
+
+
+def is_file(path: str) -> bool:
+    mode = _read_mode(path, follow_links=True)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def is_link(path: str) -> bool:
+    mode = _read_mode(path, follow_links=False)
+    return mode is not None and stat.S_ISLNK(mode)
+
+
+def resolve_links(path: str) -> str:
+    """Return the absolute path without links, or with them if the path does not exist."""
+    try:
+        return os.path.realpath(path, strict=True)
+    except ours(OSError):
+        return os.path.abspath(path)
+
+
+def _read_mode(path: str | os.PathLike[str], *, follow_links: bool) -> int | None:
+    try:
+        return os.stat(path, follow_symlinks=follow_links).st_mode
+    except ours(OSError, ValueError):
+        return None
