@@ -8,7 +8,6 @@ path.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf import output
 from torchlens_perf.errors import printable
+from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.run.directory import describe_removed_ring
 
@@ -56,11 +56,24 @@ def build_report_request(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str,
     terminal = output.is_terminal()
     color = terminal and "NO_COLOR" not in os.environ
     return {
-        "columns": shutil.get_terminal_size((0, 0)).columns if terminal else 0,
+        "columns": _count_columns() if terminal else 0,
         "color": color and not in_cell,
         "mailbox": "" if mailbox is None else str(mailbox.path),
         "form": CELL if in_cell else "",
     }
+
+
+def _count_columns() -> int:
+    """Return the width of the terminal; 0 if it is not known.
+
+    shutil.get_terminal_size() would drop the TimeoutError of a signal handler.
+    """
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given):
+        return int(given)
+    with suppress(AttributeError, OSError, ValueError):
+        return os.get_terminal_size(sys.stderr.fileno()).columns
+    return 0
 
 
 def show_report(
