@@ -274,6 +274,8 @@ def count_lost(moments: int, runs: Path) -> tuple[int, int]:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except (LimitReached, TimeoutError):
                 caught += 1
+                # An exception at the end of torch.no_grad() leaves gradients off, in any program.
+                torch.set_grad_enabled(True)
             assert running_watch() is None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
