@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tests.support.processes import wait_for_sidecar
 from tests.support.reports import checked
 from tests.support.tables import mixed_table
 from tests.support.warm_python import run
@@ -187,6 +188,7 @@ def test_search_over_models_has_a_training_for_each(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
     (folder,) = (tmp_path / "runs").iterdir()
+    wait_for_sidecar(RunDirectory(folder))
     report = load_report(RunDirectory(folder))
     assert [each["model"] for each in report["trainings"]] == ["Small", "Large", "Small"]
     assert sum(each["steps"] for each in report["trainings"]) == 119

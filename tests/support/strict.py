@@ -34,7 +34,7 @@ PLANTED = {
 
 # The last line of a traceback.
 _ERROR = re.compile(r"^[\w.]+: .*|^[\w.]*Error$", re.MULTILINE)
-_OF_THE_DISK = ("OSError", "torchlens_perf.errors.RunStoreError")
+_OF_THE_DISK = ("OSError", "FileNotFoundError", "torchlens_perf.errors.RunStoreError")
 
 
 def find_failed_sidecars(folder: Path) -> list[str]:
