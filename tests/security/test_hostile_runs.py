@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from tests.security.test_what_is_printed import _HOSTILE, assert_harmless, planted, texts_in
-from tests.support.ranks import HOST, Rank, make_run
+from tests.support.ranks import HOST, Rank, make_run, read_to_end
 from tests.timeline.test_export import decoded
 from torchlens_perf.commands.cli import main
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.sidecar.node import Sidecar
 
 NAMES = [
     "</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "=cmd|' /C calc'!A0", "+1", "",
@@ -40,13 +39,7 @@ def record(folder: Path, name: str, module_ms: int = 1, steps: int = 30) -> RunD
             recorder.end(Kind.FORWARD, name_id)
         recorder.next_step(0, 1000, 1)
     rank.close()
-    sidecar = Sidecar(run, HOST, None, lambda run, asked: None)
-    sidecar.read_rings()
-    sidecar.count_records()
-    sidecar.judge_ranks(1e6, final=True)
-    sidecar.save_records()
-    sidecar.save_state()
-    sidecar.close()
+    read_to_end(run)
     return run
 
 

@@ -51,7 +51,7 @@ from typing import TypeVar
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.interruption import ours, suppress
-from torchlens_perf.run import mailbox, make_folders, ownership
+from torchlens_perf.run import file_checks, mailbox, make_folders, ownership
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.place.node import namespace_digest, pid_namespace_inode
 from torchlens_perf.run.processes import process_start_ticks
@@ -144,7 +144,7 @@ class RunDirectory:
 
     def describe_write_error(self, error: Exception) -> str:
         """Return why a file in the run directory could not be written."""
-        missing = filter(_is_missing, (self.path, *self.folders))
+        missing = filter(file_checks.is_missing, (self.path, *self.folders))
         removed = next(missing, None) if isinstance(error, FileNotFoundError) else None
         return str(error) if removed is None else f"{removed} was {_REMOVED}"
 
@@ -554,17 +554,6 @@ def _find_ring_places(
         yield folder, True
 
 
-def _is_missing(path: Path) -> bool:
-    """Return False for a path on a disk that fails, for which Path.exists() raises the error."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 def describe_removed_ring(ring: Path) -> str:
     """Return why no report can contain the records of a ring file that does not exist."""
     return f"there is no report: {ring} was {_REMOVED}"
@@ -578,7 +567,7 @@ def describe_kept_records(run: RunDirectory) -> str:
     folders = sorted({str(ring.parent) for ring in run.local_rings() if ring.exists()})
     if not folders:
         return ""
-    if _is_missing(run.path):
+    if file_checks.is_missing(run.path):
         # The next watch removes rings whose run directory is missing (sidecar/start/drain.py).
         return (
             f". Records that were not saved stay in {', '.join(folders)} until the next watch on"

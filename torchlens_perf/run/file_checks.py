@@ -17,6 +17,17 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return _read_mode(path, follow_links=False) is not None
 
 
+def is_missing(path: str | os.PathLike[str]) -> bool:
+    """Return True if nothing has this path; False if a failing disk does not tell."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return True
+    except ours(OSError):
+        pass
+    return False
+
+
 def is_file(path: str) -> bool:
     mode = _read_mode(path, follow_links=True)
     return mode is not None and stat.S_ISREG(mode)
