@@ -90,7 +90,7 @@ def test_automatically_recorded_program_has_failed(
 
 
 def test_failure_is_in_the_printed_report_and_in_the_exit_code(tmp_path: Path) -> None:
-    done = run_program(WAYS["with"][0], tmp_path)
+    done = run_program(WAYS["with"][0], tmp_path, TORCHLENS_PERF_EXIT_TIMEOUT_S="60")
     (run,) = runs(tmp_path)
     command = [
         sys.executable,
