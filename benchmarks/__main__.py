@@ -11,6 +11,7 @@ import torch
 from benchmarks import (
     capture_cost,
     collective_cost,
+    device_marks,
     exchange_scale,
     exit_delay,
     hot_path,
@@ -33,6 +34,7 @@ from benchmarks import (
 BENCHMARKS = {
     "hot_path": hot_path.main,
     "training_step": training_step.main,
+    "device_marks": device_marks.main,
     "many_modules": many_modules.main,
     "long_run": long_run.main,
     "exit_delay": exit_delay.main,

@@ -14,8 +14,8 @@ from benchmarks.gpu_check.lines import Checks
 from torchlens_perf.cuda.driver import CudaDriver
 from torchlens_perf.cuda.reduction import ExactColumn, SumColumn
 from torchlens_perf.cuda.stamps import NO_SLOT
-from torchlens_perf.hooks.on_device.clock import EventClock
-from torchlens_perf.hooks.on_device.events import CudaEvents
+from torchlens_perf.hooks.on_device.clock import create_clock
+from torchlens_perf.recorder.devices import DeviceInUse
 
 SPINS_NS = (10_000, 50_000, 200_000, 1_000_000, 10_000_000)
 REPEATS = 40
@@ -37,7 +37,7 @@ def clock(checks: Checks) -> None:
         bool(steps.min() >= 0),
     )
     checks.value("clock", "globaltimer's smallest step", f"{int(steps[steps > 0].min())} ns")
-    errors = [EventClock(CudaEvents(torch.cuda.current_device())).error_ns for _ in range(20)]
+    errors = [new_clock().error_ns for _ in range(20)]
     known = [error for error in errors if error is not None]
     median = float(np.median(known)) if known else float("nan")
     met = len(known) == len(errors) and median <= 50_000
@@ -48,7 +48,7 @@ def clock(checks: Checks) -> None:
         "<= 50 us",
         met,
     )
-    marked = EventClock(CudaEvents(torch.cuda.current_device()))
+    marked = new_clock()
     times_ns = []
     for _ in range(REPEATS):
         begin_ns = time.perf_counter_ns()
@@ -62,18 +62,21 @@ def clock(checks: Checks) -> None:
     _parts_of_a_mark(checks)
 
 
+def new_clock():
+    """Return a clock of the current device, as training uses it."""
+    return create_clock(DeviceInUse("cuda", torch.cuda.current_device()))
+
+
 def _parts_of_a_mark(checks: Checks) -> None:
-    """Measure the unavoidable parts of a mark. A mark made from C could save at most the time
-    outside these parts."""
-    events, driver = CudaEvents(torch.cuda.current_device()), CudaDriver()
-    event, current = events.create_event(), events.current_stream()
-    # torch creates the event when it is first recorded.
-    events.record(event, current)
-    handles = event.cuda_event, torch.cuda.current_stream().cuda_stream
+    """Measure the unavoidable parts of a mark."""
+    driver, stream = CudaDriver(), torch.cuda.current_stream()
+    event, index = torch.cuda.Event(enable_timing=True), torch.cuda.current_device()
+    event.record()  # torch creates the event when it is first recorded.
+    handles = event.cuda_event, stream.cuda_stream
     for name, function in (
-        ("torch's record", lambda: events.record(event, current)),
+        ("torch's record", lambda: event.record(stream)),
         ("cuEventRecord, called through ctypes", lambda: driver.record_event(*handles)),
-        ("the current stream, and whether it is captured", events.current_stream),
+        ("the handle of the current stream", lambda: torch._C._cuda_getCurrentRawStream(index)),
     ):
         times_ns = []
         for _ in range(REPEATS):
@@ -114,7 +117,7 @@ def accuracy(checks: Checks) -> None:
 
 def _by_events(work) -> float:
     """Return the median of REPEATS times, measured by the clock that training uses."""
-    clock = EventClock(CudaEvents(torch.cuda.current_device()))
+    clock = new_clock()
     pairs = []
     occupy()
     for _ in range(REPEATS):

@@ -10,6 +10,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torchlens_perf import _native
@@ -86,6 +87,22 @@ class Fuzz:
         finally:
             self._depth -= 1
         return self.number()
+
+    def _device_clock(self) -> Any:
+        """Return a clock of events in Python that run random code."""
+        fuzz, events = self, SimpleNamespace(idle_stream=0)
+
+        def record(event: Any, stream: int) -> int:
+            return fuzz.act()
+
+        event = SimpleNamespace(
+            query=lambda: fuzz.act() and fuzz.random.random() < 0.7,
+            elapsed_time=lambda later: float(fuzz.act()),
+        )
+        events.create_event, events.record = lambda: event, record
+        return _native.DeviceClock(
+            events, (), lambda index: fuzz.random.randrange(3), 0, 0, None, 50
+        )
 
     def number(self) -> int:
         return self.random.choice(
@@ -192,9 +209,13 @@ class Fuzz:
         if choice == 0:
             recorder.set_nvtx(self.function(), self.function(), ["step"] * self.random.randrange(3))
         elif choice == 1:
+            clock = self.random.choice([None, self._device_clock(), 3])
             recorder.set_device_clock(
-                *(self.function() for _ in range(self.random.randrange(2, 5)))
+                clock, *(self.function() for _ in range(self.random.randrange(4)))
             )
+            recorder.end_device_step()
+            recorder.read_last_device_times()
+            recorder.queue_device_span(*(self.random.randrange(-1, 9) for _ in range(4)))
         elif choice == 2:
             recorder.sampled = self.random.choice([0, 1, -1, 1 << 40, "x"])
         elif choice == 3:

@@ -71,6 +71,7 @@ class PlantedClock:
     """
 
     name = "planted"
+    stream = 0
 
     def __init__(self) -> None:
         self.base_ns, self.marks = time.monotonic_ns() + 10_000 * MILLISECOND, 0

@@ -4,6 +4,7 @@ thread.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 from collections.abc import Callable
@@ -16,10 +17,13 @@ import pytest
 from tests.support.collective_rig import CollectiveRig
 from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf import errors
+from torchlens_perf.hooks.on_device.clock import create_clock_of_events
 from torchlens_perf.run import ring
 from torchlens_perf.run.ring import Kind
 
 End = Callable[..., Any]
+# Number of events that a new clock records.
+ANCHORS = 5
 
 
 class EndingRig:
@@ -113,16 +117,48 @@ def nvtx_pop_of_the_end(rig: EndingRig) -> None:
     recorder.close()
 
 
+class CalledEvents:
+    """Events of a device. The record with a given number calls a function."""
+
+    idle_stream = 0
+
+    def __init__(self, called: Callable[[], object], number: int) -> None:
+        self._called, self._records_left = called, number + ANCHORS
+
+    def create_event(self) -> CalledEvents:
+        return self
+
+    def record(self, event: CalledEvents, stream: int) -> None:
+        self._records_left -= 1
+        if self._records_left == 0:
+            self._called()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: CalledEvents) -> float:
+        return 0.0
+
+
+def calling_clock(called: Callable[[], object], number: int) -> Any:
+    return create_clock_of_events(CalledEvents(called, number), lambda index: 0)
+
+
 def mark_of_the_device(rig: EndingRig) -> None:
     rig.recorder.sampled = 1
-    rig.recorder.set_device_clock(rig.end, lambda kind, name_id, mark: None)
+    rig.recorder.set_device_clock(calling_clock(rig.end, 1))
     in_a_section(rig)
 
 
 def end_on_the_device(rig: EndingRig) -> None:
     rig.recorder.sampled = 1
-    rig.recorder.set_device_clock(lambda: 1, rig.end)
+    rig.recorder.set_device_clock(calling_clock(rig.end, 2))
     in_a_section(rig)
+
+
+def end_of_a_step_on_the_device(rig: EndingRig) -> None:
+    rig.recorder.set_device_clock(calling_clock(rig.end, 1))
+    rig.recorder.end_device_step()
 
 
 def called_module(rig: EndingRig, **observers: Any) -> None:
@@ -133,12 +169,12 @@ def called_module(rig: EndingRig, **observers: Any) -> None:
 
 
 def device_in_a_module(rig: EndingRig) -> None:
-    rig.recorder.set_device_clock(rig.end, lambda kind, name_id, mark: None)
+    rig.recorder.set_device_clock(calling_clock(rig.end, 1))
     called_module(rig)
 
 
 def device_after_a_module(rig: EndingRig) -> None:
-    rig.recorder.set_device_clock(lambda: 1, rig.end)
+    rig.recorder.set_device_clock(calling_clock(rig.end, 2))
     called_module(rig)
 
 
@@ -176,16 +212,12 @@ def waited(rig: EndingRig) -> None:
 
 
 def mark_before_a_wait(rig: EndingRig) -> None:
-    rig.recorder.set_device_clock(
-        lambda: 1, lambda kind, name_id, mark: None, rig.end, lambda: None
-    )
+    rig.recorder.set_device_clock(calling_clock(print, 99), rig.end, lambda: None)
     waited(rig)
 
 
 def mark_after_a_wait(rig: EndingRig) -> None:
-    rig.recorder.set_device_clock(
-        lambda: 1, lambda kind, name_id, mark: None, lambda: None, rig.end
-    )
+    rig.recorder.set_device_clock(calling_clock(print, 99), lambda: None, rig.end)
     waited(rig)
 
 
@@ -202,17 +234,26 @@ def nvtx_after_a_wait(rig: EndingRig) -> None:
 # A wait in progress has locked the lock that keeps the file mapped. Another thread's close() waits
 # for this lock, as intended.
 LOCKED = (nvtx_before_a_wait, nvtx_after_a_wait)
+ON_A_DEVICE = (
+    mark_of_the_device, end_on_the_device, end_of_a_step_on_the_device, device_in_a_module, device_after_a_module,
+    mark_before_a_wait, mark_after_a_wait,
+)  # fmt: skip
 PLACES = (
     name_of_a_section, nvtx_push, nvtx_pop, nvtx_pop_of_what_was_lost, nvtx_pop_of_a_drop, nvtx_pop_of_the_end,
-    mark_of_the_device, end_on_the_device, device_in_a_module, device_after_a_module, nvtx_in_a_module,
-    nvtx_after_a_module, before_a_module, after_a_module, after_a_forward_pass, inside_a_module, mark_before_a_wait,
-    mark_after_a_wait, *LOCKED,
+    nvtx_in_a_module, nvtx_after_a_module, before_a_module, after_a_module, after_a_forward_pass, inside_a_module,
+    *LOCKED,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("by_another_thread", [False, True], ids=["by itself", "by another thread"])
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
+@pytest.mark.parametrize(
+    ("implementation", "place"),
+    [
+        *itertools.product(IMPLEMENTATIONS, PLACES),
+        *itertools.product(IMPLEMENTATIONS[:-1], ON_A_DEVICE),
+    ],
+    ids=lambda value: value.__name__.rpartition(".")[2],
+)
 def test_watch_may_end_while_the_recorder_runs_python_code(
     implementation: ModuleType,
     place: Callable[[EndingRig], None],
@@ -362,22 +403,23 @@ def interrupted_pop(rig: EndingRig) -> None:
 
 def interrupted_mark(rig: EndingRig) -> None:
     rig.recorder.sampled = 1
-    rig.recorder.set_device_clock(interrupted, lambda kind, name_id, mark: None)
+    rig.recorder.set_device_clock(calling_clock(interrupted, 1))
     in_a_section(rig)
 
 
 def interrupted_wait(rig: EndingRig) -> None:
-    rig.recorder.set_device_clock(
-        lambda: 1, lambda kind, name_id, mark: None, interrupted, lambda: None
-    )
+    rig.recorder.set_device_clock(calling_clock(print, 99), interrupted, lambda: None)
     waited(rig)
 
 
 @pytest.mark.parametrize(
-    "place",
-    [interrupted_name, interrupted_push, interrupted_pop, interrupted_mark, interrupted_wait],
+    ("implementation", "place"),
+    [
+        *itertools.product(IMPLEMENTATIONS, (interrupted_name, interrupted_push, interrupted_pop)),
+        *itertools.product(IMPLEMENTATIONS[:-1], (interrupted_mark, interrupted_wait)),
+    ],
+    ids=lambda value: value.__name__.rpartition(".")[2],
 )
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
 def test_ctrl_c_while_the_recorder_runs_python_code_reaches_the_loop(
     implementation: ModuleType, place: Callable[[EndingRig], None], tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ enum kind {
     KIND_SECTION = 18,
     KIND_COLLECTIVE = 19,
     KIND_THREAD_TIME = 20,
+    KIND_DEVICE = 21,
 };
 #define LAST_PHASE KIND_CLOSURE
 

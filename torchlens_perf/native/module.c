@@ -87,7 +87,8 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    if (PyType_Ready(&RecorderType) < 0 || PyType_Ready(&SectionType) < 0 || PyType_Ready(&ModuleCallType) < 0) {
+    if (PyType_Ready(&RecorderType) < 0 || PyType_Ready(&SectionType) < 0 || PyType_Ready(&ModuleCallType) < 0 ||
+        PyType_Ready(&DeviceClockType) < 0) {
         return NULL;
     }
     PyObject *module = PyModule_Create(&definition);
@@ -96,7 +97,8 @@ PyMODINIT_FUNC PyInit__native(void)
     }
     if (section_setup(module) < 0 || step_marks_setup() < 0 || PyModule_AddObjectRef(module, "Recorder", (PyObject *)&RecorderType) < 0 ||
         PyModule_AddObjectRef(module, "Section", (PyObject *)&SectionType) < 0 ||
-        PyModule_AddObjectRef(module, "ModuleCall", (PyObject *)&ModuleCallType) < 0) {
+        PyModule_AddObjectRef(module, "ModuleCall", (PyObject *)&ModuleCallType) < 0 ||
+        PyModule_AddObjectRef(module, "DeviceClock", (PyObject *)&DeviceClockType) < 0) {
         Py_DECREF(module);
         return NULL;
     }

@@ -225,8 +225,8 @@ static int recorder_traverse(Recorder *self, visitproc visit, void *arg)
     Py_VISIT(self->nvtx_push);
     Py_VISIT(self->nvtx_pop);
     Py_VISIT(self->nvtx_attributes);
-    Py_VISIT(self->device_mark);
-    Py_VISIT(self->device_span);
+    Py_VISIT(self->device_clock);
+    Py_VISIT(self->device_step_ended);
     Py_VISIT(self->device_wait_began);
     Py_VISIT(self->device_wait_ended);
     for (int i = 0; i < KEPT; i++) {
@@ -242,8 +242,8 @@ static int recorder_clear(Recorder *self)
     Py_CLEAR(self->nvtx_push);
     Py_CLEAR(self->nvtx_pop);
     Py_CLEAR(self->nvtx_attributes);
-    Py_CLEAR(self->device_mark);
-    Py_CLEAR(self->device_span);
+    Py_CLEAR(self->device_clock);
+    Py_CLEAR(self->device_step_ended);
     Py_CLEAR(self->device_wait_began);
     Py_CLEAR(self->device_wait_ended);
     self->marks.settled = 0;
@@ -637,6 +637,9 @@ static PyMethodDef recorder_methods[] = {
     {"abandon", (PyCFunction)recorder_abandon, METH_NOARGS, NULL},
     {"set_nvtx", (PyCFunction)recorder_set_nvtx, METH_VARARGS, NULL},
     {"set_device_clock", (PyCFunction)recorder_set_device_clock, METH_VARARGS, NULL},
+    {"queue_device_span", FASTCALL(recorder_queue_device_span), METH_FASTCALL, NULL},
+    {"end_device_step", (PyCFunction)recorder_end_device_step, METH_NOARGS, NULL},
+    {"read_last_device_times", (PyCFunction)recorder_read_last_device_times, METH_NOARGS, NULL},
     {"record_completed", FASTCALL(recorder_record_completed), METH_FASTCALL, NULL},
     {"settle", (PyCFunction)recorder_settle, METH_VARARGS, NULL},
     {"unsettle", (PyCFunction)recorder_unsettle, METH_NOARGS, NULL},
@@ -668,6 +671,8 @@ static PyMemberDef recorder_members[] = {
     {"module_steps", T_LONGLONG, offsetof(Recorder, modules.steps), READONLY, NULL},
     {"measured_calls", T_LONGLONG, offsetof(Recorder, modules.measured_calls), READONLY, NULL},
     {"measured_ns", T_LONGLONG, offsetof(Recorder, modules.measured_ns), READONLY, NULL},
+    {"device_waits_ns", T_LONGLONG, offsetof(Recorder, device_waits_ns), READONLY, NULL},
+    {"late_ns", T_LONGLONG, offsetof(Recorder, late_ns), READONLY, NULL},
     {NULL},
 };
 

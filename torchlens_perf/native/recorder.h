@@ -15,6 +15,7 @@
 #include <time.h>
 
 #include "collective.h"
+#include "device_clock.h"
 #include "layout.h"
 #include "probes.h"
 
@@ -99,7 +100,7 @@ typedef struct {
     uintptr_t owner; /* the recorded thread: its open spans are kept in the ring file */
     PyObject *clock; /* NULL: CLOCK_MONOTONIC */
     PyObject *nvtx_push, *nvtx_pop;
-    PyObject *device_mark; /* NULL: no device's clock, see device.c */
+    DeviceClock *device_clock; /* NULL: there is none, see device.c */
     uint64_t generation;   /* tells this recorder's names and thread stacks from those of an earlier one */
     int shared;            /* not 0: records are also written without the GIL, see collective.c */
     int sampled;           /* not 0: module calls show their arguments and results to their observers */
@@ -108,7 +109,9 @@ typedef struct {
     ModuleBudget modules;
     PyObject *nvtx_attributes;
     PyObject *intern;
-    PyObject *device_span, *device_wait_began, *device_wait_ended;
+    PyObject *device_wait_began, *device_wait_ended, *device_step_ended;
+    int64_t device_waits_ns; /* how long marks waited for room in the device's queue, in total */
+    int64_t late_ns;         /* what reading the marks of sampled steps cost later steps, in total */
     int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
     StepMarks marks;
     ThreadTime thread_time;
@@ -132,6 +135,10 @@ void device_stall(PyObject *function);
 void device_close(Recorder *self, const Frame *frame, uint64_t depth);
 PyObject *recorder_set_device_clock(Recorder *self, PyObject *args);
 PyObject *recorder_record_completed(Recorder *self, PyObject *const *args, Py_ssize_t count);
+PyObject *recorder_queue_device_span(Recorder *self, PyObject *const *args, Py_ssize_t count);
+PyObject *recorder_end_device_step(Recorder *self, PyObject *unused);
+PyObject *recorder_read_last_device_times(Recorder *self, PyObject *unused);
+void device_end_step(Recorder *self, int64_t step, int64_t boundary);
 void count_backward(Recorder *self, const Stack *stack, int change);
 uint32_t attribute_elsewhere(Recorder *self, Frame *frame, int64_t end_ns);
 void spans_drop(Recorder *self, Stack *stack, uint64_t depth);
@@ -282,8 +289,8 @@ static inline uint32_t current_phase(const Stack *stack)
 
 /* Returns the depth of the new span. The clock is read last, so that the span does not hold our own work.
  *
- * Where a span is an NVTX range or the device's clock times it, opening and closing call Python, and so another thread,
- * or what is called, may end the watch meanwhile: self->header is NULL then and the stack gone. So the caller has a
+ * Where a span is an NVTX range or the device's clock times it, opening and closing set the GIL free, and so another
+ * thread, or what is called, may end the watch meanwhile: self->header is NULL then and the stack gone. So the caller has a
  * reference to the recorder, and looks at self->header before it goes on. */
 static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, uint32_t name_id)
 {
@@ -297,7 +304,7 @@ static inline uint64_t span_open(Recorder *self, Stack *stack, uint32_t kind, ui
             return depth;
         }
     }
-    if (self->device_mark != NULL && stack == &self->header->stack) {
+    if (self->device_clock != NULL && stack == &self->header->stack) {
         stack->depth = depth; /* what it costs is the span's around it */
         device_open(self, kind, depth);
         if (self->header == NULL) {
@@ -377,7 +384,7 @@ static inline void span_close(Recorder *self, Stack *stack, uint64_t depth, int6
     };
     write_record(self, &record, frame.kind, depth, flags);
     PROBE_PHASE_END(frame.kind, duration_ns, record.step);
-    if (self->device_mark != NULL && stack == &self->header->stack) {
+    if (self->device_clock != NULL && stack == &self->header->stack) {
         device_close(self, &frame, depth);
     }
 }

@@ -25,12 +25,19 @@ int step_marks_setup(void)
     return 0;
 }
 
-/* The recorder, if the calling thread's marks need no Python. No mark calls Python then, but for an injected clock. */
+/* Whether spans are NVTX ranges, or are marked with a device's events that are objects in Python. */
+static inline int calls_python(const Recorder *self)
+{
+    return self->nvtx_push != NULL || (self->device_clock != NULL && self->device_clock->events != NULL);
+}
+
+/* The recorder, if the calling thread's marks need no Python. No mark calls Python then, but for an injected clock. With
+ * a device's clock, a mark sets the GIL free, and the watch may end meanwhile. */
 static inline Recorder *quiet_recorder(void)
 {
     Recorder *self = active_recorder;
     int quiet = self != NULL && self->header != NULL && self->marks.settled && !self->sampled &&
-                this_thread() == self->owner && self->device_mark == NULL && self->nvtx_push == NULL;
+                this_thread() == self->owner && !calls_python(self);
     return quiet ? self : NULL;
 }
 
@@ -178,7 +185,8 @@ static int is_python_due(Recorder *self, int64_t now_ns)
            self->header->step + 1 >= (uint64_t)marks->due_step || compiled_frames(marks) != marks->kept[COMPILED];
 }
 
-static void end_step(Recorder *self, int64_t end_ns)
+/* optimizer_end: the mark of the optimizer's end on the device, which is also the step's; or NO_MARK. */
+static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end)
 {
     StepMarks *marks = &self->marks;
     int64_t passes = marks->passes, forwards = marks->forward_passes, backwards = marks->backward_passes;
@@ -193,7 +201,11 @@ static void end_step(Recorder *self, int64_t end_ns)
     marks->one_pass = backwards == 1;
     marks->forward_passes = marks->backward_passes = marks->passes = 0;
     marks->workload = -1;
-    add_overhead(self, recorder_now(self) - end_ns);
+    int64_t late_ns = self->late_ns;
+    device_end_step(self, (int64_t)self->header->step - 1, optimizer_end);
+    if (self->header != NULL) {
+        add_overhead(self, recorder_now(self) - end_ns - (self->late_ns - late_ns));
+    }
 }
 
 /* settle(optimizer, its element of the steps in progress: (id, name_id), place of a parameter or None, Gradient,
@@ -309,10 +321,15 @@ static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssiz
         return in_python(parts, args, count, kwnames);
     }
     self->marks.step_open = 0;
+    if (self->device_clock != NULL) {
+        self->device_clock->optimizer_end = NO_MARK;
+    }
     span_close_named(self, KIND_OPTIMIZER, self->marks.optimizer_name, end_ns, 0, 0, 0);
-    self->marks.returned_steps++;
-    self->marks.optimizer_steps++;
-    end_step(self, end_ns);
+    if (self->header != NULL) {
+        self->marks.returned_steps++;
+        self->marks.optimizer_steps++;
+        end_step(self, end_ns, self->device_clock != NULL ? self->device_clock->optimizer_end : NO_MARK);
+    }
     Py_RETURN_NONE;
 }
 
@@ -467,8 +484,7 @@ int count_forward(Recorder *self)
 static PyObject *collection(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
 {
     Recorder *self = (Recorder *)PyTuple_GET_ITEM(parts, 1);
-    if (!PyObject_TypeCheck(self, &RecorderType) || count != 2 || !PyDict_Check(args[1]) || self->device_mark != NULL ||
-        self->nvtx_push != NULL) {
+    if (!PyObject_TypeCheck(self, &RecorderType) || count != 2 || !PyDict_Check(args[1]) || calls_python(self)) {
         return in_python(parts, args, count, kwnames);
     }
     PyObject *generation = PyDict_GetItemString(args[1], "generation");

@@ -73,7 +73,7 @@ class CurrentStep:
         self._metadata = metadata
         self._sampling = SamplingSchedule(backward_every)
         self._loop: UserLoop | None = None
-        self._overhead_ns = self._device_waits_ns = 0
+        self._overhead_ns = self._late_ns = 0
         self._observer: StepObserver | None = None
         # Samples in the batches of a sampled step, and True if the workload is in tokens.
         self._samples, self._are_tokens = 0, False
@@ -132,17 +132,14 @@ class CurrentStep:
             self._recorder.add_overhead(self._uncharged_ns() - start_ns)
 
     def _uncharged_ns(self) -> int:
-        return self._recorder.now_ns() - self._recorder.tool_ns - self._device_waits_ns
+        # A wait for room in the device's queue is no overhead.
+        recorder = self._recorder
+        return recorder.now_ns() - recorder.tool_ns - recorder.device_waits_ns
 
-    def leave_out_device_wait(self, duration_ns: int) -> None:
-        """Do not charge a wait for a device inside this package's code, which is not overhead."""
-        self._device_waits_ns += duration_ns
-        self._recorder.add_overhead(-duration_ns)
-
-    def add_overhead_of_sampled_step(self, duration_ns: int) -> None:
-        """Charge overhead to this step that was caused by an earlier, sampled step."""
-        self.add_overhead(duration_ns)
-        self._sampling.add_cost_after_step(duration_ns)
+    @property
+    def _charged_apart_ns(self) -> int:
+        """Overhead that only some steps have, which the recorder has been charged with already."""
+        return self._overhead_ns + self._recorder.late_ns
 
     @guard("step boundary")
     def end_by_user(self, tokens: int | None = None) -> None:
@@ -163,14 +160,15 @@ class CurrentStep:
 
     def _end_step(self, loop: UserLoop, flags: int) -> None:
         recorder = self._recorder
-        start_ns, charged_ns = recorder.now_ns(), self._overhead_ns
+        start_ns, charged_ns = recorder.now_ns(), self._charged_apart_ns
         recorder.training_steps += not flags & _INFERENCE
+        recorder.end_device_step()
         self._callbacks.run_due(start_ns)
         now_ns = recorder.now_ns()
         if now_ns - start_ns > _LONG_CALLBACKS_NS:
             # This time is in the step that ends. Below, the rest is added to the next step.
-            recorder.add_overhead(now_ns - start_ns - self._overhead_ns + charged_ns)
-            start_ns, charged_ns = now_ns, self._overhead_ns
+            recorder.add_overhead(now_ns - start_ns - self._charged_apart_ns + charged_ns)
+            start_ns, charged_ns = now_ns, self._charged_apart_ns
         sampled = recorder.sampled
         if sampled:
             flags |= _SAMPLED
@@ -188,8 +186,10 @@ class CurrentStep:
             self._metadata.publish()
         recorder.workload, recorder.step_flags = -1, 0
         recorder.sampled = int(self._sampling.is_sampled(step))
-        recorder.add_overhead(recorder.now_ns() - start_ns - self._overhead_ns + charged_ns)
+        recorder.add_overhead(recorder.now_ns() - start_ns - self._charged_apart_ns + charged_ns)
         if sampled:
+            self._sampling.add_cost_after_step(recorder.late_ns - self._late_ns)
+            self._late_ns = recorder.late_ns
             self._sampling.end_sampled_step(self._read_boundary())
         recorder.due_step = self._sampling.next_sampled_step(step)
         if recorder.sampled:
@@ -203,8 +203,7 @@ class CurrentStep:
     def _read_boundary(self) -> StepBoundary:
         """Return the current step, time, and time in hooks.
 
-        Overhead passed to add_overhead() is excluded, because only some steps have it.
+        Overhead that only some steps have is excluded.
         """
-        return StepBoundary(
-            self._recorder.step, self._recorder.now_ns(), self._recorder.tool_ns - self._overhead_ns
-        )
+        tool_ns = self._recorder.tool_ns - self._charged_apart_ns
+        return StepBoundary(self._recorder.step, self._recorder.now_ns(), tool_ns)

@@ -120,13 +120,8 @@ class Recorder:
         self._nvtx_push: Callable[[Any], Any] | None = None
         self._nvtx_pop: Callable[[], Any] = lambda: None
         self._nvtx_attributes: list[Any] = []
-        self._marks_elsewhere = False  # True if spans are also NVTX ranges or marked on a device.
-        self._device_mark: Callable[[], int | None] | None = None
-        self._device_span: Callable[[int, int, int], object] = lambda kind, name_id, mark: None
-        # Functions called before and after waits for collectives.
-        self._device_waits: tuple[Any, Any] = (None, None)
-        # Device marks at the begin of the owner's open spans, by depth.
-        self._device_marks: dict[int, int] = {}
+        self._marks_elsewhere = False  # True if spans are also NVTX ranges.
+        self.device_waits_ns = self.late_ns = 0
         # Counts of the step in progress, see StepMarks in native/recorder.h.
         self.settled = self.busy = self.without_gradient = self.due_ns = self.due_step = 0
         self.forward_passes = self.backward_passes = self.step_flags = self.memory_bytes = 0
@@ -217,31 +212,8 @@ class Recorder:
             frame = [start_ns, nested_ns, phase_ns, name_id, kind]
             self._write_record(frame, 1, duration_ns, flags, value0 & _WORD, value1 & _WORD, step)
 
-    def set_device_clock(
-        self, mark: Any, span: Any, wait_began: Any = None, wait_ended: Any = None
-    ) -> None:
-        self._device_mark, self._device_span = mark, span or self._device_span
-        self._device_waits = wait_began, wait_ended
-        self._marks_elsewhere = mark is not None or self._nvtx_push is not None
-        self._device_marks.clear()
-
-    def _mark_begin_on_device(self, kind: int, depth: int) -> None:
-        self._device_marks.pop(depth, None)
-        if self._device_mark is not None and (
-            kind in _ALWAYS_ON_DEVICE or (self.sampled and kind in (_MODULE, _SECTION))
-        ):
-            start_ns = self.now_ns()
-            mark = self._device_mark()
-            if mark is not None:
-                self._device_marks[depth] = mark
-            self.add_overhead(min(self.now_ns() - start_ns, LONGEST_MARK_NS))
-
-    def _mark_end_on_device(self, kind: int, name_id: int, depth: int) -> None:
-        mark = self._device_marks.pop(depth, None)
-        if mark is not None:
-            start_ns = self.now_ns()
-            self._device_span(kind, name_id, mark)
-            self.add_overhead(min(self.now_ns() - start_ns, LONGEST_MARK_NS))
+    def end_device_step(self) -> None:
+        """Do nothing: only the native recorder times a device."""
 
     def start_thread_time(self) -> bool:
         if self.closed or _get_ident() != self._owner:
@@ -348,8 +320,6 @@ class Recorder:
         frames = self._open_spans()
         if _is_waiting(frames):
             return False
-        if self._device_waits[0] is not None:
-            self._device_waits[0]()
         self._open_span(frames, _WAIT, _wait_name_id)
         return True
 
@@ -361,8 +331,6 @@ class Recorder:
             self.waited_ns += self.now_ns() - frames[-1][_START]
         self.end(_WAIT, _wait_name_id, _EXCEPTION if raised else 0)
         self._end_awaited_collective(_EXCEPTION if raised else _COMPLETED)
-        if self._device_waits[1] is not None:
-            self._device_waits[1]()
 
     def _end_awaited_collective(self, flags: int) -> None:
         issued = self._waited_for.pop(id(getattr(self._threads, "waited_for", None)), None)
@@ -509,8 +477,6 @@ class Recorder:
             known = name_id < len(self._nvtx_attributes)
             self._nvtx_push(self._nvtx_attributes[name_id if known else 0])
         depth = len(frames)
-        if self._device_mark is not None and frames is self._frames and depth < MAX_FRAMES:
-            self._mark_begin_on_device(kind, depth)
         if self.closed:  # The called function, or another thread, may have closed the recorder.
             return depth
         if (
@@ -589,8 +555,6 @@ class Recorder:
             parent[_NESTED] += duration_ns
             parent[_PHASE] += duration_ns if _FIRST_PHASE <= kind <= _LAST_PHASE else frame[_PHASE]
         self._write_record(frame, depth, duration_ns, flags, value0, value1)
-        if self._device_marks and frames is self._frames:
-            self._mark_end_on_device(kind, frame[_NAME], depth)
 
     def _count_backward(self, frames: list[Frame], change: int) -> None:
         if frames is self._frames:

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
         lost_ends: int
 
+        def set_device_clock(
+            self, clock: Any, began: Any = None, ended: Any = None, step_ended: Any = None, /
+        ) -> None: ...
+        def queue_device_span(self, kind: int, name_id: int, begin: int, end: int, /) -> None: ...
+        def read_last_device_times(self) -> None: ...
         def claim(self) -> int: ...
         def part_over(self, ticket: int, start_ns: int = 0, end_ns: int = 0, /) -> bool: ...
 
@@ -45,6 +50,8 @@ else:
     Recorder = _implementation.Recorder
 
 NATIVE: bool = _implementation.__name__.endswith("._native")
+# The clock of a device, which only the native recorder has.
+DeviceClock: Any = getattr(_implementation, "DeviceClock", None)
 
 ModuleCall = _implementation.ModuleCall
 native_hook = _implementation.native_hook

@@ -14,6 +14,8 @@ from tests.support.recording import Recording, recorded
 from torchlens_perf.hooks import attach
 from torchlens_perf.hooks.on_device.choice import GpuIdentityHook
 
+pytestmark = pytest.mark.usefixtures("each_step_is_due")
+
 GB = 1 << 30
 
 
@@ -68,16 +70,13 @@ def gpus(recording: Recording) -> list[Any]:
 
 
 def test_gpu_in_use_is_published_once_with_nvmls_uuid(devices: Devices, tmp_path: Path) -> None:
-    """The hook looks for GPUs after the steps 1, 2, 4, 8 and so on.
-
-    NVML's UUIDs begin with "GPU-".
-    """
+    """NVML's UUIDs begin with "GPU-"."""
     with recorded(tmp_path) as recording:
-        steps(recording, 5)
+        steps(recording, 3)
         assert devices.asked == 3
         # A few reserved bytes on the last device do not count as use.
         devices.reserved = [GB, 0, 10]
-        steps(recording, 3)
+        steps(recording, 1)
         asked = devices.asked
         steps(recording, 100)
 

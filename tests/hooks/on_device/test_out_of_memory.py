@@ -26,6 +26,8 @@ from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks.on_device import out_of_memory
 from torchlens_perf.recorder import torch_instruments, torch_private
 
+pytestmark = pytest.mark.usefixtures("each_step_is_due")
+
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:

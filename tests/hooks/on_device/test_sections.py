@@ -18,7 +18,10 @@ from torchlens_perf.hooks.on_device.stamps import DeviceSectionHook
 from torchlens_perf.recorder import device_sections
 from torchlens_perf.run.ring import Kind
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER),
+    pytest.mark.usefixtures("each_step_is_due"),
+]
 MILLISECOND, SECOND = 1_000_000, 1_000_000_000
 OVER_NS = 10_000
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.support.collective_rig import CollectiveRig, on_autograds_thread, on_thread
-from tests.support.device.fake_device import FakeDevice, FakeEvents
+from tests.support.device.fake_device import FakeDevice, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
-from tests.support.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.hooks.on_device import clock
-from torchlens_perf.hooks.on_device.clock import EventClock
+from torchlens_perf import _native
 from torchlens_perf.hooks.on_device.stalls import StallMarker
 from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.training_thread import TrainingThread
@@ -30,10 +26,10 @@ TAIL = 77  # Id of the name of the tail.
 class Loop(CollectiveRig):
     """A recorder that marks waits on the fake device."""
 
-    def __init__(self, implementation: ModuleType, device: FakeDevice, folder: Path) -> None:
-        self.device, self.fake = device, FakeEvents(device)
-        super().__init__(implementation, folder, clock=self.fake.now_ns)
-        self.device_clock = EventClock(self.fake, self.fake.now_ns)
+    def __init__(self, device: FakeDevice, folder: Path, **limits: int) -> None:
+        self.device, self.fake = device, FakeStreams(device)
+        super().__init__(_native, folder, clock=self.fake.now_ns)
+        self.device_clock = self.fake.create_clock(**limits)
         self.session: Any = type("Session", (), {"intern": self.ring.intern, "clocks": Clocks()})()
         self.session.recorder = self.recorder
         self.session.thread = TrainingThread(self.recorder, lambda note: None)
@@ -41,8 +37,10 @@ class Loop(CollectiveRig):
         self.stalls = StallMarker(
             self.session, self.device_clock, lambda *span: self.spans.append(span)
         )
-        self.recorder.set_device_clock(None, None, self.stalls.begin_wait, self.stalls.end)
-        self.stalls.stream = self.fake.stream
+        self.recorder.set_device_clock(
+            self.device_clock, self.stalls.begin_wait, self.stalls.end, self.stalls.finish_step
+        )
+        self.device_clock.stream = self.fake.stream
 
     def blocked(self, duration_ns: int = MILLISECOND, *, raised: bool = False) -> None:
         """Wait for a collective in the way Work.wait and the taps do."""
@@ -52,8 +50,8 @@ class Loop(CollectiveRig):
 
     def phase(self) -> None:
         """End a forward or backward pass on a stream."""
-        self.device_clock.mark()
-        self.stalls.note_phase_stream()
+        self.recorder.begin(Kind.FORWARD, 0)
+        self.recorder.end(Kind.FORWARD, 0)
 
     def durations_ms(self) -> list[float]:
         """Wait until the device has reached all stalls, and return their durations."""
@@ -65,11 +63,11 @@ class Loop(CollectiveRig):
         return [round(time[1] / MILLISECOND, 1) for time in times if time is not None]
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
+@pytest.fixture
 def loop(request: pytest.FixtureRequest, device: FakeDevice, tmp_path: Path) -> Iterator[Loop]:
-    made = Loop(request.param, device, tmp_path)
+    made = Loop(device, tmp_path, **getattr(request, "param", {}))
     yield made
-    made.recorder.set_device_clock(None, None)
+    made.recorder.set_device_clock(None)
     made.close()
 
 
@@ -121,7 +119,7 @@ def test_waits_on_other_streams_than_the_compute_stream_are_no_stalls(loop: Loop
     loop.fake.stream = 0
     loop.blocked()
     loop.phase()
-    loop.stalls.finish_step()
+    loop.recorder.end_device_step()
     assert loop.device_clock.missing_marks == 0
     assert loop.durations_ms() == [1.0]
 
@@ -138,13 +136,13 @@ def test_step_with_a_pass_on_another_stream_has_incomplete_stalls(loop: Loop, ta
         loop.blocked()
     loop.phase()
     loop.fake.stream = 0
-    loop.stalls.finish_step()
+    loop.recorder.end_device_step()
     assert (loop.spans, loop.device_clock.aside) == ([], 1)
     loop.blocked()
     loop.phase()
     loop.fake.stream = loop.device.new_stream()
     loop.phase()  # This pass on the other stream contains no wait.
-    loop.stalls.finish_step()
+    loop.recorder.end_device_step()
     assert loop.device_clock.missing_marks == 1
 
 
@@ -157,12 +155,9 @@ def test_stall_in_the_backward_tail_ends_with_the_backward_pass(loop: Loop) -> N
     loop.blocked(4 * MILLISECOND)
     on_autograds_thread(loop.blocked)
     loop.recorder.end(Kind.BACKWARD, 0)
-    mark = loop.device_clock.mark()
-    assert mark is not None
-    loop.stalls.set_backward_end(mark)
     loop.stalls.end_backward_tail()
-    assert [end for *_, end in loop.spans] == [mark]
-    assert loop.device_clock.marked == 2
+    assert [end for *_, end in loop.spans] == [loop.device_clock.backward_end]
+    assert loop.device_clock.marked == 3
     loop.stalls.begin_backward_tail(TAIL)
     loop.device.spin(2 * MILLISECOND)
     # The last pass had no mark, and the mark of the previous pass must not be used.
@@ -178,12 +173,12 @@ def test_interrupted_stall_makes_the_stalls_of_the_step_incomplete(loop: Loop) -
     assert loop.device_clock.missing_marks == 1
     loop.stalls.begin(TAIL)
     loop.blocked()
-    loop.stalls.finish_step()
+    loop.recorder.end_device_step()
     loop.stalls.end()
     assert loop.spans == []
     assert loop.device_clock.missing_marks == 2
     loop.blocked()
-    loop.stalls.finish_step()
+    loop.recorder.end_device_step()
     assert loop.durations_ms() == [1.0]
     assert loop.device_clock.missing_marks == 2
 
@@ -196,31 +191,17 @@ def test_backward_pass_with_unknown_end_of_computation_is_counted(loop: Loop) ->
     assert loop.device_clock.missing_marks == 1
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error"), KeyboardInterrupt()], ids=["ours", "user's"]
-)
 @pytest.mark.parametrize("which", ["begin", "end", "begin_backward_tail", "end_backward_tail"])
-def test_failed_mark_makes_the_stalls_of_the_step_incomplete(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch, which: str, error: BaseException
-) -> None:
+def test_failed_mark_makes_the_stalls_of_the_step_incomplete(loop: Loop, which: str) -> None:
     """Later stalls are marked."""
     begin, end = loop.stalls.begin, loop.stalls.end
     if which.endswith("tail"):
         begin, end = loop.stalls.begin_backward_tail, loop.stalls.end_backward_tail
-    raising = [which.startswith("begin"), which.startswith("end")]
-    record = loop.fake.record
-
-    def failing(event: Any, stream: int) -> None:
-        if raising.pop(0):
-            raise error
-        record(event, stream)
-
-    monkeypatch.setattr(loop.fake, "record", failing)
-    with suppress(RuntimeError, KeyboardInterrupt):
-        begin(TAIL)
-    with suppress(RuntimeError, KeyboardInterrupt):
-        end()
-    monkeypatch.setattr(loop.fake, "record", record)
+    loop.device.fail("cuEventRecord" if which.startswith("begin") else "")
+    begin(TAIL)
+    loop.device.fail("cuEventRecord" if which.startswith("end") else "")
+    end()
+    loop.device.fail("")
     assert loop.spans == []
     assert loop.device_clock.missing_marks > 0
     loop.blocked(2 * MILLISECOND)
@@ -233,7 +214,7 @@ def test_failed_mark_makes_the_stalls_of_the_step_incomplete(
 
 def test_step_in_a_graph_capture_has_incomplete_stalls(loop: Loop) -> None:
     """No event becomes part of the graph."""
-    stream = loop.fake.stream = loop.stalls.stream = loop.device.new_stream()
+    stream = loop.fake.stream = loop.device_clock.stream = loop.device.new_stream()
     loop.device.begin_capture(stream)
     events = loop.device.calls("cuEventRecord")
     loop.blocked()
@@ -245,18 +226,20 @@ def test_step_in_a_graph_capture_has_incomplete_stalls(loop: Loop) -> None:
     assert len(loop.spans) == 1
 
 
-def test_number_of_open_stall_marks_is_limited(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loop", [{"max_events": 64}], indirect=True)
+def test_number_of_open_stall_marks_is_limited(loop: Loop) -> None:
     """The device in this test reaches no mark."""
-    monkeypatch.setattr(clock, "MAX_EVENTS", 64)
     for _ in range(64):
         loop.blocked()
-    assert loop.fake.made <= 64 + 8
-    assert loop.device_clock.missing_marks == loop.device_clock.crowded > 0
+    assert loop.device_clock.made == 64
+    clock = loop.device_clock
+    assert clock.missing_marks == clock.crowded + clock.open_ended
+    assert clock.crowded > 0
 
 
 def test_durations_of_host_waits_exclude_the_time_of_marking(loop: Loop) -> None:
     loop.blocked()
-    loop.recorder.set_device_clock(None, None)
+    loop.recorder.set_device_clock(None)
     loop.blocked()
     waits = [each for each in loop.records() if each["kind"] == Kind.WAIT]
     assert len(waits) == 2

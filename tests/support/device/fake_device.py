@@ -6,7 +6,7 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ from torchlens_perf.cuda.aggregate import WindowMerger
 from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
 from torchlens_perf.cuda.stamps import DeviceRing
 from torchlens_perf.errors import DeviceError
+from torchlens_perf.hooks.on_device.clock import (
+    CAPTURING,
+    create_clock_of_events,
+    create_driver_clock,
+)
 
 _MORE = {
     "cuModuleLoadData": [ctypes.c_void_p, ctypes.c_void_p],
@@ -30,7 +35,7 @@ _MORE = {
     "cuEventCreate": [ctypes.c_void_p, ctypes.c_uint],
     "cuEventRecord": [ctypes.c_void_p, ctypes.c_void_p],
     "cuEventQuery": [ctypes.c_void_p],
-    "cuEventElapsedTime_v2": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p],
+    "cuEventElapsedTime": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p],
     "cuCtxSynchronize": [],
 }
 
@@ -53,13 +58,16 @@ class FakeDevice:
         compile_kernels().
         """
         os.environ["FAKE_DRIVER_KERNELS"] = str(kernels)
-        self.driver = CudaDriver(str(library))
+        self.path = str(library)
+        self.driver = CudaDriver(self.path)
         self._library = ctypes.CDLL(str(library))
         for name, types in _MORE.items():
             getattr(self._library, name).argtypes = types
         for name in ("fake_now_ns", "fake_synchronizations", "fake_device_bytes", "fake_calls"):
             getattr(self._library, name).restype = ctypes.c_uint64
         self._library.fake_advance.argtypes = [ctypes.c_uint64]
+        self._library.fake_set_drift.argtypes = [ctypes.c_double]
+        self._library.fake_fail.argtypes = [ctypes.c_char_p]
         self._library.fake_calls.argtypes = [ctypes.c_char_p]
         self._module = self.call_for_handle("cuModuleLoadData", None)
 
@@ -85,6 +93,18 @@ class FakeDevice:
     def advance(self, duration_ns: int) -> None:
         """Advance the clocks of the host and the device."""
         self._library.fake_advance(duration_ns)
+
+    def set_drift(self, gained: float) -> None:
+        """Set how many seconds the device's clock gains on the host's clock each second."""
+        self._library.fake_set_drift(gained)
+
+    def fail(self, function: str) -> None:
+        """Let a driver function fail; none for ""."""
+        self._library.fake_fail(function.encode())
+
+    def slow_records(self, duration_us: int) -> None:
+        """Let each record of an event take this long, as with a full queue."""
+        self._library.fake_slow_records(duration_us)
 
     def now_ns(self) -> int:
         """Return the current time, which is equal on the host and the device."""
@@ -157,7 +177,7 @@ class FakeEvent:
         Raises RuntimeError if the device has not reached both events.
         """
         milliseconds = ctypes.c_float()
-        status = self._library.cuEventElapsedTime_v2(
+        status = self._library.cuEventElapsedTime(
             ctypes.byref(milliseconds), self._handle, later._handle
         )
         if status:
@@ -165,43 +185,32 @@ class FakeEvent:
         return milliseconds.value
 
 
-class FakeEvents:
-    """Replaces events.CudaEvents, with a current stream that tests change and a separate stream."""
-
-    name = "CUDA events"
+class FakeStreams:
+    """A current stream that tests change, and a separate stream."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self.stream = 0
-        self.aside = device.new_stream()
-        self.made = 0
-        # Seconds that the device's clock gains on the host's clock each second.
-        self.fast = 0.0
+        self.idle_stream = device.new_stream()
+
+    def create_clock(self, **limits: int) -> Any:
+        """Return a clock that records events through the fake driver."""
+        return create_driver_clock(
+            self.device.path, lambda _: self.stream, 0, self.idle_stream, self.now_ns, **limits
+        )
+
+    def create_clock_of_events(self) -> Any:
+        """Return a clock of events that are objects in Python."""
+        return create_clock_of_events(self, self._read_stream, self.now_ns)
+
+    def _read_stream(self, _: int) -> int:
+        return CAPTURING if self.device.driver.is_capturing(self.stream) else self.stream
 
     def create_event(self) -> FakeEvent:
-        self.made += 1
-        events = self
-
-        class Drifting(FakeEvent):
-            def elapsed_time(self, later: FakeEvent) -> float:
-                return super().elapsed_time(later) * (1 + events.fast)
-
-        return Drifting(self.device)
-
-    def current_stream(self) -> int | None:
-        return None if self.is_capturing() else self.stream
+        return FakeEvent(self.device)
 
     def record(self, event: FakeEvent, stream: int) -> None:
         event.record(stream)
-
-    def record_on_idle_stream(self, event: FakeEvent) -> None:
-        event.record(self.aside)
-
-    def is_capturing(self) -> bool:
-        return self.device.driver.is_capturing(self.stream)
-
-    def allow_during_captures(self) -> AbstractContextManager[None]:
-        return self.device.driver.allow_during_captures()
 
     def now_ns(self) -> int:
         """Return the time of the host's clock, which advances by 200 ns with each reading."""

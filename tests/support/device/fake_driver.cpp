@@ -6,6 +6,7 @@
  * yet", waits between streams, capture and replay are what they are on a device, and every synchronization is counted.
  */
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -23,7 +24,7 @@ namespace {
 
 using Nanoseconds = uint64_t;
 constexpr size_t MAX_BYTES = 1ull << 32;
-enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900 };
+enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, UNKNOWN = 999 };
 constexpr unsigned EVENT_DISABLE_TIMING = 2, CAPTURE_ACTIVE = 1;
 constexpr Nanoseconds LAUNCH_NS = 1500, KERNEL_NS = 1000, EVENT_NS = 500, COPY_NS = 2000;
 
@@ -107,7 +108,10 @@ int enqueue(Stream *stream, Work work)
     return SUCCESS;
 }
 
-int capture_mode; /* of the thread: 0 global, 2 relaxed */
+double drift;              /* seconds that the device's clock gains each second */
+std::string failing;       /* the function that fails */
+unsigned record_takes_us;  /* as with a full queue */
+int capture_mode;          /* of the thread: 0 global, 2 relaxed */
 
 /* Return true if a device query would end a capture of this thread, or another thread's in global mode. */
 bool refused()
@@ -313,7 +317,13 @@ API int cuEventCreate(void **event, unsigned flags)
 {
     COUNT;
     *event = new Event{(flags & EVENT_DISABLE_TIMING) == 0};
-    return SUCCESS;
+    return failing == __func__ ? UNKNOWN : SUCCESS;
+}
+
+API int cuEventDestroy_v2(void *)
+{
+    COUNT;
+    return SUCCESS; /* leaked: streams may hold it */
 }
 
 API int cuEventRecord(void *handle, void *stream_handle)
@@ -321,6 +331,10 @@ API int cuEventRecord(void *handle, void *stream_handle)
     COUNT;
     auto *event = static_cast<Event *>(handle);
     Stream *stream = stream_of(stream_handle);
+    if (failing == __func__) {
+        return UNKNOWN;
+    }
+    usleep(record_takes_us);
     if (stream->capturing != nullptr) {
         return SUCCESS; /* an edge of the graph, which never happens outside it */
     }
@@ -354,7 +368,7 @@ API int cuEventSynchronize(void *)
     return SUCCESS;
 }
 
-API int cuEventElapsedTime_v2(float *milliseconds, void *from_handle, void *to_handle)
+API int cuEventElapsedTime(float *milliseconds, void *from_handle, void *to_handle)
 {
     COUNT;
     auto *from = static_cast<Event *>(from_handle), *to = static_cast<Event *>(to_handle);
@@ -368,7 +382,7 @@ API int cuEventElapsedTime_v2(float *milliseconds, void *from_handle, void *to_h
     if (!from->happened || !to->happened || from->at > now || to->at > now) {
         return NOT_READY;
     }
-    *milliseconds = static_cast<float>(static_cast<double>(static_cast<int64_t>(to->at - from->at)) * 1e-6);
+    *milliseconds = static_cast<float>(static_cast<double>(static_cast<int64_t>(to->at - from->at)) * (1 + drift) * 1e-6);
     return SUCCESS;
 }
 
@@ -423,6 +437,21 @@ API void fake_advance(uint64_t duration_ns)
 {
     now += duration_ns;
     run_until(now);
+}
+
+API void fake_set_drift(double gained)
+{
+    drift = gained;
+}
+
+API void fake_fail(const char *function)
+{
+    failing = function;
+}
+
+API void fake_slow_records(unsigned microseconds)
+{
+    record_takes_us = microseconds;
 }
 
 API uint64_t fake_now_ns()

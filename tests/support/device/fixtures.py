@@ -11,6 +11,7 @@ from tests.support.device.fake_device import FakeDevice, compile_driver
 from tests.support.device.fake_nccl import compile_nccl
 from tests.support.device.fake_nvml import compile_nvml
 from tests.support.device.shim_kernels import compile_kernels
+from torchlens_perf.recorder import step_callbacks
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +45,9 @@ def device(shim_library: Path, driver_library: Path, tmp_path: Path) -> FakeDevi
     own = tmp_path / "libcuda.so"
     shutil.copy(driver_library, own)
     return FakeDevice(own, shim_library)
+
+
+@pytest.fixture
+def each_step_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run throttled callbacks in each step, because the steps of a test are short."""
+    monkeypatch.setattr(step_callbacks, "_THROTTLE_NS", 0)

@@ -114,15 +114,10 @@ class GpuIdentityHook:
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
         def publish_once() -> None:
-            step = session.recorder.step
-            # The query costs more than all other work at the end of a step, so it runs after the
-            # first, second, fourth, eighth, ... step only.
-            if step & (step + 1):
-                return
             if self._publish_gpus(session):
                 session.step_callbacks.remove(publish_once)
 
-        with session.running_each_step(self.name, publish_once):
+        with session.run_throttled(self.name, publish_once):
             yield
 
     def _publish_gpus(self, session: Session) -> bool:

@@ -1,4 +1,4 @@
-"""Read the device allocator every 16 steps, or the resident memory a few times a second.
+"""Read the device allocator, or the resident memory, a few times a second.
 
 A step's record contains the last reading: the allocator's peak, or the resident memory. Other
 numbers of the allocator have separate MEMORY records in the step in which they were read.
@@ -24,9 +24,8 @@ from torchlens_perf.run.ring import Kind
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
 
-# memory_stats() builds a dictionary of 100 counters, which is too slow for every step.
-_DEVICE_READ_INTERVAL_STEPS = 16
-# Minimum pause between readings, as a multiple of the last reading's cost.
+# Minimum pause between readings, as a multiple of the last reading's cost: memory_stats() builds a
+# dictionary of 100 counters.
 _MIN_IDLE_RATIO = 1000
 _MEMORY = int(Kind.MEMORY)
 
@@ -45,7 +44,7 @@ class MemoryHook:
         if has_cuda_devices():
             session.publish(memory_source="device allocator, peak")
             with (
-                session.running_each_step(self.name, _AllocatorReader(session).record_if_due),
+                session.run_throttled(self.name, _AllocatorReader(session).record_if_due),
                 ExitStack() as attached,
             ):
                 self._attach_out_of_memory_hook(session, attached)
@@ -86,19 +85,15 @@ class _AllocatorReader:
         self._device: int | None = None
         self._backend = ""
         self._not_before_ns = 0
-        self._has_read = False
 
     def record_if_due(self) -> None:
         """Read the allocator and record its numbers, unless the last reading is recent."""
         session, recorder = self._session, self._session.recorder
-        if recorder.step % _DEVICE_READ_INTERVAL_STEPS and self._has_read:
-            return
         begin_ns = recorder.now_ns()
         if begin_ns < self._not_before_ns or not self._is_device_readable():
             return
         import torch
 
-        self._has_read = False
         session.step.set_memory(0)  # 0 means unknown, and remains if the reading fails.
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         limit = torch.cuda.get_device_properties(self._device).total_memory
@@ -111,7 +106,6 @@ class _AllocatorReader:
             )
             if name == "allocated":
                 session.step.set_memory(value1)
-                self._has_read = value1 > 0
         self._not_before_ns = begin_ns + _MIN_IDLE_RATIO * took_ns
 
     def _is_device_readable(self) -> bool:

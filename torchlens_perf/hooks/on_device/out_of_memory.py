@@ -90,7 +90,7 @@ class OutOfMemoryHook:
                 self._start_history(session)
 
         observer = _OomTableWriter(session)
-        with session.running_each_step(self.name, attach_once_cuda_runs):
+        with session.run_throttled(self.name, attach_once_cuda_runs):
             try:
                 relay.observed = observer.on_out_of_memory
                 attach_once_cuda_runs()

@@ -7,36 +7,28 @@ recorded. Device times become known a few steps later, so records contain the st
 from __future__ import annotations
 
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
-from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS, EventClock
-from torchlens_perf.hooks.on_device.events import AcceleratorEvents, create_events
-from torchlens_perf.hooks.on_device.progress import DeviceProgress, MarkedSpan
+from torchlens_perf.hooks.on_device.clock import create_clock
 from torchlens_perf.hooks.on_device.stalls import StallMarker
 from torchlens_perf.hooks.on_device.step_parts import StepPartCollector
 from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import native_tap
-from torchlens_perf.recorder.clocks import LONGEST_MARK_NS, MAX_UNREAD_STEPS
 from torchlens_perf.recorder.devices import CONNECTIONS, find_accelerator_in_use
-from torchlens_perf.run.device.step_parts import PART_OF_SPAN
-from torchlens_perf.run.ring import UNKNOWN_NS, Kind
 
 if TYPE_CHECKING:
     from torchlens_perf.cuda.steps import PendingSteps
     from torchlens_perf.recorder.session import Session
 
-_DEVICE, _STEP, _BACKWARD = int(Kind.DEVICE), int(Kind.STEP), int(Kind.BACKWARD)
-# Kinds of spans that are marked only in sampled steps.
-_PROBED = (int(Kind.MODULE), int(Kind.SECTION))
-# Maximum error of device times on the host's time line at which delays are recorded.
-WORST_ERROR_NS = 50_000
-# Clocks that forked children keep, because a child must not destroy the parent's events.
-_never_freed: list[EventClock] = []
+# Until this step, the device is looked for after step 1, 2, 4, 8, ..., and later now and then.
+_FIRST_STEPS = 64
+# Counters of DeviceClock, and their names in the published facts.
+_COUNTERS = ("captured", "skipped", "crowded", "aside", "open_ended", "unread")
+# Clocks that forked children keep, because a child must not free the parent's events.
+_never_freed: list[Any] = []
 
 
 class DeviceTimesHook:
@@ -59,15 +51,8 @@ class DeviceTimesHook:
         self._asked_for = asked_for
         self._kind = kind
         self._parts = None if known is None else StepPartCollector(known)
-        self._pending: deque[MarkedSpan] = deque()
-        self._clock: EventClock | None = None
-        self._stalls: StallMarker | None = None
-        self._boundary: int | None = None  # The mark of the current step's begin.
-        self._missing_before = 0  # The clock's number of missing marks at the step's begin.
-        self._given_up = 0  # Number of dropped spans, whose times are missing.
-        self._missing = (0,) * 6
-        self._has_published = False
-        self._progress = DeviceProgress()
+        self._clock: Any = None
+        self._published: tuple[int, ...] | None = None
         self._is_unavailable = False  # True after an error showed that the device cannot be timed.
 
     @contextmanager
@@ -77,104 +62,58 @@ class DeviceTimesHook:
                 f"not recorded: with {CONNECTIONS}=1 they would keep communication from overlapping"
                 ' with computation; device_times="on" records them anyway'
             )
+
+        def start_in_first_steps() -> None:
+            step = session.recorder.step
+            if step & (step + 1) == 0:
+                self._start_if_device_in_use(session)
+            if self._clock is not None or self._is_unavailable or step >= _FIRST_STEPS:
+                session.step_callbacks.remove(start_in_first_steps)
+
+        def start_or_publish() -> None:
+            if self._clock is not None:
+                self._publish_clock_state(session)
+            elif session.recorder.step >= _FIRST_STEPS:
+                self._start_if_device_in_use(session)
+
         try:
-            with session.running_each_step(self.name, lambda: self._handle_step_end(session)):
+            with (
+                session.running_each_step(self.name, start_in_first_steps),
+                session.run_throttled(self.name, start_or_publish),
+            ):
                 yield
         finally:
+            # A forked child can neither query the device nor free the parent's events.
+            if session.recorder.closed and self._clock is not None:
+                _never_freed.append(self._clock)
+            elif self._clock is not None:
+                with guard("the device's last times"):
+                    session.recorder.read_last_device_times()
+                    self._publish_clock_state(session, last=True)
             self._stop_marking(session)
-            with guard("the device's last times"):
-                self._read_last_times(session)
 
-    def start_marking(
-        self,
-        session: Session,
-        events: AcceleratorEvents,
-        now_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        """Start marking. The device must already have a context. now_ns: the host's clock."""
-        clock = self._clock = EventClock(events, now_ns)
-        recorder, pending = session.recorder, self._pending
-
-        def queue_span(kind: int, name_id: int, begin: int, end: int) -> None:
-            pending.append(MarkedSpan(kind, name_id, recorder.step, begin, end, now_ns()))
-
-        stalls = self._stalls = StallMarker(session, clock, queue_span)
-
-        def mark_span_end(kind: int, name_id: int, begin: int) -> None:
-            end = clock.mark()
-            if end is not None:
-                queue_span(kind, name_id, begin, end)
-                if kind in PART_OF_SPAN:
-                    stalls.note_phase_stream()
-                if kind == _BACKWARD:
-                    stalls.set_backward_end(end)
-
-        mark, span = (
-            guard("marking the device")(clock.mark),
-            guard("marking the device")(mark_span_end),
-        )
-        recorder.set_device_clock(mark, span, stalls.begin_wait, stalls.end)
+    def start_marking(self, session: Session, clock: Any) -> None:
+        """Start marking with a DeviceClock."""
+        recorder, self._clock = session.recorder, clock
+        stalls = StallMarker(session, clock, recorder.queue_device_span)
+        if self._parts is not None:
+            clock.listener = self._parts.add_span
+        recorder.set_device_clock(clock, stalls.begin_wait, stalls.end, stalls.finish_step)
         session.clocks.use_clock(clock, stalls)
         set_collective_timer(stalls.begin_collective)
+        self._publish_clock_state(session)
 
     def _stop_marking(self, session: Session) -> None:
-        if not session.recorder.closed:
-            session.recorder.set_device_clock(None, None)
+        if not session.recorder.closed and self._clock is not None:
+            session.recorder.set_device_clock(None)
         session.clocks.use_clock(None)
         set_collective_timer(None)
 
-    def _handle_step_end(self, session: Session) -> None:
-        succeeded = False
-        try:
-            if self._clock is None:
-                self._start_if_device_in_use(session)
-            else:
-                self._mark_step_end(session, self._clock)
-            succeeded = True
-        finally:
-            # A failed callback is switched off, so later marks would never be read.
-            if not succeeded:
-                self._stop_marking(session)
-
-    def _mark_step_end(self, session: Session, clock: EventClock) -> None:
-        recorder, start_ns = session.recorder, session.recorder.now_ns()
-        step, boundary = recorder.step, clock.mark()
-        waited_ns = recorder.now_ns() - start_ns - LONGEST_MARK_NS
-        if waited_ns > 0:
-            # Exclude this wait for the device from the overhead of the step's end.
-            session.step.leave_out_device_wait(waited_ns)
-        if self._stalls is not None:
-            self._stalls.finish_step()  # Counts missing end marks, for the check below.
-        # Write no record of the step itself if a mark is missing.
-        if (
-            boundary is not None
-            and self._boundary is not None
-            and clock.missing_marks == self._missing_before
-        ):
-            self._pending.append(
-                MarkedSpan(_STEP, 0, step, self._boundary, boundary, clock.now_ns())
-            )
-        self._boundary, self._missing_before = boundary, clock.missing_marks
-        if self._stalls is not None:
-            self._stalls.stream = clock.current_stream() or self._stalls.stream
-        start_ns = session.recorder.now_ns()
-        clock.read_reached_marks()
-        self._progress.check_and_publish(session, clock, boundary, self._pending)
-        recorded, probed = self._record_known_spans(session, clock, step)
-        # Reading the marks of an earlier, sampled step takes time in this step.
-        if probed:
-            session.step.add_overhead_of_sampled_step(
-                (session.recorder.now_ns() - start_ns) * probed // recorded
-            )
-        self._publish_clock_state(session, clock)
-
     def _start_if_device_in_use(self, session: Session) -> None:
-        """Start marking if torch uses a device. Checked after step 1, 2, 4, 8, ...
-
-        The check takes longer than all other work at the end of a step.
+        """Start marking if torch uses a device. The check takes longer than all other work at the
+        end of a step.
         """
-        step = session.recorder.step
-        if self._is_unavailable or step & (step + 1):
+        if self._is_unavailable:
             return
         try:
             device = find_accelerator_in_use(
@@ -182,94 +121,30 @@ class DeviceTimesHook:
             )
             if device is None or _is_capturing(self._kind):
                 return  # Reading the device clock would abort the graph capture.
-            self.start_marking(session, create_events(device))
+            self.start_marking(session, create_clock(device))
         except ours(DeviceError, RuntimeError, NotImplementedError) as error:
             self._is_unavailable = True
             session.note(f"device times are not recorded: {error}")
 
-    def _record_known_spans(
-        self, session: Session, clock: EventClock, step: int
-    ) -> tuple[int, int]:
-        """Record all spans whose device times are known, in the order of their ends on the host.
-
-        Return the number of recorded spans, and how many of them exist only in sampled steps.
-        """
-        pending, recorder, parts = self._pending, session.recorder, self._parts
-        recorded = probed = 0
-        while pending:
-            span = pending[0]
-            times = clock.span(span.begin, span.end)
-            if times is not None:
-                start_ns, duration_ns = times
-                recorded += 1
-                probed += span.kind in _PROBED
-                behind_ns = max(0, start_ns + duration_ns - span.issued_ns)
-                if clock.error_ns is None or clock.error_ns > WORST_ERROR_NS:
-                    behind_ns = UNKNOWN_NS
-                recorder.record_completed(
-                    _DEVICE, span.name_id, span.step, start_ns, duration_ns, 0, span.kind, behind_ns
-                )
-                if parts is not None:
-                    parts.add_span(span.kind, span.step, start_ns, duration_ns)
-            elif step - span.step < MAX_UNREAD_STEPS:
-                break
-            else:
-                self._given_up += 1
-            pending.popleft()
-        return recorded, probed
-
-    def _publish_clock_state(
-        self, session: Session, clock: EventClock, *, last: bool = False
-    ) -> None:
+    def _publish_clock_state(self, session: Session, *, last: bool = False) -> None:
         """Publish the error of device times and the number of missing marks for the sidecar.
 
         Publish at the first call, when a count of missing marks leaves 0, and at the end of the
         watch.
         """
-        missing = (
-            clock.captured,
-            clock.skipped,
-            clock.crowded,
-            clock.aside,
-            clock.open_ended,
-            self._given_up,
+        clock, before = self._clock, self._published
+        missing = tuple(getattr(clock, name) for name in _COUNTERS)
+        is_new = before is None or any(
+            then == 0 < now for then, now in zip(before, missing, strict=True)
         )
-        is_first = [before == 0 < now for before, now in zip(self._missing, missing, strict=True)]
-        self._missing = missing
-        if last or any(is_first) or not self._has_published:
-            self._has_published = True
-            session.publish(
-                device={
-                    "clock": clock.name,
-                    "error_ns": clock.error_ns,
-                    "captured": clock.captured,
-                    "skipped": clock.skipped,
-                    "crowded": clock.crowded,
-                    "aside": clock.aside,
-                    "open_ended": clock.open_ended,
-                    "unread": self._given_up,
-                }
-            )
-
-    def _read_last_times(self, session: Session) -> None:
-        """Record the last device times without waiting for the device.
-
-        Spans that the device has not reached count as missing.
-        """
-        clock = self._clock
-        if clock is None:
-            return
-        # A forked child can neither query the device nor destroy the parent's events.
-        if session.recorder.closed:
-            _never_freed.append(clock)
-            return
-        # The first call ends a step at the newest mark. The second call reads up to this mark.
-        clock.read_reached_marks(BEHIND_STEPS)
-        clock.read_reached_marks(BEHIND_STEPS)
-        self._record_known_spans(session, clock, session.recorder.step)
-        self._given_up += len(self._pending)
-        self._pending.clear()
-        self._publish_clock_state(session, clock, last=True)
+        self._published = missing
+        if is_new and clock.status:
+            session.note(f"device times are missing: the driver returned error {clock.status}")
+        if last or is_new:
+            name = f"{self._kind.upper() if self._kind == 'cuda' else self._kind} events"
+            counts: Any = dict(zip(_COUNTERS, missing, strict=True))
+            counts |= {"clock": name, "error_ns": clock.error_ns}
+            session.publish(device=counts)
 
 
 def _is_capturing(kind: str) -> bool:

@@ -3,7 +3,7 @@
 The host only issues work to a device, so all ranks have equal host times even if one rank is slow.
 The working time of a rank's device is the step's duration minus the stalls.
 
-- Stalls are marked only on the compute stream, on which the ends of steps are marked. Waits of
+- Stalls are marked only on the compute stream, on which the ends of steps are marked (clock.stream). Waits of
   other streams, such as FSDP2's own, do not delay computation.
 - If a phase runs on another stream, that stream's waits delay it, so the step's stalls are unknown.
 - Only the outermost of nested waits is marked.
@@ -12,21 +12,21 @@ The working time of a rank's device is the step's duration minus the stalls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder.clocks import LONGEST_MARK_NS
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
-    from torchlens_perf.hooks.on_device.clock import EventClock
     from torchlens_perf.recorder.session import Session
 
 _WAIT = int(Kind.WAIT)
 # Values of `_holder` that are not thread ids.
 _NO_THREAD, _TAIL = 0, -1
+_NO_MARK = -1
 
 SpanMarked = Callable[[int, int, int, int], None]
 """Receives the kind of a span, the id of its name, and the marks of its begin and end."""
@@ -38,7 +38,7 @@ class StallMarker:
     Methods must be called with the GIL.
     """
 
-    def __init__(self, session: Session, clock: EventClock, span_marked: SpanMarked) -> None:
+    def __init__(self, session: Session, clock: Any, span_marked: SpanMarked) -> None:
         """Create the object on the training thread."""
         self._session, self._recorder = session, session.recorder
         self._clock = clock
@@ -52,11 +52,6 @@ class StallMarker:
         self._holder = _NO_THREAD  # The thread that holds the lock.
         self._depth = 0
         self._begin = self._name_id = 0
-        self._backward_end: int | None = None
-        self.stream: Hashable | None = None
-        """The compute stream: the current stream at the end of the last step."""
-        # Streams other than the compute stream on which a phase of this step has ended.
-        self._phases_on: set[Hashable] = set()
 
     @guard("marking a stall")
     def begin(self, name_id: int) -> int | None:
@@ -79,7 +74,7 @@ class StallMarker:
         if not self._open.acquire(blocking=False):
             return None
         try:
-            mark = self._clock.mark(self.stream)
+            mark: int | None = self._clock.mark(self._clock.stream)
             if mark is not None:
                 self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, holder
                 return mark
@@ -97,9 +92,10 @@ class StallMarker:
         self._depth -= 1
         if self._depth:
             return None
-        start_ns, mark = self._recorder.now_ns(), None
+        start_ns = self._recorder.now_ns()
+        mark: int | None = None
         try:
-            mark = self._clock.mark(self.stream)
+            mark = self._clock.mark(self._clock.stream)
         finally:
             self._close_stall(mark)
         self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
@@ -137,12 +133,8 @@ class StallMarker:
         """
         mark = self._begin_stall(name_id, _TAIL)
         if mark is not None:
-            self._backward_end = None
+            self._clock.backward_end = _NO_MARK
         return mark
-
-    def set_backward_end(self, mark: int) -> None:
-        """Store the mark of the backward pass's end, which is also the end of the stall."""
-        self._backward_end = mark
 
     @guard("marking the end of a backward pass")
     def end_backward_tail(self, *, raised: bool = False, is_known: bool = True) -> None:
@@ -154,34 +146,27 @@ class StallMarker:
             self._clock.open_ended += 1
         if self._holder != _TAIL:
             return
-        backward_end, end = self._backward_end, None
+        backward_end, end = self._clock.backward_end, None
         try:
             if not raised:
-                end = self._clock.mark(self.stream) if backward_end is None else backward_end
+                # The mark of the backward pass's end is also the end of the stall.
+                is_marked = backward_end != _NO_MARK
+                end = backward_end if is_marked else self._clock.mark(self._clock.stream)
         finally:
             self._close_stall(end)
-
-    def note_phase_stream(self) -> None:
-        if self.stream is not None and self._clock.marked_on != self.stream:
-            self._phases_on.add(self._clock.marked_on)
 
     def finish_step(self) -> None:
         """Close a stall whose end mark is missing because of an exception, and count it.
 
-        No wait is in progress at the end of a step.
+        Called at the end of a step with waits. No wait is in progress there.
         """
-        clock = self._clock
         if not self._recorder.backwards:
             if self._holder != _NO_THREAD:
                 self._close_stall(None)
             # An exception interrupted begin() before it had set the holder.
             elif self._open.locked():
                 self._open.release()
-                clock.open_ended += 1
-        if self._phases_on and not self._phases_on.isdisjoint(clock.passed_over):
-            clock.aside += 1
-        self._phases_on.clear()
-        clock.passed_over.clear()
+                self._clock.open_ended += 1
 
     def _close_stall(self, mark: int | None) -> None:
         """End the current stall. mark: the mark of the stall's end, or None if it is missing."""

@@ -58,7 +58,9 @@ class DeviceSectionHook:
                 stamper.prepare_ring()
         device_sections.set_stamper(stamper)
         try:
-            with session.running_each_step(self.name, stamper.update_at_step_end):
+            # All ranks must enqueue a merge at the end of the same step.
+            run = session.running_each_step if stamper.merges else session.run_throttled
+            with run(self.name, stamper.update_at_step_end):
                 yield
         finally:
             device_sections.set_stamper(None)
@@ -84,6 +86,11 @@ class SessionStamper:
         self._merge: WindowMerger | None = None
         self._known = known
         self._merges = 0  # Number of merges that this rank has enqueued.
+
+    @property
+    def merges(self) -> bool:
+        """True if the windows of all ranks are merged on the device."""
+        return self._merge is not None
 
     def try_to_merge_on_device(self) -> bool:
         """Enable merging on the device if all ranks can merge, or note the reason."""

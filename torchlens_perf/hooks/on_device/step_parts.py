@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.on_device.clock import MAX_EVENTS
 from torchlens_perf.run.device.step_parts import PART_OF_SPAN, Span, compute_part_durations_ns
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
     from torchlens_perf.cuda.steps import PendingSteps
 
+# Largest number of spans of a step, as many as the clock has events.
+_MAX_SPANS = 32768
 _STEP, _BACKWARD = int(Kind.STEP), int(Kind.BACKWARD)
 
 
@@ -38,7 +39,7 @@ class StepPartCollector:
         if step != self._step:
             self._spans, self._step, self._is_truncated = [], step, False
         if kind in PART_OF_SPAN:
-            if len(self._spans) < MAX_EVENTS:
+            if len(self._spans) < _MAX_SPANS:
                 self._spans.append((kind, start_ns, duration_ns))
             else:
                 # Leave out the step: the missing span's time would be counted in another part.
