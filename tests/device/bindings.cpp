@@ -1,4 +1,5 @@
 // The device's Python interface.
+#include "driver.h"
 #include "process_group.h"
 #include "streams.h"
 
@@ -26,6 +27,17 @@ PYBIND11_MODULE(MODULE_NAME, m)
     });
     m.def("set_kernel_ns", [](device::Ns takes) { device::kernel_ns = takes; });
     m.def("set_computing", [](bool computes) { device::computing = computes; });
+    m.def("current_stream", [](int) { return int64_t(device::current_stream().id); });
+    m.def("new_stream", [] { return int64_t(device::new_stream().id); });
+    m.def("set_driver_costs", [](int64_t record, int64_t query, int64_t elapsed) {
+        device::record_ns = record;
+        device::query_ns = query;
+        device::elapsed_ns = elapsed;
+    });
+    m.def("set_outliers", [](int64_t every, double factor) {
+        device::outlier_factor = factor;
+        device::outlier_every = every;
+    });
     m.def("set_slowness", [](double factor) { device::slowness = factor; });
     m.def("set_collective", [](device::Ns latency_ns, double bytes_per_second) {
         device::latency_ns = latency_ns;

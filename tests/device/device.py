@@ -26,6 +26,9 @@ from typing import Any
 
 NAME = "asyncdev"
 LONGER = "DEVICE_WORKS_LONGER"
+# With the value "torch", device times are marked by torch's events, as on other accelerators than
+# CUDA and HIP. By default, they are marked by the driver's.
+EVENTS = "DEVICE_EVENTS"
 _FOLDER = Path(__file__).parent
 _BUILD = _FOLDER / "build"
 _MODULE = "_asyncdev"
@@ -117,6 +120,8 @@ def load() -> Any:
     torch._register_device_module(NAME, _device_module())
     torch.utils.generate_methods_for_privateuse1_backend()
     atexit.register(extension.shut_down)
+    if os.environ.get(EVENTS) != "torch":
+        _mark_through_driver(path, extension)
     if torch.distributed.is_available():
 
         def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -124,6 +129,16 @@ def load() -> Any:
 
         torch.distributed.Backend.register_backend(NAME, create, devices=[NAME])
     return extension
+
+
+def _mark_through_driver(path: str, extension: Any) -> None:
+    """Let watches mark the device through driver.cpp, as they do on a GPU."""
+    from torchlens_perf.hooks.on_device import clock, sections
+
+    def create(_: object) -> Any:
+        return clock.create_driver_clock(path, extension.current_stream, 0, extension.new_stream())
+
+    sections.create_clock = create
 
 
 def _device_module() -> types.ModuleType:
@@ -220,6 +235,16 @@ def set_computing(computes: bool) -> None:
 def set_slowness(factor: float) -> None:
     """Multiply the duration of kernels issued from now on, but not of collectives."""
     load().set_slowness(factor)
+
+
+def set_driver_costs(record_s: float, query_s: float, elapsed_s: float) -> None:
+    """Set how long the host needs to record an event, to query it, and to read a time."""
+    load().set_driver_costs(*(round(each * 1e9) for each in (record_s, query_s, elapsed_s)))
+
+
+def set_outliers(every: int, factor: float) -> None:
+    """Let one kernel of `every` take `factor` times longer, as beside another program."""
+    load().set_outliers(every, factor)
 
 
 def set_collective_time(latency_s: float, bytes_per_second: float = 10e9) -> None:

@@ -240,7 +240,7 @@ void launch(std::function<void()> compute)
             at::AutoDispatchBelowADInplaceOrView below;
             compute();
         },
-        Ns(kernel_ns * slowness));
+        actual_ns(kernel_ns));
 }
 
 } // namespace device

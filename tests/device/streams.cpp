@@ -43,7 +43,8 @@ Ns monotonic()
 
 Counters counters;
 std::atomic<Ns> kernel_ns{20'000};
-std::atomic<double> slowness{1.0};
+std::atomic<double> slowness{1.0}, outlier_factor{1.0};
+std::atomic<int64_t> outlier_every{0};
 std::atomic<bool> computing{true};
 
 Ns clock_offset()
@@ -255,10 +256,17 @@ void synchronize_all()
     }
 }
 
+Ns actual_ns(Ns nominal)
+{
+    const int64_t every = outlier_every;
+    const bool outlies = every > 0 && counters.kernels % every == 0;
+    return Ns(nominal * slowness * (outlies ? outlier_factor.load() : 1.0));
+}
+
 void spin(Ns takes_ns)
 {
     ++counters.kernels;
-    current_stream().enqueue(nullptr, Ns(takes_ns * slowness));
+    current_stream().enqueue(nullptr, actual_ns(takes_ns));
 }
 
 int64_t never()

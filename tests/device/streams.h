@@ -34,6 +34,10 @@ struct Counters {
 extern Counters counters;
 extern std::atomic<Ns> kernel_ns;
 extern std::atomic<double> slowness;
+// One kernel of `outlier_every` takes `outlier_factor` times longer; none if 0.
+extern std::atomic<int64_t> outlier_every;
+extern std::atomic<double> outlier_factor;
+Ns actual_ns(Ns nominal); // How long a kernel takes.
 extern std::atomic<bool> computing; // If false, kernels take their time without computing results.
 
 Ns clock_offset(); // The device's clock minus CLOCK_MONOTONIC, different in each process.
