@@ -15,15 +15,15 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. A file counts for the first entry that contains it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 7408),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 7426),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        15662,
+        15711,
     ),
     ("store", ("store",), 1600, 1045),
-    ("run", ("run",), 3000, 6310),
+    ("run", ("run",), 3000, 6313),
     (
         "verdicts",
         (
@@ -31,11 +31,11 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
             "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,
-        10738,
+        10740,
     ),
-    ("analysis", ("analysis",), 3300, 6265),
+    ("analysis", ("analysis",), 3300, 6272),
     ("exporters", ("exporters",), 2600, 5881),
-    ("view", ("report", "view", "page", "top"), 6000, 13596),
+    ("view", ("report", "view", "page", "top"), 6000, 13605),
     ("compare, queries", ("compare", "timeline", "query"), 2500, 2765),
     ("diagnosis", ("diagnosis",), 2500, 3004),
     ("serve", ("serve",), 1300, 2572),

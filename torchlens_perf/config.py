@@ -178,9 +178,9 @@ class Config:
 
     budget: float = 0.005
     """Largest share of the step time that recording may take in the training process. Above it, modules inside of a
-    model are timed in fewer steps, on all ranks in the same ones. Steps, phases, sections and collectives are always
-    recorded, and may exceed the budget in steps of a few milliseconds. 0: no limit, and modules are timed in every
-    step."""
+    model are timed in fewer steps, on all ranks in the same ones. If the rest still exceeds it, phases are timed on a
+    device in one step of 2 to 64. Everything else is always recorded, and may exceed the budget in steps of a few
+    milliseconds. 0: no limit, and everything is timed in every step."""
 
     backward_every: int = 16
     """Time the backward pass of modules in one step of this many, and less often if it would cost more than 0.1 % of

@@ -59,6 +59,33 @@ class Job:
         return (self.other_ns + self.mark_ns * (1 + self.modules / period)) / self.step_ns
 
 
+def spent_on_phases(budget: Budget, step_ns: float, cost_ns: float, windows: int) -> None:
+    """Run windows of 64 steps without modules, in which phases cost the given time if timed."""
+    spent = budget._last
+    for _ in range(windows):
+        timed = 64 // budget.phase_period
+        spent = spent._replace(
+            step=spent.step + 64,
+            time_ns=spent.time_ns + int(64 * step_ns),
+            tool_ns=spent.tool_ns + int(64 * 1000 + timed * cost_ns),
+            records=spent.records + 64,
+            phases_ns=spent.phases_ns + int(timed * cost_ns),
+            phase_steps=spent.phase_steps + timed,
+        )
+        budget.update(spent)
+
+
+def test_device_phases_are_thinned_only_if_the_rest_exceeds_the_budget() -> None:
+    """Half of the budget of 0.5 % is 10 us in a step of 4 ms."""
+    for cost_us, period in ((5, 1), (15, 2), (60, 8), (5000, 64)):
+        budget = Budget(0.005, Spent(0, 0, 0, 0, 0, 0, 0, 0))
+        spent_on_phases(budget, 4e6, cost_us * 1e3, 20)
+        assert budget.phase_period == period, cost_us
+        assert budget.phase_mask == (period - 1 or EVERY_STEP)
+        spent_on_phases(budget, 4e9, cost_us * 1e3, 100)
+        assert budget.phase_period == 1, "steps have become longer"
+
+
 @given(
     step_ms=st.floats(0.2, 500),
     modules=st.integers(0, 20_000),

@@ -228,18 +228,19 @@ def test_steps_of_a_trace_say_that_modules_were_not_timed(
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ((None, None, None, 1), "not measured"),
-        ((0.0, 0.0, 0.0, 1), "0.00% of step time"),
-        ((0.00001, 0.0, 0.00002, 1), "<0.01% of step time (0.00% to <0.01%)"),
-        ((0.0042, 0.0031, 0.0055, 1), "0.42% of step time (0.31% to 0.55%)"),
-        ((0.0042, 0.0042, 0.0042, 1), "0.42% of step time"),
+        ((None, None, None, 1, 1), "not measured"),
+        ((0.0, 0.0, 0.0, 1, 1), "0.00% of step time"),
+        ((0.00001, 0.0, 0.00002, 1, 1), "<0.01% of step time (0.00% to <0.01%)"),
+        ((0.0042, 0.0031, 0.0055, 1, 1), "0.42% of step time (0.31% to 0.55%)"),
+        ((0.0042, 0.0042, 0.0042, 1, 1), "0.42% of step time"),
         (
-            (0.01, 0.005, 0.02, 4),
-            "1.00% of step time (0.50% to 2.00%); modules timed in 1 of 4 steps",
+            (0.01, 0.005, 0.02, 4, 2),
+            "1.00% of step time (0.50% to 2.00%); modules timed in 1 of 4 steps; device phases timed"
+            " in 1 of 2 steps",
         ),
     ],
 )
 def test_overhead_as_text(values: Any, text: str) -> None:
-    names = ("overhead_share", "overhead_low", "overhead_high", "module_period")
+    names = ("overhead_share", "overhead_low", "overhead_high", "module_period", "phase_period")
     quality: Any = dict(zip(names, values, strict=True))
     assert describe_overhead(quality) == text

@@ -128,7 +128,7 @@ def test_steps_without_training_and_their_spans_are_left_out() -> None:
 
 def test_step_with_too_many_spans_is_left_out_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without its stalls would show too much work."""
-    monkeypatch.setattr(step_parts, "MAX_EVENTS", 10)
+    monkeypatch.setattr(step_parts, "_MAX_SPANS", 10)
     known = Known()
     parts = StepPartCollector(known)  # type: ignore[arg-type]
     for step, stalls in ((0, 9), (1, 10), (2, 3)):

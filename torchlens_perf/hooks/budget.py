@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BudgetHook:
-    """Hook that times modules in fewer steps if recording costs more than the budget."""
+    """Hook that times modules and phases in fewer steps if recording costs more than the budget."""
 
     name = "budget"
 
@@ -30,18 +30,23 @@ class BudgetHook:
         def update() -> None:
             if budget.update(_read_spent(recorder)):
                 recorder.module_mask = budget.module_mask
+                recorder.phase_mask = budget.phase_mask
                 publish()
 
         def publish() -> None:
             session.publish(
-                recording={"mark_ns": budget.mark_ns, "module_period": budget.module_period}
+                recording={
+                    "mark_ns": budget.mark_ns,
+                    "module_period": budget.module_period,
+                    "phase_period": budget.phase_period,
+                }
             )
 
         try:
             with session.run_throttled("the budget of recording", update):
                 yield
         finally:
-            recorder.module_mask = EVERY_STEP
+            recorder.module_mask = recorder.phase_mask = EVERY_STEP
             publish()
 
 
@@ -49,4 +54,5 @@ def _read_spent(recorder: Recorder) -> Spent:
     return Spent(
         recorder.step, recorder.now_ns(), recorder.tool_ns, recorder.written, recorder.module_calls,
         recorder.module_steps, recorder.measured_calls, recorder.measured_ns,
+        recorder.phases_ns, recorder.phase_steps,
     )  # fmt: skip

@@ -11,15 +11,16 @@ enum {
 };
 #define UNKNOWN_NS INT64_MAX /* as in run/ring.py */
 
-/* The phases that issue work for the device, in every step; modules and sections in sampled steps. */
-static int is_timed(const Recorder *self, uint32_t kind)
+/* The phases that issue work for the device, unless the budget leaves them out; modules and sections in sampled steps. */
+static int is_timed(Recorder *self, uint32_t kind)
 {
     switch (kind) {
     case KIND_FORWARD:
     case KIND_BACKWARD:
     case KIND_OPTIMIZER:
     case KIND_RECOMPUTE:
-        return 1;
+        self->device_phases.has_left_out |= self->device_phases.left_out && !self->sampled;
+        return !self->device_phases.left_out || self->sampled;
     case KIND_MODULE:
     case KIND_SECTION:
         return self->sampled;
@@ -35,12 +36,14 @@ static int is_sampled_only(uint32_t kind)
 
 /* Keeps the time of a mark out of the spans around it. What takes longer than a mark may waits for room in the device's
  * queue, as the job's next launch would have: that is the span's. */
-static int64_t mark(Recorder *self)
+static int64_t mark(Recorder *self, uint32_t kind)
 {
     int64_t start_ns = recorder_now(self), marked = clock_mark(self->device_clock, ANY_STREAM);
     if (self->header != NULL) {
         int64_t took_ns = recorder_now(self) - start_ns;
-        add_overhead(self, took_ns < LONGEST_MARK_NS ? took_ns : LONGEST_MARK_NS);
+        took_ns = took_ns < LONGEST_MARK_NS ? took_ns : LONGEST_MARK_NS;
+        add_overhead(self, took_ns);
+        self->device_phases.cost_ns += is_sampled_only(kind) ? 0 : took_ns;
     }
     return marked;
 }
@@ -59,7 +62,7 @@ void device_open(Recorder *self, uint32_t kind, uint64_t depth)
 {
     self->device_marks[depth] = NO_DEVICE_MARK;
     if (is_timed(self, kind)) {
-        int64_t marked = mark(self);
+        int64_t marked = mark(self, kind);
         self->device_marks[depth] = marked;
     }
 }
@@ -72,11 +75,11 @@ void device_close(Recorder *self, const Frame *frame, uint64_t depth)
         return;
     }
     self->device_marks[depth] = NO_DEVICE_MARK;
-    int64_t end = mark(self);
+    int64_t end = mark(self, frame->kind);
     if (end == NO_MARK || self->header == NULL || self->device_clock != clock || clock == NULL) {
         return;
     }
-    clock_queue_span(clock, (MarkedSpan){frame->kind, frame->name_id, (int64_t)self->header->step, begin, end, clock_now(clock)});
+    clock_queue_span(clock, (MarkedSpan){frame->kind, frame->name_id, 0, (int64_t)self->header->step, begin, end, clock_now(clock)});
     if (!is_sampled_only(frame->kind) && clock->marked_on != clock->stream && clock->stream != ANY_STREAM) {
         int index = clock_stream_index(clock, clock->marked_on);
         clock->phases_on |= index >= 0 ? (uint64_t)1 << index : 0;
@@ -103,7 +106,7 @@ static void write_span(Recorder *self, const MarkedSpan *span, const MarkTime *b
         .value0 = span->kind,
         .value1 = !is_known ? UNKNOWN_NS : lag_ns > 0 ? (uint64_t)lag_ns : 0,
     };
-    write_record_of_step(self, &record, KIND_DEVICE, 1, 0);
+    write_record_of_step(self, &record, KIND_DEVICE, 1, span->flags);
     if (clock->listener != NULL) {
         PyObject *args[] = {PyLong_FromUnsignedLong(span->kind), PyLong_FromLongLong(span->step),
                             PyLong_FromLongLong(begin->host_ns), PyLong_FromLongLong(duration_ns)};
@@ -221,12 +224,15 @@ static void finish_waits(Recorder *self, DeviceClock *clock)
     clock->has_waited = self->header != NULL && self->backwards > 0;
 }
 
-static void queue_step(DeviceClock *clock, int64_t boundary, int64_t step)
+static void queue_step(Recorder *self, DeviceClock *clock, int64_t boundary, int64_t step)
 {
+    uint32_t flags = self->device_phases.has_left_out ? FLAG_WITHOUT_PHASES : 0;
     int64_t missing = clock_missing(clock);
     if (boundary != NO_MARK && clock->boundary != NO_MARK && missing == clock->missing_before) {
-        clock_queue_span(clock, (MarkedSpan){KIND_STEP, 0, step, clock->boundary, boundary, clock_now(clock)});
+        clock_queue_span(clock, (MarkedSpan){KIND_STEP, 0, flags, step, clock->boundary, boundary, clock_now(clock)});
     }
+    self->device_phases.steps += !self->device_phases.has_left_out;
+    self->device_phases.has_left_out = 0;
     clock->boundary = boundary;
     clock->missing_before = missing;
     if (boundary != NO_MARK) {
@@ -258,7 +264,7 @@ void device_end_step(Recorder *self, int64_t step, int64_t boundary)
         finish_waits(self, clock);
     }
     if (self->header != NULL) {
-        queue_step(clock, boundary, step);
+        queue_step(self, clock, boundary, step);
         start_ns = recorder_now(self);
         int is_capturing = boundary == NO_MARK && (clock->captured != captured || clock_current_stream(clock) < 0);
         if (!is_capturing) {
@@ -347,7 +353,7 @@ PyObject *recorder_queue_device_span(Recorder *self, PyObject *const *args, Py_s
         return NULL;
     }
     if (clock != NULL && self->header != NULL) {
-        clock_queue_span(clock, (MarkedSpan){(uint32_t)values[0], (uint32_t)values[1], (int64_t)self->header->step,
+        clock_queue_span(clock, (MarkedSpan){(uint32_t)values[0], (uint32_t)values[1], 0, (int64_t)self->header->step,
                                              values[2], values[3], clock_now(clock)});
     }
     Py_RETURN_NONE;

@@ -26,7 +26,7 @@ typedef struct {
 
 /* A span that the device may not have reached yet. */
 typedef struct {
-    uint32_t kind, name_id;
+    uint32_t kind, name_id, flags;
     int64_t step, begin, end;
     int64_t issued_ns; /* when its end was marked, by the host's clock */
 } MarkedSpan;

@@ -27,6 +27,7 @@ enum kind {
 enum flag {
     FLAG_EXCEPTION = 1,
     FLAG_WITHOUT_MODULES = 4,
+    FLAG_WITHOUT_PHASES = 4, /* of a device's step */
     FLAG_OTHER_THREAD = 8,
     FLAG_COMPLETED = 16,
     FLAG_DEVICE = 32,

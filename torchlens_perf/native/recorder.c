@@ -193,7 +193,7 @@ static int recorder_init(Recorder *self, PyObject *args, PyObject *kwargs)
     self->generation = ++generations;
     self->owner = this_thread();
     self->marks.workload = -1;
-    self->modules.mask = EVERY_STEP;
+    self->modules.mask = self->device_phases.mask = EVERY_STEP;
     Py_INCREF(intern);
     self->intern = intern;
     if (clock != Py_None) {
@@ -376,16 +376,16 @@ static void write_thread_time(Recorder *self, int64_t start_ns, int64_t duration
     }
 }
 
-/* Whether a step has times of modules. The choice depends on nothing but the step's number, so that all ranks choose the
+/* Whether a step has times of modules, or of phases on the device. The choice depends on nothing but the step's number, so that all ranks choose the
  * same steps, and looks random, so that it does not coincide with what a loop does periodically. A step of a longer
  * period also belongs to all shorter ones. recorder/budget.py explains the periods. */
-static int has_modules(const ModuleBudget *modules, uint64_t step)
+static int is_chosen(int64_t mask, uint64_t step)
 {
     uint32_t mixed = (uint32_t)step; /* by the finalizer of MurmurHash3 */
     mixed = (mixed ^ mixed >> 16) * 0x85ebca6bu;
     mixed = (mixed ^ mixed >> 13) * 0xc2b2ae35u;
     mixed ^= mixed >> 16;
-    return modules->mask == 0 ? mixed % 64 != 63 : (mixed & (uint32_t)modules->mask) == 0;
+    return mask == 0 ? mixed % 64 != 63 : (mixed & (uint32_t)mask) == 0;
 }
 
 /* Ends the step in progress. */
@@ -410,7 +410,9 @@ void write_step(Recorder *self, int64_t end_ns, uint32_t flags, uint64_t value0,
     frame->phase_ns = 0;
     self->header->step++;
     modules->has_left_out = 0;
-    modules->left_out = modules->mask != EVERY_STEP && !has_modules(modules, self->header->step);
+    uint64_t step = self->header->step;
+    modules->left_out = modules->mask != EVERY_STEP && !is_chosen(modules->mask, step);
+    self->device_phases.left_out = self->device_phases.mask != EVERY_STEP && !is_chosen(self->device_phases.mask, step);
     PROBE_STEP_BEGIN(self->header->step);
 }
 
@@ -671,6 +673,9 @@ static PyMemberDef recorder_members[] = {
     {"module_steps", T_LONGLONG, offsetof(Recorder, modules.steps), READONLY, NULL},
     {"measured_calls", T_LONGLONG, offsetof(Recorder, modules.measured_calls), READONLY, NULL},
     {"measured_ns", T_LONGLONG, offsetof(Recorder, modules.measured_ns), READONLY, NULL},
+    {"phase_mask", T_LONGLONG, offsetof(Recorder, device_phases.mask), 0, NULL},
+    {"phases_ns", T_LONGLONG, offsetof(Recorder, device_phases.cost_ns), READONLY, NULL},
+    {"phase_steps", T_LONGLONG, offsetof(Recorder, device_phases.steps), READONLY, NULL},
     {"device_waits_ns", T_LONGLONG, offsetof(Recorder, device_waits_ns), READONLY, NULL},
     {"late_ns", T_LONGLONG, offsetof(Recorder, late_ns), READONLY, NULL},
     {NULL},

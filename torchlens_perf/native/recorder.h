@@ -111,6 +111,12 @@ typedef struct {
     PyObject *intern;
     PyObject *device_wait_began, *device_wait_ended, *device_step_ended;
     int64_t device_waits_ns; /* how long marks waited for room in the device's queue, in total */
+    struct {
+        int left_out;     /* not 0: in this step, the device does not time phases */
+        int has_left_out; /* not 0: in this step, a phase was not timed */
+        int64_t mask;     /* phases are timed in one step of mask + 1; EVERY_STEP: in all */
+        int64_t cost_ns, steps; /* of marks of phases, and steps with all of them, since the start */
+    } device_phases;
     int64_t late_ns;         /* what reading the marks of sampled steps cost later steps, in total */
     int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
     StepMarks marks;

@@ -14,7 +14,6 @@ _MEASURED_SHARE = 0.5
 # Cost of a record in ns until a call has been measured.
 _UNMEASURED_NS = 400.0
 _MIN_WINDOW_NS = 50_000_000
-_MAX_LEVEL = 10
 # A shorter period must fit into the budget with this much room, and a few times in succession.
 # Otherwise the period would change in each window of a noisy job.
 _ROOM, _CALM_WINDOWS = 0.7, 8
@@ -41,24 +40,58 @@ class Spent(NamedTuple):
     measured_calls: int
     """Calls whose cost was measured."""
     measured_ns: int
+    phases_ns: int = 0
+    """Time of marking phases on the device."""
+    phase_steps: int = 0
+    """Steps in which all phases were marked on the device."""
+
+
+class _Level:
+    """How often something is timed: at level k, in one step of 2**k.
+
+    Which steps these are depends on the step's number only, and each level's steps also belong to
+    all lower levels: ranks have common steps without communication.
+    """
+
+    def __init__(self, highest: int) -> None:
+        self._highest = highest
+        self._level = 0
+        self._calm = 0
+
+    @property
+    def period(self) -> int:
+        return 1 << self._level
+
+    def choose(self, limit_ns: float, cost_ns: float) -> bool:
+        """Choose the level. Return True if it has changed.
+
+        limit_ns: largest cost per step. cost_ns: the cost in a step that is timed.
+        """
+        before = self._level
+        while self._level < self._highest and cost_ns > limit_ns * self.period:
+            self._level += 1
+        fits_below = cost_ns <= _ROOM * limit_ns * self.period / 2
+        self._calm = self._calm + 1 if self._level == before > 0 and fits_below else 0
+        if self._calm == _CALM_WINDOWS:
+            self._level, self._calm = self._level - 1, 0
+        return self._level != before
 
 
 class Budget:
-    """Chooses in which steps the calls of modules are timed.
+    """Chooses in which steps the calls of modules are timed, and phases on a device.
 
-    At level k, modules are timed in one step of 2**k. Level 0 leaves out one step of 64, so that
-    the cost of timing can be estimated from steps with and without. Which steps these are depends
-    on the step's number only, and each level's steps also belong to all lower levels: ranks have
-    common steps without communication. Everything else is recorded in every step.
+    Modules are thinned first. Phases are thinned if everything else but modules exceeds the budget.
+    Level 0 of modules leaves out one step of 64, so that the cost of timing can be estimated from
+    steps with and without. Everything else is recorded in every step.
     """
 
     def __init__(self, share: float, start: Spent) -> None:
         """share: largest share of the training time that recording may take."""
         self._share = share
         self._last = start
-        self._level = 0
-        self._calm = 0
+        self._modules, self._phases = _Level(10), _Level(6)
         self._calls_per_step = 0.0
+        self._phases_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
         self._marks_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
         self._others_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
         self._steps_ns: deque[float] = deque(maxlen=_REMEMBERED_WINDOWS)
@@ -71,7 +104,17 @@ class Budget:
     @property
     def module_period(self) -> int:
         """Modules are timed in one step of this many."""
-        return 1 << self._level
+        return self._modules.period
+
+    @property
+    def phase_mask(self) -> int:
+        """Value for Recorder.phase_mask."""
+        return self.phase_period - 1 if self.phase_period > 1 else EVERY_STEP
+
+    @property
+    def phase_period(self) -> int:
+        """Phases are timed on the device in one step of this many."""
+        return self._phases.period
 
     @property
     def mark_ns(self) -> float | None:
@@ -97,21 +140,20 @@ class Budget:
             self._marks_ns.append((now.measured_ns - last.measured_ns) / calls)
         mark_ns = self.mark_ns or _UNMEASURED_NS
         others = now.records - last.records - (now.module_calls - last.module_calls)
-        others_ns = now.tool_ns - last.tool_ns + mark_ns * max(0, others)
-        self._others_ns.append(others_ns / steps)
+        in_phases_ns = now.phases_ns - last.phases_ns
+        hooks_ns = now.tool_ns - last.tool_ns - in_phases_ns
+        self._others_ns.append((hooks_ns + mark_ns * max(0, others)) / steps)
         self._steps_ns.append(time_ns / steps)
+        if now.phase_steps > last.phase_steps:
+            self._phases_ns.append(in_phases_ns / (now.phase_steps - last.phase_steps))
         whole_ns = _MEASURED_SHARE * self._share * statistics.median(self._steps_ns)
-        fixed_ns = statistics.median(self._others_ns)
+        others_ns, phases_ns = statistics.median(self._others_ns), self._phase_cost_ns
+        fixed_ns = others_ns + phases_ns / self.phase_period
         limit_ns = max(whole_ns - fixed_ns, _LEAST_SHARE * fixed_ns)
-        return self._choose_level(limit_ns, mark_ns * self._calls_per_step)
+        changed = self._modules.choose(limit_ns, mark_ns * self._calls_per_step)
+        return self._phases.choose(max(0.0, whole_ns - others_ns), phases_ns) or changed
 
-    def _choose_level(self, limit_ns: float, modules_ns: float) -> bool:
-        """limit_ns: what modules may cost per step. modules_ns: their cost in a step that times them."""
-        before = self._level
-        while self._level < _MAX_LEVEL and modules_ns > limit_ns * self.module_period:
-            self._level += 1
-        fits_below = modules_ns <= _ROOM * limit_ns * self.module_period / 2
-        self._calm = self._calm + 1 if self._level == before > 0 and fits_below else 0
-        if self._calm == _CALM_WINDOWS:
-            self._level, self._calm = self._level - 1, 0
-        return self._level != before
+    @property
+    def _phase_cost_ns(self) -> float:
+        """Cost of phases in a step in which they are timed on the device."""
+        return statistics.median(self._phases_ns) if self._phases_ns else 0.0

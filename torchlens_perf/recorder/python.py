@@ -121,7 +121,8 @@ class Recorder:
         self._nvtx_pop: Callable[[], Any] = lambda: None
         self._nvtx_attributes: list[Any] = []
         self._marks_elsewhere = False  # True if spans are also NVTX ranges.
-        self.device_waits_ns = self.late_ns = 0
+        self.device_waits_ns = self.late_ns = self.phases_ns = self.phase_steps = 0
+        self.phase_mask = EVERY_STEP
         # Counts of the step in progress, see StepMarks in native/recorder.h.
         self.settled = self.busy = self.without_gradient = self.due_ns = self.due_step = 0
         self.forward_passes = self.backward_passes = self.step_flags = self.memory_bytes = 0

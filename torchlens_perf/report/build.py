@@ -36,7 +36,7 @@ from torchlens_perf.report.gpu_rows import gpu_rows, network_port_rows
 from torchlens_perf.report.heat import build_heat_map
 from torchlens_perf.report.memory_rows import memory_notes, memory_row
 from torchlens_perf.report.module_rows import module_rows, section_rows
-from torchlens_perf.report.overhead import estimate_overhead, largest_module_period
+from torchlens_perf.report.overhead import estimate_overhead, largest_period
 from torchlens_perf.report.step_classes import (
     build_phases,
     build_step_classes,
@@ -627,7 +627,8 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
         "overhead_share": overhead.share,
         "overhead_low": overhead.low,
         "overhead_high": overhead.high,
-        "module_period": largest_module_period(processes),
+        "module_period": largest_period(processes, "modules"),
+        "phase_period": largest_period(processes, "phases"),
         "sidecar_cpu_s": sum(node.sidecar_cpu_s for node in nodes),
         "notes": notes,
     }

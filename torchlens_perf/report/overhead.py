@@ -57,9 +57,15 @@ def estimate_overhead(processes: Mapping[int, ProcessState]) -> Overhead:
     )
 
 
-def largest_module_period(processes: Mapping[int, ProcessState]) -> int:
-    """Return n, if the rank that times fewest calls of modules does so in one of n steps."""
-    return max((each.recording.get("module_period", 1) for each in processes.values()), default=1)
+def largest_period(processes: Mapping[int, ProcessState], of: str) -> int:
+    """Return n, if the rank that times least often does so in one of n steps.
+
+    of: "modules", or "phases" on the device.
+    """
+    costs = [each.recording for each in processes.values()]
+    if of == "modules":
+        return max((each.get("module_period", 1) for each in costs), default=1)
+    return max((each.get("phase_period", 1) for each in costs), default=1)
 
 
 def _mark_ns(process: ProcessState) -> float:

@@ -150,6 +150,8 @@ class RecordingCost(TypedDict, total=False):
     """Measured cost of timing the call of a module; None without a measurement."""
     module_period: int
     """Modules are timed in one step of this many."""
+    phase_period: int
+    """Phases are timed on the device in one step of this many."""
 
 
 def detect_identity(

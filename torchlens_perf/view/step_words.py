@@ -20,7 +20,7 @@ _FLAT = 0.03
 
 
 def describe_overhead(quality: Quality) -> str:
-    """Return this tool's share of the step time with its interval, and how often it times modules.
+    """Return this tool's share of the step time with its interval, and what it times less often.
 
     A small measured share is not shown as zero.
     """
@@ -29,8 +29,10 @@ def describe_overhead(quality: Quality) -> str:
         return "not measured"
     text, *ends = [_format_share(each) for each in shares if each is not None]
     interval = f" ({' to '.join(ends)})" if set(ends) - {text} else ""
-    period = quality["module_period"]
-    thinned = f"; modules timed in 1 of {period} steps" if period > 1 else ""
+    periods = {"modules": quality["module_period"], "device phases": quality["phase_period"]}
+    thinned = "".join(
+        f"; {what} timed in 1 of {period} steps" for what, period in periods.items() if period > 1
+    )
     return f"{text} of step time{interval}{thinned}"
 
 

@@ -73,6 +73,21 @@ def test_phases_of_a_device_step_exclude_stalls_and_recomputation() -> None:
     )
 
 
+def test_device_step_whose_phases_were_not_timed_is_left_out() -> None:
+    """Its time cannot be divided into parts, and it does not stay in memory."""
+    joiner = DeviceStepJoin()
+    made = records(
+        (Kind.STEP, 0, 0, 3), (Kind.STEP, 1, 3, 3),
+        device(0, Kind.STEP, 10, 57), device(1, Kind.FORWARD, 70, 20), device(1, Kind.STEP, 67, 30),
+    )  # fmt: skip
+    made[2]["flags"] = Flag.WITHOUT_PHASES
+    table = joined(made, joiner)
+
+    assert table.step.tolist() == [1]
+    assert parts_ms(table) == {"forward": 20, "host": 10}
+    assert sum(map(len, joiner._hosts)) == 0
+
+
 def test_idle_time_of_the_device_is_divided_by_the_hosts_activity() -> None:
     """A device without work waits for the loader, for a blocking collective of the host, or for
     other host code.

@@ -99,6 +99,12 @@ class DeviceStepJoin:
         """
         on_device = records[records["kind"] == Kind.DEVICE]
         on_device = on_device[np.isin(on_device["value0"], _SPANS)]
+        # The time of a step whose phases were not timed cannot be divided into parts.
+        is_partial = (on_device["value0"] == _STEP) & (
+            (on_device["flags"] & Flag.WITHOUT_PHASES) != 0
+        )
+        partial = on_device["step"][is_partial].astype(np.int64)
+        on_device = on_device[~is_partial]
         on_host = np.isin(records["kind"], (*_PART_OF_GAP, *_PHASES)) & (
             (records["flags"] & Flag.OTHER_THREAD) == 0
         )
@@ -116,7 +122,8 @@ class DeviceStepJoin:
         oldest = self._newest - MAX_BEHIND_STEPS
         done, newest = host.select_rows(known), host.step[known].max(initial=-1)
         table = build_device_table(done, self._device, self._on_host, self._host_times)
-        self._hosts = [host.select_rows(~known & (host.step > oldest))]
+        left_out = known | np.isin(host.step, partial)
+        self._hosts = [host.select_rows(~left_out & (host.step > oldest))]
         # Device times arrive in the order of steps, so no more times arrive for steps before a
         # complete step.
         self._device = self._device.select(self._device.step > max(newest, oldest))

@@ -62,6 +62,7 @@ class Flag(IntFlag):
     ASYNC = 2
     NEW_TRAINING = 2  # STEP: the first one of another training, see hooks/loop/training_loop.py
     TAIL = 4  # WAIT: the end of the backward pass, after the last gradient was computed
+    WITHOUT_PHASES = 4  # DEVICE, of a step: the device did not time its phases
     WITHOUT_MODULES = 4  # STEP: forward calls of inner modules were not timed in this step
     COMPLETED = 16  # COLLECTIVE: the duration ends with the operation, not with the issuing call
     STOPPED = 16  # STEP, set by the sidecar: its process was stopped, see sidecar/stops.py

@@ -676,6 +676,8 @@ class Quality(TypedDict):
     overhead_high: float | None
     module_period: int
     """Calls of modules are timed in one of this many steps; the largest value of all ranks."""
+    phase_period: int
+    """The same for phases on a device."""
     sidecar_cpu_s: float
     notes: list[str]
 
