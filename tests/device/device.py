@@ -243,7 +243,7 @@ def set_driver_costs(record_s: float, query_s: float, elapsed_s: float) -> None:
 
 
 def set_outliers(every: int, factor: float) -> None:
-    """Let one kernel of `every` take `factor` times longer, as beside another program."""
+    """Let one kernel of `every` take `factor` times longer, as if other programs used the device."""
     load().set_outliers(every, factor)
 
 

@@ -20,6 +20,8 @@
 enum { SUCCESS = 0, NOT_READY = 600, FAILED = -1, CAPTURING = -2, RELAXED = 2, MADE_IN_ADVANCE = 32, FIRST_ANCHORS = 5 };
 
 static const int64_t ANCHOR_EVERY_NS = 1000000000, ANCHOR_TIMEOUT_NS = 50000, FIRST_TIMEOUT_NS = 1000000;
+/* The first anchor is inaccurate if the device is busy: another one is tried soon. */
+static const int64_t INACCURATE_NS = 50000, RETRY_NS = 100000000;
 /* An older anchor is replaced even by a less accurate one. */
 static const int64_t OLDEST_ANCHOR_NS = 30000000000;
 
@@ -461,7 +463,8 @@ static void read_streams(DeviceClock *self, int max_steps)
         behind = stream->ended > behind ? stream->ended : behind;
     }
     self->behind = behind > (self->behind ? 0 : MAX_BEHIND);
-    if (clock_now(self) - self->anchored_ns >= ANCHOR_EVERY_NS) {
+    int is_accurate = self->anchor != NULL && self->anchor->error_ns <= INACCURATE_NS;
+    if (clock_now(self) - self->anchored_ns >= (is_accurate ? ANCHOR_EVERY_NS : RETRY_NS)) {
         refresh_anchor(self);
     }
 }

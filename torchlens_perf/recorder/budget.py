@@ -47,7 +47,7 @@ class Spent(NamedTuple):
 
 
 class _Level:
-    """How often something is timed: at level k, in one step of 2**k.
+    """Choice of how often something is timed: at level k, in one step of 2**k.
 
     Which steps these are depends on the step's number only, and each level's steps also belong to
     all lower levels: ranks have common steps without communication.

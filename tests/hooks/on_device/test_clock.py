@@ -344,3 +344,13 @@ def test_inexact_anchor_is_used_only_if_the_last_one_is_old(
     assert first_error_ns is not None
     assert clock.error_ns is not None
     assert first_error_ns < 2000 < clock.error_ns < SECOND
+
+
+def test_inaccurate_first_anchor_is_replaced_soon(device: FakeDevice, fake: FakeStreams) -> None:
+    """The device is busy when the clock is created. The lag of device times is unknown until then."""
+    device.spin(4_500_000, fake.idle_stream)
+    clock = fake.create_clock()
+    assert clock.error_ns > 50_000
+    device.advance(200 * MILLISECOND)
+    clock.read_reached_marks()
+    assert clock.error_ns < 50_000 + clock.drift_ns
