@@ -18,7 +18,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.diagnosis.goodput import StragglerLoss, build_goodput
-from torchlens_perf.diagnosis.regimes import find_regimes
+from torchlens_perf.diagnosis.regimes import DRIFT, MIN_WINDOWS, find_regimes
 from torchlens_perf.diagnosis.utilization import build_utilization
 from torchlens_perf.diagnosis.wrong_numbers import find_wrong_numbers
 from torchlens_perf.report.collective_rows import (
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         Quality,
         Rank,
         RankActivity,
+        Regime,
         Report,
         Run,
         Startup,
@@ -167,7 +168,9 @@ def _build_report(
     findings = judging.findings if is_whole else select_findings(judging.findings, processes)
     links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
-    steps = _build_steps(processes, judged_windows, findings)
+    steps = _build_steps(processes, findings)
+    regimes = find_regimes(grid, steps["long"], findings)
+    steps["trend"] = _step_time_trend(judged_windows, regimes)
     modules = module_rows(processes)
     facts: Facts = {
         "schema": SCHEMA,
@@ -176,7 +179,7 @@ def _build_report(
         "ranks": [_build_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
         "heat": build_heat_map(judged_grid, findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
-        "regimes": find_regimes(grid, steps["long"], findings),
+        "regimes": regimes,
         "numbers": find_wrong_numbers(
             {rank: each.statistics.numbers for rank, each in processes.items()},
             [each.rank for each in findings.episodes],
@@ -408,14 +411,12 @@ def _format_utc(unix_ns: int) -> str:
     )
 
 
-def _build_steps(
-    processes: dict[int, ProcessState], windows: dict[int, Windows], findings: Findings
-) -> Steps:
+def _build_steps(processes: dict[int, ProcessState], findings: Findings) -> Steps:
     """Return step times without the first WARM_UP_STEPS of each rank.
 
-    windows: each rank's windows by the clock that it is judged by. If the host runs ahead of the
-    device, host step times mislead: most steps last as long as issuing their kernels, and a step
-    that synchronizes, for example to print a loss, includes the device time of all steps before it.
+    They are by the clock that the ranks are judged by. If the host runs ahead of the device, host
+    step times mislead: most steps last as long as issuing their kernels, and a step that
+    synchronizes, for example to print a loss, includes the device time of all steps before it.
     """
     warm_up = merge_sketches(process.statistics.warm_up for process in processes.values())
     by_device = bool(processes) and all(
@@ -434,7 +435,7 @@ def _build_steps(
         "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
         "warm_up_parts": _warm_up_parts(processes),
         "made": max(map(_count_made_steps, processes.values()), default=0),
-        "trend": _step_time_trend(windows),
+        "trend": None,
         "inference": any(_is_inference(p) for p in processes.values()),
         "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
         **build_step_classes(list(processes.values()), by_device=by_device),
@@ -504,22 +505,28 @@ def _is_inference(process: ProcessState) -> bool:
     return 2 * inference > sum(counts.values())
 
 
-def _step_time_trend(windows: dict[int, Windows]) -> Trend | None:
-    """Return the median step times of the first and the last third of a run; None if it is
-    short.
+def _step_time_trend(windows: dict[int, Windows], regimes: Sequence[Regime]) -> Trend | None:
+    """Return the median step times of the first and the last third of a run.
+
+    Return None if the run is too short to tell a trend from the wander of its step times.
     """
-    usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) >= 7]
+    usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) > MIN_WINDOWS]
     if not usable:
         return None
-    shortest = min(len(durations) for durations in usable)
-    third = shortest // 3
-    first = sorted(float(value) for durations in usable for value in durations[:third])
-    last = sorted(float(value) for durations in usable for value in durations[-third:])
-    first_s, last_s = first[len(first) // 2] / 1e9, last[len(last) // 2] / 1e9
+    third = min(map(len, usable)) // 3
+    first_s, last_s = (
+        float(np.quantile(each, 0.5, method="higher")) / 1e9
+        for each in ([of[:third] for of in usable], [of[-third:] for of in usable])
+    )
+    change = last_s / first_s - 1 if first_s else 0.0
     return {
         "first_third_p50_s": first_s,
         "last_third_p50_s": last_s,
-        "change": last_s / first_s - 1 if first_s else 0.0,
+        "change": change,
+        "is_gradual": any(
+            each["kind"] == DRIFT and (each["after_s"] > each["before_s"]) == (change > 0)
+            for each in regimes
+        ),
     }
 
 

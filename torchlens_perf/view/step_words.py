@@ -14,7 +14,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.verdict import describe_warm_up
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Quality, Report
+    from torchlens_perf.verdicts.words.report import Quality, Report, Trend
 
 _FLAT = 0.03
 
@@ -69,8 +69,15 @@ def describe_step_times(report: Report) -> list[str]:
     if steps["mean_s"]:
         words.append(f"{format_rounded(1 / steps['mean_s'])} steps/s")
     if steps["trend"] is not None:
-        change = steps["trend"]["change"]
-        slower = f"{'slower' if change > 0 else 'faster'} {format_percent(abs(change))}"
-        words.append(f"trend {'flat' if abs(change) < _FLAT else slower}")
+        words.append(_describe_trend(steps["trend"]))
     words += ["device clock"] * (steps["by"] == DEVICE)
     return [*words, *[f"{steps['micro_steps']} micro-steps"] * (steps["micro_steps"] > 1)]
+
+
+def _describe_trend(trend: Trend) -> str:
+    change = trend["change"]
+    if abs(change) < _FLAT:
+        return "trend flat"
+    if not trend["is_gradual"]:
+        return "no trend"
+    return f"trend {'slower' if change > 0 else 'faster'} {format_percent(abs(change))}"

@@ -93,6 +93,8 @@ class Trend(TypedDict):
     first_third_p50_s: float
     last_third_p50_s: float
     change: float
+    is_gradual: bool
+    """True if the step time changed gradually, and by more than it wanders. See `regimes`."""
 
 
 class StepClasses(TypedDict):
