@@ -9,6 +9,8 @@ import pytest
 
 from tests.report.test_report import report_on
 from tests.support.ranks import Rank, make_run
+from tests.support.tables import MS
+from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.diagnosis.device_peaks import find_device_peak
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.operators import OperatorKey, Pass, Work
@@ -69,6 +71,10 @@ def trained(
             record(rank, "aten::softmax", other, 0, 7, 250)
             key = other._replace(work=options.get("kind", Work.TOKEN_STEP))
             record(rank, "", key, samples + 1 if samples else 0, 99, 1000)
+        if devices and step < WARM_UP_STEPS + options.get("sampled", 20):
+            device_ns = round(1e9 * options.get("device_s", STEP_S))
+            of_device = int(Kind.DEVICE), rank.session.intern("block"), step, rank.clock.now_ns
+            recorder.record_completed(*of_device, device_ns, 0, int(Kind.MODULE), 30 * MS)
         its_workload = options.get("workloads", {}).get(step, workload)
         recorder.next_step(0, 0, 1 | (its_workload + 1) << 16)
     return rank
@@ -259,3 +265,18 @@ def test_roofline_names_what_limits_a_module(run: RunDirectory, moved: int, boun
     assert row["forward_flops_per_s"] == pytest.approx(TERA / STEP_S)
     assert row["roofline_share"] == pytest.approx(TERA / STEP_S / limit)
     assert (row["flops"], row["share"]) == (3 * TERA, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"device_s": 0.001}, {"device_s": 0.0029, "bytes": 10**10}, {"sampled": 4}],
+    ids=["above the peak", "above the memory's limit", "four samples"],
+)
+def test_rate_that_is_impossible_or_rests_on_few_samples_is_unknown(
+    run: RunDirectory, options: dict[str, Any]
+) -> None:
+    """The time that the host took to issue the module's work is not used instead."""
+    (row,) = utilization(run, trained(run, FORWARD, devices=[H100], **options))["modules"]
+
+    assert row["roofline_flops_per_s"]
+    assert (row["forward_flops_per_s"], row["roofline_share"]) == (None, None)

@@ -14,7 +14,12 @@ from torchlens_perf.diagnosis.step_times import (
     fill_contention,
     split_contention,
 )
-from torchlens_perf.diagnosis.what_if import Replay, parse_change, predict_standard_changes
+from torchlens_perf.diagnosis.what_if import (
+    MODEL_ERROR,
+    Replay,
+    parse_change,
+    predict_standard_changes,
+)
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
@@ -49,6 +54,7 @@ def make_facts(times: StepTimes, **changed: Any) -> Any:
     total_s = step_s * count + sum(each["total_s"] for each in long)
     steps = {"total_s": total_s, "count": count, "warm_up": 0, "long": long}
     return {
+        "run": {"judged_by": "host"},
         "steps": steps,
         "ranks": [],
         "modules": [],
@@ -192,6 +198,74 @@ def test_module_gain_includes_modules_inside_and_sampled_backward_passes(
     ]
     found = predict(times, "module:wide x0.5", modules=modules, ranks=FORWARD_AND_BACKWARD)
     assert found["gain_s"] == pytest.approx(0.01 + backward_s / 2)
+
+
+def make_device_module(name: str, *interval: float, samples: int = 7, equal: str = "") -> Any:
+    """Return a module with a device time and its interval; without them, its time is not known."""
+    own_s, low_s, high_s = interval or (None, None, None)
+    return {
+        **make_module(name, 1.0), "device_s": {"max_s": 0.02}, "device_own_s_per_step": own_s,
+        "device_own_low_s": low_s, "device_own_high_s": high_s, "device_samples": samples, "device_equal": equal,
+        "device_own_by_rank": {} if own_s is None else {"0": own_s},
+    }  # fmt: skip
+
+
+ON_DEVICE: Any = {"run": {"judged_by": "device"}, "ranks": FORWARD_AND_BACKWARD}
+
+
+def test_bounds_of_a_module_gain_include_the_interval_of_its_time() -> None:
+    times = make_times({"forward": 40, "backward": 80})
+    modules = [make_device_module("head", 0.010, 0.008, 0.014)]
+    found = predict(times, "module:head x0.5", modules=modules, **ON_DEVICE)
+
+    assert found["gain_s"] == pytest.approx(0.005 + 0.01)
+    assert found["high_s"] - found["gain_s"] == pytest.approx((MODEL_ERROR + 0.3) * 0.015)
+    assert found["gain_s"] - found["low_s"] == pytest.approx((MODEL_ERROR + 0.3) * 0.015)
+
+
+def test_module_without_enough_samples_has_no_gain() -> None:
+    """The time that the host took to issue its work is known."""
+    times = make_times({"forward": 40, "backward": 80})
+    modules = [make_device_module("head", samples=2), make_device_module("mlp", 0.03, 0.02, 0.04)]
+    with pytest.raises(ConfigError, match=r"device time of 'head' is not known: .* 2 samples"):
+        predict(times, "module:head x0.5", modules=modules, **ON_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("others", "changed"),
+    [
+        ([make_device_module("head", 0.015, 0.014, 0.016)], "module:blocks.*.mlp x0.5"),
+        ([make_device_module("head", 0.03, 0.02, 0.04)], "module:head x0.5"),
+        ([make_device_module("head", samples=4)], "module:blocks.*.mlp x0.5"),
+        ([{**make_device_module("head", samples=4), "calls_per_step": 2}], None),
+        ([make_device_module("blocks.0.mlp.up", samples=1)], None),
+    ],
+    ids=["together", "one is larger", "cannot be larger", "may be larger", "unknown inside"],
+)
+def test_largest_modules_are_changed_if_their_device_time_is_known(
+    others: list[Any], changed: str | None
+) -> None:
+    """Three equal blocks take 24 ms together. No sample of the head took more than 20 ms a call."""
+    times = make_times({"forward": 40, "backward": 80})
+    blocks = [make_device_module(f"blocks.{i}.mlp", 0.008, 0.007, 0.009, equal="blocks.*.mlp")
+              for i in range(3)]  # fmt: skip
+    facts = make_facts(times, modules=[*blocks, *others], **ON_DEVICE)
+    found, _ = predict_standard_changes(times, facts, [])
+    modules = [each["change"] for each in found if each["change"].startswith("module:")]
+
+    assert modules == ([] if changed is None else [changed])
+
+
+@pytest.mark.parametrize("text", ["host=0", "forward=0", "saving=0", "saving=0, forward=0"])
+def test_gain_lies_within_its_bounds_and_is_no_longer_than_the_step(text: str) -> None:
+    """The recorded steps may be longer than the mean step of the run, as after a graph capture."""
+    times = make_times({"forward": 30, "host": 10})
+    facts = make_facts(times, long=[{"kinds": ["saving"], "total_s": 5.0}])
+    facts["steps"]["total_s"] /= 6
+    found = Replay(times, facts).predict([parse_change(each) for each in text.split(", ")])
+
+    assert found["low_s"] <= found["gain_s"] <= found["high_s"]
+    assert found["share"] <= 1
 
 
 def test_irregular_steps_gain_their_mean_per_step() -> None:

@@ -454,8 +454,8 @@ def test_modules_are_sorted_by_own_device_time(run: RunDirectory) -> None:
         step = recorder.step
         recorder.next_step()
         for name, (_, device_ns) in times.items():
-            rank.late(Kind.MODULE, name, step, device_ns, 0)
-        rank.late(Kind.STEP, "step", step, 12 * MS, 0)
+            rank.late(Kind.MODULE, name, step, device_ns, 30 * MS)
+        rank.late(Kind.STEP, "step", step, 12 * MS, 30 * MS)
     report = report_on(run, [rank])
     shown = [(row["name"], row["device_own_s_per_step"]) for row in report["modules"]]
     assert shown[:3] == [

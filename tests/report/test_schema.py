@@ -415,7 +415,8 @@ def test_report_with_device_times_conforms_to_the_schema(run: RunDirectory) -> N
         rank.timed_steps(40, 30 * MS)
         for kind, name in ((Kind.MODULE, "block"), (Kind.SECTION, "augment")):
             rank.session.recorder.record_span(kind, rank.session.intern(name), 0, 5)
-            rank.late(kind, name, 40, 7 * MS, 0)
+            for step in range(35, 40):
+                rank.late(kind, name, step, 7 * MS, 30 * MS)
         rank.stamped("decode", [MS] * 500)
         rank.timed_steps(1, 30 * MS)
     recorder = ranks[0].session.recorder

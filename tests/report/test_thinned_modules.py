@@ -71,7 +71,7 @@ class ThinnedRank(Rank):
                 recorder.end(kind, intern("rest"))
             if timed and step % 8 == 0:
                 on_device = int(Kind.DEVICE), intern("block"), step, self.clock.now_ns, 1_500_000
-                recorder.record_completed(*on_device, 0, int(Kind.MODULE), 0)
+                recorder.record_completed(*on_device, 0, int(Kind.MODULE), 1_000_000)
             recorder.next_step(0 if timed else WITHOUT, 0, 1)
 
 

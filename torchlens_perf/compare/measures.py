@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.rank_tables import mean_parts, parts_by_rank
 from torchlens_perf.view.theme import PARTS
 
@@ -30,7 +31,7 @@ DETAILS = (Kind.MODULE, Kind.SECTION, Kind.COLLECTIVE)
 class Measure(NamedTuple):
     """One value of a run: bytes for memory, otherwise seconds per typical step.
 
-    A module has its forward time, a collective its transfer time per operation.
+    A module has its forward time by the clock that ranks are judged by, a collective its transfer time per operation.
     """
 
     kind: Kind
@@ -55,9 +56,9 @@ def collect_measures(report: Report) -> dict[Measure, float]:
     found |= {Measure(Kind.PART, PARTS[part].name): parts[part] for part in parts if parts[part]}
     peaks = [rank["memory"]["max_bytes"] for rank in report["ranks"]]
     found[PEAK_MEMORY] = max((peak or 0 for peak in peaks), default=0)
+    by_device = report["run"]["judged_by"] == DEVICE
     for module in report["modules"]:
-        own_s = module["device_own_s_per_step"]
-        own_s = module["own_s_per_step"] if own_s is None else own_s
+        own_s = module["device_own_s_per_step"] if by_device else module["own_s_per_step"]
         found[Measure(Kind.MODULE, module["name"])] = own_s
     for section in report["sections"]:
         found[Measure(Kind.SECTION, section["name"])] = section["s_per_step"]

@@ -330,7 +330,8 @@ def _module_rows(
 ) -> list[ModuleUtilization]:
     """Return the modules with the most FLOPs of the first counted rank, with their roofline.
 
-    The attained rate is that of the forward pass: its FLOPs over the module's own time.
+    The attained rate is that of the forward pass: its FLOPs over the module's own time. It is None
+    if the time is unknown, or if the rate exceeds the limit.
     """
     if not work:
         return []
@@ -346,8 +347,8 @@ def _module_rows(
         forward = [each for each in sums if each.key.in_pass == Pass.FORWARD]
         flops, moved = sum(each.flops for each in forward), sum(each.bytes for each in forward)
         found = times.get(name)
-        device_s = found["device_own_by_rank"].get(str(rank)) if found else None
-        own_s = device_s or (found["by_rank"].get(str(rank)) if found else None)
+        on_device = processes[rank].compute_device != "cpu"
+        own_s = found and found["device_own_by_rank" if on_device else "by_rank"].get(str(rank))
         by_precision = Counter({each.key.precision: 0 for each in forward})
         for each in forward:
             by_precision[each.key.precision] += each.flops
@@ -358,6 +359,8 @@ def _module_rows(
         if least_s is not None and memory_s is not None:
             bound = "memory" if memory_s > least_s else "compute"
         limit = flops / max(least_s, memory_s) if least_s and memory_s else None
+        if rate and limit and rate > limit:
+            rate = None  # The FLOPs or the time are wrong.
         rows.append(
             {
                 "name": name,

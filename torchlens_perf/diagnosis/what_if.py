@@ -20,7 +20,9 @@ import numpy as np
 from torchlens_perf.diagnosis.lost_time import sum_transfers
 from torchlens_perf.diagnosis.step_times import USES, StepTimes
 from torchlens_perf.errors import ConfigError, unknown_word_text
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
+from torchlens_perf.verdicts.words.modules import find_largest_on_device
 from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from torchlens_perf.diagnosis.step_times import Floats
 
     Segments = tuple[npt.NDArray[np.int64], ...]
-    from torchlens_perf.verdicts.words.report import Facts, PredictedChange, VerdictRow
+    from torchlens_perf.verdicts.words.report import Facts, Module, PredictedChange, VerdictRow
 
 MAX_DRIFT = 0.05
 """Without a change, the replay may differ from the recorded steps by at most this share."""
@@ -148,8 +150,9 @@ class Replay:
             rest_ns = rest_ns * path_ns / self._path_ns
         gain_ns = self._end_ns - (path_ns + rest_ns)
         usual_s, error_s = float(gain_ns.mean()) / 1e9, _standard_error(gain_ns) / 1e9
-        gain_s = usual_s + irregular_s
-        around_s = _STANDARD_ERRORS * error_s + MODEL_ERROR * abs(gain_s)
+        gain_s = min(usual_s + irregular_s, self.step_s)
+        model_error = MODEL_ERROR + max(map(self._module_error, changes), default=0.0)
+        around_s = _STANDARD_ERRORS * error_s + model_error * abs(gain_s)
         return {
             "change": ", ".join(change.text for change in changes),
             "gain_s": gain_s,
@@ -157,6 +160,15 @@ class Replay:
             "high_s": min(self.step_s, gain_s + around_s + self._contention_share * abs(usual_s)),
             "share": gain_s / self.step_s,
         }
+
+    def _module_error(self, change: Change) -> float:
+        """Return the relative error of the device time of modules, of which there are few samples."""
+        if change.subject != "module" or not _is_on_device(self._facts):
+            return 0.0
+        rows = _find_modules(self._facts, change)
+        widths = [(r["device_own_high_s"] or 0.0) - (r["device_own_low_s"] or 0.0) for r in rows]
+        whole_s = sum(r["device_own_s_per_step"] or 0.0 for r in rows)
+        return 0.5 * sum(widths) / whole_s if whole_s else 0.0
 
     @property
     def _contention_share(self) -> float:
@@ -231,8 +243,8 @@ def predict_standard_changes(
         texts += ["overlap=all", "rank=all@median"]
     if times.pipelined and sum_transfers(facts, facts["collectives"]) is not None:
         texts.append("bubble=0")
-    modules = [each for each in facts["modules"] if not each["is_root"]]
-    texts += [f"module:{modules[0]['name']} x0.5"] if modules else []
+    largest = _find_largest_module(facts)
+    texts += [f"module:{largest} x0.5"] if largest else []
     found = [replay.predict([parse_change(text)]) for text in texts]
     for row in verdicts:
         cost_s, share = row["cost_s_per_step"], row["cost_share"]
@@ -294,6 +306,38 @@ def _find_matching_part(name: str, pattern: str) -> str:
     return next((path for path in paths if fnmatch.fnmatchcase(path, pattern)), "")
 
 
+def _is_on_device(facts: Facts) -> bool:
+    return facts["run"]["judged_by"] == DEVICE
+
+
+def _find_largest_module(facts: Facts) -> str:
+    """Return the name or the pattern of the modules that take most of a step; "" if unknown."""
+    if not _is_on_device(facts):
+        return next((each["name"] for each in facts["modules"] if not each["is_root"]), "")
+    found = find_largest_on_device(facts)
+    inside = [] if found is None else _match_modules(facts, found.name)
+    has_times = all(row["device_own_s_per_step"] is not None for row in inside)
+    return found.name if found is not None and has_times else ""
+
+
+def _match_modules(facts: Facts, pattern: str) -> list[Module]:
+    return [each for each in facts["modules"] if _find_matching_part(each["name"], pattern)]
+
+
+def _find_modules(facts: Facts, change: Change) -> list[Module]:
+    """Return the modules of a change. Raise ConfigError without any, or without their times."""
+    rows = _match_modules(facts, change.name)
+    if not rows:
+        raise ConfigError(f"{change.text!r}: no timed module matches {change.name!r}")
+    for row in rows if _is_on_device(facts) else ():
+        if row["device_own_s_per_step"] is None:
+            raise ConfigError(
+                f"{change.text!r}: the device time of {row['name']!r} is not known: the run has"
+                f" {row['device_samples']} samples"
+            )
+    return rows
+
+
 def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, float]]:
     """Return each rank's forward and backward time per step of the modules and all modules inside,
     in seconds.
@@ -301,12 +345,10 @@ def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, flo
     Without samples, or with several passes in a step, the backward pass of a module is assumed to
     take the share of the backward pass that its forward time has of the forward pass.
     """
-    rows = [each for each in facts["modules"] if _find_matching_part(each["name"], change.name)]
-    if not rows:
-        raise ConfigError(f"{change.text!r}: no timed module matches {change.name!r}")
+    rows, on_device = _find_modules(facts, change), _is_on_device(facts)
     forward: dict[str, float] = {}
     for row in rows:
-        for rank, seconds in (row["device_own_by_rank"] or row["by_rank"]).items():
+        for rank, seconds in row["device_own_by_rank" if on_device else "by_rank"].items():
             forward[rank] = forward.get(rank, 0.0) + seconds
     backward: dict[str, float] = {}
     outermost = [
@@ -316,7 +358,7 @@ def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, flo
     sampled = [
         row["backward_by_rank"]
         for row in outermost
-        if row["device_s"] is None and row["calls_per_step"] <= _ABOUT_ONCE
+        if not on_device and row["calls_per_step"] <= _ABOUT_ONCE
     ]
     for each in facts["ranks"]:
         typical, rank = each["typical"], str(each["rank"])

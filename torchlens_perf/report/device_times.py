@@ -75,40 +75,6 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
     }
 
 
-def module_device_self_times(process: ProcessState) -> dict[str, float]:
-    """Return the device seconds of each module in a typical step, without inner modules.
-
-    Whole calls are timed in sampled steps. Their mean is multiplied by the calls per typical step.
-    Modules without device times are left out.
-    """
-    statistics = process.statistics
-    if not statistics.module_steps:
-        return {}
-    whole_s = {
-        name: sketch.mean_without_outliers_ns()
-        / 1e9
-        * statistics.modules[name].count
-        / statistics.module_steps
-        for name, sketch in statistics.device.modules.items()
-        if sketch.count and name in statistics.modules
-    }
-    # A single root module contains all other modules, though their names do not begin with its
-    # name.
-    only_root = process.root_modules[0] if len(process.root_modules) == 1 else None
-    own_s = {}
-    for name, seconds in whole_s.items():
-        inside = [
-            each
-            for each in whole_s
-            if each != name and (name == only_root or each.startswith(f"{name}."))
-        ]
-        nearest = [
-            each for each in inside if not any(each.startswith(f"{other}.") for other in inside)
-        ]
-        own_s[name] = max(0.0, seconds - sum(whole_s[each] for each in nearest))
-    return own_s
-
-
 def device_section_rows(processes: dict[int, ProcessState]) -> list[DeviceSection]:
     """Return a row for each device section, longest total time first.
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.report.device_times import module_device_self_times
 from torchlens_perf.report.distribution import summarize_sketch
+from torchlens_perf.report.module_times import (
+    ModuleTime,
+    count_device_samples,
+    estimate_device_self_times,
+)
 from torchlens_perf.report.step_classes import build_typical_step
 from torchlens_perf.run.sketch import Sketch, merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Module, Section
+    from torchlens_perf.verdicts.words.report import DeviceModuleTime, Module, Section
 
 
 def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
@@ -20,11 +24,12 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
 
     `by_rank`: each rank's own time in a typical step. `backward_by_rank`: each rank's median
     backward time in the sampled steps, with the modules inside it. `device_own_by_rank`: each
-    rank's own device time in a typical step.
+    rank's own device time in a typical step, if there are enough samples.
     """
     rows: list[Module] = []
     own_s = {rank: _own_time_by_module(process) for rank, process in processes.items()}
-    on_device_s = {rank: module_device_self_times(process) for rank, process in processes.items()}
+    on_device = {rank: estimate_device_self_times(each) for rank, each in processes.items()}
+    samples = [count_device_samples(each) for each in processes.values()]
     for name in _all_names(processes, "modules"):
         calls = _sketches_by_rank(processes, "modules", name)
         backwards = _sketches_by_rank(processes, "module_backwards", name)
@@ -33,7 +38,7 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
             process.statistics.device.modules.get(name, Sketch()) for process in processes.values()
         )
         by_rank = {str(rank): own_s[rank].get(name, 0.0) for rank in calls}
-        own_on_device = {str(rank): own[name] for rank, own in on_device_s.items() if name in own}
+        times = {str(rank): own[name] for rank, own in on_device.items() if name in own}
         rows.append(
             {
                 "name": name,
@@ -52,15 +57,31 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
                     str(rank): each.quantile_ns(0.5) / 1e9 for rank, each in backwards.items()
                 },
                 "device_s": summarize_sketch(device) if device.count else None,
-                "device_own_s_per_step": (
-                    sum(own_on_device.values()) / len(own_on_device) if own_on_device else None
+                "device_own_by_rank": {rank: each.value for rank, each in times.items()},
+                **_summarize_device_times(
+                    list(times.values()), max((each.get(name, 0) for each in samples), default=0)
                 ),
-                "device_own_by_rank": own_on_device,
             }
         )
     return sorted(
         rows, key=lambda row: (-(row["device_own_s_per_step"] or 0.0), -row["own_s_per_step"])
     )
+
+
+def _summarize_device_times(times: list[ModuleTime], samples: int) -> DeviceModuleTime:
+    """Return the mean over the ranks. samples: what there is if it is not enough for a time."""
+    if not times:
+        return {
+            "device_own_s_per_step": None, "device_own_low_s": None, "device_own_high_s": None,
+            "device_samples": samples, "device_equal": "",
+        }  # fmt: skip
+    return {
+        "device_own_s_per_step": sum(each.value for each in times) / len(times),
+        "device_own_low_s": sum(each.low for each in times) / len(times),
+        "device_own_high_s": sum(each.high for each in times) / len(times),
+        "device_samples": min(each.samples for each in times),
+        "device_equal": times[0].equal if len({each.equal for each in times}) == 1 else "",
+    }
 
 
 def _own_time_by_module(process: ProcessState) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torchlens_perf.analysis.statistics.step_mix import STOPPED, WITHOUT_GRADIEN
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
 from torchlens_perf.verdicts.words import order, past
-from torchlens_perf.verdicts.words.bottleneck import computing_action, drop_wait_clause, named_kinds
+from torchlens_perf.verdicts.words.bottleneck import drop_wait_clause, named_kinds
 from torchlens_perf.verdicts.words.evidence import (
     NOT_COMPUTING_KINDS,
     OVER,
@@ -32,6 +32,7 @@ from torchlens_perf.verdicts.words.evidence import (
     TypicalStepEvidence,
 )
 from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.verdicts.words.modules import computing_action
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords

@@ -119,17 +119,17 @@ def _module_times_field(phase: str | None, *, on_device: bool) -> tuple[_ModuleT
 
 def _list_all_modules(report: Report) -> Table | None:
     step_s = report["steps"]["p50_s"] or 0.0
-    on_device = any(each["device_own_s_per_step"] for each in report["modules"])
+    on_device = report["run"]["judged_by"] == DEVICE
 
-    def cost_s(module: Module) -> float:
-        return (module["device_own_s_per_step"] if on_device else module["own_s_per_step"]) or 0.0
+    def cost_s(module: Module) -> float | None:
+        return module["device_own_s_per_step" if on_device else "own_s_per_step"]
 
     rows = [
         each
         for each in report["modules"]
-        if max(cost_s(each), each["own_s_per_step"]) > _MIN_SHARE * step_s
+        if max(cost_s(each) or 0.0, each["own_s_per_step"]) > _MIN_SHARE * step_s
     ]
-    rows.sort(key=lambda each: -cost_s(each))
+    rows.sort(key=lambda each: -(cost_s(each) or 0.0))
     if not rows:
         return None
     columns = [
@@ -137,12 +137,11 @@ def _list_all_modules(report: Report) -> Table | None:
         Column("forward per step", [each["own_s_per_step"] for each in rows],
                help="Mean over the ranks, without the module's inner modules."),
     ]  # fmt: skip
-    if on_device:
-        columns.insert(
-            1, Column("device per step", [each["device_own_s_per_step"] for each in rows])
-        )
-    if step_s:
-        share = [cost_s(each) / step_s for each in rows]
+    if on_device and any(each["device_samples"] for each in rows):
+        device_columns = _device_columns(rows)
+        columns[1:1] = [each for each in device_columns if any(each.values)]
+    if step_s and any(map(cost_s, rows)):
+        share = [None if (cost := cost_s(each)) is None else cost / step_s for each in rows]
         columns.append(Column("share of step", share, Quantity.SHARE, 0.2))
     columns.append(
         Column(
@@ -164,8 +163,25 @@ def _list_all_modules(report: Report) -> Table | None:
         )
     calls = [each["calls"] for each in rows]
     columns.append(Column("calls", calls, Quantity.NUMBER, 0.8, help="Timed calls on all ranks."))
-    ranged = "device per step" if on_device else "forward per step"
+    ranged = (
+        "device per step"
+        if any(each.title == "device per step" for each in columns)
+        else "forward per step"
+    )
     return Table("modules", "Modules", columns, first=_FIRST_ROWS, noun="module", ranged=ranged)
+
+
+def _device_columns(rows: list[Module]) -> list[Column]:
+    """Return the device times of modules with their intervals. They are from samples."""
+    return [
+        Column("device per step", [each["device_own_s_per_step"] for each in rows],
+               help="Without inner modules. Missing below 5 samples."),
+        Column("at least", [each["device_own_low_s"] for each in rows], optional=0.35),
+        Column("at most", [each["device_own_high_s"] for each in rows], optional=0.35),
+        Column("samples", [each["device_samples"] for each in rows], Quantity.NUMBER, 0.3,
+               help="Steps in which the module was timed on the device while the device had work"
+               " queued. Modules that do the same work share their samples."),
+    ]  # fmt: skip
 
 
 def _module_name(module: Module) -> str:

@@ -20,7 +20,7 @@ from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag, record_dtype
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.words.bottleneck import computing_action
+from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.view.specs import Quantity
 from torchlens_perf.view.tables import build_tables
 
@@ -765,6 +765,6 @@ def test_advised_modules_pattern_matches_existing_modules(
         }
         for name, is_root, has_untimed in rows
     ]
-    facts: Any = {"modules": modules, "run": {"deeper_modules": deeper}}
+    facts: Any = {"modules": modules, "run": {"deeper_modules": deeper, "judged_by": "host"}}
 
     assert computing_action(facts) == advice

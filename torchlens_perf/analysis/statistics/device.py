@@ -42,12 +42,35 @@ def phase_durations_ns(records: npt.NDArray[np.void]) -> dict[str, npt.NDArray[n
     return {phase: durations_ns for phase, durations_ns in found.items() if len(durations_ns)}
 
 
+def mask_fed(records: npt.NDArray[np.void], spans: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Return for each span whether the device had work queued from its begin to its end.
+
+    Otherwise the device may have waited for its host inside the span, and that wait is no work of
+    the span. The device's lag is known at the end of each record, and is checked at all ends inside
+    the span and at the last end before it. With an unknown lag, the result is False.
+    """
+    ends_ns = records["start_ns"].astype(np.int64) + records["duration_ns"].astype(np.int64)
+    order = np.argsort(ends_ns, kind="stable")
+    ends_ns, behind_ns = ends_ns[order], records["value1"][order].astype(np.int64)
+    fed = (behind_ns >= CAUGHT_UP_NS) & (behind_ns != UNKNOWN_NS)
+    starved = np.concatenate([[0], np.cumsum(~fed)])
+    start_ns = spans["start_ns"].astype(np.int64)
+    first = np.searchsorted(ends_ns, start_ns, side="right") - 1
+    last = np.searchsorted(ends_ns, start_ns + spans["duration_ns"].astype(np.int64), side="right")
+    result: npt.NDArray[np.bool_] = starved[last] == starved[first.clip(min=0)]
+    return result
+
+
 @dataclasses.dataclass
 class DeviceStatistics:
     """Device time of phases, modules and sections, from DEVICE records in any order."""
 
     phases: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     modules: dict[str, Sketch] = dataclasses.field(default_factory=dict)
+    """Times of all timed calls, including the time for which the device waited for its host."""
+    fed_modules: dict[str, Sketch] | None = None
+    """Times of the calls in which the device always had work queued, see mask_fed(); None before
+    the first record, and in states that were written before such calls were told apart."""
     sections: dict[str, Sketch] = dataclasses.field(default_factory=dict)
     judged: Sketch = dataclasses.field(default_factory=Sketch)
     """Durations of training steps for which all device times are known."""
@@ -84,9 +107,15 @@ class DeviceStatistics:
             return
         for phase, durations_ns in phase_durations_ns(records).items():
             self.phases.setdefault(phase, Sketch()).add(durations_ns)
+        if self.fed_modules is None:
+            self.fed_modules = {}
         kinds = records["value0"].astype(np.int64)
-        for kind, table in ((Kind.MODULE, self.modules), (Kind.SECTION, self.sections)):
-            of_kind = records[kinds == kind]
+        modules = records[kinds == Kind.MODULE]
+        for of_kind, table in (
+            (modules, self.modules),
+            (modules[mask_fed(records, modules)], self.fed_modules),
+            (records[kinds == Kind.SECTION], self.sections),
+        ):
             for name_id in np.unique(of_kind["name_id"]).tolist():
                 table.setdefault(lookup_name(names, name_id), Sketch()).add(
                     of_kind["duration_ns"][of_kind["name_id"] == name_id]

@@ -14,8 +14,8 @@ from torchlens_perf.verdicts.words.bottleneck import (
     HOST_ACTION,
     LAUNCH_ACTION,
     RANKS_ACTION,
-    computing_action,
 )
+from torchlens_perf.verdicts.words.modules import computing_action
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.advice.rule import Job, Proposal, Rule

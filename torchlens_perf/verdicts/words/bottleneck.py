@@ -42,8 +42,9 @@ from torchlens_perf.verdicts.words.evidence import (
     make_verdict,
 )
 from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code
+from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.verdicts.words.report import mean_per_step
-from torchlens_perf.verdicts.words.stragglers import module_label, phase_name
+from torchlens_perf.verdicts.words.stragglers import phase_name
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, TypicalStep
@@ -601,30 +602,6 @@ def _section_action(name: str) -> str:
         f'make section "{name}" cheaper: move its work into DataLoader workers, cache its results,'
         " or do it in fewer steps."
     )
-
-
-def computing_action(report: Facts) -> str:
-    """Return the advice to look at the largest module, and how to time modules inside it."""
-    if not report["modules"]:
-        return "time modules: watch(model)."
-    row = report["modules"][0]
-    name = module_label(row["name"])
-    by = "device time" if row["device_own_s_per_step"] is not None else "own time"
-    if row["is_root"] and len(report["modules"]) > 1:
-        return (
-            f"look at the code of {name}'s own forward(), outside of its modules: wrap parts in"
-            " perf.section()."
-        )
-    if row["is_root"] and not report["run"]["deeper_modules"]:
-        return (
-            f"look at a trace of {name}: torchlens-perf capture, while the job runs. No module"
-            " inside can be timed."
-        )
-    if row["is_root"]:
-        deeper = "; modules=1 shows what is inside"
-    else:
-        deeper = f'; modules=["{row["name"]}.*"] shows what is inside' if row["has_untimed"] else ""
-    return f"start with {name}, the largest by {by}{deeper}."
 
 
 # -- on a device

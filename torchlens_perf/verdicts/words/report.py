@@ -421,7 +421,22 @@ class CheckedNumbers(TypedDict):
     ranks: list[CheckedRank]
 
 
-class Module(TypedDict):
+class DeviceModuleTime(TypedDict):
+    """Device time of one module in a typical step, as the mean over the ranks.
+
+    The times are None with too few samples. The interval is one of about 95 %.
+    """
+
+    device_own_s_per_step: float | None
+    device_own_low_s: float | None
+    device_own_high_s: float | None
+    device_samples: int
+    """Smallest number of samples of a rank, one for each step and module."""
+    device_equal: str
+    """Pattern of the names of equal modules that share the samples; "" without any."""
+
+
+class Module(DeviceModuleTime):
     """Times of one module."""
 
     name: str
@@ -440,7 +455,7 @@ class Module(TypedDict):
     backward_by_rank: dict[str, float]
     device_own_by_rank: dict[str, float]
     device_s: Distribution | None
-    device_own_s_per_step: float | None
+    """Times of single calls with inner modules, including waits of the device for its host."""
 
 
 class Section(TypedDict):
