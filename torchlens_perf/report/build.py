@@ -441,7 +441,17 @@ def _build_steps(processes: dict[int, ProcessState], findings: Findings) -> Step
         **build_step_classes(list(processes.values()), by_device=by_device),
         "sampled_lack_of_cpu": sampled_cpu_contention_share(processes.values()),
         "own_time": largest_own_step_time(findings) if by_device else None,
+        "host_gaps": _mean_host_gaps([each.statistics for each in processes.values()]),
     }
+
+
+def _mean_host_gaps(ranks: list[RankStatistics]) -> dict[str, float]:
+    """Return the mean over the ranks of each gap between phases in a typical step, largest first."""
+    found = Counter[str]()
+    for typical in [each.sums_of_typical_steps() for each in ranks]:
+        for gap, sum_ns in typical.gaps.items():
+            found[gap] += sum_ns / typical.steps / len(ranks) / 1e9  # type: ignore[assignment]
+    return dict(found.most_common())
 
 
 def _count_made_steps(process: ProcessState) -> int:

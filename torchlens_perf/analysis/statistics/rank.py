@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
+from torchlens_perf.analysis.statistics.host_gaps import find_host_gaps, name_gap
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.module_cost import ModuleCost
 from torchlens_perf.analysis.statistics.number_checks import NumberChecks
@@ -437,11 +438,17 @@ class DurationRangeSums:
     modules: dict[str, int] = field(default_factory=dict)
     """Own forward time of each module in the same steps."""
     sections: dict[str, int] = field(default_factory=dict)
+    gaps: dict[str, int] = field(default_factory=dict)
+    """Time between the phases, see host_gaps.py."""
 
     def merge(self, other: DurationRangeSums) -> None:
         self.steps += other.steps
         self.forward_ns += other.forward_ns
-        for mine, theirs in ((self.modules, other.modules), (self.sections, other.sections)):
+        for mine, theirs in (
+            (self.modules, other.modules),
+            (self.sections, other.sections),
+            (self.gaps, other.gaps),
+        ):
             for name, sum_ns in theirs.items():
                 mine[name] = mine.get(name, 0) + sum_ns
 
@@ -653,6 +660,11 @@ class RankStatistics:
             of_step[at], records["name_id"][rows], records["duration_ns"][rows]
         ):
             new[place].sections[lookup_name(names, name_id)] = sum_ns
+        gaps = find_host_gaps(records, kinds, steps)
+        for place, key, sum_ns in _sum_by_place_and_name(
+            of_step[gaps.at], gaps.key, gaps.duration_ns
+        ):
+            new[place].gaps[name_gap(key)] = sum_ns
         for length, sums in zip(found.tolist(), new, strict=True):
             self.by_length.setdefault(length, DurationRangeSums()).merge(sums)
         while len(self.by_length) > _MAX_LENGTHS:

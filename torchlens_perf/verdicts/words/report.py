@@ -136,6 +136,10 @@ class Steps(Distribution, StepClasses):
     micro_steps: int
     sampled_lack_of_cpu: float | None
     own_time: OwnStepTime | None
+    host_gaps: dict[str, float]
+    """Time of the typical step between two phases by the hosts' clocks, such as
+    "backward>optimizer", as a mean over the ranks. It includes this tool's time. Empty if it was
+    not measured."""
 
 
 def count_after_warm_up(steps: Steps) -> int:
