@@ -9,7 +9,6 @@ from torchlens_perf.analysis.statistics.quantities import format_duration, forma
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
-from torchlens_perf.verdicts.words.host_code import describe_host_gaps
 from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
 from torchlens_perf.view.theme import PARTS
@@ -137,7 +136,7 @@ def build_rank_table(report: Report) -> Table | None:
         if missing
         else []
     )
-    note = " ".join(filter(None, [*notes, describe_host_gaps(report)]))
+    note = " ".join(filter(None, notes))
     return Table(
         "ranks", title, columns, slow, first, note, "rank", "compute" if by_host else "step"
     )

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 _FIRST_ROWS, _FIRST_SITES = 8, 5
 _MIN_SHARE = 0.001
-"""Modules below this share of a step are left out."""
+"""Modules and gaps below this share of a step are left out."""
+_MIN_HOST_SHARE = 0.1
 _MAX_STEPS = 5
 """Step numbers in a cell."""
 _OUTLIER = 5.0
@@ -54,7 +55,8 @@ def build_tables(report: Report) -> list[Table]:
         ranks.reverse()
     made = [
         build_training_table,
-        build_critical_path_table, build_change_table, build_advice_table, *ranks, build_utilization_table,
+        build_critical_path_table, build_change_table, build_advice_table, *ranks, build_host_gap_table,
+        build_utilization_table,
         build_module_table, build_roofline_table, build_section_table, build_device_section_table,
         build_step_class_table,
         build_regime_table, build_number_table, build_collective_table, build_slow_link_table, build_cause_table,
@@ -63,6 +65,25 @@ def build_tables(report: Report) -> list[Table]:
         build_goodput_table,
     ]  # fmt: skip
     return [table for make in made if (table := make(report)) is not None and table.rows]
+
+
+def build_host_gap_table(report: Report) -> Table | None:
+    """Return where the host code of a typical step is; None if it is a small share of the step."""
+    typical = [each["typical"]["s"] for each in report["ranks"] if each["typical"] is not None]
+    step_s, gaps = max(typical, default=0.0), report["steps"]["host_gaps"]
+    if not step_s or sum(gaps.values()) < _MIN_HOST_SHARE * step_s:
+        return None
+    shown = {gap: gap_s for gap, gap_s in gaps.items() if gap_s >= _MIN_SHARE * step_s}
+    columns = [
+        Column("from", [gap.partition(">")[0] for gap in shown], Quantity.TEXT),
+        Column("to", [gap.partition(">")[2] for gap in shown], Quantity.TEXT),
+        Column("per step", [*shown.values()], help="With this tool's time there."),
+        Column("share of step", [gap_s / step_s for gap_s in shown.values()], Quantity.SHARE),
+    ]
+    return Table(
+        "host_gaps", "Host code between the phases", columns, first=_FIRST_ROWS, noun="place",
+        ranged="per step",
+    )  # fmt: skip
 
 
 def build_module_table(report: Report) -> Table | None:

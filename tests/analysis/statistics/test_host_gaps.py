@@ -108,11 +108,8 @@ def test_report_lists_the_largest_gaps_of_a_typical_step(tmp_path: Path) -> None
     assert [*gaps][:3] == ["backward>optimizer", "forward>backward", "data>forward"]
     assert gaps["backward>optimizer"] == pytest.approx(0.03)
     assert sum(gaps.values()) == pytest.approx(report["ranks"][0]["typical"]["parts"]["host"])
-    text = " ".join(render_full(report, "x", columns=120, color=False).split())
-    assert (
-        "Host code between the phases, with the recording: 33.0 ms (34% of the step), of which"
-        " 30.0 ms from backward to optimizer." in text
-    )
+    text = render_full(report, "x", columns=120, color=False).partition("Host code between")[2]
+    assert text.splitlines()[2].split() == ["backward", "optimizer", "30.0", "31%"]
 
 
 def test_report_lists_no_gaps_of_a_step_without_host_code(tmp_path: Path) -> None:

@@ -1,41 +1,15 @@
-"""The host code between the phases: the user's sections in it, and its place in a step. Pure."""
+"""The user's sections in the host code between the phases. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
-
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts, Section
+    from torchlens_perf.verdicts.words.report import Section
 
 NEARLY = 0.8
 """Two times are nearly equal if the smaller is at least this share of the larger."""
-
-
-_WORTH_SAYING = 0.1
-"""Smallest share of a step for which the places of its host code are listed."""
-_MOST_PLACES = 4
-
-
-def describe_host_gaps(report: Facts) -> str:
-    """Return between which phases the host code of a step is; "" if there is little of it."""
-    gaps = report["steps"]["host_gaps"]
-    whole_s, typical = sum(gaps.values()), [each["typical"] for each in report["ranks"]]
-    step_s = max((each["s"] for each in typical if each is not None), default=0.0)
-    if not step_s or whole_s < _WORTH_SAYING * step_s:
-        return ""
-    places = [
-        f"{format_duration(seconds)} from {' to '.join(gap.split('>'))}"
-        for gap, seconds in gaps.items()
-        if seconds >= _WORTH_SAYING * whole_s
-    ]
-    return (
-        f"Host code between the phases, with the recording: {format_duration(whole_s)}"
-        f" ({format_percent(whole_s / step_s)} of the step), of which"
-        f" {', '.join(places[:_MOST_PLACES])}."
-    )
 
 
 def divide_host_code(sections: Sequence[Section], host_s: float) -> dict[str, float]:
