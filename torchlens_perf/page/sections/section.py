@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Rank, Report
     from torchlens_perf.view.markup import Element
 
-RANK_TABLES = ("ranks", "device_times", "cpus")
+RANK_TABLES = ("ranks", "device_times", "host_gaps", "cpus")
 _NAMED = (
     "straggler",
     "hang",
