@@ -28,6 +28,7 @@ from torchlens_perf.run.ring import UNKNOWN_NS, Kind, record_dtype
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.node_state import ProcessState
+from torchlens_perf.view.tables import build_tables
 
 RECORDED = Path(__file__).parents[1] / "golden" / "gpu"
 US = 1000
@@ -243,3 +244,27 @@ def test_samples_with_a_wait_are_counted_apart_and_survive_a_restart() -> None:
     assert statistics.modules["mlp"].count == 2
     assert statistics.fed_modules is not None
     assert statistics.fed_modules["mlp"].count == 1
+
+
+# -- tables
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("infer", ["device per step", "at least", "at most", "samples"]),
+        ("hf", ["samples"]),
+        ("slow_module", ["samples"]),
+    ],
+)
+def test_module_table_has_an_interval_and_samples_with_each_device_time(
+    reports: dict[str, Any], name: str, shown: list[str]
+) -> None:
+    (table,) = [each for each in build_tables(reports[name]) if each.key == "modules"]
+    titles = [column.title for column in table.columns]
+
+    assert titles[1 : len(shown) + 2] == [*shown, "forward per step"]
+    assert ("share of step" in titles) is (len(shown) > 1), "no share of host times"
+    times, *interval = (column.values for column in table.columns[1:4])
+    for own_s, low_s, high_s in zip(times, *interval, strict=True) if len(shown) > 1 else ():
+        assert (own_s is None) or low_s <= own_s <= high_s
