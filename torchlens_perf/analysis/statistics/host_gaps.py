@@ -46,28 +46,40 @@ def find_host_gaps(
 
     Steps whose optimizer calls a closure are left out: their phases are inside the optimizer.
     """
+    has_closure = np.isin(steps.step, records["step"][kinds == Kind.CLOSURE])
     here = (records["flags"] & Flag.OTHER_THREAD) == 0
-    closures = records["step"][kinds == Kind.CLOSURE]
     rows = np.flatnonzero(np.isin(kinds, _PHASES) & here)
-    rows = rows[np.isin(records["step"][rows], steps.step[~np.isin(steps.step, closures)])]
-    at, each = np.searchsorted(steps.step, records["step"][rows]), np.arange(len(steps))
-    ends_ns = steps.start_ns + steps.duration_ns
-    began_ns = records["start_ns"][rows].astype(np.int64)
-    stopped_ns = began_ns + records["duration_ns"][rows].astype(np.int64)
-    # A phase that crosses a border of its step counts inside the step only.
-    begins_ns = np.concatenate([steps.start_ns, began_ns.clip(steps.start_ns[at]), ends_ns])
-    stops_ns = np.concatenate([steps.start_ns, np.minimum(stopped_ns, ends_ns[at]), ends_ns])
-    at = np.concatenate([each, at, each])
-    border = np.repeat([_START, -1, _END], [len(steps), len(rows), len(steps)])
-    border[border < 0] = kinds[rows]
-    order = np.lexsort((-stops_ns, begins_ns, border == _END, border != _START, at))
-    at, border, begins_ns, stops_ns = (of[order] for of in (at, border, begins_ns, stops_ns))
-    # Time inside an outer phase is before the latest end so far.
-    gaps_ns = (begins_ns[1:] - np.maximum.accumulate(stops_ns)[:-1]).clip(min=0)
-    inside = np.concatenate([[False], begins_ns[1:] < np.maximum.accumulate(stops_ns)[:-1]])
-    before = border[np.maximum.accumulate(np.where(inside, 0, np.arange(len(border))))]
-    chosen = (at[1:] == at[:-1]) & ~inside[1:] & ~np.isin(steps.step, closures)[at[1:]]
-    return HostGaps(at[1:][chosen], (before[:-1] << 8 | border[1:])[chosen], gaps_ns[chosen])
+    rows = rows[np.isin(records["step"][rows], steps.step[~has_closure])]
+    at, border, begins_ns, ends_ns = _sort_borders(records[rows], kinds[rows], steps)
+    # Phases inside an outer phase begin before its end.
+    latest_ns = np.concatenate([[0], np.maximum.accumulate(ends_ns)[:-1]])
+    is_inside = (begins_ns < latest_ns) & (border != _START)
+    outermost = np.maximum.accumulate(np.where(is_inside, 0, np.arange(len(border))))
+    before = border[outermost[:-1]]
+    chosen = (at[1:] == at[:-1]) & ~is_inside[1:] & ~has_closure[at[1:]]
+    gaps_ns = (begins_ns - latest_ns).clip(min=0)[1:]
+    return HostGaps(at[1:][chosen], (before << 8 | border[1:])[chosen], gaps_ns[chosen])
+
+
+def _sort_borders(
+    phases: npt.NDArray[np.void], kinds: npt.NDArray[np.uint8], steps: StepTable
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Return the phases and the ends of the steps in the order of time, outer phases first.
+
+    The columns are the index of the step, the kind, and begin and end in ns. A phase that crosses
+    a border of its step counts inside the step only.
+    """
+    of_phase, each = np.searchsorted(steps.step, phases["step"]), np.arange(len(steps))
+    last_ns, began_ns = steps.start_ns + steps.duration_ns, phases["start_ns"].astype(np.int64)
+    ended_ns = began_ns + phases["duration_ns"].astype(np.int64)
+    at = np.concatenate([each, of_phase, each])
+    border = np.concatenate(
+        [np.full(len(each), _START), kinds.astype(np.int64), np.full(len(each), _END)]
+    )
+    begins_ns = np.concatenate([steps.start_ns, began_ns.clip(steps.start_ns[of_phase]), last_ns])
+    ends_ns = np.concatenate([steps.start_ns, np.minimum(ended_ns, last_ns[of_phase]), last_ns])
+    order = np.lexsort((-ends_ns, begins_ns, border == _END, border != _START, at))
+    return at[order], border[order], begins_ns[order], ends_ns[order]
 
 
 def name_gap(key: int) -> str:
