@@ -5,6 +5,7 @@ Daemons do so. torchlens_perf neither closes nor reads the program's files.
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import tempfile
@@ -28,6 +29,12 @@ from torchlens_perf.run.ring import Kind, RingFile
 from torchlens_perf.run.rings import memory
 
 TEXT = "results of the program"
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage() -> None:
+    """Close the files in garbage of earlier tests now, and not during a test."""
+    gc.collect()
 
 
 def open_regular() -> int:

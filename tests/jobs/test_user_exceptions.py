@@ -248,11 +248,15 @@ def test_errors_of_the_package_still_do_not_end_the_loop(
     assert 0 < counted == len(raised)
 
 
-MOMENTS = 1000
+SIGNALS = 1000
 
 
-def count_lost(moments: int, runs: Path) -> tuple[int, int]:
-    """Let a timer's signal arrive at random moments. Return how many were raised and lost."""
+def count_lost(signals: int, runs: Path) -> int:
+    """Let a timer's signals arrive at random moments of the job. Return how many were lost.
+
+    A job that ends before its signal is repeated, so the number of signals does not depend on the
+    machine's speed.
+    """
     job, fired, caught = Job(runs), 0, 0
 
     def on_alarm(number: int, frame: FrameType | None) -> None:
@@ -264,14 +268,14 @@ def count_lost(moments: int, runs: Path) -> tuple[int, int]:
     generator = random.Random(0)
     try:
         job.run()
-        began_s = time.monotonic()
-        job.run()
-        lasts_s = time.monotonic() - began_s
-        for _ in range(moments):
+        lasts_s = 1.0
+        while fired < signals:
+            began_s = time.monotonic()
             try:
-                signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-4, 1.2 * lasts_s))
+                signal.setitimer(signal.ITIMER_REAL, generator.uniform(1e-4, lasts_s))
                 job.run()
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                lasts_s = 1.2 * (time.monotonic() - began_s)
             except (LimitReached, TimeoutError):
                 caught += 1
                 # An exception at the end of torch.no_grad() leaves gradients off, in any program.
@@ -280,27 +284,26 @@ def count_lost(moments: int, runs: Path) -> tuple[int, int]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    return fired, fired - caught
+    return fired - caught
 
 
-@pytest.mark.parametrize("moments", [50, *long(MOMENTS)])
+@pytest.mark.parametrize("signals", [50, *long(SIGNALS)])
 def test_no_exception_is_lost_at_random_moments(
-    moments: int, tmp_path: Path, request: pytest.FixtureRequest
+    signals: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     before, began_s = attached(), time.monotonic()
     # An exception that arrives in a callback of another tool is lost in any program.
     callbacks, gc.callbacks[:] = list(gc.callbacks), []
     request.addfinalizer(lambda: gc.callbacks.extend(callbacks))
     before["collector"] = attached()["collector"]
-    with busy_machine(2 * PROCESSORS if moments == MOMENTS else 0):
-        fired, lost = count_lost(moments, tmp_path / "runs")
-    if moments == MOMENTS:
+    with busy_machine(2 * PROCESSORS if signals == SIGNALS else 0):
+        lost = count_lost(signals, tmp_path / "runs")
+    if signals == SIGNALS:
         note(
-            "signal handlers that raise (`jobs/test_user_exceptions.py`)", moments, MOMENTS,
-            f"{lost} of {fired} exceptions lost", time.monotonic() - began_s,
+            "signal handlers that raise (`jobs/test_user_exceptions.py`)", signals, SIGNALS,
+            f"{lost} of {signals} exceptions lost", time.monotonic() - began_s,
         )  # fmt: skip
 
-    assert fired > moments // 4
     assert lost == 0
     assert attached() == before
 
@@ -312,7 +315,7 @@ def test_no_exception_is_lost_in_forked_processes(tmp_path: Path) -> None:
         if not child:
             code = 1
             try:
-                code = int(count_lost(25, tmp_path / "runs")[1] > 0)
+                code = int(count_lost(25, tmp_path / "runs") > 0)
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -24,6 +24,7 @@ from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sideca
 from torchlens_perf.run.ring import STEP, RingReader
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import AT_ONCE, read_status
+from torchlens_perf.sidecar.node import Sidecar
 
 SCRIPT = str(SCRIPTS / "train_until_told.py")
 # Code for the sidecar's process. As in an old run, the next segment is written late. A young run
@@ -120,10 +121,7 @@ def lives(pid: int) -> bool:
 
 
 def test_steps_between_sigterm_and_sigkill_are_saved(job: Job) -> None:
-    """Training continues after SIGTERM.
-
-    All steps that ended at least a second before SIGKILL are saved.
-    """
+    """Training continues after SIGTERM. The report has all steps that are in segments."""
     at_signal = job.steps()
     assert job.kept_steps() == 0
     os.kill(job.sidecar, signal.SIGTERM)
@@ -135,6 +133,42 @@ def test_steps_between_sigterm_and_sigkill_are_saved(job: Job) -> None:
 
     (rank,) = report(job.run)["ranks"]
     assert rank["steps"] >= later
+
+
+@pytest.mark.parametrize("written", [0, 1, 2])
+def test_report_has_all_steps_of_segments_if_a_save_is_killed(
+    written: int, run: RunDirectory
+) -> None:
+    """SIGKILL arrives after some of the files of a save are written."""
+    rank, sidecar = Rank(run, 0, 1), Sidecar(run, HOST, None, lambda run, settings: None)
+    for steps in (20, 7):
+        sidecar.save_records()
+        rank.steps(steps, **WORK)
+        sidecar.read_rings()
+        sidecar.count_records()
+    child = os.fork()
+    if not child:
+        os.replace = kill_after(written)
+        sidecar.save_records()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    rank.close()
+
+    saved = sum(len(pd.read_parquet(path)) for path in run.steps.glob("*.parquet"))
+    assert report(run)["ranks"][0]["steps"] >= saved >= 20
+
+
+def kill_after(written: int) -> Callable[[Path, Path], None]:
+    """Return a function in place of os.replace() that kills this process at one of its calls."""
+    replace, paths = os.replace, list[Path]()
+
+    def replace_or_die(partial: Path, path: Path) -> None:
+        if len(paths) == written:
+            os.kill(os.getpid(), signal.SIGKILL)
+        paths.append(path)
+        replace(partial, path)
+
+    return replace_or_die
 
 
 def test_report_is_complete_if_training_ends_after_sigterm(job: Job) -> None:
@@ -153,8 +187,11 @@ def test_second_sigterm_ends_the_sidecar(job: Job) -> None:
 
     The job starts a new sidecar at the job's end.
     """
+    assert job.kept_steps() == 0
     os.kill(job.sidecar, signal.SIGTERM)
     os.kill(job.sidecar, signal.SIGTERM)
+    # The sidecar has received the signals once it writes a segment.
+    assert eventually(lambda: job.kept_steps() > 0)
     time.sleep(1.2)
     assert lives(job.sidecar)
     os.kill(job.sidecar, signal.SIGTERM)

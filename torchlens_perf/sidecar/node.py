@@ -261,9 +261,15 @@ class Sidecar:
         self._classes_due_s = now_s + max(_CLASSES_PERIOD_S, _MIN_IDLE_RATIO * cost_s)
 
     def save_records(self) -> None:
-        """Write a segment and the state. Remove rings of processes whose records are all saved."""
-        self.records.write_segment()
-        self.save_state(durably=True)
+        """Write the state and a segment. Remove rings of processes whose records are all saved.
+
+        The state is written first. If this process is killed between the two, the report still has
+        all steps that are in segments.
+        """
+        try:
+            self.save_state(durably=True)
+        finally:
+            self.records.write_segment()
         for source in self.sources:
             source.reader.drop_spool(source.kept)
             if source.settled and os.path.lexists(source.path):
