@@ -567,7 +567,8 @@ class Watch(LiveResultMethods):
     ) -> None:
         """Close the session and show the report. changing: the lock on starting watches."""
         identity, mailbox, began_s = session.identity, None, time.monotonic()
-        removed_ring = None if file_checks.exists(session.ring_path) else session.ring_path
+        is_removed = file_checks.is_missing(session.ring_path, follow_links=False)
+        removed_ring = session.ring_path if is_removed else None
         look: dict[str, Any] = {}
         try:
             # The session is closed even if the user's own stderr raises KeyboardInterrupt: no

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.recorder.test_late_report import sidecar_of, watched
-from tests.support.processes import read_by_hand, report
+from tests.support.failing_calls import library
+from tests.support.processes import ROOT, read_by_hand, report, run
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, is_writer_running
 from torchlens_perf.watching import Watch
@@ -149,3 +151,30 @@ def test_run_directory_with_rings_can_be_renamed(when: str, tmp_path: Path) -> N
     read_by_hand(moved.path, tmp_path)
 
     assert [rank["steps"] for rank in report(moved)["ranks"]] == [20]
+
+
+# From the end of training on, each look at this rank's ring file fails, and the sidecar was killed.
+DISK_FAILS = """
+import errno, os, signal, sys
+from pathlib import Path
+from tests.jobs.test_removed_folders import eventually, ring_of, start_to_read
+from tests.recorder.test_late_report import watched
+from tests.support.failing_calls import EACH, FailingCalls
+
+with watched(Path(sys.argv[1])) as watch:
+    sidecar = start_to_read(watch)
+    os.kill(sidecar, signal.SIGKILL)
+    assert eventually(lambda: not Path(f"/proc/{sidecar}").exists())
+    FailingCalls().arm([str(ring_of(watch))], EACH, errno.EIO)
+"""
+
+
+def test_ring_on_a_failing_disk_is_not_said_to_be_removed(tmp_path: Path) -> None:
+    """A new sidecar reads it and reports."""
+    done = run(
+        [sys.executable, "-c", DISK_FAILS, str(tmp_path)], ROOT, LD_PRELOAD=str(library()),
+        TORCHLENS_PERF_EXIT_TIMEOUT_S="60",
+    )  # fmt: skip
+
+    assert "20 steps" in done.stderr
+    assert "removed" not in done.stderr

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from torchlens_perf.run.file_checks import exists, is_file, is_link, resolve_links
+from torchlens_perf.run.file_checks import is_file, is_link, is_missing, resolve_links
+from torchlens_perf.run.kept_file import KeptFile
+from torchlens_perf.run.rings.memory import wait_until_opened_elsewhere
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def signal_in_stat() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("signal_in_stat")
-@pytest.mark.parametrize("check", [exists, is_file, is_link, resolve_links])
+@pytest.mark.parametrize("check", [is_missing, is_file, is_link, resolve_links])
 def test_what_a_signal_handler_raises_is_no_answer(
     check: Callable[[str], object], tmp_path: Path
 ) -> None:
@@ -53,8 +55,30 @@ def test_answers_are_those_of_the_standard_library(tmp_path: Path) -> None:
     link.symlink_to(file)
     dead.symlink_to("gone")
     for path in map(str, (tmp_path, file, link, dead, tmp_path / "gone")):
-        assert exists(path) == os.path.lexists(path)
+        assert is_missing(path) != os.path.exists(path)
+        assert is_missing(path, follow_links=False) != os.path.lexists(path)
         assert is_file(path) == os.path.isfile(path)
         assert is_link(path) == os.path.islink(path)
     assert resolve_links(str(link)) == os.path.realpath(link)
     assert resolve_links(str(tmp_path / "gone" / "x")) == str(tmp_path / "gone" / "x")
+
+
+def test_path_is_only_missing_if_its_disk_says_so(tmp_path: Path) -> None:
+    loop, file, limit = tmp_path / "loop", tmp_path / "file", os.pathconf(tmp_path, "PC_NAME_MAX")
+    loop.symlink_to(loop)
+    file.touch()
+    for unreadable in (loop, loop / "ring", tmp_path / ("x" * (limit + 1))):
+        assert not is_missing(unreadable)
+    for gone in (tmp_path / "gone", tmp_path / "gone" / "ring", file / "ring"):
+        assert is_missing(gone)
+
+
+def test_ring_on_a_failing_disk_is_kept_in_memory(tmp_path: Path) -> None:
+    """The process cannot know that another one has taken the ring over."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    file = KeptFile(os.open(tmp_path, os.O_RDONLY))
+
+    assert not wait_until_opened_elsewhere(str(loop / "rank.ring"), file, 0.0)
+    assert wait_until_opened_elsewhere(str(tmp_path / "rank.ring"), file, 0.0)
+    file.close()

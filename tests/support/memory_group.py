@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.leftovers import eventually
+
 _LIMITS = (
     ("/sys/fs/cgroup", "memory.max"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
@@ -33,8 +35,15 @@ def memory_group() -> Iterator[Callable[[int], Path]]:
 
     yield make
     for folder in made:
-        if (folder / "cgroup.procs").exists():
-            for pid in (folder / "cgroup.procs").read_text().split():
-                with contextlib.suppress(OSError):
-                    (folder.parent / "cgroup.procs").write_text(pid)
+        assert eventually(lambda folder=folder: _is_removed(folder)), folder
+
+
+def _is_removed(folder: Path) -> bool:
+    """Move the group's processes out, and remove it. Processes that are ending keep it busy."""
+    with contextlib.suppress(FileNotFoundError):
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(OSError):
+                (folder.parent / "cgroup.procs").write_text(pid)
+    with contextlib.suppress(OSError):
         folder.rmdir()
+    return not folder.exists()

@@ -12,19 +12,15 @@ import stat
 from torchlens_perf.interruption import ours
 
 
-def exists(path: str | os.PathLike[str]) -> bool:
-    """Return True if a file, a folder or a link has this path. A link may lead nowhere."""
-    return _read_mode(path, follow_links=False) is not None
+def is_missing(path: str | os.PathLike[str], *, follow_links: bool = True) -> bool:
+    """Return True if nothing has this path; False if a failing disk does not tell.
 
-
-def is_missing(path: str | os.PathLike[str]) -> bool:
-    """Return True if nothing has this path; False if a failing disk does not tell."""
+    follow_links: True if a link that leads nowhere is missing, too.
+    """
     try:
-        os.stat(path)
-    except FileNotFoundError:
-        return True
-    except ours(OSError):
-        pass
+        os.stat(path, follow_symlinks=follow_links)
+    except ours(OSError) as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 
@@ -46,7 +42,7 @@ def resolve_links(path: str) -> str:
         return os.path.abspath(path)
 
 
-def _read_mode(path: str | os.PathLike[str], *, follow_links: bool) -> int | None:
+def _read_mode(path: str, *, follow_links: bool) -> int | None:
     try:
         return os.stat(path, follow_symlinks=follow_links).st_mode
     except ours(OSError, ValueError):

@@ -178,7 +178,7 @@ def wait_until_opened_elsewhere(path: str, file: KeptFile, timeout_s: float) -> 
         with suppress(OSError):
             if found is not None and os.path.samestat(os.stat(_held_link_path(path)), found):
                 return True
-        if not file_checks.exists(path):
+        if file_checks.is_missing(path, follow_links=False):
             # The sidecar has read all records and removed the ring.
             return True
         if found is None or time.monotonic() >= deadline_s:
