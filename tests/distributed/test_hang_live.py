@@ -120,3 +120,33 @@ def test_missing_barrier_is_shown_with_the_calls_of_both_ranks(tmp_path: Path) -
     assert f"rank 1 called allreduce (at train_ranks.py:{backward}) as" in found["text"]
     assert "the calls differ. Next: let all ranks call the same operations" in found["text"]
     assert "network" not in found["text"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("work", "seen", "action"),
+    [
+        (
+            "EVALUATING_RANK",
+            "it made 20 forward passes without a backward pass, as in an evaluation",
+            "let all ranks evaluate a part of the data",
+        ),
+        (
+            "SAVING_RANK",
+            "it saves a checkpoint, last inside torch.save",
+            "look at the storage to which rank 1",
+        ),
+    ],
+)
+def test_rank_that_evaluates_or_saves_alone_is_named_with_its_work(
+    work: str, seen: str, action: str, tmp_path: Path
+) -> None:
+    """The other rank waits in the all-reduce of the next step, and is not named."""
+    with LiveRanks(tmp_path, 2, HANG_AFTER="40", **{work: "1"}) as job:
+        found = job.wait_for(hang, STARTED_S * slowdown())
+
+    assert (found["rank"], found["evidence"]["kind"]) == (1, "missing")
+    assert (found["evidence"]["ranks"], found["evidence"]["waiting"]) == ([1], [0])
+    assert found["evidence"]["step"] == found["held"]["since_step"] == 40
+    assert f"rank 1 ({found['where']['host.name']}) did not enter it: {seen}" in found["text"]
+    assert found["action"].startswith(action)

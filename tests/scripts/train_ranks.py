@@ -2,6 +2,8 @@
 
 STEPS is the number of steps, or 0 for a run until killed. HANG_RANK sleeps for HANG_S after
 HANG_AFTER steps. BARRIER_RANK calls a barrier after HANG_AFTER steps, which other ranks do not.
+After HANG_AFTER steps, EVALUATING_RANK does not come to the end of an evaluation, nor SAVING_RANK
+to that of a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,6 +26,17 @@ hang_rank, hang_after = (
     int(os.environ.get("HANG_RANK", "-1")),
     int(os.environ.get("HANG_AFTER", "20")),
 )
+
+
+class HungFile:
+    """A file on a storage that does not answer."""
+
+    def write(self, data: bytes) -> int:
+        time.sleep(3600)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
 
 
 class Block(nn.Module):
@@ -57,4 +70,11 @@ with perf.watch(parallel, optimizer):
                 time.sleep(float(os.environ.get("HANG_S", "3600")))
         if rank == int(os.environ.get("BARRIER_RANK", "-1")) and step == hang_after:
             dist.barrier()
+        if rank == int(os.environ.get("EVALUATING_RANK", "-1")) and step == hang_after:
+            with torch.no_grad():
+                for _ in range(20):
+                    parallel(batch)
+                time.sleep(3600)
+        if rank == int(os.environ.get("SAVING_RANK", "-1")) and step == hang_after:
+            torch.save(model.state_dict(), HungFile())
 dist.destroy_process_group()
