@@ -51,11 +51,12 @@ def test_signal_ends_the_server_at_once(runs: Path, number: signal.Signals) -> N
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in readers))
 
 
-def test_server_has_a_low_priority_and_its_readers_the_lowest(server: PageServer) -> None:
-    server.viewer().page("done")
-    priorities = [
-        os.getpriority(os.PRIO_PROCESS, pid) for pid in (server.process.pid, *server.children())
-    ]
+def test_server_has_a_low_priority_and_its_readers_the_lowest(runs: Path) -> None:
+    with PageServer(runs, lowers_priority=True) as server:
+        server.viewer().page("done")
+        priorities = [
+            os.getpriority(os.PRIO_PROCESS, pid) for pid in (server.process.pid, *server.children())
+        ]
     assert priorities[0] >= 10
     assert set(priorities[1:]) == {19}
 

@@ -17,9 +17,10 @@ from urllib.parse import urlencode, urlsplit
 from tests.support.processes import ROOT, clean_environ
 from torchlens_perf.serve.access import TOKEN_HEADER
 
-# The limit is long, because processes that read runs have the lowest priority and are slow on a
-# busy machine.
+# The limit is long, because the processes that read runs are slow on a busy machine.
 ENDS_WITHIN_S = 240
+# Readers of the lowest priority get no CPU as long as other tests keep all busy.
+KEEP_PRIORITY = Path(__file__).with_name("keep_priority")
 IS_READ = "The server is still reading this run"
 
 
@@ -146,9 +147,19 @@ class PageServer:
     """One server, whose process ends with the context."""
 
     def __init__(
-        self, folder: Path, *arguments: str, cwd: Path = ROOT, script: str = "", **environment: str
+        self,
+        folder: Path,
+        *arguments: str,
+        cwd: Path = ROOT,
+        script: str = "",
+        lowers_priority: bool = False,
+        **environment: str,
     ) -> None:
-        """Set up the server. `script` replaces `-m torchlens_perf`."""
+        """Set up the server.
+
+        script: replaces `-m torchlens_perf`. lowers_priority: True for the priorities that users
+        get, with which a busy machine delays the server for minutes.
+        """
         self.folder = folder
         command = [
             sys.executable,
@@ -158,7 +169,7 @@ class PageServer:
             "--quiet",
             *arguments,
         ]
-        environ = {**clean_environ(environment), "PYTHONPATH": _python_path()}
+        environ = {**clean_environ(environment), "PYTHONPATH": _python_path(lowers_priority)}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=environ
         )
@@ -194,9 +205,10 @@ class PageServer:
         self.process.communicate()
 
 
-def _python_path() -> str:
+def _python_path(lowers_priority: bool) -> str:
     """Return a PYTHONPATH with this checkout before the caller's entries."""
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    first = [str(ROOT)] if lowers_priority else [str(ROOT), str(KEEP_PRIORITY)]
+    return os.pathsep.join([*first, *filter(None, [os.environ.get("PYTHONPATH", "")])])
 
 
 def links(page: str, prefix: str) -> list[str]:
