@@ -347,6 +347,7 @@ def test_missing_py_spy_is_reported_with_a_remedy(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
     assert read_main_stack(os.getpid()) == Stack((), "py-spy is not installed: pip install py-spy")
 
@@ -365,6 +366,52 @@ def test_py_spy_next_to_the_python_executable_is_preferred_to_path(
     assert find_py_spy() == str(programs[0])
     programs[0].unlink()
     assert find_py_spy() == str(programs[1])
+
+
+# Folder of the package, place of the program, and the program's path in the package's file list.
+INSTALLED = {
+    "pip install --target": ("target", "target/bin", "../../bin/py-spy"),
+    "pip install --user": (
+        "home/lib/python3/site-packages",
+        "home/bin",
+        "../../../bin/py-spy",
+    ),
+    "pip install --prefix, no file list": ("site-packages", "site-packages/bin", ""),
+    "conda, other script folder": ("env/lib/site-packages", "env/tools", "../../tools/py-spy"),
+}
+
+
+def install_py_spy(folder: Path, site: str, place: str, listed: str) -> Path:
+    """Write a package and its program as an installer does. Return the program's path."""
+    information = folder / site / "py_spy-0.4.0.dist-info"
+    information.mkdir(parents=True)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: py-spy\nVersion: 0.4.0\n")
+    if listed:
+        (information / "RECORD").write_text(f"{listed},,\n")
+    program = folder / place / "py-spy"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.parametrize("way", INSTALLED)
+def test_py_spy_that_is_not_on_path_is_found_by_its_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str
+) -> None:
+    program = install_py_spy(tmp_path / "new", *INSTALLED[way])
+    stale = install_py_spy(tmp_path / "stale", "site", "site/bin", "bin/py-spy")
+    stale.chmod(0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    sites = [str(tmp_path / "stale" / "site"), str(tmp_path / "new" / INSTALLED[way][0])]
+    monkeypatch.setattr(sys, "path", sites)
+
+    found = find_py_spy()
+    assert found is not None
+    assert os.path.samefile(found, program)
+    program.unlink()
+    assert find_py_spy() is None
 
 
 def test_hanging_py_spy_is_killed_after_the_timeout(tmp_path: Path) -> None:

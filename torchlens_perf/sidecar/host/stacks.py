@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -16,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +85,22 @@ def read_process_state(pid: int, started: int | None = None) -> str:
 
 
 def find_py_spy() -> str | None:
-    """Return the path of py-spy in this Python's environment or on PATH, or None."""
-    return shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    """Return the path of py-spy in this Python's environment, on PATH or of its package, or None."""
+    beside = str(Path(sys.executable).parent)
+    folders = itertools.chain((beside, None), _list_script_folders("py-spy"))
+    return next(filter(None, (shutil.which("py-spy", path=path) for path in folders)), None)
+
+
+def _list_script_folders(package: str) -> Iterator[str]:
+    """Yield the folders in which installers put the programs of a package, whether on PATH or not.
+
+    `pip install --target` moves programs into TARGET/bin, and the package's file list still names
+    their old place.
+    """
+    for found in importlib.metadata.distributions(name=package):
+        yield str(found.locate_file("bin"))
+        programs = (file for file in found.files or () if file.name == package)
+        yield from (str(Path(str(found.locate_file(each))).parent) for each in programs)
 
 
 def read_main_stack(pid: int, timeout_s: float = 5.0, program: str | None = None) -> Stack:
