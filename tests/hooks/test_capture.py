@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -533,6 +534,73 @@ def test_capture_in_the_parent_does_not_profile_a_forked_child(tmp_path: Path) -
     assert state == {"functions": True, "off": True, "hook": True, "answered": False}
     assert grown < 4 << 20
     assert (asked.outcome.steps, asked.outcome.ended) == (2, "")
+
+
+def read_c_environment(name: str) -> str | None:
+    """Return a variable as Kineto, which is C++, reads it."""
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    value = getenv(name.encode())
+    return None if value is None else value.decode()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "chosen", "during", "after"),
+    [
+        ("13.0", None, "1", None),
+        ("12.6", None, "1", None),
+        ("13.0", "0", "0", "0"),
+        ("13.0", "1", "1", "1"),
+        ("12.4", None, None, None),
+        (None, None, None, None),
+    ],
+)
+def test_cupti_is_detached_after_a_capture_unless_the_job_has_decided(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    chosen: str | None,
+    during: str | None,
+    after: str | None,
+) -> None:
+    """Kineto reads the setting when a trace ends, and in the next call of CUDA."""
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TEARDOWN_CUPTI", chosen)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(capture, "_is_cuda_used", lambda torch: cuda is not None)
+    monkeypatch.setattr(capture, "_is_capturing_graph", lambda: False)
+    end, at_the_end = profiler._disable_profiler, []
+
+    def disable() -> Any:
+        at_the_end.append(read_c_environment("TEARDOWN_CUPTI"))
+        return end()
+
+    monkeypatch.setattr(profiler, "_disable_profiler", disable)
+    with RequestedCapture(tmp_path, steps=1) as asked:
+        assert read_c_environment("TEARDOWN_CUPTI") == chosen
+        for _ in range(2):
+            asked.step(2)
+            assert asked.outcome.steps == 1
+            assert read_c_environment("TEARDOWN_CUPTI") == during
+            asked.ask()
+
+    assert at_the_end == [during, during]
+    assert read_c_environment("TEARDOWN_CUPTI") == after
+
+
+def test_setting_of_cupti_that_torch_makes_during_a_watch_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch sets 0 where CUDA graphs and a detached CUPTI do not work together."""
+    monkeypatch.delenv("TEARDOWN_CUPTI", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(capture, "_is_cuda_used", lambda torch: True)
+    monkeypatch.setattr(capture, "_is_capturing_graph", lambda: False)
+    with RequestedCapture(tmp_path, steps=1) as asked:
+        asked.step(2)
+        os.environ["TEARDOWN_CUPTI"] = "0"
+    assert os.environ.pop("TEARDOWN_CUPTI") == "0"
 
 
 def test_capture_request_is_ignored_if_captures_are_off(tmp_path: Path) -> None:

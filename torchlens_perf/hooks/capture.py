@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import HookUnavailable, RunStoreError, guard
 from torchlens_perf.hooks.capture_trace import (
+    CuptiTeardown,
     ProfilerTrace,
     find_other_profiler,
     is_python_traced,
@@ -67,6 +68,7 @@ class _CaptureRequests:
         self._session = session
         self._request_path = str(capture_files.ring_request_path(session.ring_path))
         self._capture: _Capture | None = None
+        self._teardown = CuptiTeardown()
 
     @_OURS
     def poll_request(self) -> None:
@@ -91,7 +93,7 @@ class _CaptureRequests:
                 capture_files.ring_outcome_path(self._session.ring_path), outcome
             )
             return
-        self._capture = _Capture(self._session, request)
+        self._capture = _Capture(self._session, request, self._teardown)
         self._session.step_callbacks.add(CaptureHook.name, self._continue_capture)
         self._continue_capture()
 
@@ -111,6 +113,7 @@ class _CaptureRequests:
             else:
                 self._run_guarded(functools.partial(self._capture.finish, "the watch ended"))
         self._capture = None
+        self._teardown.withdraw()
 
     @_OURS
     def _run_guarded(self, work: Callable[[], object]) -> object:
@@ -130,9 +133,10 @@ class _CaptureRequests:
 class _Capture:
     """One capture, from its request to the answer."""
 
-    def __init__(self, session: Session, request: Request) -> None:
+    def __init__(self, session: Session, request: Request, teardown: CuptiTeardown) -> None:
         self._session = session
         self._request = request
+        self._teardown = teardown
         self._folder = Path(request.folder)
         self._since_s = time.monotonic()
         self._trace: ProfilerTrace | None = None
@@ -170,7 +174,8 @@ class _Capture:
         python = self._request.python and not is_python_traced()
         if self._request.python and not python:
             self._left_out["Python frames"] = "a profiler or debugger has Python's profiling hook"
-        trace, refused = ProfilerTrace(cuda=_is_cuda_used(torch), python=python), ""
+        cuda = _is_cuda_used(torch)
+        trace, refused = ProfilerTrace(cuda=cuda, python=python), ""
         self._trace = trace  # If an error occurs, answer_with_error() stops this trace.
         with self._time_pause():
             try:
@@ -179,6 +184,8 @@ class _Capture:
                 if other:
                     refused = f"{other} is on in this process"
                 else:
+                    if cuda:
+                        self._teardown.request()
                     trace.start(
                         step, self._session.identity.rank, self._session.identity.world_size
                     )

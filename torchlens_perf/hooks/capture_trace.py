@@ -28,6 +28,9 @@ _TOOLS = {
     "NV_NSIGHT_INJECTION_TRANSPORT_TYPE": "Nsight Compute",
     "KINETO_USE_DAEMON": "dynolog",
 }
+_TEARDOWN = "TEARDOWN_CUPTI"
+# With older CUDA, replaying a CUDA graph after CUPTI was detached and attached again may crash.
+_TEARDOWN_CUDA = (12, 6)
 _STARTS = ("_prepare_profiler", "_enable_profiler")
 _YIELD_TO_OTHER = guard("ending a capture for another profiler")
 
@@ -48,6 +51,32 @@ def find_other_profiler() -> str:
     ]
     is_prepared = any(torch_private.is_profile_prepared(each) for each in prepared)
     return "torch.profiler" if is_prepared else ""
+
+
+class CuptiTeardown:
+    """Setting that makes Kineto detach CUPTI after a trace. Attached, CUPTI slows every launch.
+
+    Kineto reads the setting at the end of a trace, and again during the next call of CUDA, in which
+    it detaches CUPTI. The setting is therefore kept until the watch ends.
+    """
+
+    def __init__(self) -> None:
+        self._requested = False
+
+    def request(self) -> None:
+        """Request the teardown, unless the job or torch has chosen a setting."""
+        import torch
+
+        cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+        if cuda >= _TEARDOWN_CUDA and _TEARDOWN not in os.environ:
+            os.environ[_TEARDOWN] = "1"
+            self._requested = True
+
+    def withdraw(self) -> None:
+        """Remove our setting. A setting that torch made since is kept."""
+        if self._requested and os.environ.get(_TEARDOWN) == "1":
+            del os.environ[_TEARDOWN]
+        self._requested = False
 
 
 class ProfilerTrace:
