@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchlens_perf.commands.doctor import BROKEN, LIMITED, OK, Check, run_checks, summarize
-from torchlens_perf.recorder import torch_private
+from torchlens_perf.recorder import nccl_plugin, torch_private
 
 
 def by_subject() -> dict[str, Check]:
@@ -197,3 +197,15 @@ def test_doctor_summary_has_each_problem_with_its_remedy() -> None:
     )
     assert not any(line.startswith("recorded") for line in broken)
     assert "broken    torch: cannot be imported" in broken
+
+
+@pytest.mark.parametrize(
+    ("version", "costs"), [((2, 28, 9), True), ((2, 30, 7), True), ((2, 31, 2), False)]
+)
+def test_doctor_states_the_cpu_time_of_timing_nccl_if_it_is_timed(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], costs: bool
+) -> None:
+    monkeypatch.setattr(nccl_plugin, "read_nccl_version", lambda: version)
+    monkeypatch.delenv(nccl_plugin.VARIABLE, raising=False)
+    (check,) = (check for check in run_checks() if "NCCL" in check.subject)
+    assert ("takes CPU time" in check.finding) == costs

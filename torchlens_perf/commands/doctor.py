@@ -214,6 +214,7 @@ def _check_nccl() -> Iterator[Check]:
         yield Check(LIMITED, subject, f"not timed with this NCCL: {without}", remedy)
     else:
         finding = "timed by the device in every step if communicators are created inside a watch"
+        finding += "; a thread of NCCL polls while a timed kernel runs, which takes CPU time"
         yield Check(OK, subject, finding, records="NCCL kernels")
 
 
