@@ -16,16 +16,16 @@ import torch
 
 import torchlens_perf as perf
 from benchmarks.capture_cost import STEPS, Asking
+from benchmarks.gpu_check.driver_calls import Calls
 from benchmarks.gpu_check.gpt import trainer
 from benchmarks.gpu_check.lines import Checks
 from torchlens_perf.run.captures import SNAPSHOT
 
-AROUND, TIMES = 40, 3
+AROUND, TIMES = 30, 2
 
 
 def capture(checks: Checks) -> None:
-    """Make three captures. The first capture attaches CUPTI, which may stay attached (pytorch
-    #146604)."""
+    """Make two captures. Each attaches CUPTI, which must be detached afterwards."""
     model, step = trainer(batch=2)
     for _ in range(10):
         step()
@@ -60,6 +60,7 @@ def capture(checks: Checks) -> None:
                     str(STEPS),
                     outcome.steps == STEPS,
                 )
+        check_detached(checks)
         trace = json.loads(asking.trace)
         kernels = sum(each.get("cat") == "kernel" for each in trace["traceEvents"])
         checks.bar("capture", "kernels in the trace", str(kernels), "at least 300", kernels >= 300)
@@ -68,6 +69,16 @@ def capture(checks: Checks) -> None:
         checks.bar(
             "capture", "segments in the memory snapshot", str(segments), "at least 1", segments >= 1
         )
+
+
+def check_detached(checks: Checks, cupti: str | None = None) -> None:
+    """Subscribe to CUPTI, which has room for one subscriber. cupti: path, by default torch's own."""
+    try:
+        with Calls(cupti):
+            found = "detached"
+    except (RuntimeError, OSError) as error:
+        found = str(error)
+    checks.bar("capture", "CUPTI after the captures", found, "detached", found == "detached")
 
 
 def _timed_ms(step: Callable[[], None]) -> float:

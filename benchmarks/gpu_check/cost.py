@@ -6,12 +6,13 @@ The watch must not wait for the device or use much of its memory.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -25,6 +26,8 @@ from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import device_statistics, last_rings
 from torchlens_perf.analysis.statistics.device import CAUGHT_UP_NS
 
+# Seconds for the lines of a part after its last round.
+_RESERVE_S = 2.0
 LAUNCH_BOUND = {"batch": 1, "length": 32, "layers": 8, "width": 64, "heads": 4, "words": 256}
 
 
@@ -36,9 +39,10 @@ class Size(NamedTuple):
     """A model whose overhead is measured."""
 
     name: str
-    bars: tuple[float, float]
-    """In percent: limits of the median and of the upper end of its 95 % interval."""
-    rounds: int
+    highest: float
+    """In percent: limit of the upper end of the 95 % interval of what a watch adds, beyond the
+    same steps without a watch in the same round.
+    """
     steps: int
     """Steps in each block of a round.
 
@@ -47,30 +51,26 @@ class Size(NamedTuple):
     size: dict[str, int]
 
 
-SIZES = (
-    Size("launch-bound, 8 layers of 64", (1.0, 2.0), 16, 128, LAUNCH_BOUND),
-    Size("device-bound, GPT-2 small, bf16, 8 x 1024", (0.25, 0.5), 24, 16, {}),
-)
+SIZES = {
+    "launch": Size("launch-bound, 2 layers of 64", 1.5, 64, {**LAUNCH_BOUND, "layers": 2}),
+    "device": Size("device-bound, GPT-2 small, bf16, 32 x 1024", 0.2, 10, {"batch": 32}),
+}
 Arms = dict[str, Callable[[str], AbstractContextManager[object]]]
+# The first round may meet the device's clock while it rises.
+_LEAST_ROUNDS = 3
 
 
-def overhead(checks: Checks) -> None:
-    """Measure the cost of the default watch for two model sizes.
+def overhead(checks: Checks, name: str) -> None:
+    """Measure the cost of the default watch.
 
-    The larger model hides kernel launches behind device work, and the smaller one does not.
+    The device-bound model hides kernel launches behind device work, the launch-bound one does not.
     """
-    for size in SIZES:
-        model, step = trainer(**size.size)
-        _measure(
-            checks,
-            "overhead",
-            size,
-            step,
-            {"default watch": lambda folder, m=model: _watch(m, folder, "auto")},
-        )
-        del model, step
-        gc.collect()
-        torch.cuda.empty_cache()
+    size = SIZES[name]
+    model, step = trainer(**size.size)
+    part = "overhead" if name == "launch" else "overhead-device"
+    arms: Arms = {"default watch": lambda folder: _watch(model, folder, "auto")}
+    added = measure(checks, part, size, step, arms)
+    judge_overhead(checks, part, size, added["default watch"])
 
 
 def every_module(checks: Checks) -> None:
@@ -78,61 +78,74 @@ def every_module(checks: Checks) -> None:
 
     No limit is checked.
     """
-    model, step = trainer(**LAUNCH_BOUND)
-    size = SIZES[0]._replace(rounds=10)
+    size = SIZES["launch"]
+    model, step = trainer(**size.size)
     arms: Arms = {"every module": lambda folder: _watch(model, folder, "all")}
-    _measure(checks, "every_module", size, step, arms, bars=False)
+    measure(checks, "every_module", size, step, arms)
 
 
-def _measure(
-    checks: Checks, part: str, size: Size, step: Callable[[], None], arms: Arms, bars: bool = True
-) -> None:
-    """Run blocks of steps in shuffled rounds, and compare each arm with blocks without hooks.
+def judge_overhead(checks: Checks, part: str, size: Size, added: Sequence[float]) -> None:
+    """Compare the upper end of a watch's cost with its limit. added: percent in each round."""
+    high = bootstrap(added)[1] if len(added) >= _LEAST_ROUNDS else math.inf
+    what, value = f"upper end of the default watch, {size.name}", f"{high:+.2f} %"
+    checks.bar(part, what, value, f"<= {size.highest} %", high <= size.highest)
 
-    Blocks without hooks run twice per round, so the table also shows differences due to noise.
+
+def measure(
+    checks: Checks, part: str, size: Size, step: Callable[[], None], arms: Arms
+) -> dict[str, list[float]]:
+    """Run blocks of steps in shuffled rounds for the part's time. Return what each arm adds.
+
+    The results are percentages, one for each round, of the mean of two blocks without hooks.
+    The line "nothing again" shows differences due to noise.
     """
-    arms = {
-        "nothing": lambda folder: nullcontext(),
-        "nothing again": lambda folder: nullcontext(),
-        **arms,
-    }
+    nothing = ("nothing", "nothing again")
+    arms = {**dict.fromkeys(nothing, lambda folder: nullcontext()), **arms}
     for _ in range(10):
         step()
-    draw = random.Random(1)
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
+    draw, times = random.Random(1), {arm: [] for arm in arms}
+    took_s = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(size.rounds):
-            order = list(arms)
-            draw.shuffle(order)
-            for arm in order:
-                with arms[arm](folder):
-                    step()
-                    torch.cuda.synchronize()
-                    begin = time.perf_counter_ns()
-                    for _ in range(size.steps):
-                        step()
-                    torch.cuda.synchronize()
-                    times[arm].append((time.perf_counter_ns() - begin) / size.steps / 1e6)
+        while len(times["nothing"]) < _LEAST_ROUNDS or checks.left_s > took_s + _RESERVE_S:
+            begin_s = time.monotonic()
+            for arm in draw.sample(list(arms), len(arms)):
+                times[arm].append(_block_ms(arms[arm], folder, step, size.steps))
+            took_s = time.monotonic() - begin_s
     checks.value(part, f"a step, {size.name}", f"{statistics.median(times['nothing']):.2f} ms")
-    for arm in list(arms)[1:]:
-        added = [100 * (a / b - 1) for a, b in zip(times[arm], times["nothing"], strict=True)]
-        low, high = bootstrap(added)
-        median = statistics.median(added)
-        what, value = f"{arm}, {size.name}", f"{median:+.3f} % [{low:+.3f}, {high:+.3f}]"
-        if bars and arm != "nothing again":
-            met = median <= size.bars[0] and high <= size.bars[1]
-            checks.bar(
-                part, what, value, f"<= {size.bars[0]} %, upper end <= {size.bars[1]} %", met
-            )
-        else:
-            checks.value(part, what, value)
+    added = {arm: _added(times, arm, nothing) for arm in arms if arm != "nothing"}
+    for arm, percent in added.items():
+        low, high = bootstrap(percent)
+        value = f"{statistics.median(percent):+.2f} % [{low:+.2f}, {high:+.2f}]"
+        checks.value(part, f"{arm}, {size.name}, {len(percent)} rounds", value)
+    return added
+
+
+def _block_ms(
+    arm: Callable[[str], AbstractContextManager[object]],
+    folder: str,
+    step: Callable[[], None],
+    steps: int,
+) -> float:
+    with arm(folder):
+        step()
+        torch.cuda.synchronize()
+        begin = time.perf_counter_ns()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter_ns() - begin) / steps / 1e6
+
+
+def _added(times: dict[str, list[float]], arm: str, nothing: Sequence[str]) -> list[float]:
+    base = nothing[:1] if arm in nothing else nothing
+    bases = [statistics.fmean(each) for each in zip(*(times[name] for name in base), strict=True)]
+    return [100 * (ms / base_ms - 1) for ms, base_ms in zip(times[arm], bases, strict=True)]
 
 
 def synchronizations(checks: Checks) -> None:
-    """Count the waits that torch.profiler records in 300 steps without and with a watch.
+    """Count the waits that torch.profiler records in 60 steps without and with a watch.
 
-    Waits are synchronizations, and copies from or to memory that is not page-locked. The steps take
-    some seconds, in which the watch reduces windows and compares the clocks. The steps launch few
+    Waits are synchronizations, and copies from or to memory that is not page-locked. The steps launch few
     kernels, because the profiler's event of each kernel must be read. One synchronization that this
     check makes itself must appear. The watch calls a waiting function of the driver only when a
     device ring is created.
@@ -162,14 +175,14 @@ def synchronizations(checks: Checks) -> None:
     value = ", ".join(f"{name} {count}" for name, count in sorted(more.items())) or "none"
     checks.bar(
         "synchronizations",
-        "calls that wait, added by every hook in 300 steps",
+        "calls that wait, added by every hook in 60 steps",
         value,
         "none",
         not more,
     )
 
 
-def _waits(step: Callable[[], None], steps: int = 300) -> Counter[str]:
+def _waits(step: Callable[[], None], steps: int = 60) -> Counter[str]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

@@ -83,15 +83,22 @@ class Calls:
         self._counts: Counter[str] = Counter()
         # Keep a reference to the callback, because CUPTI stores the callback's address.
         self._callback = _CALLBACK(self._called)
-        subscriber = ctypes.c_void_p()
-        self._ask("cuptiSubscribe", ctypes.byref(subscriber), self._callback, None)
+        self._subscriber = ctypes.c_void_p()
+        self._ask("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
         for domain in (_DRIVER, _RUNTIME):
             for number in range(1, _MOST_FUNCTIONS):
                 name = self._name(domain, number)
                 if name and kind_of(name):
-                    self._enable(subscriber, domain, number)
+                    self._enable(self._subscriber, domain, number)
         for number in (_MODULE_LOADED, _MODULE_UNLOADED):
-            self._enable(subscriber, _RESOURCE, number)
+            self._enable(self._subscriber, _RESOURCE, number)
+
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Unsubscribe, because CUPTI would call into a Python that has ended."""
+        self._ask("cuptiUnsubscribe", self._subscriber)
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,8 +28,15 @@ class Line(NamedTuple):
 class Checks:
     """Collects the lines of one part and passes each line on at once."""
 
-    def __init__(self, take: Callable[[Line], None]) -> None:
+    def __init__(self, take: Callable[[Line], None], limit_s: float = 20.0) -> None:
+        """limit_s: the time after which the part is ended, counted from the part's start."""
         self._take = take
+        self._deadline_s = time.monotonic() + limit_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the part is ended. Measurements in rounds make fewer rounds by it."""
+        return self._deadline_s - time.monotonic()
 
     def value(self, part: str, what: str, value: str) -> None:
         """Add a figure without a bar."""

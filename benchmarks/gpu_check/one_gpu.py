@@ -21,19 +21,6 @@ def two_hosts(rank: int) -> dict[str, str]:
     return {**_SETTINGS, "NCCL_HOSTID": f"torchlens-perf-{rank}"}
 
 
-def one_host() -> dict[str, str]:
-    """Return the environment of ranks on one host, which may use shared memory.
-
-    NCCL may refuse it.
-    """
-    return {
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_IB_DISABLE": "1",
-        "NCCL_MAX_CTAS": "2",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    }
-
-
 def refusal(words: str) -> str:
     """Return the line with NCCL's reason for its failure, or "" if NCCL did not fail."""
     if "nccl" not in words.lower():

@@ -12,7 +12,6 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu_check.lines import Checks
@@ -23,7 +22,7 @@ from benchmarks.planted_devices import live, training
 from benchmarks.planted_faults import started
 from benchmarks.planted_on import DEVICES
 from benchmarks.planted_truth import Truth
-from benchmarks.planted_verdicts import score
+from benchmarks.planted_verdicts import Suspect, score
 
 FAULTS = {
     "launch-clean": "nothing, no wait for the device, bound by launches",
@@ -37,40 +36,30 @@ FAULTS = {
     "ddp-clean": "nothing",
     "ddp-clean_item": "nothing, .item() in every step",
 }
-RANKS, STEPS, SEED = 2, 120, 1
+RANKS, STEPS, SEED = 2, 90, 1
 # The device's work hides shorter delays of the host. Hidden delays must not be reported.
 HOST_MS = (120, 160)
-_RUN_S = 60
 
 
-def planted(checks: Checks) -> None:
-    """Run each fault once under DDP, beginning with the loops whose hosts run ahead."""
-    check(checks, os.environ["GPU_CHECK_DEVICE"])
-
-
-def check(
-    checks: Checks, device: str, kinds: Sequence[str] = tuple(FAULTS), steps: int = STEPS
-) -> None:
-    """Report a line for each run when the run ends."""
+def planted(checks: Checks, kind: str) -> None:
+    """Run one fault under DDP, and report the rank that the live sidecar names."""
+    device = os.environ["GPU_CHECK_DEVICE"]
     on = DEVICES[device]()
-    truths = [plant(kind, SEED, RANKS, steps, on.slowness, HOST_MS) for kind in kinds]
+    truth = plant(kind, SEED, RANKS, STEPS, on.slowness, HOST_MS)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        with started(training(truths, out, out / "store", device, HOST_MS), RANKS, out) as ranks:
-            for truth in truths:
-                problem = _wait_for(out / truth.name / "truth.json", ranks)
-                if problem:
-                    logs = "".join(
-                        path.read_text(errors="replace") for path in out.glob("rank*.log")
-                    )
-                    _not_ended(checks, truths[truths.index(truth) :], problem, logs, device)
-                    return
-                _judge(checks, truth, out / truth.name)
+        with started(training([truth], out, out / "store", device, HOST_MS), RANKS, out) as ranks:
+            problem = _wait_for(out / truth.name / "truth.json", ranks, checks.left_s - 1)
+            if problem:
+                logs = "".join(path.read_text(errors="replace") for path in out.glob("rank*.log"))
+                _not_ended(checks, truth, problem, logs, device)
+            else:
+                judge(checks, truth, live(out / truth.name))
 
 
-def _wait_for(file: Path, ranks: list[subprocess.Popen[bytes]]) -> str:
+def _wait_for(file: Path, ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> str:
     """Wait until the file exists. Return an error message, or ""."""
-    deadline_s = time.monotonic() + _RUN_S
+    deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         codes = [rank.poll() for rank in ranks]
         if file.exists():
@@ -79,36 +68,38 @@ def _wait_for(file: Path, ranks: list[subprocess.Popen[bytes]]) -> str:
         if failed:
             return f"rank {failed[0]} ended with {codes[failed[0]]}"
         time.sleep(0.1)
-    return f"not done within {_RUN_S} s"
+    return f"not done within {timeout_s:.0f} s"
 
 
-def _judge(checks: Checks, truth: Truth, folder: Path) -> None:
-    answer = live(folder)
+def judge(checks: Checks, truth: Truth, answer: Suspect | None) -> None:
+    """Compare the named rank and phase with the planted ones."""
     found = score(truth, answer)
     value = f"rank {answer.rank}, {answer.phase}" if answer else "nobody"
-    if truth.faults:
-        fault = truth.faults[0]
-        how = f"{fault.ms} ms" if fault.ms is not None else f"{1 + (fault.share or 0):g} times"
-        wanted = f"rank {fault.rank}, {fault.phase} ({how})"
-        if fault.phase == "device":
-            wanted = f"rank {fault.rank}, a phase of its device ({how})"
-        checks.bar("planted", _what(truth), value, wanted, found.right_phase)
-    else:
-        checks.bar("planted", _what(truth), value, "nobody", not found.named)
+    if not truth.faults:
+        checks.bar(_part(truth), _what(truth), value, "nobody", not found.named)
+        return
+    fault = truth.faults[0]
+    how = f"{fault.ms:.3g} ms" if fault.ms is not None else f"{1 + (fault.share or 0):g} times"
+    phase = "a phase of its device" if fault.phase == "device" else fault.phase
+    wanted = f"rank {fault.rank}, {phase} ({how})"
+    checks.bar(_part(truth), _what(truth), value, wanted, found.right_phase)
+
+
+def _part(truth: Truth) -> str:
+    return f"planted-{truth.kind}"
 
 
 def _what(truth: Truth) -> str:
     return f"who is named: {FAULTS[truth.kind]}"
 
 
-def _not_ended(checks: Checks, truths: list[Truth], problem: str, logs: str, device: str) -> None:
-    """Report runs that did not end, as a FAIL unless NCCL refused to run."""
+def _not_ended(checks: Checks, truth: Truth, problem: str, logs: str, device: str) -> None:
+    """Report a run that did not end, as a FAIL unless NCCL refused to run."""
     refused = refusal(logs) if device == CUDA else ""
-    for truth in truths:
-        if refused:
-            checks.missing("planted", _what(truth), f"NCCL, with two ranks on one GPU: {refused}")
-        else:
-            words = logs.strip().splitlines()[-1:] or ["no word"]
-            checks.bar(
-                "planted", _what(truth), f"{problem}: {words[0][:120]}", "the run ends", False
-            )
+    if refused:
+        reason = f"NCCL, with two ranks on one GPU: {refused}"
+        checks.missing(_part(truth), _what(truth), reason)
+        return
+    words = logs.strip().splitlines()[-1:] or ["no output"]
+    value = f"{problem}: {words[0][:120]}"
+    checks.bar(_part(truth), _what(truth), value, "the run ends", False)

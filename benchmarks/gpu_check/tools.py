@@ -28,28 +28,24 @@ with perf.watch(model, optimizer, dir="runs", sidecar=False, report="off"):
 
 def nvtx(checks: Checks) -> None:
     """Count ranges by name with an injection library instead of Nsight Systems."""
+    count_ranges(checks, _NVTX_PROGRAM)
+
+
+def count_ranges(checks: Checks, program: str) -> None:
+    """Run a program under the injection library, and compare the counts of its ranges."""
     compiler = shutil.which("gcc")
     if importlib.util.find_spec("nvtx") is None or compiler is None:
         checks.missing("nvtx", "ranges by name", "needs the package nvtx, and gcc")
         return
     with tempfile.TemporaryDirectory() as folder:
         library, out = Path(folder) / "libcounter.so", Path(folder) / "counts"
-        source = ROOT / "tests" / "nvtx_counter.c"
+        source = ROOT / "tests" / "support" / "nvtx_counter.c"
         subprocess.run(
             [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", library, source], check=True
         )
-        variables = {
-            "NVTX_INJECTION64_PATH": str(library),
-            "NVTX_COUNTER_OUT": str(out),
-            "PYTHONPATH": str(ROOT),
-        }
-        subprocess.run(
-            [sys.executable, "-c", _NVTX_PROGRAM],
-            cwd=folder,
-            env={**os.environ, **variables},
-            check=True,
-            timeout=120,
-        )
+        variables = {"NVTX_INJECTION64_PATH": str(library), "NVTX_COUNTER_OUT": str(out)}
+        environ = {**os.environ, **variables}
+        subprocess.run([sys.executable, "-c", program], cwd=folder, env=environ, check=True)
         rows = [line.split("\t") for line in out.read_text().splitlines()]
     ours = {row[1]: (int(row[2]), int(row[3])) for row in rows if row[0] == "torchlens_perf"}
     wanted = dict.fromkeys(
@@ -60,38 +56,24 @@ def nvtx(checks: Checks) -> None:
     checks.bar("nvtx", "ranges begun and ended", value, f"{NVTX_STEPS} each", found == wanted)
 
 
-def sanitizer(checks: Checks) -> None:
-    """Run memcheck and racecheck over every kernel, on the inputs of the equality check."""
+def sanitizer(checks: Checks, check: str) -> None:
+    """Run memcheck or racecheck over every kernel, on the inputs of the equality check."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
-        checks.missing("sanitizer", "memcheck, racecheck", "compute-sanitizer is not here")
+        checks.missing(check, "kernels", "compute-sanitizer is not installed")
         return
-    for check in ("memcheck", "racecheck"):
-        # torch causes some API errors on purpose.
-        errors = ["--report-api-errors", "no"] if check == "memcheck" else []
-        command = [
-            tool,
-            "--tool",
-            check,
-            "--error-exitcode",
-            "9",
-            *errors,
-            "--kernel-regex",
-            "kns=reduce_window",
-        ]
-        command += ["--kernel-regex", "kns=merged_quantiles", "--kernel-regex", "kns=rank_scores"]
-        command += [
-            "--kernel-regex",
-            "kns=stamp",
-            sys.executable,
-            "-m",
-            "benchmarks.gpu_check.part",
-            "kernels",
-        ]
-        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-        summary = [line for line in run.stdout.splitlines() if "SUMMARY" in line]
-        if not summary:
-            reason = (run.stdout + run.stderr).strip().splitlines()[-1:] or ["no output"]
-            checks.missing("sanitizer", check, reason[0][:80])
-            continue
-        checks.bar("sanitizer", check, summary[-1].strip("= "), "0 errors", run.returncode == 0)
+    kernels = (
+        f"kns={name}" for name in ("reduce_window", "merged_quantiles", "rank_scores", "stamp")
+    )
+    command = [tool, "--tool", check, "--error-exitcode", "9"]
+    # torch causes some API errors on purpose.
+    command += ["--report-api-errors", "no"] if check == "memcheck" else []
+    command += [word for kernel in kernels for word in ("--kernel-regex", kernel)]
+    command += [sys.executable, "-m", "benchmarks.gpu_check.part", "kernels"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    summary = [line for line in run.stdout.splitlines() if "SUMMARY" in line]
+    if not summary:
+        reason = (run.stdout + run.stderr).strip().splitlines()[-1:] or ["no output"]
+        checks.missing(check, "kernels", reason[0][:80])
+        return
+    checks.bar(check, "kernels", summary[-1].strip("= "), "0 errors", run.returncode == 0)

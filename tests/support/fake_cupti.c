@@ -23,6 +23,16 @@ int cuptiSubscribe(void **subscriber, Callback function, void *data)
     return 0;
 }
 
+int cuptiUnsubscribe(void *subscriber)
+{
+    if (subscriber != &callback || callback == NULL) {
+        return 1;
+    }
+    callback = NULL;
+    memset(enabled, 0, sizeof enabled);
+    return 0;
+}
+
 int cuptiGetCallbackName(int domain, uint32_t number, const char **name)
 {
     if (domain != DRIVER && domain != RUNTIME) {

@@ -58,3 +58,36 @@ def hangs(checks: Checks) -> None:
     checks.bar("hangs", "before", "1", "1", True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     time.sleep(100)
+
+
+def meets(checks: Checks, name: str) -> None:
+    """Wait for the other part of two that run side by side. Lines come before the wait."""
+    folder = Path(os.environ["MEETING"])
+    checks.value(f"meets-{name}", "came", "yes")
+    (folder / name).touch()
+    while len(list(folder.iterdir())) < 2 and checks.left_s > 1:
+        time.sleep(0.02)
+    met = len(list(folder.iterdir())) == 2
+    checks.bar(f"meets-{name}", "met the other one", str(met), "True", met)
+
+
+def excludes(checks: Checks, name: str) -> None:
+    """Fail if another such part runs at the same time."""
+    lock = Path(os.environ["MEETING"]) / "lock"
+    try:
+        lock.touch(exist_ok=False)
+    except FileExistsError:
+        checks.bar(f"excludes-{name}", "alone", "no", "yes", False)
+        return
+    time.sleep(0.3)
+    lock.unlink()
+    checks.bar(f"excludes-{name}", "alone", "yes", "yes", True)
+
+
+def imports(checks: Checks) -> None:
+    """Import a module of the caller's PYTHONPATH in a process that the part starts elsewhere."""
+    program = "import of_the_caller, benchmarks.gpu_check; print(of_the_caller.VALUE)"
+    done = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True)
+    checks.bar(
+        "imports", "of the caller", done.stdout.strip() or done.stderr, "7", done.stdout == "7\n"
+    )
