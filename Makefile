@@ -230,8 +230,9 @@ bench-peers: $(TEST)/tap bench-peers-ready
 	test ! -e $(@D)/bin/torchlens-perf || $(@D)/bin/torchlens-perf build-tap
 	touch $@
 
-# With the caller's Python, which has torch with CUDA and CuPy; installs nothing. PARTS: some of its parts; OUT: the folder
-# of gpu-check.md.
+# Within four minutes, with the caller's Python, which has torch with CUDA and CuPy; installs nothing. PARTS: some of its
+# parts; OUT: the folder of gpu-check.md and .json. docs/internals/gpu-check.md is written by `python -m
+# benchmarks.gpu_check --docs gpu-check.json`.
 gpu-check:
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)

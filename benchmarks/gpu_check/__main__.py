@@ -48,7 +48,12 @@ def main() -> int:
         write_docs(Results.load(asked.docs))
         return 0
     there = {part.name: part for part in PARTS if asked.device in part.devices}
-    unknown = [name for name in asked.parts if name not in there]
+    # "planted" selects all parts whose names begin so.
+    chosen = {
+        name: [part for part in there.values() if f"{part.name}-".startswith(f"{name}-")]
+        for name in asked.parts
+    }
+    unknown = [name for name, parts in chosen.items() if not parts]
     if unknown:
         where = "" if asked.device == CUDA else f" on {asked.device}"
         print(f"unknown part {unknown[0]}{where}; there are {', '.join(there)}", file=sys.stderr)
@@ -73,7 +78,7 @@ def main() -> int:
         asked.out.absolute(), asked.device, facts, asked.seconds - (time.monotonic() - begin_s)
     )
     return runner.run(
-        [there[name] for name in asked.parts] if asked.parts else list(there.values())
+        [part for parts in chosen.values() for part in parts] if chosen else list(there.values())
     )
 
 

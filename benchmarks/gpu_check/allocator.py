@@ -160,7 +160,6 @@ def _retries(checks: Checks) -> None:
 
 
 def _runs_out(checks: Checks, history: int) -> None:
-    what = "with a history" if history else "without a history"
     model, x = Net(), torch.ones(1, device="cuda")
     with tempfile.TemporaryDirectory() as folder, _little_left():
         with _watched(folder, memory="history" if history else "usage") as watch:
@@ -175,6 +174,14 @@ def _runs_out(checks: Checks, history: int) -> None:
             tables = sorted(Path(folder).glob("*/oom/*.json"))
         after = torch._C._cuda_isHistoryEnabled()
         table = json.loads(tables[-1].read_text()) if tables else None
+    judge_table(checks, table, raised=raised, history=history > 0, left_on=after)
+
+
+def judge_table(
+    checks: Checks, table: dict[str, Any] | None, *, raised: bool, history: bool, left_on: bool
+) -> None:
+    """Compare the table of an out-of-memory error with the planted leak."""
+    what = "with a history" if history else "without a history"
     checks.bar("allocator", f"the job's own error, {what}", str(raised), "is raised", raised)
     if table is None:
         checks.bar("allocator", f"a table, {what}", "none", "is written", False)
@@ -187,7 +194,11 @@ def _runs_out(checks: Checks, history: int) -> None:
         value = f"{top['module']}, {top['blocks']} blocks, {top['new_blocks']} of them new"
         checks.bar("allocator", "the planted module", value, "Net > Keeper, all new", named)
         checks.bar(
-            "allocator", "the history after the watch", "on" if after else "off", "off", not after
+            "allocator",
+            "the history after the watch",
+            "on" if left_on else "off",
+            "off",
+            not left_on,
         )
     else:
         value = f"{top['blocks']} blocks of {top['largest_bytes'] / MB:.0f} MB"

@@ -88,21 +88,24 @@ def beside(checks: Checks) -> None:
                 thread.join(20)
                 if not raised:
                     torch.cuda.synchronize()
-        value = (
-            f"{thread.captured} captured, {len(thread.lost)} lost, {thread.wrong} wrong, {steps}"
-            " steps"
-        )
-        value += "".join(f"; {words[:100]}" for words in [*thread.lost[:1], raised] if words)
         if not watched:
             lost_without = len(thread.lost) + bool(raised)
-            checks.value("beside", "captures on another thread, without a watch", value)
-        elif lost_without:
-            checks.missing(
-                "beside",
-                "captures on another thread, with a watch",
-                f"lost without one, too; {value}",
-            )
-        else:
-            met = not thread.lost and not raised and not thread.wrong and thread.captured >= LEAST
-            wanted = f"at least {LEAST}, none lost or wrong"
-            checks.bar("beside", "captures on another thread, with a watch", value, wanted, met)
+        judge_captures(checks, thread, steps, raised, watched=watched, lost_without=lost_without)
+
+
+def judge_captures(
+    checks: Checks, thread: Capturing, steps: int, raised: str, *, watched: bool, lost_without: int
+) -> None:
+    """Expect captures without a loss. raised: what the training thread raised, or ""."""
+    value = (
+        f"{thread.captured} captured, {len(thread.lost)} lost, {thread.wrong} wrong, {steps} steps"
+    )
+    value += "".join(f"; {words[:100]}" for words in [*thread.lost[:1], raised] if words)
+    what = f"captures on another thread, {'with' if watched else 'without'} a watch"
+    if not watched:
+        checks.value("captures-on-thread", what, value)
+    elif lost_without:
+        checks.missing("captures-on-thread", what, f"lost without one, too; {value}")
+    else:
+        met = not thread.lost and not raised and not thread.wrong and thread.captured >= LEAST
+        checks.bar("captures-on-thread", what, value, f"at least {LEAST}, none lost or wrong", met)

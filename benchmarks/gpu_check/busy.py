@@ -1,4 +1,4 @@
-"""How long the GPU works, by Kineto, against what the report's first sentence says of it."""
+"""Compare the GPU's busy time by Kineto with the first sentence of the report."""
 
 from __future__ import annotations
 

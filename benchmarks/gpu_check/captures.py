@@ -9,7 +9,7 @@ import pickle
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -45,21 +45,7 @@ def capture(checks: Checks) -> None:
                 )
                 captured = 100 * (statistics.median(during_ms[1:-1]) / usual_ms - 1)
                 checks.value("capture", f"a captured step, capture {number}", f"{captured:+.1f} %")
-                later = 100 * (statistics.median(after_ms) / usual_ms - 1)
-                checks.bar(
-                    "capture",
-                    f"a step after capture {number}",
-                    f"{later:+.2f} %",
-                    "at most 1 %",
-                    later <= 1,
-                )
-                checks.bar(
-                    "capture",
-                    f"steps in capture {number}",
-                    str(outcome.steps),
-                    str(STEPS),
-                    outcome.steps == STEPS,
-                )
+                judge_capture(checks, number, before_ms, after_ms, outcome.steps)
         check_detached(checks)
         trace = json.loads(asking.trace)
         kernels = sum(each.get("cat") == "kernel" for each in trace["traceEvents"])
@@ -69,6 +55,17 @@ def capture(checks: Checks) -> None:
         checks.bar(
             "capture", "segments in the memory snapshot", str(segments), "at least 1", segments >= 1
         )
+
+
+def judge_capture(
+    checks: Checks, number: int, before_ms: Sequence[float], after_ms: Sequence[float], steps: int
+) -> None:
+    """Expect steps as before the first capture, and as many captured steps as requested."""
+    later = 100 * (statistics.median(after_ms) / statistics.median(before_ms) - 1)
+    what = f"a step after capture {number}"
+    checks.bar("capture", what, f"{later:+.2f} %", "at most 1 %", later <= 1)
+    what, met = f"steps in capture {number}", steps == STEPS
+    checks.bar("capture", what, str(steps), str(STEPS), met)
 
 
 def check_detached(checks: Checks, cupti: str | None = None) -> None:

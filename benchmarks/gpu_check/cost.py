@@ -168,6 +168,11 @@ def synchronizations(checks: Checks) -> None:
 
             with_watch = _waits(watched_step)
             del watch
+    judge_waits(checks, without, with_watch)
+
+
+def judge_waits(checks: Checks, without: Counter[str], with_watch: Counter[str]) -> None:
+    """Expect that a watch adds no wait, if the profiler sees the check's own one."""
     if not any("ynchronize" in name for name in without):
         checks.missing("synchronizations", "calls that wait", "the profiler does not see them here")
         return
@@ -209,6 +214,11 @@ def memory(checks: Checks) -> None:
                     step()
             torch.cuda.synchronize()
             added = before - torch.cuda.mem_get_info()[0]
+    judge_memory(checks, added)
+
+
+def judge_memory(checks: Checks, added: int) -> None:
+    """Compare the device memory that a watch takes, in bytes, with its limit."""
     checks.bar(
         "memory", "device memory added", f"{added / 2**20:.1f} MiB", "<= 32 MiB", added <= 32 << 20
     )
@@ -219,7 +229,7 @@ def gaps(checks: Checks) -> None:
 
     With a large model the device is not idle.
     """
-    shares = {}
+    shares: dict[str, float | None] = {}
     for name, size in (("launch-bound", LAUNCH_BOUND), ("GPT-2 small", {})):
         model, step = trainer(**size)
         for _ in range(5):
@@ -231,6 +241,11 @@ def gaps(checks: Checks) -> None:
                     step()
                 torch.cuda.synchronize()
             shares[name] = device_statistics(last_rings(folder)).caught_up_share
+    judge_gaps(checks, shares)
+
+
+def judge_gaps(checks: Checks, shares: dict[str, float | None]) -> None:
+    """Expect that a launch-bound device has no work left after a pass, and a busy one has."""
     within = f"within {CAUGHT_UP_NS // 1000} us"
     for name, wanted, met in (
         ("launch-bound", ">= 80 %", (shares["launch-bound"] or 0.0) >= 0.8),

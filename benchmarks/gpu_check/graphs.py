@@ -26,10 +26,14 @@ def graphs(checks: Checks) -> None:
         with tempfile.TemporaryDirectory() as folder:
             warm_up = run(folder)
             found = stamped(last_rings(folder))
-        counts = {section: sketch.count for section, sketch in found.items()}
-        value = ", ".join(f"{section}: {count}" for section, count in counts.items()) or "none"
-        wanted = f"{REPLAYS} replays and {warm_up} before"
-        checks.bar("graphs", name, value, wanted, counts == {"region": REPLAYS + warm_up})
+        judge_counts(checks, name, {key: sketch.count for key, sketch in found.items()}, warm_up)
+
+
+def judge_counts(checks: Checks, name: str, counts: dict[str, int], warm_up: int) -> None:
+    """Expect a time of every replay, and of the runs before the capture."""
+    value = ", ".join(f"{section}: {count}" for section, count in counts.items()) or "none"
+    wanted = f"{REPLAYS} replays and {warm_up} before"
+    checks.bar("graphs", name, value, wanted, counts == {"region": REPLAYS + warm_up})
 
 
 def _watched(folder: str) -> perf.Watch:

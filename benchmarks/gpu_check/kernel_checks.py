@@ -5,6 +5,7 @@ launches.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -107,17 +108,8 @@ def equality(checks: Checks) -> None:
     for shape in WINDOWS:
         window = Window(*shape, seed=shape[0])
         window.reduce()
-        equal = all(
-            np.array_equal(rows.cpu().numpy(), twin)
-            for rows, twin in zip(window.rows, window.twin(), strict=True)
-        )
-        checks.bar(
-            "kernels",
-            f"reduce_window {shape}",
-            "bit-equal to NumPy" if equal else "differs",
-            "equal",
-            equal,
-        )
+        rows = [rows.cpu().numpy() for rows in window.rows]
+        judge_equal(checks, f"reduce_window {shape}", rows, window.twin())
         sums = window.rows[0].cpu().numpy()
         buckets = torch.full((shape[0], len(_QUANTILES)), -9, dtype=torch.int32, device="cuda")
         arguments = [
@@ -128,29 +120,26 @@ def equality(checks: Checks) -> None:
             buckets,
         ]
         launch_ours("merged_quantiles", -(-shape[0] // 4), 128, arguments)
-        equal = np.array_equal(buckets.cpu().numpy(), twins.merged_quantiles(sums, _QUANTILES))
-        checks.bar(
-            "kernels",
-            f"merged_quantiles {shape}",
-            "bit-equal" if equal else "differs",
-            "equal",
-            equal,
-        )
+        wanted = twins.merged_quantiles(sums, _QUANTILES)
+        judge_equal(checks, f"merged_quantiles {shape}", [buckets.cpu().numpy()], [wanted])
     for ranks, slots in RANKS:
         times_ns = _times(ranks, slots)
         middle, worst = _scores(on_device(times_ns))
         twin = twins.rank_scores(times_ns, MIN_SPREAD)
         same = (middle.cpu().numpy().view(np.uint32), worst.cpu().numpy().view(np.uint64))
-        equal = np.array_equal(same[0], twin.middle.view(np.uint32)) and np.array_equal(
-            same[1], twin.worst
-        )
-        checks.bar(
-            "kernels",
-            f"rank_scores ({ranks}, {slots})",
-            "bit-equal" if equal else "differs",
-            "equal",
-            equal,
-        )
+        wanted = [twin.middle.view(np.uint32), twin.worst]
+        judge_equal(checks, f"rank_scores ({ranks}, {slots})", same, wanted)
+
+
+def judge_equal(
+    checks: Checks,
+    what: str,
+    ours: Sequence[np.ndarray[Any, Any]],
+    twins: Sequence[np.ndarray[Any, Any]],
+) -> None:
+    """Expect that a kernel's results equal those of its NumPy twin, bit for bit."""
+    equal = all(np.array_equal(one, twin) for one, twin in zip(ours, twins, strict=True))
+    checks.bar("kernels", what, "bit-equal" if equal else "differs", "equal", equal)
 
 
 def _times(ranks: int, slots: int) -> np.ndarray[Any, Any]:

@@ -25,17 +25,19 @@ from benchmarks.planted_on import DEVICES
 from torchlens_perf.analysis.statistics.device import phase_durations_ns
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.records import PARTS
-from torchlens_perf.run.ring import RingReader
+from torchlens_perf.run.ring import Kind, RingReader
 
 _SMALL = {"layers": 2, "width": 32, "heads": 2, "context": 16, "words": 64}
 _LAUNCH = {"layers": 8, "width": 64, "heads": 4, "context": 32, "words": 256}
 # Batch, kernel time of the test device in seconds.
-_BATCH, _KERNEL_S, SHORT_KERNEL_S = 8, 2e-4, 1e-5
-WARM_UP, _MOST_STEPS = 10, 300
+_BATCH, _KERNEL_S, SHORT_KERNEL_S = 8, 1e-4, 1e-5
+WARM_UP = 10
+# The host may run ahead of the device by all of them, except in the launch-bound loop.
+_STEPS, _LAUNCH_STEPS = 60, 300
 _DATA_S = 0.08
 # Allowed difference of medians: a share, and ms. The machines of the tests are busy.
 _ALLOWED = {CUDA: (0.02, 0.1)}
-_ALLOWED_ELSEWHERE = (0.05, 1.0)
+_ALLOWED_ELSEWHERE = (0.05, 3.0)
 _OWN_ACCOUNT = 0.005
 Times = Mapping[str, float]
 
@@ -71,7 +73,10 @@ class OwnEvents:
         self._marks.append((phase, event))
 
     def medians_ms(self) -> dict[str, float]:
-        """Wait for the device. Return the median time of each phase, and of the step."""
+        """Wait for the device. Return the median time of each phase, and the mean of the step.
+
+        Steps that begin elsewhere have another median on a busy machine, but the same mean.
+        """
         self._device.synchronize()
         found: dict[str, list[float]] = {}
         for (_, begin), (phase, end) in itertools.pairwise(self._marks):
@@ -79,7 +84,7 @@ class OwnEvents:
         begins = [event for phase, event in self._marks if phase == "begin"]
         steps = itertools.pairwise(begins)
         found["step"] = [begin.elapsed_time(end) for begin, end in steps]
-        return {phase: statistics.median(times) for phase, times in found.items()}
+        return typical_ms(found)
 
 
 class Loop:
@@ -138,7 +143,7 @@ def loop(checks: Checks, kind: str) -> None:
             training.model, training.optimizer, dir=folder, sidecar=False, report="off"
         ):
             until_s = checks.left_s / 2
-            for number in range(_MOST_STEPS):
+            for number in range(_LAUNCH_STEPS if kind == "launch" else _STEPS):
                 training.step(own.mark if number >= WARM_UP else lambda phase: None)
                 if checks.left_s < until_s and number > 2 * WARM_UP:
                     break
@@ -151,7 +156,7 @@ def loop(checks: Checks, kind: str) -> None:
 def compare(
     checks: Checks, part: str, ours: Times, own: Times, allowed: tuple[float, float]
 ) -> None:
-    """Compare our median of the step and of each phase with the check's own one, in ms."""
+    """Compare our times of the step and of each phase with the check's own ones, in ms."""
     share, least_ms = allowed
     for phase in ("step", "forward", "backward", "optimizer"):
         true_ms, found_ms = own[phase], ours.get(phase)
@@ -175,9 +180,19 @@ def recorded(ring: Any) -> tuple[dict[str, float], float]:
     reader = RingReader(ring)
     records = reader.read_records(final=True).records
     reader.close()
-    records = records[records["step"] >= WARM_UP]
+    # The check's own last step has no end, as its next step never begins.
+    last = records["step"][records["kind"] == Kind.STEP].max(initial=0)
+    records = records[(records["step"] >= WARM_UP) & (records["step"] < last)]
     found = phase_durations_ns(records)
     steps = assemble_steps(records)
     share = steps.parts_ns[:, PARTS.index("tool")].sum() / max(1, steps.duration_ns.sum())
-    ours = {phase: statistics.median(times.tolist()) / 1e6 for phase, times in found.items()}
-    return ours, float(share)
+    ours_ms = {phase: (times / 1e6).tolist() for phase, times in found.items()}
+    return typical_ms(ours_ms), float(share)
+
+
+def typical_ms(times_ms: Mapping[str, list[float]]) -> dict[str, float]:
+    """Return the mean of the steps, and the median of each phase."""
+    typical = {phase: statistics.median(times) for phase, times in times_ms.items() if times}
+    if times_ms.get("step"):
+        typical["step"] = statistics.fmean(times_ms["step"])
+    return typical

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -50,16 +51,23 @@ def merging(checks: Checks) -> None:
         dist.destroy_process_group()
         for variable in environment:
             del os.environ[variable]
-    window, own = found.merged.get("planted", {}), found.stamped.get("planted")
+    own = found.stamped.get("planted")
     count = own.count if own is not None else 0
+    judge_merged(checks, found.merged.get("planted", {}), count, [row.times for row in work])
+
+
+def judge_merged(
+    checks: Checks, window: Mapping[str, float], count: int, times_of_windows: Sequence[int]
+) -> None:
+    """Compare the last merged window, the rank's own times, and the device's steps by window."""
     value = f"{window.get('count', 0):.0f} in the last window, {count} of its own in all"
     met = window.get("count") == MERGE_STEPS and count == WINDOWS * MERGE_STEPS
     checks.bar(
         "merging", "times merged by NCCL", value, f"{MERGE_STEPS}, {WINDOWS * MERGE_STEPS}", met
     )
-    times = work[-1].times if work else 0
-    met = len(work) == WINDOWS and times > MERGE_STEPS // 2
-    value = f"{len(work)} windows, {times} steps in the last one"
+    times = times_of_windows[-1] if times_of_windows else 0
+    met = len(times_of_windows) == WINDOWS and times > MERGE_STEPS // 2
+    value = f"{len(times_of_windows)} windows, {times} steps in the last one"
     checks.bar(
         "merging", "the device's steps by part", value, f"{WINDOWS}, most of {MERGE_STEPS}", met
     )

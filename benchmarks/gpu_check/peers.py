@@ -1,4 +1,4 @@
-"""What other tools add to the launch-bound loop's steps, each tool in a process of its own.
+"""Measure other tools on the launch-bound loop's steps, each tool in a process of its own.
 
 Tools cannot be started again and again in one process: steps without the tool come first.
 """

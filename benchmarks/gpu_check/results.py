@@ -12,12 +12,16 @@ from benchmarks.gpu_check.lines import COLUMNS, FAIL, NOT_RUN, Line
 _ROOT = Path(__file__).parent.parent.parent
 DOCS_DATA = _ROOT / "benchmarks" / "gpu_check.json"
 DOCS_PAGE = _ROOT / "docs" / "internals" / "gpu-check.md"
+_ABOUT = (
+    "Lines with a bar are PASS or FAIL, the others are figures. *not run* is no PASS. A newer table is",
+    "written by `make gpu-check` and `python -m benchmarks.gpu_check --docs gpu-check.json`.",
+)
 HEAD = (f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS))
 
 
 @dataclasses.dataclass
 class Results:
-    """What one run of the check has found until now."""
+    """Facts and lines of one run of the check, complete or not."""
 
     date: str
     facts: dict[str, str]
@@ -67,7 +71,18 @@ class Results:
         }
         rows = [line.markdown() for line in sorted(self.lines, key=lambda line: order[line.part])]
         took = [f"Seconds of each part: {took}."] if took else []
-        page = ["# What `make gpu-check` found", "", *facts, "", self.summary(), "", *HEAD, *rows]
+        page = [
+            "# What `make gpu-check` found",
+            "",
+            *_ABOUT,
+            "",
+            *facts,
+            "",
+            self.summary(),
+            "",
+            *HEAD,
+            *rows,
+        ]
         return "\n".join([*page, *(["", *took] if took else []), ""])
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu_check.lines import FAIL, NOT_RUN, Line
-from benchmarks.gpu_check.parts import Part
+from benchmarks.gpu_check.parts import SLOWER, Part
 from benchmarks.gpu_check.results import HEAD, Results, write
 
 ROOT = Path(__file__).parent.parent.parent
@@ -127,9 +127,12 @@ class Runner:
             self._out_of_time(part, "not begun")
             self._done(part)
             return
-        running = RunningPart(part, self._device, min(part.limit_s, left_s))
+        running = RunningPart(part, self._device, min(self._limit_s(part), left_s))
         self._running.append(running)
         self._selector.register(running.reading, selectors.EVENT_READ, running)
+
+    def _limit_s(self, part: Part) -> float:
+        return part.limit_s * SLOWER.get(self._device, 1.0)
 
     def _take_lines(self) -> None:
         """Wait for lines of the running parts, and end those that have closed their pipe or are late."""
@@ -152,10 +155,10 @@ class Runner:
         code = running.wait() if in_time else None
         running.end()
         part = running.part
-        if not in_time and running.limit_s < part.limit_s:
+        if not in_time and running.limit_s < self._limit_s(part):
             self._out_of_time(part, "ended before its end")
         elif not in_time:
-            self._fail(part, f"was ended after {part.limit_s:g} s", "ends")
+            self._fail(part, f"was ended after {running.limit_s:g} s", "ends")
         elif code is None:
             self._fail(part, f"did not end within {_ENDING_S} s of its last line", "ends")
         elif code:

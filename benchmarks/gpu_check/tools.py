@@ -14,7 +14,7 @@ from benchmarks.gpu_check.lines import Checks
 
 ROOT = Path(__file__).parent.parent.parent
 NVTX_STEPS = 5
-_NVTX_PROGRAM = f"""
+NVTX_PROGRAM = f"""
 import torch, torchlens_perf as perf
 model = torch.nn.Linear(8, 8).cuda()
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -28,7 +28,7 @@ with perf.watch(model, optimizer, dir="runs", sidecar=False, report="off"):
 
 def nvtx(checks: Checks) -> None:
     """Count ranges by name with an injection library instead of Nsight Systems."""
-    count_ranges(checks, _NVTX_PROGRAM)
+    count_ranges(checks, NVTX_PROGRAM)
 
 
 def count_ranges(checks: Checks, program: str) -> None:
