@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import tempfile
@@ -39,6 +40,7 @@ _DATA_S = 0.08
 _ALLOWED = {CUDA: (0.02, 0.1)}
 _ALLOWED_ELSEWHERE = (0.05, 3.0)
 _OWN_ACCOUNT = 0.005
+MEAN_STEP = "mean step"
 Times = Mapping[str, float]
 
 
@@ -73,10 +75,7 @@ class OwnEvents:
         self._marks.append((phase, event))
 
     def medians_ms(self) -> dict[str, float]:
-        """Wait for the device. Return the median time of each phase, and the mean of the step.
-
-        Steps that begin elsewhere have another median on a busy machine, but the same mean.
-        """
+        """Wait for the device. Return the times of typical_ms()."""
         self._device.synchronize()
         found: dict[str, list[float]] = {}
         for (_, begin), (phase, end) in itertools.pairwise(self._marks):
@@ -149,19 +148,33 @@ def loop(checks: Checks, kind: str) -> None:
                     break
             theirs = own.medians_ms()
         ours, account = recorded(last_rings(folder))
-    compare(checks, f"loop-{kind}", ours, theirs, _ALLOWED.get(name, _ALLOWED_ELSEWHERE))
+    compare(checks, f"loop-{kind}", ours, theirs, allowed_difference())
     judge_account(checks, f"loop-{kind}", account, limited=name == CUDA)
+
+
+def allowed_difference() -> tuple[float, float]:
+    """Return the share and the ms by which times may differ from the check's own ones."""
+    return _ALLOWED.get(os.environ.get("GPU_CHECK_DEVICE", CUDA), _ALLOWED_ELSEWHERE)
 
 
 def compare(
     checks: Checks, part: str, ours: Times, own: Times, allowed: tuple[float, float]
 ) -> None:
-    """Compare our times of the step and of each phase with the check's own ones, in ms."""
+    """Compare our times of the step and of each phase with the check's own ones, in ms.
+
+    Steps agree if their medians or their means do. Our steps begin elsewhere: on a busy machine
+    medians then differ, and so do means if a step was interrupted at the begin or the end.
+    """
     share, least_ms = allowed
+
+    def agrees(phase: str) -> bool:
+        difference_ms = abs(ours.get(phase, math.inf) - own[phase])
+        return difference_ms <= share * own[phase] + least_ms
+
     for phase in ("step", "forward", "backward", "optimizer"):
         true_ms, found_ms = own[phase], ours.get(phase)
         bar = f"{true_ms:.2f} ms +- {share:.0%} + {least_ms:g} ms"
-        met = found_ms is not None and abs(found_ms - true_ms) <= share * true_ms + least_ms
+        met = agrees(phase) or (phase == "step" and agrees(MEAN_STEP))
         value = "not recorded" if found_ms is None else f"{found_ms:.2f} ms"
         checks.bar(part, f"{phase}, by the device's clock", value, bar, met)
 
@@ -191,8 +204,8 @@ def recorded(ring: Any) -> tuple[dict[str, float], float]:
 
 
 def typical_ms(times_ms: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the mean of the steps, and the median of each phase."""
+    """Return the median of the step and of each phase, and the mean of the step."""
     typical = {phase: statistics.median(times) for phase, times in times_ms.items() if times}
     if times_ms.get("step"):
-        typical["step"] = statistics.fmean(times_ms["step"])
+        typical[MEAN_STEP] = statistics.fmean(times_ms["step"])
     return typical
