@@ -154,6 +154,7 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
     }
     assert empty(statistics["device"]) <= {
         "caught_up",
+        "fed_modules",
         "stamped_lost",
         "stray_records",
         "sections",
