@@ -170,7 +170,7 @@ test-backends: $(TEST)/tap $(RECEIVER)/ready $(addsuffix /ready,$(BACKENDS)) $(i
 test-device:
 	$(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m torchlens_perf build-tap
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/device tests/hooks/on_device tests/recorder/test_devices.py \
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest tests/device tests/cuda tests/recorder/test_devices.py \
 		$(addprefix tests/distributed/test_, device_stalls.py hang_on_device.py merged_steps.py)
 
 # manylinux wheels, and the sdist, in dist. PYTHONS: interpreters with headers, by default all supported ones of this machine.

@@ -22,7 +22,7 @@ import torch
 import torchlens_perf as perf
 from benchmarks.gpt import GPT
 from benchmarks.measure import Table, interleaved
-from torchlens_perf.hooks.on_device.clock import create_driver_clock
+from torchlens_perf.cuda.clock import create_driver_clock
 
 ROUNDS, STEPS, WARM_STEPS = 400, 10, 2
 USUAL_LIMIT_US, SAMPLED_LIMIT_US = 12.0, 200.0

@@ -65,8 +65,8 @@ def arm() -> None:
     """
     from torchlens_perf import config
     from torchlens_perf.errors import guard
+    from torchlens_perf.hooks.collectives import nccl_plugin
     from torchlens_perf.hooks.loop import first_step
-    from torchlens_perf.recorder import nccl_plugin
 
     environment = config.from_environment(os.environ)
     _rearm_in_children()

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchlens_perf import config as configuration
 from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switch_off_on_error
+from torchlens_perf.hooks import device_hooks as on_device
 from torchlens_perf.hooks.failure import current_exceptions, describe_failure, find_new_exception
 from torchlens_perf.hooks.loop import arguments
-from torchlens_perf.hooks.on_device import choice as on_device
 from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.output import above_standard_streams, logger
 from torchlens_perf.recorder import keep_ring, sidecar

@@ -13,10 +13,10 @@ import torch
 
 from benchmarks.gpu_check.checks import Spin, launch, new_ring, occupy, stream
 from benchmarks.gpu_check.lines import Checks
+from torchlens_perf.cuda.clock import create_clock
 from torchlens_perf.cuda.driver import CudaDriver
 from torchlens_perf.cuda.reduction import ExactColumn, SumColumn
 from torchlens_perf.cuda.stamps import NO_SLOT
-from torchlens_perf.hooks.on_device.clock import create_clock
 from torchlens_perf.recorder.devices import DeviceInUse
 
 SPINS_NS = (10_000, 50_000, 200_000, 1_000_000, 10_000_000)

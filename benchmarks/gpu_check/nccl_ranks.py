@@ -20,8 +20,8 @@ import torch.distributed as dist
 import torchlens_perf as perf
 from benchmarks.gpu_check.checks import Spin
 from benchmarks.gpu_check.runs import last_rings
-from torchlens_perf.recorder import nccl_plugin
-from torchlens_perf.recorder.nccl_plugin import VARIABLE
+from torchlens_perf.hooks.collectives import nccl_plugin
+from torchlens_perf.hooks.collectives.nccl_plugin import VARIABLE
 from torchlens_perf.run.ring import Flag, Kind, RingReader
 
 STEPS, SPIN_NS = 20, 20_000_000

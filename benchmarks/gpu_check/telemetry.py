@@ -15,7 +15,7 @@ from torchlens_perf.analysis.statistics.hardware import (
     GpuSample,
     GpuTotals,
 )
-from torchlens_perf.hooks.on_device.choice import read_gpu_identity
+from torchlens_perf.hooks.device_hooks import read_gpu_identity
 from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry
 
 _PERIOD_S, _IDLE, _LOADED = 0.5, 8, 16  # samples

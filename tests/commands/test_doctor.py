@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from torchlens_perf.commands.doctor import BROKEN, LIMITED, OK, Check, run_checks, summarize
-from torchlens_perf.recorder import nccl_plugin, torch_private
+from torchlens_perf.hooks.collectives import nccl_plugin
+from torchlens_perf.recorder import torch_private
 
 
 def by_subject() -> dict[str, Check]:

@@ -17,7 +17,7 @@ import torch_openreg  # type: ignore[import-not-found]  # noqa: F401  # makes it
 from torch import nn
 
 from tests.support.recording import Recording, recorded
-from torchlens_perf.hooks.on_device import clock
+from torchlens_perf.cuda import clock
 from torchlens_perf.recorder.device_abilities import ABILITIES, find_ability_problem
 from torchlens_perf.run.ring import Kind
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.recording import recorded
 from torchlens_perf.hooks import module_tree
-from torchlens_perf.hooks.on_device import nccl
+from torchlens_perf.hooks.collectives import nccl
 from torchlens_perf.run.ring import Kind
 
 

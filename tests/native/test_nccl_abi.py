@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.recorder import nccl_plugin
+from torchlens_perf.hooks.collectives import nccl_plugin
 
 COMPILER = shutil.which("gcc") or shutil.which("cc")
-HEADERS = Path(nccl_plugin.__file__).parents[1] / "native"
+HEADERS = Path(nccl_plugin.__file__).parents[2] / "native"
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler")
 
 

@@ -24,10 +24,10 @@ from tests.support.recorders import IDS
 from tests.support.recording import Recording, recorded, records_of
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.commands import tap_build
-from torchlens_perf.hooks.on_device import sections
-from torchlens_perf.hooks.on_device.nccl import NcclHook
-from torchlens_perf.hooks.on_device.stalls import StallMarker
-from torchlens_perf.recorder import nccl_plugin
+from torchlens_perf.cuda import device_times as sections
+from torchlens_perf.cuda.stalls import StallMarker
+from torchlens_perf.hooks.collectives import nccl_plugin
+from torchlens_perf.hooks.collectives.nccl import NcclHook
 from torchlens_perf.report.collective_rows import collective_rows
 from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Flag, Kind

@@ -16,8 +16,8 @@ from benchmarks.nccl_plugin import costs_ns
 from tests.support.collective_rig import on_thread, sequence
 from tests.support.device.fake_nccl import INTERFACES, ON, SEEN, FakeNccl, NcclRig, compile_nccl
 from tests.support.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.recorder import nccl_plugin
-from torchlens_perf.recorder.nccl_plugin import GiveUpCause
+from torchlens_perf.hooks.collectives import nccl_plugin
+from torchlens_perf.hooks.collectives.nccl_plugin import GiveUpCause
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 TIMED = Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE
 # The values in native/nccl_operations.c and native/collective_parts.c.
 MAX_OPERATIONS, MAX_TIMED = 4096, 1024
-NATIVE = Path(nccl_plugin.__file__).parents[1] / "native"
+NATIVE = Path(nccl_plugin.__file__).parents[2] / "native"
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from tests.support.collective_rig import sequence
 from tests.support.device.fake_nccl import INTERFACES, ON, SEEN, NcclRig
 from tests.support.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.recorder.nccl_plugin import POOL_BYTES, GiveUpCause
+from torchlens_perf.hooks.collectives.nccl_plugin import POOL_BYTES, GiveUpCause
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
 

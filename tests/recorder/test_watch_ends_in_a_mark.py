@@ -17,7 +17,7 @@ import pytest
 from tests.support.collective_rig import CollectiveRig
 from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf import errors
-from torchlens_perf.hooks.on_device.clock import create_clock_of_events
+from torchlens_perf.cuda.clock import create_clock_of_events
 from torchlens_perf.run import ring
 from torchlens_perf.run.ring import Kind
 

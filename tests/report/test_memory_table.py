@@ -85,7 +85,7 @@ def ran_out(run: RunDirectory, rank: Rank, **changed: Any) -> None:
 
 
 def mark_memory(rank: Rank, **values: int | tuple[int, int]) -> None:
-    """Record one memory reading in the same way as hooks/on_device/memory.py."""
+    """Record one memory reading in the same way as cuda/memory.py."""
     start_ns = rank.session.recorder.now_ns()
     for name, value in values.items():
         now, most = value if isinstance(value, tuple) else (value, 0)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.hooks.on_device import step_parts
-from torchlens_perf.hooks.on_device.step_parts import StepPartCollector
+from torchlens_perf.cuda import step_parts
+from torchlens_perf.cuda.step_parts import StepPartCollector
 from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, pack_row, unpack_row
 from torchlens_perf.run.device.step_parts import (
     PART_OF_SPAN,

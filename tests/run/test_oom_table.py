@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.support.device.fake_allocator import block, frames, segment, snapshot
-from torchlens_perf.hooks.on_device.out_of_memory import find_forward_methods
+from torchlens_perf.cuda.out_of_memory import find_forward_methods
 from torchlens_perf.run.oom_table import AllocationSites, LiveMemoryTable, build_live_table
 
 TORCH = str(Path(torch.__file__).parent)

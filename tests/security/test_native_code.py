@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from torchlens_perf.commands import doctor
-from torchlens_perf.recorder import native_tap, nccl_plugin
+from torchlens_perf.hooks.collectives import nccl_plugin
+from torchlens_perf.recorder import native_tap
 
 
 @pytest.fixture

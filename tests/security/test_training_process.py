@@ -75,8 +75,8 @@ _ALLOWED = {
     },
     # Communicates for aggregate="device", which the user must request.
     "cuda.aggregate": {"dist.all_reduce"},
-    "hooks.on_device.cuda_device": {"dist.all_reduce", "dist.new_group"},
-    "hooks.on_device.data_parallel": {"dist.reduce"},  # The name of the wrapped function.
+    "cuda.device": {"dist.all_reduce", "dist.new_group"},
+    "hooks.collectives.data_parallel": {"dist.reduce"},  # The name of the wrapped function.
 }
 _THREADS = {"Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "start_new_thread"}
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.device import device
 from tests.support.recording import Record, Recording, recorded
-from torchlens_perf.hooks.on_device import clock
+from torchlens_perf.cuda import clock
 from torchlens_perf.run.ring import Kind
 
 DEVICE = device.NAME

@@ -181,7 +181,7 @@ def _will_next_run_build_tap() -> bool:
 
 def _check_nccl() -> Iterator[Check]:
     """Yield no check if torch has no NCCL of NVIDIA."""
-    from torchlens_perf.recorder import nccl_plugin
+    from torchlens_perf.hooks.collectives import nccl_plugin
 
     nccl, file = nccl_plugin.read_nccl_version(), nccl_plugin.find_plugin_file()
     if nccl is None:

@@ -1,1 +1,1 @@
-"""CUDA kernels and their host code, imported only if torch has a device."""
+"""A device: events, clock, spans, waits, memory, kernels, driver. Imported only if torch has one."""

@@ -62,7 +62,7 @@ _Launch = tuple[int, int, int, int, KernelArguments]
 
 
 class MergingDevice(Protocol):
-    """The methods of a device that merging needs. See hooks/on_device/cuda_device.py."""
+    """The methods of a device that merging needs. See cuda/device.py."""
 
     def merge_stream(self) -> AbstractContextManager[int]:
         """Make the stream for merges the current one, ordered after the previous stream.

@@ -1,7 +1,7 @@
 """Reduce a window of steps on the device to one row for each part of a step.
 
 The host knows the parts of a step a few steps later, as differences of events
-(hooks/on_device/clock.py). Once per window, the parts are copied to the device (8 KB). The kernel
+(cuda/clock.py). Once per window, the parts are copied to the device (8 KB). The kernel
 that reduces the sections' rings also reduces the parts:
 
 ::

@@ -11,6 +11,7 @@ from torchlens_perf.hooks.budget import BudgetHook
 from torchlens_perf.hooks.capture import CaptureHook
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
+from torchlens_perf.hooks.device_hooks import create_device_hooks
 from torchlens_perf.hooks.loader_workers import LoaderWorkersHook
 from torchlens_perf.hooks.loop.optimizer import OptimizerHook
 from torchlens_perf.hooks.loop.passed_optimizers import PassedOptimizers
@@ -21,11 +22,10 @@ from torchlens_perf.hooks.loop.selection import (
     select_modules,
 )
 from torchlens_perf.hooks.loop.training_loop import TrainingLoop
+from torchlens_perf.hooks.memory import MemoryHook
 from torchlens_perf.hooks.module import ModuleCallRouter, ModuleHook
 from torchlens_perf.hooks.numbers import NumbersHook
 from torchlens_perf.hooks.nvtx import NvtxHook
-from torchlens_perf.hooks.on_device.choice import create_device_hooks
-from torchlens_perf.hooks.on_device.memory import MemoryHook
 from torchlens_perf.hooks.operators import OperatorHook
 from torchlens_perf.hooks.recompute import RecomputeHook
 from torchlens_perf.hooks.section import SectionHook

@@ -48,7 +48,7 @@ static int64_t mark(Recorder *self, uint32_t kind)
     return marked;
 }
 
-/* Around a wait, on any thread, with the GIL: hooks/on_device/stalls.py says whether it is one of the device's stream,
+/* Around a wait, on any thread, with the GIL: cuda/stalls.py says whether it is one of the device's stream,
  * and accounts for its own time. */
 void device_stall(PyObject *function)
 {

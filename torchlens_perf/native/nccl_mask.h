@@ -11,7 +11,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-/* Why timing was given up; what recorder/nccl_plugin.py has words for, in this order. */
+/* Why timing was given up; what hooks/collectives/nccl_plugin.py has words for, in this order. */
 enum cause {
     NOT_GIVEN_UP,
     CAPTURED_OPERATION,

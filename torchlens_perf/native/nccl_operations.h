@@ -12,7 +12,7 @@
 
 enum handle_type { OF_OPERATION = 1, OF_CHANNEL, OF_API, OF_GROUP_API, OF_NOTHING };
 
-/* What recorder/nccl_plugin.py reads, in this order, and behind it why timing was given up. */
+/* What hooks/collectives/nccl_plugin.py reads, in this order, and behind it why timing was given up. */
 enum counter {
     COMMUNICATORS, /* made since the library was loaded */
     ELSEWHERE,     /* that were not issued by a recorded call of torch.distributed */

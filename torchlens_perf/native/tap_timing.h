@@ -1,4 +1,4 @@
-// Marks around a tapped operation on a device, from Python (hooks/on_device/stalls.py).
+// Marks around a tapped operation on a device, from Python (cuda/stalls.py).
 #ifndef TORCHLENS_PERF_NATIVE_TAP_TIMING_H
 #define TORCHLENS_PERF_NATIVE_TAP_TIMING_H
 

@@ -37,7 +37,7 @@ class Clock(Protocol):
 
 
 class StallMarks(Protocol):
-    """Records marks around the device's waits for communication (hooks/on_device/stalls.py)."""
+    """Records marks around the device's waits for communication (cuda/stalls.py)."""
 
     def begin(self, name_id: int) -> int | None: ...
     def end(self) -> int | None: ...

@@ -12,7 +12,7 @@ from torchlens_perf.verdicts.node_state import ProcessState
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import DeviceSection, DeviceTimes
 
-# Reasons for missing device marks, by the names of the counters in hooks/on_device/sections.py.
+# Reasons for missing device marks, by the names of the counters in cuda/device_times.py.
 _NOT_TIMED = {
     "captured": (
         "device marks were left out while a CUDA graph was captured. Phases of graph replays are"

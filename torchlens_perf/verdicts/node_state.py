@@ -206,7 +206,7 @@ class ProcessState:
     """Time in which the workers of its DataLoader make a batch; 0 if not measured."""
     out_of_memory: OutOfMemory | None = None
     """The memory table of the newest failed allocation on its device, see
-    hooks/on_device/out_of_memory.py."""
+    cuda/out_of_memory.py."""
     trainings: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     """First step and model of each training, as published by the process."""
     by_training: list[Training] = dataclasses.field(default_factory=list)

@@ -1,6 +1,6 @@
 """An asynchronous device whose driver runs the kernels' NumPy twins in stream order.
 
-The device has the methods of hooks/on_device/cuda_device.py that merging needs.
+The device has the methods of cuda/device.py that merging needs.
 
 Rings, buffers and merges are those of the product.
 """

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
-from torchlens_perf.hooks.on_device import memory as hooks_memory
-from torchlens_perf.hooks.on_device import out_of_memory
+from torchlens_perf.cuda import out_of_memory
+from torchlens_perf.hooks import memory as hooks_memory
 from torchlens_perf.recorder import torch_private
 
 GB = 1 << 30

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from tests.support.device.shim_kernels import COMPILER, HERE
 from torchlens_perf.cuda.aggregate import WindowMerger
-from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
-from torchlens_perf.cuda.stamps import DeviceRing
-from torchlens_perf.errors import DeviceError
-from torchlens_perf.hooks.on_device.clock import (
+from torchlens_perf.cuda.clock import (
     CAPTURING,
     create_clock_of_events,
     create_driver_clock,
 )
+from torchlens_perf.cuda.driver import CudaDriver, KernelArguments
+from torchlens_perf.cuda.stamps import DeviceRing
+from torchlens_perf.errors import DeviceError
 
 _MORE = {
     "cuModuleLoadData": [ctypes.c_void_p, ctypes.c_void_p],

@@ -13,8 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from tests.support.collective_rig import CollectiveRig
-from torchlens_perf.recorder import nccl_plugin
-from torchlens_perf.recorder.nccl_plugin import NcclPlugin
+from torchlens_perf.hooks.collectives import nccl_plugin
+from torchlens_perf.hooks.collectives.nccl_plugin import NcclPlugin
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
 

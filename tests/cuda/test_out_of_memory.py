@@ -22,8 +22,8 @@ from tests.support.device.fake_allocator import (
 )
 from tests.support.recording import recorded
 from torchlens_perf import Watch
+from torchlens_perf.cuda import out_of_memory
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.hooks.on_device import out_of_memory
 from torchlens_perf.recorder import torch_instruments, torch_private
 
 pytestmark = pytest.mark.usefixtures("each_step_is_due")

@@ -11,7 +11,7 @@ from torchlens_perf.recorder.devices import find_cuda_devices_in_use
 
 if TYPE_CHECKING:
     from torchlens_perf.config import Config
-    from torchlens_perf.hooks.on_device.cuda_device import CudaDevice
+    from torchlens_perf.cuda.device import CudaDevice
     from torchlens_perf.recorder.session import Hook, Session
     from torchlens_perf.run.identity import Gpu
 
@@ -43,7 +43,7 @@ def decline_configured_merging(config: Config) -> None:
     without an answer from this rank.
     """
     if config.aggregate == "device":
-        from torchlens_perf.hooks.on_device.cuda_device import decline_merging
+        from torchlens_perf.cuda.device import decline_merging
         from torchlens_perf.recorder.devices import find_accelerator
 
         device = find_device_for_kernels(find_accelerator())
@@ -57,7 +57,7 @@ def find_device_for_kernels(kind: str) -> CudaDevice | None:
 
     if kind != "cuda" or torch.version.cuda is None:
         return None
-    from torchlens_perf.hooks.on_device.cuda_device import CudaDevice
+    from torchlens_perf.cuda.device import CudaDevice
 
     return CudaDevice()
 
@@ -83,23 +83,23 @@ def create_device_hooks(config: Config) -> list[Hook]:
         known = PendingSteps()
     hooks: list[Hook] = []
     if kind and config.device_times != "off":
-        from torchlens_perf.hooks.on_device.sections import DeviceTimesHook
+        from torchlens_perf.cuda.device_times import DeviceTimesHook
 
         hooks.append(DeviceTimesHook(asked_for=config.device_times == "on", kind=kind, known=known))
         if config.collectives:
-            from torchlens_perf.hooks.on_device.data_parallel import DataParallelHook
+            from torchlens_perf.hooks.collectives.data_parallel import DataParallelHook
 
             hooks.append(DataParallelHook())
     # Must precede DeviceSectionHook, which creates a communicator: NCCL loads a plugin only at the
     # first communicator.
     if kind and config.collectives:
-        from torchlens_perf.hooks.on_device.nccl import NcclHook
+        from torchlens_perf.hooks.collectives.nccl import NcclHook
 
         hooks.append(NcclHook(config.nccl))
     if kind == "cuda" and torch.version.cuda is not None:
         hooks.append(GpuIdentityHook())
     if stamped is not None:
-        from torchlens_perf.hooks.on_device.stamps import DeviceSectionHook
+        from torchlens_perf.cuda.device_sections import DeviceSectionHook
 
         # Must come after DeviceTimesHook, which fills `known`.
         hooks.append(DeviceSectionHook(stamped, aggregate=aggregate, known=known))

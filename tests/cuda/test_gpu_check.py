@@ -129,7 +129,7 @@ def test_result_file_has_the_lines_written_before_the_check_is_killed(tmp_path: 
     """The process of the running part is killed too."""
     program = f"""
 from pathlib import Path
-from tests.hooks.on_device.test_gpu_check import run, part
+from tests.cuda.test_gpu_check import run, part
 run(Path({str(tmp_path)!r}), part("passes"), part("hangs"), part("fails"))
 """
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "HANGING": str(tmp_path / "pid")}
@@ -177,7 +177,7 @@ def test_part_that_measures_time_runs_alone(
 
 
 def test_part_that_hangs_loses_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part beside it reports, and parts after it run."""
+    """The part that runs at the same time reports, and parts after it run."""
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     parts = part("hangs", limit_s=8), part("passes"), part("fails", alone=True)
     _, results, text = run(tmp_path, *parts, side_by_side=2)

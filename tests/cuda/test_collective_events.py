@@ -13,8 +13,8 @@ from tests.support.collective_rig import CollectiveRig, sequence
 from tests.support.device.fake_device import FakeDevice, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recorders import IDS, IMPLEMENTATIONS
-from torchlens_perf.hooks.on_device.nccl import CollectiveEvents
-from torchlens_perf.hooks.on_device.stalls import StallMarker
+from torchlens_perf.cuda.stalls import StallMarker
+from torchlens_perf.hooks.collectives.nccl import CollectiveEvents
 from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.recorder.training_thread import TrainingThread

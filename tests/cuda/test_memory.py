@@ -22,7 +22,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
 @pytest.fixture
 def no_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off the minimum time between readings, because steps of a test are short."""
-    monkeypatch.setattr("torchlens_perf.hooks.on_device.memory._MIN_IDLE_RATIO", 0)
+    monkeypatch.setattr("torchlens_perf.cuda.memory._MIN_IDLE_RATIO", 0)
 
 
 def values(recording: Recording) -> dict[str, list[tuple[int, int, int]]]:

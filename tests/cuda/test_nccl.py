@@ -19,11 +19,12 @@ from torchlens_perf import autoload
 from torchlens_perf.commands.doctor import LIMITED, OK, run_checks
 from torchlens_perf.config import Config
 from torchlens_perf.hooks import attach
-from torchlens_perf.hooks.on_device.choice import create_device_hooks
-from torchlens_perf.hooks.on_device.nccl import NcclHook
+from torchlens_perf.hooks.collectives import nccl_plugin
+from torchlens_perf.hooks.collectives.nccl import NcclHook
+from torchlens_perf.hooks.collectives.nccl_plugin import SAMPLED_EVERY, VARIABLE
+from torchlens_perf.hooks.device_hooks import create_device_hooks
 from torchlens_perf.recorder import devices as device
-from torchlens_perf.recorder import nccl_plugin, step_callbacks, torch_groups
-from torchlens_perf.recorder.nccl_plugin import SAMPLED_EVERY, VARIABLE
+from torchlens_perf.recorder import step_callbacks, torch_groups
 
 pytestmark = pytest.mark.skipif(
     IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
@@ -609,7 +610,7 @@ def test_package_never_sets_torch_nccl_enable_timing() -> None:
 
     Only the user may set the variable.
     """
-    package = Path(nccl_plugin.__file__).parents[1]
+    package = Path(nccl_plugin.__file__).parents[2]
     sources = [
         path for pattern in ("*.py", "*.c", "*.cpp", "*.h") for path in package.rglob(pattern)
     ]

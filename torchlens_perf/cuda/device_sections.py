@@ -19,7 +19,7 @@ from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
     from torchlens_perf.cuda.aggregate import WindowMerger
-    from torchlens_perf.hooks.on_device.cuda_device import CudaDevice
+    from torchlens_perf.cuda.device import CudaDevice
     from torchlens_perf.recorder.session import Session
 
 REDUCE_EVERY_NS = 1_000_000_000

@@ -144,7 +144,7 @@ def find_plugin_problem() -> str:
 
 def _plugin_file() -> Path:
     return (
-        Path(__file__).absolute().parents[1] / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        Path(__file__).absolute().parents[2] / f"{_MODULE}{sysconfig.get_config_var('EXT_SUFFIX')}"
     )
 
 

@@ -16,10 +16,10 @@ from tests.support.device.fake_device import FakeDevice, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recording import Record, Recording, recorded
 from torchlens_perf import config
+from torchlens_perf.cuda import device_times as hooks_device
+from torchlens_perf.cuda.device_times import DeviceTimesHook
 from torchlens_perf.hooks import attach
-from torchlens_perf.hooks.on_device import sections as hooks_device
-from torchlens_perf.hooks.on_device.choice import create_device_hooks
-from torchlens_perf.hooks.on_device.sections import DeviceTimesHook
+from torchlens_perf.hooks.device_hooks import create_device_hooks
 from torchlens_perf.recorder.devices import CONNECTIONS
 from torchlens_perf.recorder.recorder import section
 from torchlens_perf.run.clock import read_device_mark

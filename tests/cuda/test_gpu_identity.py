@@ -12,7 +12,7 @@ import torch
 
 from tests.support.recording import Recording, recorded
 from torchlens_perf.hooks import attach
-from torchlens_perf.hooks.on_device.choice import GpuIdentityHook
+from torchlens_perf.hooks.device_hooks import GpuIdentityHook
 
 pytestmark = pytest.mark.usefixtures("each_step_is_due")
 

@@ -1,24 +1,23 @@
-"""Read the device allocator, or the resident memory, a few times a second.
+"""Read the device allocator a few times a second.
 
-A step's record contains the last reading: the allocator's peak, or the resident memory. Other
-numbers of the allocator have separate MEMORY records in the step in which they were read.
+A step's record contains the peak of the last reading. Other numbers of the allocator have separate
+MEMORY records in the step in which they were read.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from torchlens_perf.cuda.out_of_memory import OutOfMemoryHook
 from torchlens_perf.errors import DeviceError, HookUnavailable
-from torchlens_perf.recorder.devices import find_cuda_device_in_use, has_cuda_devices
+from torchlens_perf.recorder.devices import find_cuda_device_in_use
 from torchlens_perf.run.memory_readings import (
     LIMIT,
     has_allocator_statistics,
     iter_memory_statistics,
 )
-from torchlens_perf.run.processes import read_kernel_bytes
 from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
@@ -30,54 +29,25 @@ _MIN_IDLE_RATIO = 1000
 _MEMORY = int(Kind.MEMORY)
 
 
-class MemoryHook:
-    """Hook that reads memory. It never resets the allocator's peak, which the job may read."""
+@contextmanager
+def record_device_memory(session: Session, name: str, *, history: bool) -> Iterator[None]:
+    """Read the allocator, and write tables at out-of-memory errors, while the context is active.
 
-    name = "memory"
-
-    def __init__(self, *, history: bool = False) -> None:
-        """history: record stacks of device memory allocations, see Config.memory."""
-        self._history = history
-
-    @contextmanager
-    def attach(self, session: Session) -> Iterator[None]:
-        if has_cuda_devices():
-            session.publish(memory_source="device allocator, peak")
-            with (
-                session.run_throttled(self.name, _AllocatorReader(session).record_if_due),
-                ExitStack() as attached,
-            ):
-                self._attach_out_of_memory_hook(session, attached)
-                yield
-            return
-        if self._history:
-            session.note(
-                "memory history is not recorded: there is no device with an allocator that"
-                " supports it"
-            )
-        session.publish(memory_source="resident memory of the process")
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
-
-        def read_resident() -> None:
-            # 0 means unknown, and remains if the reading fails.
-            session.step.set_memory(0)
-            resident = int(read_kernel_bytes("/proc/self/statm").split()[1])
-            session.step.set_memory(resident * page_bytes)
-
-        with session.run_throttled(self.name, read_resident):  # Reading /proc takes 15 us.
-            yield
-
-    def _attach_out_of_memory_hook(self, session: Session, attached: ExitStack) -> None:
-        """Attach the hook for out-of-memory errors, if torch supports it."""
-        from torchlens_perf.hooks.on_device.out_of_memory import OutOfMemoryHook
-
+    name: name of the hook. The allocator's peak, which the job may read, is never reset.
+    """
+    session.publish(memory_source="device allocator, peak")
+    with (
+        session.run_throttled(name, AllocatorReader(session).record_if_due),
+        ExitStack() as attached,
+    ):
         try:
-            attached.enter_context(OutOfMemoryHook(history=self._history).attach(session))
+            attached.enter_context(OutOfMemoryHook(history=history).attach(session))
         except HookUnavailable as unavailable:
             session.note(f"{OutOfMemoryHook.name}: {unavailable}")
+        yield
 
 
-class _AllocatorReader:
+class AllocatorReader:
     """Reader of the memory allocator of the device that the process computes on."""
 
     def __init__(self, session: Session) -> None:

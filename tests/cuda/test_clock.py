@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.device.fake_device import FakeDevice, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
-from torchlens_perf.hooks.on_device.clock import BEHIND_STEPS
+from torchlens_perf.cuda.clock import BEHIND_STEPS
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 # Costs of calls on the fake device.

@@ -278,4 +278,4 @@ def _hidden_package_folders() -> tuple[str, ...]:
 
 
 def _own_package_folder() -> str:
-    return f"{Path(__file__).parents[2]}{os.sep}"
+    return f"{Path(__file__).parents[1]}{os.sep}"

@@ -42,7 +42,7 @@ from benchmarks.planted_truth import Fault, Truth
 from benchmarks.planted_verdicts import Suspect
 from tests.support.long import long
 from torchlens_perf.analysis.statistics.hardware import GpuSample
-from torchlens_perf.recorder.nccl_plugin import GiveUpCause
+from torchlens_perf.hooks.collectives.nccl_plugin import GiveUpCause
 
 MS = 1_000_000
 
@@ -377,7 +377,7 @@ def cupti(tmp_path: Path) -> Path:
     if shutil.which("gcc") is None:
         pytest.skip("there is no C compiler")
     library = tmp_path / "libfake_cupti.so"
-    source = Path(__file__).parents[2] / "support" / "fake_cupti.c"
+    source = Path(__file__).parents[1] / "support" / "fake_cupti.c"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
     return library
 

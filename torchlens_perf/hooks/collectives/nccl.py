@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder import nccl_plugin, recorder, torch_groups
+from torchlens_perf.hooks.collectives import nccl_plugin
+from torchlens_perf.hooks.collectives.nccl_plugin import GiveUpCause, NcclPlugin, PluginCounters
+from torchlens_perf.recorder import recorder, torch_groups
 from torchlens_perf.recorder.clocks import MAX_UNREAD_STEPS
-from torchlens_perf.recorder.nccl_plugin import GiveUpCause, NcclPlugin, PluginCounters
 from torchlens_perf.recorder.patch import patched
 
 if TYPE_CHECKING:

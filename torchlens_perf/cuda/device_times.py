@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torchlens_perf.cuda.clock import create_clock
+from torchlens_perf.cuda.stalls import StallMarker
+from torchlens_perf.cuda.step_parts import StepPartCollector
 from torchlens_perf.errors import DeviceError, HookUnavailable, guard
-from torchlens_perf.hooks.on_device.clock import create_clock
-from torchlens_perf.hooks.on_device.stalls import StallMarker
-from torchlens_perf.hooks.on_device.step_parts import StepPartCollector
 from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder.devices import CONNECTIONS, find_accelerator_in_use

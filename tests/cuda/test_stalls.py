@@ -12,7 +12,7 @@ from tests.support.collective_rig import CollectiveRig, on_autograds_thread, on_
 from tests.support.device.fake_device import FakeDevice, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from torchlens_perf import _native
-from torchlens_perf.hooks.on_device.stalls import StallMarker
+from torchlens_perf.cuda.stalls import StallMarker
 from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.training_thread import TrainingThread
 from torchlens_perf.run.ring import Kind

@@ -23,9 +23,8 @@ with perf.watch(model, optimizer, sidecar=False, report="off", device_times="on"
         with perf.device_section("step"):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
-print([name for name in sys.modules if name.startswith(("cupy", "torchlens_perf.cuda"))
-       or "on_device.sections" in name or "on_device.stamps" in name or "out_of_memory" in name or "oom_table" in name
-       or name == "torchlens_perf.run.sketch"])
+device = ("cupy", "torchlens_perf.cuda", "torchlens_perf.run.oom_table", "torchlens_perf.run.sketch")
+print([name for name in sys.modules if name.startswith(device)])
 """
 
 
