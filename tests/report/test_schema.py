@@ -463,7 +463,7 @@ def test_report_with_hardware_readings_conforms_to_the_schema(
             "ecc_corrected": 0, "ecc_uncorrected": 0, "remapped_rows": 0, "remapping_pending": True,
             "recovery_action": 1, "pcie_replays": 0, "pcie_transmitted_bytes": 1, "pcie_received_bytes": 1,
             "nvlink_replays": 0, "nvlink_recoveries": 0, "nvlink_errors": 0, "nvlink_transmitted_bytes": 1,
-            "nvlink_received_bytes": 1,
+            "nvlink_received_bytes": 1, "others_busy": 0.25, "other_pid": 4711,
         },
         SECOND_GPU: {"temperature_c": 60},
     }  # fmt: skip

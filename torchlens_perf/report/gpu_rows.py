@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _MEANS = (
     "sm_clock_hz", "memory_clock_hz", "power_w", "temperature_c", "busy", "sm_active", "sm_occupancy", "tensor_active",
-    "dram_active",
+    "dram_active", "others_busy",
 )  # fmt: skip
 _MAXIMA = (
     "sm_clock_max_hz", "power_limit_w", "memory_temperature_c", "memory_used_bytes", "memory_total_bytes",
@@ -48,6 +48,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 "losses": telemetry.losses.get(uuid, 0),
                 "slow_samples": telemetry.slow_samples.get(uuid, 0),
                 **{name: totals.mean(name) for name in _MEANS},
+                "typical_busy": totals.typical_busy,
                 **{name: totals.most.get(name) for name in _MAXIMA},
                 "temperature_max_c": totals.most.get("temperature_c"),
                 "power_max_w": totals.most.get("power_w"),
@@ -55,7 +56,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
                 **{name: totals.grown.get(name) for name in _GROWN},
                 **{
                     name: totals.last.get(name)
-                    for name in ("last_xid", "remapping_pending", "recovery_action")
+                    for name in ("last_xid", "remapping_pending", "recovery_action", "other_pid")
                 },
                 "signals": totals.to_signals(),
             }

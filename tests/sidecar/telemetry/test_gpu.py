@@ -23,6 +23,7 @@ from torchlens_perf.sidecar.telemetry.gpu import GpuTelemetry, query_gpu_support
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
 SECOND = 1_000 * MS
+RANK_PID = 7  # as in HOPPER
 LOST, NO_DATA, DRIVER_NOT_LOADED, IN_USE = 15, 21, 9, 19
 
 
@@ -38,7 +39,7 @@ class Rig:
         """Advance the clock, and return samples of the given GPUs or of all GPUs."""
         self.now_ns += round(after_s * SECOND)
         wanted = uuids or UUIDS[: len(self.nvml.gpus)]
-        return self.telemetry.sample_gpus(wanted, self.now_ns, self.now_ns + 7)
+        return self.telemetry.sample_gpus(wanted, self.now_ns, self.now_ns + 7, {RANK_PID})
 
     def one(self, after_s: float = 1) -> GpuSample:
         """Return a sample of the first GPU."""
@@ -118,6 +119,40 @@ def test_counters_are_reported_as_growth_since_the_last_sample(rig: Rig) -> None
         "throttle_power_ns": 600 * MS, "energy_j": 500, "nvlink_replays": 5,
     }  # fmt: skip
     assert fell.grown["throttle_power_ns"] == 100 * MS
+
+
+@pytest.mark.parametrize(
+    ("processes", "busy", "pid"),
+    [
+        ({}, 0.0, None),  # The rank alone uses the GPU.
+        ({4711: 30, 4712: 45}, 0.75, 4712),
+        ({4711: 0}, 0.0, None),  # A process that only holds memory.
+        ({4711: 80, 4712: 60}, 1.0, 4711),
+    ],
+)
+def test_use_by_processes_outside_the_job_is_reported(
+    rig: Rig, processes: dict[int, int], busy: float, pid: int | None
+) -> None:
+    rig.nvml.gpus[0].update({f"process {each}": use for each, use in processes.items()})
+    rig.nvml.write()
+    samples = [rig.one() for _ in range(3)]
+
+    assert [each.others_busy for each in samples] == [pytest.approx(busy)] * 3
+    assert {each.other_pid for each in samples} == {pid}
+
+
+@pytest.mark.parametrize("listed", [{}, {4711: 80}])
+def test_use_by_other_processes_is_not_measured_unless_the_rank_is_listed(
+    rig: Rig, listed: dict[int, int]
+) -> None:
+    """In a container, the driver lists all processes by ids of the host."""
+    del rig.nvml.gpus[0][f"process {RANK_PID}"]
+    rig.nvml.gpus[0].update({f"process {each}": use for each, use in listed.items()})
+    rig.nvml.write()
+
+    assert [(each.others_busy, each.other_pid) for each in (rig.one(), rig.one())] == [
+        (None, None)
+    ] * 2
 
 
 def test_unsupported_quantities_are_none_and_read_only_once(rig: Rig) -> None:

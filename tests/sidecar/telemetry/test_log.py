@@ -55,7 +55,11 @@ class Gpus:
         self._before: dict[str, GpuSample] = {}
 
     def sample_gpus(
-        self, uuids: Collection[str], monotonic_ns: int, unix_ns: int
+        self,
+        uuids: Collection[str],
+        monotonic_ns: int,
+        unix_ns: int,
+        pids: Collection[int] = (),
     ) -> dict[str, GpuSample]:
         """Return samples of the GPUs that have values."""
         self.asked.append(tuple(uuids))

@@ -10,6 +10,7 @@
  *   gpu I lost 1                every call about it fails with GPU_IS_LOST, and so does waiting for events of it
  *   gpu I code ID CODE          this field alone fails with the code
  *   gpu I gpm ID PERCENT        a GPM metric; a GPU without any does not support GPM
+ *   gpu I process PID PERCENT   the use of the GPU by a process; without any, no process has used it
  *   gpu I xid N                 one XID, told once each time the file is read
  *   fail FUNCTION CODE [AFTER [GPU]]   the function fails with this code, after as many calls, for one GPU or all
  *   sleep FUNCTION MILLISECONDS
@@ -26,7 +27,7 @@
 #include <time.h>
 
 #define EXPORT __attribute__((visibility("default")))
-enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, TIMEOUT = 10, LOST = 15, VERSION = 25 };
+enum { SUCCESS = 0, UNINITIALIZED = 1, INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, LOST = 15, VERSION = 25 };
 enum { MAX_GPUS = 16, MAX_KEYS = 256, MAX_FAILURES = 16, MAX_CALLS = 64, MAX_XIDS = 256 };
 
 typedef struct {
@@ -340,6 +341,28 @@ EXPORT int nvmlDeviceGetFieldValues(Gpu *gpu, int count, FieldValue *values)
             values[i].value.large = (unsigned long long)*found;
     }
     return SUCCESS;
+}
+
+/* Processes. Every call has new samples, one microsecond after the newest one that the caller has. */
+
+typedef struct {
+    unsigned pid;
+    unsigned long long time_us;
+    unsigned sm, memory, encoder, decoder;
+} ProcessSample;
+
+EXPORT int nvmlDeviceGetProcessUtilization(Gpu *gpu, ProcessSample *samples, unsigned *count, unsigned long long since_us)
+{
+    ENTER(gpu);
+    unsigned found = 0, room = *count, pid;
+    for (int i = 0; i < gpu->count; i++)
+        if (sscanf(gpu->keys[i].name, "process %u", &pid) == 1) {
+            if (found < room)
+                samples[found] = (ProcessSample){pid, since_us + 1, (unsigned)gpu->keys[i].value, 0, 0, 0};
+            found++;
+        }
+    *count = found;
+    return !found ? NOT_FOUND : found > room ? INSUFFICIENT_SIZE : SUCCESS;
 }
 
 /* Events. */

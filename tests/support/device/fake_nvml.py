@@ -24,6 +24,7 @@ HOPPER = {
     "field 94": 0, "field 197": 5 << 32, "field 198": 6 << 32, "field 138.4294967295": 10, "field 139.4294967295": 20,
     "field 3": 1, "field 4": 0, "field 142": 0, "field 143": 2, "field 144": 0, "field 145": 0, "field 230": 0,
     **{f"field {number}.{link}": 0 for number in (161, 162, 163) for link in range(18)},
+    "process 7": 90,
     "gpm 1": 98, "gpm 2": 80, "gpm 3": 40, "gpm 5": 55, "gpm 10": 30,
 }  # fmt: skip
 # Ampere has no GPM and lacks newer throttling counters. NVLink errors are sums over all links.

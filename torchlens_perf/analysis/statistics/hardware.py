@@ -40,6 +40,11 @@ class GpuSample:
     sm_occupancy: float | None = None
     tensor_active: float | None = None
     dram_active: float | None = None
+    others_busy: float | None = None
+    """Fraction of the time since the previous sample in which other processes than the job's ranks
+    used the GPU; None if the driver does not report processes, or not by their ids here."""
+    other_pid: int | None = None
+    """The process that used the GPU most, of those outside the job; None without any."""
     energy_j: float | None = None
     throttle_power_ns: int | None = None
     throttle_thermal_ns: int | None = None
@@ -86,7 +91,7 @@ GPU_COUNTERS = (
 GPU_GAUGES = (
     "sm_clock_hz", "sm_clock_max_hz", "memory_clock_hz", "power_w", "power_limit_w", "temperature_c",
     "memory_temperature_c", "memory_used_bytes", "memory_total_bytes", "busy", "sm_active", "sm_occupancy",
-    "tensor_active", "dram_active",
+    "tensor_active", "dram_active", "others_busy",
 )  # fmt: skip
 # Bits of `clock_reasons` by reason. Idle clocks, and clocks set by a user, do not count as
 # throttling.
@@ -206,6 +211,15 @@ def counter_increases(
     }
 
 
+_LAST_VALUES = (
+    "last_xid",
+    "recovery_action",
+    "remapping_pending",
+    "remapping_failed",
+    "other_pid",
+)
+
+
 @dataclasses.dataclass
 class GpuTotals:
     """Sums over the samples of one GPU in a period."""
@@ -222,6 +236,8 @@ class GpuTotals:
     reasons: dict[str, int] = dataclasses.field(default_factory=dict)
     """For each reason, the number of samples in which clocks were low because of it."""
     last: dict[str, int] = dataclasses.field(default_factory=dict)
+    busy_percents: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Number of intervals between samples by the percentage in which the GPU was busy."""
 
     def add_sample(self, sample: GpuSample) -> None:
         self.samples += 1
@@ -233,6 +249,9 @@ class GpuTotals:
                 self.most[name] = max(self.most.get(name, value), value)
         if sample.interval_ns is not None:
             self.measured_ns += sample.interval_ns
+            if sample.busy is not None:
+                percent = round(100 * sample.busy)
+                self.busy_percents[percent] = self.busy_percents.get(percent, 0) + 1
             for name, more in sample.grown.items():
                 self.grown[name] = self.grown.get(name, 0) + more
                 self.grown_ns[name] = self.grown_ns.get(name, 0) + sample.interval_ns
@@ -242,7 +261,7 @@ class GpuTotals:
                 self.reasons[reason] = self.reasons.get(reason, 0) + bool(
                     sample.clock_reasons & bits
                 )
-        for name in ("last_xid", "recovery_action", "remapping_pending", "remapping_failed"):
+        for name in _LAST_VALUES:
             value = getattr(sample, name)
             if value is not None:
                 self.last[name] = int(value)
@@ -250,6 +269,20 @@ class GpuTotals:
     def mean(self, name: str) -> float | None:
         """Return the mean of the gauge `name`; None if it was never measured."""
         return self.sums[name] / self.counts[name] if name in self.sums else None
+
+    @property
+    def typical_busy(self) -> float | None:
+        """Busy fraction of the median interval between samples; None without intervals.
+
+        Like a typical step, it does not depend on a start-up, an evaluation or a pause.
+        """
+        intervals = sum(self.busy_percents.values())
+        seen = 0
+        for percent in sorted(self.busy_percents):
+            seen += self.busy_percents[percent]
+            if 2 * seen >= intervals:
+                return percent / 100
+        return None
 
     def throttled_shares(self) -> dict[str, float]:
         """Return for each reason the fraction of time with throttled clocks.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torchlens_perf.analysis.statistics.hardware import (
@@ -27,6 +27,7 @@ from torchlens_perf.sidecar.telemetry.nvml import (
     FieldReader,
     GetterCaller,
     GpmReader,
+    ProcessUseReader,
     XidReader,
     find_nvlink_fields,
     handle_address,
@@ -55,6 +56,7 @@ class GpuTelemetry:
         self._clock_ns = clock_ns
         self._nvml: Any = None  # pynvml while NVML is initialised
         self._driver = ""  # version
+        self._pids: Collection[int] = ()
         self._xids: XidReader | None = None
         self._gpus: dict[str, _OpenGpu] = {}
         self._before: dict[str, GpuSample] = {}
@@ -75,12 +77,13 @@ class GpuTelemetry:
         """Reasons why values are not measured, without duplicates."""
 
     def sample_gpus(
-        self, uuids: Collection[str], monotonic_ns: int, unix_ns: int
+        self, uuids: Collection[str], monotonic_ns: int, unix_ns: int, pids: Collection[int] = ()
     ) -> dict[str, GpuSample]:
         """Return samples of these GPUs, without lost GPUs and GPUs that are paused after a failure.
 
-        monotonic_ns, unix_ns: the current time on both clocks.
+        monotonic_ns, unix_ns: the current time on both clocks. pids: processes of the job's ranks.
         """
+        self._pids = pids
         unused = self._gpus.keys() - set(uuids)
         for uuid in unused:
             self._gpus.pop(uuid).close()
@@ -114,8 +117,12 @@ class GpuTelemetry:
                 gpu = self._gpus[uuid] = _OpenGpu(nvml, uuid, self._driver, self._add_note)
                 self.facts[uuid] = gpu.facts
                 gpu.reports_xids = self._xids is not None and self._xids.register_gpu(gpu.handle)
-            xids = (self._xid_counts[uuid] if gpu.reports_xids else None, self._last_xids.get(uuid))
-            sample = gpu.read_sample(self._before.get(uuid), monotonic_ns, unix_ns, *xids)
+            known = {
+                "xids": self._xid_counts[uuid] if gpu.reports_xids else None,
+                "last_xid": self._last_xids.get(uuid),
+                **gpu.users.read(self._pids),
+            }
+            sample = gpu.read_sample(self._before.get(uuid), monotonic_ns, unix_ns, known)
             backoff.reset()
         except nvml.NVMLError as error:
             if error.value in UNLOADED:
@@ -257,6 +264,7 @@ class _OpenGpu:
         self._note = note
         self.handle = _find_handle(nvml, uuid)
         self._getters = GetterCaller(nvml, self.handle)
+        self.users = ProcessUseReader(self._getters)
         self._fast = FieldReader(nvml, self.handle, select_fast_fields(driver))
         self._slow = [
             FieldReader(nvml, self.handle, SLOW_FIELDS),
@@ -278,10 +286,9 @@ class _OpenGpu:
         before: GpuSample | None,
         monotonic_ns: int,
         unix_ns: int,
-        xids: int | None,
-        last_xid: int | None,
+        known: Mapping[str, Any],
     ) -> GpuSample:
-        """Return a sample with all readable values.
+        """Return a sample with all readable values, and with the known ones.
 
         Values of slow fields are at most ten seconds old.
 
@@ -311,19 +318,18 @@ class _OpenGpu:
             memory_clock_hz=_mhz_to_hz(ask("ClockInfo", nvml.NVML_CLOCK_MEM)),
             clock_reasons=ask("CurrentClocksEventReasons"),
             temperature_c=temperature,
-            xids=xids,
-            last_xid=last_xid,
+            **known,
         )
         for name in ("remapping_pending", "remapping_failed"):
             if name in values:
                 values[name] = bool(values[name])
-        known = vars(before) if before is not None else None
+        earlier = vars(before) if before is not None else None
         return GpuSample(
             uuid=self._uuid,
             monotonic_ns=monotonic_ns,
             unix_ns=unix_ns,
             interval_ns=monotonic_ns - before.monotonic_ns if before is not None else None,
-            grown=counter_increases(known, values, GPU_COUNTERS),
+            grown=counter_increases(earlier, values, GPU_COUNTERS),
             **values,
         )
 

@@ -87,7 +87,7 @@ class TelemetryLog:
         links: dict[str, LinkSample] = {}
         if uuids and now.monotonic_ns >= self._gpu_due_ns:
             self._gpu_due_ns = now.monotonic_ns + _GPU_PERIOD_NS
-            gpus = self._gpus.sample_gpus(uuids, now.monotonic_ns, now.unix_ns)
+            gpus = self._gpus.sample_gpus(uuids, now.monotonic_ns, now.unix_ns, set(pids.values()))
         if now.monotonic_ns >= self._link_due_ns:
             links = self._links.sample(now.monotonic_ns, now.unix_ns)
             took_ns = self._now().monotonic_ns - now.monotonic_ns

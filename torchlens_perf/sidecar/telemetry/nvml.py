@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 # Codes of NVMLError: the GPU has fallen off the bus, needs a reset, or is not present.
@@ -234,6 +234,34 @@ class GpmReader:
             with contextlib.suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSampleFree(sample)
         self._samples.clear()
+
+
+class ProcessUseReader:
+    """Reader of the use of a GPU by processes outside the job."""
+
+    def __init__(self, getters: GetterCaller) -> None:
+        self._getters = getters
+        self._seen_us = 0
+
+    def read(self, job: Collection[int]) -> dict[str, Any]:
+        """Return `others_busy` and `other_pid` since the last call, or {} if they are not known.
+
+        job: process ids of the job's ranks. If the driver lists none of them, it uses the ids of
+        another PID namespace, and the others cannot be told from the ranks. Raises NVMLError if
+        the GPU is lost.
+        """
+        samples = self._getters.call("ProcessUtilization", self._seen_us) or ()
+        self._seen_us = max((each.timeStamp for each in samples), default=self._seen_us)
+        used = {int(each.pid): each.smUtil / 100 for each in samples}
+        others = {pid: share for pid, share in used.items() if pid not in job}
+        if len(others) == len(used):
+            return {}
+        return {
+            "others_busy": min(1.0, sum(others.values())),
+            "other_pid": max(
+                (pid for pid, share in others.items() if share), key=used.__getitem__, default=None
+            ),
+        }
 
 
 class XidReader:

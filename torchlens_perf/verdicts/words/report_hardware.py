@@ -22,6 +22,13 @@ class Gpu(TypedDict):
     power_w: float | None
     temperature_c: float | None
     busy: float | None
+    typical_busy: float | None
+    """Share of the median second in which a kernel of any process was running; None if not
+    measured."""
+    others_busy: float | None
+    """Share of the time in which processes outside the job used the GPU; None if not measured."""
+    other_pid: int | None
+    """The process outside the job that used the GPU most, at the newest sample with one."""
     sm_active: float | None
     sm_occupancy: float | None
     tensor_active: float | None
