@@ -275,6 +275,24 @@ def test_irregular_steps_gain_their_mean_per_step() -> None:
     assert predict(times, "evaluation=0", long=[saving])["gain_s"] == 0
 
 
+@pytest.mark.parametrize("total_s", [0.01, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize(
+    "changes",
+    [["forward=0"], ["host=0"], ["forward=0", "saving=0"], ["forward=0", "host=0", "data=0"]],
+)
+def test_gain_is_inside_its_bounds_and_not_above_the_mean_step(
+    changes: list[str], total_s: float
+) -> None:
+    """The replayed steps, which are the newest ones, take longer or shorter than the mean step."""
+    times = make_times({"forward": 30.0, "host": 60.0, "data": 10.0})
+    saving = {"kinds": ["saving"], "total_s": 10 * total_s}
+    steps = {"count": 64, "warm_up": 0, "total_s": 64 * total_s, "long": [saving]}
+    gain = predict(times, *changes, steps=steps)
+
+    assert gain["low_s"] <= gain["gain_s"] <= gain["high_s"] <= total_s
+    assert gain["share"] <= 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

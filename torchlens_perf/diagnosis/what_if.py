@@ -150,6 +150,7 @@ class Replay:
             rest_ns = rest_ns * path_ns / self._path_ns
         gain_ns = self._end_ns - (path_ns + rest_ns)
         usual_s, error_s = float(gain_ns.mean()) / 1e9, _standard_error(gain_ns) / 1e9
+        # The replayed steps may be longer than the run's mean step, which no gain exceeds.
         gain_s = min(usual_s + irregular_s, self.step_s)
         model_error = MODEL_ERROR + max(map(self._module_error, changes), default=0.0)
         around_s = _STANDARD_ERRORS * error_s + model_error * abs(gain_s)

@@ -78,7 +78,7 @@ def _build_advice(job: Job, rule: Rule, proposal: Proposal) -> Advice | None:
             return None
         gain_s, low_s, high_s = predicted["gain_s"], predicted["low_s"], predicted["high_s"]
     elif proposal.gain_s is not None:
-        gain_s = proposal.gain_s
+        gain_s = min(proposal.gain_s, step_s)
         low_s, high_s = (1 - MODEL_ERROR) * gain_s, min(step_s, (1 + MODEL_ERROR) * gain_s)
     if low_s is not None and not low_s >= MIN_GAIN * step_s:
         return None
