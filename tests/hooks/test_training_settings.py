@@ -66,6 +66,34 @@ def test_loader_optimizer_and_gradients_are_read(tmp_path: Path, to_none: bool) 
     assert (found.ddp, found.fsdp, found.tf32) == (None, None, None)
     assert (found.linears, found.convolutions, found.parameter_types) == (1, 0, ["float32"])
     assert found.autocast is found.compiled is False
+    assert found.cuda_graphs is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "graphs"),
+    [
+        ({}, False),
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"backend": "eager"}, None),
+    ],
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_cuda_graphs_of_compiled_modules_are_read(
+    tmp_path: Path, settings: dict[str, Any], graphs: bool | None, in_place: bool
+) -> None:
+    """The compiled module is not called, because only its settings count."""
+    inner = nn.Linear(4, 4)
+    if in_place:
+        inner.compile(**settings)
+    compiled = inner if in_place else torch.compile(inner, **settings)
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].never_called = compiled
+    found = train(tmp_path, model)
+
+    assert found.compiled is True
+    assert found.cuda_graphs is graphs
 
 
 def test_iterator_and_gradients_are_not_kept_alive(tmp_path: Path) -> None:

@@ -103,6 +103,7 @@ class TrainingSettingsHook:
             channels_last=_are_channels_last(convolutions),
             parameter_types=_read_parameter_types(models) if models else None,
             compiled=any(map(torch_private.is_module_compiled, modules)) if models else None,
+            cuda_graphs=_replay_cuda_graphs(modules),
             # A framework that replaces forward() enters torch.autocast() inside of it.
             autocast=(None if any("forward" in vars(each) for each in models) else loop.autocast),
             tf32=torch.get_float32_matmul_precision() != "highest" if has_cuda else None,
@@ -131,6 +132,15 @@ class TrainingSettingsHook:
 def _read_gradients(optimizer: Any) -> list[tuple[int, int, int]]:
     parameters = itertools.islice(parameters_of(optimizer), _MAX_GRADIENTS)
     return [read_gradient_version(each) for each in parameters if each.grad is not None]
+
+
+@guard("settings of torch.compile")
+def _replay_cuda_graphs(modules: Sequence[Module]) -> bool | None:
+    compiled = filter(torch_private.is_module_compiled, modules)
+    known = [torch_private.read_compiler_config(each) for each in compiled]
+    if not known or None in known:
+        return None
+    return any(bool(config and config.get("triton.cudagraphs")) for config in known)
 
 
 @guard("settings of a DataLoader")

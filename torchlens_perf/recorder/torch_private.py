@@ -379,6 +379,13 @@ def is_module_compiled(module: Any) -> bool:
     )
 
 
+def read_compiler_config(module: Any) -> dict[str, Any] | None:
+    """Return the compiler's settings for a compiled module; None if its backend reports none."""
+    compiled = module.__dict__.get("_compiled_call_impl") or module
+    read = getattr(compiled, "get_compiler_config", None)
+    return read() if callable(read) else None
+
+
 def queue_backward_end_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass in progress has computed all gradients."""
     from torch.autograd import Variable

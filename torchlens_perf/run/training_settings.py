@@ -79,6 +79,8 @@ class TrainingSettings:
     """Data types of the parameters, such as "float32"."""
     compiled: bool | None = None
     """True if a model or one of its modules is compiled."""
+    cuda_graphs: bool | None = None
+    """True if a compiled module replays CUDA graphs (mode="reduce-overhead"); None without one."""
     autocast: bool | None = None
     """True if a forward pass ended inside of torch.autocast()."""
     zeroes_gradients: bool | None = None
