@@ -43,10 +43,13 @@ SUMS = {"operation": "allreduce", "group": "0", "description": "dp", "dtype": "f
         "count": STEPS * 2, "bytes": 0, "transfer_s": {"mean_s": 0.004}}  # fmt: skip
 
 
+DEVICE_PARTS = {"forward": 0.03, "backward": 0.06, "host": 0.01}
+
+
 def device(used: float = 0.9, caught_up: float = 0.1, retries: Any = None) -> dict[str, Any]:
     memory = {"limit_bytes": 80 * GB, "peak_reserved_bytes": int(used * 80 * GB)}
     return {
-        "device": {"caught_up": caught_up},
+        "device": {"caught_up": caught_up, "captured": 0, "parts": DEVICE_PARTS},
         "memory": {"device": {**memory, "retries_in": retries}, "max_bytes": None},
     }
 
@@ -112,10 +115,11 @@ def make_job(
     row = {**row, "memory": {"device": None, "max_bytes": GB}, **(rank or {})}
     report: Any = {
         "run": {"device": None, "world_size": len(uses), "settings": {}, **(run or {})},
-        "steps": {"count": STEPS, "total_s": total_s, "warm_up": 0, "long": [], "micro_steps": 1,
+        "steps": {"count": STEPS, "total_s": total_s, "warm_up": 0, "long": [], "micro_steps": 1, "alike": STEPS,
                   "own_time": None, **(steps or {})},
         "ranks": [{**row, "rank": number} for number in range(len(uses))],
-        "modules": [], "sections": [], "collectives": [], "verdicts": [], **facts,
+        "modules": [], "sections": [], "collectives": [], "verdicts": [], "gpus": [],
+        "device_sections": [], **facts,
     }  # fmt: skip
     classes = classify_time(times, report, report["verdicts"])
     report["lost_time"] = {"step_s": report["steps"]["total_s"] / STEPS, "classes": classes}
@@ -124,7 +128,7 @@ def make_job(
 
 
 GPU: dict[str, Any] = {"run": {"device": "GPU"}, "rank": device()}
-LAUNCHES = {"own_time": {"launch_share": 0.3}}
+STARVED = device(caught_up=0.8)
 WAITS = {**CLEAN, "data": 30.0}
 EXPOSED = ({**CLEAN, "communication": 20.0}, CLEAN)
 MOSTLY_EXPOSED = ({**CLEAN, "communication": 60.0}, CLEAN)
@@ -250,13 +254,13 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
     ),
     "compile": (
         (CLEAN,),
-        {**GPU, "settings": {"compiled": False}, "steps": LAUNCHES},
-        {"steps": {"own_time": {"launch_share": 0.1}}},
+        {**GPU, "settings": {"compiled": False}, "rank": STARVED},
+        {"rank": device(caught_up=0.7)},
     ),
     "cuda-graphs": (
         (CLEAN,),
-        {**GPU, "settings": {"compiled": True}, "steps": LAUNCHES},
-        {"settings": {"compiled": None}},
+        {**GPU, "settings": {"compiled": True, "cuda_graphs": False}, "rank": STARVED},
+        {"settings": {"compiled": True, "cuda_graphs": True}},
     ),
     "recompilation": (
         (CLEAN,),
@@ -270,8 +274,8 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
     ),
     "larger-micro-batch": (
         (CLEAN,),
-        {**HALF_EMPTY, "steps": {"micro_steps": 4, **LAUNCHES}},
-        {"rank": device(0.6)},
+        {**HALF_EMPTY, "rank": device(0.4, caught_up=0.8), "steps": {"micro_steps": 4}},
+        {"rank": device(0.6, caught_up=0.8)},
     ),
     "synchronization": (
         ({**CLEAN, "host": 10.0},),
@@ -384,14 +388,18 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("tf32", changed("tf32", parameter_types=["bfloat16"])),
     ("tf32", changed("tf32", capability=[7, 5])),
     ("tf32", {"uses": MOSTLY_WAITING}),
-    ("cuda-graphs", {"steps": {"own_time": {"launch_share": 0.1}}}),
+    ("cuda-graphs", {"rank": device(caught_up=0.7)}),
+    ("cuda-graphs", {"settings": {"compiled": None, "cuda_graphs": False}}),
+    ("cuda-graphs", {"settings": {"compiled": True}}),  # Whether it uses graphs is not known.
+    ("compile", {"gpus": [{"ranks": [0], "typical_busy": 0.96}]}),
+    ("compile", {"gpus": [{"ranks": [0], "typical_busy": 0.76}]}),
     ("needless-checkpointing", {"uses": (CLEAN,)}),
     ("needless-checkpointing", {"run": {"device": "GPU"}, "rank": device(0.6)}),
     ("needless-checkpointing", {"rank": {"memory": {"device": None, "max_bytes": None}}}),
-    ("larger-micro-batch", {"steps": {"micro_steps": 1, **LAUNCHES}}),
-    ("larger-micro-batch", {"steps": {"micro_steps": 4, "own_time": {"launch_share": 0.1}}}),
+    ("larger-micro-batch", {"steps": {"micro_steps": 1}}),
+    ("larger-micro-batch", {"rank": device(0.4, caught_up=0.7)}),
     ("synchronization", {"run": {"device": None}}),
-    ("synchronization", {"steps": LAUNCHES}),
+    ("synchronization", {"rank": STARVED}),
     ("cpu-binding", {"rank": {"cpu": {**CPU, "others_share": 0.02, "threads": 5}}}),
     ("cpu-binding", {"rank": {"cpu": {**CPU, "others_share": 0.5}}}),
     ("cpu-binding", {"uses": ({**CLEAN, "cpu": 20.0},)}),

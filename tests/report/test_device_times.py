@@ -254,7 +254,7 @@ def test_launch_bound_device_has_a_verdict_without_a_cost(
     assert report["ranks"][0]["device"]["caught_up"] == float(waits)
     assert (verdict["kind"] == "host_bound") is waits
     if waits:
-        assert "The GPU waits for the host" in verdict["text"]
+        assert "no work left at the end of 100% of the forward" in verdict["text"]
         assert "reduce-overhead" in verdict["text"]
         assert verdict["cost_s_per_step"] is None
 

@@ -256,6 +256,9 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
         HOST, {"0": state_of(0, 1, ONE_LONG)}
     ),
     ("not_known", evidence.UntimedDeviceEvidence): lambda run: node(compute_device="xpu"),
+    ("not_known", evidence.GraphReplayEvidence): lambda run: node(
+        device_ms={"forward": 0.1, "host": 40.0}, device={"captured": 4}
+    ),
     ("not_known", evidence.OtherThreadsEvidence): lambda run: node(
         {"host": 30.0}, other_threads_ns={"forward": 10**9}
     ),

@@ -136,8 +136,8 @@ def test_no_rank_is_reported_when_hosts_run_ahead_of_their_devices(tmp_path: Pat
 
     assert found.episodes == ()
     assert bottleneck["kind"] == "host_bound"
-    assert bottleneck["evidence"].launch_share > 0.9
-    assert bottleneck["text"].startswith("The GPU waits for its host in 98% of a step's work (2")
+    assert 0.4 < bottleneck["evidence"].idle_s / report["steps"]["mean_s"] < 1
+    assert "% of a step (201 ms), the GPU for which the others wait is idle." in bottleneck["text"]
     assert report["steps"]["own_time"]["hidden_share"] > 0.5
     # Most ranks are idle by device time, so the report has no heat map.
     assert report["heat"] is None

@@ -70,6 +70,7 @@ from torchlens_perf.verdicts.verdict_periods import VerdictPeriods
 from torchlens_perf.verdicts.words import order, run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.cpu import replace_cpu_action
+from torchlens_perf.verdicts.words.device_pace import replays_graphs
 from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
 from torchlens_perf.verdicts.words.run_state import (
@@ -204,6 +205,10 @@ def _build_report(
             *filter(None, [out_of_memory_note(rank)]),
         ]
     facts["quality"]["notes"] += filter(None, [other_threads_note(facts)])
+    if replays_graphs(facts):
+        # A replayed graph is no phase. The rest of the step is therefore not host code.
+        for each in (*steps["long"], *steps["short"], *facts["regimes"]):
+            each["part"] = ""
     hang = next(
         (node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None
     )

@@ -72,6 +72,7 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
         ),
         "behind_s": summarize_sketch(device.behind),
         "caught_up": device.caught_up_share,
+        "captured": process.device.get("captured", 0),
     }
 
 

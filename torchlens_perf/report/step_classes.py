@@ -160,7 +160,6 @@ def largest_own_step_time(findings: Findings) -> OwnStepTime | None:
     parts = {part: part_ns / 1e9 for part, part_ns in zip(OWN_PARTS, own.parts_ns, strict=True)}
     return {
         "parts": parts,
-        "launch_share": own.launch_share,
         "hidden_share": own.hidden_share,
         "is_hidden": own.is_hidden,
     }

@@ -30,6 +30,7 @@ from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
 from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
+from torchlens_perf.verdicts.words.device_pace import replays_graphs
 from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
@@ -87,13 +88,15 @@ def read_usual_steps(
     """Return the newest steps that all ranks have made; None with fewer than MIN_ROWS.
 
     By the hosts' clocks, rows are single steps. By the devices' clocks, rows are the windows that
-    are judged, and None is returned if the devices' clocks hide what their hosts do.
+    are judged, and None is returned if the devices' clocks hide what their hosts do, or if steps
+    replay CUDA graphs, whose phases are not timed.
     """
     processes = shown_processes(states)
     clocks = {each.judged_by for each in processes.values()}
     if clocks == {DEVICE}:
         own = facts["steps"]["own_time"]
-        return None if own is not None and own["is_hidden"] else _read_windows(processes)
+        unknown = (own is not None and own["is_hidden"]) or replays_graphs(facts)
+        return None if unknown else _read_windows(processes)
     if clocks != {HOST}:
         return None
     ranks = sorted(processes)

@@ -10,6 +10,7 @@ from torchlens_perf.errors import ConfigError
 from torchlens_perf.run.verdicts import join_sentence_and_action, remove_action
 from torchlens_perf.verdicts.words.bottleneck import (
     COMMUNICATION_ACTION,
+    COMPILED_LAUNCH_ACTION,
     DATA_ACTION,
     HOST_ACTION,
     LAUNCH_ACTION,
@@ -36,6 +37,7 @@ _PRECISE = {
     COMMUNICATION_ACTION: communication.RULES,
     RANKS_ACTION: balance.RULES,
     HOST_ACTION: (host.do_not_synchronize,),
+    COMPILED_LAUNCH_ACTION: (computing.use_cuda_graphs,),
     LAUNCH_ACTION: (computing.compile_model, computing.use_cuda_graphs),
 }
 

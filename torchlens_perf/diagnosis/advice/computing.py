@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
+from typing import TYPE_CHECKING
+
+from torchlens_perf.analysis.statistics.quantities import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_percent,
+)
 from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
 from torchlens_perf.verdicts.words.bottleneck import ACTIONS_ON_KINDS
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.words.device_pace import HostPace
 
 _OPTIM = "https://docs.pytorch.org/docs/stable/optim.html"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
@@ -13,8 +23,6 @@ _OPTIMIZER = "its steps take"
 # On a CPU, a fused SGD may be slower.
 _FUSED = {"cuda": ("Adam", "AdamW", "SGD", "Adagrad"), "cpu": ("Adam", "AdamW")}
 _MIN_OPTIMIZER, _MOSTLY = 0.05, 0.5
-# From these shares on, launches of kernels limit the device.
-_LAUNCH_SHARE, _CAUGHT_UP = 0.2, 0.8
 
 
 @rule("fused-optimizer", f"{_OPTIM}#algorithms")
@@ -115,35 +123,31 @@ def allow_tf32(job: Job) -> Proposal | None:
 
 @rule("compile", _COMPILE)
 def compile_model(job: Job) -> Proposal | None:
-    """The model is not compiled, and a GPU waits for kernels in at least 20 % of its work, or at the
-    end of at least 80 % of the passes."""
-    if job.settings.compiled is not False or not _is_launch_bound(job):
+    """The model is not compiled, and a GPU waits for its kernels: it has no work left at the end of at
+    least 75 % of the passes, and the driver does not report it busy for more than 75 % of the time."""
+    if job.settings.compiled is not False or job.host_pace is None:
         return None
     action = "Issue fewer and larger kernels: model = torch.compile(model)."
-    return Proposal(_describe_launches(job), action)
+    return Proposal(_describe_launches(job.host_pace), action)
 
 
 @rule("cuda-graphs", _COMPILE)
 def use_cuda_graphs(job: Job) -> Proposal | None:
-    """The model is compiled, but a GPU waits for kernels in at least 20 % of its work, or at the end
-    of at least 80 % of the passes."""
-    if not job.settings.compiled or not _is_launch_bound(job):
+    """The model is compiled without CUDA graphs, but a GPU waits for its kernels, as for the advice to
+    compile."""
+    settings = job.settings
+    if not settings.compiled or settings.cuda_graphs is not False or job.host_pace is None:
         return None
     action = 'Issue all kernels at once: torch.compile(model, mode="reduce-overhead").'
-    return Proposal(_describe_launches(job), action)
+    return Proposal(_describe_launches(job.host_pace), action)
 
 
-def _is_launch_bound(job: Job) -> bool:
-    late = job.launch_share >= _LAUNCH_SHARE or (job.caught_up or 0.0) >= _CAUGHT_UP
-    return job.is_cuda and late
-
-
-def _describe_launches(job: Job) -> str:
-    if job.launch_share >= _LAUNCH_SHARE:
-        share = format_percent(job.launch_share)
-        return f"The GPU waits for kernels in {share} of its work."
-    share = format_percent(job.caught_up or 0.0)
-    return f"The GPU has no work left at the end of {share} of the passes."
+def _describe_launches(pace: HostPace) -> str:
+    if pace.busy is not None:
+        return f"The GPU is busy for {format_percent(pace.busy)} of a typical second."
+    if pace.idle_s is not None:
+        return f"The GPU waits for kernels for at least {format_duration(pace.idle_s)} of a step."
+    return f"The GPU has no work left at the end of {format_percent(pace.starved)} of the passes."
 
 
 @rule(
@@ -194,14 +198,13 @@ def keep_activations(job: Job) -> Proposal | None:
 @rule("larger-micro-batch", f"{_TUNING}#gpu-specific-optimizations")
 def enlarge_micro_batch(job: Job) -> Proposal | None:
     """A step accumulates several backward passes, at most 45 % of the device's memory are used, and
-    the device waits for kernels in at least 20 % of its work."""
-    passes, used = job.report["steps"]["micro_steps"], job.used_memory
-    if passes < 2 or used is None or used > 0.45 or job.launch_share < _LAUNCH_SHARE:
+    the device waits for its kernels, as for the advice to compile."""
+    passes, used, pace = job.report["steps"]["micro_steps"], job.used_memory, job.host_pace
+    if passes < 2 or used is None or used > 0.45 or pace is None:
         return None
     return Proposal(
         f"A step accumulates {passes} backward passes while {format_percent(1 - used)} of the memory"
-        f" are free, and the device waits for kernels in {format_percent(job.launch_share)} of its"
-        " work.",
+        f" are free. {_describe_launches(pace)}",
         f"Use micro-batches of twice the size, and accumulate {(passes + 1) // 2} passes.",
     )
 

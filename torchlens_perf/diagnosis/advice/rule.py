@@ -14,10 +14,12 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.diagnosis.lost_time import COMPUTE
 from torchlens_perf.run.training_settings import TrainingSettings
+from torchlens_perf.verdicts.words.device_pace import find_host_pace
 from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.what_if import Replay
+    from torchlens_perf.verdicts.words.device_pace import HostPace
     from torchlens_perf.verdicts.words.evidence import LongSteps
     from torchlens_perf.verdicts.words.report import LostTime, Report
 
@@ -182,10 +184,9 @@ class Job:
         return max(shares, default=None)
 
     @property
-    def launch_share(self) -> float:
-        """Share of a device's work in which it waits for kernels; 0 if not known."""
-        own = self.report["steps"]["own_time"]
-        return own["launch_share"] if own is not None else 0.0
+    def host_pace(self) -> HostPace | None:
+        """Evidence that a GPU waits for its kernels; None if it does not, or if not known."""
+        return find_host_pace(self.report) if self.is_cuda else None
 
     @property
     def caught_up(self) -> float | None:

@@ -42,7 +42,6 @@ _HIDDEN = 0.03
 # The device waits for its host in a part of the step if the host needs at least this share of the
 # part's own time.
 _MOST = 0.5
-_LAUNCHES = [place for place, part in enumerate(OWN_PARTS) if part not in ("data", "host")]
 _COMMUNICATION = PARTS.index("communication")
 _BACKWARD, _RECOMPUTE = OWN_PARTS.index("backward"), OWN_PARTS.index("recompute")
 
@@ -62,8 +61,6 @@ class OwnTime:
 
     parts_ns: tuple[float, ...]
     """Own time in a step, for each of OWN_PARTS."""
-    launch_share: float
-    """Share of own time in which the device waits for its host to issue work."""
     hidden_share: float
     """Share of own time that the device's clock does not show. Host code is hidden while the device
     waits for other ranks."""
@@ -129,23 +126,21 @@ def compute_own_work_ns(tables: Sequence[StepTable]) -> list[npt.NDArray[np.int6
     return work_ns
 
 
-def average_own_time(
-    own_ns: Floats, by_host: npt.NDArray[np.bool_], device_ns: Floats
-) -> OwnTime | None:
-    """Return the mean own time; None if it is not known in any row.
+def average_own_time(own_ns: Floats, device_ns: Floats) -> OwnTime | None:
+    """Return the mean own time; None if it is not known in any row, and for a single rank.
 
-    All arguments have the shape [ranks, rows, parts].
+    A device that waits for no other rank hides nothing. Both arguments have the shape
+    [ranks, rows, parts].
     """
+    if len(own_ns) < 2:
+        return None
     known = np.isfinite(own_ns).all(axis=2)
-    own_ns, by_host, device_ns = own_ns[known], by_host[known], device_ns[known]
+    own_ns, device_ns = own_ns[known], device_ns[known]
     total_ns = float(own_ns.sum(dtype=np.float64))
     if not total_ns:
         return None
-    launch_ns = float(own_ns[:, _LAUNCHES][by_host[:, _LAUNCHES]].sum(dtype=np.float64))
     hidden_share = 1 - float(device_ns.sum(dtype=np.float64)) / total_ns
-    return OwnTime(
-        tuple(own_ns.mean(axis=0, dtype=np.float64).tolist()), launch_ns / total_ns, hidden_share
-    )
+    return OwnTime(tuple(own_ns.mean(axis=0, dtype=np.float64).tolist()), hidden_share)
 
 
 def _busy_and_host_ns(lines: PartTimes, critical_lag_ns: Floats) -> tuple[Floats, Floats]:

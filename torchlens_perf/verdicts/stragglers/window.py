@@ -367,7 +367,7 @@ class SlidingWindow:
         block: indices of ranks and columns, as for own_time_by_part().
         """
         return (
-            average_own_time(*self.own_time_by_part(block), self.parts_ns[block])
+            average_own_time(self.own_time_by_part(block)[0], self.parts_ns[block])
             if self._has_host_times
             else None
         )

@@ -29,8 +29,18 @@ from torchlens_perf.run.loader_period import hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
+from torchlens_perf.verdicts.words.device_pace import (
+    describe_other_processes,
+    find_busy_share,
+    find_host_pace,
+    lacks_phases,
+    mean_parts,
+    replays_graphs,
+    timed_devices,
+)
 from torchlens_perf.verdicts.words.evidence import (
     DeviceStepEvidence,
+    GraphReplayEvidence,
     JudgedVerdict,
     LaunchBoundEvidence,
     LongSteps,
@@ -47,7 +57,8 @@ from torchlens_perf.verdicts.words.report import mean_per_step
 from torchlens_perf.verdicts.words.stragglers import phase_name
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Facts, TypicalStep
+    from torchlens_perf.verdicts.words.device_pace import HostPace
+    from torchlens_perf.verdicts.words.report import DeviceTimes, Facts, TypicalStep
 
 # The smallest shares of a typical step for which a wait is named, is the subject of the advice, and
 # is named before computing.
@@ -71,9 +82,11 @@ _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
 """Kinds of long steps that are not reported while a rank is slow."""
 _GAP = ("data", "host")
 _COMPUTE = ("forward", "backward", "recompute", "optimizer")
-# Shares of forward and backward passes at whose end the device had no work left. Above the first
-# share, launches limit the step. Below the second share, the host is ahead of the device.
-_LAUNCH_BOUND, _CAUGHT_UP = 0.8, 0.5
+# A device that is behind its host by this share of a step, at the ends of passes, has work queued
+# until the next pass is issued.
+_FAR_AHEAD = 0.5
+# A sentence lists at most this many device sections.
+_MAX_SECTIONS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -610,110 +623,207 @@ LAUNCH_ACTION = (
     "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch,"
     " fused optimizers."
 )
+COMPILED_LAUNCH_ACTION = (
+    "larger batches, or less Python between the compiled parts: torchlens-perf capture shows it."
+)
+_SECTION_ACTION = (
+    'time parts of the step on the device: wrap them in perf.device_section("name"), also inside of a'
+    " captured graph."
+)
 
 
 def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) -> JudgedVerdict:
     """Return the verdict on a typical step with work on a device, by the device's clock."""
-    timed = [
-        rank["device"]
-        for rank in report["ranks"]
-        if rank["device"] is not None and rank["device"]["parts"]
-    ]
+    timed = timed_devices(report)
     if not timed:
         return _build_not_known_verdict(report, device)
-    parts = {
-        part: sum(each["parts"].get(part, 0.0) for each in timed) / len(timed) for part in PARTS
-    }
-    step_s, own = sum(parts.values()), report["steps"]["own_time"]
-    if own is not None and own["is_hidden"]:
-        # Most devices wait for one rank, so their clocks do not show how long its work takes.
-        parts = {
-            **parts,
-            **own["parts"],
-            "communication": max(0.0, step_s - sum(own["parts"].values())),
-        }
-    evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
-    waits_s = [each["parts"].get("communication", 0.0) for each in timed]
-    lacks = [typical["lack_of_cpu"] or {} for typical in _collect_typical_steps(report)]
-    lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
-    found = break_down_step(step_s, parts, lack, device=True, look_at=computing_action(report))
-    found = _name_waiting_for_ranks(report, found)
+    if replays_graphs(report):
+        return _build_graph_verdict(report, device)
+    parts = _device_parts(report, timed)
+    found = _break_down_device_step(report, parts)
     found = found.without_wait("communication_bound") if waits_explained else found
     unrecorded = _build_other_threads_verdict(report, found)
     if unrecorded is not None:
         return unrecorded
-    computing_s, worth, first = found.computing.seconds, found.large_waits, found.limit
-    kinds = _describe_kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
-    caught_up = [each["caught_up"] for each in timed if each["caught_up"] is not None]
-    share = sum(caught_up) / len(caught_up) if caught_up else 0.0
-    launch_share = None if own is None else own["launch_share"]
-    launches = LaunchBoundEvidence(share, launch_share)
-    if launch_share is not None and launch_share >= _MOST:
-        text = (
-            f"The {device} waits for its host in {format_percent(launch_share)} of a step's work"
-            f" ({format_duration(step_s)}): the host takes longer to issue kernels than the {device} to"
-            f" execute them."
-        )
-        return make_verdict(
-            "host_bound", None, "host", None, None, None, 0.8, text, LAUNCH_ACTION, launches
-        )
-    if first is not found.computing:
-        also = "".join(
-            f"; {_uncapitalize(each.what)} {_format_share(each.seconds, step_s)}"
-            for each in worth
-            if each is not first
-        )
-        computes = f"; computing {_format_share(computing_s, step_s)}" if computing_s else ""
-        text = (
-            f"{first.what} takes {_format_share(first.seconds, step_s)} of a step on the {device}"
-            f" ({format_duration(step_s)}){also}{computes}.{_equal_waits_caveat(first, waits_s)}{kinds}"
-        )
-        cost_s = first.seconds
-        return make_verdict(
-            first.kind,
-            None,
-            first.phase,
-            cost_s,
-            cost_s / step_s,
-            None,
-            0.8,
-            text,
-            first.action,
-            evidence,
-        )
-    if share >= _LAUNCH_BOUND:
-        text = (
-            f"The {device} waits for the host: it had no work left at the end of {format_percent(share)}"
-            f" of the forward and backward passes."
-        )
-        # The cost is not known, because idle time between two kernels is not measured.
-        return make_verdict(
-            "host_bound", None, "host", None, None, None, 0.8, text, LAUNCH_ACTION, launches
-        )
-    phases = sorted(((parts[part], part) for part in _COMPUTE if parts[part]), reverse=True)
-    shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for seconds, part in phases)
-    also = "".join(
-        f"; {_uncapitalize(each.what)} {_format_share(each.seconds, step_s)}" for each in worth
-    )
-    ahead = f" The host is ahead, and waits for the {device}." if share < _CAUGHT_UP else ""
-    following = worth[0] if worth and worth[0].seconds >= _WORTH_DOING * step_s else found.computing
-    cost_s = 0.0 if following is found.computing else following.seconds
+    first, pace = found.limit, find_host_pace(report)
+    if first.kind == "host_bound" and lacks_phases(timed):
+        return _build_untimed_verdict(device, found)
+    if pace is not None:
+        inside_s = (pace.idle_s or 0.0) - found.wait_of_kind("host_bound").seconds
+        if first is found.computing or inside_s > first.seconds:
+            return _build_launch_verdict(report, device, pace, found.step_s)
+    evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
+    if first is found.computing:
+        return _build_compute_verdict(report, device, found, evidence)
+    also = _also_text(found, [each for each in found.large_waits if each is not first])
+    computing_s = found.computing.seconds
+    computes = f"; computing {_format_share(computing_s, found.step_s)}" if computing_s else ""
+    waits_s = [each["parts"].get("communication", 0.0) for each in timed]
     text = (
-        f"Computing takes {format_percent(computing_s / step_s)} of a step on the {device}"
-        f" ({format_duration(step_s)}: {shown}){also}.{ahead}{kinds}"
+        f"{first.what} takes {_format_share(first.seconds, found.step_s)} of a step on the {device}"
+        f" ({format_duration(found.step_s)}){also}{computes}.{_equal_waits_caveat(first, waits_s)}"
+        f"{_describe_kinds_of_device_steps(report)}"
+    )
+    return make_verdict(
+        first.kind,
+        None,
+        first.phase,
+        first.seconds,
+        first.seconds / found.step_s,
+        None,
+        0.8,
+        text,
+        first.action,
+        evidence,
+    )
+
+
+def _device_parts(report: Facts, timed: Sequence[DeviceTimes]) -> dict[str, float]:
+    """Return the seconds of each part of a step by the devices' clocks, as means over the ranks."""
+    parts, own = mean_parts(timed), report["steps"]["own_time"]
+    if own is None or not own["is_hidden"]:
+        return parts
+    # Most devices wait for one rank, so their clocks do not show how long its work takes.
+    wait_s = max(0.0, sum(parts.values()) - sum(own["parts"].values()))
+    return {**parts, **own["parts"], "communication": wait_s}
+
+
+def _break_down_device_step(report: Facts, parts: Mapping[str, float]) -> StepBreakdown:
+    step_s = sum(mean_parts(timed_devices(report)).values())
+    lacks = [typical["lack_of_cpu"] or {} for typical in _collect_typical_steps(report)]
+    lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
+    found = break_down_step(step_s, parts, lack, device=True, look_at=computing_action(report))
+    return _name_waiting_for_ranks(report, found)
+
+
+def _also_text(found: StepBreakdown, waits: Sequence[TimeShare]) -> str:
+    return "".join(
+        f"; {_uncapitalize(each.what)} {_format_share(each.seconds, found.step_s)}"
+        for each in waits
+    )
+
+
+def _describe_kinds_of_device_steps(report: Facts) -> str:
+    return _describe_kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
+
+
+def _build_launch_verdict(
+    report: Facts, device: str, pace: HostPace, step_s: float
+) -> JudgedVerdict:
+    """Return the verdict that hosts limit the step, because devices wait for their kernels."""
+    if pace.is_hidden:
+        why = (
+            f"in at least {format_percent((pace.idle_s or 0.0) / step_s)} of a step"
+            f" ({format_duration(step_s)}), the {device} for which the others wait is idle"
+        )
+    else:
+        why = (
+            f"the {device} had no work left at the end of {format_percent(pace.starved)} of the"
+            " forward and backward passes"
+        )
+    idle = "" if pace.is_hidden else _describe_busy(report, device)
+    startup = report["run"]["startup"]
+    compiled = startup is not None and bool(startup["compile_s"])
+    # A bound is no cost: it may not be compared with costs of other verdicts.
+    cost_s = None if pace.is_hidden else pace.idle_s
+    return make_verdict(
+        "host_bound",
+        None,
+        "host",
+        cost_s,
+        None if cost_s is None else cost_s / step_s,
+        None,
+        0.8,
+        f"The host sets the pace: {why}.{idle}{_other_processes_text(report)}",
+        COMPILED_LAUNCH_ACTION if compiled else LAUNCH_ACTION,
+        LaunchBoundEvidence(pace.starved, pace.busy, pace.idle_s),
+    )
+
+
+def _build_compute_verdict(
+    report: Facts, device: str, found: StepBreakdown, evidence: DeviceStepEvidence
+) -> JudgedVerdict:
+    """Return the verdict that the phases limit the step, with what is known of idle time in them."""
+    parts, worth = evidence.device_parts_s, found.large_waits
+    phases = sorted(((parts[part], part) for part in _COMPUTE if part in parts), reverse=True)
+    shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for seconds, part in phases)
+    following = found.computing
+    if worth and worth[0].seconds >= _WORTH_DOING * found.step_s:
+        following = worth[0]
+    cost_s = 0.0 if following is found.computing else following.seconds
+    ahead = _describe_lag(report, device, found.step_s)
+    text = (
+        f"{'Computing takes' if ahead else 'The phases take'}"
+        f" {format_percent(found.computing.seconds / found.step_s)} of a step on the {device}"
+        f" ({format_duration(found.step_s)}: {shown}){_also_text(found, worth)}."
+        f"{ahead or _describe_busy(report, device)}{_other_processes_text(report)}"
+        f"{_describe_kinds_of_device_steps(report)}"
     )
     return make_verdict(
         "compute_bound",
         None,
         phases[0][1],
         cost_s,
-        cost_s / step_s,
+        cost_s / found.step_s,
         None,
         0.8,
         text,
         following.action,
         evidence,
     )
+
+
+def _describe_lag(report: Facts, device: str, step_s: float) -> str:
+    """Return a sentence if hosts are so far ahead that devices have work all the time; else ""."""
+    lags_s = [each["behind_s"]["p50_s"] or 0.0 for each in timed_devices(report)]
+    if min(lags_s) < _FAR_AHEAD * step_s:
+        return ""
+    return f" The host is ahead, and waits for the {device}."
+
+
+def _describe_busy(report: Facts, device: str) -> str:
+    busy = find_busy_share(report)
+    if busy is None:
+        return f" How long the {device} is idle inside of them was not measured."
+    return f" The {device} is busy for {format_percent(busy)} of a typical second."
+
+
+def _other_processes_text(report: Facts) -> str:
+    found = describe_other_processes(report)
+    return f" {found}" if found else ""
+
+
+def _build_graph_verdict(report: Facts, device: str) -> JudgedVerdict:
+    """Return the verdict on steps that replay a CUDA graph. Device sections show their parts."""
+    timed, steps = timed_devices(report), max(1, report["steps"]["count"])
+    step_s = sum(mean_parts(timed).values())
+    sections_s = {
+        row["name"]: (row["device_s"]["p50_s"] or 0.0) * row["calls"] / steps / len(timed)
+        for row in report["device_sections"]
+    }
+    longest = dict(sorted(sections_s.items(), key=lambda item: -item[1])[:_MAX_SECTIONS])
+    shown = ", ".join(f"{name} {format_duration(s)}" for name, s in longest.items())
+    inside = f" Device sections in a step: {shown}." if shown else ""
+    text = (
+        f"The loop replays a CUDA graph: a step takes {format_duration(step_s)} on the {device}, and"
+        f" the phases inside of the graph are not timed.{inside}{_other_processes_text(report)}"
+    )
+    action = f'start with device section "{next(iter(longest))}".' if longest else _SECTION_ACTION
+    evidence = GraphReplayEvidence(step_s, longest)
+    return make_verdict("not_known", None, None, None, None, None, 0.8, text, action, evidence)
+
+
+def _build_untimed_verdict(device: str, found: StepBreakdown) -> JudgedVerdict:
+    """Return the verdict on steps whose work on the device is outside of all phases."""
+    text = (
+        f"What limits the step is not known: {_format_share(found.limit.seconds, found.step_s)} of a"
+        f" step on the {device} ({format_duration(found.step_s)}) is outside of the phases. It is host"
+        " code, or work that is no phase, such as a CUDA graph."
+    )
+    return make_verdict(
+        "not_known", None, None, None, None, None, 0.0, text, _SECTION_ACTION,
+        UntimedDeviceEvidence(device),
+    )  # fmt: skip
 
 
 def _build_not_known_verdict(report: Facts, device: str) -> JudgedVerdict:
@@ -759,6 +869,7 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _part_clause(long)
     action = _action_on_long_steps(long)
+    others = _other_processes(report, long)
     if (
         long["part"] == "communication"
         and not long["kinds"]
@@ -794,14 +905,39 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
                 f"see what the loop does at {_newest_step_numbers(long)}, and what else kept the CPUs"
                 " busy."
             )
+    if others is None and long["part"] != "host":
+        action = f"see whether other programs used the GPU (nvidia-smi pmon); else {action}"
+    elif others:
+        action = "see what the other processes do on the GPU: nvidia-smi pmon."
+    more = f" {others}" if others else ""
     text = (
         f"{often} {takes} {format_duration(long['more_s'])} longer{each} ({why}):"
-        f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time."
+        f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time.{more}"
     )
     cost_s = mean_per_step(long["total_s"], steps)
     return make_verdict(
-        "long_steps", None, long["part"], cost_s, long["share"], None, 0.9, text, action, long
+        "long_steps",
+        None,
+        long["part"] or None,
+        cost_s,
+        long["share"],
+        None,
+        0.9,
+        text,
+        action,
+        long,
     )
+
+
+def _other_processes(report: Facts, long: LongSteps) -> str | None:
+    """Return a sentence on other users of the GPU, if they may explain these steps.
+
+    Return "" if they do not, and None if they were not measured. The times of a GPU's phases, and
+    of its gaps, contain work of other processes.
+    """
+    by_gpu = report["run"]["device"] == "GPU" and report["steps"]["by"] == DEVICE
+    explained = long["kinds"] or long["period"] or long["part"] not in _SHARED_PARTS
+    return "" if explained or not by_gpu else describe_other_processes(report)
 
 
 def _rank_waited_for(long: LongSteps) -> int | None:
@@ -878,7 +1014,9 @@ def _part_clause(long: LongSteps) -> str:
     return _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
 
 
+_SHARED_PARTS = (*_COMPUTE, "host", "")
 _WHERE = {
+    "": "the graph is not timed by phase",
     "communication": "waiting in communication",
     "tool": "this tool",
     LACK_OF_CPU: "waiting for a CPU",
@@ -938,6 +1076,7 @@ def _action_on_long_steps(long: LongSteps) -> str:
             f"see what the loop does at {at} (logging, an epoch's end): wrap parts in"
             " perf.section()."
         ),
+        "": f"see what is different at {at}, and what else the loop does than to replay the graph.",
         "tool": (
             "if the loop requests results (w.summary(), w.step_table(), a display), do so less"
             " often."

@@ -163,9 +163,19 @@ class LaunchBoundEvidence(Struct, frozen=True):
 
     caught_up: float
     """Share of forward and backward passes at whose end the device had no work left."""
-    launch_share: float | None
-    """Share of a step's work in which devices wait for their hosts to issue work; None if not
-    known."""
+    busy: float | None
+    """Share of a typical second in which the devices were busy; None if not measured."""
+    idle_s: float | None
+    """Least time of a step in which a device is idle for lack of kernels; None if not known."""
+
+
+class GraphReplayEvidence(Struct, frozen=True):
+    """Evidence on steps that replay a CUDA graph. Times are seconds per step."""
+
+    step_s: float
+    """Duration of a step by the device's clock."""
+    sections_s: dict[str, float]
+    """Median time of each device section inside the graph, the longest first."""
 
 
 class SampledCpuLackEvidence(Struct, frozen=True):
@@ -321,6 +331,7 @@ Evidence = (
     | RunPartEvidence
     | PastEvidence
     | LaunchBoundEvidence
+    | GraphReplayEvidence
     | SampledCpuLackEvidence
     | UntimedDeviceEvidence
     | DeepSpansEvidence
@@ -367,7 +378,12 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "host_bound": (*_BY_STEP, LaunchBoundEvidence),
     "lack_of_cpu": (*_BY_STEP, SampledCpuLackEvidence),
     "long_steps": (LongSteps,),
-    "not_known": (UntimedDeviceEvidence, DeepSpansEvidence, OtherThreadsEvidence),
+    "not_known": (
+        UntimedDeviceEvidence,
+        GraphReplayEvidence,
+        DeepSpansEvidence,
+        OtherThreadsEvidence,
+    ),
     "none": (NoSlowRankEvidence, NotComparedEvidence, WarmUpEvidence),
     "not_compared": (NotComparedEvidence,),
     "no_steps": (NoStepsEvidence,),

@@ -157,8 +157,6 @@ class OwnStepTime(TypedDict):
 
     parts: dict[str, float]
     """Own time by part, in seconds."""
-    launch_share: float
-    """Share of own time in which devices wait for their hosts to issue work."""
     hidden_share: float
     """Share of own time that the devices' clocks do not show. Host code is hidden while a device
     waits for other ranks."""
@@ -209,6 +207,8 @@ class DeviceTimes(TypedDict):
     device."""
     behind_s: Distribution
     caught_up: float | None
+    captured: int
+    """Number of marks that were left out while a CUDA graph was captured."""
 
 
 class LastArrivals(TypedDict):

@@ -1,0 +1,131 @@
+"""Tests of the reports on recorded GPU runs against what is true of them.
+
+`gpu/expected.json` was written by hand from measurements of the same steps: own CUDA events at the
+borders of the phases, kineto's kernel times and nvidia-smi. An optional key of a run is a claim that
+these measurements allow:
+
+- `why`: the truth in a sentence.
+- `first`: kinds of verdicts that may be the first one. `kinds`: other kinds that must be present.
+- `launch_bound`: whether a verdict may be that the GPU waits for kernels, and must be.
+- `cost_share`: bounds of the first verdict's share of a step; null for a cost that is not known.
+- `step_ms`, `phases_ms`, `sections_ms`, `modules_ms`: bounds of medians by the device's clock.
+- `typical_busy`: bounds of the busy share of the GPU; null if it must be missing.
+- `advice`, `no_advice`: rules whose advice must, and must not, be given. `changes`: all predictions.
+- `unknown_parts`: true if no part of the step may be named, because it is a replayed graph.
+- `others_first`: true if other programs are to be looked for before batches.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.golden.gpu_recordings import RECORDINGS, report_on_recording
+from torchlens_perf.verdicts.words.evidence import LaunchBoundEvidence
+from torchlens_perf.view.headline import build_headlines, choose_headline
+
+EXPECTED: dict[str, dict[str, Any]] = json.loads((RECORDINGS / "expected.json").read_text())
+
+
+@pytest.fixture(scope="module", params=sorted(EXPECTED))
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what is true of a run, and the report on it."""
+    name = request.param
+    return EXPECTED[name], report_on_recording(name, tmp_path_factory.mktemp("gpu"))
+
+
+def test_twenty_recordings_have_expectations() -> None:
+    assert len(EXPECTED) == 20
+    assert {each.name for each in RECORDINGS.iterdir() if each.is_dir()} == set(EXPECTED)
+
+
+def assert_between(value: float | None, bounds: list[float], what: str) -> None:
+    assert value is not None, what
+    assert bounds[0] <= value <= bounds[1], (what, value, bounds)
+
+
+def test_verdicts_are_those_that_the_measurements_allow(
+    case: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    expected, report = case
+    verdicts = [each for each in report["verdicts"] if not each["is_over"]]
+    first = choose_headline(build_headlines(report))
+
+    assert first is not None
+    assert first.kind in expected["first"], first.sentence
+    assert {each["kind"] for each in verdicts} >= set(expected.get("kinds", ()))
+    launch_bound = any(isinstance(each["evidence"], LaunchBoundEvidence) for each in verdicts)
+    assert launch_bound is expected["launch_bound"]
+    if "cost_share" in expected:
+        if expected["cost_share"] is None:
+            assert first.cost_share is None
+        else:
+            assert_between(first.cost_share, expected["cost_share"], "cost")
+    if expected.get("others_first"):
+        assert first.action.lower().startswith("see whether other programs used the gpu")
+
+
+def test_device_times_are_within_bounds_of_own_events(
+    case: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    expected, report = case
+    device = report["ranks"][0]["device"]
+    if "step_ms" in expected:
+        assert_between(1e3 * device["step_s"]["p50_s"], expected["step_ms"], "step")
+    for phase, bounds in expected.get("phases_ms", {}).items():
+        assert_between(1e3 * device["phases"][phase]["p50_s"], bounds, phase)
+    for field in ("sections", "modules"):
+        rows = report["device_sections" if field == "sections" else field]
+        found = {row["name"]: row["device_s"] for row in rows}
+        for name, bounds in expected.get(f"{field}_ms", {}).items():
+            assert_between(1e3 * found[name]["p50_s"], bounds, name)
+
+
+def test_busy_share_of_the_gpu_is_that_of_the_samples(
+    case: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    expected, report = case
+    busy = [each["typical_busy"] for each in report["gpus"]]
+    if "typical_busy" in expected:
+        if expected["typical_busy"] is None:
+            assert set(busy) <= {None}
+        else:
+            assert_between(busy[0], expected["typical_busy"], "busy")
+
+
+def test_gains_lie_inside_their_bounds_and_below_the_step(
+    case: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    expected, report = case
+    changes = (report["lost_time"] or {"changes": []})["changes"]
+    for each in (*changes, *report["advice"]):
+        if each["gain_s"] is not None:
+            assert 0 < each["low_s"] <= each["gain_s"] <= each["high_s"], each
+            assert each["high_s"] <= report["lost_time"]["step_s"], each
+            assert each["share"] < 1, each
+    if "changes" in expected:
+        assert [each["change"] for each in changes] == expected["changes"]
+
+
+def test_advice_suits_the_loop(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    expected, report = case
+    given = {each["key"] for each in report["advice"]}
+
+    assert given >= set(expected.get("advice", ()))
+    assert not given & set(expected.get("no_advice", ()))
+
+
+def test_parts_of_a_replayed_graph_have_no_names(
+    case: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    expected, report = case
+    steps = report["steps"]
+    named = {each["part"] for each in (*steps["long"], *steps["short"], *report["regimes"])}
+    if expected.get("unknown_parts"):
+        assert named == {""}
+    else:
+        assert "" not in named
