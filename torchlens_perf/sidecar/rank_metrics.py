@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 # For values of gpu_signals(): the name of the signal and a factor.
 _CLOCKS = {"sm_clock_hz": ("sm_clock_mhz", 1e-6), "sm_clock_share": ("sm_clock_share", 1.0)}
 _GPU_IDLE = 1  # NVML's bit nvmlClocksEventReasonGpuIdle
-_SAME = ("thermal_share", "power_share", "hw_slowdown_share", "temperature_c")
+_LEVELS = {
+    **{n: n for n in ("thermal_share", "power_share", "hw_slowdown_share", "temperature_c")},
+    "others_busy": "gpu_neighbour_share",
+}
 _COUNTS = {
     "ecc_uncorrected": "ecc_errors_per_s", "remapped_rows": "remapped_rows_per_s", "xid_count": "xids_per_s",
     "pcie_replays": "pcie_replays_per_s", "nvlink_errors": "nvlink_errors_per_s",
@@ -71,7 +74,9 @@ class HardwareSignals:
             for name, (signal, factor) in _CLOCKS.items()
             if name in clocks
         }
-        found.update({name: measured[name] for name in _SAME if name in measured})
+        found.update(
+            {signal: measured[name] for name, signal in _LEVELS.items() if name in measured}
+        )
         if elapsed_s is not None:  # Rates of counters need two samples.
             found.update(
                 {

@@ -42,7 +42,7 @@ def test_signals_are_made_once_per_hardware_sample(rig: Rig) -> None:
     rig.gpus.values = {
         FIRST: {
             **HEALTHY, "sm_clock_hz": 1_200_000_000, "throttle_thermal_ns": SECOND // 2, "xids": 1, "pcie_replays": 17,
-            "ecc_uncorrected": 4, "nvlink_errors": 2,
+            "ecc_uncorrected": 4, "nvlink_errors": 2, "others_busy": 0.25,
         }
     }  # fmt: skip
     rig.seconds(1, FIRST)
@@ -52,6 +52,8 @@ def test_signals_are_made_once_per_hardware_sample(rig: Rig) -> None:
     assert first["sm_clock_mhz"] == 1980
     assert second["sm_clock_mhz"] == 1200
     assert second["thermal_share"] == 0.5
+    assert second["gpu_neighbour_share"] == 0.25
+    assert "gpu_neighbour_share" not in first  # The driver did not report processes.
     assert (second["xids_per_s"], second["pcie_replays_per_s"], second["ecc_errors_per_s"]) == (
         1,
         10,

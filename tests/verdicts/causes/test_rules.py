@@ -24,7 +24,7 @@ HEALTHY = {
     "cpu_wait_share": 0.02, "asleep_share": 0.02, "kernel_share": 0.02, "gc_share": 0.0, "disk_wait_share": 0.0,
     "major_faults_per_s": 0.0, "refaults_per_s": 0.0, "memory_limit_share": 0.5, "memory_stall_share": 0.0,
     "cpu_quota_share": 0.0, "cpu_clock_share": 0.9, "sm_clock_mhz": 1980.0, "sm_clock_share": 1.0,
-    "thermal_share": 0.0, "power_share": 0.1,
+    "thermal_share": 0.0, "power_share": 0.1, "gpu_neighbour_share": 0.02,
     "hw_slowdown_share": 0.0, "temperature_c": 60.0, "ecc_errors_per_s": 0.0, "remapped_rows_per_s": 0.0,
     "xids_per_s": 0.0, "pcie_replays_per_s": 0.1, "nvlink_errors_per_s": 0.0, "link_errors_per_s": 0.0,
     "alloc_retries_per_step": 0.0,
@@ -154,6 +154,12 @@ def only(found: Diagnosis) -> Cause:
             "compute",
             {"sm_clock_mhz": 1410.0, "sm_clock_share": 0.71},
             "SM clock is 1.41 GHz, 29% below the usual",
+        ),
+        (
+            "gpu_neighbour",
+            "compute",
+            {"gpu_neighbour_share": 0.35},
+            "programs outside the job use GPU 5 for 35% of the time, against 2.0% on the others",
         ),
         (
             "gpu_errors",

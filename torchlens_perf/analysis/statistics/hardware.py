@@ -342,6 +342,7 @@ class GpuTotals:
             "sm_active": self.mean("sm_active"),
             "tensor_active": self.mean("tensor_active"),
             "dram_active": self.mean("dram_active"),
+            "others_busy": self.mean("others_busy"),
             "ecc_uncorrected": grown("ecc_uncorrected"),
             "remapped_rows": remapped if pending is None else (remapped or 0) + pending,
             "xid_count": grown("xids"),
@@ -420,7 +421,7 @@ def compute_gpu_signals(samples: Sequence[GpuSample]) -> dict[str, float]:
 
     - Fractions: sm_clock_share (mean clock divided by the highest), thermal_share, power_share and
       hw_slowdown_share (time with throttled clocks), memory_used_share, sm_active, tensor_active,
-      dram_active.
+      dram_active, others_busy.
     - Means: sm_clock_hz, temperature_c, power_w.
     - Increases: ecc_uncorrected, xid_count, pcie_replays, nvlink_errors and remapped_rows. A
       pending row counts as remapped.

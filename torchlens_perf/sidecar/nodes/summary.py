@@ -37,7 +37,7 @@ from torchlens_perf.verdicts.words.hang import device_place_from_mark
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-VERSION = 7
+VERSION = 8
 ROWS, GROUPS, DIMENSIONS, INSIDE, LAST_OPERATIONS = 8, 6, 6, 4, 4
 MAX_BYTES = 1024
 NO_ROW = 0xFFFFFFFF

@@ -36,6 +36,7 @@ METRICS = (
     "power_share",  # share of time: the GPU's clocks were lowered because of its power limit
     "hw_slowdown_share",  # share of time: the board lowered the GPU's clocks (power brake, heat)
     "temperature_c",
+    "gpu_neighbour_share",  # share of time: programs outside the job used the GPU
     "ecc_errors_per_s",  # uncorrectable errors only
     "remapped_rows_per_s",
     "xids_per_s",  # errors that the driver reports

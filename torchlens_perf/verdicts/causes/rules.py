@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_CAUSES = 3
 # A cause is named if it explains at least this share of the excess.
 _EXPLAINS = 0.3
-# Other programs are named if they keep at least this share of the rank's CPUs busy.
+# Other programs are named if they keep at least this share of the rank's CPUs, or its GPU, busy.
 _MIN_NEIGHBOURS = 0.1
 _MIN_FAULTS_PER_S = 20
 _MIN_RETRIES_PER_STEP = 0.05
@@ -354,6 +354,21 @@ def _check_gpu_clock(case: _SlowRankCase) -> list[Cause]:
     ]
 
 
+def _check_gpu_neighbours(case: _SlowRankCase) -> list[Cause]:
+    """Return programs outside the job as a cause, if they use the rank's GPU."""
+    more = case.excess_of("gpu_neighbour_share")
+    explains = case.share_of_excess(more)
+    if not _may_be_device_fault(case) or more < _MIN_NEIGHBOURS or explains < _EXPLAINS:
+        return []
+    text = (
+        f"programs outside the job use {case.gpu_phrase} for"
+        f" {format_percent(case.mine['gpu_neighbour_share'])} of the time"
+        f"{case.comparison_clause('gpu_neighbour_share', format_percent)}"
+    )
+    action = "see what runs there (nvidia-smi pmon), and stop it."
+    return [Cause("gpu_neighbour", text, action, explains, case.evidence("gpu_neighbour_share"))]
+
+
 def _may_be_device_fault(case: _SlowRankCase) -> bool:
     """Return True unless the rank waits for data or for a CPU, which no device can cause."""
     return case.episode.phase not in ("data", "cpu")
@@ -441,7 +456,7 @@ def _check_allocator(case: _SlowRankCase) -> list[Cause]:
 
 _RULES: tuple[Callable[[_SlowRankCase], list[Cause]], ...] = (
     _check_garbage_collection, _check_cpu_shortage, _check_disk_and_memory, _check_cpu_clock,
-    _check_gpu_clock, _check_error_counters, _check_allocator,
+    _check_gpu_clock, _check_gpu_neighbours, _check_error_counters, _check_allocator,
 )  # fmt: skip
 
 

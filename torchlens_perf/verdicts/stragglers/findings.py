@@ -29,7 +29,7 @@ class Cause:
 
     kind: str
     """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock,
-    gpu_throttled, gpu_clock, gpu_errors, pcie, nvlink, network or alloc_retries."""
+    gpu_throttled, gpu_clock, gpu_neighbour, gpu_errors, pcie, nvlink, network or alloc_retries."""
     text: str
     """The observation, as a clause that can follow "because"."""
     action: str
