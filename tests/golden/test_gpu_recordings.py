@@ -7,6 +7,7 @@ these measurements allow:
 - `why`: the truth in a sentence.
 - `first`: kinds of verdicts that may be the first one. `kinds`: other kinds that must be present.
 - `launch_bound`: whether a verdict may be that the GPU waits for kernels, and must be.
+- `action`: what the first verdict must advise.
 - `cost_share`: bounds of the first verdict's share of a step; null for a cost that is not known.
 - `step_ms`, `phases_ms`, `sections_ms`, `modules_ms`: bounds of medians by the device's clock.
 - `typical_busy`: bounds of the busy share of the GPU; null if it must be missing.
@@ -65,6 +66,8 @@ def test_verdicts_are_those_that_the_measurements_allow(
             assert first.cost_share is None
         else:
             assert_between(first.cost_share, expected["cost_share"], "cost")
+    if "action" in expected:
+        assert verdicts[0]["action"] == expected["action"]
     if expected.get("others_first"):
         assert first.action.lower().startswith("see whether other programs used the gpu")
 

@@ -63,6 +63,7 @@ _GPU = {
     "ecc_uncorrected": _MeasuredQuantity("Uncorrected ECC errors", "1", _COUNT),
     "sm_active": _MeasuredQuantity("SMs active", "%", _LEVEL),
     "busy": _MeasuredQuantity("GPU busy (any kernel is running)", "%", _LEVEL),
+    "others_busy": _MeasuredQuantity("GPU used by other processes", "%", _LEVEL),
     "memory_used_bytes": _MeasuredQuantity("GPU memory used by all processes", "By", _GAUGE),
     "nvlink_received_bytes": _MeasuredQuantity("NVLink received", "By/s", _RATE),
     "pcie_received_bytes": _MeasuredQuantity("PCIe received", "By/s", _RATE),
