@@ -30,6 +30,7 @@ from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
 from torchlens_perf.verdicts.words.device_pace import (
+    COMPUTE,
     describe_other_processes,
     find_busy_share,
     find_host_pace,
@@ -81,7 +82,6 @@ _FEWEST = 5
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
 """Kinds of long steps that are not reported while a rank is slow."""
 _GAP = ("data", "host")
-_COMPUTE = ("forward", "backward", "recompute", "optimizer")
 # A device that is behind its host by this share of a step, at the ends of passes, has work queued
 # until the next pass is issued.
 _FAR_AHEAD = 0.5
@@ -172,7 +172,7 @@ def break_down_step(
         for part in (_GAP if device else OWN_PARTS)
     }
     left = {part: seconds - lack.get(part, 0.0) for part, seconds in parts_s.items()}
-    computing = {part: left[part] for part in _COMPUTE if left.get(part, 0.0) > 0}
+    computing = {part: left[part] for part in COMPUTE if left.get(part, 0.0) > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
     parts = sorted(computing.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for part, seconds in parts)
@@ -745,7 +745,7 @@ def _build_compute_verdict(
 ) -> JudgedVerdict:
     """Return the verdict that the phases limit the step, with what is known of idle time in them."""
     parts, worth = evidence.device_parts_s, found.large_waits
-    phases = sorted(((parts[part], part) for part in _COMPUTE if part in parts), reverse=True)
+    phases = sorted(((parts[part], part) for part in COMPUTE if part in parts), reverse=True)
     shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for seconds, part in phases)
     following = found.computing
     if worth and worth[0].seconds >= _WORTH_DOING * found.step_s:
@@ -1014,7 +1014,7 @@ def _part_clause(long: LongSteps) -> str:
     return _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
 
 
-_SHARED_PARTS = (*_COMPUTE, "host", "")
+_SHARED_PARTS = (*COMPUTE, "host", "")
 _WHERE = {
     "": "the graph is not timed by phase",
     "communication": "waiting in communication",
