@@ -44,8 +44,13 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, ranks: int = 2) -> 
     finally:
         for process in processes:
             process.kill()
-    for process, (_, errors) in zip(processes, finished, strict=True):
-        assert process.returncode == 0, errors.decode()
+    # A rank whose peer has failed fails, too, so the errors of all are shown.
+    failed = [
+        errors.decode()
+        for process, (_, errors) in zip(processes, finished, strict=True)
+        if process.returncode
+    ]
+    assert not failed, "\n".join(failed)
     return [torch.load(folder / f"result-{rank}", weights_only=False) for rank in range(ranks)]
 
 
