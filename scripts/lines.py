@@ -15,15 +15,15 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. A file counts for the first entry that contains it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 7426),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 7429),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        15711,
+        15787,
     ),
     ("store", ("store",), 1600, 1045),
-    ("run", ("run",), 3000, 6313),
+    ("run", ("run",), 3000, 6311),
     (
         "verdicts",
         (
@@ -31,17 +31,17 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
             "verdicts/judged_windows.py", "report/waited_for.py", "report/step_classes.py",
         ),
         4100,
-        10740,
+        11147,
     ),
-    ("analysis", ("analysis",), 3300, 6272),
+    ("analysis", ("analysis",), 3300, 6434),
     ("exporters", ("exporters",), 2600, 5881),
-    ("view", ("report", "view", "page", "top"), 6000, 13605),
-    ("compare, queries", ("compare", "timeline", "query"), 2500, 2765),
-    ("diagnosis", ("diagnosis",), 2500, 3004),
+    ("view", ("report", "view", "page", "top"), 6000, 13845),
+    ("compare, queries", ("compare", "timeline", "query"), 2500, 2766),
+    ("diagnosis", ("diagnosis",), 2500, 3057),
     ("serve", ("serve",), 1300, 2572),
-    ("sidecar", ("sidecar",), 5400, 10888),
-    ("simulate, commands", ("simulate", "commands"), 2200, 5234),
-    ("entry points", (".",), 1000, 2163),
+    ("sidecar", ("sidecar",), 5400, 10949),
+    ("simulate, commands", ("simulate", "commands"), 2200, 5235),
+    ("entry points", (".",), 1000, 2164),
 )  # fmt: skip
 
 

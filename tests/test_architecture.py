@@ -52,8 +52,8 @@ def test_package_issues_no_collective() -> None:
     }  # fmt: skip
     allowed = {
         ("cuda.aggregate", "all_reduce"),  # aggregate="device", which the user requests.
-        ("hooks.cuda.device", "all_reduce"),
-        ("hooks.cuda.device", "new_group"),
+        ("cuda.device", "all_reduce"),
+        ("cuda.device", "new_group"),
         ("results.alerts", "loads"),  # This and the following entries load JSON, not pickles.
         ("results.ask", "loads"),
         ("results.figures", "loads"),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchlens_perf import config as configuration
 from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
 from torchlens_perf.errors import ConfigError, RunStoreError, guard, printable, switch_off_on_error
-from torchlens_perf.hooks import device_hooks as on_device
+from torchlens_perf.hooks import device_hooks
 from torchlens_perf.hooks.failure import current_exceptions, describe_failure, find_new_exception
 from torchlens_perf.hooks.loop import arguments
 from torchlens_perf.interruption import ours, suppress
@@ -443,7 +443,7 @@ class Watch(LiveResultMethods):
             from torchlens_perf.hooks.loop import first_step
 
             first_step.stop_waiting_for_first_step()
-            on_device.check_merging_config(self._config)
+            device_hooks.check_merging_config(self._config)
             run, session = self._create_ring_and_sidecar(cleanup, first_step=int(in_the_middle))
             _session = session
             self._loop = attach.attach_hooks(
@@ -678,7 +678,7 @@ def _withdraw_from_merging(
     """Withdraw from merging if the block fails: other ranks must not wait for this one."""
     if isinstance(error, Exception):
         with guard("declining to merge with other ranks"):
-            on_device.decline_configured_merging(config)
+            device_hooks.decline_configured_merging(config)
 
 
 @functools.cache

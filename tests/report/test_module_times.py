@@ -72,7 +72,7 @@ def times_us(process: ProcessState) -> dict[str, float]:
 def reports() -> dict[str, Any]:
     """Return the reports on the recorded runs by name."""
     found = {}
-    for each in sorted(RECORDED.iterdir()):
+    for each in sorted(path for path in RECORDED.iterdir() if path.is_dir()):
         states = node_state.load_all(RunDirectory(each))
         found[each.name] = checked(build_report(each.name, states))
     return found
@@ -118,7 +118,7 @@ def test_rates_of_recorded_runs_are_below_their_limits(reports: dict[str, Any]) 
     rows = [row for each in reports.values() for row in each["utilization"]["modules"]]
     shares = [row["roofline_share"] for row in rows if row["roofline_share"] is not None]
 
-    assert len(shares) == 11, "the blocks of `infer` among the modules with the most FLOPs"
+    assert len(shares) >= 11, "those of the blocks of `infer`, and of other runs"
     assert max(shares) < 0.5
 
 
