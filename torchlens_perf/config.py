@@ -183,8 +183,8 @@ class Config:
     milliseconds. 0: no limit, and everything is timed in every step."""
 
     backward_every: int = 16
-    """Time the backward pass of modules in one step of this many, and less often if it would cost more than 0.1 % of
-    the time. 1 times every step at any cost; 0 none."""
+    """Time the backward pass of modules in one step of this many, and less often if it would cost more than a fifth
+    of the budget. 1 times every step at any cost; 0 none."""
 
     collectives: bool = True
     """Time collectives, and how long each rank is blocked in them."""

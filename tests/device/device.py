@@ -133,12 +133,12 @@ def load() -> Any:
 
 def _mark_through_driver(path: str, extension: Any) -> None:
     """Let watches mark the device through driver.cpp, as they do on a GPU."""
-    from torchlens_perf.hooks.on_device import clock, sections
+    from torchlens_perf.cuda import clock, device_times
 
     def create(_: object) -> Any:
         return clock.create_driver_clock(path, extension.current_stream, 0, extension.new_stream())
 
-    sections.create_clock = create
+    device_times.create_clock = create
 
 
 def _device_module() -> types.ModuleType:

@@ -23,7 +23,7 @@ def sampled_steps(
 
 def test_cheap_samples_have_the_requested_period() -> None:
     """Every 16th step is sampled, starting in the middle of the first 16."""
-    assert sampled_steps(SamplingSchedule(16), 64, cost_ns=1 * MS, step_ns=100 * MS) == [
+    assert sampled_steps(SamplingSchedule(16, 0.005), 64, cost_ns=1 * MS, step_ns=100 * MS) == [
         8,
         24,
         40,
@@ -32,7 +32,7 @@ def test_cheap_samples_have_the_requested_period() -> None:
 
 
 def test_no_step_is_sampled_with_a_period_of_zero() -> None:
-    assert sampled_steps(SamplingSchedule(0), 1000, cost_ns=1, step_ns=MS) == []
+    assert sampled_steps(SamplingSchedule(0, 0.005), 1000, cost_ns=1, step_ns=MS) == []
 
 
 @given(cost_ms=st.floats(0.01, 50), step_ms=st.floats(0.5, 500))
@@ -40,7 +40,7 @@ def test_sampling_takes_at_most_a_thousandth_of_the_time(cost_ms: float, step_ms
     """Expensive sampling is less frequent than requested, but still uses more than half of the
     limit.
     """
-    schedule = SamplingSchedule(16)
+    schedule = SamplingSchedule(16, 0.005)
     for _ in range(8):
         schedule.set_period(cost_ms * MS, step_ms * MS)
 
@@ -58,7 +58,7 @@ def test_ranks_with_different_sampling_costs_sample_common_steps(
     """
     periods = []
     for cost in (cost_ms, cost_ms * other):
-        schedule = SamplingSchedule(16)
+        schedule = SamplingSchedule(16, 0.005)
         for _ in range(8):
             schedule.set_period(cost * MS, 3 * MS)
         periods.append({step for step in range(1 << 15) if schedule.is_sampled(step)})
@@ -72,7 +72,7 @@ def test_slow_first_sample_is_corrected_within_eight_periods() -> None:
 
     The next sample corrects the estimate of the cost.
     """
-    schedule = SamplingSchedule(16)
+    schedule = SamplingSchedule(16, 0.005)
     schedule.set_period(cost_ns=5000 * MS, step_ns=3 * MS)
     assert schedule.period == 128
     schedule.set_period(cost_ns=0.04 * MS, step_ns=3 * MS)
@@ -81,7 +81,7 @@ def test_slow_first_sample_is_corrected_within_eight_periods() -> None:
 
 def test_costs_that_a_sample_causes_in_later_steps_count() -> None:
     """A device's times of a sampled step are read in later steps."""
-    cheap, dear = SamplingSchedule(16), SamplingSchedule(16)
+    cheap, dear = SamplingSchedule(16, 0.005), SamplingSchedule(16, 0.005)
     for schedule in (cheap, dear):
         schedule.start_recording(StepBoundary(0, 0, 0))
         for round_ in range(4):

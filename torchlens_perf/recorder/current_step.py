@@ -64,14 +64,14 @@ class CurrentStep:
         hooks: AttachedHooks,
         callbacks: StepCallbacks,
         metadata: RankMetadata,
-        backward_every: int,
+        sampling: SamplingSchedule,
     ) -> None:
         self._recorder = recorder
         self._thread = thread
         self._hooks = hooks
         self._callbacks = callbacks
         self._metadata = metadata
-        self._sampling = SamplingSchedule(backward_every)
+        self._sampling = sampling
         self._loop: UserLoop | None = None
         self._overhead_ns = self._late_ns = 0
         self._observer: StepObserver | None = None

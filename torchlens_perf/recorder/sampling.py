@@ -4,12 +4,13 @@ Pure.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torchlens_perf.recorder.steps import NEVER
 
-# Maximum share of the training time that sampling may take.
-_MAX_SHARE = 0.001
+# Maximum share of the budget that sampling may take.
+_SHARE_OF_BUDGET = 0.2
 # Maximum growth of the period at once. The first sampled steps are slower than later steps.
 _FASTEST_GROWTH = 8
 
@@ -25,17 +26,20 @@ class StepBoundary(NamedTuple):
 
 
 class SamplingSchedule:
-    """Samples one step of `every`, or of a multiple of `every` if sampling takes over 0.1 % of the
-    time.
+    """Samples one step of `every`, or of a multiple of `every` if sampling takes more than a fifth of
+    the budget.
 
     The multiples are powers of two, so steps of a longer period also belong to all shorter periods.
     Ranks with slightly different costs then sample the same steps. If ranks sampled different
     steps, all ranks would wait in each of these steps.
     """
 
-    def __init__(self, every: int) -> None:
-        """every: 0 samples no steps."""
+    def __init__(self, every: int, budget: float) -> None:
+        """every: 0 samples no steps. budget: largest share of the training time that recording may
+        take; 0 for no limit.
+        """
         self._every = every
+        self._max_share = _SHARE_OF_BUDGET * budget or math.inf
         # End of the last sampled step, and begin of the current one.
         self._ended = self._begun = StepBoundary(0, 0, 0)
         self._later_ns = 0.0  # Cost of sampled steps that arose after their end.
@@ -80,6 +84,8 @@ class SamplingSchedule:
         sampling.
         """
         period = self._every
-        while period * step_ns * _MAX_SHARE < cost_ns and period < self.period * _FASTEST_GROWTH:
+        while (
+            period * step_ns * self._max_share < cost_ns and period < self.period * _FASTEST_GROWTH
+        ):
             period *= 2
         self.period = period

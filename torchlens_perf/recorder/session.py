@@ -14,6 +14,7 @@ from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.current_step import CurrentStep
 from torchlens_perf.recorder.rank_metadata import RankMetadata
 from torchlens_perf.recorder.recorder import LOADING_PROBLEM, Recorder
+from torchlens_perf.recorder.sampling import SamplingSchedule
 from torchlens_perf.recorder.step_callbacks import StepCallbacks
 from torchlens_perf.recorder.training_thread import TrainingThread
 
@@ -72,7 +73,7 @@ class Session:
             self.hooks,
             self.step_callbacks,
             self.metadata,
-            config.backward_every,
+            SamplingSchedule(config.backward_every, config.budget),
         )
 
     # Shortcuts to methods that nearly every hook needs.
