@@ -20,7 +20,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        15795,
+        15796,
     ),
     ("store", ("store",), 1600, 1045),
     ("run", ("run",), 3000, 6311),

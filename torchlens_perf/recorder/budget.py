@@ -17,9 +17,10 @@ _MIN_WINDOW_NS = 50_000_000
 # A shorter period must fit into the budget with this much room, and a few times in succession.
 # Otherwise the period would change in each window of a noisy job.
 _ROOM, _CALM_WINDOWS = 0.7, 8
-# Modules, and phases on a device, may cost this share of what everything else costs, even above the
-# budget: leaving out more would save little and tell nothing about very short steps.
-_LEAST_SHARE = 0.1
+# Modules may cost this share of what everything else costs, even above the budget: leaving out more
+# would save little and tell nothing about the modules of very short steps. Without phases, slow ranks
+# are found later, so phases are left out only if they cost more than everything else.
+_LEAST_SHARE, _LEAST_SHARE_OF_PHASES = 0.1, 1.0
 # The median over these windows leaves out hooks and marks in which the kernel has interrupted or
 # stopped the process, and the rare steps in which hooks do more. SamplingSchedule limits the latter.
 _REMEMBERED_WINDOWS = 7
@@ -151,7 +152,7 @@ class Budget:
         fixed_ns = others_ns + phases_ns / self.phase_period
         limit_ns = max(whole_ns - fixed_ns, _LEAST_SHARE * fixed_ns)
         changed = self._modules.choose(limit_ns, mark_ns * self._calls_per_step)
-        limit_ns = max(whole_ns - others_ns, _LEAST_SHARE * others_ns)
+        limit_ns = max(whole_ns - others_ns, _LEAST_SHARE_OF_PHASES * others_ns)
         return self._phases.choose(limit_ns, phases_ns) or changed
 
     @property
