@@ -15,12 +15,12 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. A file counts for the first entry that contains it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 7429),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 7518),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),
         8900,
-        15796,
+        15801,
     ),
     ("store", ("store",), 1600, 1045),
     ("run", ("run",), 3000, 6311),

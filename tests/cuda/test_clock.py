@@ -354,3 +354,38 @@ def test_inaccurate_first_anchor_is_replaced_soon(device: FakeDevice, fake: Fake
     device.advance(200 * MILLISECOND)
     clock.read_reached_marks()
     assert clock.error_ns < 50_000 + clock.drift_ns
+
+
+def test_device_is_marked_while_the_context_of_another_device_is_current(
+    device: FakeDevice, driver_clock: Any
+) -> None:
+    """The other device's context is current again after a mark and after a reading."""
+    device.context = 2
+    marks = [marked(driver_clock) for _ in range(100)]
+    driver_clock.read_reached_marks()
+    assert device.context == 2
+    device.advance(MILLISECOND)
+    driver_clock.read_reached_marks()
+    assert device.context == 2
+    assert all(read(driver_clock, mark) is not None for mark in marks)
+    assert (driver_clock.skipped, driver_clock.status) == (0, 0)
+
+
+def test_error_of_a_long_pause_is_forgotten_at_the_next_anchor(
+    device: FakeDevice, driver_clock: Any
+) -> None:
+    """During an evaluation of a minute, no step ends and no anchor is taken."""
+    device.set_drift(10e-6)
+    for pause_s in (1, 60, 1):
+        device.advance(pause_s * SECOND)
+        driver_clock.read_reached_marks()
+    assert driver_clock.error_ns < 50_000
+
+
+def test_failure_to_read_whether_a_stream_is_captured_is_no_capture(
+    device: FakeDevice, driver_clock: Any
+) -> None:
+    device.fail("cuStreamIsCapturing")
+    assert driver_clock.mark() is None
+    device.fail("")
+    assert (driver_clock.captured, driver_clock.skipped, driver_clock.status) == (0, 1, 999)

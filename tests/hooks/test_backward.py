@@ -285,7 +285,7 @@ def test_sampling_becomes_rare_if_it_takes_over_a_thousandth_of_the_time(tmp_pat
     # If other programs delay a step, sampling the step seems relatively cheap. Therefore the test
     # makes four attempts.
     for number in range(4):
-        recording = train(Model(), tmp_path / str(number), steps=64, backward_every=4)
+        recording = train(Model(), tmp_path / str(number), steps=64, backward_every=4, budget=0.005)
         sampled.append([each.step for each in recording.steps if each.flags & Flag.SAMPLED])
 
     assert {steps[0] for steps in sampled} == {2}

@@ -12,7 +12,6 @@ PLANTED = {
     "exporters/test_exporters.py": "an exporter fails",
     "exporters/test_otlp_caller.py": "a caller's function fails",
     "frameworks/test_loggers.py": "a logger fails",
-    "cuda/test_device_hooks.py": "a device's clock fails",
     "cuda/test_out_of_memory.py": "a reading of memory fails",
     "hooks/test_backward.py": "a backward hook fails",
     "hooks/test_capture.py": "a capture fails",

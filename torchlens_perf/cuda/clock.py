@@ -26,7 +26,7 @@ _LIBRARIES = {"cu": ["libcuda.so.1"], "hip": [f"libamdhip64.so{end}" for end in 
 _FUNCTIONS = {
     "cu": (
         "cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuEventQuery", "cuEventElapsedTime",
-        "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode",
+        "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode", "cuCtxGetCurrent", "cuCtxSetCurrent",
     ),
     "hip": (
         "hipEventCreateWithFlags", "hipEventDestroy", "hipEventRecord", "hipEventQuery",
@@ -52,9 +52,15 @@ def create_clock(device: DeviceInUse) -> Any:
     interface = "hip" if torch.version.cuda is None else "cu"
     for library in _LIBRARIES[interface]:
         try:
-            return create_driver_clock(
-                library, _read_cuda_stream(), device.index, idle.cuda_stream, interface=interface
-            )
+            # The clock uses the context that is current now.
+            with torch.cuda.device(device.index):
+                return create_driver_clock(
+                    library,
+                    _read_cuda_stream(),
+                    device.index,
+                    idle.cuda_stream,
+                    interface=interface,
+                )
         except ours(OSError) as error:
             problem = error
     raise DeviceError(f"the driver cannot be used: {problem}")

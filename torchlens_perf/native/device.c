@@ -3,7 +3,7 @@
 #include "recorder.h"
 
 enum {
-    LONGEST_MARK_NS = 100000, /* as in recorder/clocks.py */
+    LONGEST_MARK_NS = 20000,
     MAX_UNREAD_STEPS = 256,
     WORST_ERROR_NS = 50000, /* of device times on the host's time line, at which lags are recorded */
     IS_END = 1 << 8,        /* as in run/clock.py */
@@ -35,13 +35,18 @@ static int is_sampled_only(uint32_t kind)
 }
 
 /* Keeps the time of a mark out of the spans around it. What takes longer than a mark may waits for room in the device's
- * queue, as the job's next launch would have: that is the span's. */
+ * queue, as the job's next launch would have: that is the span's, and the mark is taken to cost what the last one did. */
 static int64_t mark(Recorder *self, uint32_t kind)
 {
     int64_t start_ns = recorder_now(self), marked = clock_mark(self->device_clock, ANY_STREAM);
     if (self->header != NULL) {
-        int64_t took_ns = recorder_now(self) - start_ns;
-        took_ns = took_ns < LONGEST_MARK_NS ? took_ns : LONGEST_MARK_NS;
+        int64_t took_ns = recorder_now(self) - start_ns, waited_ns = 0;
+        if (took_ns > LONGEST_MARK_NS) {
+            waited_ns = took_ns - self->device_phases.usual_ns;
+            took_ns -= waited_ns;
+        }
+        self->device_phases.usual_ns = took_ns;
+        self->device_waits_ns += waited_ns;
         add_overhead(self, took_ns);
         self->device_phases.cost_ns += is_sampled_only(kind) ? 0 : took_ns;
     }
@@ -128,17 +133,23 @@ static int write_known_spans(Recorder *self, DeviceClock *clock, int *of_sampled
     while (queue->count > 0 && self->header != NULL && self->device_clock == clock) {
         MarkedSpan span = queue->items[queue->first];
         const MarkTime *begin = clock_time(clock, span.begin), *end = clock_time(clock, span.end);
-        if ((begin == NULL || end == NULL) && (int64_t)self->header->step - span.step < MAX_UNREAD_STEPS) {
+        int is_lost = clock_is_lost(clock, span.begin) || clock_is_lost(clock, span.end) ||
+                      (int64_t)self->header->step - span.step >= MAX_UNREAD_STEPS;
+        if ((begin == NULL || end == NULL) && !is_lost) {
             break;
         }
         queue->first = (queue->first + 1) & (queue->capacity - 1);
         queue->count--;
-        if (begin != NULL && end != NULL) {
+        is_lost |= begin != NULL && end != NULL && end->device_ns < begin->device_ns; /* of two streams */
+        /* Without one of its phases, a step has no record: the phase's time would be that of the gap. */
+        is_lost |= span.kind == KIND_STEP && span.step == clock->lost_step;
+        if (!is_lost) {
             write_span(self, &span, begin, end);
             written++;
             *of_sampled += is_sampled_only(span.kind);
         } else {
             clock->unread++;
+            clock->lost_step = is_sampled_only(span.kind) ? clock->lost_step : span.step;
         }
     }
     return written;
@@ -188,6 +199,11 @@ static void publish_progress(Recorder *self, DeviceClock *clock)
     if (reached == NO_MARK || self->header == NULL) {
         return;
     }
+    if (self->device_phases.mask != EVERY_STEP) { /* ranks with other numbers of marks in a step cannot be compared */
+        self->header->device_step = 0;
+        clock->reached = NO_MARK;
+        return;
+    }
     if (reached != clock->reached) {
         clock->reached = reached;
         clock->is_located = locate_mark(clock, reached, &place, &what);
@@ -224,7 +240,7 @@ static void finish_waits(Recorder *self, DeviceClock *clock)
     clock->has_waited = self->header != NULL && self->backwards > 0;
 }
 
-static void queue_step(Recorder *self, DeviceClock *clock, int64_t boundary, int64_t step)
+static void queue_step(Recorder *self, DeviceClock *clock, int64_t boundary, int64_t stream, int64_t step)
 {
     uint32_t flags = self->device_phases.has_left_out ? FLAG_WITHOUT_PHASES : 0;
     int64_t missing = clock_missing(clock);
@@ -237,7 +253,7 @@ static void queue_step(Recorder *self, DeviceClock *clock, int64_t boundary, int
     clock->missing_before = missing;
     if (boundary != NO_MARK) {
         remember_end(clock, boundary, step);
-        clock->stream = clock->marked_on;
+        clock->stream = stream;
     }
 }
 
@@ -260,11 +276,12 @@ void device_end_step(Recorder *self, int64_t step, int64_t boundary)
             add_overhead(self, -waited_ns);
         }
     }
+    int64_t stream = clock->marked_on;
     if (self->header != NULL) {
         finish_waits(self, clock);
     }
     if (self->header != NULL) {
-        queue_step(self, clock, boundary, step);
+        queue_step(self, clock, boundary, stream, step);
         start_ns = recorder_now(self);
         int is_capturing = boundary == NO_MARK && (clock->captured != captured || clock_current_stream(clock) < 0);
         if (!is_capturing) {

@@ -17,10 +17,11 @@
 #include <structmember.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, NOT_READY = 600, FAILED = -1, CAPTURING = -2, RELAXED = 2, MADE_IN_ADVANCE = 32, FIRST_ANCHORS = 5 };
+enum { SUCCESS = 0, NOT_READY = 600, FAILED = -1, CAPTURING = -2, RELAXED = 2, IMPLICIT_CAPTURE = 906, MADE_IN_ADVANCE = 32, FIRST_ANCHORS = 5 };
 
 static const int64_t ANCHOR_EVERY_NS = 1000000000, ANCHOR_TIMEOUT_NS = 50000, FIRST_TIMEOUT_NS = 1000000;
 /* The first anchor is inaccurate if the device is busy: another one is tried soon. */
+#define LOST INT64_MIN
 static const int64_t INACCURATE_NS = 50000, RETRY_NS = 100000000;
 /* An older anchor is replaced even by a less accurate one. */
 static const int64_t OLDEST_ANCHOR_NS = 30000000000;
@@ -132,18 +133,46 @@ static void exchange_mode(DeviceClock *self, int *mode)
     }
 }
 
-/* The calling thread's current stream; CAPTURING while a graph captures it. */
+/* Whether a graph captures the stream; FAILED after an error of the driver. */
+static int is_captured(DeviceClock *self, int64_t stream)
+{
+    int state = 0;
+    int status = self->driver.is_capturing != NULL ? self->driver.is_capturing((void *)(intptr_t)stream, &state) : SUCCESS;
+    if (status == IMPLICIT_CAPTURE) { /* the default stream, while a capture forbids its use */
+        return 1;
+    }
+    return failed(self, status) == SUCCESS ? state != 0 : FAILED;
+}
+
+/* Makes the device's context current, which may be another device's. Returns the one before, for leave_context(). */
+static void *enter_context(DeviceClock *self)
+{
+    void *before = NULL;
+    if (self->context == NULL || self->driver.get_context(&before) != SUCCESS || before == self->context) {
+        return self->context;
+    }
+    failed(self, self->driver.set_context(self->context));
+    return before;
+}
+
+static void leave_context(DeviceClock *self, void *before)
+{
+    if (before != self->context) {
+        failed(self, self->driver.set_context(before));
+    }
+}
+
+/* The calling thread's current stream of the device; CAPTURING while a graph captures it. */
 int64_t clock_current_stream(DeviceClock *self)
 {
     PyObject *handle = call_kept(self->read_stream, &self->index, 1);
     int64_t stream = handle != NULL && PyLong_Check(handle) ? PyLong_AsLongLong(handle) : FAILED;
     Py_XDECREF(handle);
-    int status = 0;
-    if (stream != FAILED && self->driver.is_capturing != NULL &&
-        (self->driver.is_capturing((void *)(intptr_t)stream, &status) != SUCCESS || status != 0)) {
-        return CAPTURING;
+    if (stream == FAILED && PyErr_Occurred()) {
+        PyErr_Clear();
     }
-    return stream;
+    int capturing = stream >= 0 ? is_captured(self, stream) : 0;
+    return capturing == FAILED ? FAILED : capturing ? CAPTURING : stream;
 }
 
 /* -- queues */
@@ -267,7 +296,8 @@ static int64_t mark_on(DeviceClock *self, int64_t handle)
     if (pending == NULL ||
         !grow((void **)&pending->items, &pending->first, pending->count, &pending->capacity, sizeof(Mark))) {
         self->skipped++;
-        give_back(self, event);
+        event_destroy(self, event); /* it may be one that cannot be recorded */
+        self->made--;
         release_anchor(self, anchor);
         return NO_MARK;
     }
@@ -279,7 +309,7 @@ static int64_t mark_on(DeviceClock *self, int64_t handle)
 
 /* Marks the calling thread's current stream. only_on: the only stream that is marked; another one is passed over,
  * without a mark or a count. */
-int64_t clock_mark(DeviceClock *self, int64_t only_on)
+static int64_t mark_current(DeviceClock *self, int64_t only_on)
 {
     if (self->behind || self->anchor == NULL || self->reading) {
         self->skipped++;
@@ -296,8 +326,15 @@ int64_t clock_mark(DeviceClock *self, int64_t only_on)
         self->passed_over |= index >= 0 ? (uint64_t)1 << index : 0;
         return NO_MARK;
     }
+    return mark_on(self, handle);
+}
+
+int64_t clock_mark(DeviceClock *self, int64_t only_on)
+{
     Py_INCREF(self); /* the watch may end while the GIL is free */
-    int64_t mark = mark_on(self, handle);
+    void *before = enter_context(self);
+    int64_t mark = mark_current(self, only_on);
+    leave_context(self, before);
     Py_DECREF(self);
     return mark;
 }
@@ -321,7 +358,8 @@ static Anchor *build_anchor(void *event, int64_t before_ns, int64_t after_ns)
 /* Returns NULL if the event does not complete in time: other work keeps the device's front end busy. */
 static Anchor *take_anchor(DeviceClock *self, int64_t timeout_ns)
 {
-    void *event = take_event(self);
+    /* torch may give its stream to the program as well. */
+    void *event = is_captured(self, self->idle_stream) == 0 ? take_event(self) : NULL;
     if (event == NULL) {
         return NULL;
     }
@@ -338,7 +376,9 @@ static Anchor *take_anchor(DeviceClock *self, int64_t timeout_ns)
         }
         status = SUCCESS;
     }
-    Anchor *anchor = status == SUCCESS ? build_anchor(event, before_ns, clock_now(self)) : NULL;
+    int64_t after_ns = clock_now(self); /* the host may have been interrupted */
+    int is_usable = status == SUCCESS && after_ns - before_ns <= 2 * timeout_ns;
+    Anchor *anchor = is_usable ? build_anchor(event, before_ns, after_ns) : NULL;
     if (anchor == NULL) {
         give_back(self, event);
     }
@@ -377,7 +417,7 @@ static void refresh_anchor(DeviceClock *self)
             return;
         }
         int64_t drift_ns = llabs(old->host_ns + since_ns - anchor->host_ns) - old->error_ns - anchor->error_ns;
-        self->drift_ns = drift_ns > self->drift_ns ? drift_ns : self->drift_ns;
+        self->drift_ns = drift_ns > 0 ? drift_ns : 0; /* of the last interval: after a pause, it is long */
         anchor->device_ns = old->device_ns + since_ns;
     }
     self->anchor = anchor;
@@ -402,7 +442,14 @@ static void take_first_anchor(DeviceClock *self)
 const MarkTime *clock_time(const DeviceClock *self, int64_t mark)
 {
     const MarkTime *time = mark > 0 ? &self->times[mark % self->max_times] : NULL;
-    return time != NULL && time->number == mark ? time : NULL;
+    return time != NULL && time->number == mark && time->device_ns != LOST ? time : NULL;
+}
+
+/* Whether the time of a mark will not be known: it could not be read, or a later mark has its place. */
+int clock_is_lost(const DeviceClock *self, int64_t mark)
+{
+    const MarkTime *time = mark > 0 ? &self->times[mark % self->max_times] : NULL;
+    return time == NULL || time->number > mark || (time->number == mark && time->device_ns == LOST);
 }
 
 /* Reads all marks up to the end of the oldest unread step. Returns 0 if the device has not reached that mark yet. */
@@ -419,11 +466,9 @@ static int read_oldest_step(DeviceClock *self, DeviceStream *stream)
         if (status == NOT_READY) { /* two threads marked the stream at once */
             return 0;
         }
-        if (status == SUCCESS) {
-            int64_t device_ns = mark->anchor->device_ns + duration_ns;
-            self->times[mark->number % self->max_times] =
-                (MarkTime){mark->number, device_ns, mark->anchor->host_ns + duration_ns};
-        }
+        int64_t device_ns = status == SUCCESS ? mark->anchor->device_ns + duration_ns : LOST;
+        self->times[mark->number % self->max_times] =
+            (MarkTime){mark->number, device_ns, mark->anchor->host_ns + duration_ns};
         stream->read = mark->number;
         give_back(self, mark->event);
         release_anchor(self, mark->anchor);
@@ -475,11 +520,13 @@ void clock_read(DeviceClock *self, int max_steps)
 {
     if (!self->reading) {
         int mode = RELAXED;
+        void *before = enter_context(self);
         self->reading = 1;
         exchange_mode(self, &mode);
         read_streams(self, max_steps);
         exchange_mode(self, &mode);
         self->reading = 0;
+        leave_context(self, before);
     }
 }
 
@@ -490,7 +537,8 @@ int64_t clock_last_reached(DeviceClock *self)
 {
     DeviceStream *stream = NULL;
     for (int i = 0; i < MAX_STREAMS; i++) {
-        if (self->streams[i].used && (stream == NULL || self->streams[i].ended > stream->ended)) {
+        int has_marks = self->streams[i].used && (self->streams[i].ended > 0 || self->streams[i].read > 0);
+        if (has_marks && (stream == NULL || self->streams[i].ended > stream->ended)) {
             stream = &self->streams[i];
         }
     }
@@ -499,6 +547,7 @@ int64_t clock_last_reached(DeviceClock *self)
     }
     size_t low = 0, high = stream->pending.count; /* marks before `low` have been reached, and none from `high` on */
     int mode = RELAXED;
+    void *before = enter_context(self);
     self->reading = 1;
     exchange_mode(self, &mode);
     while (low < high) {
@@ -511,6 +560,7 @@ int64_t clock_last_reached(DeviceClock *self)
     }
     exchange_mode(self, &mode);
     self->reading = 0;
+    leave_context(self, before);
     return low > 0 ? mark_at(&stream->pending, low - 1)->number : stream->read;
 }
 
@@ -521,13 +571,14 @@ static int find_driver(EventDriver *driver, const char *path, PyObject *names)
     void **functions[] = {
         (void **)&driver->create, (void **)&driver->destroy, (void **)&driver->record, (void **)&driver->query,
         (void **)&driver->elapsed, (void **)&driver->is_capturing, (void **)&driver->exchange_mode,
+        (void **)&driver->get_context, (void **)&driver->set_context,
     };
-    enum { FUNCTIONS = sizeof(functions) / sizeof(functions[0]) };
+    enum { FUNCTIONS = sizeof(functions) / sizeof(functions[0]), NEEDED = FUNCTIONS - 2 };
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL); /* stays loaded */
     for (int i = 0; i < FUNCTIONS && library != NULL; i++) {
         const char *name = i < PyTuple_GET_SIZE(names) ? PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)) : NULL;
         *functions[i] = name != NULL ? dlsym(library, name) : NULL;
-        if (*functions[i] == NULL) {
+        if (*functions[i] == NULL && i < NEEDED) {
             PyErr_Format(PyExc_OSError, "%s has no %s", path, name != NULL ? name : "name");
             return -1;
         }
@@ -570,6 +621,9 @@ static int clock_init(DeviceClock *self, PyObject *args, PyObject *kwargs)
     if (self->pool == NULL || self->times == NULL) {
         PyErr_NoMemory();
         return -1;
+    }
+    if (self->driver.get_context != NULL && self->driver.set_context != NULL) {
+        self->driver.get_context(&self->context);
     }
     int mode = RELAXED;
     exchange_mode(self, &mode);

@@ -54,7 +54,7 @@ typedef struct {
     int64_t read; /* the newest mark that has been read */
 } DeviceStream;
 
-/* What a mark's time is, by its number modulo the capacity. */
+/* What a mark's time is, by its number modulo the capacity. device_ns: LOST if it could not be read. */
 typedef struct {
     int64_t number, device_ns, host_ns;
 } MarkTime;
@@ -72,11 +72,14 @@ typedef struct {
     int (*elapsed)(float *milliseconds, void *begin, void *end);
     int (*is_capturing)(void *stream, int *status);
     int (*exchange_mode)(int *mode);
+    int (*get_context)(void **context); /* may be missing, as the next one */
+    int (*set_context)(void *context);
 } EventDriver;
 
 typedef struct {
     PyObject_HEAD
     EventDriver driver;
+    void *context; /* of the device, in which all calls are made */
     PyObject *events; /* events in Python, which are used instead of the driver; or NULL */
     PyObject *read_stream, *index; /* read_stream(index) returns the calling thread's current stream */
     PyObject *now;                 /* NULL: CLOCK_MONOTONIC */
@@ -102,6 +105,7 @@ typedef struct {
     int64_t stream; /* the compute stream: the one of the last step's end */
     int64_t backward_end, optimizer_end; /* marks */
     int64_t boundary, missing_before;
+    int64_t lost_step; /* the last step with a phase whose time is lost */
     SpanQueue spans;
     StepEnd ends[MAX_ENDS]; /* the last mark of each recent step, oldest first, in a circle */
     int64_t first_end, end_count;
@@ -120,5 +124,6 @@ int clock_queue_span(DeviceClock *self, MarkedSpan span);
 void clock_read(DeviceClock *self, int max_steps);
 int64_t clock_last_reached(DeviceClock *self);
 const MarkTime *clock_time(const DeviceClock *self, int64_t mark);
+int clock_is_lost(const DeviceClock *self, int64_t mark);
 
 #endif

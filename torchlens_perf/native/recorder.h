@@ -116,6 +116,7 @@ typedef struct {
         int has_left_out; /* not 0: in this step, a phase was not timed */
         int64_t mask;     /* phases are timed in one step of mask + 1; EVERY_STEP: in all */
         int64_t cost_ns, steps; /* of marks of phases, and steps with all of them, since the start */
+        int64_t usual_ns;       /* the last mark that did not wait */
     } device_phases;
     int64_t late_ns;         /* what reading the marks of sampled steps cost later steps, in total */
     int64_t waited_ns; /* how long the owner was blocked in collectives, in total */
@@ -213,6 +214,13 @@ static inline int64_t recorder_now(Recorder *self)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* A point in time without what is charged to this package already, and without waits for room in a device's queue. The
+ * difference of two points is what is left to charge. */
+static inline int64_t uncharged_ns(Recorder *self, int64_t now_ns)
+{
+    return now_ns - (int64_t)self->header->tool_ns - self->device_waits_ns;
 }
 
 static inline int is_phase(uint32_t kind)

@@ -185,8 +185,9 @@ static int is_python_due(Recorder *self, int64_t now_ns)
            self->header->step + 1 >= (uint64_t)marks->due_step || compiled_frames(marks) != marks->kept[COMPILED];
 }
 
-/* optimizer_end: the mark of the optimizer's end on the device, which is also the step's; or NO_MARK. */
-static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end)
+/* optimizer_end: the mark of the optimizer's end on the device, which is also the step's; or NO_MARK. begun_ns: see
+ * uncharged_ns(). */
+static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end, int64_t begun_ns)
 {
     StepMarks *marks = &self->marks;
     int64_t passes = marks->passes, forwards = marks->forward_passes, backwards = marks->backward_passes;
@@ -201,10 +202,9 @@ static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end)
     marks->one_pass = backwards == 1;
     marks->forward_passes = marks->backward_passes = marks->passes = 0;
     marks->workload = -1;
-    int64_t late_ns = self->late_ns;
     device_end_step(self, (int64_t)self->header->step - 1, optimizer_end);
     if (self->header != NULL) {
-        add_overhead(self, recorder_now(self) - end_ns - (self->late_ns - late_ns));
+        add_overhead(self, uncharged_ns(self, recorder_now(self)) - begun_ns);
     }
 }
 
@@ -309,7 +309,9 @@ static PyObject *optimizer_begins(PyObject *parts, PyObject *const *args, Py_ssi
         return in_python(parts, args, count, kwnames);
     }
     self->marks.step_open = 1;
+    Py_INCREF(self); /* a mark on a device sets the GIL free, and the watch may end */
     span_open(self, &self->header->stack, KIND_OPTIMIZER, self->marks.optimizer_name);
+    Py_DECREF(self);
     Py_RETURN_NONE;
 }
 
@@ -321,6 +323,8 @@ static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssiz
         return in_python(parts, args, count, kwnames);
     }
     self->marks.step_open = 0;
+    int64_t begun_ns = uncharged_ns(self, end_ns);
+    Py_INCREF(self);
     if (self->device_clock != NULL) {
         self->device_clock->optimizer_end = NO_MARK;
     }
@@ -328,8 +332,9 @@ static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssiz
     if (self->header != NULL) {
         self->marks.returned_steps++;
         self->marks.optimizer_steps++;
-        end_step(self, end_ns, self->device_clock != NULL ? self->device_clock->optimizer_end : NO_MARK);
+        end_step(self, end_ns, self->device_clock != NULL ? self->device_clock->optimizer_end : NO_MARK, begun_ns);
     }
+    Py_DECREF(self);
     Py_RETURN_NONE;
 }
 
@@ -339,7 +344,7 @@ static int is_tracing(const StepMarks *marks)
     return marks->kept[TRACING_STATE] == NULL || (context != NULL && context != Py_None);
 }
 
-/* Opens a span, and charges the time since `begun_ns` to this package. */
+/* Opens a span, and charges the time since `begun_ns`, a result of uncharged_ns(), to this package. */
 static void open_charged(Recorder *self, uint32_t kind, uint32_t name_id, int64_t begun_ns)
 {
     if (self->header == NULL) {
@@ -348,7 +353,7 @@ static void open_charged(Recorder *self, uint32_t kind, uint32_t name_id, int64_
     Stack *stack = &self->header->stack;
     uint64_t depth = span_open(self, stack, kind, name_id);
     if (self->header != NULL && depth > 0 && depth < MAX_FRAMES) {
-        int64_t tool_ns = stack->frames[depth].start_ns - begun_ns;
+        int64_t tool_ns = uncharged_ns(self, stack->frames[depth].start_ns) - begun_ns;
         stack->frames[depth - 1].nested_ns += tool_ns;
         stack->frames[depth - 1].phase_ns += tool_ns;
         self->header->tool_ns += (uint64_t)tool_ns;
@@ -363,7 +368,7 @@ static PyObject *backward(PyObject *parts, PyObject *const *args, Py_ssize_t cou
         is_tracing(&self->marks)) {
         return in_python(parts, args, count, kwnames);
     }
-    int64_t begun_ns = recorder_now(self);
+    int64_t begun_ns = uncharged_ns(self, recorder_now(self));
     uint32_t name_id = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 3));
     if (!is_only_pass(&self->marks)) {
         compare_gradient(&self->marks, 0);
@@ -373,7 +378,7 @@ static PyObject *backward(PyObject *parts, PyObject *const *args, Py_ssize_t cou
     if (self->header == NULL) {
         return result;
     }
-    int64_t end_ns = recorder_now(self);
+    int64_t end_ns = recorder_now(self), ended_ns = uncharged_ns(self, end_ns);
     span_close_named(self, KIND_BACKWARD, name_id, end_ns, result == NULL ? FLAG_EXCEPTION : 0, 0, 0);
     if (self->header != NULL && self->backwards == 0) {
         if (self->marks.settled) {
@@ -384,7 +389,7 @@ static PyObject *backward(PyObject *parts, PyObject *const *args, Py_ssize_t cou
             }
             self->marks.backward_passes++;
             if (self->header != NULL) {
-                add_overhead(self, recorder_now(self) - end_ns);
+                add_overhead(self, uncharged_ns(self, recorder_now(self)) - ended_ns);
             }
         } else { /* something unusual happened inside of the pass, such as an optimizer's step */
             Py_XDECREF(call_kept(PyTuple_GET_ITEM(parts, 4), NULL, 0));
@@ -440,7 +445,7 @@ static PyObject *next_batch(PyObject *parts, PyObject *const *args, Py_ssize_t c
     if (self == NULL || (PyObject *)self != PyTuple_GET_ITEM(parts, 1)) {
         return in_python(parts, args, count, kwnames);
     }
-    int64_t begun_ns = recorder_now(self);
+    int64_t begun_ns = uncharged_ns(self, recorder_now(self));
     uint32_t name_id = (uint32_t)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(parts, 3));
     open_charged(self, KIND_DATA, name_id, begun_ns);
     PyObject *batch = PyObject_Vectorcall(PyTuple_GET_ITEM(parts, 2), args, (size_t)count, kwnames);

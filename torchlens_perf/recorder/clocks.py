@@ -8,8 +8,7 @@ from typing import Protocol
 from torchlens_perf.run.clock import HostClock
 
 # Maximum time of recording a mark that is counted as overhead. A mark costs about a microsecond. A
-# longer call waits for space in the device's queue, as the job's next launch would. native/device.c
-# has the same limit.
+# longer call waits for space in the device's queue, as the job's next launch would.
 LONGEST_MARK_NS = 100_000
 MAX_UNREAD_STEPS = 256
 """Number of steps after which a time that the device has not reported is dropped."""

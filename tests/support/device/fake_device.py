@@ -102,6 +102,17 @@ class FakeDevice:
         """Let a driver function fail; none for ""."""
         self._library.fake_fail(function.encode())
 
+    @property
+    def context(self) -> int:
+        """The driver's current context; 1 is the device's."""
+        current = ctypes.c_void_p()
+        self._library.cuCtxGetCurrent(ctypes.byref(current))
+        return current.value or 0
+
+    @context.setter
+    def context(self, context: int) -> None:
+        self._library.cuCtxSetCurrent(ctypes.c_void_p(context))
+
     def slow_records(self, duration_us: int) -> None:
         """Let each record of an event take this long, as with a full queue."""
         self._library.fake_slow_records(duration_us)

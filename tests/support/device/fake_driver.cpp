@@ -6,6 +6,7 @@
  * yet", waits between streams, capture and replay are what they are on a device, and every synchronization is counted.
  */
 #include <dlfcn.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,12 +25,13 @@ namespace {
 
 using Nanoseconds = uint64_t;
 constexpr size_t MAX_BYTES = 1ull << 32;
-enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, UNKNOWN = 999 };
+enum Result { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, INVALID_HANDLE = 400, NOT_READY = 600, CAPTURE_UNSUPPORTED = 900, UNKNOWN = 999 };
 constexpr unsigned EVENT_DISABLE_TIMING = 2, CAPTURE_ACTIVE = 1;
 constexpr Nanoseconds LAUNCH_NS = 1500, KERNEL_NS = 1000, EVENT_NS = 500, COPY_NS = 2000;
 
 struct Event {
     bool timed = true;
+    uintptr_t context = 0;
     bool happened = false;
     Nanoseconds at = 0;
     uint64_t generation = 0; /* number of its records, of which only the newest is valid */
@@ -111,6 +113,7 @@ int enqueue(Stream *stream, Work work)
 double drift;              /* seconds that the device's clock gains each second */
 std::string failing;       /* the function that fails */
 unsigned record_takes_us;  /* as with a full queue */
+uintptr_t context = 1;     /* the current one */
 int capture_mode;          /* of the thread: 0 global, 2 relaxed */
 
 /* Return true if a device query would end a capture of this thread, or another thread's in global mode. */
@@ -284,7 +287,7 @@ API int cuStreamIsCapturing(void *stream, int *status)
 {
     COUNT;
     *status = stream_of(stream)->capturing != nullptr ? CAPTURE_ACTIVE : 0;
-    return SUCCESS;
+    return failing == __func__ ? UNKNOWN : SUCCESS;
 }
 
 API int cuStreamDestroy_v2(void *)
@@ -316,8 +319,20 @@ API int cuCtxSynchronize()
 API int cuEventCreate(void **event, unsigned flags)
 {
     COUNT;
-    *event = new Event{(flags & EVENT_DISABLE_TIMING) == 0};
+    *event = new Event{(flags & EVENT_DISABLE_TIMING) == 0, context};
     return failing == __func__ ? UNKNOWN : SUCCESS;
+}
+
+API int cuCtxGetCurrent(void **current)
+{
+    *current = reinterpret_cast<void *>(context);
+    return SUCCESS;
+}
+
+API int cuCtxSetCurrent(void *current)
+{
+    context = reinterpret_cast<uintptr_t>(current);
+    return SUCCESS;
 }
 
 API int cuEventDestroy_v2(void *)
@@ -334,7 +349,16 @@ API int cuEventRecord(void *handle, void *stream_handle)
     if (failing == __func__) {
         return UNKNOWN;
     }
-    usleep(record_takes_us);
+    if (event->context != context) {
+        return INVALID_HANDLE;
+    }
+    if (record_takes_us < 1000) { /* a sleep would take longer */
+        const clock_t until = clock() + record_takes_us;
+        while (record_takes_us > 0 && clock() < until) {
+        }
+    } else {
+        usleep(record_takes_us);
+    }
     if (stream->capturing != nullptr) {
         return SUCCESS; /* an edge of the graph, which never happens outside it */
     }
