@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "torchlens_perf"
 SUFFIXES = {".py", ".pyi", ".js", ".css", ".c", ".h", ".cpp", ".cu", ".cuh"}
 # Package, its folders and files, budget, limit. A file counts for the first entry that contains it.
 PACKAGES: tuple[tuple[str, tuple[str, ...], int, int], ...] = (
-    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 7518),
+    ("native, kernels", ("native", "cuda/*.cu", "cuda/*.h"), 4300, 7512),
     (
         "training side",
         ("hooks", "recorder", "cuda", "results", "integrations", "instrumentation", "startup"),

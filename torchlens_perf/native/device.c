@@ -65,7 +65,7 @@ void device_stall(PyObject *function)
 /* The owner's spans only. */
 void device_open(Recorder *self, uint32_t kind, uint64_t depth)
 {
-    self->device_marks[depth] = NO_DEVICE_MARK;
+    self->device_marks[depth] = NO_MARK;
     if (is_timed(self, kind)) {
         int64_t marked = mark(self, kind);
         self->device_marks[depth] = marked;
@@ -76,10 +76,10 @@ void device_close(Recorder *self, const Frame *frame, uint64_t depth)
 {
     int64_t begin = self->device_marks[depth];
     DeviceClock *clock = self->device_clock;
-    if (begin == NO_DEVICE_MARK) {
+    if (begin == NO_MARK) {
         return;
     }
-    self->device_marks[depth] = NO_DEVICE_MARK;
+    self->device_marks[depth] = NO_MARK;
     int64_t end = mark(self, frame->kind);
     if (end == NO_MARK || self->header == NULL || self->device_clock != clock || clock == NULL) {
         return;
@@ -345,7 +345,7 @@ PyObject *recorder_set_device_clock(Recorder *self, PyObject *args)
         return PyErr_Format(PyExc_TypeError, "set_device_clock() takes a DeviceClock, got %s", Py_TYPE(clock)->tp_name);
     }
     for (int depth = 0; depth < MAX_FRAMES; depth++) {
-        self->device_marks[depth] = NO_DEVICE_MARK;
+        self->device_marks[depth] = NO_MARK;
     }
     replace((PyObject **)&self->device_clock, clock);
     replace(&self->device_step_ended, step_ended);

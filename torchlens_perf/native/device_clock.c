@@ -341,11 +341,6 @@ int64_t clock_mark(DeviceClock *self, int64_t only_on)
 
 /* -- anchors */
 
-static int64_t measure(DeviceClock *self, Anchor *from, void *event, int64_t *duration_ns)
-{
-    return event_elapsed(self, from->event, event, duration_ns);
-}
-
 static Anchor *build_anchor(void *event, int64_t before_ns, int64_t after_ns)
 {
     Anchor *anchor = malloc(sizeof(*anchor));
@@ -412,7 +407,7 @@ static void refresh_anchor(DeviceClock *self)
         return;
     }
     if (old != NULL) {
-        if (measure(self, old, anchor->event, &since_ns) != SUCCESS) {
+        if (event_elapsed(self, old->event, anchor->event, &since_ns) != SUCCESS) {
             release_anchor(self, anchor);
             return;
         }
@@ -462,7 +457,7 @@ static int read_oldest_step(DeviceClock *self, DeviceStream *stream)
     }
     while (pending->count > 0 && mark_at(pending, 0)->number <= last) {
         Mark *mark = mark_at(pending, 0);
-        int status = measure(self, mark->anchor, mark->event, &duration_ns);
+        int status = event_elapsed(self, mark->anchor->event, mark->event, &duration_ns);
         if (status == NOT_READY) { /* two threads marked the stream at once */
             return 0;
         }

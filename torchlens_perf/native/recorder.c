@@ -487,7 +487,7 @@ static PyObject *recorder_take_over(Recorder *self, PyObject *owner_ended)
     for (uint64_t depth = 1; depth < there->depth; depth++) {
         here->frames[depth] = there->frames[depth];
         self->contexts[depth] = thread_spans.contexts[depth];
-        self->device_marks[depth] = NO_DEVICE_MARK;
+        self->device_marks[depth] = NO_MARK;
     }
     here->depth = there->depth;
     there->depth = 1;

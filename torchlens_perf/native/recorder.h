@@ -23,7 +23,6 @@
 #error "the GIL is the only lock of marks: setup.py builds nothing for a free-threaded Python"
 #endif
 
-#define NO_DEVICE_MARK (-1)
 #define FASTCALL(function) ((PyCFunction)(void (*)(void))(function))
 
 /* See thread_time.c. */
