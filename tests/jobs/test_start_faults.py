@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import torchlens_perf as perf
-from tests.jobs.test_nothing_left_behind import state
 from tests.support.interruptions import failing, functions_called
 from tests.support.leftovers import (
     end_sidecars,
@@ -31,6 +30,7 @@ from tests.support.leftovers import (
     remove,
 )
 from tests.support.long import long_except
+from tests.support.process_state import changed_since, state
 from tests.support.processes import wait_for_sidecar
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.run import dead_runs, directory
@@ -78,16 +78,6 @@ def trained(model: nn.Module) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
     return [parameter.tolist() for parameter in model.parameters()]
-
-
-def changed(before: dict[str, Any]) -> set[str]:
-    gc.collect()
-    now = state()
-    # Count only new threads, because a thread of an earlier test may end meanwhile.
-    now["threads"] = (
-        [*before["threads"]] if set(now["threads"]) <= set(before["threads"]) else now["threads"]
-    )
-    return {name for name, value in now.items() if before[name] != value}
 
 
 @pytest.fixture
@@ -212,7 +202,8 @@ def test_error_in_any_function_at_the_start_does_not_change_training(
                 ),
             }
             remove(runs)
-            different = changed(before)
+            gc.collect()
+            different = changed_since(before)
             wrong[f"left attached: {different}"] = bool(different)
             before = state() if different else before
             problems += [f"{name}: {what}" for what, is_wrong in wrong.items() if is_wrong]
@@ -368,7 +359,8 @@ def test_refused_resource_disables_recording_with_one_line(
     assert said in told[0]
     assert "mistake" not in told[0]
     assert not remaining_folders(tmp_path / "runs")
-    assert not changed(before) - {"folder"}
+    gc.collect()
+    assert not changed_since(before) - {"folder"}
     with perf.watch(model, dir=str(tmp_path / "runs"), report="off") as watch:
         assert watch.run_dir is not None
         assert watch.run_dir.is_dir()

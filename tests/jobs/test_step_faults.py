@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchlens_perf as perf
-from tests.jobs.test_nothing_left_behind import state
 from tests.support.interruptions import failing, functions_called
 from tests.support.long import long
+from tests.support.process_state import changed_since, state
 from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING
 from torchlens_perf.errors import RAISE, swallowed
@@ -156,7 +156,7 @@ def test_error_in_any_function_in_the_steps_is_counted_and_harmless(
             counted = sum(swallowed.by_place.values())
             gc.collect()
             torch.manual_seed(0)
-            different = {each for each, value in state().items() if before[each] != value}
+            different = changed_since(before)
             wrong = {
                 "was not called again": not raised,
                 f"went through: {other!r}": other is not None,

@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchlens_perf as perf
-from tests.jobs.test_nothing_left_behind import state
 from tests.support.busy_machine import PROCESSORS, busy_machine
 from tests.support.figures import note
 from tests.support.interruptions import (
@@ -38,6 +37,7 @@ from tests.support.interruptions import (
 )
 from tests.support.leftovers import end_sidecars, remove
 from tests.support.long import long
+from tests.support.process_state import state
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.hooks.loop.training_loop import TrainingLoop
 from torchlens_perf.watching import running_watch

@@ -20,8 +20,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.jobs.test_nothing_left_behind import open_files
 from tests.support.collective_rig import on_thread
+from tests.support.process_state import open_files
 from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
 from torchlens_perf.recorder import python
 from torchlens_perf.run.ring import Kind

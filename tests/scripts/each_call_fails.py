@@ -27,9 +27,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchlens_perf as perf
-from tests.jobs.test_nothing_left_behind import state
 from tests.support.failing_calls import FailingCalls
 from tests.support.leftovers import end_sidecars, remaining_folders, remove
+from tests.support.process_state import state
 from torchlens_perf.watching import running_watch
 
 folder, with_sidecar, phase, *errors = sys.argv[1:]
