@@ -89,10 +89,10 @@ check: $(TEST)/ready
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
 	$(TEST)/bin/lint-imports --no-logo --no-cache
-	$(TEST)/bin/python scripts/lines.py
+	$(TEST)/bin/python scripts/count_statements.py
 
 lines: $(TEST)/ready
-	$(TEST)/bin/python scripts/lines.py
+	$(TEST)/bin/python scripts/count_statements.py
 
 format: $(TEST)/ready
 	$(TEST)/bin/ruff format .
