@@ -17,6 +17,7 @@ from torchlens_perf.analysis.statistics.quantities import (
 from torchlens_perf.top.text import BLOCKS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.view.step_words import step_count_text
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
@@ -43,7 +44,10 @@ def describe_pace(report: Report, seen_s: float | None) -> list[str]:
         (rank["last_step"] + 1 for rank in report["ranks"] if rank["last_step"] is not None),
         default=0,
     )
-    words = [describe_progress(made, total) if made else "no step yet"]
+    if made and total is not None:
+        words = [describe_progress(made, total)]
+    else:
+        words = [step_count_text(report) if steps["count"] else "no step yet"]
     if report["run"]["live"] and not any(
         isinstance(row["evidence"], HangEvidence) for row in report["verdicts"]
     ):
@@ -72,10 +76,8 @@ def window_median_step_s(report: Report) -> Sequence[float]:
     return report["history"]["median_s"] if report["history"] is not None else ()
 
 
-def describe_progress(made: int, total: int | None) -> str:
+def describe_progress(made: int, total: int) -> str:
     """Return the progress in words, such as "1,240 of 10,000 steps (12%)"."""
-    if total is None:
-        return f"{made:,} step{'s' if made != 1 else ''}"
     if made > total:
         return f"{made:,} steps, more than the {total:,} expected"
     return f"{made:,} of {total:,} steps ({format_percent(made / total)})"
