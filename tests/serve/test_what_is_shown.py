@@ -209,7 +209,7 @@ def test_run_list_can_be_sorted_and_filtered(tmp_path: Path, runs: Path) -> None
             assert set(names("search=live")) == {"live"}
             page = viewer.ask("/?sort=-ranks&search=l").text
             assert 'aria-sort="ascending"' in page
-            assert "2 of 3 runs match" in page
+            assert "2 of 3 runs match, updated" in page
             assert 'href="?search=l&amp;sort=ranks"' in page
 
 
@@ -227,7 +227,9 @@ def test_served_folder_can_be_a_single_run(runs: Path) -> None:
     """The run is listed by its name, and no other name is accepted."""
     with PageServer(runs / "done") as server:
         viewer = server.viewer()
-        assert links(viewer.ask("/").text, "runs/") == ["runs/done/"]
+        page = viewer.ask("/").text
+        assert links(page, "runs/") == ["runs/done/"]
+        assert ">1 run, updated" in page
         assert "contents" in viewer.page("done")
         assert viewer.ask("/runs/nodes/").status == 404
 

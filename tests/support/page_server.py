@@ -87,7 +87,7 @@ class Viewer(ClientWithoutToken):
     def list(self) -> str:
         """Return the list of runs once all shown runs are read."""
         deadline_s = time.monotonic() + ENDS_WITHIN_S
-        while "runs are being read" in (text := self.ask("/").text):
+        while "Still reading" in (text := self.ask("/").text):
             assert time.monotonic() < deadline_s, "they were not read"
             time.sleep(0.2)
         return text

@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from urllib.parse import urlencode
 
-from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.analysis.statistics.quantities import (
+    format_count,
+    format_duration,
+    format_percent,
+)
 from torchlens_perf.errors import printable
 from torchlens_perf.page.document.html import LIVE_POLICY, build_head, build_style_links
 from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, RunLine, RunListPage
@@ -27,7 +31,8 @@ def build_list_page(folder: str, listed: RunListPage, search: str, sort: str) ->
     """Return the list as HTML. search, sort: the arguments of RunList.load_page()."""
     now_s = time.time()
     looked = time.strftime("%H:%M:%S", time.localtime(listed.looked_unix_s))
-    which = f"{listed.matching} of {listed.total} runs match" if search else f"{listed.total} runs"
+    total = format_count(listed.total, "run")
+    which = f"{listed.matching} of {total} match" if search else total
     newest: Child = (
         [" \u00b7 ", tag("a", "sort by last change", href=_query_string(search, ""))]
         if sort
@@ -69,7 +74,12 @@ def build_list_page(folder: str, listed: RunListPage, search: str, sort: str) ->
                 else None
             ),
             (
-                tag("p", f"{listed.unread} runs are being read.", class_="note", role="status")
+                tag(
+                    "p",
+                    f"Still reading {format_count(listed.unread, 'run')}.",
+                    class_="note",
+                    role="status",
+                )
                 if listed.unread
                 else None
             ),
