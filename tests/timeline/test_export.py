@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
+from tests.support.ranks import Rank, read_to_end, run_without_traces
 from tests.support.simulated_runs import simulate_run
 from torchlens_perf.commands.cli import main
 from torchlens_perf.errors import RunStoreError
@@ -138,8 +139,24 @@ def test_spans_of_a_collective_are_connected_and_wait_for_the_slow_rank(trace: D
     assert max(set(waits), key=waits.count) == "wait for rank 2"
 
 
+def test_memory_is_a_counter_of_each_rank(tmp_path: Path) -> None:
+    path = tmp_path / "run.pftrace"
+    with run_without_traces(tmp_path) as run:
+        ranks = [Rank(run, rank) for rank in range(2)]
+        for rank in ranks:
+            rank.steps(5, forward=2.0)
+        read_to_end(run)
+        assert main(["report", str(run.path), "--perfetto", str(path), "--quiet"]) == 0
+        for rank in ranks:
+            rank.close()
+    found = decoded(path)
+    tracks = [track for track in found.counters if found.names[track] == "memory"]
+    assert sorted(found.process_of(track)[:6] for track in tracks) == ["rank 0", "rank 1"]
+    for track in tracks:
+        assert [value for _, value in found.counters[track]] == [123e6] * 5
+
+
 def test_memory_that_was_not_measured_has_no_counter(trace: Decoded) -> None:
-    """tests/timeline/test_profiles.py has a run with memory."""
     assert not [track for track in trace.counters if trace.names[track] == "memory"]
 
 

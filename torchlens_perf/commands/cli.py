@@ -17,7 +17,6 @@ from torchlens_perf.commands import (
     deploy_files,
     fail_on,
     history,
-    import_profiles,
     perfetto_trace,
     query,
     results,
@@ -49,7 +48,6 @@ _GROUPS = {
         "try": "measure what other settings of torch gain",
         "query": "run SQL on the tables of runs",
         "compare": "compare runs before and after a change, also in CI",
-        "import": "make a run from profiles of torch.profiler or Nsight Systems",
     },
     "Set up": {
         "doctor": "check the installation and the environment",
@@ -247,7 +245,6 @@ def _build_parser() -> argparse.ArgumentParser:
 
     capture.add_command(commands)
     compare.add_command(commands)
-    import_profiles.add_command(commands)
     query.add_command(commands)
     history.add_command(commands)
     what_if.add_command(commands)

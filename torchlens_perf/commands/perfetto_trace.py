@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchlens_perf.commands.progress import Progress
@@ -23,18 +22,6 @@ def add_arguments(report: argparse.ArgumentParser) -> None:
     trace.add_argument("--steps", type=_parse_range, help="first and last step, such as 100-200")
     trace.add_argument(
         "--limit-mb", type=float, help="size of the file, which limits the steps; default: 50"
-    )
-    trace.add_argument(
-        "--profile",
-        type=parse_profile,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="[RANK=]FILE",
-        help=(
-            "add the operators and kernels of a trace that torch.profiler made of the same steps, one"
-            " file per rank; captures of the run are added without it"
-        ),
     )
 
 
@@ -55,14 +42,6 @@ def _parse_range(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def parse_profile(text: str) -> tuple[int | None, Path]:
-    """Parse FILE or RANK=FILE. Raise ArgumentTypeError."""
-    match = re.fullmatch(r"(?:(\d{1,6})=)?(.+)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError("expected a file, or RANK=FILE")
-    return int(match[1]) if match[1] else None, Path(match[2])
-
-
 def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> None:
     """Write the trace and print what it contains. Raise ConfigError or RunStoreError."""
     require_packages("--perfetto", ["perfetto"], "perfetto")
@@ -78,7 +57,6 @@ def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> Non
             steps=options.steps,
             limit_bytes=int(limit),
             per_rank=options.perfetto is None,
-            profiles=options.profile,
             advanced=progress,
         )
     if options.quiet:

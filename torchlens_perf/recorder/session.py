@@ -50,15 +50,14 @@ class Session:
         ring: RingFile,
         now_ns: Callable[[], int] | None = None,
         simulated_from: Anchor | None = None,
-        recorder_type: Callable[..., Any] | None = None,
     ) -> None:
         """now_ns: the recorder's clock, by default the host's. simulated_from: the wall-clock time at
-        which a simulated clock starts; None for a real clock. recorder_type: the recorder to make.
+        which a simulated clock starts; None for a real clock.
         """
         self.config = config
         self.identity = identity
         self.ring = ring
-        self.recorder: Recorder = (recorder_type or Recorder)(ring.buffer, self.intern, now_ns)
+        self.recorder: Recorder = Recorder(ring.buffer, self.intern, now_ns)
         self.clocks = Clocks()
         self.metadata = RankMetadata(
             config, identity, ring, self.recorder, self.clocks.host, simulated_from,

@@ -39,9 +39,6 @@ class ChromeTraceWriter:
         self._open: dict[int, list[Event]] = defaultdict(list)
         self._manifest: list[dict[str, Any]] = []
 
-    def begin_sequence(self, begin_ns: int) -> None:
-        """Do nothing: events may have any order."""
-
     def add_process(self, number: int, name: str, order: int) -> int:
         process = next(self._numbers)
         if name.startswith("rank "):

@@ -3,7 +3,7 @@
 Each rank is a process with a track for phases and modules, tracks for collectives, other threads and
 the device, and counters. Arrows connect the spans of one collective on its ranks. Findings are
 instants above the ranks. Clocks of several nodes are aligned by the ends of shared collectives; the
-first instant states how exactly. Profiles of torch.profiler are on tracks below their rank.
+first instant states how exactly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.samples import GPUS
 from torchlens_perf.store.segments import find_kept_step_range
 from torchlens_perf.timeline.chrome_traces import ChromeTraceWriter
-from torchlens_perf.timeline.profiles import Profile, build_profile_events, load_profiles
 from torchlens_perf.timeline.slices import MatchedCollective, build_slice_events
 from torchlens_perf.timeline.trace_file import Event, EventType, TraceWriter
 from torchlens_perf.view.headline import build_headlines
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from torchlens_perf.page.contents import JoinedCollective, SlowPeriod
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.store.reader import ParquetFile
-    from torchlens_perf.timeline.profiler_trace import ProfiledThread
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.words.report import Report
     from torchlens_perf.view.headline import Headline
@@ -55,7 +53,7 @@ _BEFORE = 0.25
 _FINDINGS_ORDER, _RANKS_ORDER = 0, 10
 _LANE_ORDER = {"host": 0, "collectives": 100, "other threads": 200, "device": 300,
                "collectives on the device": 400}  # fmt: skip
-_COUNTERS, _PROFILES = 500, 10_000
+_COUNTERS = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +76,13 @@ def write_trace(
     steps: tuple[int, int] | None = None,
     limit_bytes: int = DEFAULT_LIMIT_BYTES,
     per_rank: bool = False,
-    profiles: Sequence[tuple[int | None, Path]] = (),
     advanced: Callable[[int, int], object] = lambda done, total: None,
 ) -> Written:
     """Write a trace and return what it contains.
 
     ranks, steps (first, last): None chooses what matters within the size limit. Raise RunStoreError
-    if there is no such step, or the file cannot be written. The limit is approximate, and profiles
-    add to it. profiles: files of torch.profiler, each with its rank, or None if the file names it.
-    The run's captures are written too. per_rank: write Chrome traces into a new folder, without
-    profiles and captures.
+    if there is no such step, or the file cannot be written. The limit is approximate. per_rank:
+    write Chrome traces into a new folder.
     """
     report, states = load_report_and_states(run)
     plain: Report = report_json.to_json_types(report)
@@ -103,11 +98,9 @@ def write_trace(
         raise RunStoreError(
             f"no such steps are recorded: {run.path} has steps {kept[0]} to {kept[1]}"
         )
-    of_ranks = {rank: (processes[rank], node_of[rank]) for rank in chosen}
-    loaded = [] if per_rank else load_profiles(run, of_ranks, profiles, notes)
-    source = _TraceSource(run, processes, node_of, chosen, uncomparable, loaded, notes)
+    source = _TraceSource(run, processes, node_of, chosen, uncomparable, notes)
     if steps is None:
-        begins = [each["since_step"] for each in slow] + [each.first_step for each in loaded]
+        begins = [each["since_step"] for each in slow]
         first, last = _choose_window(source, first, last, begins, limit_bytes, notes)
     partial = path.parent / f".{path.name}.partial"
     heads = build_headlines(report, str(run.path))
@@ -143,7 +136,6 @@ class _TraceSource:
     node_of: Mapping[int, str]
     ranks: Sequence[int]
     uncomparable: Collection[str]
-    profiles: Sequence[Profile]
     notes: list[str]
 
     def read(self, steps: range) -> list[RankRecords]:
@@ -250,32 +242,18 @@ def _write_events(
     ]  # fmt: skip
     waiting.sort(key=lambda event: event.time_ns)
     flows: dict[tuple[str, int], int] = {}
-    until_ns = begin_ns
     for number, steps in enumerate(batches):
         records = source.read(steps) if number else records
         events = list(_build_rank_events(records, offset_of, tracks, source, steps, flows))
         due = waiting
-        until_ns = max((event.time_ns for event in events), default=until_ns)
         if number < len(batches) - 1:
+            until_ns = max((event.time_ns for event in events), default=begin_ns)
             due = [event for event in waiting if event.time_ns <= until_ns]
         waiting = waiting[len(due) :]
         events += due
         events.sort(key=lambda event: event.time_ns)
         writer.write(events)
         advanced(number + 1, len(batches))
-    next_flow = len(flows) + 1
-    for profile in source.profiles:
-        shift_ns = offset_of[profile.rank] - source.processes[profile.rank].anchor.offset_ns
-        events = []
-        for thread in profile.trace.threads:
-            track_of = functools.partial(tracks.profile_track, profile.rank, thread)
-            events += build_profile_events(
-                thread, shift_ns, (begin_ns, until_ns), track_of, next_flow
-            )
-        next_flow = 1 + max((flow for each in events for flow in each.flows), default=next_flow)
-        events.sort(key=lambda event: event.time_ns)
-        writer.begin_sequence(begin_ns)
-        writer.write(events)
     writer.flush()
 
 
@@ -294,12 +272,6 @@ class _Tracks:
         name = lane if row == 0 else f"{lane} {row + 1}"
         name = "phases and modules" if lane == "host" else name
         return self._find_or_add_track((rank, lane, row), name, _LANE_ORDER[lane] + row, "")
-
-    def profile_track(self, rank: int, thread: ProfiledThread, row: int) -> int:
-        """Return the track of a thread or stream of torch.profiler. row: as in lane_track()."""
-        order = _PROFILES + len(self._tracks) + (0 if thread.on_device else _PROFILES)
-        name = f"torch.profiler: {thread.name}" + (f" {row + 1}" if row else "")
-        return self._find_or_add_track((rank, name, row), name, order, "")
 
     def counter_track(self, owner: int | str, name: str, unit: str) -> int:
         """Return the counter of a rank (int) or a host (str)."""
@@ -424,7 +396,6 @@ def _describe_trace(
         "ranks": f"{len(source.ranks)} of {run['world_size']}",
         "steps": f"{first} to {last}",
         "clocks": clock or "All ranks are on one node and share its clock.",
-        "profiles": "; ".join(each.clock for each in source.profiles),
         "limits": "; ".join(source.notes),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Slice(NamedTuple):
     name: str
     category: str
     flows: tuple[int, ...] = ()
-    arguments: Mapping[str, Any] = {}
+    arguments: Mapping[str, str] = {}
 
 
 TrackOf = Callable[[str, int], int]

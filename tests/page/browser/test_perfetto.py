@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from tests.page.browser.tab import need_browser
-from tests.support.profiled_run import ACTIVE, record_profiled_run
 from tests.support.simulated_runs import simulate_run
 from torchlens_perf.commands.cli import main
 
@@ -131,28 +130,3 @@ def test_query_of_the_guide_names_the_slow_rank(query: Query) -> None:
 
 def test_finding_is_an_instant_event_of_the_trace(query: Query) -> None:
     assert query("SELECT count(*) FROM slice WHERE name = 'SLOW RANK' AND dur = 0") == [[1]]
-
-
-def test_profiles_are_below_their_rank_at_the_times_of_its_steps(
-    browser: Any, tmp_path: Path
-) -> None:
-    job, trace = record_profiled_run(tmp_path, 2), tmp_path / "run.pftrace"
-    profiles = ["--profile", *map(str, job.profiles)]
-    assert main(["report", str(job.run.path), "--perfetto", str(trace), "--quiet", *profiles]) == 0
-    with opened(browser, trace) as query:
-        assert query("SELECT name, value FROM stats WHERE severity = 'error' AND value > 0") == []
-        optimizers = (
-            "SELECT p.name, count(*), max((SELECT min(abs(o.ts - s.ts)) FROM slice o"
-            " JOIN process_track ot ON o.track_id = ot.id"
-            " WHERE ot.upid = t.upid AND o.name LIKE 'optimizer%'))"
-            " FROM slice s JOIN process_track t ON s.track_id = t.id JOIN process p USING (upid)"
-            " WHERE s.name LIKE 'Optimizer.step#%' GROUP BY p.name ORDER BY p.name"
-        )
-        found = query(optimizers)
-        assert [row[0].split()[1] for row in found] == ["0", "1"]
-        assert all(count >= ACTIVE and apart_ns < 5e6 for _, count, apart_ns in found)
-        ((arrows,),) = query(
-            "SELECT count(*) FROM flow f JOIN slice s ON f.slice_out = s.id"
-            " WHERE s.name = 'aten::addmm'"
-        )
-        assert arrows >= ACTIVE * 8 * 0.9
