@@ -22,7 +22,6 @@ from torchlens_perf.diagnosis.goodput import (
     StragglerLoss,
     build_goodput,
     combine_attempts,
-    combine_jobs,
 )
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
@@ -292,16 +291,8 @@ def test_lost_steps_are_not_measured_without_counter_and_checkpoint() -> None:
 
 
 def test_waiting_for_a_requeue_is_idle_and_uses_no_device() -> None:
-    """A failed attempt saw its checkpoint at step 60, and the next run continues after a queue."""
-    jobs = combine_jobs(
-        [
-            ("a", {**combine_attempts([attempt(0, 75, 0)]), "job": "slurm c 7"}),
-            ("b", {**combine_attempts([attempt(1085, 40, 60)]), "job": "slurm c 7"}),
-            ("c", combine_attempts([attempt(0, 10)])),
-        ]
-    )
-    assert list(jobs) == ["slurm c 7", "c"]
-    goodput = jobs["slurm c 7"]
+    """A failed attempt saw its checkpoint at step 60, and the next one continues after a queue."""
+    goodput = combine_attempts([attempt(0, 75, 0), attempt(1085, 40, 60)])
     assert goodput["wall_s"] == 1135.0
     assert seconds(goodput)["idle"] == 1000.0
     assert goodput["classes"]["idle"]["device_hours"] == 0.0
@@ -353,18 +344,3 @@ def test_price_is_multiplied_by_device_hours(
     page = tmp_path / "page.html"
     assert main(["report", str(simulated), "--html", str(page), "--price-per-device-hour", "3600"]) == 0  # fmt: skip
     assert f", cost {total})" in page.read_text()
-    assert main(["history", str(simulated), "--price-per-device-hour", "3600"]) == 0
-    (row,) = capsys.readouterr().out.partition("Goodput of each job")[2].split("\n")[2:3]
-    assert total in row.split()
-    assert main(["history", str(simulated)]) == 0
-    assert "cost" not in capsys.readouterr().out
-
-
-def test_history_has_a_row_for_each_job(
-    simulated: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["history", str(simulated), "--json"]) == 0
-    ((job, found),) = json.loads(capsys.readouterr().out)["jobs"].items()
-    assert (job, len(found["attempts"])) == ("run", 1)
-    assert main(["history", str(simulated)]) == 0
-    assert "Goodput of each job" in capsys.readouterr().out

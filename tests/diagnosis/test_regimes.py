@@ -65,21 +65,14 @@ def test_no_change_is_found_in_95_percent_of_stationary_series(
 
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.6])
 def test_change_of_5_percent_is_found_within_two_windows(correlation: float) -> None:
-    """ruptures, which assumes independent noise, finds the same window."""
-    # It imports scipy.stats, which would delay every worker of a test run.
-    import ruptures  # type: ignore[import-untyped]
-
     rng = np.random.default_rng(3)
-    near = as_ruptures = 0
+    near = 0
     for _ in range(40):
         at = int(rng.integers(8, 56))
         values = 0.01 * noise(rng, 64, correlation) + np.log(1.05) * (np.arange(64) >= at)
         ends = [each.end for each in find_changes(values)]
-        search = ruptures.KernelCPD(kernel="linear", min_size=2).fit(values[:, None])
         near += len(ends) == 1 and abs(ends[0] - at) <= 2
-        as_ruptures += len(ends) == 1 and abs(search.predict(n_bkps=1)[0] - ends[0]) <= 1
     assert near >= 38
-    assert as_ruptures >= 36
 
 
 def test_sudden_change_names_its_step_size_and_part() -> None:

@@ -74,7 +74,6 @@ NOT_EXECUTED = {
     "torchlens-perf serve": "serves until it is interrupted: tests/serve",
     "torchlens-perf capture": "needs a live run: tests/distributed/test_capture_live.py",
     "torchlens-perf compare": "compares runs of a user's program: tests/compare",
-    "torchlens-perf history": "reads runs of a user's program: tests/compare",
     "torchlens-perf query": "reads a user's run: tests/query",
     "torchlens-perf report RUN_DIR --chrome-traces": "writes a folder: tests/timeline",
     "torchlens-perf report RUN_DIR --perfetto": "writes a large file: tests/timeline",

@@ -16,7 +16,6 @@ from torchlens_perf.commands import (
     compare,
     deploy_files,
     fail_on,
-    history,
     perfetto_trace,
     query,
     results,
@@ -43,7 +42,6 @@ _GROUPS = {
         "report": "print the report of a run, as text, JSON or a web page",
         "top": "watch a live run in the terminal",
         "serve": "show runs in a browser, live and finished",
-        "history": "show the runs of a job over time, and where they changed",
         "what-if": "predict the step time after a change",
         "try": "measure what other settings of torch gain",
         "query": "run SQL on the tables of runs",
@@ -211,7 +209,12 @@ def _build_parser() -> argparse.ArgumentParser:
         help="print the JSON schema of --json, for which no run is needed",
     )
     perfetto_trace.add_arguments(report)
-    history.add_price_argument(report)
+    report.add_argument(
+        "--price-per-device-hour",
+        type=float,
+        metavar="PRICE",
+        help="show costs; without devices, the price is that of an hour of one rank",
+    )
     report.add_argument(
         "--fail-on",
         type=fail_on.parse_verdict_names,
@@ -246,7 +249,6 @@ def _build_parser() -> argparse.ArgumentParser:
     capture.add_command(commands)
     compare.add_command(commands)
     query.add_command(commands)
-    history.add_command(commands)
     what_if.add_command(commands)
     try_settings.add_command(commands)
     serve.add_command(commands)

@@ -57,11 +57,6 @@ class ComparedRun:
     notes: Sequence[str]
 
     @property
-    def settings(self) -> Mapping[str, str]:
-        """Git commit, versions and settings by name; empty if they were not recorded."""
-        return self.report["run"]["settings"]
-
-    @property
     def contention_share(self) -> float:
         """Share of the typical step in which the training thread had no CPU."""
         return self.values.get(CONTENTION, 0.0) / self.values[STEP]
@@ -108,11 +103,7 @@ class Comparison:
 def read_compared_run(path: Path) -> ComparedRun:
     """Read a run for a comparison. Raise RunStoreError if it has no step to compare."""
     run = RunDirectory(path)
-    return build_compared_run(run, load_report(run, lost_time=False))
-
-
-def build_compared_run(run: RunDirectory, report: Report) -> ComparedRun:
-    """Return a run for a comparison. Raise RunStoreError if it has no step to compare."""
+    report = load_report(run, lost_time=False)
     values = collect_measures(report)
     if STEP not in values:
         raise RunStoreError(f"{run.path} has no typical step to compare: it recorded too few steps")

@@ -41,8 +41,6 @@ class Measure(NamedTuple):
 STEP = Measure(Kind.STEP, "typical step")
 CONTENTION = Measure(Kind.PART, PARTS["cpu"].name)
 MEAN_STEP = Measure(Kind.STEP, "mean of all steps")
-COMMIT = "commit"
-"""Name of the git commit among the settings of a run."""
 PEAK_MEMORY = Measure(Kind.MEMORY, "peak memory")
 
 
@@ -85,6 +83,6 @@ def list_differences(before: Report, after: Report) -> list[str]:
     one, other = before["run"]["settings"], after["run"]["settings"]
     for name in sorted({*one, *other}) if one and other else ():
         # A commit may be unknown. Another setting that is missing has its default.
-        unset = "not recorded" if name == COMMIT else "not set"
+        unset = "not recorded" if name == "commit" else "not set"
         facts.append((name, one.get(name, unset), other.get(name, unset)))
     return [f"{name} {one} -> {other}" for name, one, other in facts if one != other]

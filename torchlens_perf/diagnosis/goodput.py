@@ -100,9 +100,7 @@ def build_goodput(
         attempts.append(found)
     if not attempts:
         return None
-    attributes = worlds[-1][0].identity.attributes
-    names = [attributes.get(f"slurm.{name}", "") for name in ("cluster.name", "job.id")]
-    goodput = combine_attempts(attempts, " ".join(["slurm", *names]) if names[1] else None)
+    goodput = combine_attempts(attempts)
     joules = [each["energy_j"] for each in gpus]
     if joules and None not in joules:
         energy_j = goodput["energy_j"] = sum(filter(None, joules))
@@ -115,19 +113,8 @@ def build_goodput(
     return goodput
 
 
-def combine_jobs(runs: Iterable[tuple[str, Goodput]]) -> dict[str, Goodput]:
-    """Return the goodput of each job. Runs of one scheduler's job continue each other.
-
-    runs: pairs of run id and goodput. A run without a scheduler's job is a job of its own.
-    """
-    jobs: dict[str, list[JobAttempt]] = {}
-    for run_id, each in runs:
-        jobs.setdefault(each["job"] or run_id, []).extend(each["attempts"])
-    return {job: combine_attempts(attempts, job) for job, attempts in jobs.items()}
-
-
-def combine_attempts(attempts: Iterable[JobAttempt], job: str | None = None) -> Goodput:
-    """Return the goodput of at least one attempt, possibly of several runs.
+def combine_attempts(attempts: Iterable[JobAttempt]) -> Goodput:
+    """Return the goodput of at least one attempt.
 
     Time between attempts, in which no process of the job existed, is idle.
     """
@@ -159,7 +146,6 @@ def combine_attempts(attempts: Iterable[JobAttempt], job: str | None = None) -> 
         return {"seconds": total_s[name], "share": share, "device_hours": hours, "cost": None}
 
     return {
-        "job": job,
         "wall_s": wall_s,
         "classes": {name: build_class(name) for name in CLASSES},
         "attempts": attempts,

@@ -16,7 +16,7 @@ from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.page.sections.bars import describe_parts, draw_stacked_bar, draw_swatch
 from torchlens_perf.view.markup import Element, raw_element, tag
 from torchlens_perf.view.specs import Bar
-from torchlens_perf.view.theme import FASTER, PARTS, SLOWER
+from torchlens_perf.view.theme import FASTER, PARTS
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import StepHistory
@@ -29,7 +29,7 @@ _PLOT_HEIGHT, _BAR, _BAR_GAP = 84, 14, 6
 _LETTER_PX = 6.2
 _STYLE = (
     "text{font:11px system-ui,sans-serif;fill:#777777}.t{font-weight:600}.g{stroke:#77777755}"
-    f".l{{fill:none;stroke:{FASTER.light};stroke-width:1.6}}.c{{stroke:{SLOWER.light}}}"
+    f".l{{fill:none;stroke:{FASTER.light};stroke-width:1.6}}"
     f".b{{fill:{FASTER.light};fill-opacity:.3}}"
     + "".join(f".part-{key}{{fill:{part.color.light}}}" for key, part in PARTS.items())
 )
@@ -41,27 +41,21 @@ def build_image(svg: str, says: str) -> Element:
     return tag("img", alt=says, src=f"data:image/svg+xml;base64,{data}", style="max-width: 100%")
 
 
-def draw_step_chart(
-    history: StepHistory, where: str = "", *, of_runs: bool = False, changes: Sequence[int] = ()
-) -> tuple[str, str]:
+def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     """Return an SVG chart of step time over the run, and its alternative text.
 
     The chart shows the median and the range of the ranks. where: text after "step time", such as "
-    on the device". of_runs: True if the history has the typical step of each run. changes: first
-    steps or runs after a change, which is marked by a line.
+    on the device".
     """
     steps, median_s, fastest_s, slowest_s = (
         history["first_steps"], history["median_s"], history["fastest_s"], history["slowest_s"],
     )  # fmt: skip
     last = steps[-1] + history["width"] - 1
     several = any(high > low for high, low in zip(slowest_s, fastest_s, strict=True))
-    noun, title, typical = "step", f"step time{where}", "median"
-    windows = f", in windows of {history['width']} steps"
-    if of_runs:
-        noun, title, typical, windows = "run", "typical step of each run", "typical", ""
+    title = f"step time{where}"
     says = (
-        f"{title.capitalize()} over {noun}s {steps[0]} to {last}{windows}."
-        f" The {typical} step takes {format_duration(min(median_s))} to {format_duration(max(median_s))}."
+        f"{title.capitalize()} over steps {steps[0]} to {last}, in windows of {history['width']} steps."
+        f" The median step takes {format_duration(min(median_s))} to {format_duration(max(median_s))}."
     )
     if several:
         says += (
@@ -97,18 +91,13 @@ def draw_step_chart(
             point_text(*point) for point in zip(reversed(steps), reversed(fastest_s), strict=True)
         ]
         parts.append(tag("polygon", class_="b", points=" ".join(there + back)))
-    for change in changes:
-        x = _LEFT + width * (change - first) / span
-        parts.append(tag("path", class_="c", d=f"M{x:.1f} {_TOP}V{_TOP + _PLOT_HEIGHT}"))
-        parts.append(_svg_text(x + 3, _TOP + _PLOT_HEIGHT - 4, f"{noun} {change}"))
-        says += f" It changed with {noun} {change}."
     points = [point_text(*point) for point in zip(steps, median_s, strict=True)]
     if len(points) == 1:
         across, down = points[0].split(",")
         parts.append(tag("circle", cx=across, cy=down, r="2.5", fill=FASTER.light))
     parts.append(tag("polyline", class_="l", points=" ".join(points)))
-    parts.append(_svg_text(_LEFT, height - 6, f"{noun} {first}"))
-    parts.append(_svg_text(WIDTH - _RIGHT, height - 6, f"{noun} {last}", anchor="end"))
+    parts.append(_svg_text(_LEFT, height - 6, f"step {first}"))
+    parts.append(_svg_text(WIDTH - _RIGHT, height - 6, f"step {last}", anchor="end"))
     return _svg_document(height, parts), says
 
 

@@ -1,4 +1,4 @@
-"""Tables of jobs' time by class: goodput and what is lost. Pure."""
+"""Table of a job's time by class: goodput and what is lost. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchlens_perf.diagnosis.goodput import CLASSES
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from torchlens_perf.verdicts.words.report import Report
     from torchlens_perf.verdicts.words.report_goodput import Goodput
@@ -46,25 +46,6 @@ def build_goodput_table(report: Report) -> Table | None:
     share = classes["productive"]["share"] or 0.0
     title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput['wall_s'])}{cost})"
     return Table("goodput", title, columns, note=_describe_job(goodput), noun="class")
-
-
-def build_job_table(jobs: Mapping[str, Goodput]) -> Table:
-    """Return a row for each job with the shares of its classes, the newest job first."""
-    newest = sorted(jobs, key=lambda job: -jobs[job]["attempts"][0]["began_unix_s"])
-    found = [jobs[job] for job in newest]
-    columns = [
-        Column("job", newest, Quantity.TEXT),
-        Column("attempts", [len(each["attempts"]) for each in found], Quantity.NUMBER),
-        Column("lost steps", _known(each["lost_steps"] for each in found), Quantity.NUMBER, 1),
-        Column("duration", [each["wall_s"] for each in found]),
-    ]
-    if any(each["cost"] is not None for each in found):
-        columns.append(Column("cost", _known(each["cost"] for each in found), Quantity.NUMBER))
-    for place, (name, title) in enumerate(CLASSES.items()):
-        shares = [each["classes"][name]["share"] for each in found]
-        if any(share != 0.0 for share in shares):
-            columns.append(Column(title, _known(shares), Quantity.SHARE, optional=place))
-    return Table("jobs", "Goodput of each job", columns, noun="job")
 
 
 def _known(values: Iterable[float | None]) -> list[Value]:

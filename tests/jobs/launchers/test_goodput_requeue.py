@@ -1,4 +1,4 @@
-"""Goodput over a requeue by a real Slurm, in one run directory or in several."""
+"""Goodput over a requeue by a real Slurm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.support.launched import free_port, sidecars_ended, why_no_nodes
 from tests.support.processes import ROOT, SCRIPTS, clean_environ
 from tests.support.reports import as_json
 from tests.support.slurm import cluster
-from torchlens_perf.compare.history import read_history
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 
@@ -96,15 +95,3 @@ def test_requeue_under_srun_is_an_attempt_of_the_same_run(
     """Job id and step id, which name the run, are the same after a requeue."""
     (run,) = run_until_done(tmp_path, slurm, ["srun", *JOB])
     check_goodput(as_json(load_report(run))["goodput"])
-
-
-def test_requeues_under_torchrun_are_runs_that_the_history_joins(
-    tmp_path: Path, slurm: dict[str, str]
-) -> None:
-    at = ["--master-addr=127.0.0.1", "--local-addr=127.0.0.1", f"--master-port={free_port()}"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *at]
-    runs = run_until_done(tmp_path, slurm, [*launcher, *JOB[1:]])
-    assert len(runs) == 2
-    ((job, goodput),) = read_history([run.path for run in runs]).jobs.items()
-    assert job.startswith("slurm test ")
-    check_goodput(as_json(goodput))

@@ -49,8 +49,6 @@ class JobAttempt(TypedDict):
 class Goodput(TypedDict):
     """The life of a job in classes of time, which add up to the wall clock."""
 
-    job: str | None
-    """Name of the scheduler's job, which is the same in runs that continue it; None if unknown."""
     wall_s: float
     """Time from the first process's start to the end of the last attempt."""
     classes: dict[str, TimeClass]
