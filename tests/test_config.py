@@ -355,7 +355,6 @@ def test_every_setting_is_an_environment_variable() -> None:
         "TORCHLENS_PERF_EXCHANGE": "grpc://head:29400?token_file=/secret",
         "TORCHLENS_PERF_EXCHANGE_TOKEN": "token",
         "TORCHLENS_PERF_MEMORY": "history",
-        "TORCHLENS_PERF_CHECK_NUMBERS": "16",
         "TORCHLENS_PERF_NVTX": "False",
         "TORCHLENS_PERF_RING_RECORDS": "2048",
         "TORCHLENS_PERF_DISK_BYTES": "5000000",
@@ -384,7 +383,7 @@ def test_every_setting_is_an_environment_variable() -> None:
     assert config == Config(
         dir="/runs", modules=("blocks.*.attn", "head"), budget=0.005, backward_every=4, collectives=False,
         exchange="grpc://head:29400?token_file=/secret", aggregate="device", device_times="on", capture="verdict",
-        nccl="on", memory="history", check_numbers=16,
+        nccl="on", memory="history",
         nvtx=False, telemetry=False, ring_records=2048, disk_bytes=5_000_000,
         sidecar=False, report="text", trace_every=7, share="group", export_limit=5000, prometheus="0.0.0.0:9464",
         _exchange_token="token", _build_tap=False, _exit_timeout_s=2.5, _trace_slow=False,

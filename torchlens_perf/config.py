@@ -76,7 +76,6 @@ class Settings(TypedDict, total=False):
     aggregate: Literal["sidecar", "device"]
     exchange: Literal["auto", "off"] | str
     memory: Literal["usage", "history", "off"]
-    check_numbers: int
     nvtx: bool
     telemetry: bool
     ring_records: int
@@ -217,11 +216,6 @@ class Config:
     keeps the Python stack of each live block of device memory and the last 20,000 allocations. The report on an
     out-of-memory error then names modules and lines, and each allocation takes some microseconds longer."""
 
-    check_numbers: int = 0
-    """Check numbers in one step of this many: the norm of the gradients, and part of a parameter that all ranks of
-    DistributedDataParallel should share. Checks take at most 0.5 % of the time; those that would take more are left
-    out. Also record losses that w.step(loss=) passes. Only numbers in the memory of the CPU are read. 0: none."""
-
     nvtx: bool = True
     """Push NVTX ranges while a tool such as Nsight Systems is attached. Without one
     they cost nothing.
@@ -309,7 +303,6 @@ class Config:
         )
         self._check_number("budget", float, least=0, most=1)
         self._check_number("backward_every", int, least=0)
-        self._check_number("check_numbers", int, least=0)
         self._check_number("trace_every", int, least=0)
         self._check_number("export_limit", int, least=0)
         self._check("export_limit", not 0 < self.export_limit < 100, "0, or at least 100")

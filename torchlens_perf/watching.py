@@ -45,7 +45,6 @@ from torchlens_perf.run.ring import Flag
 if TYPE_CHECKING:
     from multiprocessing.util import Finalize
 
-    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
     from typing_extensions import ParamSpec, Unpack
@@ -338,13 +337,12 @@ class Watch(LiveResultMethods):
         else:
             self._end(error)
 
-    def step(self, tokens: int | None = None, *, loss: Tensor | float | None = None) -> None:
+    def step(self, tokens: int | None = None) -> None:
         """End a step. After the first call, only step() ends steps.
 
         tokens: amount of work in this step on this rank, in tokens or any unit that its duration
         grows with. By default, elements of the first tensor of each batch are counted. A rank with
         more work is not reported as slow for it. Raise ConfigError for a negative number.
-        loss: the rank's own loss in this step, recorded if `check_numbers` is on.
         """
         if tokens is not None and (
             isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 <= tokens < 1 << 40
@@ -352,10 +350,6 @@ class Watch(LiveResultMethods):
             raise ConfigError(f"tokens={tokens!r}: must be a whole number, from 0 to {1 << 40}")
         watch = self._joined or self
         if watch._session is not None:
-            if loss is not None and watch._config.check_numbers:
-                from torchlens_perf.hooks.numbers import record_loss
-
-                record_loss(watch._session, loss)
             watch._session.step.end_by_user(tokens)
         elif self._enabled and not self._entered:
             _warn_not_started()

@@ -24,7 +24,6 @@ from tests.jobs.test_bit_equality import assert_same, seed, state_of
 from tests.support.gloo import run_ranks
 from tests.support.model_zoo import Outcome, Watching, batches, train
 from tests.support.recording import EVERYTHING, Recording, recorded
-from torchlens_perf.hooks import numbers
 from torchlens_perf.run.ring import Kind
 
 # Names of gloo's operators in c10d's flight recorder. Three operators are missing there.
@@ -229,11 +228,7 @@ def one_case(case: Callable[[Watching], Outcome], folder: Path) -> Result:
 
     @contextmanager
     def watching(*models: nn.Module, optimizers: Iterable[Any] = ()) -> Iterator[None]:
-        # Check numbers in every step, however long that takes.
-        numbers._SHARE = 1e9  # type: ignore[misc]
-        with recorded(
-            folder, list(models), list(optimizers), **EVERYTHING, check_numbers=1
-        ) as recording:
+        with recorded(folder, list(models), list(optimizers), **EVERYTHING) as recording:
             collectives.take()
             yield
             inside.extend(collectives.take())

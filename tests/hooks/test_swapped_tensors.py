@@ -7,19 +7,15 @@ torch.__future__.set_swap_module_params_on_conversion() is set.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.recording import recorded
-from torchlens_perf.hooks import numbers
-from torchlens_perf.run.ring import GRADIENT_NORM, MICRO_STEPS_MASK, Kind
+from torchlens_perf.run.ring import MICRO_STEPS_MASK
 
 STEPS = 12
 
@@ -29,13 +25,6 @@ def swapping() -> Iterator[None]:
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -71,27 +60,6 @@ def test_gradients_are_swapped_in_each_step(tmp_path: Path) -> None:
                 parameter.grad = gradient
 
     assert len(recording.steps) == STEPS
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_replicas_are_swapped_while_their_numbers_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numbers, "_SHARE", 1e9)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recorded(tmp_path, model, optimizer, check_numbers=1) as recording:
-        for _ in range(STEPS):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert [
-                each for tensor in model.parameters() for each in weakref.getweakrefs(tensor)
-            ] == []
-
-    checked = {each.name for each in recording.of(Kind.NUMBERS)} - {GRADIENT_NORM}
-    assert len(checked) > 1
-    assert checked <= {name for name, _ in model.module.named_parameters()}
 
 
 @pytest.mark.parametrize("change", ["emptied", "frozen", "without groups"])

@@ -19,7 +19,6 @@ from tests.support.long import long_except
 from tests.support.model_zoo import CASES, Case, Outcome
 from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.hooks import module as hooks_module
-from torchlens_perf.hooks import numbers
 from torchlens_perf.run.ring import Kind
 
 # These eager cases are fast enough for every test run. Together, these eager cases use every hook
@@ -38,12 +37,6 @@ WITHOUT_BACKWARD = ("encoder_fast_path", "generation")
 WITHOUT_EAGER_MODULES = (
     "compiled_eager", "compiled_aot_eager", "compiled_inductor", "compiled_loop_body", "recurrent", "sparse_embedding",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _check_numbers_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the limit of the checks' time."""
-    monkeypatch.setattr(numbers, "_SHARE", 1e9)
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +167,7 @@ def test_watched_run_with_every_hook_is_bit_identical(name: str, tmp_path: Path)
     """Compared are parameters, buffers, gradients, optimizers, losses, graphs and
     random numbers.
     """
-    recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING, check_numbers=1)
+    recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
 
     phases = {record.kind for record in recording.records}
     assert (Kind.BACKWARD in phases) == (name not in WITHOUT_BACKWARD)
@@ -196,6 +189,6 @@ def test_watched_run_with_module_timing_in_python_is_bit_identical(
 ) -> None:
     """In this case, module calls are not routed by the native recorder."""
     monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
-    recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING, check_numbers=1)
+    recording = assert_harmless(CASES[name], tmp_path, **EVERYTHING)
 
     assert any("timed in Python" in note for note in recording.notes)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.diagnosis.test_wrong_numbers import checks_of
 from tests.report import test_device_times as device
 from tests.report import test_memory_table as memory
 from tests.report.test_report import WORK, report_on
@@ -32,7 +31,7 @@ from torchlens_perf.report.captures import capture_rows
 from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.failure import Failure
-from torchlens_perf.run.ring import LOSS, Flag, Kind
+from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar.node import Sidecar
@@ -82,23 +81,6 @@ def test_schema_check_finds_wrong_fields() -> None:
     for each in wrong:
         with pytest.raises(AssertionError):
             checked(each)
-
-
-def node_with_wrong_numbers() -> NodeState:
-    """Return a node whose rank 1 has other parameters from its sixth check on."""
-    state = node(ranks=3)
-    for rank, process in enumerate(state.processes.values()):
-        bits = [7] * 5 + [7 + (rank == 1)]
-        process.statistics.numbers = checks_of({LOSS: [1.0, 2.0, 1.5]}, bits)
-    return state
-
-
-def node_with_outlier() -> NodeState:
-    """Return a node on whose ranks the loss is far above usual in step 50."""
-    state = node(ranks=2)
-    for process in state.processes.values():
-        process.statistics.numbers = checks_of({LOSS: [2.0, 2.1] * 25 + [9.0] + [2.0] * 9})
-    return state
 
 
 def node(
@@ -216,8 +198,6 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(
         out_of_memory=memory.oom(step=99, file="f")
     ),
-    ("wrong_numbers", evidence.WrongNumbersEvidence): lambda run: node_with_wrong_numbers(),
-    ("number_outlier", evidence.NumberOutlierEvidence): lambda run: node_with_outlier(),
     ("died", evidence.DiedEvidence): lambda run: node(ended="died"),
     ("failed", evidence.FailedEvidence): lambda run: node(ended="failed", failure=FAILURE),
     ("startup", evidence.StartupEvidence): lambda run: node(process_began_ns=-200_000_000_000),

@@ -24,7 +24,6 @@ from torchlens_perf.hooks.loop.selection import (
 from torchlens_perf.hooks.loop.training_loop import TrainingLoop
 from torchlens_perf.hooks.memory import MemoryHook
 from torchlens_perf.hooks.module import ModuleCallRouter, ModuleHook
-from torchlens_perf.hooks.numbers import NumbersHook
 from torchlens_perf.hooks.nvtx import NvtxHook
 from torchlens_perf.hooks.operators import OperatorHook
 from torchlens_perf.hooks.recompute import RecomputeHook
@@ -108,7 +107,6 @@ def create_hooks(
         (config.collectives, CollectiveHook()),
         (True, OperatorHook()),
         (config.memory != "off", MemoryHook(history=config.memory == "history")),
-        (config.check_numbers > 0, NumbersHook(loop, config.check_numbers)),
         (config.budget > 0, BudgetHook(config.budget)),
         (True, TagHook()),
         (config.sidecar, TracerPermissionHook()),

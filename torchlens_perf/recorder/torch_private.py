@@ -268,7 +268,9 @@ PRIVATE_NAMES = (
         " tensors",
     ),
     PrivateName(
-        "torch._C._DisableTorchDispatch", _check_no_torch_dispatch, "numbers are not checked"
+        "torch._C._DisableTorchDispatch",
+        _check_no_torch_dispatch,
+        "a restored checkpoint's count of steps is not read",
     ),
     _create_callable_check(
         "torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"

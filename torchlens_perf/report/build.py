@@ -20,7 +20,6 @@ from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.diagnosis.goodput import StragglerLoss, build_goodput
 from torchlens_perf.diagnosis.regimes import DRIFT, MIN_WINDOWS, find_regimes
 from torchlens_perf.diagnosis.utilization import build_utilization
-from torchlens_perf.diagnosis.wrong_numbers import find_wrong_numbers
 from torchlens_perf.report.collective_rows import (
     collective_rows,
     count_last_arrivals,
@@ -181,10 +180,6 @@ def _build_report(
         "heat": build_heat_map(judged_grid, findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
         "regimes": regimes,
-        "numbers": find_wrong_numbers(
-            {rank: each.statistics.numbers for rank, each in processes.items()},
-            [each.rank for each in findings.episodes],
-        ),
         "modules": modules,
         "sections": section_rows(processes),
         "device_sections": device_section_rows(processes),

@@ -35,8 +35,6 @@ from torchlens_perf.interruption import ours
 from torchlens_perf.run.fitting import fit_metadata
 from torchlens_perf.run.kept_file import KeptFile
 from torchlens_perf.run.rings import memory, spool
-from torchlens_perf.run.rings.kinds import GRADIENT_NORM as GRADIENT_NORM
-from torchlens_perf.run.rings.kinds import LOSS as LOSS
 from torchlens_perf.run.rings.kinds import Flag as Flag
 from torchlens_perf.run.rings.kinds import Kind as Kind
 from torchlens_perf.run.rings.kinds import State as State

@@ -55,7 +55,7 @@ _RECORD = ("process", "kind", "name", *_COPIED)
 _MIN_ROWS = 1 << 15
 _ORIGIN = ("rank", "attempt", "host")
 _KINDS = {kind_name(kind): int(kind) for kind in Kind}
-_NO_SPANS = (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY, Kind.OPERATORS, Kind.NUMBERS)
+_NO_SPANS = (Kind.THREAD_TIME, Kind.SKETCH, Kind.MERGED, Kind.MEMORY, Kind.OPERATORS)
 SPANS = tuple(kind for kind in Kind if kind not in _NO_SPANS)
 """The kinds of records that describe spans."""
 

@@ -20,7 +20,6 @@ from torchlens_perf.view.lost_time_tables import (
     build_change_table,
     build_critical_path_table,
 )
-from torchlens_perf.view.number_table import build_number_table
 from torchlens_perf.view.rank_tables import (
     build_cpu_table,
     build_device_table,
@@ -59,7 +58,7 @@ def build_tables(report: Report) -> list[Table]:
         build_utilization_table,
         build_module_table, build_roofline_table, build_section_table, build_device_section_table,
         build_step_class_table,
-        build_regime_table, build_number_table, build_collective_table, build_slow_link_table, build_cause_table,
+        build_regime_table, build_collective_table, build_slow_link_table, build_cause_table,
         build_cpu_table,
         build_out_of_memory_table, build_memory_table, build_gpu_table, build_port_table, build_capture_table,
         build_goodput_table,

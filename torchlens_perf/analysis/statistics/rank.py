@@ -14,7 +14,6 @@ from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.analysis.statistics.host_gaps import find_host_gaps, name_gap
 from torchlens_perf.analysis.statistics.memory import MemoryStatistics
 from torchlens_perf.analysis.statistics.module_cost import ModuleCost
-from torchlens_perf.analysis.statistics.number_checks import NumberChecks
 from torchlens_perf.analysis.statistics.operators import OperatorStatistics
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.step_mix import MEASURED, StepMix, classify_steps
@@ -511,7 +510,6 @@ class RankStatistics:
     device: DeviceStatistics = field(default_factory=DeviceStatistics)
     memory: MemoryStatistics = field(default_factory=MemoryStatistics)
     operators: OperatorStatistics = field(default_factory=OperatorStatistics)
-    numbers: NumberChecks = field(default_factory=NumberChecks)
 
     def add_records(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
@@ -541,8 +539,6 @@ class RankStatistics:
         self.operators.add_records(
             records if Kind.OPERATORS in present else records[:0], steps, names
         )
-        if Kind.NUMBERS in present:
-            self.numbers.add_records(records, names)
 
     def _add_steps(self, table: StepTable, measured_ns: npt.NDArray[np.int64]) -> None:
         if self.first_step is None:

@@ -41,7 +41,6 @@ _NO_SPANS = (
     int(Kind.MERGED),
     int(Kind.MEMORY),
     int(Kind.OPERATORS),
-    int(Kind.NUMBERS),
 )
 _PART_OF_KIND = {
     Kind.DATA: "data",

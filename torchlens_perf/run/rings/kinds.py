@@ -41,18 +41,12 @@ class Kind(IntEnum):
     DEVICE = 21
     MEMORY = 28  # one number of the device's allocator, see memory_readings.py
     OPERATORS = 29  # work of a sampled step, see operators.py
-    # value0 is the bits of a float, or a hash of a parameter's bits, see hooks/numbers.py.
-    NUMBERS = 30
 
 
 @functools.cache
 def kind_name(kind: int) -> str:
     """Return the lower-case name of a record kind, or "kind 77" for an unknown kind."""
     return Kind(kind).name.lower() if kind in Kind._value2member_map_ else f"kind {kind}"
-
-
-LOSS, GRADIENT_NORM = "loss", "gradient norm"
-"""Names of NUMBERS records. All others are names of parameters."""
 
 
 class Flag(IntFlag):

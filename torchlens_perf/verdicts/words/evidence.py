@@ -293,27 +293,6 @@ class GrowthEvidence(Struct, frozen=True):
     """Share of all pairs of windows in which steps of the later window take longer."""
 
 
-class WrongNumbersEvidence(Struct, frozen=True):
-    """Evidence on wrong numbers, see WrongNumbers of the report."""
-
-    what: str
-    ranks: tuple[int, ...]
-    agreed_step: int | None
-    checks: int
-    names: tuple[str, ...]
-    is_slow: bool
-
-
-class NumberOutlierEvidence(Struct, frozen=True):
-    """Evidence on a number far above the numbers before it, see NumberOutlier of the report."""
-
-    what: str
-    ranks: tuple[int, ...]
-    value: float
-    usual: float
-    count: int
-
-
 class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
     """Evidence on a run with warm-up steps only. It has no fields."""
 
@@ -344,8 +323,6 @@ Evidence = (
     | FailedEvidence
     | StartupEvidence
     | GrowthEvidence
-    | WrongNumbersEvidence
-    | NumberOutlierEvidence
     | WarmUpEvidence
 )
 
@@ -368,8 +345,6 @@ EVIDENCE: Mapping[str, tuple[type, ...]] = {
     "died": (DiedEvidence,),
     "failed": (FailedEvidence,),
     "startup": (StartupEvidence,),
-    "wrong_numbers": (WrongNumbersEvidence,),
-    "number_outlier": (NumberOutlierEvidence,),
     "growing_steps": (GrowthEvidence,),
     "uneven_steps": (UnevenStepsEvidence,),
     "compute_bound": _BY_STEP,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 WORTH_A_LINE = 0.05
 """An ended hang is still listed with current verdicts if it took at least this share of all step
 time."""
-_URGENT = ("out_of_memory", "failed", "hang", "died", "wrong_numbers")
+_URGENT = ("out_of_memory", "failed", "hang", "died")
 _OF_THE_RUN = (TypicalStepEvidence, DeviceStepEvidence, RunPartEvidence)
 Row = tuple[JudgedVerdict, "Period | None", "float | None"]
 """A verdict, its period, and the seconds of job time that it has cost."""

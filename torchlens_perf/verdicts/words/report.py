@@ -356,75 +356,6 @@ class Regime(TypedDict):
     periodic steps, the work that they do."""
 
 
-class WrongNumbers(TypedDict):
-    """Numbers that are NaN or infinite, or replicated parameters that differ between ranks."""
-
-    what: str
-    """"parameters", "loss" or "gradient norm"."""
-    ranks: list[int]
-    """The ranks with other parameters than most ranks, or the first ranks with NaN or infinity."""
-    since_step: int
-    """The first checked step in which this was seen."""
-    agreed_step: int | None
-    """The last checked step in which the first of `names` was equal; None if not known."""
-    count: int
-    """Number of checks that found this."""
-    names: list[str]
-    """Some of the parameters that differ."""
-    is_everywhere: bool
-    """True if all ranks have NaN or infinity from the same step on."""
-    is_certain: bool
-    """False if the ranks differ from each other, and it is not known which one is wrong."""
-    is_slow: bool
-    """True if one of the ranks is or was slow."""
-
-
-class Outlier(TypedDict):
-    """Checks of one number on one rank. `median` and `max` are of the newest finite sizes."""
-
-    count: int
-    not_finite: int
-    median: float | None
-    max: float | None
-
-
-class NumberOutlier(TypedDict):
-    """The largest of the newest values that are far above the values before them."""
-
-    what: str
-    """"loss" or "gradient norm"."""
-    ranks: list[int]
-    """The ranks that had an outlier in this step."""
-    step: int
-    value: float
-    usual: float
-    """Median of the values before it."""
-    count: int
-    """Number of outliers on the rank with most of them."""
-    is_everywhere: bool
-    """True if all ranks had the outlier, and for gradient norms."""
-
-
-class CheckedRank(TypedDict):
-    """Checked numbers of one rank; None if not measured."""
-
-    rank: int
-    parameters: int
-    """Number of checks of parameters."""
-    loss: Outlier | None
-    gradient_norm: Outlier | None
-
-
-class CheckedNumbers(TypedDict):
-    """Numbers that `check_numbers` has checked."""
-
-    compared: int
-    """Number of ranks whose replicated parameters were compared."""
-    wrong: list[WrongNumbers]
-    outliers: list[NumberOutlier]
-    ranks: list[CheckedRank]
-
-
 class DeviceModuleTime(TypedDict):
     """Device time of one module in a typical step, as the mean over the ranks.
 
@@ -713,8 +644,6 @@ class Facts(TypedDict):
     heat: Heat | None
     history: StepHistory | None
     regimes: list[Regime]
-    numbers: CheckedNumbers | None
-    """None if nothing was checked."""
     modules: list[Module]
     sections: list[Section]
     device_sections: list[DeviceSection]

@@ -29,7 +29,6 @@ from torchlens_perf.verdicts.words.evidence import (
 )
 from torchlens_perf.verdicts.words.growth import build_growth_verdicts, is_explained_by_growth
 from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang
-from torchlens_perf.verdicts.words.numbers import build_number_verdicts
 from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
 from torchlens_perf.verdicts.words.run_state import build_crash_verdicts
 from torchlens_perf.verdicts.words.startup import build_startup_verdicts
@@ -71,7 +70,7 @@ def _build_all_verdicts(
     out_of_memory = build_out_of_memory_verdicts(report)
     if hang is not None:
         return [*out_of_memory, _build_hang_verdict(hang)]
-    out_of_memory += [*build_crash_verdicts(report), *build_number_verdicts(report)]
+    out_of_memory += build_crash_verdicts(report)
     if not report["steps"]["count"]:
         return out_of_memory or [_build_no_steps_verdict(report)]
     start = build_startup_verdicts(report)
