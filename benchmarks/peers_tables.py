@@ -1,4 +1,4 @@
-"""Tables and a chart of the values of peers.py, for docs/internals/performance.md and the README.
+"""Tables and a chart of the values of peers.py, for peers.md and the README.
 
     python -m benchmarks.peers_tables
 
@@ -27,7 +27,7 @@ from torchlens_perf.view.theme import FASTER, SURFACES
 
 REPO = Path(__file__).parents[1]
 DATA = Path("benchmarks", "peers.json")
-PAGE = Path("docs", "internals", "performance.md")
+PAGE = Path("benchmarks", "peers.md")
 CHART = Path("docs", "images", "peers.svg")
 README = Path("README.md")
 MARKED = re.compile(r"(<!-- bench-peers -->\n)(.*?)(<!-- /bench-peers -->)", re.DOTALL)
