@@ -58,8 +58,6 @@ def test_package_issues_no_collective() -> None:
         ("results.ask", "loads"),
         ("results.figures", "loads"),
         ("results.run", "loads"),
-        ("hooks.tried_settings", "loads"),
-        ("commands.try_settings", "loads"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),
         ("run.installation", "loads"),

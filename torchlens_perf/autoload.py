@@ -49,10 +49,6 @@ def _autoload_if_switched_on() -> None:
     try:
         with guard("arming at `import torch`"):
             if config.is_recording_switched_on(os.environ):
-                if config.TRIED in os.environ:
-                    from torchlens_perf.hooks.tried_settings import apply_tried_settings
-
-                    apply_tried_settings(os.environ[config.TRIED])
                 arm()
     except ConfigError as error:
         _print_not_recording(str(error))

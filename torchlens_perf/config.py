@@ -26,9 +26,7 @@ in a file.
 """
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of this package that are not settings.
-TRIED = "TORCHLENS_PERF_TRIED"
-"""Variable with the settings of torch that `torchlens-perf try` changes, see hooks/tried_settings.py."""
-_NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE, TRIED}
+_NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
     "disk_bytes", "trace_every", "export_limit", "telemetry", "capture", "exchange", "prometheus", "writes_page",
     "_build_tap", "_total_steps", "_trace_slow",

@@ -22,7 +22,6 @@ from torchlens_perf.commands import (
     serve,
     simulate,
     top,
-    try_settings,
     what_if,
 )
 from torchlens_perf.commands import run as run_command
@@ -43,7 +42,6 @@ _GROUPS = {
         "top": "watch a live run in the terminal",
         "serve": "show runs in a browser, live and finished",
         "what-if": "predict the step time after a change",
-        "try": "measure what other settings of torch gain",
         "query": "run SQL on the tables of runs",
         "compare": "compare runs before and after a change, also in CI",
     },
@@ -250,7 +248,6 @@ def _build_parser() -> argparse.ArgumentParser:
     compare.add_command(commands)
     query.add_command(commands)
     what_if.add_command(commands)
-    try_settings.add_command(commands)
     serve.add_command(commands)
     simulate.add_command(commands)
     results.add_command(commands)

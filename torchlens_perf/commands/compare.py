@@ -46,7 +46,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="RUN_DIR")
     parser.add_argument(
         "--run", action="append", default=[], metavar="COMMAND", dest="started",
-        help="a shell command to record; give it twice: before and after",
+        help=(
+            "a shell command to record; give it twice: before and after, such as"
+            " 'python train.py' and 'OMP_NUM_THREADS=4 python train.py'"
+        ),
     )  # fmt: skip
     parser.add_argument(
         "--times", type=int, default=5, help="how often --run starts each command; default: 5"
@@ -86,7 +89,7 @@ def _run_compare(options: argparse.Namespace) -> int:
     before, after = _find_sides(options)
     with Progress("reading the runs", quiet=options.quiet) as progress:
         compared = compare_runs(before, after, progress)
-    print_comparison(compared, options)
+    _print_comparison(compared, options)
     code, why = choose_exit_code(options.fail_on, compared)
     if why and not options.quiet:
         print(f"torchlens-perf: {why}", file=sys.stderr)
@@ -104,7 +107,7 @@ def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     if options.started:
         if len(options.started) != 2 or options.times < 1:
             raise ConfigError("--run needs two commands, before and after, and --times 1 or more")
-        return record_in_turn(options.started, options.times, quiet=options.quiet)
+        return _record_in_turn(options.started, options.times, quiet=options.quiet)
     if options.sides:
         if len(options.sides) != 2:
             raise ConfigError(
@@ -117,13 +120,12 @@ def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     return options.before, options.after
 
 
-def record_in_turn(
-    commands: Sequence[str], times: int, *, quiet: bool, changed: Mapping[str, str] | None = None
+def _record_in_turn(
+    commands: Sequence[str], times: int, *, quiet: bool
 ) -> tuple[list[Path], list[Path]]:
     """Run both commands in turn and return their run directories.
 
-    changed: environment variables of the second command. The order is reversed each time, so a slow
-    drift of the machine affects both sides equally.
+    The order is reversed each time, so a slow drift of the machine affects both sides equally.
     """
     parent = Path(os.environ.get("TORCHLENS_PERF_DIR", "torchlens-perf")).absolute()
     folder = parent / f"compare-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -133,14 +135,13 @@ def record_in_turn(
             name = f"{('before', 'after')[side]}-{number + 1}"
             if not quiet:
                 print(f"torchlens-perf: recording {name} of {times}", file=sys.stderr)
-            variables = changed if side and changed else {}
-            sides[side].append(_record_command(commands[side], folder, name, variables))
+            sides[side].append(_record_command(commands[side], folder, name))
     return sides
 
 
-def _record_command(command: str, folder: Path, name: str, variables: Mapping[str, str]) -> Path:
+def _record_command(command: str, folder: Path, name: str) -> Path:
     environment = {
-        "TORCHLENS_PERF": "1", "TORCHLENS_PERF_REPORT": "off", **os.environ, **variables,
+        "TORCHLENS_PERF": "1", "TORCHLENS_PERF_REPORT": "off", **os.environ,
         "TORCHLENS_PERF_DIR": str(folder), "TORCHLENS_PERF_RUN_ID": name,
     }  # fmt: skip
     # The command's output is not part of the comparison, which may be JSON on stdout.
@@ -169,7 +170,7 @@ def _is_complete(run: Path) -> bool:
         return False
 
 
-def print_comparison(compared: Comparison, options: argparse.Namespace) -> None:
+def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None:
     """Print in the form that the options choose: json, markdown, html or text."""
     from torchlens_perf.compare import screens
 

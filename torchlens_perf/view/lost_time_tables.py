@@ -73,8 +73,7 @@ def build_advice_table(report: Report) -> Table | None:
         Column("at most", [_gain(each["high_s"]) for each in rows], optional=0.2, unit_of=unit_of),
         Column("documentation", [each["link"] for each in rows], Quantity.TEXT, optional=0.9),
     ]
-    tried = next((each["apply"] for each in rows if each["apply"]), None)
-    note = f"Measure {tried}: torchlens-perf try --run RUN_DIR -- COMMAND" if tried else ""
+    note = 'Measure a change: torchlens-perf compare --run "BEFORE" --run "AFTER"'
     return Table("advice", "Advice", columns, first=5, note=note, noun="piece of advice")
 
 

@@ -94,5 +94,4 @@ def _build_advice(job: Job, rule: Rule, proposal: Proposal) -> Advice | None:
         "high_s": high_s,
         "share": None if gain_s is None else gain_s / step_s,
         "link": rule.link,
-        "apply": proposal.apply,
     }

@@ -56,7 +56,6 @@ def share_gradient_memory(job: Job) -> Proposal | None:
         f"{format_percent(used)} of a GPU's memory are used, {format_percent(share)} by DDP's copies"
         " of the gradients.",
         "Free the copies: DistributedDataParallel(gradient_as_bucket_view=True).",
-        apply="ddp.gradient_as_bucket_view=true",
     )
 
 
@@ -75,7 +74,6 @@ def do_not_search_unused(job: Job) -> Proposal | None:
         f" take {job.describe_seconds('', cost_s).strip()}.",
         "Remove find_unused_parameters=True.",
         gain_s=cost_s,
-        apply="ddp.find_unused_parameters=false",
     )
 
 
@@ -94,7 +92,6 @@ def declare_static_graph(job: Job) -> Proposal | None:
         f" the search take {job.describe_seconds('', cost_s).strip()}.",
         "If they are the same in each step, search once: DistributedDataParallel(static_graph=True).",
         gain_s=cost_s,
-        apply="ddp.static_graph=true",
     )
 
 

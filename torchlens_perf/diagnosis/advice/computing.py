@@ -41,7 +41,6 @@ def fuse_optimizer(job: Job) -> Proposal | None:
         # 600 tensors of 64 bytes and 100 of 147 kB took 13 % and 33 % of their time on a CPU. On an
         # H200, 149 tensors that were updated one by one took 8 %.
         "optimizer x0.25" if found.device == "cpu" or found.foreach is False else None,
-        apply="optimizer.fused=true",
     )
 
 
@@ -58,7 +57,6 @@ def group_tensors(job: Job) -> Proposal | None:
         f"{found.kind} updates {format_count(found.tensors, 'tensor')} one by one (foreach=False);"
         f" {job.describe(_OPTIMIZER, 'optimizer')}.",
         "Remove foreach=False.",
-        apply="optimizer.foreach=true",
     )
 
 
@@ -118,7 +116,6 @@ def allow_tf32(job: Job) -> Proposal | None:
         "Products of float32 matrices do not use TF32, and computing takes"
         f" {format_percent(job.computing_share)} of a step.",
         'Call torch.set_float32_matmul_precision("high"), if 10 bits of mantissa suffice.',
-        apply="TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1",
     )
 
 

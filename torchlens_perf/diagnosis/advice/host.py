@@ -48,7 +48,6 @@ def freeze_objects(job: Job) -> Proposal | None:
         job.describe_long_steps(rows, "collected garbage"),
         capitalize(action),
         "gc=0",
-        apply="gc.threshold=100000",
     )
 
 
@@ -63,7 +62,6 @@ def use_fewer_threads(job: Job) -> Proposal | None:
         f" {format_count(max(1, cpus), 'CPU')}; {job.describe(_CONTENTION, 'cpu')}.",
         f"Set OMP_NUM_THREADS={max(1, cpus)}.",
         "contention=0",
-        apply=f"OMP_NUM_THREADS={max(1, cpus)}",
     )
 
 
@@ -104,7 +102,6 @@ def expand_segments(job: Job) -> Proposal | None:
         f"The allocator retried {format_count(most['count'], 'cudaMalloc call')} in {most['steps']}"
         " steps, each after it had freed its cache and waited for the GPU.",
         f"Set PYTORCH_ALLOC_CONF={value}.",
-        apply=f"PYTORCH_ALLOC_CONF={value}",
     )
 
 

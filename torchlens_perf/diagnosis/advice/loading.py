@@ -26,7 +26,6 @@ def use_workers(job: Job) -> Proposal | None:
         f"The DataLoader has no workers (num_workers=0), and {job.describe(_WAITING, 'data')}.",
         f"Load batches while the model computes: DataLoader(num_workers={workers}).",
         change,
-        apply=f"loader.num_workers={workers}",
     )
 
 
@@ -43,7 +42,6 @@ def add_workers(job: Job) -> Proposal | None:
         f" {job.describe(_WAITING, 'data')}.",
         f"Start more workers: DataLoader(num_workers={workers}).",
         change,
-        apply=f"loader.num_workers={workers}",
     )
 
 
@@ -71,7 +69,6 @@ def keep_workers(job: Job) -> Proposal | None:
         f" {job.describe_seconds('on average', cost_s)}.",
         "Keep the workers between epochs: DataLoader(persistent_workers=True).",
         gain_s=cost_s,
-        apply="loader.persistent_workers=true",
     )
 
 
@@ -90,7 +87,6 @@ def prefetch_more(job: Job) -> Proposal | None:
     return Proposal(
         job.describe_long_steps(slow, "waited for a slow batch"),
         "Let batches be ready earlier: DataLoader(prefetch_factor=8).",
-        apply="loader.prefetch_factor=8",
     )
 
 

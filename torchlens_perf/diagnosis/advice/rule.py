@@ -40,8 +40,6 @@ class Proposal:
     """The change whose gain is predicted, in the form of `torchlens-perf what-if`."""
     gain_s: float | None = None
     """The measured cost per step, if no change of what-if describes the advice."""
-    apply: str | None = None
-    """A variable of the environment, or a setting of `torchlens-perf try`, as NAME=value."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -552,8 +552,6 @@ class Advice(TypedDict):
     share: float | None
     """Share of the gain in a mean step."""
     link: str
-    apply: str | None
-    """A variable of the environment, or a setting of `torchlens-perf try`, as NAME=value."""
 
 
 class VerdictFacts(TypedDict):
