@@ -64,10 +64,10 @@ SCRIPTS_BY_NAME = {
         micro_steps=2,
     ),
     "trl_sft": Script("trl", TRAINING | {"data"}, {"transformer.h.0", "transformer.wte"}),
-    "gan": Script("", TRAINING, {"generator.0", "critic.0"}, frozenset({"0", "2"}), micro_steps=2),
-    "sac": Script(
-        "", TRAINING, {"actor.fc1", "first_critic.fc1", "second_critic.fc1"}, frozenset({"fc1"})
+    "gan": Script(
+        "", TRAINING, {"Sequential.0", "Sequential_2.0"}, frozenset({"0", "2"}), micro_steps=2
     ),
+    "sac": Script("", TRAINING, {"Actor.fc1", "Critic.fc1", "Critic_2.fc1"}, frozenset({"fc1"})),
     "manual_sgd": Script("", {"forward", "backward", "host"}, {"0", "2", "6"}, unseen=2, merged=1),
     "lbfgs": Script("", TRAINING, {"0", "2", "6"}),
     "inference": Script("", {"forward"}, {"0", "2", "6"}, only_with_a_watch=True),

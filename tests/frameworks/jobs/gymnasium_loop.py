@@ -19,7 +19,7 @@ losses = Losses()
 # -- paste
 import torchlens_perf as perf
 
-with perf.watch([actor, critic], optimizer) as w:
+with perf.watch({"actor": actor, "critic": critic}, optimizer) as w:
     for _ in range(STEPS):
         observations, actions, rewards = [], [], []
         for _ in range(16):

@@ -1,16 +1,12 @@
-"""Models that are found or passed have names from the user's code. A note lists trained models that
-are not timed.
-"""
+"""Models are found, and have distinct names. A note lists trained models that are not timed."""
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.recording import Recording, recorded
-from torchlens_perf.hooks.loop.model_names import name_models
+from torchlens_perf.hooks.loop.selection import name_models
 from torchlens_perf.hooks.loop.trained_models import CalledModules
 from torchlens_perf.recorder.recorder import NATIVE
 from torchlens_perf.run.ring import Kind
@@ -54,13 +50,11 @@ def modules(recording: Any) -> list[str]:
 # -- passed models
 
 
-def test_models_passed_in_a_list_are_named_by_their_variables(tmp_path: Path) -> None:
-    """Global variables are read, and local ones from Python 3.13 on."""
-    agent, critic = SimpleNamespace(actor=network()), network()
-    with recorded(tmp_path, [agent.actor, critic, nn.Linear(4, 4)]) as recording:
+def test_models_passed_in_a_list_are_named_by_their_classes(tmp_path: Path) -> None:
+    with recorded(tmp_path, [network(), network(), nn.Linear(4, 4)]) as recording:
         names = recording.watch._session.metadata._module_names
 
-    models = ["actor", "critic"] if sys.version_info >= (3, 13) else ["Sequential", "Sequential_2"]
+    models = ["Sequential", "Sequential_2"]
     assert sorted(names) == ["Linear", *(name + end for name in models for end in ("", ".0", ".1"))]
 
 
@@ -151,7 +145,7 @@ def test_models_are_found_when_an_optimizer_steps_for_the_second_time(tmp_path: 
             train(critic, second)
             train(generator, first)
 
-    names = ["critic", "generator"] if sys.version_info >= (3, 13) else ["Critic", "Generator"]
+    names = ["Critic", "Generator"]
     assert roots(recording)[::-1] == names
     assert sorted(modules(recording)) == [f"{name}.{layer}" for name in names for layer in (0, 1)]
     assert len(recording.of(Kind.FORWARD)) == 2 * (STEPS - 2) + 1, "after the first step's second"
@@ -220,93 +214,20 @@ def test_called_submodules_of_an_uncalled_model_are_separate_forward_passes(tmp_
 # -- names
 
 
-_TRAINER = "class Trainer: pass\ntrainer = Trainer()\n"
-HOLDERS = {
-    "variables": ("generator, critic = A(), A()", ["critic", "generator"]),
-    "attributes": (_TRAINER + "trainer.policy, trainer.value = A(), A()", ["policy", "value"]),
-    "list": ("critics = [A(), A()]", ["A", "A_2"]),
-    "variables before attributes": (
-        "G, D = A(), A()\n" + _TRAINER + "trainer.module, trainer.other = G, D",
-        ["D", "G"],
-    ),
-    "private attributes are a framework's": (
-        _TRAINER + "trainer._first, trainer._second = A(), A()",
-        ["A", "A_2"],
-    ),
-    "slots": (
-        "class T: __slots__ = ('p',)\none, two = T(), T()\none.p, two.p = A(), A()",
-        ["A", "A_2"],
-    ),
-}
-
-
-@pytest.mark.parametrize(("holder", "expected"), HOLDERS.values(), ids=HOLDERS)
-def test_found_models_are_named_by_variables_and_attributes(
-    holder: str, expected: list[str]
-) -> None:
-    """The variables are in the main module of a script."""
-    made: list[nn.Module] = []
-
-    class A(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2)
-            made.append(self)
-
-    main = {"__name__": "__main__", "A": A, "name_models": lambda: name_models(made)}
-    exec(f"{holder}\nnames = name_models()", main)
-    assert sorted(main["names"]) == expected  # type: ignore[call-overload]
-
-
-def test_compiled_or_wrapped_model_without_a_variable_has_its_inner_class_name() -> None:
-    names = name_models(
+def test_compiled_or_wrapped_model_has_the_name_of_its_inner_class() -> None:
+    named = name_models(
         [torch.compile(nn.Linear(4, 4)), nn.DataParallel(torch.compile(nn.Bilinear(2, 2, 2)))]
     )
 
-    assert names == ["Linear", "Bilinear"]
+    assert [each.name for each in named] == ["Linear", "Bilinear"]
 
 
 def test_equal_model_names_get_different_suffixes() -> None:
     """New names also differ from names that are already used."""
     models = [nn.Linear(2, 2) for _ in range(3)]
-    assert name_models(models, ["a", "a", "b"], taken=["b"]) == ["a", "a_2", "b_2"]
+    named = name_models(models, ["a", "a", "b"], taken=["b"])
 
-
-def test_search_for_names_does_not_change_local_variables() -> None:
-    """A dictionary returned earlier by locals() keeps its contents."""
-
-    def training() -> tuple[dict[str, Any], list[str]]:
-        options = locals()
-        model, other = network(), network()
-        names = name_models([model, other])
-        assert "model" not in options
-        return options, names
-
-    options, names = training()
-    assert options == {}
-    assert names == (
-        ["model", "other"] if sys.version_info >= (3, 13) else ["Sequential", "Sequential_2"]
-    )
-
-
-def test_search_for_names_evaluates_no_property() -> None:
-    called: list[str] = []
-
-    class Holder:
-        def __init__(self, model: nn.Module) -> None:
-            self.held = model
-
-        @property
-        def trap(self) -> None:
-            called.append("trap")
-
-        def __getattr__(self, name: str) -> Callable[[], None]:
-            called.append(name)
-            raise AttributeError(name)
-
-    main = {"first": Holder(network()), "second": Holder(network()), "name_models": name_models}
-    exec("names = name_models([vars(first)['held'], vars(second)['held']])", main)
-    assert main["names"] == ["held", "held_2"]
-    assert called == []
+    assert [each.name for each in named] == ["a", "a_2", "b_2"]
 
 
 # -- which modules are found

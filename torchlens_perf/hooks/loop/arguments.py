@@ -24,8 +24,7 @@ def parse_models(model: Any) -> list[NamedModel] | None:
         return None
     from torch.nn import Module
 
-    from torchlens_perf.hooks.loop.model_names import name_models
-    from torchlens_perf.hooks.loop.selection import NamedModel
+    from torchlens_perf.hooks.loop.selection import NamedModel, name_models
 
     given: Sequence[str] = ()
     if isinstance(model, Mapping):
@@ -54,7 +53,7 @@ def parse_models(model: Any) -> list[NamedModel] | None:
             raise ConfigError(f"model={type(each).__name__}: must be {hint}")
     if len(found) < 2 and not given:
         return [NamedModel(each) for each in found]
-    return [NamedModel(*each) for each in zip(found, name_models(found, given), strict=True)]
+    return name_models(found, given)
 
 
 def check_module_patterns(models: Sequence[NamedModel], config: Config) -> None:

@@ -8,7 +8,7 @@ import itertools
 import site
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchlens_perf.hooks import module_tree
@@ -33,6 +33,20 @@ class NamedModel(NamedTuple):
 
     module: Module
     name: str = ""
+
+
+def name_models(
+    models: Sequence[Module], given: Sequence[str] = (), taken: Collection[str] = ()
+) -> list[NamedModel]:
+    """Give each model a distinct name that is not in `taken`: its given name, or its class.
+
+    given: names of all models, or nothing.
+    """
+    names = [*taken]
+    for each in given or map(unwrapped_class_name, models):
+        numbered = (f"{each}_{number}" for number in itertools.count(2))
+        names.append(next(name for name in itertools.chain([each], numbered) if name not in names))
+    return [NamedModel(*each) for each in zip(models, names[len(taken) :], strict=True)]
 
 
 class WatchedModule(NamedTuple):

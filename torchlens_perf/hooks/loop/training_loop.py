@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks import module_tree
-from torchlens_perf.hooks.loop.model_names import name_models
 from torchlens_perf.hooks.loop.passed_optimizers import (
     NO_GRADIENT,
     PassedOptimizers,
@@ -24,7 +23,7 @@ from torchlens_perf.hooks.loop.passed_optimizers import (
     parameters_of,
     read_gradient_version,
 )
-from torchlens_perf.hooks.loop.selection import NamedModel, unwrapped_class_name
+from torchlens_perf.hooks.loop.selection import NamedModel, name_models, unwrapped_class_name
 from torchlens_perf.hooks.loop.trained_models import CalledModules, has_optimizer_class
 from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import torch_private
@@ -643,8 +642,7 @@ class TrainingLoop:
         taken = [each.name for each in self._roots if each.reference() is not None]
         if len(models) + len(taken) < 2:
             return [NamedModel(each) for each in models]
-        names = name_models(models, taken=taken)
-        return [NamedModel(*each) for each in zip(models, names, strict=True)]
+        return name_models(models, taken=taken)
 
     def _watched_parameters(self, before: int = NEVER) -> set[int]:
         """Return the ids of parameters. before: a number of steps of all optimizers."""
