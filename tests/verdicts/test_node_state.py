@@ -137,7 +137,7 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
     process = next(iter(value["processes"].values()))
     statistics = process["statistics"]
     assert (empty(value), empty(value["telemetry"])) == (
-        {"saved_unix_ns", "traced", "cpu_peak"},
+        {"saved_unix_ns", "traced"},
         {"lost_samples", "dropped_files", "slow_samples"},
     )
     known = {"groups", "gpus", "device", "out_of_memory", "cpu_wait", "recording"}

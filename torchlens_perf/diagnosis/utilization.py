@@ -84,9 +84,7 @@ class StepFlops(NamedTuple):
 def measure_step_flops(process: ProcessState) -> StepFlops | None:
     """Return the model's operations in a mean step so far; None before a step was counted."""
     work = (
-        _measure_work(process, _find_peak([], process))
-        if process.statistics.operators.steps
-        else None
+        _measure_work(process, _find_peak(process)) if process.statistics.operators.steps else None
     )
     if work is None:
         return None
@@ -99,7 +97,7 @@ def build_utilization(nodes: list[NodeState], modules: list[Module]) -> Utilizat
     modules: the rows of the report.
     """
     processes = latest_processes(nodes)
-    peaks = {rank: _find_peak(nodes, process) for rank, process in processes.items()}
+    peaks = {rank: _find_peak(process) for rank, process in processes.items()}
     work = {
         rank: found
         for rank, process in processes.items()
@@ -178,28 +176,17 @@ def _merge(work: Iterable[_RankWork], step_s: float) -> _RankWork:
     )
 
 
-def _find_peak(nodes: list[NodeState], process: ProcessState) -> _Peak | None:
-    """Return a rank's peak: that of its devices, or its part of the measured peak of the CPUs."""
-    if process.compute_device != "cpu":
-        names = {gpu["name"] for gpu in process.gpus}
-        found = find_device_peak(names.pop()) if len(names) == 1 else None
-        if found is None:
-            return None
-        devices = len(process.gpus)
-        rates = {precision: devices * rate for precision, rate in found.flops_per_s.items()}
-        return _Peak(rates, devices * found.bytes_per_s, f"{found.name}, dense ({found.source})")
-    node = next((each for each in nodes if process in each.processes.values()), None)
-    if node is None or node.cpu_peak is None:
+def _find_peak(process: ProcessState) -> _Peak | None:
+    """Return the peak of a rank's devices. None for CPUs and for devices that are not listed."""
+    names = {gpu["name"] for gpu in process.gpus}
+    if process.compute_device == "cpu" or len(names) != 1:
         return None
-    there = latest_processes([node])
-    source = f"measured after the run: float32 product of NumPy on {node.cpu_peak.cpus} CPUs"
-    if len(there) > 1:
-        source += f", divided by {len(there)} ranks"
-    return _Peak(
-        {"fp32": node.cpu_peak.flops_per_s / len(there)},
-        node.cpu_peak.bytes_per_s / len(there),
-        source,
-    )
+    found = find_device_peak(names.pop())
+    if found is None:
+        return None
+    devices = len(process.gpus)
+    rates = {precision: devices * rate for precision, rate in found.flops_per_s.items()}
+    return _Peak(rates, devices * found.bytes_per_s, f"{found.name}, dense ({found.source})")
 
 
 def _utilization(
@@ -330,8 +317,8 @@ def _module_rows(
 ) -> list[ModuleUtilization]:
     """Return the modules with the most FLOPs of the first counted rank, with their roofline.
 
-    The attained rate is that of the forward pass: its FLOPs over the module's own time. It is None
-    if the time is unknown, or if the rate exceeds the limit.
+    The attained rate is that of the forward pass: its FLOPs over the module's own device time. It
+    is None if the time is unknown, as on CPUs, or if the rate exceeds the limit.
     """
     if not work:
         return []
@@ -347,8 +334,7 @@ def _module_rows(
         forward = [each for each in sums if each.key.in_pass == Pass.FORWARD]
         flops, moved = sum(each.flops for each in forward), sum(each.bytes for each in forward)
         found = times.get(name)
-        on_device = processes[rank].compute_device != "cpu"
-        own_s = found and found["device_own_by_rank" if on_device else "by_rank"].get(str(rank))
+        own_s = found and found["device_own_by_rank"].get(str(rank))
         by_precision = Counter({each.key.precision: 0 for each in forward})
         for each in forward:
             by_precision[each.key.precision] += each.flops

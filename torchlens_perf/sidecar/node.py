@@ -25,7 +25,6 @@ from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.commit import CommitReader
 from torchlens_perf.sidecar.contained_errors import ContainedErrors
-from torchlens_perf.sidecar.cpu_peak import measure_cpu_peak
 from torchlens_perf.sidecar.job_monitor import JobMonitor
 from torchlens_perf.sidecar.record_account import RecordProcessor
 from torchlens_perf.sidecar.rings.sources import RingSources
@@ -295,10 +294,6 @@ class Sidecar:
             state.tap_outlook = self._tap.describe_tap_for_report(
                 next(filter(None, missed), ""), wanted=wanted
             )
-        ended = not self.sources.unfinished_rings()
-        if ended and not state.cpu_peak and any(each.state.counts_on_cpu for each in self.sources):
-            with self.contain_errors("measuring the peak of the CPUs"):
-                state.cpu_peak = measure_cpu_peak()
         state.sidecar_cpu_s = times.user + times.system
         state.saved_unix_ns = time.time_ns()
         for source in self.sources:

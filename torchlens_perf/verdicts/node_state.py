@@ -94,17 +94,6 @@ class CpuUsage:
 
 
 @dataclasses.dataclass
-class CpuPeak:
-    """Highest rates that NumPy reached on all CPUs of the node together, after the run."""
-
-    flops_per_s: float
-    """Of a product of float32 matrices."""
-    bytes_per_s: float
-    """Read and written in copies larger than the caches."""
-    cpus: int
-
-
-@dataclasses.dataclass
 class Training:
     """Consecutive steps of a process that train the same models."""
 
@@ -213,11 +202,6 @@ class ProcessState:
     """Statistics of each training; [] if there is only one."""
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Versions, settings of watch() and variables that change the speed, as text by name."""
-
-    @property
-    def counts_on_cpu(self) -> bool:
-        """True if operators were counted that ran on CPUs."""
-        return self.compute_device == "cpu" and self.statistics.operators.steps > 0
 
     @property
     def on_device(self) -> bool | None:
@@ -333,8 +317,6 @@ class NodeState:
     telemetry: HardwareTotals = dataclasses.field(default_factory=HardwareTotals)
     traced: list[TracedStep] = dataclasses.field(default_factory=list)
     """The newest steps that were exported as traces, with their exported parts."""
-    cpu_peak: CpuPeak | None = None
-    """Measured at the end of a run on CPUs; None if not measured."""
     tap_outlook: str = ""
     """A sentence on the build of the shared library that records collectives, if it was missing."""
     commit: str = ""

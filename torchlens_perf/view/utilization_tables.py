@@ -63,13 +63,31 @@ def build_utilization_table(report: Report) -> Table | None:
         Column("FLOPs/step", values(_flops(job["model_flops"]), [_flops(each["model_flops"]) for each in rows]),
                Quantity.TEXT, help="Forward and backward pass, without recomputation."),
         Column("FLOP/s", values(_flops(rate, "FLOP/s"), [None for _ in rows]), Quantity.TEXT, 0.5),
-        Column("MFU", values(_or_unknown(job["mfu"]), [_or_unknown(each["mfu"]) for each in rows]), Quantity.SHARE,
-               help="Share of the step that the model's operations would take at the peak."),
-        Column("HFU", values(_or_unknown(job["hfu"]), [_or_unknown(each["hfu"]) for each in rows]), Quantity.SHARE,
-               help="As MFU, with recomputation and the optimizer's products."),
-        Column("covered", values(job["counted_share"], [each["counted_share"] for each in rows]), Quantity.SHARE, 0.3,
-               help="Share of the operators' host time in operators with a formula."),
     ]  # fmt: skip
+    if any(each["mfu"] is not None for each in job["ranks"]):
+        columns += [
+            Column(
+                "MFU",
+                values(_or_unknown(job["mfu"]), [_or_unknown(each["mfu"]) for each in rows]),
+                Quantity.SHARE,
+                help="Share of the step that the model's operations would take at the peak.",
+            ),
+            Column(
+                "HFU",
+                values(_or_unknown(job["hfu"]), [_or_unknown(each["hfu"]) for each in rows]),
+                Quantity.SHARE,
+                help="As MFU, with recomputation and the optimizer's products.",
+            ),
+        ]
+    columns.append(
+        Column(
+            "covered",
+            values(job["counted_share"], [each["counted_share"] for each in rows]),
+            Quantity.SHARE,
+            0.3,
+            help="Share of the operators' host time in operators with a formula.",
+        ),
+    )
     return Table(
         "utilization",
         "Utilization",
@@ -100,7 +118,7 @@ def _note(job: Utilization) -> str:
         text += f" Peak: {format_flops(job['peak_flops_per_s'], 'FLOP/s')}, {job['peak_source']}."
     else:
         precisions = ", ".join(job["precisions"])
-        text += f" MFU is unknown: no peak is known for {precisions} on this device."
+        text += f" MFU is not measured: no peak is known for {precisions} on this device."
     names = [
         f"{each['operator']} ({format_percent(each['share'])})" for each in job["uncounted"][:3]
     ]
@@ -118,12 +136,24 @@ def build_roofline_table(report: Report) -> Table | None:
         Column("share", [each["share"] for each in rows], Quantity.SHARE),
         Column("FLOP/byte", [_rounded(each["flops_per_byte"]) for each in rows], Quantity.TEXT, 0.5,
                help="FLOPs per byte of operands and results in the forward pass."),
-        Column("forward", [_flops(each["forward_flops_per_s"], "FLOP/s") for each in rows], Quantity.TEXT,
-               help="FLOPs of the forward pass over the module's own time."),
-        Column("of limit", [_or_unknown(each["roofline_share"]) for each in rows], Quantity.SHARE, 0.2,
-               help="Share of what the device's peak and memory allow."),
-        Column("limited by", [each["bound"] for each in rows], Quantity.TEXT, 0.4),
     ]  # fmt: skip
+    if any(each["roofline_flops_per_s"] or each["forward_flops_per_s"] for each in rows):
+        columns += [
+            Column(
+                "forward",
+                [_flops(each["forward_flops_per_s"], "FLOP/s") for each in rows],
+                Quantity.TEXT,
+                help="FLOPs of the forward pass over the module's own time.",
+            ),
+            Column(
+                "of limit",
+                [_or_unknown(each["roofline_share"]) for each in rows],
+                Quantity.SHARE,
+                0.2,
+                help="Share of what the device's peak and memory allow.",
+            ),
+            Column("limited by", [each["bound"] for each in rows], Quantity.TEXT, 0.4),
+        ]
     rank = report["utilization"]["ranks"][0]["rank"]
     return Table(
         "roofline",

@@ -43,9 +43,9 @@ class ModuleUtilization(TypedDict):
     flops_per_byte: float | None
     """FLOPs per byte of operands and results in the forward pass."""
     forward_flops_per_s: float | None
-    """FLOPs of the forward pass over the module's own time."""
+    """FLOPs of the forward pass over the module's own device time; None on CPUs."""
     roofline_flops_per_s: float | None
-    """What the device's peak and its memory allow."""
+    """What the device's peak and its memory allow; None without a known peak."""
     bound: str | None
     """compute or memory; None if the device's peak is not known."""
     roofline_share: float | None
