@@ -2,7 +2,7 @@
 runs.
 
 Cost, share, first and last step of a finding are equal in its sentence, its row, its alert and the
-data for exporters.
+data for exporters. A step since which something is so is always that of a verdict.
 
 The parts in a table add up to its total.
 """
@@ -33,9 +33,13 @@ from torchlens_perf.exporters import otlp_environment, semantics
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import ArrayMeter
+from torchlens_perf.page.contents import PageContents
+from torchlens_perf.page.document.html import build_document
+from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.page.notebook import results_as_json
 from torchlens_perf.page.sections.overview import build_key_figures
 from torchlens_perf.page.sections.verdicts import build_verdicts_section as cards
+from torchlens_perf.report import report_json
 from torchlens_perf.report.build import build_report
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.results.figures import SLOW_RANK, VERDICT, FigureLoggers
@@ -50,7 +54,7 @@ from torchlens_perf.store.run_folders import find_runs
 from torchlens_perf.top.overview import all_finding_lines
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.view.headline import build_headlines, choose_headline
+from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
 from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.terminal import render_full, render_short
 
@@ -75,6 +79,7 @@ NOW = re.compile(r"[Ii]t costs the job (.+?) a step \((.+?)\).*?, since (?:step 
 BEFORE = re.compile(
     r"from (?:step (\d+)|the start) to step (\d+).*which cost the job (.+?) a step \((.+?)\)"
 )
+SINCE = re.compile(r"[Ss]ince step (\d+)")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -97,14 +102,16 @@ def test_numbers_of_simulated_runs_are_equal_on_all_screens(
     assert exporter.assessment.goodput_s
     critical_path_agrees(run, exporter)
 
-    check_all_surfaces_agree(
-        checked(build_report(run.run_id, node_state.load_all(run))), exporter, tmp_path
-    )
+    report = checked(build_report(run.run_id, node_state.load_all(run)))
+    check_all_surfaces_agree(report, exporter, tmp_path)
+    each_change_has_one_step(report, gather_contents(run))
 
 
 @pytest.mark.parametrize("name", RECORDED_RUNS)
 def test_numbers_of_recorded_runs_are_equal_on_all_screens(name: str, tmp_path: Path) -> None:
-    check_all_surfaces_agree(*replayed(name, tmp_path), tmp_path)
+    report, exporter = replayed(name, tmp_path)
+    check_all_surfaces_agree(report, exporter, tmp_path)
+    each_change_has_one_step(report)
 
 
 def check_all_surfaces_agree(
@@ -363,3 +370,42 @@ def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path)
     )
     assert (line.is_live, line.step_s) == (report["run"]["live"], report["steps"]["p50_s"])
     assert (line.ranks, line.seen) == (report["run"]["world_size"], report["run"]["ranks_seen"])
+
+
+def each_change_has_one_step(report: dict[str, Any], contents: PageContents | None = None) -> None:
+    """Check each "since step" of the terminal, the JSON and the page: it is that of a verdict, and
+    a verdict has one."""
+    headlines = build_headlines(cast("Any", report))
+    steps = [
+        find_first_step(row, headline)
+        for row, headline in zip(report["verdicts"], headlines, strict=True)
+    ]
+    screens = [
+        render_full(report, "x", columns=400, color=False),
+        json.dumps(report_json.to_json_types(cast("Any", report))),
+    ]
+    slow = {
+        (row["rank"], row["since_step"])
+        for row in report["verdicts"]
+        if row["kind"].startswith("straggler")
+    }
+    if contents is not None:
+        assert contents["steps"] is not None
+        screens.append(re.sub(r"<script.*?</script>|<[^>]+>", " ", build_document(contents)))
+        assert slow <= {(each["rank"], each["since_step"]) for each in contents["steps"]["slow"]}
+    if report["heat"] is not None:
+        of_ranks = {each["rank"]: each["slow"] for each in report["heat"]["ranks"]}
+        assert all(since in dict(of_ranks[rank]) for rank, since in slow)
+    for screen in screens:
+        shown = {int(step) for step in SINCE.findall(" ".join(screen.split()))}
+        assert shown <= set(steps), screen
+
+
+def find_first_step(row: dict[str, Any], headline: Headline) -> int | None:
+    """Return the step since which a verdict holds: it is the same in its row, its period, its
+    sentence and its headline."""
+    held = row["held"] or {"since_step": None}
+    words = f"{row['text']} {dict(headline.facts).get('steps')}"
+    steps = {row["since_step"], held["since_step"], *map(int, SINCE.findall(words))} - {None}
+    assert len(steps) <= 1, row
+    return next(iter(steps), None)

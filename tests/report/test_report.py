@@ -64,7 +64,7 @@ def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> No
     assert set(value) == {
         "schema", "run", "steps", "ranks", "heat", "history", "modules", "sections", "device_sections", "collectives",
         "slow_links", "captures", "goodput", "advice", "gpus", "links", "utilization", "verdicts", "lost_time",
-        "regimes", "quality", "trainings",
+         "quality", "trainings",
     }  # fmt: skip
     assert {"id", "world_size", "nodes", "started", "ended"} <= set(value["run"])
     assert {"count", "p50_s", "p95_s", "p99_s", "max_s"} <= set(value["steps"])

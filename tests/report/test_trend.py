@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.diagnosis.test_regimes import noise
+from tests.analysis.statistics.test_trend import noise
 from tests.verdicts.words.test_bottleneck import BASE, report_on
 from torchlens_perf.view.step_words import describe_step_times
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import align_windows
+from torchlens_perf.analysis.statistics.trend import MIN_VALUES, find_gradual_change
 from torchlens_perf.diagnosis.goodput import StragglerLoss, build_goodput
-from torchlens_perf.diagnosis.regimes import DRIFT, MIN_WINDOWS, find_regimes
 from torchlens_perf.diagnosis.utilization import build_utilization
 from torchlens_perf.report.collective_rows import (
     collective_rows,
@@ -79,6 +79,7 @@ from torchlens_perf.verdicts.words.run_state import (
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, compute_last_arrival_shares
 
 if TYPE_CHECKING:
+    from torchlens_perf.analysis.statistics.run_windows import RunWindows
     from torchlens_perf.verdicts.words.report import (
         Capture,
         CpuUse,
@@ -87,7 +88,6 @@ if TYPE_CHECKING:
         Quality,
         Rank,
         RankActivity,
-        Regime,
         Report,
         Run,
         Startup,
@@ -169,8 +169,7 @@ def _build_report(
     links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
     steps = _build_steps(processes, findings)
-    regimes = find_regimes(grid, steps["long"], findings)
-    steps["trend"] = _step_time_trend(judged_windows, regimes)
+    steps["trend"] = _step_time_trend(judged_windows, grid)
     modules = module_rows(processes)
     facts: Facts = {
         "schema": SCHEMA,
@@ -179,7 +178,6 @@ def _build_report(
         "ranks": [_build_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
         "heat": build_heat_map(judged_grid, findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
-        "regimes": regimes,
         "modules": modules,
         "sections": section_rows(processes),
         "device_sections": device_section_rows(processes),
@@ -202,7 +200,7 @@ def _build_report(
     facts["quality"]["notes"] += filter(None, [other_threads_note(facts)])
     if replays_graphs(facts):
         # A replayed graph is no phase. The rest of the step is therefore not host code.
-        for each in (*steps["long"], *steps["short"], *facts["regimes"]):
+        for each in (*steps["long"], *steps["short"]):
             each["part"] = ""
     hang = next(
         (node.hang for node in nodes if node.hang is not None and facts["run"]["live"]), None
@@ -515,14 +513,17 @@ def _is_inference(process: ProcessState) -> bool:
     return 2 * inference > sum(counts.values())
 
 
-def _step_time_trend(windows: dict[int, Windows], regimes: Sequence[Regime]) -> Trend | None:
+def _step_time_trend(windows: dict[int, Windows], grid: RunWindows | None) -> Trend | None:
     """Return the median step times of the first and the last third of a run.
 
     Return None if the run is too short to tell a trend from the wander of its step times.
     """
-    usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) > MIN_WINDOWS]
-    if not usable:
+    # The first window includes steps of the warm-up.
+    usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) > MIN_VALUES]
+    if not usable or grid is None:
         return None
+    known = np.flatnonzero(np.isfinite(grid.duration_ns).any(axis=0))[1:]
+    gradual = find_gradual_change(np.log(np.nanmedian(grid.duration_ns[:, known], axis=0)))
     third = min(map(len, usable)) // 3
     first_s, last_s = (
         float(np.quantile(each, 0.5, method="higher")) / 1e9
@@ -533,10 +534,7 @@ def _step_time_trend(windows: dict[int, Windows], regimes: Sequence[Regime]) -> 
         "first_third_p50_s": first_s,
         "last_third_p50_s": last_s,
         "change": change,
-        "is_gradual": any(
-            each["kind"] == DRIFT and (each["after_s"] > each["before_s"]) == (change > 0)
-            for each in regimes
-        ),
+        "is_gradual": gradual * change > 0,
     }
 
 

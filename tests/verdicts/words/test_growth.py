@@ -81,3 +81,13 @@ def test_noisy_steps_are_not_reported_as_growing() -> None:
     for _ in range(20):
         found = verdicts((8 * np.exp(0.4 * rng.standard_normal(200))).tolist())
         assert not any(each["kind"] == "growing_steps" for each in found)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_host_code_that_grows_by_the_same_time_each_step_is_growth(seed: int) -> None:
+    """The step of 30 ms grows by 0.4 ms a step, so its growth in percent gets smaller."""
+    noise = np.exp(0.1 * np.random.default_rng(seed).standard_normal(250))
+    found = verdicts([float(8 + 0.4 * step * noise[step]) for step in range(250)])
+    (growth,) = [each for each in found if each["kind"] == "growing_steps"]
+
+    assert growth["evidence"].last_third_s > 2 * growth["evidence"].first_third_s

@@ -7,28 +7,23 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.verdicts.words.evidence import GrowthEvidence, JudgedVerdict, make_verdict
-from torchlens_perf.verdicts.words.order import has_ended
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
 
 _MIN_CHANGE = 0.25
-"""Smallest gradual growth of the step time over the run."""
+"""Smallest growth of the step time from the first to the last third of the run."""
 _MIN_CHANGE_WITHOUT_CPUS = 1.0
 """Smallest growth if ranks lack CPUs. The load of the machine may cause a smaller growth."""
 
 
 def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict]:
-    """Return a verdict if the step time of the whole job grew gradually, and still does; else []."""
+    """Return a verdict if the step time of the whole job grew gradually; else []."""
     trend, history = report["steps"]["trend"], report["history"]
     min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
-    grown = any(
-        each["kind"] == "drift"
-        and not has_ended(each)
-        and each["after_s"] >= (1 + min_change) * each["before_s"]
-        for each in report["regimes"]
-    )
-    if not grown or trend is None or history is None:
+    if trend is None or history is None:
+        return []
+    if not trend["is_gradual"] or trend["change"] < min_change:
         return []
     means_s = history["median_s"]
     later = [after > before for before, after in itertools.combinations(means_s, 2)]

@@ -94,7 +94,7 @@ class Trend(TypedDict):
     last_third_p50_s: float
     change: float
     is_gradual: bool
-    """True if the step time changed gradually, and by more than it wanders. See `regimes`."""
+    """True if the step time changed gradually up to the last third, and by more than it wanders."""
 
 
 class StepClasses(TypedDict):
@@ -330,30 +330,6 @@ class StepHistory(TypedDict):
     median_s: list[float]
     fastest_s: list[float]
     slowest_s: list[float]
-
-
-class Regime(TypedDict):
-    """A change of the usual step time, or long steps with a period."""
-
-    kind: str
-    """"change": sudden. "drift": gradual. "warm-up": the first steps are slower than all later
-    steps, or steps compile until the end of the run. "periodic": every `period`-th step takes longer."""
-    since_step: int | None
-    """The first step after a sudden change, or the step at which a gradual change begins, within
-    the width of a window of `history`; None for periodic steps and compilations."""
-    until_step: int | None
-    """The step at which a gradual change ends; None for other changes, and if it has not ended."""
-    period: int | None
-    before_s: float
-    """Usual step time before the change, or of the typical step."""
-    after_s: float
-    part: str
-    """The part of the step that changed most; "cpu" for CPU contention."""
-    parts_s: dict[str, float]
-    """Change of each part in seconds, as a mean over the ranks; empty for periodic steps."""
-    coincides: list[str]
-    """What changed at the same time, such as "rank 3 became slow (gpu_clock)" or "compile"; for
-    periodic steps, the work that they do."""
 
 
 class DeviceModuleTime(TypedDict):
@@ -641,7 +617,6 @@ class Facts(TypedDict):
     ranks: list[Rank]
     heat: Heat | None
     history: StepHistory | None
-    regimes: list[Regime]
     modules: list[Module]
     sections: list[Section]
     device_sections: list[DeviceSection]
