@@ -108,10 +108,9 @@ def one_rank(folder: str, rank: int, tap: str, cores: int) -> None:
 
     from torchlens_perf import watch
     from torchlens_perf.recorder import native_tap
-    from torchlens_perf.run import tap_requirements
 
     if tap != "native":
-        tap_requirements.tap_folders = lambda: ()
+        native_tap.tap_folders = lambda: ()
     if tap == "python":
         process_group_hooks.are_available = lambda: False
     if tap == "native" and native_tap.load_tap() is None:

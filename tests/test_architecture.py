@@ -64,7 +64,6 @@ def test_package_issues_no_collective() -> None:
         ("run.ring", "loads"),
         ("store.reader", "loads"),
         ("sidecar.host.stacks", "loads"),
-        ("run.tap_requirements", "loads"),
         (
             "sidecar.nodes.job_store",
             "TCPStore",

@@ -368,7 +368,6 @@ def test_every_setting_is_an_environment_variable() -> None:
         "TORCHLENS_PERF_AGGREGATE": "device",
         "TORCHLENS_PERF_CAPTURE": "verdict",
         "TORCHLENS_PERF_NCCL": "on",
-        "TORCHLENS_PERF_BUILD_TAP": "0",
         "TORCHLENS_PERF_FAULTHANDLER": "1",
         "TORCHLENS_PERF_SHARE": "group",
         "TORCHLENS_PERF_EXPORT_LIMIT": "5000",
@@ -386,7 +385,7 @@ def test_every_setting_is_an_environment_variable() -> None:
         nccl="on", memory="history",
         nvtx=False, telemetry=False, ring_records=2048, disk_bytes=5_000_000,
         sidecar=False, report="text", trace_every=7, share="group", export_limit=5000, prometheus="0.0.0.0:9464",
-        _exchange_token="token", _build_tap=False, _exit_timeout_s=2.5, _trace_slow=False,
+        _exchange_token="token", _exit_timeout_s=2.5, _trace_slow=False,
         _faulthandler=True,
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
 SIDECAR_SETTINGS = (
     "disk_bytes", "trace_every", "export_limit", "telemetry", "capture", "exchange", "prometheus", "writes_page",
-    "_build_tap", "_total_steps", "_trace_slow",
+    "_total_steps", "_trace_slow",
 )  # fmt: skip
 """Attributes of Config that the ring file hands to the sidecar."""
 
@@ -38,7 +38,6 @@ _OLD_NAMES = {
     "exchange_token": 'use exchange="grpc://HOST:PORT?token_file=FILE"',
     "exchange_tls": 'use exchange="grpcs://HOST:PORT?certs=FOLDER"',
     "exchange_tls_name": 'use exchange="grpcs://HOST:PORT?certs=FOLDER&name=NAME"',
-    "build_tap": "set the variable TORCHLENS_PERF_BUILD_TAP",
     "faulthandler": "set the variable TORCHLENS_PERF_FAULTHANDLER",
     "memory_history": 'use memory="history"',
     "html": 'use report="page", "quiet", "text" or "off"',
@@ -263,8 +262,6 @@ class Config:
     # Fields below are only for callbacks of frameworks, tests and environment variables. Variables
     # have these names without the underscore.
     _exchange_token: str = ""
-    _build_tap: bool = True
-    """Let the sidecar compile a missing native tap on collectives for the next run."""
     _faulthandler: bool = False
     """Let a rank print its stack on SIGUSR2 with faulthandler, where py-spy is not permitted."""
     _exit_timeout_s: float | None = None

@@ -27,7 +27,6 @@ from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import SEMANTICS, parse_collective_name
 from torchlens_perf.commands import tap_build
 from torchlens_perf.recorder import native_tap
-from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.distributed
@@ -292,7 +291,7 @@ def one_rank(folder: Path) -> dict[str, Outcome]:
 
 def one_rank_in_python(folder: Path) -> dict[str, Outcome]:
     """Run with the Python tap, which is used if the native tap is not built."""
-    tap_requirements.tap_folders = lambda: ()
+    native_tap.tap_folders = lambda: ()
     assert native_tap.load_tap() is None
     return one_rank(folder)
 

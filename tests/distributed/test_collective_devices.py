@@ -19,7 +19,6 @@ from tests.support.recording import Recording, recorded
 from torchlens_perf.commands import tap_build
 from torchlens_perf.hooks.collective_groups import CollectiveGroups
 from torchlens_perf.recorder import native_tap, torch_groups
-from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = pytest.mark.distributed
@@ -83,7 +82,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
     """Run with the Python tap, which is used if the native tap is not built."""
-    tap_requirements.tap_folders = lambda: ()
+    native_tap.tap_folders = lambda: ()
     assert native_tap.load_tap() is None
     return one_rank(folder)
 

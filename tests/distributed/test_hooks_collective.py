@@ -30,7 +30,6 @@ from torchlens_perf.hooks import process_group_hooks
 from torchlens_perf.hooks.collective import is_tapped_by_another_tool, list_collective_operators
 from torchlens_perf.hooks.python_recording import count_payload_bytes
 from torchlens_perf.recorder import native_tap, torch_dispatcher
-from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import MAX_RECENT, MICRO_STEPS_MASK, Flag, Kind
 
 pytestmark = pytest.mark.distributed
@@ -65,7 +64,7 @@ def every_scenario_in_python(folder: Path) -> dict[str, Any]:
     """Run all scenarios on one rank with the Python tap, which is used if the native tap is not
     built.
     """
-    tap_requirements.tap_folders = lambda: ()
+    native_tap.tap_folders = lambda: ()
     assert native_tap.load_tap() is None
     return every_scenario(folder)
 

@@ -21,7 +21,6 @@ from tests.support.processes import ROOT, run
 from tests.support.recording import Recording, recorded
 from torchlens_perf.hooks import process_group_hooks
 from torchlens_perf.recorder import native_tap
-from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [
@@ -86,7 +85,7 @@ def every_kind(folder: Path) -> dict[str, Any]:
 
 
 def every_kind_by_hooks(folder: Path) -> dict[str, Any]:
-    tap_requirements.tap_folders = lambda: ()
+    native_tap.tap_folders = lambda: ()
     assert native_tap.load_tap() is None
     result, rank = every_kind(folder), dist.get_rank()
     dist.barrier()
@@ -102,7 +101,7 @@ def every_kind_by_hooks(folder: Path) -> dict[str, Any]:
 
 def every_kind_by_python_tap(folder: Path) -> dict[str, Any]:
     process_group_hooks.are_available = lambda: False
-    tap_requirements.tap_folders = lambda: ()
+    native_tap.tap_folders = lambda: ()
     assert native_tap.load_tap() is None
     return every_kind(folder)
 
@@ -163,8 +162,8 @@ import os
 import torch, torch.distributed as dist
 import torchlens_perf as perf
 from torchlens_perf.hooks.process_group_hooks import _hooked_groups
-from torchlens_perf.run import tap_requirements
-tap_requirements.tap_folders = lambda: ()
+from torchlens_perf.recorder import native_tap
+native_tap.tap_folders = lambda: ()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
 watch = perf.watch(model, dir="runs", sidecar=False, report="off")

@@ -466,7 +466,7 @@ def test_documented_commands_succeed_in_bash(
         shutil.rmtree(folder / "torchlens-perf")
     elif "report slow-rank" in line:
         line = f"torchlens-perf simulate --ranks 2 --steps 60 --out slow-rank && {line}"
-    environ = clean_environ({"PATH": f"{shims}:/usr/bin:/bin", "TORCHLENS_PERF_BUILD_TAP": "0"})
+    environ = clean_environ({"PATH": f"{shims}:/usr/bin:/bin"})
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=environ, capture_output=True, text=True, timeout=240
     )

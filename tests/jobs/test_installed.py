@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +23,6 @@ import pytest
 from tests.support import installations
 from tests.support.installations import PACKAGE, ROOT, Environment, files, metadata, requirements
 from tests.support.processes import only_report, report, runs
-from tests.support.taps import compiler, raise_build_priority
-from torchlens_perf.recorder import native_tap
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -123,25 +120,10 @@ def compiling(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run `torchlens-perf build-tap` in another home, in parallel with all tests that do not need
     the tap.
-
-    If the tests have a tap of the same source, a fake compiler checks its inputs and copies that
-    tap, because compiling takes half a minute.
-
-    test_tap_compiles_from_the_sources_in_the_wheel() compiles the tap.
     """
     program = [str(made.by_wheel.folder / "bin" / "torchlens-perf"), "build-tap"]
     home = tmp_path_factory.mktemp("home")
-    there = [
-        path
-        for path, refused in native_tap.find_tap_files(native_tap.build_file_name())
-        if refused is None
-    ]
-    copies = (
-        {"CXX": str(compiler(home / "cxx", f'c++ -E $all && cp {there[0]} "$out"'))}
-        if there
-        else {}
-    )
-    environ = made.by_wheel.environ(HOME=str(home), **copies)
+    environ = made.by_wheel.environ(HOME=str(home))
     process = subprocess.Popen(
         program, cwd=made.by_wheel.work, env=environ, stdout=subprocess.PIPE, text=True
     )
@@ -375,55 +357,33 @@ def test_build_tap_writes_to_the_cache_and_doctor_finds_no_problem(
     assert {f"ok      {each}" for each in (*works, *entry_points)} <= set(said)
 
 
-def test_second_run_uses_the_tap_built_by_the_first(
+def test_run_uses_the_tap_that_was_built_after_the_run_before(
     real_tap: Path, installed: Environment, tmp_path: Path
 ) -> None:
-    """The first run, under torchrun's flag, uses the Python tap and reports this fact.
-
-    The first run's sidecar builds the tap, and the second run uses it.
-
-    The compiler copies an existing tap, because compiling at the lowest priority takes minutes.
-    """
-    copies = compiler(tmp_path / "cxx", f'cp {real_tap} "$out"')
+    """The first run, under torchrun's flag, uses the Python tap and reports this fact."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--logs-specs", PACKAGE, str(installed.home / "train_two_ranks.py"), "30"]
-    with raise_build_priority(installed.home):
-        first = installed.run_warm(*command, folder=tmp_path, CXX=str(copies))
-        cache = installed.home / ".cache" / PACKAGE
-        deadline_s = time.monotonic() + 300
-        while not (cache / real_tap.name).exists() and time.monotonic() < deadline_s:
-            time.sleep(0.1)
-    second = installed.run_warm(*command, folder=tmp_path, CXX="/bin/false")
+    first = installed.run_warm(*command, folder=tmp_path)
+    cache = installed.home / ".cache" / PACKAGE
+    cache.mkdir(mode=0o700, parents=True)
+    shutil.copy(real_tap, cache)
+    second = installed.run_warm(*command, folder=tmp_path)
     reports = [report(each) for each in runs(tmp_path)]
 
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert [[rank["steps"] for rank in each["ranks"]] for each in reports] == [[29, 29], [29, 29]]
-    tapped = (
+    missing = (
         "collectives were recorded from Python, which costs up to 50 us each and records no end"
-        " times of asynchronous collectives; "
+        " times of asynchronous collectives; torchlens-perf build-tap builds the native tap"
     )
-    planned = f"{tapped}the sidecar builds the native tap for the next run"
     assert [[note for note in each["quality"]["notes"] if "tap" in note] for each in reports] == [
-        [planned],
+        [missing],
         [],
     ]
     ended = [
         sum(row["ended"] for row in each["collectives"] if row["asynchronous"]) for each in reports
     ]
     assert ended[0] == 0 < ended[1]
-    assert (cache / real_tap.name).stat().st_mode & 0o022 == 0
-
-
-@pytest.mark.long
-def test_tap_compiles_from_the_sources_in_the_wheel(installed: Environment, tmp_path: Path) -> None:
-    """The machine's compiler builds the tap, which can be loaded."""
-    made = Path(installed.succeeds("torchlens-perf", "build-tap", HOME=str(tmp_path)).strip())
-    said = installed.succeeds(
-        "torchlens-perf", "doctor", "--verbose", HOME=str(tmp_path)
-    ).splitlines()
-
-    assert made.parent == tmp_path / ".cache" / PACKAGE
-    assert "ok      tap on collectives: native" in said
 
 
 # -- the sdist without a compiler

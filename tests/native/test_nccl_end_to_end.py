@@ -28,8 +28,8 @@ from torchlens_perf.cuda import device_times as sections
 from torchlens_perf.cuda.stalls import StallMarker
 from torchlens_perf.hooks.collectives import nccl_plugin
 from torchlens_perf.hooks.collectives.nccl import NcclHook
+from torchlens_perf.recorder import native_tap
 from torchlens_perf.report.collective_rows import collective_rows
-from torchlens_perf.run import tap_requirements
 from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [
@@ -153,7 +153,7 @@ def one_rank(folder: Path) -> dict[str, Any]:
 
 def one_rank_in_python(folder: Path) -> dict[str, Any]:
     """Run with the Python tap, which is used if the native tap is not built."""
-    tap_requirements.tap_folders = lambda: ()
+    native_tap.tap_folders = lambda: ()
     return one_rank(folder)
 
 

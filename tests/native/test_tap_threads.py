@@ -70,9 +70,9 @@ import torch, torch.distributed as dist
 from tests.support.ranks import Rank, run_without_traces
 from torchlens_perf.hooks.collective import CollectiveHook
 from torchlens_perf.recorder import native_tap
-from torchlens_perf.run import tap_requirements
+from torchlens_perf.recorder import native_tap
 
-tap_requirements.tap_folders = lambda: ()
+native_tap.tap_folders = lambda: ()
 assert native_tap.load_tap() is None
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 folder, watches = Path(sys.argv[1]), int(sys.argv[2])

@@ -15,11 +15,11 @@ from tests.support.taps import cache, copy_of_sources, reset_tap_cache, tap
 from torchlens_perf.commands.doctor import LIMITED, OK, Check, run_checks
 from torchlens_perf.hooks import process_group_hooks
 from torchlens_perf.recorder import native_tap, recorder
-from torchlens_perf.run import tap_requirements
 
 # The following imports are fixtures.
 __all__ = ["cache", "reset_tap_cache", "tap"]
 SOMEBODY = 54321
+BUILD = "torchlens-perf build-tap builds the native tap"
 
 pytestmark = pytest.mark.skipif(
     not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"
@@ -45,11 +45,11 @@ def test_tap_is_searched_in_the_package_and_then_in_the_cache(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XDG's cache folder need not exist."""
-    assert tap_requirements.tap_folders() == [tap_requirements.SOURCES, cache]
+    assert native_tap.tap_folders() == [native_tap.SOURCES, cache]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
 
-    assert tap_requirements.tap_folders() == [
-        tap_requirements.SOURCES,
+    assert native_tap.tap_folders() == [
+        native_tap.SOURCES,
         tmp_path / "elsewhere" / "torchlens_perf",
     ]
 
@@ -58,13 +58,13 @@ def test_tap_in_the_package_is_loaded_before_the_one_in_the_cache(cache: Path, t
     in_cache = put(tap, cache)
     assert native_tap.find_loaded_tap_file() == in_cache
     native_tap.load_tap.cache_clear()
-    beside = put(tap, tap_requirements.SOURCES)
+    beside = put(tap, native_tap.SOURCES)
     assert native_tap.find_loaded_tap_file() == beside
 
 
 def test_tap_in_the_cache_is_loaded_if_the_packages_is_damaged(cache: Path, tap: Path) -> None:
     in_cache = put(tap, cache)
-    (tap_requirements.SOURCES / in_cache.name).write_bytes(b"\x7fELF, and no more")
+    (native_tap.SOURCES / in_cache.name).write_bytes(b"\x7fELF, and no more")
 
     assert native_tap.find_loaded_tap_file() == in_cache
 
@@ -98,7 +98,7 @@ def test_tap_is_not_searched_in_the_working_directory(
     }:
         put(tap, Path(folder, "torchlens_perf"))
 
-    assert tap_requirements.tap_folders() == [tap_requirements.SOURCES]
+    assert native_tap.tap_folders() == [native_tap.SOURCES]
     assert native_tap.load_tap() is None
     assert doctor().severity == LIMITED
 
@@ -117,9 +117,9 @@ def test_tap_is_not_searched_in_a_relative_package_folder(
     cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python's path to the package may be relative."""
-    put(tap, tap_requirements.SOURCES)
+    put(tap, native_tap.SOURCES)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tap_requirements, "SOURCES", tap_requirements.SOURCES.relative_to(tmp_path))
+    monkeypatch.setattr(native_tap, "SOURCES", native_tap.SOURCES.relative_to(tmp_path))
 
     assert native_tap.load_tap() is None
     assert "native is not an absolute path" in doctor().finding
@@ -134,7 +134,6 @@ def test_tap_is_not_searched_in_a_relative_package_folder(
         "torch",
         "commit",
         "python",
-        "flags",
         "tap.cpp",
         "tap_timing.h",
         "collective.h",
@@ -155,17 +154,45 @@ def test_tap_built_for_another_torch_or_python_is_not_found(
     elif changed == "python":
         soabi = sysconfig.get_config_var("SOABI")
         monkeypatch.setattr(sysconfig, "get_config_var", {"SOABI": f"{soabi}-debug"}.get)
-    elif changed == "flags":
-        monkeypatch.setattr(native_tap, "COMPILER_FLAGS", (*native_tap.COMPILER_FLAGS, "-O0"))
     else:
-        monkeypatch.setattr(tap_requirements, "SOURCES", copy_of_sources(tmp_path / "copy"))
+        monkeypatch.setattr(native_tap, "SOURCES", copy_of_sources(tmp_path / "copy"))
         # The same source in another folder gives the same file name.
         assert native_tap.load_tap() is not None
         native_tap.load_tap.cache_clear()
-        with open(tap_requirements.SOURCES / changed.replace("a new header", "new.h"), "a") as file:
+        with open(native_tap.SOURCES / changed.replace("a new header", "new.h"), "a") as file:
             file.write("\n")
 
     assert native_tap.load_tap() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("_torchlens_perf_tap-2.12.1+cu128-{rest}", "torch 2.12.1+cu128, not {torch.__version__}"),
+        (
+            "_torchlens_perf_tap-{torch.__version__}-0123456789ab-{rest}",
+            "another Python, build of torch or version of torchlens_perf",
+        ),
+    ],
+)
+def test_tap_built_for_another_torch_is_refused_with_the_reason(
+    name: str,
+    reason: str,
+    cache: Path,
+    tap: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run and the doctor have the reason. The tap is not loaded."""
+    trace = tmp_path / "trace"
+    monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
+    rest = f"cpython-{sysconfig.get_config_var('SOABI')}-0123456789ab.so"
+    shutil.copy(tap, cache / name.format(torch=torch, rest=rest))
+    expected = f"the native tap was built for {reason.format(torch=torch)}"
+
+    assert missed(tmp_path / "run", monkeypatch) == f"{BUILD} ({expected})"
+    assert f"({expected})" in doctor().finding
+    assert not trace.exists()
 
 
 @pytest.mark.parametrize("commit", [None, "", "missing"])
@@ -186,7 +213,7 @@ def test_torch_without_a_commit_still_has_a_tap_name(
 def test_package_without_c_sources_has_no_tap(cache: Path, tap: Path) -> None:
     """Some packagers leave the C sources out. The missing tap is no error."""
     put(tap, cache)
-    shutil.rmtree(tap_requirements.SOURCES)
+    shutil.rmtree(native_tap.SOURCES)
 
     assert native_tap.load_tap() is None
 
@@ -259,7 +286,7 @@ def test_tap_that_other_users_can_write_is_not_loaded(
     file = put(tap, cache)
     opened(file)
 
-    assert missed(tmp_path / "run", monkeypatch) == file.name
+    assert f"{BUILD} ({file} is not used: " in missed(tmp_path / "run", monkeypatch)
     check = doctor()
     assert check.severity == LIMITED
     assert f"{file} is not used: " in check.finding
@@ -298,7 +325,7 @@ def test_tap_that_is_not_a_regular_file_is_not_opened(kind: str, cache: Path) ->
 
 
 def missed(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> str:
-    """Return the missing tap's name in the metadata of a rank, one of `ranks`.
+    """Return the sentence on the missing tap in the metadata of a rank, one of `ranks`.
 
     Recording has no errors and no note.
     """
@@ -315,10 +342,8 @@ def missed(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> str
 def test_missing_tap_is_noted_in_jobs_of_several_ranks(
     ranks: int, tells: bool, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note names the missing file. A single process has no collectives."""
-    assert missed(tmp_path / "run", monkeypatch, ranks) == (
-        native_tap.build_file_name() if tells else ""
-    )
+    """The note has the command that builds it. A single process has no collectives."""
+    assert missed(tmp_path / "run", monkeypatch, ranks) == (BUILD if tells else "")
 
 
 def test_no_note_is_given_if_the_native_tap_exists(
@@ -338,7 +363,7 @@ def test_tap_that_cannot_be_loaded_is_in_the_metadata_and_in_doctor(
     file = cache / native_tap.build_file_name()
     file.write_bytes(b"\x7fELF, and no more")
 
-    assert missed(tmp_path / "run", monkeypatch) == file.name
+    assert f"{file} is not used: it cannot be loaded" in missed(tmp_path / "run", monkeypatch)
     check = doctor()
     assert check.severity == LIMITED
     assert f"{file} is not used: it cannot be loaded: " in check.finding
@@ -366,28 +391,10 @@ def test_doctor_reports_an_available_tap(cache: Path, tap: Path) -> None:
     assert (check.severity, str(check)) == (OK, f"ok      tap on collectives: native{why}")
 
 
-@pytest.mark.parametrize(
-    ("setting", "remedy"),
-    [
-        (
-            None,
-            (
-                "torchlens-perf build-tap, or nothing: the next run with several ranks builds the"
-                " native tap"
-            ),
-        ),
-        ("0", "torchlens-perf build-tap"),
-        ("perhaps", "torchlens-perf build-tap"),
-    ],
-)
-def test_doctor_reports_a_missing_tap_and_whether_to_act(
-    setting: str | None, remedy: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if setting is not None:
-        monkeypatch.setenv("TORCHLENS_PERF_BUILD_TAP", setting)
+def test_doctor_reports_a_missing_tap_with_the_command_that_builds_it(cache: Path) -> None:
     check = doctor()
 
-    assert (check.severity, check.remedy) == (LIMITED, remedy)
+    assert (check.severity, check.remedy) == (LIMITED, "torchlens-perf build-tap")
     used = (
         "torch's own hooks are used: each collective costs 9 us"
         if process_group_hooks.are_available()

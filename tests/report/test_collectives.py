@@ -8,10 +8,11 @@ from typing import Any, cast
 import pytest
 
 from tests.support.collectives import US, Issued, add, joined, world
-from tests.support.ranks import identity_of
+from tests.support.ranks import Rank, identity_of, read_to_end, run
 from tests.support.saved import save_and_load
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.statistics.rank import RankStatistics
+from torchlens_perf.report.build import build_report
 from torchlens_perf.report.collective_rows import (
     collective_rows,
     count_last_arrivals,
@@ -21,10 +22,11 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.latest_attempt import latest_collective_joins
-from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+from torchlens_perf.verdicts.node_state import NodeState, ProcessState, load_all
 from torchlens_perf.view.collective_table import build_collective_table
 from torchlens_perf.view.specs import Table
 
+__all__ = ["run"]  # A fixture.
 NAME = "allreduce group=0 dtype=float32"
 
 
@@ -295,3 +297,42 @@ def test_slowest_rank_of_a_collective_is_shown_only_above_chance(
     }
     found = cells(collective_rows([save_and_load(joined(issued))]), "allreduce")
     assert (found.get("last to arrive"), found.get("of operations")) == slowest
+
+
+TAPPED = (
+    "collectives were recorded from Python, which costs up to 50 us each and records no end times"
+    " of asynchronous collectives"
+)
+
+
+@pytest.mark.parametrize(
+    ("missing", "attempt", "grouped", "expected"),
+    [
+        (("no tap", "no tap"), (0, 0), True, [f"{TAPPED}; no tap"]),
+        (("no tap", "old tap"), (0, 0), True, [f"{TAPPED}; no tap", f"{TAPPED}; old tap"]),
+        (("no tap", ""), (0, 0), True, [f"{TAPPED}; no tap"]),
+        (("", ""), (0, 0), True, []),
+        # The ranks after a restart may have the tap.
+        (("no tap", ""), (0, 1), True, []),
+        # Ranks without a common group have no collectives.
+        (("no tap", "no tap"), (0, 0), False, []),
+    ],
+)
+def test_missing_tap_is_one_note_for_each_reason_of_the_last_attempt(
+    missing: tuple[str, str],
+    attempt: tuple[int, int],
+    grouped: bool,
+    expected: list[str],
+    run: RunDirectory,
+) -> None:
+    for number, (reason, each) in enumerate(zip(missing, attempt, strict=True)):
+        rank = Rank(run, 0 if attempt[1] else number, 2, identity={"attempt": each})
+        rank.session.publish(missing_tap=reason)
+        if grouped:
+            rank.session.metadata.add_group("0", [0, 1], "default")
+        rank.steps(12, forward=4, host=1)
+        rank.close()
+    read_to_end(run)
+
+    notes = build_report(run.run_id, load_all(run))["quality"]["notes"]
+    assert [note for note in notes if "tap" in note] == expected

@@ -23,7 +23,6 @@ from tests.support.page_server import PageServer
 from tests.support.processes import ROOT
 from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.tap_requirements import FailureRecord
 from torchlens_perf.serve.readers import _call_with_read_errors
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.store import segments
@@ -166,7 +165,7 @@ def test_replay_leaves_out_a_segment_that_is_too_large_to_read(
     assert bad.name in notes[0]
 
 
-def test_oversized_ring_list_outbox_and_failure_files_are_ignored(
+def test_oversized_ring_list_and_outbox_files_are_ignored(
     run: RunDirectory, tmp_path: Path
 ) -> None:
     (state,) = run.nodes.glob("*.json")
@@ -177,8 +176,6 @@ def test_oversized_ring_list_outbox_and_failure_files_are_ignored(
     sparse(tmp_path / "outbox" / f"{state.stem}.traces.0000000001.7.otlp")
     box = Outbox(tmp_path / "outbox", state.stem, "traces")
     assert (box.next_request(), box.dropped) == (None, 7)
-    sparse(tmp_path / "tap.failed")
-    assert FailureRecord(tmp_path, "tap.so").read_error([sys.executable]) is None
 
 
 # -- the live page

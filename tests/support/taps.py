@@ -1,15 +1,10 @@
-"""Native taps that build at once: a tiny extension, and fake compilers that copy it."""
+"""Native taps that build at once: a tiny extension with the name of the tap."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 import subprocess
-import sys
 import sysconfig
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +12,9 @@ import pytest
 
 from torchlens_perf.hooks import python_tap
 from torchlens_perf.recorder import native_tap
-from torchlens_perf.run import tap_requirements
-from torchlens_perf.run.processes import process_start_ticks
 
 _ROOT = Path(__file__).parents[2]
-_TINY = """
+TINY_SOURCE = """
 #include <Python.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -41,12 +34,6 @@ PyMODINIT_FUNC PyInit__torchlens_perf_tap(void)
     return PyModule_Create(&tiny);
 }
 """
-_TORCH = """
-from torch import version
-__version__ = "2.99.0+tiny"
-def compiled_with_cxx11_abi():
-    return True
-"""
 
 
 def tiny_tap(folder: Path) -> Path:
@@ -55,46 +42,10 @@ def tiny_tap(folder: Path) -> Path:
     When loaded, the extension writes the file TINY_TAP_TRACE.
     """
     source, built = folder / "tiny.c", folder / "tiny.so"
-    source.write_text(_TINY)
+    source.write_text(TINY_SOURCE)
     include = f"-I{sysconfig.get_path('include')}"
     subprocess.run(["cc", "-shared", "-fPIC", include, str(source), "-o", str(built)], check=True)
     return built
-
-
-def tiny_torch(folder: Path) -> Path:
-    """Create a stub of torch that imports at once and is sufficient to build a tap.
-
-    Return the PYTHONPATH entry.
-    """
-    package = folder / "torch"
-    (package / "include" / "torch").mkdir(parents=True)
-    (package / "include" / "torch" / "library.h").touch()
-    (package / "__init__.py").write_text(_TORCH)
-    (package / "version.py").write_text("git_version = '0123456789abcdef0123'\n")
-    return folder
-
-
-def compiler(path: Path, script: str) -> Path:
-    """Create a compiler from a shell script, in which "$out" is the output file."""
-    path.write_text(
-        f'#!/bin/sh\nall="$*"\nwhile [ "$1" != -o ]; do shift; done; out="$2"\n{script}\n'
-    )
-    path.chmod(0o755)
-    return path
-
-
-def copying(path: Path, tap: Path, before: str = "") -> Path:
-    """Create a compiler that copies the tap after running `before`.
-
-    Each run of the compiler adds a line to PATH.runs.
-    """
-    return compiler(path, f'echo "$all" >> {path}.runs\n{before}\nrm -f "$out"; cat {tap} > "$out"')
-
-
-def runs(path: Path) -> list[str]:
-    """Return the arguments of each run of a copying compiler."""
-    counted = Path(f"{path}.runs")
-    return counted.read_text().splitlines() if counted.exists() else []
 
 
 def empty_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -102,7 +53,7 @@ def empty_places(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     Return the tap folder in the home's cache.
     """
-    monkeypatch.setattr(tap_requirements, "SOURCES", copy_of_sources(folder / "package" / "native"))
+    monkeypatch.setattr(native_tap, "SOURCES", copy_of_sources(folder / "package" / "native"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("HOME", str(folder / "home"))
@@ -115,68 +66,11 @@ def copy_of_sources(to: Path) -> Path:
     """Copy the native sources without built files."""
     return Path(
         shutil.copytree(
-            tap_requirements.SOURCES,
+            native_tap.SOURCES,
             to,
-            ignore=shutil.ignore_patterns("*.so", "*.lock", ".build-*"),
+            ignore=shutil.ignore_patterns("*.so", ".build-*"),
         )
     )
-
-
-def tap_name(site: Path) -> str:
-    """Return the file name of the tap for the torch in `site`."""
-    asked = [
-        sys.executable,
-        "-c",
-        "from torchlens_perf.recorder import native_tap; print(native_tap.build_file_name())",
-    ]
-    return subprocess.run(
-        asked, env=environ_with_torch(site), capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
-def environ_with_torch(site: Path, **changed: str) -> dict[str, str]:
-    """Return an environment in which Python finds the torch in `site` and this package."""
-    return {**os.environ, "PYTHONPATH": f"{site}{os.pathsep}{_ROOT}", **changed}
-
-
-@contextlib.contextmanager
-def raise_build_priority(home: Path) -> Iterator[None]:
-    """Raise the priority of the builds in `home` to normal if permitted.
-
-    On a busy machine, a build with the usual low priority would take minutes.
-
-    Builds still lower their priority at the start, which tests check from inside the compiler.
-    """
-    ended = threading.Event()
-    thread = threading.Thread(target=_hurry, args=(f"HOME={home}".encode(), ended))
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _hurry(wanted: bytes, ended: threading.Event) -> None:
-    while os.geteuid() == 0 and not ended.wait(0.05):
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if int(process.name) != os.getpid() and wanted in (
-                    process / "environ"
-                ).read_bytes().split(b"\0"):
-                    os.sched_setscheduler(int(process.name), os.SCHED_OTHER, os.sched_param(0))
-                    os.setpriority(os.PRIO_PROCESS, int(process.name), 0)
-                    (process / "autogroup").write_text("0")
-
-
-def has_ended(pid: int, within_s: float = 60) -> bool:
-    """Return True if the process ends within the time limit."""
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
-        if process_start_ticks(pid) is None:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 # -- fixtures of the tests that import them

@@ -116,7 +116,7 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
         sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=found,
         hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}),
         records=dataclasses.replace(log.records, hung_s={0: {57: 12.5}}),
-        telemetry=rig.log.run_totals(), tap_outlook="it is built", sidecar_cpu_s=1.25, commit="3fa9c1d25d41",
+        telemetry=rig.log.run_totals(), sidecar_cpu_s=1.25, commit="3fa9c1d25d41",
     )  # fmt: skip
 
 

@@ -258,13 +258,11 @@ def _build_parser() -> argparse.ArgumentParser:
         "build-tap",
         description=(
             "Compile the native tap on collectives against the installed torch, with g++, in 10 to"
-            " 30 s. Use the command for images and in CI. Elsewhere, the first run with several"
-            " ranks builds the tap for the next run. Without the tap, collectives are recorded"
-            " from Python, which takes 9 us each from torch 2.14 on and 50 us before, and end times"
-            " of asynchronous collectives are missing."
+            " 30 s. Run the command once for each version of torch, and in images and CI. Without"
+            " the tap, collectives are recorded from Python, which takes 9 us each from torch 2.14"
+            " on and 50 us before, and end times of asynchronous collectives are missing."
         ),
     )
-    build_tap.add_argument("--in-background", metavar="NAME", help=argparse.SUPPRESS)
     build_tap.set_defaults(command=_run_build_tap)
 
     doctor = commands.add_parser(
@@ -335,16 +333,11 @@ def _run_sidecar(options: argparse.Namespace) -> int:
 
 def _run_build_tap(options: argparse.Namespace) -> int:
     from torchlens_perf.commands import tap_build
-    from torchlens_perf.sidecar import tap_for_next_run
 
-    if options.in_background is None:
-        with Progress("compiling the native tap on collectives", quiet=options.quiet):
-            built = tap_build.build_tap()
-        if not options.quiet:
-            print(printable(str(built)))
-    else:
-        tap_for_next_run.become_background_child()
-        print(printable(str(tap_build.build_in_background(options.in_background))))
+    with Progress("compiling the native tap on collectives", quiet=options.quiet):
+        built = tap_build.build_tap()
+    if not options.quiet:
+        print(printable(str(built)))
     return 0
 
 

@@ -130,10 +130,9 @@ def _check_native_recorder() -> Iterator[Check]:
 
 
 def _check_tap() -> Iterator[Check]:
+    from torchlens_perf.commands.tap_build import find_obstacle
     from torchlens_perf.hooks import process_group_hooks
     from torchlens_perf.recorder import native_tap
-    from torchlens_perf.recorder.recorder import NATIVE
-    from torchlens_perf.run import tap_requirements
 
     cache = os.environ.get("XDG_CACHE_HOME")
     if cache is not None and not os.path.isabs(cache):
@@ -158,25 +157,9 @@ def _check_tap() -> Iterator[Check]:
         f"{used}, end times of asynchronous collectives are missing, and FLOPs are not counted"
     )
     finding += f" ({problems})" if problems else ""
-    remedy = (
-        tap_requirements.why_not_buildable(native_tap.build_file_name())
-        if NATIVE
-        else tap_requirements.NO_RECORDER
-    )
-    if remedy is None:
-        now, later = (
-            "torchlens-perf build-tap",
-            "the next run with several ranks builds the native tap",
-        )
-        remedy = f"{now}, or nothing: {later}" if _will_next_run_build_tap() else now
+    obstacle = find_obstacle()
+    remedy = "torchlens-perf build-tap" if obstacle is None else obstacle
     yield Check(LIMITED, "tap on collectives", finding, remedy)
-
-
-def _will_next_run_build_tap() -> bool:
-    try:
-        return bool(config.from_environment(os.environ).get("_build_tap", config.Config._build_tap))
-    except ConfigError:
-        return False  # _check_settings() reports that nothing is recorded.
 
 
 def _check_nccl() -> Iterator[Check]:

@@ -92,9 +92,8 @@ class CollectiveHook:
                 native.detach()
             return
         if session.identity.has_other_ranks:
-            with guard("naming the native tap that is missing"):
-                # The sidecar builds the missing tap for the next run and notes this in the report.
-                session.publish(missing_tap=native_tap.build_file_name())
+            with guard("describing the native tap that is missing"):
+                session.publish(missing_tap=native_tap.describe_missing_tap())
         recording = PythonRecording(groups, session)
         with ExitStack() as attached:
             if hooked:

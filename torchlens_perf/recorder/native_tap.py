@@ -18,6 +18,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +27,11 @@ from typing import Any
 
 from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import recorder
-from torchlens_perf.run import ownership, tap_requirements
+from torchlens_perf.run import ownership
 
-# NDEBUG: torch is built with it, and at::RecordFunction has another layout without it.
-COMPILER_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-w", "-DNDEBUG")
-_MODULE = "_torchlens_perf_tap"
+SOURCES = Path(__file__).parents[1] / "native"
+SOURCE = "tap.cpp"
+MODULE = "_torchlens_perf_tap"
 # The tap's name in torch_dispatcher.find_kernel_owner(), as in native/tap.cpp.
 OWNER = "torchlens_perf's native tap"
 _DIGEST_DIGITS = 12
@@ -46,24 +47,36 @@ def build_file_name() -> str:
     # Builds of one version can differ in their commit, for example nightly and patched builds.
     commit = str(getattr(torch.version, "git_version", None) or "unknown")[:_DIGEST_DIGITS]
     soabi = sysconfig.get_config_var("SOABI")
-    return f"{_MODULE}-{torch.__version__}-{commit}-{soabi}-{_compute_source_digest()}.so"
+    return f"{MODULE}-{torch.__version__}-{commit}-{soabi}-{_compute_source_digest()}.so"
 
 
 def _compute_source_digest() -> str:
-    """Return a digest of the compiler flags, the source and all headers."""
-    digest = hashlib.sha256(" ".join(COMPILER_FLAGS).encode())
-    for path in (
-        tap_requirements.SOURCES / tap_requirements.SOURCE,
-        *sorted(tap_requirements.SOURCES.glob("*.h")),
-    ):
+    """Return a digest of the source and all headers."""
+    digest = hashlib.sha256()
+    for path in (SOURCES / SOURCE, *sorted(SOURCES.glob("*.h"))):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:_DIGEST_DIGITS]
+
+
+def tap_folders() -> list[Path]:
+    """Return the folders in which a tap may be: the package's native folder and the user's cache.
+
+    As XDG requires, relative paths of the cache are ignored. The home folder is not looked up in
+    the password database, because the training process must not make network requests.
+    """
+    for folder in (
+        os.environ.get("XDG_CACHE_HOME", ""),
+        os.path.join(os.environ.get("HOME", ""), ".cache"),
+    ):
+        if os.path.isabs(folder):
+            return [SOURCES, Path(folder) / "torchlens_perf"]
+    return [SOURCES]
 
 
 def find_tap_files(name: str) -> Iterator[tuple[Path, str | None]]:
     """Yield existing files called `name`, best first, each with the reason not to load it or
     None."""
-    for place in tap_requirements.tap_folders():
+    for place in tap_folders():
         path = place / name
         try:
             refused = ownership.why_others_can_change(place) or ownership.why_others_can_change(
@@ -93,7 +106,7 @@ def find_loaded_tap_file() -> Path | None:
 
 
 def list_tap_problems() -> list[str]:
-    """Return a sentence for each existing tap that has the right name but is not used."""
+    """Return a sentence for each existing tap that is not used."""
     found = []
     for path, refused in find_tap_files(build_file_name()):
         try:
@@ -103,7 +116,29 @@ def list_tap_problems() -> list[str]:
             refused = f"it cannot be loaded: {error}"
         if refused is not None:
             found.append(f"{path} is not used: {refused}")
-    return found
+    return found or _list_other_taps()
+
+
+def _list_other_taps() -> list[str]:
+    """Return a sentence on the taps that were built for something else, if there are any."""
+    import torch
+
+    found = [path.name for folder in tap_folders() for path in folder.glob(f"{MODULE}-*.so")]
+    names = set(found) - {build_file_name()}
+    versions = sorted({name.split("-")[1] for name in names} - {torch.__version__})
+    if versions:
+        return [
+            f"the native tap was built for torch {', '.join(versions)}, not {torch.__version__}"
+        ]
+    different = "another Python, build of torch or version of torchlens_perf"
+    return [f"the native tap was built for {different}"] if names else []
+
+
+def describe_missing_tap() -> str:
+    """Return what builds the native tap, and why existing taps are not used."""
+    problems = "; ".join(list_tap_problems())
+    remedy = "torchlens-perf build-tap builds the native tap"
+    return f"{remedy} ({problems})" if problems else remedy
 
 
 def _find_trusted_files() -> Iterator[Path]:
@@ -116,8 +151,8 @@ def _find_trusted_files() -> Iterator[Path]:
 
 def load_tap_file(path: Path) -> ModuleType:
     """Load a tap. Raises ImportError if the file is damaged or was built for another torch."""
-    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(path))
-    spec = importlib.util.spec_from_file_location(_MODULE, path, loader=loader)
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)

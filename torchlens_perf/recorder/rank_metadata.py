@@ -65,7 +65,7 @@ class RankFacts(TypedDict, total=False):
     stack_file: str
     """File into which the process writes its stack on a signal."""
     missing_tap: str
-    """File name of the native tap that is missing."""
+    """Why the native tap is missing, and how to build it; empty if it is used or not needed."""
     operators_missing: str
     """Reason why operators are not counted; "" if they are."""
     settings: dict[str, Any]

@@ -631,7 +631,7 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
     )
     overhead = estimate_overhead(processes)
     notes += [
-        *python_tap_notes(nodes, processes.values()),
+        *python_tap_notes(processes.values()),
         *filter(None, [_missing_ranks_note(processes)]),
     ]
     return {

@@ -24,7 +24,7 @@ from torchlens_perf.report.distribution import summarize_sketch
 from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+    from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.words.report import Collective, LastArrivals
 
 _DEVIATIONS = 3.0
@@ -82,22 +82,18 @@ def count_last_arrivals(rows: Iterable[Collective]) -> dict[int, LastArrivals]:
     }
 
 
-def python_tap_notes(nodes: Iterable[NodeState], processes: Iterable[ProcessState]) -> list[str]:
-    """Return notes on nodes that recorded collectives from Python instead of the native tap.
+def python_tap_notes(processes: Iterable[ProcessState]) -> list[str]:
+    """Return notes on ranks that recorded collectives from Python instead of the native tap.
 
     processes: the processes of the reported attempt.
     """
-    hosts = {
-        process.identity.node or process.identity.host
-        for process in processes
-        if process.missing_tap and process.groups
-    }
-    outlooks = dict.fromkeys(node.tap_outlook for node in nodes if node.host in hosts)
+    # Only ranks with a group have collectives.
+    missing = dict.fromkeys(process.missing_tap for process in processes if process.groups)
     means = (
         "collectives were recorded from Python, which costs up to 50 us each and records no end"
         " times of asynchronous collectives"
     )
-    return [f"{means}; {outlook}" if outlook else means for outlook in outlooks]
+    return [f"{means}; {each}" for each in missing if each]
 
 
 def _build_row(

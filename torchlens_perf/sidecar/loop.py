@@ -236,7 +236,6 @@ class _RoundRunner:
         with _log_disk_errors("this run could not join that of node 0"):
             sidecar.join_run_directories()
         sidecar.sample_telemetry()
-        sidecar.build_tap(now_s - self._started_s)
         sidecar.read_commit()
         sidecar.relay_captures(now_s, final=not more)
         # Write the report before the export, because rank 0 waits for the report and an export may

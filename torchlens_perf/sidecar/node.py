@@ -28,7 +28,6 @@ from torchlens_perf.sidecar.contained_errors import ContainedErrors
 from torchlens_perf.sidecar.job_monitor import JobMonitor
 from torchlens_perf.sidecar.record_account import RecordProcessor
 from torchlens_perf.sidecar.rings.sources import RingSources
-from torchlens_perf.sidecar.tap_for_next_run import TapBuilder
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 from torchlens_perf.verdicts import node_state
 
@@ -43,7 +42,6 @@ _LAST_CHOICE_S = 3.0
 # The report waits this long for the last steps of other ranks, which end milliseconds after rank 0.
 _OTHER_RANKS_TIMEOUT_S = 0.3
 _CLASSES_PERIOD_S, _MIN_IDLE_RATIO = 60.0, 100.0
-_TAP = "building the native tap on collectives"
 
 
 class Sidecar:
@@ -56,14 +54,12 @@ class Sidecar:
         exporter: Exporter | None,
         report: Callable[[RunDirectory, dict[str, Any]], None],
         waiting: Mapping[str, WaitingRing] | None = None,
-        tap: TapBuilder | None = None,
     ) -> None:
         """report: writes the run's report.txt.
 
         `report` is called with the run and with rank 0's settings for its terminal.
 
         waiting: rings that were watched before this sidecar began to read, by path.
-        tap: builds the native tap; None to build no tap.
         """
         self.run = run
         self.state = state = node_state.load_or_new(run, host)
@@ -83,7 +79,6 @@ class Sidecar:
         self._captures = CaptureRelay(run)
         self._exporter = exporter
         self._write_report = report
-        self._tap = TapBuilder(builds=False) if tap is None else tap
         self._commit: CommitReader | None = None
         self._encoded = node_state.EncodedStatistics()
         self._saved_hang = state.hang
@@ -150,11 +145,6 @@ class Sidecar:
             if found is not None and self._exporter is not None:
                 self._exporter.record_hardware(live[0].identity, found)
         self._add_notes(self.telemetry.notes)
-
-    def build_tap(self, running_s: float) -> None:
-        """Build the native tap for the next run, if ranks lack it. running_s: the sidecar's age."""
-        with self.contain_errors(_TAP):
-            self._tap.start_if_due(running_s)
 
     def read_commit(self) -> None:
         """Start to read the git commit of the training program, or take the result."""
@@ -287,13 +277,6 @@ class Sidecar:
             note for note in self.monitor.cluster.notes() if note not in state.notes
         ]
         state.telemetry = self.telemetry.run_totals()
-        with self.contain_errors(_TAP):
-            # Only ranks with collectives need the native tap.
-            missed = (source.state.missing_tap for source in self.sources if source.state.groups)
-            wanted = bool(self.sources.read_setting("_build_tap"))
-            state.tap_outlook = self._tap.describe_tap_for_report(
-                next(filter(None, missed), ""), wanted=wanted
-            )
         state.sidecar_cpu_s = times.user + times.system
         state.saved_unix_ns = time.time_ns()
         for source in self.sources:

@@ -155,7 +155,7 @@ class SimulatedRank:
         self.clock = ManualClock(begin.monotonic_ns)
         self.identity = simulated_identity(run, topology, rank)
         config = Config(
-            ring_records=_RING_RECORDS << (device is not None), telemetry=False, capture="off", _build_tap=False,
+            ring_records=_RING_RECORDS << (device is not None), telemetry=False, capture="off",
             exchange="off", report="off", _total_steps=total_steps,
         )  # fmt: skip
         # The ring file is in the run directory, because an interrupted simulation must leave

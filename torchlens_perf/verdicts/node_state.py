@@ -317,8 +317,6 @@ class NodeState:
     telemetry: HardwareTotals = dataclasses.field(default_factory=HardwareTotals)
     traced: list[TracedStep] = dataclasses.field(default_factory=list)
     """The newest steps that were exported as traces, with their exported parts."""
-    tap_outlook: str = ""
-    """A sentence on the build of the shared library that records collectives, if it was missing."""
     commit: str = ""
     """Git commit of the training program, with "-dirty" if files were changed; "" if not known."""
     schema: int = SCHEMA

@@ -63,10 +63,6 @@ class ControlGroup:
         """Return the highest ratio of used memory to limit, over the group and its parents."""
         return max((used / limit for used, limit in self._read_memory_use()), default=None)
 
-    def memory_left_bytes(self) -> int | None:
-        """Return the bytes of memory left below the tightest limit of the group and its parents."""
-        return min((limit - used for used, limit in self._read_memory_use()), default=None)
-
     def memory_limit_bytes(self) -> int | None:
         """Return the tightest memory limit of the group and its parents."""
         return min((limit for _, limit in self._limits), default=None)

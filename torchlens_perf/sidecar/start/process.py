@@ -190,8 +190,7 @@ def _run_sidecar_until_end(
 ) -> None:
     # A user who starts a sidecar waits for its results, so it works at normal priority.
     is_live = wake is not None
-    # A single low-priority thread does all work. The child that builds the tap would end with the
-    # thread that started it.
+    # A single low-priority thread does all work.
     background = (
         ThreadPoolExecutor(1, initializer=priority.lower_thread_priority) if is_live else None
     )
@@ -205,9 +204,7 @@ def _run_sidecar_until_end(
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.metrics_port import MetricsPort
     from torchlens_perf.sidecar.node import Sidecar
-    from torchlens_perf.sidecar.tap_for_next_run import TapBuilder
 
-    tap = TapBuilder(builds=is_live)
     again, failures = True, 0
     while again:
         wanted = bool(read_enabled_signals(os.environ))
@@ -218,7 +215,7 @@ def _run_sidecar_until_end(
         )
         sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
         try:
-            sidecar = Sidecar(run, host, exporter, write_report, rings, tap)
+            sidecar = Sidecar(run, host, exporter, write_report, rings)
             again = run_sidecar(
                 sidecar, lock, exporter, render_live_results, port, background, wake
             )
@@ -241,8 +238,6 @@ def _run_sidecar_until_end(
         finally:
             with guard("ending /metrics"):
                 port.close(lingers=not again)
-    with guard("building the native tap on collectives"):
-        tap.finish()
 
 
 def _replay_records(
