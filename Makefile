@@ -7,7 +7,7 @@ FRAMEWORKS := .venv-frameworks
 INTEL_MPI := .venv-intel-mpi
 PAGE := .venv-page
 WHEELS ?= .venv-wheels
-ENGINES := $(addprefix .venv-engines/,ray spark)
+SPARK := .venv-spark
 BACKENDS := $(addprefix .venv-backends/,mlflow phoenix rotel chdb autotel victoria-metrics)
 # Two environments are made side by side.
 MAKEFLAGS += --jobs=2
@@ -45,9 +45,9 @@ test: check $(TEST)/tap $(TEST)/collected $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
-test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready .venv-newest/ready $(WHEELS)/ready $(addsuffix /ready,$(ENGINES))
+test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready .venv-newest/ready $(WHEELS)/ready $(SPARK)/ready
 	command -v bpftrace || apt-get install -y -q --no-install-recommends bpftrace
-	EXAMPLES=400 FIGURES=1 NEWEST=$(CURDIR)/.venv-newest ENGINES=$(CURDIR)/.venv-engines $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
+	EXAMPLES=400 FIGURES=1 NEWEST=$(CURDIR)/.venv-newest SPARK=$(CURDIR)/$(SPARK) $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
 	.venv-newest/bin/python -m pytest $(SIDE_BY_SIDE) -m '' $(NEWEST_TESTS)
 
@@ -65,11 +65,11 @@ NEWEST_TESTS = -k 'not prints_nothing_to_stderr' \
 	$(@D)/bin/python -m torchlens_perf build-tap
 	touch $@
 
-# Spark and Ray for `query`, with what their extras install, and Debian's Java: as root it is installed where it is missing.
-.venv-engines/%/ready: pyproject.toml
+# Spark for `query`, and Debian's Java: as root it is installed where it is missing.
+$(SPARK)/ready: pyproject.toml
 	command -v java || apt-get install -y -q --no-install-recommends openjdk-17-jre-headless
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --no-compile -e '.[$*]'
+	$(@D)/bin/python -m pip install -q --no-compile -e '.[spark]'
 	touch $@
 
 # Under real launchers, on two nodes of this machine: as root, with the packages that docs/guides/launchers.md lists.
@@ -238,4 +238,4 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out $(OUT)) $(PARTS)
 
 clean:
-	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) $(WHEELS) .venv-backends .venv-engines .venv-peers build dist torchlens_perf/*.so torchlens-perf
+	rm -rf $(DEMO) $(TEST) $(RECEIVER) $(FRAMEWORKS) $(PAGE) $(WHEELS) $(SPARK) .venv-backends .venv-peers build dist torchlens_perf/*.so torchlens-perf

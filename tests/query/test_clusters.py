@@ -1,4 +1,4 @@
-"""Spark and Ray return the numbers of DuckDB, on clusters of two workers on this machine."""
+"""Spark returns the numbers of DuckDB, on a cluster of two workers on this machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from torchlens_perf.query.engine import run_query
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-ENGINES = os.environ.get("ENGINES", "")
-if not ENGINES:
-    pytest.skip(
-        "`make test-long` sets ENGINES to the folder of Ray and Spark", allow_module_level=True
-    )
+SPARK = os.environ.get("SPARK", "")
+if not SPARK:
+    pytest.skip("`make test-long` sets SPARK to an environment with Spark", allow_module_level=True)
 
 # Sqlglot alone translates these to approximate quantiles, whole seconds or decimals.
 ADAPTED = """
@@ -63,19 +61,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     }
 
 
-@pytest.fixture(scope="module", params=["spark", "ray"])
+@pytest.fixture(scope="module")
 def answers(
-    request: pytest.FixtureRequest,
-    runs: dict[str, list[str]],
-    tmp_path_factory: pytest.TempPathFactory,
+    runs: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Any]:
     """Return the answers of a cluster to all queries, by runs and query."""
     asked = [(of, sql) for of in ("recorded", "simulated") for _, sql in QUERIES]
     asked += [(of, sql) for of in ("recorded", "simulated") for sql in (ADAPTED, UNSIGNED)]
     asked += [("both", BOTH_RUNS), ("damaged", BOTH_RUNS), *(("simulated", sql) for sql in INVALID)]
     done = subprocess.run(
-        [f"{ENGINES}/{request.param}/bin/python", "-m", "tests.support.cluster_queries",
-         request.param, str(tmp_path_factory.mktemp(request.param))],
+        [f"{SPARK}/bin/python", "-m", "tests.support.cluster_queries",
+         str(tmp_path_factory.mktemp("spark"))],
         input=json.dumps([(runs[of], sql) for of, sql in asked]),
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -117,12 +113,11 @@ def test_query_that_cannot_run_is_an_error_of_one_line(
     assert "\n" not in error
 
 
-@pytest.mark.parametrize("engine", ["spark", "ray"])
 def test_command_starts_a_cluster_where_none_is_named(
-    engine: str, runs: dict[str, list[str]], tmp_path: Path
+    runs: dict[str, list[str]], tmp_path: Path
 ) -> None:
     sql = "SELECT count(*) AS n FROM steps"
-    done = run_command(engine, [*runs["simulated"], sql, "--json"], tmp_path)
+    done = run_command([*runs["simulated"], sql, "--json"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [{"n": 160}]
     assert not list(tmp_path.iterdir())
@@ -135,9 +130,7 @@ def test_command_starts_a_cluster_where_none_is_named(
         ({"PATH": "/nowhere", "JAVA_HOME": ""}, "", "needs Java"),
     ],
 )
-@pytest.mark.parametrize("engine", ["spark", "ray"])
-def test_what_an_engine_lacks_is_an_error(
-    engine: str,
+def test_what_spark_lacks_is_an_error(
     environment: dict[str, str],
     run: str,
     message: str,
@@ -145,16 +138,16 @@ def test_what_an_engine_lacks_is_an_error(
     tmp_path: Path,
 ) -> None:
     arguments = [run or runs["simulated"][0], "SELECT count(*) FROM steps"]
-    done = run_command(engine, arguments, tmp_path, environment)
+    done = run_command(arguments, tmp_path, environment)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 def run_command(
-    engine: str, arguments: list[str], folder: Path, environment: dict[str, str] | None = None
+    arguments: list[str], folder: Path, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [f"{ENGINES}/{engine}/bin/torchlens-perf", "query", *arguments, "--engine", engine]
+    command = [f"{SPARK}/bin/torchlens-perf", "query", *arguments, "--engine", "spark"]
     return subprocess.run(
         command, cwd=folder, env={**os.environ, **(environment or {})},
         capture_output=True, text=True, check=False,

@@ -1,13 +1,12 @@
 """Run queries on a cluster of two workers on this machine, in one process.
 
-`python -m tests.support.cluster_queries ENGINE FOLDER` reads a JSON list of [RUNS, SQL]. It prints a
-JSON list with [ROWS, NOTES] or the text of the error for each. ENGINE is spark or ray. The
-configuration of Spark is written into FOLDER.
+`python -m tests.support.cluster_queries FOLDER` reads a JSON list of [RUNS, SQL]. It prints a JSON
+list with [ROWS, NOTES] or the text of the error for each. The configuration of Spark is written into
+FOLDER.
 """
 
 from __future__ import annotations
 
-import atexit
 import decimal
 import json
 import os
@@ -19,23 +18,10 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.query.spark import run_query
 
 
-def _start_cluster(engine: str, folder: Path) -> None:
-    if engine == "ray":
-        from ray.cluster_utils import Cluster
-
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-        atexit.register(cluster.shutdown)
-        cluster.add_node(num_cpus=1)
-        os.environ["RAY_ADDRESS"] = cluster.address
-    else:
-        (folder / "spark-defaults.conf").write_text("spark.master local-cluster[2,1,1024]\n")
-        os.environ["SPARK_CONF_DIR"] = str(folder)
-
-
-def _answer(runs: list[str], sql: str, engine: str) -> Any:
+def _answer(runs: list[str], sql: str) -> Any:
     notes: list[str] = []
     try:
-        return run_query(sql, runs, notes, engine).rows, notes
+        return run_query(sql, runs, notes).rows, notes
     except RunStoreError as error:
         return str(error)
 
@@ -45,7 +31,8 @@ def _to_json(value: object) -> float | str:
 
 
 if __name__ == "__main__":
-    engine, folder = sys.argv[1:]
-    _start_cluster(engine, Path(folder))
-    answers = [_answer(runs, sql, engine) for runs, sql in json.load(sys.stdin)]
+    folder = Path(sys.argv[1])
+    (folder / "spark-defaults.conf").write_text("spark.master local-cluster[2,1,1024]\n")
+    os.environ["SPARK_CONF_DIR"] = str(folder)
+    answers = [_answer(runs, sql) for runs, sql in json.load(sys.stdin)]
     json.dump(answers, sys.stdout, default=_to_json)

@@ -92,9 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not arguments[0].startswith("-") and arguments[0] not in (*_NAMES, results.NAME):
             raise ConfigError(_unknown_command_text(arguments[0]))
         options = parser.parse_args(arguments)
-        # doctor imports Dynamo, and the engine ray imports RayDP. Both need pandas.
-        needs_pandas = options.command is _run_doctor or getattr(options, "engine", "") == "ray"
-        if is_program and not needs_pandas:
+        # doctor imports Dynamo, which needs pandas.
+        if is_program and options.command is not _run_doctor:
             block_pandas_import()
         result: int = options.command(options)
         return result

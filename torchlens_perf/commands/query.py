@@ -1,4 +1,4 @@
-"""`torchlens-perf query RUN... "SQL"`: SQL on the tables of runs, by DuckDB, Spark or Ray."""
+"""`torchlens-perf query RUN... "SQL"`: SQL on the tables of runs, by DuckDB or Spark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torchlens_perf.query.files import Rows
 
 _SHOWN_ROWS = 50
-_PACKAGES = {"duckdb": ["duckdb"], "ray": ["raydp", "sqlglot"], "spark": ["pyspark", "sqlglot"]}
+_EXTRAS = {"duckdb": ("query", ["duckdb"]), "spark": ("spark", ["pyspark", "sqlglot"])}
+"""The extra and the packages that each engine needs."""
 
 
 def add_command(commands: Any) -> None:
@@ -39,8 +40,8 @@ def add_command(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("sql", help="a query in DuckDB's SQL")
     parser.add_argument(
-        "--engine", choices=sorted(_PACKAGES), default="duckdb",
-        help="spark, ray: a cluster that is configured, or else started here; default: duckdb",
+        "--engine", choices=sorted(_EXTRAS), default="duckdb",
+        help="spark: a cluster that is configured, or else this machine; default: duckdb",
     )  # fmt: skip
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print a JSON array of objects")
@@ -49,11 +50,16 @@ def add_command(commands: Any) -> None:
 
 
 def _run_query(options: argparse.Namespace) -> int:
-    extra = "query" if options.engine == "duckdb" else options.engine
-    require_packages("query", _PACKAGES[options.engine], extra)
+    extra, packages = _EXTRAS[options.engine]
+    require_packages("query", packages, extra)
+    if options.engine == "duckdb":
+        from torchlens_perf.query.engine import run_query
+    else:
+        from torchlens_perf.query.spark import run_query
+
     notes: list[str] = []
     with Progress("reading the runs", quiet=options.quiet):
-        found = _run_sql(options.engine, options.sql, _list_runs(options.runs), notes)
+        found = run_query(options.sql, _list_runs(options.runs), notes)
     if options.json:
         rows = [dict(zip(found.names, map(_to_json, row), strict=True)) for row in found.rows]
         json.dump(rows, sys.stdout, indent=1, default=str, allow_nan=False)
@@ -67,16 +73,6 @@ def _run_query(options: argparse.Namespace) -> int:
         for note in notes:
             print(f"torchlens-perf: {printable(note)}", file=sys.stderr)
     return 0
-
-
-def _run_sql(engine: str, sql: str, runs: list[str], notes: list[str]) -> Rows:
-    if engine == "duckdb":
-        from torchlens_perf.query.engine import run_query
-
-        return run_query(sql, runs, notes)
-    from torchlens_perf.query import spark
-
-    return spark.run_query(sql, runs, notes, engine)
 
 
 def _list_runs(named: list[str]) -> list[str]:

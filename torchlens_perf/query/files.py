@@ -1,4 +1,4 @@
-"""The files of a table and the result of a query, for all engines of `query`."""
+"""The files of a table and the result of a query, for both engines of `query`."""
 
 from __future__ import annotations
 

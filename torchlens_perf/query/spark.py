@@ -1,4 +1,4 @@
-"""SQL on the Parquet files of runs, by Spark: on a Spark cluster, or on a Ray cluster by RayDP.
+"""SQL on the Parquet files of runs, by Spark, on a cluster or on this machine.
 
 The SQL is DuckDB's. All machines of the cluster must find the runs under the same paths.
 """
@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,20 @@ _SETTINGS = {
 }
 
 
-def run_query(sql: str, runs: list[str], notes: list[str], engine: str) -> Rows:
+def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
     """Return the result of a query on runs.
 
-    runs: run directories. notes: receives a line for each damaged file. engine: spark or ray. Raise
-    RunStoreError for an invalid query, a run in an object store, or missing Java.
+    runs: run directories. notes: receives a line for each damaged file. Raise RunStoreError for an
+    invalid query, a run in an object store, or missing Java.
     """
     if remote := next(filter(REMOTE.match, runs), None):
-        raise RunStoreError(f"{remote}: --engine {engine} reads local runs only; use duckdb")
+        raise RunStoreError(f"{remote}: --engine spark reads local runs only; use duckdb")
     if not (os.environ.get("JAVA_HOME") or shutil.which("java")):
-        raise RunStoreError(f"--engine {engine} needs Java 17: install it, or set JAVA_HOME")
+        raise RunStoreError("--engine spark needs Java 17: install it, or set JAVA_HOME")
     try:
         statements = _translate(sql)
-        session = _start_session(engine)
+        # The master is that of spark-defaults.conf, or else this machine.
+        session = SparkSession.builder.appName(NAME).config(map=_SETTINGS).getOrCreate()
         for table in TABLES:
             if table in sql.lower():
                 _create_view(session, table, runs, notes)
@@ -89,29 +91,7 @@ def _translate(sql: str) -> list[str]:
     return [each.sql("spark", unsupported_level=ErrorLevel.RAISE) for each in statements if each]
 
 
-@functools.cache
-def _start_session(engine: str) -> SparkSession:
-    """Connect to the cluster of the engine's variables, or start one on this machine."""
-    if engine == "spark":
-        return SparkSession.builder.appName(NAME).config(map=_SETTINGS).getOrCreate()
-    import ray
-    import raydp
-
-    # Without an address, Ray would try the last cluster of this machine, even after its end.
-    address = os.environ.get("RAY_ADDRESS", "local")
-    ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    nodes = [node["Resources"] for node in ray.nodes() if "CPU" in node["Resources"]]
-    return raydp.init_spark(
-        NAME,
-        num_executors=len(nodes),
-        executor_cores=int(min(node["CPU"] for node in nodes)),
-        executor_memory=f"{int(min(node['memory'] for node in nodes) / 2) >> 20}m",
-        fault_tolerant_mode=False,
-        configs=dict(_SETTINGS),
-    )
-
-
-def _create_view(session: SparkSession, table: str, runs: list[str], notes: list[str]) -> None:
+def _create_view(session: SparkSession, table: str, runs: Sequence[str], notes: list[str]) -> None:
     frames = []
     for run in runs:
         # Spark expands patterns in paths.
