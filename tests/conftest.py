@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
+from tests.support.cpu_budget import CpuBudget
 from tests.support.strict import find_failed_sidecars
 from tests.support.warm_python import WHOLE_END
 from torchlens_perf.errors import RAISE, swallowed
@@ -42,6 +43,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("busy")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Limit the CPU time of `make test`."""
+    if config.option.markexpr == "not long":
+        config.pluginmanager.register(CpuBudget())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,100 @@
+"""Limits on the CPU time of each test and of all tests of `make test`.
+
+The CPU time of a test includes the processes that it has started and waited for. Sidecars outlive
+their job, so they are not included. The limits have slack, because the same work takes more CPU
+time while other programs use the caches.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import pytest
+
+TEST_S = 0.5
+"""Budget of a test in the process of the tests."""
+PROCESSES_S = 10.0
+"""Budget of the processes that one test starts."""
+SUITE_S = 900.0
+"""Budget of all tests, including the collection of each worker."""
+SLACK = 2.0
+"""Factor by which a test may exceed its budget."""
+_SHOWN = 10
+
+
+class CpuTime(NamedTuple):
+    """CPU seconds of this process and of the processes that it has waited for."""
+
+    own_s: float
+    children_s: float
+
+    @classmethod
+    def now(cls) -> CpuTime:
+        who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        return cls(*(used.ru_utime + used.ru_stime for used in map(resource.getrusage, who)))
+
+
+def find_excess(used: CpuTime) -> str:
+    """Return the reason why a test is too expensive, or an empty string."""
+    budgets = zip(used, (TEST_S, PROCESSES_S), ("this process", "started processes"), strict=True)
+    return "; ".join(
+        f"{seconds:.1f} s of CPU time in {where}, and the budget is {budget_s} s"
+        for seconds, budget_s, where in budgets
+        if seconds > SLACK * budget_s
+    )
+
+
+class CpuBudget:
+    """A plugin of pytest that fails expensive tests and prints the most expensive ones."""
+
+    def __init__(self) -> None:
+        self._last = CpuTime.now()
+        self._tests_s: dict[str, float] = {}
+        self._workers_s = 0.0
+
+    def pytest_runtest_logstart(self) -> None:
+        self._last = CpuTime.now()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Measure one phase. Only the test itself can fail: fixtures may serve several tests."""
+        report = yield
+        now = CpuTime.now()
+        used, self._last = CpuTime(*(b - a for a, b in zip(self._last, now, strict=True))), now
+        report.user_properties.append(("cpu_s", sum(used)))
+        if call.when == "call" and report.passed and (excess := find_excess(used)):
+            report.outcome, report.longrepr = "failed", excess
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add one phase. The controller of pytest-xdist gets the reports of its workers."""
+        seconds = sum(value for name, value in report.user_properties if name == "cpu_s")
+        self._tests_s[report.nodeid] = self._tests_s.get(report.nodeid, 0.0) + seconds
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Add the whole CPU time of a worker of pytest-xdist that has ended."""
+        self._workers_s += getattr(node, "workeroutput", {}).get("cpu_s", 0.0)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["cpu_s"] = sum(CpuTime.now())
+        elif self._suite_s() > SUITE_S and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the sum and the most expensive tests."""
+        show = terminalreporter.write_line
+        show(f"CPU time: {self._suite_s():.0f} s, and the budget of all tests is {SUITE_S:.0f} s")
+        by_time = sorted(self._tests_s.items(), key=lambda each: -each[1])
+        for name, seconds in by_time[:_SHOWN]:
+            show(f"  {seconds:5.1f} s {name}")
+
+    def _suite_s(self) -> float:
+        now = CpuTime.now()
+        return now.own_s + (self._workers_s or now.children_s)

@@ -1,0 +1,73 @@
+"""The budget of CPU time is measured over all workers, and holds tests and their processes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cpu_budget import CpuTime, find_excess
+from tests.support.processes import run
+
+_CONFTEST = """
+import tests.support.cpu_budget as cpu_budget
+
+cpu_budget.TEST_S, cpu_budget.PROCESSES_S, cpu_budget.SUITE_S = 0.1, 0.2, {suite_s}
+
+def pytest_configure(config):
+    config.pluginmanager.register(cpu_budget.CpuBudget())
+"""
+_SPIN = "import time\nwhile time.process_time() < {0}: pass"
+_TESTS = f"""
+import subprocess, sys, time
+
+def spin(seconds):
+    end_s = time.process_time() + seconds
+    while time.process_time() < end_s:
+        pass
+
+def test_cheap():
+    pass
+
+def test_expensive():
+    spin(0.3)
+
+def test_of_processes():
+    subprocess.run([sys.executable, "-c", {_SPIN.format(0.6)!r}], check=True)
+"""
+
+
+def test_expensive_tests_of_all_workers_fail_and_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(_CONFTEST.format(suite_s=60))
+    (tmp_path / "test_planted.py").write_text(_TESTS)
+    shown = run_pytest(tmp_path, "-p", "xdist", "-n", "2")
+
+    assert "2 failed, 1 passed" in shown
+    assert re.search(r"0\.[3-9] s of CPU time in this process, and the budget is 0\.1 s", shown)
+    assert re.search(r"\d\.\d s of CPU time in started processes", shown)
+    assert re.search(r"0\.[6-9] s test_planted.py::test_of_processes\n", shown)
+    (suite_s,) = re.findall(r"CPU time: (\d+) s", shown)
+    assert 1 <= int(suite_s) < 60
+
+
+def test_suite_above_its_budget_fails(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(_CONFTEST.format(suite_s=0.01))
+    (tmp_path / "test_planted.py").write_text("def test_cheap(): pass")
+
+    assert "1 passed" in run_pytest(tmp_path)
+
+
+def test_slack_is_for_machines_with_other_load() -> None:
+    assert find_excess(CpuTime(0.9, 19.0)) == ""
+    assert find_excess(CpuTime(1.1, 0.0)).startswith("1.1 s of CPU time in this process")
+
+
+def run_pytest(folder: Path, *options: str) -> str:
+    """Run the planted tests, which must fail. Return the output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    root = str(Path(__file__).parents[2])
+    done = run(command, folder, PYTHONPATH=root, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    return done.stdout
