@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,17 +51,26 @@ class Examples(Dataset):  # type: ignore[type-arg]
 
     def __init__(self, count: int, *, slow: bool = True) -> None:
         generator = torch.Generator().manual_seed(1)
-        self._inputs = torch.randn(count, WIDTH, generator=generator)
-        self._labels = torch.randint(CLASSES, (count,), generator=generator)
+        self.tensors = (
+            torch.randn(count, WIDTH, generator=generator),
+            torch.randint(CLASSES, (count,), generator=generator),
+        )
         self._slow = slow
 
     def __len__(self) -> int:
-        return len(self._inputs)
+        return len(self.tensors[0])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if self._slow:
             planted_fault()
-        return self._inputs[index], self._labels[index]
+        return self.tensors[0][index], self.tensors[1][index]
+
+
+def batches(count: int, size: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield `count` batches without a DataLoader and without the fault."""
+    examples = Examples(count * size, slow=False)
+    for start in range(0, count * size, size):
+        yield examples.tensors[0][start : start + size], examples.tensors[1][start : start + size]
 
 
 class Tokens(Dataset):  # type: ignore[type-arg]

@@ -9,9 +9,11 @@ gradients.
 import copy
 
 import torch
-from script import WIDTH, Losses, batches, watched
+from job import WIDTH, Losses, batches
 from torch import nn
 from torch.nn import functional as F
+
+import torchlens_perf as perf
 
 
 class Critic(nn.Module):
@@ -48,7 +50,7 @@ actor_optimizer = torch.optim.Adam(actor.parameters(), lr=1e-3)
 log_alpha = torch.zeros(1, requires_grad=True)
 alpha_optimizer = torch.optim.Adam([log_alpha], lr=1e-3)
 losses = Losses()
-with watched(
+with perf.watch(
     [actor, first_critic, second_critic], [critic_optimizer, actor_optimizer, alpha_optimizer]
 ):
     for step, (states, _) in enumerate(batches(60)):

@@ -4,8 +4,10 @@ The script stores two losses of the critic and then the generator's loss in vari
 """
 
 import torch
-from script import WIDTH, Losses, batches, watched
+from job import WIDTH, Losses, batches
 from torch import nn
+
+import torchlens_perf as perf
 
 torch.manual_seed(0)
 generator = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, WIDTH))
@@ -15,7 +17,7 @@ critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3)
 criterion = nn.BCEWithLogitsLoss()
 real, fake = torch.ones(8, 1), torch.zeros(8, 1)
 losses = Losses()
-with watched([generator, critic], [critic_optimizer, generator_optimizer]):
+with perf.watch([generator, critic], [critic_optimizer, generator_optimizer]):
     for inputs, _ in batches(40):
         critic_optimizer.zero_grad()
         criterion(critic(inputs), real).backward()

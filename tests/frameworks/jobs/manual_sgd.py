@@ -1,12 +1,14 @@
 """Train without an optimizer, in a loop that updates the parameters by hand."""
 
 import torch
-from script import Losses, batches, classifier, watched
+from job import Losses, batches, classifier
+
+import torchlens_perf as perf
 
 torch.manual_seed(0)
 model = classifier()
 losses = Losses()
-with watched(model):
+with perf.watch(model):
     for inputs, labels in batches(40):
         loss = torch.nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
