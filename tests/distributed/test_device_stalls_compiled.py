@@ -273,6 +273,7 @@ def test_tensor_parallel_stalls_are_recorded_in_one_graph(tmp_path: Path) -> Non
         assert set(stalls) == {"wait", "backward tail"}
 
 
+@pytest.mark.long
 @host_is_ahead
 def test_functional_collectives_in_one_graph_are_one_stall_each(tmp_path: Path) -> None:
     """The graph waits once for each collective, by torch.ops._c10d_functional.wait_tensor."""

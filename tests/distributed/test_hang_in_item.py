@@ -53,6 +53,7 @@ def test_hang_verdict_shows_the_host_that_waits_for_its_device(tmp_path: Path) -
     assert "or a collective's kernel that waits for another rank's device" in text
 
 
+@pytest.mark.long
 def test_no_rank_is_named_when_all_hosts_wait_for_devices(tmp_path: Path) -> None:
     """The alarm shows the source line and says that the rank is unknown. The alarm does not say
     that the job may just be paused.

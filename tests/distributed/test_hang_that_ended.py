@@ -36,6 +36,7 @@ def first_verdicts(folder: Path, stall_s: float) -> tuple[dict[str, Any], str]:
     return json.loads(found), text
 
 
+@pytest.mark.long  # On a busy machine, long steps may cost more.
 def test_ended_hang_with_the_highest_cost_is_the_first_verdict(tmp_path: Path) -> None:
     """The verdict has the hang's rank, step, cost and stack. No other verdict is about this step."""
     report, text = first_verdicts(tmp_path, MIN_S + 20)

@@ -121,7 +121,7 @@ def test_slow_rank_is_named_over_an_exchange_with_configured_address_and_token(
     assert not any(b"S3CRET" in each for each in files)
 
 
-@pytest.mark.long  # The next test also has devices on two nodes.
+@pytest.mark.long
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 def test_slow_device_of_another_node_is_named(tmp_path: Path) -> None:
     """The exchanged windows contain device times, and so does node 0's verdict."""
@@ -148,6 +148,7 @@ def hang_of_a_device(value: dict[str, Any]) -> dict[str, Any] | None:
     return found if found is not None and found["evidence"]["kind"] == "device" else None
 
 
+@pytest.mark.long
 @pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 def test_hung_device_of_another_node_is_named(tmp_path: Path) -> None:
     """In this test, a kernel of rank 2 never ends.

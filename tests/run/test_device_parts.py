@@ -51,7 +51,6 @@ class Known:
 Steps = list[tuple[list[tuple[Kind, int, int]], int]]
 
 
-@settings(max_examples=400)
 @given(st.lists(st.tuples(SPANS, st.integers(0, 40)), min_size=1, max_size=3))
 def test_training_process_and_sidecar_divide_steps_into_the_same_parts(steps: Steps) -> None:
     """Spans may be nested, overlapping or of equal length. Host time never counts as a gap."""

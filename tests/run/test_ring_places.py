@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.test_shared_folder import in_namespaces
-from tests.support.long import long_except
+from tests.support.long import long, long_except
 from torchlens_perf.run.rings import memory
 
 MIB = 1 << 20
@@ -132,7 +132,7 @@ def fill(setup: str, folder: Path, where: str) -> subprocess.CompletedProcess[st
 
 
 @in_namespaces
-@pytest.mark.parametrize("where", ["shared memory", "kept"])
+@pytest.mark.parametrize("where", ["shared memory", *long("kept")])
 @pytest.mark.parametrize("kind", long_except({"tmpfs", "small tmpfs", "ext4", "overlay"}, PLACES))
 def test_ring_can_be_written_on_a_full_file_system(kind: str, where: str, tmp_path: Path) -> None:
     """The ring is in a file only where a write to the mapped file cannot raise SIGBUS.

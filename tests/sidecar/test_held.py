@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.findings import hang
+from tests.support.long import long_except
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.reports import checked
 from tests.support.simulations import simulation
@@ -80,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", long_except({"slow once", "healthy"}, CASES))
 def test_restarts_and_replays_give_the_same_validity_of_verdicts(case: str, tmp_path: Path) -> None:
     """The validity is compared between one sidecar, restarts every 32 steps, and a replay."""
     faults, topology = CASES[case]

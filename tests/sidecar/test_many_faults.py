@@ -37,25 +37,22 @@ SEGMENTS, PAYLOADS = 20_000, 800_000
 
 @pytest.mark.distributed
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kills", [KILLS_A_RUN, *long(KILLS)])
+@pytest.mark.parametrize("kills", [15, *long(KILLS)])
 def test_repeated_kills_of_the_sidecar_lose_no_records(kills: int, tmp_path: Path) -> None:
     """A kill may interrupt the writing of a segment or the state.
 
     Each record is counted and saved once.
     """
-    began_s, number, steps, partial = (
-        time.monotonic(),
-        kills if kills < KILLS else share(KILLS),
-        0,
-        0,
-    )
-    runs = max(1, number // KILLS_A_RUN)
+    began_s, steps, partial = time.monotonic(), 0, 0
+    number = kills if kills < KILLS else share(KILLS)
+    kills_a_run = min(number, KILLS_A_RUN)
+    runs = number // kills_a_run
     for seed in range(runs):
         command = [
             sys.executable,
             str(SCRIPTS / "sidecars_killed.py"),
             str(tmp_path),
-            str(KILLS_A_RUN),
+            str(kills_a_run),
             str(seed),
         ]
         done = run_warm(command, tmp_path, timeout_s=300, PYTHONPATH=str(ROOT))
@@ -64,9 +61,9 @@ def test_repeated_kills_of_the_sidecar_lose_no_records(kills: int, tmp_path: Pat
         assert (found["counted"], found["lost"], found["once"]) == (found["steps"], 0, True), found
         steps, partial = steps + found["steps"], partial + found["partial"]
 
-    assert steps > runs * KILLS_A_RUN
-    assert partial > 0, "none was killed while it wrote"
+    assert steps > runs * kills_a_run
     if kills == KILLS:
+        assert partial > 0, "none was killed while it wrote"
         counted = f"0 of {steps:,} steps lost or counted twice"
         note(
             "SIGKILL of the sidecar",

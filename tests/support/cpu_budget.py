@@ -1,8 +1,7 @@
 """Limits on the CPU time of each test and of all tests of `make test`.
 
-The CPU time of a test includes the processes that it has started and waited for. Sidecars outlive
-their job, so they are not included. The limits have slack, because the same work takes more CPU
-time while other programs use the caches.
+The CPU time includes the processes that the test has waited for, so no sidecar that outlives its
+job. The limits have slack, because work takes more CPU time while other programs use the caches.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ SUITE_S = 900.0
 """Budget of all tests, including the collection of each worker."""
 SLACK = 2.0
 """Factor by which a test may exceed its budget."""
-_SHOWN = 10
+EXEMPT = ("slow", "examples")
+"""Marks of tests without a budget of their own."""
 
 
 class CpuTime(NamedTuple):
-    """CPU seconds of this process and of the processes that it has waited for."""
+    """CPU seconds of this process, and of processes that it has waited for."""
 
     own_s: float
     children_s: float
@@ -38,12 +38,12 @@ class CpuTime(NamedTuple):
 
 def find_excess(used: CpuTime) -> str:
     """Return the reason why a test is too expensive, or an empty string."""
-    budgets = zip(used, (TEST_S, PROCESSES_S), ("this process", "started processes"), strict=True)
-    return "; ".join(
-        f"{seconds:.1f} s of CPU time in {where}, and the budget is {budget_s} s"
-        for seconds, budget_s, where in budgets
-        if seconds > SLACK * budget_s
-    )
+    message = "{:.1f} s of CPU time in {}, and the budget is {} s"
+    if used.own_s > SLACK * TEST_S:
+        return message.format(used.own_s, "this process", TEST_S)
+    if used.children_s > SLACK * PROCESSES_S:
+        return message.format(used.children_s, "started processes", PROCESSES_S)
+    return ""
 
 
 class CpuBudget:
@@ -59,14 +59,15 @@ class CpuBudget:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
-        self, call: pytest.CallInfo[None]
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Measure one phase. Only the test itself can fail: fixtures may serve several tests."""
         report = yield
         now = CpuTime.now()
         used, self._last = CpuTime(*(b - a for a, b in zip(self._last, now, strict=True))), now
         report.user_properties.append(("cpu_s", sum(used)))
-        if call.when == "call" and report.passed and (excess := find_excess(used)):
+        is_limited = call.when == "call" and not any(map(item.get_closest_marker, EXEMPT))
+        if is_limited and report.passed and (excess := find_excess(used)):
             report.outcome, report.longrepr = "failed", excess
         return report
 
@@ -88,11 +89,9 @@ class CpuBudget:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the sum and the most expensive tests."""
         show = terminalreporter.write_line
         show(f"CPU time: {self._suite_s():.0f} s, and the budget of all tests is {SUITE_S:.0f} s")
-        by_time = sorted(self._tests_s.items(), key=lambda each: -each[1])
-        for name, seconds in by_time[:_SHOWN]:
+        for name, seconds in sorted(self._tests_s.items(), key=lambda each: -each[1])[:10]:
             show(f"  {seconds:5.1f} s {name}")
 
     def _suite_s(self) -> float:

@@ -22,6 +22,7 @@ def pytest_configure(config):
 _SPIN = "import time\nwhile time.process_time() < {0}: pass"
 _TESTS = f"""
 import subprocess, sys, time
+import pytest
 
 def spin(seconds):
     end_s = time.process_time() + seconds
@@ -34,6 +35,10 @@ def test_cheap():
 def test_expensive():
     spin(0.3)
 
+@pytest.mark.slow
+def test_known_as_expensive():
+    spin(0.3)
+
 def test_of_processes():
     subprocess.run([sys.executable, "-c", {_SPIN.format(0.6)!r}], check=True)
 """
@@ -44,7 +49,7 @@ def test_expensive_tests_of_all_workers_fail_and_are_listed(tmp_path: Path) -> N
     (tmp_path / "test_planted.py").write_text(_TESTS)
     shown = run_pytest(tmp_path, "-p", "xdist", "-n", "2")
 
-    assert "2 failed, 1 passed" in shown
+    assert "2 failed, 2 passed" in shown
     assert re.search(r"0\.[3-9] s of CPU time in this process, and the budget is 0\.1 s", shown)
     assert re.search(r"\d\.\d s of CPU time in started processes", shown)
     assert re.search(r"0\.[6-9] s test_planted.py::test_of_processes\n", shown)

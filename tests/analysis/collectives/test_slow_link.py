@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.collectives import US, Issued, joined
+from tests.support.long import long
 from tests.support.saved import save_and_load
 from torchlens_perf.analysis.collectives.slow_link import (
     MIN_OPERATIONS,
@@ -20,7 +21,6 @@ from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.words.verdict import describe_slow_links
 
 TRANSFER_US = 400
-SEEDS = 40
 # Ranks of a 4 x 4 mesh: rows are tensor-parallel groups on one node, columns data-parallel groups
 # across nodes.
 ROWS = [tuple(range(4 * row, 4 * row + 4)) for row in range(4)]
@@ -96,9 +96,10 @@ def test_slow_group_is_found_with_its_bandwidth_and_cost(seed: int) -> None:
     assert (found.compared, found.shared_ranks, found.undecided) == (8, (), "")
 
 
-def test_healthy_job_has_no_slow_link() -> None:
+@pytest.mark.parametrize("seeds", [2, *long(40)])
+def test_healthy_job_has_no_slow_link(seeds: int) -> None:
     """The jobs differ in seeds, number of operations and noise, which may be larger than usual."""
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         for noise, operations in ((0.05, MIN_OPERATIONS), (0.3, 40), (0.6, MIN_OPERATIONS)):
             rows = job(
                 {"mesh_tp": ROWS, "mesh_dp": COLUMNS}, seed=seed, noise=noise, operations=operations

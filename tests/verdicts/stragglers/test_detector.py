@@ -259,12 +259,12 @@ NOISES: dict[str, Any] = {
 
 
 class TestNoRankIsReported:
+    @pytest.mark.parametrize("jobs", [5, *long(50)])
     @pytest.mark.parametrize("ranks", [4, 64, *long(2, 16)])
     @pytest.mark.parametrize("noise", long_except({"normal", "heavy tails"}, NOISES))
-    def test_no_rank_is_reported_in_healthy_jobs(self, noise: str, ranks: int) -> None:
-        """There are 50 jobs of each size and kind of noise."""
+    def test_no_rank_is_reported_in_healthy_jobs(self, noise: str, ranks: int, jobs: int) -> None:
         share = 0.01 if noise == "autocorrelated" else 0.05
-        deviations = NOISES[noise](np.random.default_rng(ranks), (50, ranks, 80))
+        deviations = NOISES[noise](np.random.default_rng(ranks), (jobs, ranks, 80))
         for each in deviations:
             assert Job.of(ranks, 80, noise=share, deviations=each).judge().episodes == ()
 
