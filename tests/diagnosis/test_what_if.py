@@ -383,6 +383,7 @@ def test_steps_without_measured_contention_have_the_share_of_the_others_or_of_sa
     assert fill_contention(durations, measured, None)[1].tolist() == [0.0, 0.0, 10.0]
 
 
+@pytest.mark.long
 def test_thousands_of_ranks_take_less_than_a_second_of_cpu_time() -> None:
     import time
 

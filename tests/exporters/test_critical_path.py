@@ -72,6 +72,7 @@ def judged(topology: Topology, steps: int) -> JobDetector:
     return detector
 
 
+@pytest.mark.long
 def test_thousands_of_judged_ranks_take_less_than_a_second_of_cpu_time() -> None:
     detector = judged(Topology(4096), 192)
     begin_s = time.process_time()

@@ -163,15 +163,13 @@ def test_each_tool_has_an_environment_of_the_makefile() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("works", "tools", "growth"),
     [
         (("gpt",), ("none", "torchlens_perf", "torch.profiler"), "none"),
-        pytest.param(
-            ("section", "modules", "ddp", "all_reduce"), TESTED, "small", marks=pytest.mark.long
-        ),
+        (("section", "modules", "ddp", "all_reduce"), TESTED, "small"),
     ],
 )
 def test_short_run_measures_each_tool(

@@ -11,7 +11,7 @@ import pytest
 from tests.support.processes import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_run_measures_both_ways_to_watch_and_the_marks_of_a_step() -> None:
     program = (
         "from benchmarks import training_step as measured\n"

@@ -19,6 +19,7 @@ import torch
 
 import torchlens_perf as perf
 from tests.support.leftovers import remaining_folders
+from tests.support.long import long
 from tests.support.processes import ROOT, clean_environ, run, run_warm, runs, wait_for_sidecar
 from torchlens_perf import autoload
 from torchlens_perf.config import CHILD
@@ -212,8 +213,10 @@ def test_children_of_an_isolated_program_are_isolated(tmp_path: Path) -> None:
     [
         # The package is in the folder of `pip install --target`.
         ("lib/site-packages", "import sys; sys.path.insert(0, {folder!r})"),
-        ("lib", "import sys; sys.path.append({folder!r})"),  # PEX and shiv do so.
-        (".", ""),  # The package is a copy in the script's folder.
+        *long(
+            ("lib", "import sys; sys.path.append({folder!r})"),  # PEX and shiv do so.
+            (".", ""),  # The package is a copy in the script's folder.
+        ),
     ],
 )
 def test_sidecar_imports_the_package_that_the_job_imported(
@@ -309,6 +312,7 @@ int main(int argc, char **argv) {
 """
 
 
+@pytest.mark.long
 def test_program_that_embeds_python_is_never_started_again(tmp_path: Path) -> None:
     """sys.executable of this C program is the program itself, which trains once."""
     get = sysconfig.get_config_var

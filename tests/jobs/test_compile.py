@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchlens_perf as perf
+from tests.support.long import long
 from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.recorder import python, session
@@ -269,7 +270,6 @@ WAYS = (
 
 USUAL = (
     whole_model, with_hooks, function_with_break, regional, new_shapes, training_step, traced_autograd,
-    compiled_autograd,
 )  # fmt: skip
 IN_PYTHON_TOO = (whole_model, with_hooks, new_shapes)
 """Cases that also run in Python. The others run in make test-long."""
@@ -497,7 +497,7 @@ def step_of_two_optimizers(model: Model, optimizer: torch.optim.Optimizer, backe
         step()
 
 
-@pytest.mark.parametrize("run", [optimizer_step, training_step, step_of_two_optimizers])
+@pytest.mark.parametrize("run", [optimizer_step, training_step, *long(step_of_two_optimizers)])
 def test_dynamo_translates_no_function_that_a_hook_calls(run: Run, tmp_path: Path) -> None:
     """The watch costs as many frames as two empty hooks of the user that Dynamo may not trace."""
     from torch.optim import optimizer

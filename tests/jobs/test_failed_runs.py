@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.long import long
+from tests.support.long import long, long_except
 from tests.support.processes import only_report, run_warm, runs, torchrun
 
 MODEL = """
@@ -52,7 +52,7 @@ def run_program(source: str, folder: Path, **variables: str) -> subprocess.Compl
     return run_warm([sys.executable, "train.py"], folder, **variables)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", long_except({"with", "exit code", "handled"}, WAYS))
 def test_run_has_failed_if_an_exception_leaves_its_watch(way: str, tmp_path: Path) -> None:
     source, fails = WAYS[way]
     run_program(source, tmp_path)
