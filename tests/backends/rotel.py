@@ -4,12 +4,11 @@ exporter.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.backends.server import Server, environment
-from tests.support.otlp_receiver import free_port
+from tests.backends.server import environment
+from tests.support.servers import Server, accepts, free_port
 
 
 class Rotel:
@@ -34,6 +33,4 @@ class Rotel:
         }
 
     def _is_up(self) -> bool:
-        for port in (self._http, self._grpc):
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        return True
+        return all(accepts(port) for port in (self._http, self._grpc))

@@ -17,9 +17,10 @@ import pytest
 
 from tests.backends.recorded import CALLER, SLOW_RANK, TRACES, Recorded, as_tuple, by_id, subset
 from tests.backends.rotel import Rotel
-from tests.backends.server import Server, environment, is_up
-from tests.support.otlp_receiver import ReceivedSpan, free_port, wait_for
+from tests.backends.server import environment, is_up
+from tests.support.otlp_receiver import ReceivedSpan
 from tests.support.processes import ROOT
+from tests.support.servers import Server, free_port, wait_for
 from torchlens_perf.exporters import semantics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]

@@ -12,8 +12,9 @@ import pytest
 
 from tests.backends import shots
 from tests.backends.recorded import SLOW_RANK, TRACES, Recorded, as_tuple, by_id, in_microseconds
-from tests.backends.server import Server, environment, get, is_up, status_of
-from tests.support.otlp_receiver import ReceivedSpan, free_port, wait_for
+from tests.backends.server import environment, get, is_up, status_of
+from tests.support.otlp_receiver import ReceivedSpan
+from tests.support.servers import Server, free_port, wait_for
 from torchlens_perf.exporters import semantics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]

@@ -11,7 +11,8 @@ import pytest
 from tests.backends.conftest import trained
 from tests.backends.recorded import CALLER, SLOW_RANK, TRACES, Recorded, as_tuple, by_id, subset
 from tests.backends.rotel import Rotel
-from tests.support.otlp_receiver import MISSING, PROGRAM, ReceivedPoint, Receiver, wait_for
+from tests.support.otlp_receiver import MISSING, PROGRAM, ReceivedPoint, Receiver
+from tests.support.servers import wait_for
 from torchlens_perf.exporters import semantics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]

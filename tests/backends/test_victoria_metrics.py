@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.backends.recorded import RANKS, SLOW_RANK, Recorded
-from tests.backends.server import Server, environment, get, is_up, status_of
-from tests.support.otlp_receiver import free_port, wait_for
+from tests.backends.server import environment, get, is_up, status_of
+from tests.support.servers import Server, free_port, wait_for
 from torchlens_perf.exporters import semantics
 
 pytestmark = [pytest.mark.distributed, pytest.mark.long, pytest.mark.timeout(600)]

@@ -17,6 +17,7 @@ import pytest
 from tests.scripts.elastic_ranks import BEFORE, SMALLEST, STEPS
 from tests.support.processes import SCRIPTS, clean_environ, report, run_warm, runs, torchrun
 from tests.support.recording import Recording
+from tests.support.servers import free_port
 from tests.support.warm_python import WarmPython
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
@@ -167,13 +168,6 @@ def shrink(folder: Path, **environment: str) -> list[str]:
     finally:
         agents.close()
     return [line for line in agents.read_output(0).splitlines() if line.startswith("sums")]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

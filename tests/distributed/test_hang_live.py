@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.live_ranks import LiveRanks
-from tests.support.otlp_receiver import wait_for
 from tests.support.processes import SCRIPTS, slowdown
+from tests.support.servers import wait_for
 from torchlens_perf.sidecar.host.stacks import find_py_spy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -24,8 +24,8 @@ import pytest
 from tests.device import device
 from tests.distributed.test_hang_live import STARTED_S, hang
 from tests.support.live_ranks import LiveRanks
-from tests.support.otlp_receiver import free_port
 from tests.support.processes import SCRIPTS
+from tests.support.servers import free_port
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.rendezvous import (
     ExchangeAddress,

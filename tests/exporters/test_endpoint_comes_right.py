@@ -36,7 +36,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from tests.exporters.test_exporters import batch_of, identity
 from tests.support.certificates import certificate
 from tests.support.otlp_environment import exporter_for
-from tests.support.otlp_receiver import wait_for
+from tests.support.servers import wait_for
 from torchlens_perf.exporters import Exporter
 from torchlens_perf.exporters.delivery.outbox import list_files, outbox_folder
 from torchlens_perf.run.directory import RunDirectory

@@ -21,8 +21,9 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import (
 from tests.exporters.test_exporters import batch_of, identity
 from tests.support.endpoints import answering, grpc_answering, refusing, serving, silent
 from tests.support.findings import PLACES, episode, findings, hang
-from tests.support.otlp_receiver import ReceivedEvent, Receiver, wait_for
+from tests.support.otlp_receiver import ReceivedEvent, Receiver
 from tests.support.processes import ROOT
+from tests.support.servers import wait_for
 from torchlens_perf.exporters import Assessment, Exporter, semantics
 from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
 from torchlens_perf.exporters.otlp_spans import span_id_of_path, step_trace_id

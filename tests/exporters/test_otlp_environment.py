@@ -17,8 +17,9 @@ from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
 from tests.support.endpoints import serving
 from tests.support.long import long, long_except
-from tests.support.otlp_receiver import Receiver, free_port, wait_for
+from tests.support.otlp_receiver import Receiver
 from tests.support.recorded_run import TRACEPARENT, Sidecar, train, wait_for_sidecar
+from tests.support.servers import free_port, wait_for
 from tests.support.tables import step_table
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_environment import (

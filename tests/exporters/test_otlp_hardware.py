@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.device.fake_nvml import HOPPER, UUIDS, FakeNvml, compile_nvml
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
-from tests.support.otlp_receiver import ReceivedPoint, Receiver, wait_for
+from tests.support.otlp_receiver import ReceivedPoint, Receiver
 from tests.support.ranks import HOST, Rank
 from tests.support.recorded_run import environment
+from tests.support.servers import wait_for
 from tests.support.telemetry import read_gpus
 from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSamples, LinkSample
 from torchlens_perf.exporters import semantics

@@ -12,9 +12,10 @@ import pytest
 from tests.support.endpoints import refusing
 from tests.support.figures import note, share
 from tests.support.long import long
-from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, free_port, wait_for
+from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver
 from tests.support.processes import SCRIPTS
 from tests.support.recorded_run import Sidecar, environment, spans_of, wait_for_sidecar
+from tests.support.servers import free_port, wait_for
 from tests.support.warm_python import WarmPython
 from torchlens_perf.exporters import semantics
 from torchlens_perf.run.directory import RunDirectory

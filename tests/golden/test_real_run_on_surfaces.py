@@ -21,10 +21,11 @@ from typing import Any, cast
 import pytest
 
 import torchlens_perf as perf
-from tests.support.otlp_receiver import ReceivedPoint, Receiver, free_port
+from tests.support.otlp_receiver import ReceivedPoint, Receiver
 from tests.support.page_server import PageServer
 from tests.support.processes import clean_environ, run_warm, runs
 from tests.support.scrapes import Scrape, scrape
+from tests.support.servers import free_port
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.diagnosis.lost_time import SLOW_RANK
 from torchlens_perf.exporters import semantics

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from tests.support.launched import free_port
 from tests.support.recording import EVERYTHING, recorded
+from tests.support.servers import free_port
 from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.recorder import python, session
 

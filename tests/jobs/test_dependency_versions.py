@@ -13,8 +13,9 @@ from packaging.version import Version
 
 from tests.support import installations
 from tests.support.installations import Environment
-from tests.support.otlp_receiver import Receiver, wait_for
+from tests.support.otlp_receiver import Receiver
 from tests.support.processes import only_report
+from tests.support.servers import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(900)]
 IMPORT_ALL = """

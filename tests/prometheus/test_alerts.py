@@ -23,10 +23,10 @@ import pytest
 
 from tests.support.launched import why_no_nodes
 from tests.support.live_ranks import LiveRanks
-from tests.support.otlp_receiver import free_port, wait_for
 from tests.support.processes import ROOT, SCRIPTS, run, slowdown
 from tests.support.prometheus_server import IS_THERE, MISSING, RULES, Prometheus
 from tests.support.scrapes import scrape
+from tests.support.servers import free_port, wait_for
 
 pytestmark = [
     pytest.mark.distributed,

@@ -19,9 +19,9 @@ import pytest
 
 from tests.support.gpu_target import GpuTarget
 from tests.support.live_ranks import LiveRanks
-from tests.support.otlp_receiver import free_port
 from tests.support.processes import ROOT, slowdown
 from tests.support.prometheus_server import DEPLOY, IS_THERE, MISSING, Prometheus
+from tests.support.servers import free_port
 from torchlens_perf.exporters import node_semantics, semantics
 from torchlens_perf.exporters.prometheus.names import prometheus_name
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.otlp_receiver import free_port
 from tests.support.processes import ROOT, clean_environ, runs
 from tests.support.prometheus_server import IS_THERE, MISSING
+from tests.support.servers import free_port
 
 DOCS = ROOT / "docs" / "guides"
 _RETRY = (

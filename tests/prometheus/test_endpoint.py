@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.otlp_receiver import wait_for
+from tests.support.servers import wait_for
 from torchlens_perf.exporters.prometheus.endpoint import (
     ListenAddress,
     MetricsResponse,

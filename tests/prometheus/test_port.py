@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tests.support.live_ranks import LiveRanks
-from tests.support.otlp_receiver import free_port, wait_for
 from tests.support.ranks import Rank
 from tests.support.scrapes import Scrape, ScrapedSimulation, scrape
+from tests.support.servers import free_port, wait_for
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.ring import Kind

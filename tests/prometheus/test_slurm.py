@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import SCRIPT, free_port, why_no_nodes
-from tests.support.otlp_receiver import wait_for
+from tests.support.launched import SCRIPT, why_no_nodes
 from tests.support.processes import ROOT, clean_environ, runs
 from tests.support.prometheus_server import DEPLOY
+from tests.support.servers import free_port, wait_for
 from tests.support.slurm import cluster
 from torchlens_perf.config import from_environment
 

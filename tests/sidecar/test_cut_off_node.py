@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.sidecar.nodes.conftest import FAST
-from tests.support.launched import free_port
 from tests.support.ranks import HOST, Rank, run_without_traces
+from tests.support.servers import free_port
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Alert

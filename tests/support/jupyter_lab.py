@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from tests.support.processes import ROOT, clean_environ
+from tests.support.servers import Server
 
 TOKEN = "only-in-this-test"
-STARTS_WITHIN_S = 90.0
 
 
 class JupyterLab:
     """A JupyterLab for `folder`. The server and its kernels end with the context."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder / "notebooks"
+        self._folder, self.folder = folder, folder / "notebooks"
         self._settings, self._runtime = folder / "settings", folder / "runtime"
-        self._log = folder / "log"
         self.folder.mkdir()
         # This setting suppresses a dialog that covers the notebook.
         self.set("notification", fetchNews="false", checkForUpdates=False)
@@ -62,29 +56,17 @@ class JupyterLab:
         options = ["--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"]
         options += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={self.folder}"]
         environ = clean_environ({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **places})
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "jupyterlab", *options],
-                env=environ,
-                stdout=log,
-                stderr=log,
-                cwd=self.folder,
-            )
-        deadline_s = time.monotonic() + STARTS_WITHIN_S
-        said = self._runtime / "runtime" / f"jpserver-{self._process.pid}.json"
-        while not said.exists():
-            assert self._process.poll() is None, self._log.read_text()
-            assert time.monotonic() < deadline_s, self._log.read_text()
-            time.sleep(0.1)
-        self.origin = f"http://127.0.0.1:{json.loads(said.read_text())['port']}"
+        self._server = Server(
+            [sys.executable, "-m", "jupyterlab", *options], self._folder, self._ports, environ
+        )
+        (ports,) = self._ports()
+        self.origin = f"http://127.0.0.1:{json.loads(ports.read_text())['port']}"
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # SIGTERM also ends the server's kernels.
-        os.kill(self._process.pid, signal.SIGTERM)
-        self._process.wait(60)
+        self._server.close()
+
+    def _ports(self) -> list[Path]:
+        """Return the file with the server's port, once the server has written it."""
+        return list((self._runtime / "runtime").glob("jpserver-*.json"))

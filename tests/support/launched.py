@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -65,11 +64,6 @@ def why_no_nodes() -> str:
         return "namespaces with names and mounts of their own need root"
     done = subprocess.run(by_shell("node-x", "true"), capture_output=True, text=True)
     return done.stderr.strip() if done.returncode else ""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.support.processes import SCRIPTS, clean_environ
@@ -194,12 +193,7 @@ class LiveRanks:
             (self.folder(node) / "log").read_text()[-2000:] for node in self._nodes or ("",)
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         deadline_s = time.monotonic() + 30
         kill = signal.SIGTERM
         while left := {pid for pid, _ in self._ours("")} | {

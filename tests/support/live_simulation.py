@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import TracebackType
 
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
@@ -86,10 +85,5 @@ class LiveSimulation:
     def __enter__(self) -> LiveSimulation:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end_run()

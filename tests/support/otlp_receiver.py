@@ -9,21 +9,18 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
-import os
-import socket
-import subprocess
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from tests.support.servers import Server, accepts, free_port
 
 PROGRAM = Path(__file__).parents[2] / ".venv-receiver" / "bin" / "ddapm-test-agent"
 MISSING = (
     f"no OTLP receiver at {PROGRAM}; get it with: python3 -m venv .venv-receiver && "
     ".venv-receiver/bin/pip install 'ddapm-test-agent>=1.69,<2' (make test does)"
 )
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,27 +101,7 @@ class Receiver:
             str(PROGRAM), "--host", "127.0.0.1", "--port", str(free_port()), "--web-ui-port", str(free_port()),
             "--otlp-http-port", str(self.http_port), "--otlp-grpc-port", str(self.grpc_port),
         ]  # fmt: skip
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("OTEL_", "DD_"))
-        }
-        with open(folder / "receiver.log", "ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, cwd=folder, env=environment
-            )
-        try:
-            wait_for(
-                lambda: (
-                    self._process.poll() is not None
-                    or (_accepts(self.grpc_port) and self._answers())
-                ),
-                30,
-            )
-            assert self._process.poll() is None, (folder / "receiver.log").read_text()
-        except BaseException:
-            self.close()
-            raise
+        self._server = Server(command, folder, self._is_ready)
 
     def endpoint(self, protocol: str) -> str:
         """Return the value of OTEL_EXPORTER_OTLP_ENDPOINT for the protocol."""
@@ -157,12 +134,7 @@ class Receiver:
 
     def close(self) -> None:
         """End the agent. A second call has no effect."""
-        self._process.terminate()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
+        self._server.close()
 
     def _get(self, what: str) -> Any:
         address = f"http://127.0.0.1:{self.http_port}/test/session/{what}"
@@ -170,36 +142,8 @@ class Receiver:
             text = answer.read()
         return json.loads(text) if what != "clear" else None
 
-    def _answers(self) -> bool:
-        try:
-            self._get("traces")
-        except OSError:
-            return False
-        return True
-
-
-def free_port() -> int:
-    """Return a free TCP port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def wait_for(found: Callable[[], _T], timeout_s: float) -> _T:
-    """Poll until the result is true or the timeout has passed. Return the last result."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (answer := found()) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return answer
-
-
-def _accepts(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
+    def _is_ready(self) -> bool:
+        return accepts(self.grpc_port) and self._get("traces") is not None
 
 
 def spans_of(request: dict[str, Any]) -> Iterator[ReceivedSpan]:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tests.support.otlp_receiver import free_port, wait_for
 from tests.support.processes import ROOT
+from tests.support.servers import Server, free_port, wait_for
 
 DEPLOY = ROOT / "torchlens_perf" / "deploy"
 RULES = DEPLOY / "prometheus" / "alerts.yaml"
@@ -50,24 +48,11 @@ class Prometheus:
             "prometheus", f"--config.file={self.config}", f"--storage.tsdb.path={self._folder / 'tsdb'}",
             f"--web.listen-address=127.0.0.1:{self._port}", "--enable-feature=exemplar-storage", "--log.level=warn",
         ]  # fmt: skip
-        with open(self._folder / "prometheus.log", "wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
-        assert wait_for(lambda: self._process.poll() is not None or self._is_ready(), 60)
-        assert self._process.poll() is None, (self._folder / "prometheus.log").read_text()
+        self._server = Server(command, self._folder, self._is_ready)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
+    def __exit__(self, *error: object) -> None:
+        self._server.close()
 
     def api(self, path: str, **query: str) -> Any:
         """Return the data of /api/v1/PATH.
@@ -100,10 +85,6 @@ class Prometheus:
         return answer
 
     def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self._port}/-/ready", timeout=5
-            ) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
+        address = f"http://127.0.0.1:{self._port}/-/ready"
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return bool(answer.status == 200)

@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support import warm_python
-from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver, wait_for
+from tests.support.otlp_receiver import MISSING, PROGRAM, Receiver
 from tests.support.processes import SCRIPTS
+from tests.support.servers import wait_for
 from torchlens_perf.exporters import steps_traced_by_number
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.place.node import node_name

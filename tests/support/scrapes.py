@@ -6,7 +6,6 @@ import dataclasses
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
@@ -83,11 +82,6 @@ class ScrapedSimulation:
         self.simulation.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.port.close(lingers=False)
         self.simulation.end_run()

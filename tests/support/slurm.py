@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import NODES, by_shell, free_port
+from tests.support.launched import NODES, by_shell
+from tests.support.servers import free_port
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import subprocess
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 from tests.support.processes import ROOT, clean_environ
 
@@ -92,12 +91,7 @@ class OnTerminal:
     def __enter__(self) -> OnTerminal:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()

@@ -14,17 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.launchers.test_torchrun import run_both
-from tests.support.launched import (
-    NODES,
-    SCRIPT,
-    SHELL_NODE,
-    STEPS,
-    Done,
-    by_shell,
-    free_port,
-    why_no_nodes,
-)
+from tests.support.launched import NODES, SCRIPT, SHELL_NODE, STEPS, Done, by_shell, why_no_nodes
 from tests.support.processes import SCRIPTS
+from tests.support.servers import free_port
 from tests.support.slurm import cluster
 from torchlens_perf.verdicts import node_state
 

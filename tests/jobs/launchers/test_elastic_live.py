@@ -19,9 +19,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tests.jobs.launchers.test_torchrun import C10D
 from tests.support.endpoints import answering, serving
-from tests.support.launched import NODES, free_port, on_node, sidecars_ended, why_no_nodes
+from tests.support.launched import NODES, on_node, sidecars_ended, why_no_nodes
 from tests.support.processes import ROOT, SCRIPTS, clean_environ
 from tests.support.reports import as_json
+from tests.support.servers import free_port
 from tests.support.warm_python import WarmPython
 from torchlens_perf.commands.cli import main
 from torchlens_perf.exporters import semantics

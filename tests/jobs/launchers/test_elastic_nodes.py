@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.launchers.test_torchrun import C10D, c10d
-from tests.support.launched import SLOW_RANK, free_port, run, why_no_nodes
+from tests.support.launched import SLOW_RANK, run, why_no_nodes
+from tests.support.servers import free_port
 from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()

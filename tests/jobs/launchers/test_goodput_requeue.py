@@ -14,9 +14,10 @@ import pytest
 
 from tests.distributed.test_goodput_live import FAIL, LOST, SAVED, STEPS
 from tests.jobs.launchers.test_clusters import need
-from tests.support.launched import free_port, sidecars_ended, why_no_nodes
+from tests.support.launched import sidecars_ended, why_no_nodes
 from tests.support.processes import ROOT, SCRIPTS, clean_environ
 from tests.support.reports import as_json
+from tests.support.servers import free_port
 from tests.support.slurm import cluster
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory

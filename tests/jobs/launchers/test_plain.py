@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.launchers.test_torchrun import run_both
-from tests.support.launched import SCRIPT, by_shell, free_port, on_nodes, why_no_nodes
+from tests.support.launched import SCRIPT, by_shell, on_nodes, why_no_nodes
 from tests.support.processes import SCRIPTS
+from tests.support.servers import free_port
 from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()

@@ -14,12 +14,12 @@ from tests.support.launched import (
     SCRIPT,
     SLOW_RANK,
     Done,
-    free_port,
     on_nodes,
     run,
     torchrun,
     why_no_nodes,
 )
+from tests.support.servers import free_port
 from torchlens_perf.verdicts import node_state
 
 REASON = why_no_nodes()
