@@ -49,8 +49,6 @@ _BUILD_LIB = f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_ta
 LEFT = (
     f"{PACKAGE}/_native.cpython-399-x86_64-linux-gnu.so",
     f"{PACKAGE}/native/_torchlens_perf_tap-9-0-cpython-399-0.so",
-    f"{PACKAGE}/native/_torchlens_perf_tap-9-0-cpython-399-0.failed",
-    f"{PACKAGE}/native/tap.lock",
     f"{PACKAGE}/native/.build-x/said",
     f"{PACKAGE}/__pycache__/moved_away.cpython-311.pyc",
     f"{_BUILD_LIB}/{PACKAGE}/moved_away.py",

@@ -28,7 +28,7 @@ from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "torchlens_perf"
-_BUILT = (".so", ".pyc", ".partial", ".lock", ".failed")
+_BUILT = (".so", ".pyc", ".partial")
 _HIDDEN_OR_BUILT = ("build", "dist", "__pycache__", "torchlens-perf")
 
 
