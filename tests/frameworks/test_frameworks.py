@@ -69,10 +69,10 @@ SCRIPTS_BY_NAME = {
     "trl_peft": Script(
         "trl", TRAINING | {"data"}, {"transformer.h.0", "transformer.wte"}, micro_steps=2
     ),
-    "gan": Script("", TRAINING, {"Sequential.0", "Sequential_2.0"}, frozenset({"0", "2"}), micro_steps=2),
-    "sac": Script(
-        "", TRAINING, {"Actor.fc1", "Critic.fc1", "Critic_2.fc1"}, frozenset({"fc1"})
+    "gan": Script(
+        "", TRAINING, {"Sequential.0", "Sequential_2.0"}, frozenset({"0", "2"}), micro_steps=2
     ),
+    "sac": Script("", TRAINING, {"Actor.fc1", "Critic.fc1", "Critic_2.fc1"}, frozenset({"fc1"})),
     "manual_sgd": Script("", {"forward", "backward", "host"}, LAYERS, unseen=2, merged=1),
     "lbfgs": Script("", TRAINING, LAYERS),
     "inference": Script("", {"forward"}, LAYERS, only_with_a_watch=True),
