@@ -20,7 +20,7 @@ from tests.support.collective_rig import on_thread
 from tests.support.recording import EVERYTHING, Recording, recorded, records_of
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.run.ring import MICRO_STEPS_MASK, Flag, Kind
 
 PHASES = [Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER]
 STEPS = 5
@@ -249,6 +249,32 @@ def test_no_gradient_is_read_while_another_thread_computes_gradients(
         reads = Counted.reads
 
     assert (reads > 0) == (elsewhere is None)
+
+
+def step_without_gradients(trainer: Trainer) -> None:
+    trainer.optimizer.step()
+
+
+@pytest.mark.parametrize("step", [Trainer.step, step_without_gradients])
+def test_step_of_another_thread_reads_no_gradient_that_native_steps_left_unread(
+    tmp_path: Path, pool: ThreadPoolExecutor, step: Callable[[Trainer], None]
+) -> None:
+    """The training thread may be in a backward pass, which writes its gradients."""
+    trainer, other = Trainer(), Trainer()
+    trainer.model.weight = Counted(trainer.model.weight.detach())
+    trainer.optimizer = torch.optim.SGD([trainer.model.weight], lr=0.1)
+    with recorded(tmp_path, trainer.model, trainer.optimizer) as recording:
+        trainer.steps(2 * STEPS)
+        settled = recording.watch._session.recorder.settled
+        compute_backward(trainer.model)
+        Counted.reads = 0
+        pool.submit(step, other).result()
+        reads = Counted.reads
+        trainer.steps()
+
+    assert (settled, reads) == (1, 0)
+    values = [each.value1 for each in recording.records if each.kind == Kind.STEP]
+    assert {value & MICRO_STEPS_MASK for value in values[-STEPS + 1 :]} == {1}
 
 
 def test_no_gradient_is_read_during_a_backward_pass_that_started_before_the_watch(

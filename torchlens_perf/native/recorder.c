@@ -645,6 +645,7 @@ static PyMethodDef recorder_methods[] = {
     {"record_completed", FASTCALL(recorder_record_completed), METH_FASTCALL, NULL},
     {"settle", (PyCFunction)recorder_settle, METH_VARARGS, NULL},
     {"unsettle", (PyCFunction)recorder_unsettle, METH_NOARGS, NULL},
+    {"leave_gradients", (PyCFunction)recorder_leave_gradients, METH_NOARGS, NULL},
     {"show_open_step", (PyCFunction)recorder_show_open_step, METH_NOARGS, NULL},
     {"compare_gradient", (PyCFunction)recorder_compare_gradient, METH_O, NULL},
     {"use_torch", (PyCFunction)recorder_use_torch, METH_VARARGS, NULL},

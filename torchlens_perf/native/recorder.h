@@ -200,6 +200,7 @@ int count_forward(Recorder *self);
 PyObject *native_hook(PyObject *module, PyObject *args);
 PyObject *recorder_settle(Recorder *self, PyObject *args);
 PyObject *recorder_unsettle(Recorder *self, PyObject *unused);
+PyObject *recorder_leave_gradients(Recorder *self, PyObject *unused);
 PyObject *recorder_show_open_step(Recorder *self, PyObject *unused);
 PyObject *recorder_compare_gradient(Recorder *self, PyObject *ended);
 PyObject *recorder_use_torch(Recorder *self, PyObject *args);

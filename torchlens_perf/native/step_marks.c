@@ -233,18 +233,28 @@ PyObject *recorder_settle(Recorder *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* The state of what settle() was given: (Gradient, passes) */
+/* The state of what settle() was given: (Gradient, passes). Another thread than the owner may call this while the owner's
+ * backward pass, which has set the GIL free, writes the gradient: so it is not looked at there. */
 PyObject *recorder_unsettle(Recorder *self, PyObject *unused)
 {
     StepMarks *marks = &self->marks;
     marks->settled = 0;
     if (marks->unseen) {
         marks->gradient = (Gradient){0};
-        look_at_gradient(marks, &marks->gradient);
+        if (this_thread() == self->owner) {
+            look_at_gradient(marks, &marks->gradient);
+        }
         marks->unseen = 0;
     }
     return Py_BuildValue("(LLL)L", marks->gradient.address, marks->gradient.version, marks->gradient.shard_version,
                          marks->passes);
+}
+
+/* leave_gradients(): another thread writes them from here on. So C ends no step, and unsettle() looks at no gradient. */
+PyObject *recorder_leave_gradients(Recorder *self, PyObject *unused)
+{
+    self->marks.settled = self->marks.unseen = 0;
+    Py_RETURN_NONE;
 }
 
 /* compare_gradient(ended): at the begin or end of a backward pass that Python times while C ends the steps. */

@@ -126,7 +126,7 @@ class TrainingThread:
         if self.reads_gradients:
             with self.gradients:
                 self.reads_gradients = False
-                self._recorder.settled = 0
+                self._recorder.leave_gradients()
 
     def find_running_backwards(self, engine: CodeType | None) -> None:
         """Find backward passes that other threads began before the hooks were attached, and note
