@@ -317,6 +317,33 @@ def test_device_step_has_the_hosts_time_and_lag_of_each_part() -> None:
     assert of_ns(table.lag_ns) == {"forward": 0.2, "backward": 3, "host": 6}
 
 
+@pytest.mark.parametrize("around_ms", [0, 1], ids=["closure is all of it", "closure is part of it"])
+def test_passes_in_the_closure_of_an_optimizer_count_once(around_ms: float) -> None:
+    """Lightning's automatic optimization calls both passes in `optimizer.step(closure)`."""
+    at_ms = 10 + around_ms
+    spans = (
+        (Kind.FORWARD, at_ms, 8), (Kind.BACKWARD, at_ms + 9, 14),
+        (Kind.OPTIMIZER, 10, 23 + 6 * around_ms),
+    )  # fmt: skip
+    length_ms = 40.0
+    table = joined(
+        records(
+            *((kind, 0, start, duration) for kind, start, duration in spans),
+            (Kind.STEP, 0, 0, length_ms),
+            *(device(0, kind, start + 2, duration) for kind, start, duration in spans),
+            device(0, Kind.STEP, 2, length_ms),
+        )
+    )
+    optimizer_ms = 1 + 6 * around_ms
+    outside_ms = length_ms - 8 - 14 - optimizer_ms
+
+    expected = {
+        "forward": 8, "backward": 14, "optimizer": optimizer_ms, "host": outside_ms
+    }  # fmt: skip
+    assert of_ns(table.issue_ns) == expected
+    assert parts_ms(table) == expected
+
+
 def test_steps_timed_by_the_host_have_no_separate_host_times() -> None:
     table = assemble_steps(records((Kind.FORWARD, 0, 0, 1), (Kind.STEP, 0, 0, 3)))
 

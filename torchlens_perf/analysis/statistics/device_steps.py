@@ -199,6 +199,7 @@ def build_device_table(
 
 class _MatchedPhases(NamedTuple):
     """Phases that were timed on both host and device, sorted by table row and start on the host.
+    An enclosing phase comes before the phases nested in it.
 
     All columns except `lag_ns` have one entry per phase.
     """
@@ -242,7 +243,7 @@ class _MatchedPhases(NamedTuple):
         row, kind_of, host_ns, device_ns = (
             np.concatenate(columns) for columns in zip(*found, strict=True)
         )
-        order = np.lexsort((host_ns[:, 0], row))
+        order = np.lexsort((-host_ns[:, 1], host_ns[:, 0], row))
         return cls(row[order], kind_of[order], host_ns[order], device_ns[order], lag_ns)
 
 
@@ -354,23 +355,20 @@ def _compute_issue_and_lag_ns(
     """
     issue_ns, lag_ns = np.zeros_like(phases.lag_ns), phases.lag_ns.copy()
     # The marks of a step are its start, the start and end of each phase, and its end. A segment
-    # lies between two marks. Segments before, between and after phases belong to the host's part.
+    # lies between two marks and belongs to the innermost phase around it. Segments outside of all
+    # phases belong to the host's part.
     of_row = np.bincount(phases.row, minlength=len(host))
     first = np.concatenate([[0], np.cumsum(2 * of_row + 2)])
     row_of = np.repeat(np.arange(len(host)), 2 * of_row + 2)
-    at_phase = (
-        first[phases.row]
-        + 1
-        + 2 * (np.arange(len(phases.row)) - (np.cumsum(of_row) - of_row)[phases.row])
-    )
+    order, part_after = _borders_of_phases(phases)
+    at = np.arange(len(order)) + 2 * phases.row[order // 2] + 1
     # Row 0: on the host. Row 1: on the device.
     marks = np.zeros((2, first[-1]), np.int64)
     marks[:, first[:-1]] = host.start_ns, start_ns
     marks[0, first[1:] - 1] = host.start_ns + host.duration_ns
-    for end in (0, 1):
-        marks[:, at_phase + end] = phases.host_ns[:, end], phases.device_ns[:, end]
+    marks[:, at] = phases.host_ns.ravel()[order], phases.device_ns.ravel()[order]
     part = np.full(first[-1], _HOST)
-    part[at_phase] = _parts_of_kinds(phases.kind, _PART_OF_SPAN)
+    part[at] = part_after
     places = row_of * len(PARTS) + part
     late_ns = np.maximum(marks[1] - marks[0], 0)
     taken_ns = np.append(np.diff(marks[0]), 0)
@@ -414,6 +412,30 @@ def _compute_issue_and_lag_ns(
     lag_ns[row_of[longest], part[longest]] = np.maximum(late_ns - own_ns, 0)[longest]
     np.add.at(lag_ns, (row_of, part), np.minimum(late_ns, own_ns).astype(np.int64))
     return issue_ns, lag_ns
+
+
+def _borders_of_phases(phases: _MatchedPhases) -> tuple[Integers, Integers]:
+    """Return the starts and ends of all phases in the order of the host, and the part after each.
+
+    A border is 2 * index for the start of a phase, and 2 * index + 1 for its end. Phases may be
+    nested: an optimizer's closure runs forward and backward passes.
+    """
+    rows, (starts_ns, ends_ns) = phases.row.tolist(), phases.host_ns.T.tolist()
+    order: list[int] = []
+    around: list[int] = []
+    enclosing: list[int] = []
+    for index, (row, start_ns) in enumerate(zip(rows, starts_ns, strict=True)):
+        while around and (rows[around[-1]] != row or ends_ns[around[-1]] <= start_ns):
+            order.append(2 * around.pop() + 1)
+        enclosing.append(around[-1] if around else -1)
+        order.append(2 * index)
+        around.append(index)
+    order.extend(2 * index + 1 for index in reversed(around))
+    parts = np.append(_parts_of_kinds(phases.kind, _PART_OF_SPAN), _HOST)
+    outer = np.array(enclosing, np.int64)
+    borders = np.array(order, np.int64)
+    after = np.where(borders % 2, parts[outer[borders // 2]], parts[borders // 2])
+    return borders, after
 
 
 def _last_indexes_before(
