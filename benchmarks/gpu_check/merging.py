@@ -14,7 +14,7 @@ import torchlens_perf as perf
 from benchmarks.gpu_check.checks import Spin
 from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.runs import device_statistics, last_rings
-from torchlens_perf.cuda.device_sections import MERGE_STEPS
+from torchlens_perf.cuda.section_stamper import MERGE_STEPS
 from torchlens_perf.run.device.merged_rows import MergedRow, unpack_row
 from torchlens_perf.run.device.step_parts import StepPart
 from torchlens_perf.run.ring import Kind, RingReader

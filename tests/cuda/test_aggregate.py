@@ -16,7 +16,7 @@ from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.long import long
 from tests.support.processes import ROOT, run_warm, torchrun
 from tests.support.recording import recorded
-from torchlens_perf.cuda.device_sections import MERGE_STEPS
+from torchlens_perf.cuda.section_stamper import MERGE_STEPS
 from torchlens_perf.errors import RAISE, ConfigError
 from torchlens_perf.recorder import devices as device
 from torchlens_perf.run.device.step_parts import ROW_NAMES

@@ -30,7 +30,7 @@ from tests.support.recording import recorded, records_of, ring_of_this_process
 from tests.support.reports import as_json, checked
 from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.cuda import device_sections
+from torchlens_perf.cuda import section_stamper
 from torchlens_perf.hooks import device_hooks
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.device.merged_rows import MergedRow, unpack_row
@@ -131,7 +131,7 @@ def one_run(folder: Path, late_s: float, *, watched: bool = True) -> dict[str, A
 def ranks_train(folder: Path) -> dict[str, dict[str, Any]]:
     begin(folder)
     device_hooks.find_device_for_kernels = lambda kind: AsyncDevice()  # type: ignore[assignment, return-value]
-    device_sections.MERGE_STEPS = WINDOW
+    section_stamper.MERGE_STEPS = WINDOW
     late_s = LATE_S if dist.get_rank() == SLOW else 0.0
     return {
         "slow": one_run(folder / "slow", late_s),

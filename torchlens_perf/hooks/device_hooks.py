@@ -99,7 +99,7 @@ def create_device_hooks(config: Config) -> list[Hook]:
     if kind == "cuda" and torch.version.cuda is not None:
         hooks.append(GpuIdentityHook())
     if stamped is not None:
-        from torchlens_perf.cuda.device_sections import DeviceSectionHook
+        from torchlens_perf.cuda.section_stamper import DeviceSectionHook
 
         # Must come after DeviceTimesHook, which fills `known`.
         hooks.append(DeviceSectionHook(stamped, aggregate=aggregate, known=known))

@@ -1,7 +1,7 @@
 """Time sections by the device's own clock, also in a captured graph: `with device_section(name)`.
 
 Every script imports this module, so it contains only the interface. The implementation,
-cuda/device_sections.py, is loaded if torch has an NVIDIA device.
+cuda/section_stamper.py, is loaded if torch has an NVIDIA device.
 """
 
 from __future__ import annotations

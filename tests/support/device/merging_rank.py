@@ -28,7 +28,7 @@ from tests.support.device.fake_device import FakeDevice, FakeTorchDevice
 from tests.support.recording import recorded, records_of
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
 from torchlens_perf.cuda.device import decline_merging
-from torchlens_perf.cuda.device_sections import MERGE_STEPS, DeviceSectionHook
+from torchlens_perf.cuda.section_stamper import MERGE_STEPS, DeviceSectionHook
 from torchlens_perf.cuda.steps import PendingSteps
 from torchlens_perf.run.device.merged_rows import unpack_row
 from torchlens_perf.run.device.step_parts import compute_part_durations_ns

@@ -13,7 +13,7 @@ from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recording import Recording, recorded, records_of
 from tests.support.saved import save_and_load
 from torchlens_perf.analysis.statistics.device import DeviceStatistics
-from torchlens_perf.cuda.device_sections import DeviceSectionHook
+from torchlens_perf.cuda.section_stamper import DeviceSectionHook
 from torchlens_perf.cuda.stamps import DeviceRing
 from torchlens_perf.recorder import device_sections
 from torchlens_perf.run.ring import Kind
