@@ -17,8 +17,6 @@ from torchlens_perf.recorder.recorder import NATIVE, DeviceClock
 if TYPE_CHECKING:
     from torchlens_perf.recorder.devices import DeviceInUse
 
-BEHIND_STEPS = 64
-"""No marks are recorded while the device is more than this many steps behind the host."""
 CAPTURING = -2
 """Handle of a stream that a graph captures."""
 _LIBRARIES = {"cu": ["libcuda.so.1"], "hip": [f"libamdhip64.so{end}" for end in (".7", ".6", "")]}
