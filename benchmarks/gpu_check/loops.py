@@ -1,13 +1,18 @@
-"""Six kinds of training loops: our device times against the check's own events on the same steps."""
+"""Six kinds of training loops: our device times against the check's own events on the same spans.
+
+A phase has four events of the check: just outside and just inside of both ends of our measurement.
+In the order of the stream our marks are in between, so each of our times must be in between. This
+holds on a busy machine, too, on which a process is interrupted between two marks for as long as a
+phase takes.
+"""
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,7 +28,6 @@ from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.parts import CUDA
 from benchmarks.gpu_check.runs import last_rings
 from benchmarks.planted_on import DEVICES
-from torchlens_perf.analysis.statistics.device import phase_durations_ns
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Kind, RingReader
@@ -36,12 +40,19 @@ WARM_UP = 10
 # The host may run ahead of the device by all of them, except in the launch-bound loop.
 _STEPS, _LAUNCH_STEPS = 60, 300
 _DATA_S = 0.08
-# Allowed difference of medians: a share, and ms. The machines of the tests are busy.
-_ALLOWED = {CUDA: (0.02, 0.1)}
-_ALLOWED_ELSEWHERE = (0.05, 3.0)
+# A driver returns times as float32 ms: two times of 30 s are known to 2 us each.
+_RESOLUTION_MS = 0.005
 _OWN_ACCOUNT = 0.005
-MEAN_STEP = "mean step"
-Times = Mapping[str, float]
+PHASES = {
+    "step": Kind.STEP, "forward": Kind.FORWARD, "backward": Kind.BACKWARD, "optimizer": Kind.OPTIMIZER
+}  # fmt: skip
+# Borders of a phase, in the order in which the check records them.
+OUTER_BEGIN, INNER_BEGIN, INNER_END, OUTER_END = range(4)
+Mark = Callable[[str, int], None]
+Times = Mapping[int, list[float]]
+"""The times of a phase in ms, by step."""
+Bounds = Mapping[int, list[tuple[float, float]]]
+"""The smallest and largest possible times of a phase in ms, by step."""
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
@@ -63,27 +74,50 @@ class OwnEvents:
 
     def __init__(self, device: str) -> None:
         self._device, self._name = torch.get_device_module(device), device
-        self._marks: list[tuple[str, Any]] = []
+        # The events of each phase of each step, by border.
+        self._steps: dict[int, dict[str, list[dict[int, Any]]]] = {}
+        self._phases: dict[str, list[dict[int, Any]]] | None = None
 
-    def mark(self, phase: str) -> None:
-        """Record an event at the end of a phase, or at the begin of a step ("begin")."""
+    def begin_step(self, number: int) -> None:
+        """Record the events of this step."""
+        self._phases = self._steps[number] = defaultdict(list)
+
+    def mark(self, phase: str, border: int) -> None:
+        """Record an event at a border of a phase. Of several, the last one counts."""
+        if self._phases is None:
+            return
         if self._name == CUDA:
             event: Any = torch.cuda.Event(enable_timing=True)
         else:
             event = torch.Event(self._name, enable_timing=True)
         event.record()
-        self._marks.append((phase, event))
+        if border == OUTER_BEGIN:
+            self._phases[phase].append({})
+        self._phases[phase][-1][border] = event
 
-    def medians_ms(self) -> dict[str, float]:
-        """Wait for the device. Return the times of typical_ms()."""
+    def bounds_ms(self) -> dict[str, Bounds]:
+        """Wait for the device, and return the bounds of all phases and steps.
+
+        A step ends with its optimizer.
+        """
         self._device.synchronize()
-        found: dict[str, list[float]] = {}
-        for (_, begin), (phase, end) in itertools.pairwise(self._marks):
-            found.setdefault(phase, []).append(begin.elapsed_time(end))
-        begins = [event for phase, event in self._marks if phase == "begin"]
-        steps = itertools.pairwise(begins)
-        found["step"] = [begin.elapsed_time(end) for begin, end in steps]
-        return typical_ms(found)
+        found: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
+        for number, phases in self._steps.items():
+            for phase, calls in phases.items():
+                found[phase][number] = [_bounds_ms(events, events) for events in calls]
+            if number - 1 in self._steps and "optimizer" in phases:
+                before = self._steps[number - 1]["optimizer"][-1]
+                ended = {INNER_BEGIN: before[OUTER_END], OUTER_BEGIN: before[INNER_END]}
+                found["step"][number] = [_bounds_ms(ended, phases["optimizer"][-1])]
+        return dict(found)
+
+
+def _bounds_ms(begins: Mapping[int, Any], ends: Mapping[int, Any]) -> tuple[float, float]:
+    """Return the times between the inner and the outer borders. Without inner ones, 0 is the least."""
+    least_ms = 0.0
+    if INNER_END in ends:
+        least_ms = begins[INNER_BEGIN].elapsed_time(ends[INNER_END])
+    return least_ms, begins[OUTER_BEGIN].elapsed_time(ends[OUTER_END])
 
 
 class Loop:
@@ -108,22 +142,41 @@ class Loop:
         if on_cuda:
             self._precision = lambda: torch.autocast("cuda", torch.bfloat16)
 
-    def step(self, mark: Callable[[str], None]) -> None:
-        """Make one step. mark: is called at the borders of phases."""
-        mark("begin")
+    def step(self, mark: Mark) -> None:
+        """Make one step. mark: is called at the outer borders of phases."""
         for _ in range(self._micro_steps):
             ids, wanted = (each.to(self.device, non_blocking=True) for each in next(self._batches))
-            mark("data")
+            mark("forward", OUTER_BEGIN)
             with self._precision():
                 loss = self.model(ids, wanted)
-            mark("forward")
+            mark("forward", OUTER_END)
+            mark("backward", OUTER_BEGIN)
             loss.backward()
-            mark("backward")
+            mark("backward", OUTER_END)
+        mark("optimizer", OUTER_BEGIN)
         self.optimizer.step()
-        mark("optimizer")
+        mark("optimizer", OUTER_END)
         self.optimizer.zero_grad()
         if self.kind == "item":
             loss.item()
+
+    def mark_inside(self, mark: Mark) -> None:
+        """Call `mark` at the inner borders of phases in all later steps."""
+        forward = self.model.forward
+
+        def marked(ids: Tensor, wanted: Tensor) -> Tensor:
+            mark("forward", INNER_BEGIN)
+            loss = forward(ids, wanted)
+            mark("forward", INNER_END)
+            loss.register_hook(lambda _: mark("backward", INNER_BEGIN))
+            return loss
+
+        self.model.forward = marked  # type: ignore[method-assign]
+        # The embeddings are used first, so their gradients are computed last.
+        for last in (self.model.tokens.weight, self.model.positions):
+            last.register_post_accumulate_grad_hook(lambda _: mark("backward", INNER_END))
+        self.optimizer.register_step_pre_hook(lambda *_: mark("optimizer", INNER_BEGIN))
+        self.optimizer.register_step_post_hook(lambda *_: mark("optimizer", INNER_END))
 
 
 def _recompute(block: torch.nn.Module) -> None:
@@ -137,46 +190,55 @@ def loop(checks: Checks, kind: str) -> None:
     on = DEVICES[name]()
     on.load(SHORT_KERNEL_S if kind == "launch" else _KERNEL_S, 0)
     training, own = Loop(kind, on.name), OwnEvents(on.name)
+    training.mark_inside(own.mark)
     with tempfile.TemporaryDirectory() as folder:
         with perf.watch(
             training.model, training.optimizer, dir=folder, sidecar=False, report="off"
         ):
             until_s = checks.left_s / 2
             for number in range(_LAUNCH_STEPS if kind == "launch" else _STEPS):
-                training.step(own.mark if number >= WARM_UP else lambda phase: None)
+                if number >= WARM_UP:
+                    own.begin_step(number)
+                training.step(own.mark)
                 if checks.left_s < until_s and number > 2 * WARM_UP:
                     break
-            theirs = own.medians_ms()
+            bounds = own.bounds_ms()
         ours, account = recorded(last_rings(folder))
-    compare(checks, f"loop-{kind}", ours, theirs, allowed_difference())
+    compare(checks, f"loop-{kind}", ours, bounds)
     judge_account(checks, f"loop-{kind}", account, limited=name == CUDA)
 
 
-def allowed_difference() -> tuple[float, float]:
-    """Return the share and the ms by which times may differ from the check's own ones."""
-    return _ALLOWED.get(os.environ.get("GPU_CHECK_DEVICE", CUDA), _ALLOWED_ELSEWHERE)
-
-
 def compare(
-    checks: Checks, part: str, ours: Times, own: Times, allowed: tuple[float, float]
+    checks: Checks, part: str, ours: Mapping[str, Times], bounds: Mapping[str, Bounds]
 ) -> None:
-    """Compare our times of the step and of each phase with the check's own ones, in ms.
+    """Compare each of our times with the check's own events around it."""
+    for phase in PHASES:
+        times, limits = ours.get(phase, {}), bounds[phase]
+        pairs = pair_with_bounds(times, limits)
+        if not pairs:
+            checks.bar(part, f"{phase}, by the device's clock", "not recorded", "recorded", False)
+            continue
+        ours_ms, least_ms, most_ms = (
+            statistics.median(column) for column in zip(*pairs, strict=True)
+        )
+        inside = sum(
+            least - _RESOLUTION_MS <= time_ms <= most + _RESOLUTION_MS
+            for time_ms, least, most in pairs
+        )
+        # A step may lack all times of a phase, as the budget thins them, but not some.
+        expected = sum(len(limits[step]) for step in times.keys() & limits.keys())
+        value = f"{ours_ms:.2f} ms; {inside} of {expected} inside"
+        bar = f"each inside of own events, {least_ms:.2f} to {most_ms:.2f} ms"
+        checks.bar(part, f"{phase}, by the device's clock", value, bar, inside == expected)
 
-    Steps agree if their medians or their means do. Our steps begin elsewhere: on a busy machine
-    medians then differ, and so do means if a step was interrupted at the begin or the end.
-    """
-    share, least_ms = allowed
 
-    def agrees(phase: str) -> bool:
-        difference_ms = abs(ours.get(phase, math.inf) - own[phase])
-        return difference_ms <= share * own[phase] + least_ms
-
-    for phase in ("step", "forward", "backward", "optimizer"):
-        true_ms, found_ms = own[phase], ours.get(phase)
-        bar = f"{true_ms:.2f} ms +- {share:.0%} + {least_ms:g} ms"
-        met = agrees(phase) or (phase == "step" and agrees(MEAN_STEP))
-        value = "not recorded" if found_ms is None else f"{found_ms:.2f} ms"
-        checks.bar(part, f"{phase}, by the device's clock", value, bar, met)
+def pair_with_bounds(ours: Times, bounds: Bounds) -> list[tuple[float, float, float]]:
+    """Return our time, the least and the most of each span that has both."""
+    return [
+        (time_ms, *limits)
+        for step in sorted(ours.keys() & bounds.keys())
+        for time_ms, limits in zip(ours[step], bounds[step], strict=False)
+    ]
 
 
 def judge_account(checks: Checks, part: str, share: float, *, limited: bool) -> None:
@@ -188,24 +250,17 @@ def judge_account(checks: Checks, part: str, share: float, *, limited: bool) -> 
         checks.value(part, what, value)
 
 
-def recorded(ring: Any) -> tuple[dict[str, float], float]:
-    """Return our median times after the first steps, and the share of the time in our hooks."""
+def recorded(ring: Any) -> tuple[dict[str, Times], float]:
+    """Return our times of steps and phases, and the share of the time in our hooks."""
     reader = RingReader(ring)
     records = reader.read_records(final=True).records
     reader.close()
-    # The check's own last step has no end, as its next step never begins.
-    last = records["step"][records["kind"] == Kind.STEP].max(initial=0)
-    records = records[(records["step"] >= WARM_UP) & (records["step"] < last)]
-    found = phase_durations_ns(records)
+    records = records[records["step"] >= WARM_UP]
     steps = assemble_steps(records)
     share = steps.parts_ns[:, PARTS.index("tool")].sum() / max(1, steps.duration_ns.sum())
-    ours_ms = {phase: (times / 1e6).tolist() for phase, times in found.items()}
-    return typical_ms(ours_ms), float(share)
-
-
-def typical_ms(times_ms: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the median of the step and of each phase, and the mean of the step."""
-    typical = {phase: statistics.median(times) for phase, times in times_ms.items() if times}
-    if times_ms.get("step"):
-        typical[MEAN_STEP] = statistics.fmean(times_ms["step"])
-    return typical
+    device = records[records["kind"] == Kind.DEVICE]
+    found: dict[str, dict[int, list[float]]] = {phase: defaultdict(list) for phase in PHASES}
+    for phase, kind in PHASES.items():
+        for each in device[device["value0"] == kind]:
+            found[phase][int(each["step"])].append(int(each["duration_ns"]) / 1e6)
+    return dict(found), float(share)

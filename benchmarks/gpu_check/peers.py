@@ -99,7 +99,7 @@ def report_cost(
     checks.value(part, "cost of a step", value)
 
 
-def _no_mark(phase: str) -> None:
+def _no_mark(phase: str, border: int) -> None:
     pass
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.lines import Checks
-from benchmarks.gpu_check.loops import allowed_difference
 from benchmarks.gpu_check.one_gpu import refusal
+from benchmarks.gpu_check.parts import CUDA
 from benchmarks.gpu_check.sharded_ranks import HANGS, SPIN_MS
 from benchmarks.planted_faults import started
 from torchlens_perf.errors import RunStoreError
@@ -21,6 +22,10 @@ from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 
 RANKS = 2
+# Allowed difference of the median forward pass and the check's own events around it: a share, and ms.
+# Elsewhere than on CUDA the host is interrupted between the two, for as long as a slice of its CPU.
+_ALLOWED = {CUDA: (0.02, 0.1)}
+_ALLOWED_ELSEWHERE = (0.05, 3.0)
 # A fault of 10 ms in one forward pass must show by more than this, and less than this.
 _SHOWN_MS = (6.0, 16.0)
 
@@ -41,16 +46,16 @@ def judge_sharded(checks: Checks, kind: str, ranks: list[dict[str, Any]]) -> Non
     """Report bits, times and the rank with more work. ranks: the files of the rank processes."""
     equal = all(rank["with"] == rank["without"] for rank in ranks)
     checks.bar(kind, "parameters with a watch", "equal" if equal else "differ", "equal", equal)
-    share, least_ms = allowed_difference()
-    forward_ms = [rank["ours"].get("forward", 0.0) for rank in ranks]
+    share, least_ms = _ALLOWED.get(os.environ.get("GPU_CHECK_DEVICE", CUDA), _ALLOWED_ELSEWHERE)
     for number, rank in enumerate(ranks):
-        true_ms = rank["own"]["forward"]
-        what, bar = (
-            f"forward of rank {number}",
-            f"{true_ms:.2f} ms +- {share:.0%} + {least_ms:g} ms",
-        )
-        met = abs(forward_ms[number] - true_ms) <= share * true_ms + least_ms
-        checks.bar(kind, what, f"{forward_ms[number]:.2f} ms", bar, met)
+        what = f"forward of rank {number}"
+        if rank["forward_ms"] is None:
+            checks.bar(kind, what, "not recorded", "recorded", False)
+            continue
+        found_ms, true_ms = rank["forward_ms"]
+        bar = f"{true_ms:.2f} ms +- {share:.0%} + {least_ms:g} ms"
+        met = abs(found_ms - true_ms) <= share * true_ms + least_ms
+        checks.bar(kind, what, f"{found_ms:.2f} ms", bar, met)
     more_ms = ranks[HANGS]["work_ms"] - ranks[1 - HANGS]["work_ms"]
     bar = f"{_SHOWN_MS[0]:g} to {_SHOWN_MS[1]:g} ms, planted {SPIN_MS:g} ms"
     met = _SHOWN_MS[0] <= more_ms <= _SHOWN_MS[1]
