@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.device.fake_device import FakeDevice, FakeStreams
+from tests.support.device.fake_device import FakeDevice, FakeEvent, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER)
@@ -198,6 +198,142 @@ def test_mark_queries_do_not_invalidate_a_capture_on_another_thread(
     device.advance(2 * SECOND)
     driver_clock.read_reached_marks()  # Makes an anchor.
     device.end_capture(anothers)
+
+
+def test_captured_idle_stream_gets_no_anchor_and_no_query(
+    device: FakeDevice, fake: FakeStreams, driver_clock: Any
+) -> None:
+    """torch also gives the stream of the anchors to programs, and a program may capture it."""
+    names = ("cuEventQuery", "cuEventRecord", "cuEventElapsedTime")
+    device.advance(2 * SECOND)  # An anchor is due.
+    device.begin_capture(fake.idle_stream)
+    calls = [device.calls(name) for name in names]
+    driver_clock.read_reached_marks()
+    assert [device.calls(name) for name in names] == calls
+    device.end_capture(fake.idle_stream)
+    device.advance(2 * SECOND)
+    driver_clock.read_reached_marks()
+    assert device.calls("cuEventRecord") == calls[1] + 1
+    assert (driver_clock.missing_marks, driver_clock.status) == (0, 0)
+
+
+@pytest.mark.parametrize("method", ["create_event", "record", "query", "elapsed_time"])
+def test_clock_is_right_after_an_exception_has_interrupted_an_anchor(
+    device: FakeDevice, fake: FakeStreams, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The exception, which may be a signal handler's, goes to the user's code."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    clock = fake.create_clock_of_events()
+
+    def take_an_anchor() -> None:
+        clock.read_reached_marks(0)
+        for _ in range(10):  # Here the exception arrives.
+            pass
+
+    for _ in range(64):  # All events that were made in advance are used.
+        marked(clock)
+    for _ in range(2):
+        clock.read_reached_marks()
+        device.advance(MILLISECOND)
+    begin = marked(clock)
+    for _ in range(64 * (method == "create_event")):  # No event is left.
+        marked(clock)
+    device.advance(2 * SECOND)  # An anchor is due.
+    with monkeypatch.context() as patched:
+        patched.setattr(fake if hasattr(fake, method) else FakeEvent, method, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            take_an_anchor()
+    for _ in range(3):
+        device.advance(2 * SECOND)
+        clock.read_reached_marks()
+    issued_ns = device.now_ns()
+    end = marked(clock)
+    clock.read_reached_marks()
+    device.advance(MILLISECOND)
+    clock.read_reached_marks()
+    begin_ns, end_ns = both_read(clock, begin, end)
+    assert clock.error_ns < 5000
+    assert end_ns == pytest.approx(issued_ns + EVENT_NS, abs=clock.error_ns + 2000)
+    assert end_ns - begin_ns == pytest.approx(8 * SECOND, abs=10 * MILLISECOND)
+
+
+def test_stream_first_seen_in_the_middle_of_a_step_is_read_with_that_step(
+    device: FakeDevice, fake: FakeStreams, clock: Any
+) -> None:
+    first = marked(clock)
+    fake.stream = device.new_stream()
+    begin = marked(clock)
+    device.spin(3 * MILLISECOND, fake.stream)
+    end = marked(clock)
+    fake.stream = 0
+    last = marked(clock)
+    clock.read_reached_marks()
+    device.advance(MILLISECOND)
+    clock.read_reached_marks()
+    assert [read(clock, mark) is not None for mark in (first, begin, end, last)] == [
+        True, False, False, True,
+    ]  # fmt: skip
+    assert clock.find_last_reached_mark() == first, "the new stream has not reached its first mark"
+    device.advance(10 * MILLISECOND)
+    clock.read_reached_marks()
+    begin_ns, end_ns = both_read(clock, begin, end)
+    assert end_ns - begin_ns == pytest.approx(3 * MILLISECOND + LAUNCH_NS + EVENT_NS, abs=100)
+    assert clock.missing_marks == 0
+
+
+def test_new_stream_may_lose_its_place_while_its_first_mark_is_recorded(
+    device: FakeDevice, fake: FakeStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record sets the GIL free, and another thread may end the step and mark another stream."""
+    clock, record = fake.create_clock_of_events(), fake.record
+    new, slow = device.new_stream(), device.new_stream()
+    between: list[int] = []
+
+    def record_after_another_thread(event: FakeEvent, stream: int) -> None:
+        if stream == new and not between:
+            between.append(0)
+            clock.read_reached_marks()
+            fake.stream = slow
+            device.spin(100 * MILLISECOND, slow)
+            between[0] = marked(clock)
+            fake.stream = new
+        record(event, stream)
+
+    monkeypatch.setattr(fake, "record", record_after_another_thread)
+    fake.stream = new
+    mark = marked(clock)
+    fake.stream = 0
+    clock.read_reached_marks()
+    device.advance(MILLISECOND)
+    clock.read_reached_marks()
+    assert read(clock, mark) is not None
+    assert read(clock, between[0]) is None, "the other stream is behind"
+    device.advance(SECOND)
+    clock.read_reached_marks()
+    assert read(clock, between[0]) is not None
+
+
+def test_negative_times_of_the_driver_are_lost(device: FakeDevice, driver_clock: Any) -> None:
+    """No time is made of them, and marks and anchors after them are right."""
+    begin, end = marked(driver_clock), marked(driver_clock)
+    driver_clock.read_reached_marks()
+    device.advance(2 * SECOND)  # An anchor is due.
+    device.set_drift(-2)
+    driver_clock.read_reached_marks()
+    device.set_drift(0)
+    assert driver_clock.span(begin, end) is None
+    assert read(driver_clock, begin) is None
+    issued_ns = device.now_ns()
+    later = marked(driver_clock)
+    driver_clock.read_reached_marks()
+    device.advance(2 * SECOND)
+    driver_clock.read_reached_marks()
+    assert read(driver_clock, later) == pytest.approx(
+        issued_ns + EVENT_NS, abs=driver_clock.error_ns + 500
+    )
 
 
 def test_no_marks_are_made_while_the_device_is_far_behind(device: FakeDevice, clock: Any) -> None:

@@ -420,6 +420,96 @@ def test_progress_of_a_device_with_thinned_phases_is_not_published(
     assert found == [True, False, True]
 
 
+def test_negative_time_of_the_driver_is_counted_and_not_shown(
+    device: FakeDevice, tmp_path: Path
+) -> None:
+    rig = Rig(device)
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        for number in range(10):
+            device.set_drift(-2 if number == 5 else 0)  # Marks of step 4 are read in step 5.
+            rig.step()
+            device.advance(2 * STEP_NS)
+        device.set_drift(0)
+    for kind, planted_ns in ((Kind.FORWARD, FORWARD_NS), (Kind.BACKWARD, BACKWARD_NS)):
+        spans = device_spans(recording, kind)
+        assert [span.step for span in spans] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+        assert all(planted_ns <= span.duration_ns < planted_ns + OVER_NS for span in spans)
+    # The mark that ends step 4 begins step 5.
+    assert [span.step for span in device_spans(recording, Kind.STEP)] == [1, 2, 3, 6, 7, 8, 9]
+    assert recording.metadata["device"]["unread"] == 5, "phases of step 4, and both steps"
+
+
+def test_span_that_ends_before_it_begins_is_counted_and_not_shown(
+    device: FakeDevice, tmp_path: Path
+) -> None:
+    """The span begins on a stream that is behind, and ends on another one."""
+    rig = Rig(device)
+    other = device.new_stream()
+
+    def move(*_: Any) -> None:
+        rig.events.stream = other
+
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        for number in range(8):
+            handle = None
+            if number == 4:
+                device.spin(50 * MILLISECOND)
+                handle = rig.model.inner.register_forward_hook(move)
+            result = rig.model(torch.ones(2, 4)).sum()
+            rig.events.stream = 0
+            if handle is not None:
+                handle.remove()
+            result.backward()
+            rig.optimizer.step()
+            rig.optimizer.zero_grad()
+            device.advance(100 * MILLISECOND)
+        recording.watch.step()  # This call ends no step, because the optimizer has.
+        recording.watch.step()
+    assert [span.step for span in device_spans(recording, Kind.FORWARD)] == [0, 1, 2, 3, 5, 6, 7]
+    assert [span.step for span in device_spans(recording, Kind.BACKWARD)] == list(range(8))
+    assert [span.step for span in device_spans(recording, Kind.STEP)][:6] == [1, 2, 3, 5, 6, 7]
+    assert all(span.duration_ns >= 0 for span in recording.of(Kind.DEVICE))
+    assert recording.metadata["device"]["unread"] >= 2, "the forward pass and its step"
+
+
+@pytest.mark.parametrize("steps", [3, 30], ids=["Python ends the step", "C ends the step"])
+def test_step_ends_on_the_stream_that_is_current_then(
+    device: FakeDevice, tmp_path: Path, steps: int
+) -> None:
+    """Waits are marked on this stream from then on."""
+    rig = Rig(device)
+    other = device.new_stream()
+    compute_streams = []
+    with recorded(tmp_path, rig.model, rig.optimizer, backward_every=0) as recording:
+        rig.attach(recording)
+        session = recording.watch._session
+        clock = session.clocks.current
+        for number in range(steps + 12):
+            if number == steps:
+                rig.events.stream = other
+                assert bool(session.recorder.settled) == (steps > 3)
+                session.recorder.due_ns = 1 << 62  # No callback is due.
+            if number == steps + 2:
+                device.spin(9 * STEP_NS, other)
+            rig.step()
+            compute_streams.append(clock.stream)
+            device.advance(2 * STEP_NS)
+        marked = clock.marked
+        session.clocks.stalls.begin_wait()
+        session.clocks.stalls.end()
+        assert clock.marked == marked + 2
+        rig.events.stream = 0
+        session.clocks.stalls.begin_wait()
+        session.clocks.stalls.end()
+        assert clock.marked == marked + 2
+    assert compute_streams == [0] * steps + [other] * 12
+    durations = {span.step: span.duration_ns for span in device_spans(recording, Kind.STEP)}
+    assert durations[steps + 2] >= 9 * STEP_NS
+    assert max(durations[step] for step in (steps, steps + 1)) < 4 * STEP_NS
+
+
 def test_spans_not_reached_when_the_watch_ends_are_counted(
     device: FakeDevice, tmp_path: Path
 ) -> None:

@@ -109,20 +109,24 @@ static int event_query(DeviceClock *self, void *event)
     return failed(self, status);
 }
 
-/* Both events must have been reached. */
+/* Both events must have been reached, `begin` first. Fails for a negative time. */
 static int event_elapsed(DeviceClock *self, void *begin, void *end, int64_t *duration_ns)
 {
+    int status;
+    double elapsed_ms = 0;
     if (self->events == NULL) {
         float milliseconds = 0;
-        int status = failed(self, self->driver.elapsed(&milliseconds, begin, end));
-        *duration_ns = llround((double)milliseconds * 1e6);
-        return status;
+        status = failed(self, self->driver.elapsed(&milliseconds, begin, end));
+        elapsed_ms = milliseconds;
+    } else {
+        PyObject *milliseconds = call_method(begin, "elapsed_time", end, NULL);
+        elapsed_ms = milliseconds != NULL ? PyFloat_AsDouble(milliseconds) : 0;
+        status = milliseconds != NULL ? SUCCESS : FAILED;
+        Py_XDECREF(milliseconds);
     }
-    PyObject *milliseconds = call_method(begin, "elapsed_time", end, NULL);
-    *duration_ns = milliseconds != NULL ? llround(PyFloat_AsDouble(milliseconds) * 1e6) : 0;
-    int status = milliseconds != NULL ? SUCCESS : FAILED;
-    Py_XDECREF(milliseconds);
-    return failed(self, status);
+    int is_time = elapsed_ms >= 0; /* no NaN */
+    *duration_ns = is_time ? llround(elapsed_ms * 1e6) : 0;
+    return status == SUCCESS && !is_time ? FAILED : status;
 }
 
 /* Queries would invalidate a capture of another thread, and fail, but for this mode of the calling thread. */
@@ -525,9 +529,18 @@ void clock_read(DeviceClock *self, int max_steps)
     }
 }
 
+/* The newest mark of the stream that has been read. A stream that has reached none is after the mark that the host made
+ * before its first one. */
+static int64_t last_read(DeviceStream *stream)
+{
+    int64_t mark = stream->read > 0 ? stream->read : mark_at(&stream->pending, 0)->number - 1;
+    return mark > 0 ? mark : NO_MARK;
+}
+
 /* The last mark that the device has reached on the stream that is furthest behind; NO_MARK without one. Called at a
  * step's end after clock_read(). The device is queried only if it has not reached the end of the previous step, by a
- * binary search: three queries for eight marks. */
+ * binary search: five queries two steps behind and nine sixty steps behind, with eight marks in a step. A query of an
+ * H200 takes 0.3 us, and the rest of the search 0.1 us. */
 int64_t clock_last_reached(DeviceClock *self)
 {
     DeviceStream *stream = NULL;
@@ -538,7 +551,7 @@ int64_t clock_last_reached(DeviceClock *self)
         }
     }
     if (stream == NULL || stream->ended < 2 || self->reading) {
-        return stream == NULL ? NO_MARK : stream->read;
+        return stream == NULL ? NO_MARK : last_read(stream);
     }
     size_t low = 0, high = stream->pending.count; /* marks before `low` have been reached, and none from `high` on */
     int mode = RELAXED;
@@ -556,7 +569,7 @@ int64_t clock_last_reached(DeviceClock *self)
     exchange_mode(self, &mode);
     self->reading = 0;
     leave_context(self, before);
-    return low > 0 ? mark_at(&stream->pending, low - 1)->number : stream->read;
+    return low > 0 ? mark_at(&stream->pending, low - 1)->number : last_read(stream);
 }
 
 /* -- the type */
