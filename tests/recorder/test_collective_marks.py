@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -108,6 +109,38 @@ def test_operation_ends_when_its_backends_thread_reports_the_end(native: Collect
     # The thread that ends the operation has no influence on the flags.
     assert record["flags"] == Flag.COMPLETED
     assert [(each.issued, each.ended) for each in native.reader.read_group_progress()] == [(4, 4)]
+
+
+@pytest.mark.parametrize(("calls_python", "elements"), [(False, 1_000_000), (True, 40)])
+def test_waits_without_the_gil_leave_the_recorders_reference_count_right(
+    tmp_path: Path, calls_python: bool, elements: int
+) -> None:
+    """The count is no atomic number, so only threads with the GIL may change it.
+
+    This thread changes it meanwhile, and would overwrite another thread's changes. qsort() calls a
+    function many times without the GIL.
+    """
+    rig = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, clock=None, capacity=1 << 14)
+    marks = NativeMarks(rig.implementation, gil=False)
+    recorder = rig.recorder
+    if calls_python:
+        recorder.set_nvtx(lambda attributes: None, lambda: None, ["step"])
+    sort = ctypes.CDLL(None).qsort
+
+    def wait() -> None:
+        assert marks.wait_began() == 1
+        sorted_bytes = ctypes.create_string_buffer(elements)
+        sort(sorted_bytes, ctypes.c_size_t(elements), ctypes.c_size_t(1), marks.wait_began)
+        marks.wait_ended(0)
+
+    kept = [recorder] * 1_000_000  # A wrong count does not free the recorder.
+    before = sys.getrefcount(recorder)
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while thread.is_alive():
+        kept[:10_000]
+    assert sys.getrefcount(recorder) == before
+    rig.close()
 
 
 def test_operation_written_by_close_is_not_written_again_at_its_end(native: CollectiveRig) -> None:
