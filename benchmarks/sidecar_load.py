@@ -1,11 +1,9 @@
 """Processor time and memory of a node's sidecar while its ranks write records.
 
 Threads of this process take the place of the ranks: each writes the records of whole steps into a
-real ring, with real sessions and a clock that it sets itself. The sidecar is a real process, and
-begins to read at once.
+real ring, with real sessions and a clock that it sets itself. The sidecar is a real process.
 
-An idle sidecar reads ranks that record nothing. The sidecar works as on idle CPUs, even if other
-programs keep them busy: on busy CPUs it works more rarely.
+An idle sidecar reads ranks that record nothing.
 
 `python -m benchmarks.sidecar_load 1x3200 64x2000` measures so many ranks with so many records a
 second each.
@@ -13,7 +11,6 @@ second each.
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -26,7 +23,6 @@ from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
 from torchlens_perf.run.mailbox import ANSWER, RESULTS, Mailbox
 from torchlens_perf.run.processes import process_cpu_time_s
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.sidecar.busy import ASSUME_IDLE
 
 RANKS, RATE = 64, 2000
 SETTLE_S, MEASURED_S = 15.0, 60.0
@@ -83,7 +79,6 @@ def measure(ranks: int, steps_per_s: float, measured_s: float) -> tuple[float, f
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         from tests.support.ranks import make_run
 
-        os.environ[ASSUME_IDLE] = "1"
         run = make_run(Path(folder))
         writers = [Writer(run, rank, ranks) for rank in range(ranks)]
         assert ensure_running(run, writers[0].rank.identity)

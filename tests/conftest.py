@@ -16,7 +16,6 @@ from tests.support.cpu_budget import CpuBudget
 from tests.support.strict import find_failed_sidecars
 from tests.support.warm_python import WHOLE_END
 from torchlens_perf.errors import RAISE, swallowed
-from torchlens_perf.sidecar.busy import ASSUME_IDLE
 from torchlens_perf.watching import running_watch
 
 pytest_plugins = [
@@ -28,8 +27,6 @@ pytest_plugins = [
 
 # Threads that spin while waiting for each other use processors that parallel tests need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Sidecars read early, although tests that run in parallel keep all processors busy.
-os.environ.setdefault(ASSUME_IDLE, "1")
 # Shells start background programs with SIGINT ignored.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Processes of tests inherit the setting, so tests could not interrupt them.

@@ -20,10 +20,9 @@ from tests.support.leftovers import eventually
 from tests.support.processes import SCRIPTS, clean_environ, report, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from tests.support.warm_python import WarmPython
-from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock, sidecar_lock_path
+from torchlens_perf.run.directory import RunDirectory, find_sidecar_lock
 from torchlens_perf.run.ring import STEP, RingReader
-from torchlens_perf.run.sidecar_lock import SidecarLock
-from torchlens_perf.run.sidecar_status import AT_ONCE, read_status
+from torchlens_perf.run.sidecar_status import read_status
 from torchlens_perf.sidecar.node import Sidecar
 
 SCRIPT = str(SCRIPTS / "train_until_told.py")
@@ -229,38 +228,6 @@ def test_files_removed_from_shared_memory_lose_no_records(job: Job) -> None:
         not in job.run.node_log_path(next(job.run.nodes.glob("*.json")).stem).read_text()
     )
     assert not folder.exists()
-
-
-def test_rings_stay_open_across_an_exec_of_the_sidecar(run: RunDirectory) -> None:
-    """Without an idle CPU, the sidecar replaces itself by exec.
-
-    The sidecar's new program continues with the open descriptors.
-    """
-    rank, lock = Rank(run, 0, 1), SidecarLock(sidecar_lock_path(run.run_id))
-    rank.steps(20, **WORK)
-    assert lock.acquire()
-    ring = os.open(rank.ring_path, os.O_RDONLY)
-    shutil.rmtree(rank.ring_path.parent)
-    command = [
-        sys.executable,
-        "-m",
-        "torchlens_perf",
-        "sidecar",
-        str(run.path),
-        "--host",
-        HOST,
-        "--lock-descriptor",
-    ]
-    command += [str(lock.descriptor), AT_ONCE, f"{ring}:{rank.ring_path}"]
-    sidecar = subprocess.Popen(command, env=clean_environ(), pass_fds=[lock.descriptor, ring])
-    os.close(ring)
-    assert eventually(lambda: report_of(run) is not None)
-    rank.steps(30, **WORK)
-    rank.close()
-    assert sidecar.wait(60) == 0
-    lock.close()
-
-    assert (report(run)["ranks"][0]["steps"], report(run)["quality"]["lost"]) == (50, 0)
 
 
 def report_of(run: RunDirectory) -> object:

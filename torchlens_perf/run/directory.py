@@ -19,7 +19,6 @@
       .run-...             the run id that all ranks of one launcher use
       20261121-0132-3fa9c1d2.5d41ab/   5d41ab: digest of boot and PID namespace, see place/node.py
         KEY.ring           a rank's ring file, or a link to the memory of the process that made it
-        KEY.spool          records that the sidecar has moved out of the ring, see rings/spool.py
         KEY.held           a link to the process that keeps such memory open
         TIME-KEY.registered  a link to a ring file that a sidecar can read
         KEY.report, .answer, .view, .alerts   messages from the sidecar, see mailbox.py
@@ -63,7 +62,7 @@ from torchlens_perf.run.ring import (
     State,
     reading_ring,
 )
-from torchlens_perf.run.rings import memory, spool
+from torchlens_perf.run.rings import memory
 
 # A run id is the name of a folder. It must not be a path.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
@@ -248,8 +247,7 @@ class RunDirectory:
         for path in self._find_local_files("*"):
             left = path.suffix == _REGISTERED and not path.exists()
             left |= (
-                path.suffix in (*mailbox.KINDS, _HELD, spool.SUFFIX)
-                and not path.with_suffix(".ring").exists()
+                path.suffix in (*mailbox.KINDS, _HELD) and not path.with_suffix(".ring").exists()
             )
             if left or path.name == _LOG:
                 path.unlink(missing_ok=True)

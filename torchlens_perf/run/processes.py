@@ -55,20 +55,11 @@ def process_cpu_time_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S if fields else 0.0
 
 
-def thread_cpu_time_ns(pid: int, thread: int | None = None) -> int | None:
-    """Return a thread's CPU time in ns; None if the kernel does not provide it.
-
-    Source: Documentation/scheduler/sched-stats.rst.
-
-    thread: native id; by default the main thread.
-    """
-    return _read_schedstat(f"/proc/{pid}/task/{thread or pid}/schedstat", 0)
-
-
 def main_thread_cpu_wait_ns(pid: int) -> int | None:
     """Return the total time in ns that a process's main thread was runnable but had no CPU.
 
-    Return None if the kernel does not count this time.
+    Return None if the kernel does not count this time. Source:
+    Documentation/scheduler/sched-stats.rst.
     """
     return _read_schedstat(f"/proc/{pid}/task/{pid}/schedstat", 1)
 

@@ -34,14 +34,11 @@ from torchlens_perf.errors import RingError
 from torchlens_perf.interruption import ours
 from torchlens_perf.run.fitting import fit_metadata
 from torchlens_perf.run.kept_file import KeptFile
-from torchlens_perf.run.rings import memory, spool
+from torchlens_perf.run.rings import memory
 from torchlens_perf.run.rings.kinds import Flag as Flag
 from torchlens_perf.run.rings.kinds import Kind as Kind
 from torchlens_perf.run.rings.kinds import State as State
 from torchlens_perf.run.rings.kinds import kind_name as kind_name
-from torchlens_perf.run.rings.spool import IN_FLIGHT as IN_FLIGHT
-from torchlens_perf.run.rings.spool import RECORD_BYTES as RECORD_BYTES
-from torchlens_perf.run.rings.spool import RECORDS_OFFSET as RECORDS_OFFSET
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +57,9 @@ GROUP_WORDS = 3
 MAX_RECENT = 32
 METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
+RECORDS_OFFSET, RECORD_BYTES = 274432, 64
+IN_FLIGHT = 64
+"""Largest number of records that several threads may be writing at once (Python implementation)."""
 # Pages of a ring file beyond this size are mapped when they are first written.
 _MAPPED_AT_ONCE = 1 << 24
 LONGEST_NAME = 256
@@ -364,8 +364,6 @@ class RingReader:
         self._is_frozen = False
         self._names: list[str] = []
         self._names_read = 0
-        self._spool = spool.spool_path(str(path))
-        self._spooled = spool.count_spooled(self._spool)
 
     def _read_capacity(self) -> int:
         size = os.fstat(self._descriptor).st_size
@@ -520,40 +518,6 @@ class RingReader:
         final: True if the writer has ended, so an incomplete record is counted as lost. Raise
         RingError if the file was truncated or overwritten.
         """
-        spooled = self._read_spooled_records()
-        batch = self._read_ring_records(final=final)
-        if spooled is None:
-            return batch
-        import numpy as np
-
-        return RingBatch(
-            np.concatenate([spooled.records, batch.records]),
-            np.concatenate([spooled.sequences, batch.sequences]),
-            spooled.lost + batch.lost,
-        )
-
-    def drop_spool(self, kept: int) -> None:
-        """Remove the spool if all of its records are saved. kept: number of the last saved record."""
-        if 0 < self._spooled <= kept + 1:
-            self._spooled = 0
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._spool)
-
-    def _read_spooled_records(self) -> RingBatch | None:
-        """Return the records that the sidecar has moved out of the ring, or None."""
-        asked = self.cursor
-        if asked >= self._spooled:
-            return None
-        import numpy as np
-
-        text = spool.read_spool(self._spool, asked, self._spooled - asked)
-        records = np.frombuffer(text[: len(text) // RECORD_BYTES * RECORD_BYTES], record_dtype())
-        sequences = np.arange(asked, asked + len(records), dtype=np.int64)
-        whole = records["stamp"] == (sequences + 1).astype(np.uint32)
-        self.cursor = self._spooled
-        return RingBatch(records[whole], sequences[whole], self._spooled - asked - int(whole.sum()))
-
-    def _read_ring_records(self, *, final: bool) -> RingBatch:
         import numpy as np
 
         asked, stop = self.cursor, min(self.read_counter(HEAD), _LAST)

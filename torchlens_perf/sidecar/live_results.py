@@ -102,11 +102,6 @@ class LiveResultDelivery:
         """True if a process shows a continuous view of the run."""
         return bool(self._views)
 
-    @property
-    def is_followed(self) -> bool:
-        """True if a process receives views, alerts or figures while the run lasts."""
-        return bool(self._views or self._alerts or self._figures)
-
     def deliver_due(self, now_s: float) -> None:
         """Answer requests and update views, alerts and figures.
 

@@ -15,7 +15,6 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ring
 from torchlens_perf.run.mailbox import REPORT, STEPS
 from torchlens_perf.sidecar import termination
-from torchlens_perf.sidecar.busy import BusyCpus
 from torchlens_perf.sidecar.live_results import LiveResultDelivery
 from torchlens_perf.sidecar.metrics_port import MetricsPort
 from torchlens_perf.sidecar.page_file import write_page_if_wanted
@@ -39,8 +38,6 @@ _SHUTDOWN_TIMEOUT_S = 30.0
 _POLL_INTERVAL_S = 0.05
 # A ring may begin to fill fast at any time.
 _RARE_POLL_INTERVAL_S = 0.5
-# If no rank has finished a step for this time, hangs are searched for at the usual intervals.
-_STALLED_S = 8.0
 
 
 def run_sidecar(
@@ -131,9 +128,6 @@ class _RoundRunner:
         """The parameters are the same as in run_sidecar()."""
         self._wake = wake
         self._report_is_wanted = False
-        self._busy_cpus = BusyCpus()
-        self._steps: list[int] = []
-        self._stepped_s = 0.0
         self.port = MetricsPort() if port is None else port
         self.replaced = False
         """True if another sidecar has started for this node."""
@@ -152,20 +146,6 @@ class _RoundRunner:
             if self._sleep_until_event(self._schedule.poll_s):
                 return True
         return False
-
-    def _gives_way(self, now_s: float) -> bool:
-        """Return True if the job keeps all CPUs busy, makes progress, and needs no results now."""
-        live = self._sidecar.sources.unfinished_rings()
-        steps = [source.reader.read_progress()[1] for source in live]
-        if steps != self._steps:
-            self._steps, self._stepped_s = steps, now_s
-        return (
-            bool(self._busy_cpus.poll(now_s))
-            and now_s - self._stepped_s < _STALLED_S
-            and not self._live.is_followed
-            and not self._sidecar.exports
-            and self._sidecar.monitor.cluster.judges_alone
-        )
 
     def _sleep_until_event(self, duration_s: float) -> bool:
         """Sleep until the duration is over, a rank ends or makes a request, or SIGTERM arrives.
@@ -198,7 +178,6 @@ class _RoundRunner:
         sidecar, schedule, live = self._sidecar, self._schedule, self._live
         contain_errors = sidecar.contain_errors
         schedule.has_other_nodes = sidecar.monitor.cluster.has_other_nodes
-        schedule.gives_way = self._gives_way(time.monotonic())
         if not self._lock.restore_file():
             logger.error(
                 "the lock of this sidecar was removed and another sidecar has started; this one"

@@ -260,7 +260,6 @@ class Sidecar:
         finally:
             self.records.write_segment()
         for source in self.sources:
-            source.reader.drop_spool(source.kept)
             if source.settled and os.path.lexists(source.path):
                 # A killed process leaves its stack file.
                 source.path.with_suffix(".stack").unlink(missing_ok=True)

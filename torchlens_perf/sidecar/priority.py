@@ -1,13 +1,12 @@
 """Lower the sidecar's priority for CPUs and its memory limits. Refusals of the kernel are ignored.
 
-A process without privileges can lower its priority, but never raise it or leave SCHED_IDLE.
+A process without privileges can lower its priority, but never raise it.
 Priority belongs to a thread, so work during training runs in a thread of low priority. The main
 thread keeps the job's priority for work that ranks wait for after their training.
 
-If the kernel groups processes by session (sched(7), autogroup), a thread's nice value and policy
-only apply within its session. The sidecar has its own session, so only the nice value of this
-session's group affects the job. A process without privileges can raise the priority of a group
-again, but not the priority of a thread.
+If the kernel groups processes by session (sched(7), autogroup), a thread's nice value only applies
+within its session. The sidecar has its own session, whose group keeps the usual nice value: with
+10, a busy node's first results came after half a minute instead of 10 s.
 """
 
 from __future__ import annotations
@@ -16,18 +15,8 @@ import contextlib
 import os
 import resource
 import threading
-import time
 
 NICE = 5
-USUAL_GROUP, SLOW_GROUP, IDLE_GROUP = 0, 10, 19
-"""Nice values of the session's group, see decision 28 in docs/internals.
-
-USUAL_GROUP is the normal value. SLOW_GROUP is for imports with a small share of a CPU. IDLE_GROUP
-is for imports on idle CPUs.
-"""
-_GROUP = "/proc/self/autogroup"  # This file is missing if the kernel does not group by session.
-# The kernel accepts only one change per tenth of a second, counted over all users.
-_TRIES, _RETRY_DELAY_S = 3, 0.05
 _OOM_SCORE = "/proc/self/oom_score_adj"
 # The kernel adds this many thousandths of the memory limit to a process's memory, and ends the
 # process with the largest sum. A smaller value would spare the sidecar if the job uses most of the
@@ -69,24 +58,3 @@ def set_memory_limit(size_bytes: int) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if soft == resource.RLIM_INFINITY or soft > size_bytes:
             resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, hard))
-
-
-def set_group_nice_value(nice: int) -> None:
-    """Set the nice value of the session's group, unless the session is a user's shell."""
-    if os.getsid(0) != os.getpid():
-        return
-    for _ in range(_TRIES):
-        try:
-            with open(_GROUP, "w") as file:
-                file.write(str(nice))
-            return
-        except BlockingIOError:
-            time.sleep(_RETRY_DELAY_S)
-        except OSError:
-            return
-
-
-def make_thread_idle() -> None:
-    """Restrict the calling thread to idle CPUs, permanently."""
-    with contextlib.suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -13,9 +13,6 @@ MAX_WAITING_RECORDS = 1 << 19
 # A poll should find the fullest ring at most at this level.
 FILLING = 1 / 8
 _MAX_POLL_S, _RARE_POLL_S, _IDLE_POLL_S = 0.5, 2.0, 4.0
-# On busy CPUs, most work is done at this interval. Most of its cost does not depend on the number of
-# records.
-_BUSY_INTERVAL_S = 20.0
 _ACCOUNT_S, _LATEST_ACCOUNT_S, _LATEST_JUDGING_S = 1.0, 5.0, 5.0
 _SAVE_S = 5.0
 _KEEP_S, _LATEST_KEEP_S = 5.0, 60.0
@@ -38,8 +35,6 @@ class Schedule:
     def __init__(self, now_s: float) -> None:
         self._started_s = now_s
         self.poll_s = 0.05
-        self.gives_way = False
-        """True to work rarely, because the job keeps all CPUs busy."""
         self.has_other_nodes = False
         """True if other nodes wait for what this node finds out about idle ranks."""
         self._hurries = False
@@ -71,7 +66,7 @@ class Schedule:
         else:
             idle_s = _RARE_POLL_S if self.has_other_nodes else _IDLE_POLL_S
             most_s = idle_s if fullest == 0 else _MAX_POLL_S
-            self.poll_s = min(_RARE_POLL_S if self.gives_way else most_s, self.poll_s * 1.5)
+            self.poll_s = min(most_s, self.poll_s * 1.5)
 
     def is_count_due(
         self, now_s: float, took_s: float, waiting_records: int = 0, *, watched: bool = False
@@ -91,7 +86,7 @@ class Schedule:
             return self._is_due("account", now_s, _HURRIED_S)
         usual_s = self._young_interval_s(now_s, _ACCOUNT_S)
         rest_s = self._rest_s(took_s, _LATEST_ACCOUNT_S, watched=watched)
-        return self._is_due("account", now_s, max(usual_s, rest_s, self._busy_interval_s))
+        return self._is_due("account", now_s, max(usual_s, rest_s))
 
     def is_judging_due(self, now_s: float, period_s: float, took_s: float = 0.0) -> bool:
         """Return True if ranks should be judged: once in a period, or sooner in a young run.
@@ -100,7 +95,7 @@ class Schedule:
         """
         usual_s = self._young_interval_s(now_s, period_s)
         rest_s = self._rest_s(took_s, _LATEST_JUDGING_S)
-        return self._is_due("judge", now_s, max(usual_s, rest_s, self._busy_interval_s))
+        return self._is_due("judge", now_s, max(usual_s, rest_s))
 
     def is_segment_due(
         self, now_s: float, unkept_records: int, ring_share: float, *, failing: bool = False
@@ -129,23 +124,19 @@ class Schedule:
 
         took_s: duration of the last save. news: there is a new finding to save at once.
         """
-        usual_s = max(_SAVE_S, took_s / _MAX_TIME_SHARE, self._busy_interval_s)
+        usual_s = max(_SAVE_S, took_s / _MAX_TIME_SHARE)
         return self._is_due("save", now_s, 0.0 if news else usual_s)
 
     @property
     def is_idle(self) -> bool:
         """True if several polls in a row have found no new record."""
-        return self.poll_s > _MAX_POLL_S and not (self.gives_way or self.has_other_nodes)
+        return self.poll_s > _MAX_POLL_S and not self.has_other_nodes
 
     def _rest_s(self, took_s: float, latest_s: float, *, watched: bool = False) -> float:
         """Return the shortest interval of work that takes took_s; latest_s if the ranks are idle."""
         if self.is_idle and not watched:
             return latest_s
         return min(latest_s, took_s / (_MAX_WATCHED_TIME_SHARE if watched else _MAX_TIME_SHARE))
-
-    @property
-    def _busy_interval_s(self) -> float:
-        return _BUSY_INTERVAL_S if self.gives_way else 0.0
 
     def _is_due(self, what: str, now_s: float, period_s: float) -> bool:
         due = now_s - self._done_s[what] >= period_s

@@ -27,7 +27,6 @@ from collections.abc import Collection
 from torchlens_perf.interruption import ours, suppress
 from torchlens_perf.run import file_checks
 from torchlens_perf.run.kept_file import KeptFile
-from torchlens_perf.run.rings.spool import spool_path
 
 # File system types of statfs(2). ext2, ext3 and ext4 have the same type.
 TMPFS, EXT = 0x01021994, 0xEF53
@@ -187,11 +186,11 @@ def wait_until_opened_elsewhere(path: str, file: KeptFile, timeout_s: float) -> 
 
 
 def remove_ring_paths(path: str) -> None:
-    """Remove a ring's file or link, its spool, and the link of announce_open_ring().
+    """Remove a ring's file or link, and the link of announce_open_ring().
 
     Missing files are ignored. Raise OSError for other errors.
     """
-    for each in (path, spool_path(path), _held_link_path(path)):
+    for each in (path, _held_link_path(path)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(each)
 

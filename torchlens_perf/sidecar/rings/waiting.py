@@ -9,24 +9,19 @@ import os
 
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.rings import memory
-from torchlens_perf.run.rings.spool import SpoolWriter
 from torchlens_perf.sidecar.ends import EndObserver
 from torchlens_perf.sidecar.stops import StopObserver
 
 # The first bytes of a ring file, and positions of words in its header. They are copies from
 # run/ring.py, which takes long to import.
 MAGIC, HEAD, STEP, STATE, CLOSED = b"TLPRING\0", 8, 9, 13, 1
-METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 
 
 class WaitingRing:
     """A ring file that is not read yet. Its header shows the position and the process's state."""
 
-    def __init__(self, path: str, descriptor: int | None = None) -> None:
-        """descriptor: descriptor of the ring if it is already open.
-
-        Raises OSError if the file cannot be opened, and ValueError if it is not a ring file.
-        """
+    def __init__(self, path: str) -> None:
+        """Raises OSError if the file cannot be opened, and ValueError if it is not a ring file."""
         self.step = self.head = -1
         self.new_share = 0.0
         """Share of the ring's capacity that was written between the last two polls."""
@@ -39,7 +34,7 @@ class WaitingRing:
         self.end_observer = EndObserver(self._pid, self._started)
         self.poll_due_s = float("inf")
         """Time in seconds until the next poll is due because the process is stopped."""
-        self.descriptor = memory.open_to_read(path) if descriptor is None else descriptor
+        self.descriptor = memory.open_to_read(path)
         self.is_open = True
         header = os.pread(self.descriptor, 24, 0)
         self._capacity = int.from_bytes(header[16:24], "little")
@@ -47,10 +42,6 @@ class WaitingRing:
             self.close()
             raise ValueError(f"{path} is not a ring file")
         memory.announce_open_ring(path, self.descriptor)
-        # A ring in anonymous memory has no folder in shared memory for a spool.
-        self._spool = (
-            None if os.path.islink(path) else SpoolWriter(path, self.descriptor, self._capacity)
-        )
 
     def poll_header(self, now_s: float) -> bool:
         """Read the ring's header. Return True if its process has closed it."""
@@ -70,30 +61,7 @@ class WaitingRing:
     @property
     def fill_level(self) -> float:
         """Share of the ring's capacity that was in use at the last call of poll_header()."""
-        return (self.head - self.spooled) / self._capacity
-
-    @property
-    def room(self) -> int:
-        """Number of records until the ring overwrites one that is only in the ring."""
-        return self._capacity - (self.head - self.spooled)
-
-    @property
-    def spooled(self) -> int:
-        """Number of records that were moved out of the ring."""
-        return 0 if self._spool is None else self._spool.end
-
-    def move_records_to_spool(self, most: int) -> bool:
-        """Move at most this many records out of the ring. Return False if that is not possible."""
-        try:
-            return self._spool is not None and self._spool.copy_new_records(self.head, most) > 0
-        except OSError:
-            return False
-
-    def is_scraped(self) -> bool:
-        """Return True if the rank's settings ask for a port for /metrics."""
-        metadata = os.pread(self.descriptor, METADATA_BYTES, METADATA_OFFSET)
-        value = metadata.partition(b'"prometheus":')[2].lstrip()
-        return value.startswith(b'"') and not value.startswith(b'""')
+        return self.head / self._capacity
 
     def is_writer_alive(self) -> bool:
         return process_start_ticks(self._pid) == self._started
