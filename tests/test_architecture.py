@@ -56,7 +56,6 @@ def test_package_issues_no_collective() -> None:
         ("cuda.device", "new_group"),
         ("results.alerts", "loads"),  # This and the following entries load JSON, not pickles.
         ("results.ask", "loads"),
-        ("results.figures", "loads"),
         ("results.run", "loads"),
         ("run.captures", "loads"),
         ("run.fitting", "loads"),

@@ -22,7 +22,7 @@ from tests.golden.test_recorded_runs import RUNS as RECORDED_RUNS
 from tests.golden.test_recorded_runs import replayed
 from tests.golden.test_simulated_verdicts import LAUNCH_BOUND, MESH
 from tests.report.test_order import heads, shown_in_order
-from tests.results.test_figures import Board
+from tests.results.test_logged_verdicts import Board
 from tests.support.reports import checked
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.commands.simulate import record_simulation
@@ -42,8 +42,11 @@ from torchlens_perf.page.sections.verdicts import build_verdicts_section as card
 from torchlens_perf.report import report_json
 from torchlens_perf.report.build import build_report
 from torchlens_perf.report.run_report import load_report
-from torchlens_perf.results.figures import SLOW_RANK, VERDICT, FigureLoggers
-from torchlens_perf.results.figures import check_log_arguments as checked_logger
+from torchlens_perf.results.logged_verdicts import (
+    VERDICT,
+    VerdictLoggers,
+    check_log_arguments,
+)
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import ENDED
 from torchlens_perf.serve.run_list import read_lines
@@ -124,7 +127,7 @@ def check_all_surfaces_agree(
     goodput_has_the_figures_of_the_rows(report, exporter)
     every_surface_has_the_verdicts(report)
     check_alerts_have_the_figures_of_the_rows(report, exporter)
-    loggers_have_the_figures_of_the_rows(report, exporter)
+    loggers_have_the_sentences_of_the_rows(report, exporter)
     the_list_of_runs_has_the_first_verdict(report, folder)
 
 
@@ -334,24 +337,19 @@ def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
             assert point.value == row["evidence"].detectable_s
 
 
-def loggers_have_the_figures_of_the_rows(
+def loggers_have_the_sentences_of_the_rows(
     report: dict[str, Any], exporter: InMemoryExporter
 ) -> None:
-    """Check the output of `log_to()`: the slow rank, each alert, and the report."""
-    board, figures = Board(), FigureLoggers()
-    figures.add_logger(checked_logger(board, 0.0, lambda: 1))
+    """Check the output of `log_to()`: each alert, and the report."""
+    board, loggers = Board(), VerdictLoggers()
+    loggers.add_logger(check_log_arguments(board, lambda: 1))
     for alert in exporter.alerts:
-        figures.write_alert(alert)
-    figures._newest = {"steps": 1, "step": 1, "data": 0}
-    figures.write_due_figures(last=True)
-    figures.write_report(render_full(report, "x", columns=400, color=True))
-    values = {name: value for name, value, _ in board.rows}
-    slow = [row for row in report["verdicts"] if row["kind"] == "straggler"]
+        loggers.write_alert(alert)
+    loggers.write_report(render_full(report, "x", columns=400, color=True))
+    *told, (_, shown) = [
+        (name, text.replace("\n    ", "\n").strip()) for name, text, _ in board.texts
+    ]
 
-    assert (SLOW_RANK in values) == bool(slow)
-    if slow:
-        assert values[SLOW_RANK] in {rank for row in slow for rank in row["evidence"].ranks}
-    *told, (_, shown) = [(name, text.replace("\n    ", "\n").strip()) for name, text in board.texts]
     assert told == [(VERDICT, f"{alert.change}: {alert.sentence}") for alert in exporter.alerts]
     assert shown_in_order(shown, ends_of_sentences(report))
 

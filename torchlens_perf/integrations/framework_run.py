@@ -19,17 +19,16 @@ class FrameworkRun:
     joins that recording. Copies and pickles contain only the settings.
     """
 
-    def __init__(self, settings: Mapping[str, Any], log_to: object, log_every_s: float) -> None:
+    def __init__(self, settings: Mapping[str, Any], log_to: object) -> None:
         """Raise ConfigError for an invalid setting, or for an object that is not a logger."""
         configuration.from_settings(settings, {})
         self._settings = dict(settings)
         self._log_to = log_to
-        self._log_every_s = log_every_s
         self._watch: Watch | None = None
         if log_to is not None:
-            from torchlens_perf.results.figures import check_log_arguments
+            from torchlens_perf.results.logged_verdicts import check_log_arguments
 
-            check_log_arguments(log_to, log_every_s, None)
+            check_log_arguments(log_to, None)
 
     @property
     def is_recording(self) -> bool:
@@ -58,7 +57,7 @@ class FrameworkRun:
                 watched.steps_by_hand(step())
             for each in (self._log_to, log_to):
                 if each is not None:
-                    watched.log_to(each, every_s=self._log_every_s, step=step)
+                    watched.log_to(each, step=step)
 
     def step(self) -> None:
         if self._watch is not None:

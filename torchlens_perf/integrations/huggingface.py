@@ -3,8 +3,7 @@
 ::
 
     trainer = Trainer(model, args, train_dataset=data, callbacks=[TorchlensCallback()])
-    trainer.add_callback(TorchlensCallback(log_to=trainer))  # figures and verdicts in what
-    `report_to` names
+    trainer.add_callback(TorchlensCallback(log_to=trainer))  # verdicts in the loggers of report_to
 """
 
 from __future__ import annotations
@@ -36,18 +35,16 @@ class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     saving are tagged and not compared with other steps. Work after the last step is not recorded.
     """
 
-    def __init__(
-        self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]
-    ) -> None:
-        """log_to, log_every_s: see Watch.log_to(). Pass the Trainer itself to use the loggers in
-        its `report_to`. settings: as in watch(). Raise ConfigError for an invalid argument.
+    def __init__(self, *, log_to: object = None, **settings: Unpack[WatchSettings]) -> None:
+        """log_to: see Watch.log_to(). Pass the Trainer itself to use the loggers in its `report_to`.
+        settings: as in watch(). Raise ConfigError for an invalid argument.
         """
         if isinstance(log_to, str):
             raise ConfigError(
                 f"log_to={log_to!r}: pass the Trainer itself:"
                 " trainer.add_callback(TorchlensCallback(log_to=trainer))"
             )
-        self._run = FrameworkRun(settings, log_to, log_every_s)
+        self._run = FrameworkRun(settings, log_to)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

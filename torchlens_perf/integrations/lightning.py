@@ -40,17 +40,15 @@ class TorchlensCallback(Callback):  # type: ignore[misc,unused-ignore]
     are micro-steps. Validation and saving after a batch tag the step in which they run.
     """
 
-    def __init__(
-        self, *, log_to: object = None, log_every_s: float = 10.0, **settings: Unpack[WatchSettings]
-    ) -> None:
-        """log_to, log_every_s: see Watch.log_to(). "trainer" selects all loggers of the Trainer.
+    def __init__(self, *, log_to: object = None, **settings: Unpack[WatchSettings]) -> None:
+        """log_to: see Watch.log_to(). "trainer" selects all loggers of the Trainer.
         settings: as in watch(). Raise ConfigError for an invalid argument.
         """
         super().__init__()
         if isinstance(log_to, str) and log_to != TRAINER:
             raise ConfigError(f'log_to={log_to!r}: must be "trainer", or a logger')
         self._logs_to_trainer = log_to == TRAINER
-        self._run = FrameworkRun(settings, None if self._logs_to_trainer else log_to, log_every_s)
+        self._run = FrameworkRun(settings, None if self._logs_to_trainer else log_to)
         self._global_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -99,7 +97,7 @@ class TorchlensProfiler(Profiler):  # type: ignore[misc,unused-ignore]
     def __init__(self, **settings: Unpack[WatchSettings]) -> None:
         """settings: as in watch(). Raise ConfigError for an invalid setting."""
         super().__init__()
-        self._run = FrameworkRun(settings, None, 0.0)
+        self._run = FrameworkRun(settings, None)
         self._open: dict[str, list[Section]] = {}
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:

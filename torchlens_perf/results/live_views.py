@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from torchlens_perf.errors import guard
 from torchlens_perf.output import logger
 from torchlens_perf.results.alerts import AlertCallbacks
-from torchlens_perf.results.figures import FigureLoggers
+from torchlens_perf.results.logged_verdicts import VerdictLoggers
 from torchlens_perf.results.notebook import NotebookCell
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.results.alerts import Callback
     from torchlens_perf.results.ask import RunHandle
-    from torchlens_perf.results.figures import LogRequest
+    from torchlens_perf.results.logged_verdicts import LogRequest
 
 
 class LiveViews:
@@ -24,7 +24,7 @@ class LiveViews:
     def __init__(self) -> None:
         self.cell = NotebookCell()
         self._alerts = AlertCallbacks()
-        self._figures = FigureLoggers()
+        self._loggers = VerdictLoggers()
         self._hears = self._writes = False
         self._attached = ExitStack()
 
@@ -41,20 +41,19 @@ class LiveViews:
 
     def add_logger(self, recorded: RunHandle, asked: LogRequest) -> None:
         """Add a logger, see Watch.log_to(). It may be added before the watch begins."""
-        self._figures.add_logger(asked)
+        self._loggers.add_logger(asked)
         if recorded.session is not None:
             self.start_views(recorded.session, has_sidecar=recorded.has_sidecar)
 
     def start_views(self, session: Session, *, has_sidecar: bool) -> None:
         """Start the views that the user has requested since the last call."""
-        if self._figures.has_loggers and not self._writes and session.identity.rank == 0:
+        if self._loggers.has_loggers and not self._writes and session.identity.rank == 0:
             self._writes = True
             if has_sidecar:
-                self.callbacks.append(self._figures.write_alert)
-                with guard("listening for figures"):
-                    self._attached.enter_context(self._figures.attached_to(session))
+                self.callbacks.append(self._loggers.write_alert)
+                self._attached.enter_context(self._loggers.attached_to(session))
             else:
-                logger.warning("torchlens_perf: log_to() writes no figures: they need the sidecar")
+                logger.warning("torchlens_perf: log_to() writes nothing: verdicts need the sidecar")
         if self.callbacks and not self._hears:
             self._hears = True
             if not has_sidecar:
@@ -77,4 +76,4 @@ class LiveViews:
     def write_report(self, report: str) -> None:
         """Write the report that rank 0 has shown to the user's loggers."""
         if self._writes:
-            self._figures.write_report(report)
+            self._loggers.write_report(report)

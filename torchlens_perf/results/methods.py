@@ -113,28 +113,21 @@ class LiveResultMethods(ResultMethods):
         self._get_live_views().add_callback(self._get_run_handle(), callback)
         return callback
 
-    def log_to(
-        self, logger: object, *, every_s: float = 10.0, step: Callable[[], int] | None = None
-    ) -> None:
-        """Write step figures as numbers and verdicts as texts into the user's own logger during the
-        run.
+    def log_to(self, logger: object, *, step: Callable[[], int] | None = None) -> None:
+        """Write verdicts, when they come, and the report at the end into the user's own logger.
 
         logger: a SummaryWriter, a run of W&B, mlflow, a Hugging Face Trainer, an Accelerator,
-        Lightning's Trainer, Fabric or one of its loggers, or a function of (figures: dict[str,
-        float], step: int). Several loggers are passed as a list. every_s: shortest interval between
-        rows, which are written on the training thread at the ends of steps. step: function that
-        returns the step number for the logger; by default, the number of steps that this watch has
-        counted.
+        Lightning's Trainer, or Fabric or one of its loggers. Several loggers are passed as a list.
+        They are called on the training thread at the ends of steps. step: function that returns the
+        step number for the logger; by default, the number of steps that this watch has counted.
 
-        docs/guides/frameworks.md lists the names of the figures. Only rank 0 writes figures. On
+        docs/guides/frameworks.md says where each logger shows the texts. Only rank 0 writes. On
         other ranks the call does nothing. Exceptions of a logger are logged and training continues.
         Raise ConfigError for an object that is not a logger.
         """
-        from torchlens_perf.results.figures import check_log_arguments
+        from torchlens_perf.results.logged_verdicts import check_log_arguments
 
-        self._get_live_views().add_logger(
-            self._get_run_handle(), check_log_arguments(logger, every_s, step)
-        )
+        self._get_live_views().add_logger(self._get_run_handle(), check_log_arguments(logger, step))
 
     def _ipython_display_(self) -> None:
         """Show the run in a notebook cell, which is updated at the ends of steps, at most once a

@@ -29,9 +29,7 @@ RESULTS.
 """
 ALERTS = ".alerts"
 """Mailbox for the newest alerts as a JSON list."""
-FIGURES = ".figures"
-"""Mailbox for the sums over this rank's steps as a JSON object (sidecar/live_results.py)."""
-KINDS = (REPORT, ANSWER, VIEW, ALERTS, FIGURES)
+KINDS = (REPORT, ANSWER, VIEW, ALERTS)
 RESULTS, STEPS = "results", "steps"
 _END = b"\0"
 _POLL_INTERVAL_S = 0.01

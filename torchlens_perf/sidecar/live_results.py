@@ -26,8 +26,6 @@ MAX_RANKS = 256
 For larger jobs, the computation would take seconds, and the sidecar would read no ring in this
 time. The sidecar then only saves its state. The requester computes the results from the state.
 """
-LOGGED_PARTS = ("data", "communication")
-"""Parts whose sums are sent to `log_to()` loggers, see results/figures.py."""
 _VIEW_INTERVAL_S = 1.0
 _MIN_IDLE_RATIO = 20.0
 # This is longer than the tick of any kernel, which is the resolution of modification times.
@@ -57,8 +55,6 @@ class LiveResultDelivery:
         self._answers: list[Path] = []
         self._views: list[Path] = []
         self._alerts: list[Path] = []
-        self._figures: list[Path] = []
-        self._steps_shown: dict[Path, int] = {}
         self._asked: dict[Path, str] = {}
         self._view_due_s = float("-inf")
         self._view_records = -1  # number of records in the last view
@@ -73,7 +69,7 @@ class LiveResultDelivery:
         if changes_ns != self._changes_ns:
             mailboxes = self._sidecar.run.find_local_mailboxes
             self._answers, self._views = mailboxes(mailbox.ANSWER), mailboxes(mailbox.VIEW)
-            self._alerts, self._figures = mailboxes(mailbox.ALERTS), mailboxes(mailbox.FIGURES)
+            self._alerts = mailboxes(mailbox.ALERTS)
             # A second mailbox in the same clock tick would not change the folder's modification
             # time.
             settled = max(changes_ns, default=0) < time.time_ns() - _CLOCK_TICK_NS
@@ -103,15 +99,13 @@ class LiveResultDelivery:
         return bool(self._views)
 
     def deliver_due(self, now_s: float) -> None:
-        """Answer requests and update views, alerts and figures.
+        """Answer requests and update views and alerts.
 
         Call this method after counting records. If steps are requested, write the records first.
         now_s: CLOCK_MONOTONIC. Raises OSError and RunStoreError.
         """
         if self._alerts:
             self._deliver_alerts()
-        if self._figures:
-            self._deliver_step_sums()
         if not self._asked and not self._views:
             return
         asked, running = (
@@ -145,21 +139,6 @@ class LiveResultDelivery:
             rows = [dataclasses.asdict(alert) for alert in alerts.newest]
             _deliver_to_each(self._alerts, json.dumps(rows))
             self._delivered = now
-
-    def _deliver_step_sums(self) -> None:
-        """Deliver sums of step times, without warm-up. Readers compute differences."""
-        sources = {source.path: source for source in self._sidecar.sources}
-        for path in self._figures:
-            source = sources.get(path.with_suffix(".ring"))
-            steps = 0 if source is None else source.state.statistics.step.count
-            if source is None or not steps or steps == self._steps_shown.get(path):
-                continue
-            statistics = source.state.statistics
-            sums_ns = {part: statistics.parts[part].sum_ns for part in LOGGED_PARTS}
-            _deliver_to_each(
-                [path], json.dumps({"steps": steps, "step": statistics.step.sum_ns, **sums_ns})
-            )
-            self._steps_shown[path] = steps
 
     def _world_size(self) -> int:
         return max(

@@ -1,4 +1,4 @@
-"""Frameworks whose own loggers receive our figures by one argument.
+"""Frameworks whose own loggers receive the report by one argument.
 
     usage: framework_loggers.py WAY [breaks]
 
@@ -20,7 +20,7 @@ import torchlens_perf as perf
 from torchlens_perf.watching import Watch
 
 WAY, BREAKS = sys.argv[1], sys.argv[2:] == ["breaks"]
-# Each step takes 32 ms. The sidecar takes some time to start.
+# Each step takes 32 ms.
 STEPS = 200
 warnings.filterwarnings("ignore")
 torch.manual_seed(0)
@@ -65,7 +65,7 @@ def trainer():
     model = BertForMaskedLM(BertConfig(vocab_size=64, **sizes))
     data = {"train_dataset": Tokens(4 * STEPS), "eval_dataset": Tokens(8, slow=False)}
     of_user = Trainer(model, args, **data, callbacks=[Remember()])
-    of_user.add_callback(TorchlensCallback(log_to=of_user, log_every_s=0.2))
+    of_user.add_callback(TorchlensCallback(log_to=of_user))
     of_user.train()
 
 
@@ -99,13 +99,13 @@ def lightning():
     L.Trainer(
         max_steps=STEPS, accelerator="cpu", devices=1, logger=[TensorBoardLogger("own"), CSVLogger("csv")],
         log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False, val_check_interval=100,
-        callbacks=[TorchlensCallback(log_to="trainer", log_every_s=0.2)], profiler=TorchlensProfiler(),
+        callbacks=[TorchlensCallback(log_to="trainer")], profiler=TorchlensProfiler(),
     ).fit(Classifier(), DataLoader(Examples(4 * STEPS), batch_size=4), DataLoader(Examples(8, slow=False)))  # fmt: skip
 
 
 def loop(model, optimizer, loader, backward, log_to, log):
     with perf.watch(model, optimizer) as w:
-        w.log_to(log_to, every_s=0.2)
+        w.log_to(log_to)
         for step, (inputs, labels) in enumerate(loader):
             loss = torch.nn.functional.cross_entropy(model(inputs), labels)
             backward(loss)
