@@ -6,7 +6,7 @@
 
 `record` records each kind with two ranks, and for the seeds of `--pairs` a run without the
 bottleneck next to it. `judge` prints how often the first verdict names the planted one, and the
-advice on runs without a bottleneck. `gains` compares the gain that `what-if` predicts from the
+precise actions on runs without a bottleneck. `gains` compares the gain that `what-if` predicts from the
 runs with the bottleneck with the measured difference to the runs without it. Do nothing else on the
 machine meanwhile.
 """
@@ -136,7 +136,7 @@ def judge(out: Path) -> None:
     """Print how often the first verdict names the planted bottleneck, and what else it names."""
     found: dict[str, list[str]] = defaultdict(list)
     sentences: dict[str, list[str]] = defaultdict(list)
-    advice: list[str] = []
+    actions: list[str] = []
     clean = 0
     for folder in sorted(out.glob("*-*")):
         kind = folder.name.rpartition("-")[0]
@@ -148,9 +148,7 @@ def judge(out: Path) -> None:
             sentences[kind].append(report["verdicts"][0]["text"])
         else:
             clean += 1
-            advice += [
-                f"{row['key']} {1e3 * (row['gain_s'] or 0.0):.1f} ms" for row in report["advice"]
-            ]
+            actions += [row["action"] for row in report["verdicts"] if row["because"]]
     table = Table("kind", "right", "others")
     for kind, firsts in found.items():
         right = [first for first in firsts if first in KINDS[kind][0]]
@@ -160,7 +158,7 @@ def judge(out: Path) -> None:
         print(f"{kind}:")
         for text in texts:
             print(f"  {text[:150]}")
-    print(f"advice on {clean} runs without a bottleneck: {', '.join(advice) or 'none'}")
+    print(f"actions on {clean} runs without a bottleneck: {', '.join(actions) or 'none'}")
 
 
 def gains(out: Path) -> None:

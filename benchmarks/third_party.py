@@ -156,7 +156,7 @@ def judge(script: Script, folder: Path) -> dict[str, Any]:
         "findings": [remove_action(each["text"], each["action"]) for each in report["verdicts"]],
         "kinds": [each["kind"] for each in report["verdicts"]],
         "lost_time": lost and {each["name"]: each["share"] for each in lost["classes"]},
-        "advice": [(each["key"], each["share"]) for each in report["advice"]],
+        "actions": [each["action"] for each in report["verdicts"] if each["because"]],
         "parts": _read_parts(run_directory.path),
     }
 
@@ -211,7 +211,7 @@ def _cpu_wait(result: Mapping[str, Any]) -> str:
 def show(out: Path) -> int:
     """Print a row for each script that was run. Return the number of scripts without a report."""
     table = Table(
-        "script", "ranks", "steps", "step", "first sentence", "advice", "largest difference",
+        "script", "ranks", "steps", "step", "first sentence", "precise actions", "largest difference",
         "waiting for a CPU, by the kernel",
     )  # fmt: skip
     missing = 0
@@ -225,16 +225,13 @@ def show(out: Path) -> int:
             table.row(script.name, script.ranks, "", "", f"no report, exit {result['exit']}")
             continue
         p50_s = result["p50_s"]
-        advice = ", ".join(
-            key if share is None else f"{key} ({share:.0%})" for key, share in result["advice"]
-        )
         table.row(
             script.name,
             result["ranks"],
             result["steps"],
             "" if p50_s is None else f"{1e3 * p50_s:.3g} ms",
             result["findings"][0],
-            advice,
+            ", ".join(result["actions"]),
             _difference(result),
             _cpu_wait(result),
         )

@@ -63,7 +63,7 @@ def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> No
     assert SCHEMA == value["schema"] == 2
     assert set(value) == {
         "schema", "run", "steps", "ranks", "heat", "history", "modules", "sections", "device_sections", "collectives",
-        "slow_links", "captures", "goodput", "advice", "gpus", "links", "utilization", "verdicts", "lost_time",
+        "slow_links", "captures", "goodput", "gpus", "links", "utilization", "verdicts", "lost_time",
          "quality", "trainings",
     }  # fmt: skip
     assert {"id", "world_size", "nodes", "started", "ended"} <= set(value["run"])

@@ -1,4 +1,4 @@
-"""Read the settings of the training process that advice depends on, once.
+"""Read the settings of the training process that actions on verdicts depend on, once.
 
 The settings are read at the end of the second step, which is a warm-up step, and published after the
 third one. No object of the script is kept alive, and nothing is read about the script's data.
@@ -7,7 +7,6 @@ third one. No object of the script is kept alive, and nothing is read about the 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import os
 import sys
@@ -81,36 +80,20 @@ class TrainingSettingsHook:
             yield
 
     def _read(self, *, reads_gradients: bool) -> TrainingSettings:
-        import torch
-
         loop = self._loop
-        loop.reads_autocast = False
         models, optimizer = loop.models, next(iter(loop.optimizers), None)
         modules = [module for model in models for module in module_tree.modules(model)]
-        convolutions = [each for each in modules if _is_convolution(each)]
         ddp = find_ddp([*modules, *loop.called_models])
         if reads_gradients and optimizer is not None:
             self._gradients = _read_gradients(optimizer)
         cpus = sorted(os.sched_getaffinity(0))
-        has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
         return TrainingSettings(
             loader=_read_loader(self._iterator() if self._iterator is not None else None),
             optimizer=_read_optimizer(optimizer) if optimizer is not None else None,
             ddp=_read_ddp(ddp) if ddp is not None and reads_gradients else None,
             fsdp=_read_fsdp(modules),
-            convolutions=len(convolutions) if models else None,
-            linears=sum(type(each).__name__ == "Linear" for each in modules) if models else None,
-            channels_last=_are_channels_last(convolutions),
-            parameter_types=_read_parameter_types(models) if models else None,
             compiled=any(map(torch_private.is_module_compiled, modules)) if models else None,
             cuda_graphs=_replay_cuda_graphs(modules),
-            # A framework that replaces forward() enters torch.autocast() inside of it.
-            autocast=(None if any("forward" in vars(each) for each in models) else loop.autocast),
-            tf32=torch.get_float32_matmul_precision() != "highest" if has_cuda else None,
-            capability=list(torch.cuda.get_device_capability()) if has_cuda else None,
-            cudnn_benchmark=torch.backends.cudnn.benchmark if has_cuda else None,
-            gc_threshold=gc.get_threshold()[0] if gc.isenabled() else 0,
-            gc_frozen=gc.get_freeze_count(),
             cpus=format_ranges(cpus),
             cpu_count=len(cpus),
             free_memory_bytes=_read_free_memory(),
@@ -147,15 +130,13 @@ def _replay_cuda_graphs(modules: Sequence[Module]) -> bool | None:
 def _read_loader(iterator: Any) -> LoaderSettings | None:
     if iterator is None:
         return None
-    sampler, dataset = iterator._index_sampler, iterator._dataset
-    attributes = [type(each).__module__ for each in getattr(dataset, "__dict__", {}).values()]
+    attributes = getattr(iterator._dataset, "__dict__", {}).values()
+    packages = {type(each).__module__.partition(".")[0] for each in attributes}
     return LoaderSettings(
         workers=int(iterator._num_workers),
         pin_memory=bool(iterator._pin_memory),
-        persistent_workers=bool(iterator._persistent_workers),
         prefetch_factor=getattr(iterator, "_prefetch_factor", None),
-        batch_size=getattr(sampler, "batch_size", None),
-        has_tokenizer=any(each.partition(".")[0] in _TOKENIZER_PACKAGES for each in attributes),
+        has_tokenizer=not packages.isdisjoint(_TOKENIZER_PACKAGES),
     )
 
 
@@ -215,31 +196,6 @@ def _read_fsdp(modules: Sequence[Module]) -> FsdpSettings | None:
             for each in states
         ),
     )
-
-
-def _is_convolution(module: Module) -> bool:
-    return type(module).__name__ in ("Conv2d", "Conv3d")
-
-
-@guard("memory format of convolutions")
-def _are_channels_last(convolutions: Sequence[Any]) -> bool | None:
-    import torch
-
-    # The strides of a 1x1 kernel fit both formats.
-    weights = [
-        each.weight
-        for each in convolutions
-        if each.weight.dim() == 4 and max(each.weight.shape[2:]) > 1 and each.weight.shape[1] > 1
-    ]
-    if not weights:
-        return None
-    return all(each.is_contiguous(memory_format=torch.channels_last) for each in weights)
-
-
-@guard("data types of parameters")
-def _read_parameter_types(models: Sequence[Module]) -> list[str] | None:
-    types = {parameter.dtype for model in models for parameter in module_tree.parameters(model)}
-    return sorted(str(each).removeprefix("torch.") for each in types)
 
 
 def _read_free_memory() -> int | None:

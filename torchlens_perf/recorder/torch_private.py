@@ -474,13 +474,6 @@ def get_stream_handle_reader() -> Callable[[int], int] | None:
     return handle
 
 
-def is_autocast_enabled() -> bool:
-    """Return True inside of torch.autocast() for CUDA devices or the CPU."""
-    import torch
-
-    return any(map(torch.is_autocast_enabled, ("cuda", "cpu")))
-
-
 def read_compile_s() -> float | None:
     """Return the total time of torch.compile in this process in seconds, or None if unknown.
 

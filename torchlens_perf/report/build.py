@@ -188,7 +188,6 @@ def _build_report(
         "captures": list(captures),
         "goodput": None,
         "lost_time": None,  # It is computed from recorded steps, see run_report.py.
-        "advice": [],
         "utilization": build_utilization(nodes, modules),
         "quality": _build_quality(nodes, latest_processes(nodes)),
     }
@@ -227,6 +226,7 @@ def _build_report(
             **replace_cpu_action(each, facts).to_report_row(),
             "lost_s": lost_s,
             "where": _location_names(each, processes),
+            "because": "",
             "held": held,
             "is_over": order.is_over(each, held),
         }

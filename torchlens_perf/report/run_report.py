@@ -58,7 +58,7 @@ def report_from_states(
 ) -> tuple[Report, list[NodeState]]:
     """Return the report on loaded states, and those of the states that are usable.
 
-    It has no `lost_time` and no `advice`, which need recorded steps.
+    It has no `lost_time`, and its actions are general: both need recorded steps.
 
     unusable: the reason for each unloadable file.
     """

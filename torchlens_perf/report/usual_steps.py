@@ -11,8 +11,8 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
-from torchlens_perf.diagnosis.advice.advise import add_advice
-from torchlens_perf.diagnosis.advice.rule import Job
+from torchlens_perf.diagnosis.actions.job import Job
+from torchlens_perf.diagnosis.actions.table import choose_actions
 from torchlens_perf.diagnosis.lost_time import classify_time
 from torchlens_perf.diagnosis.step_times import (
     MIN_ROWS,
@@ -54,7 +54,7 @@ _READY, _FLAGS, _WORKLOAD = (
 
 
 def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]) -> None:
-    """Add classes of time, predicted gains and advice, if all ranks have made enough steps."""
+    """Add classes of time, predicted gains and precise actions, if all ranks have made enough steps."""
     times = read_usual_steps(run, report, states)
     step_s = mean_per_step(report["steps"]["total_s"], report["steps"])
     if times is None or not step_s:
@@ -79,7 +79,7 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         max(sharing.values()),
         times.correlate_workload(),
     )
-    add_advice(job)
+    choose_actions(job)
 
 
 def read_usual_steps(

@@ -1,4 +1,4 @@
-"""Settings of a training process that advice depends on. None: not known.
+"""Settings of a training process that actions on verdicts depend on. None: not known.
 
 Versions and variables of the environment are in ProcessState.settings.
 """
@@ -14,10 +14,8 @@ class LoaderSettings:
 
     workers: int
     pin_memory: bool
-    persistent_workers: bool
     prefetch_factor: int | None = None
     """None without workers."""
-    batch_size: int | None = None
     has_tokenizer: bool = False
     """True if an attribute of the dataset is a tokenizer."""
 
@@ -69,31 +67,12 @@ class TrainingSettings:
     optimizer: OptimizerSettings | None = None
     ddp: DdpSettings | None = None
     fsdp: FsdpSettings | None = None
-    convolutions: int | None = None
-    """Number of two- and three-dimensional convolutions."""
-    linears: int | None = None
-    channels_last: bool | None = None
-    """True if the weights of all two-dimensional convolutions are in this format; None without
-    any."""
-    parameter_types: list[str] | None = None
-    """Data types of the parameters, such as "float32"."""
     compiled: bool | None = None
     """True if a model or one of its modules is compiled."""
     cuda_graphs: bool | None = None
     """True if a compiled module replays CUDA graphs (mode="reduce-overhead"); None without one."""
-    autocast: bool | None = None
-    """True if a forward pass ended inside of torch.autocast()."""
     zeroes_gradients: bool | None = None
     """True if gradients are set to zero in place instead of to None; None if not known."""
-    tf32: bool | None = None
-    """True if float32 matrix products may use TF32; None without CUDA."""
-    capability: list[int] | None = None
-    """Compute capability of the CUDA device."""
-    cudnn_benchmark: bool | None = None
-    gc_threshold: int | None = None
-    """Threshold of the youngest generation; 0 if garbage collection is off."""
-    gc_frozen: int | None = None
-    """Number of objects that gc.freeze() has excluded from garbage collection."""
     cpus: str | None = None
     """Numbers of the CPUs that the process may use, such as "0-7"."""
     cpu_count: int | None = None

@@ -153,7 +153,7 @@ def build_headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headli
         cost_share=row["cost_share"] or None,
         sentence=printable(row["explanation"]),
         cause=printable(row["cause"]),
-        action=printable(row["action"]),
+        action=printable(f"{row['action']} {row['because']}".rstrip()),
         command=_suggested_command(row, report, run_dir),
         is_over=row["is_over"],
     )

@@ -59,28 +59,6 @@ def build_change_table(report: Report) -> Table | None:
     return build_gain_table(lost["changes"], note)
 
 
-def build_advice_table(report: Report) -> Table | None:
-    """Return what to change, why, and the gain of it, the largest gain first."""
-    rows = report["advice"]
-    if not rows:
-        return None
-    unit_of = max((each["gain_s"] or 0.0 for each in rows), default=0.0)
-    columns = [
-        Column("advice", [each["action"] for each in rows], Quantity.TEXT, wraps=True),
-        Column("because", [each["finding"] for each in rows], Quantity.TEXT, wraps=True),
-        Column("gain per step", [_gain(each["gain_s"]) for each in rows], unit_of=unit_of),
-        Column("at least", [_gain(each["low_s"]) for each in rows], optional=0.3, unit_of=unit_of),
-        Column("at most", [_gain(each["high_s"]) for each in rows], optional=0.2, unit_of=unit_of),
-        Column("documentation", [each["link"] for each in rows], Quantity.TEXT, optional=0.9),
-    ]
-    note = 'Measure a change: torchlens-perf compare --run "BEFORE" --run "AFTER"'
-    return Table("advice", "Advice", columns, first=5, note=note, noun="piece of advice")
-
-
-def _gain(seconds: float | None) -> float | str:
-    return "not known" if seconds is None else seconds
-
-
 def build_gain_table(changes: Sequence[PredictedChange], note: str = "") -> Table:
     """Return a table of predicted gains."""
     unit_of = max((abs(each["gain_s"]) for each in changes), default=0.0)

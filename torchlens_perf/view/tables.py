@@ -16,7 +16,6 @@ from torchlens_perf.view.goodput_table import build_goodput_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
 from torchlens_perf.view.headline import phase_name
 from torchlens_perf.view.lost_time_tables import (
-    build_advice_table,
     build_change_table,
     build_critical_path_table,
 )
@@ -53,7 +52,7 @@ def build_tables(report: Report) -> list[Table]:
         ranks.reverse()
     made = [
         build_training_table,
-        build_critical_path_table, build_change_table, build_advice_table, *ranks, build_host_gap_table,
+        build_critical_path_table, build_change_table, *ranks, build_host_gap_table,
         build_utilization_table,
         build_module_table, build_roofline_table, build_section_table, build_device_section_table,
         build_step_class_table,

@@ -211,10 +211,6 @@ class TrainingLoop:
         self._takes_turns = False
         # Number of optimizer steps before the current training.
         self._training_since = 0
-        self.autocast: bool | None = None
-        """True if a forward pass ended inside of torch.autocast(); None before the first one."""
-        self.reads_autocast = True
-        """Set to False once `autocast` is no longer needed."""
 
     @property
     def models(self) -> list[Module]:
@@ -351,8 +347,6 @@ class TrainingLoop:
         """Handle the end of an outermost module's forward pass. module: the module's id."""
         self._recorder.forward_passes += with_gradient
         self._recorder.without_gradient |= not with_gradient
-        if self.reads_autocast:
-            self.autocast = self.autocast or torch_private.is_autocast_enabled()
         if self._rule.on_forward_end(with_gradient=with_gradient, module=module, is_root=is_root):
             self._session.step.end(_INFERENCE)
 
@@ -389,7 +383,6 @@ class TrainingLoop:
             len(self.optimizers) > 1
             or not self._rule.repeats(id(optimizer), known.position)
             or not self._session.thread.trains_alone
-            or self.reads_autocast
             or self._recorder.optimizer_steps <= _COUNTED_STEPS
             or self._recorder.busy
         ):

@@ -184,9 +184,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[PageContents], Element | None]], ...] 
     (
         "lost_time",
         "Lost time",
-        lambda of: _build_tables_section(
-            of, "lost_time", "Lost time", "critical_path", "changes", "advice"
-        ),
+        lambda of: _build_tables_section(of, "lost_time", "Lost time", "critical_path", "changes"),
     ),
     ("modules", "Modules", build_modules_section),
     ("step", "One step", _build_one_step_section),

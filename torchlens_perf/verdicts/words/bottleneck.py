@@ -1067,10 +1067,7 @@ def _action_on_long_steps(long: LongSteps) -> str:
     at = _newest_step_numbers(long)
     by_part = {
         LACK_OF_CPU: CPU_ACTION,
-        "data": (
-            f"see what the loader does at {at}: a new epoch starts new workers unless"
-            " persistent_workers=True."
-        ),
+        "data": f"see what the loader does at {at}.",
         "communication": f"find the rank that does work at {at} which other ranks do not do.",
         "host": (
             f"see what the loop does at {at} (logging, an epoch's end): wrap parts in"

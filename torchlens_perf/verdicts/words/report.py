@@ -510,26 +510,6 @@ class LostTime(TypedDict):
     above 0.05."""
 
 
-class Advice(TypedDict):
-    """A change of the job, the reason for it, and its gain."""
-
-    key: str
-    """Name of the rule, see docs/explanation/diagnosis.md."""
-    finding: str
-    """A sentence with the figures that the advice rests on."""
-    action: str
-    change: str | None
-    """The change that was predicted, see `torchlens-perf what-if`."""
-    gain_s: float | None
-    """Seconds by which a mean step would be shorter; None if that cannot be predicted."""
-    low_s: float | None
-    high_s: float | None
-    """Bounds of the gain."""
-    share: float | None
-    """Share of the gain in a mean step."""
-    link: str
-
-
 class VerdictFacts(TypedDict):
     """A verdict without its evidence."""
 
@@ -546,6 +526,8 @@ class VerdictFacts(TypedDict):
     """The finding and, after "Next: ", the action."""
     action: str
     """The action to take; "" if not applicable."""
+    because: str
+    """The figures of the run that justify the action; "" for a general action."""
     explanation: str
     """The measurement. Place, cost, time, cause and action are in other fields."""
     cause: str
@@ -629,8 +611,6 @@ class Facts(TypedDict):
     """None for a run without steps whose processes' start is not known."""
     lost_time: LostTime | None
     """None without enough usual steps that all ranks have made, or if their times are not known."""
-    advice: list[Advice]
-    """Advice on the whole job, the largest gain first, and unknown gains last."""
     utilization: Utilization
     quality: Quality
 

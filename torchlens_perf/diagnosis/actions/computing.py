@@ -1,4 +1,4 @@
-"""Advice on optimizers, precision, kernels and recomputation. Pure."""
+"""Actions on optimizers, kernels and recomputation. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
     format_percent,
 )
-from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
-from torchlens_perf.verdicts.words.bottleneck import ACTIONS_ON_KINDS
+from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.device_pace import HostPace
@@ -22,13 +21,13 @@ _COMPILE = "https://docs.pytorch.org/docs/stable/generated/torch.compile.html"
 _OPTIMIZER = "its steps take"
 # On a CPU, a fused SGD may be slower.
 _FUSED = {"cuda": ("Adam", "AdamW", "SGD", "Adagrad"), "cpu": ("Adam", "AdamW")}
-_MIN_OPTIMIZER, _MOSTLY = 0.05, 0.5
+_MIN_OPTIMIZER, _MOSTLY = 0.1, 0.5
 
 
 @rule("fused-optimizer", f"{_OPTIM}#algorithms")
 def fuse_optimizer(job: Job) -> Proposal | None:
     """The optimizer has a fused form for its device that is not used. On a GPU, its steps take at
-    least 5 % of the step."""
+    least 10 % of the step."""
     found = job.settings.optimizer
     if found is None or found.fused or found.kind not in _FUSED.get(found.device, ()):
         return None
@@ -47,7 +46,7 @@ def fuse_optimizer(job: Job) -> Proposal | None:
 @rule("foreach-optimizer", f"{_OPTIM}#algorithms")
 def group_tensors(job: Job) -> Proposal | None:
     """The optimizer updates tensors on a GPU one by one, has no fused form, and its steps take at
-    least 5 % of the step."""
+    least 10 % of the step."""
     found = job.settings.optimizer
     if found is None or found.foreach is not False or found.fused or found.device != "cuda":
         return None
@@ -57,65 +56,6 @@ def group_tensors(job: Job) -> Proposal | None:
         f"{found.kind} updates {format_count(found.tensors, 'tensor')} one by one (foreach=False);"
         f" {job.describe(_OPTIMIZER, 'optimizer')}.",
         "Remove foreach=False.",
-    )
-
-
-@rule(
-    "zero-grad-to-none",
-    "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",
-)
-def set_gradients_to_none(job: Job) -> Proposal | None:
-    """Gradients are not set to None between steps, no CUDA graph needs that, and host code between the phases
-    takes at least 5 % of the step."""
-    settings, passes = job.settings, job.report["steps"]["micro_steps"]
-    ddp = settings.ddp
-    if not settings.zeroes_gradients or settings.compiled or (ddp and ddp.gradient_as_bucket_view):
-        return None
-    if passes > 1 or job.share("host") < 0.05:
-        return None
-    return Proposal(
-        f"Gradients are kept between steps, and {job.describe('host code takes', 'host')}.",
-        "Set gradients to None between steps: zero_grad() without set_to_none=False.",
-    )
-
-
-@rule(
-    "channels-last", "https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html"
-)
-def use_channels_last(job: Job) -> Proposal | None:
-    """A GPU with tensor cores computes convolutions in half precision, their weights are not in the
-    format channels_last, and computing takes at least half of the step."""
-    settings = job.settings
-    half = settings.autocast or {"bfloat16", "float16"} & set(settings.parameter_types or ())
-    if not settings.convolutions or settings.channels_last is not False or not half:
-        return None
-    if job.capability < (7, 0) or job.computing_share < _MOSTLY:
-        return None
-    return Proposal(
-        f"{format_count(settings.convolutions, 'convolution')} in half precision have weights in the"
-        f" default format, and computing takes {format_percent(job.computing_share)} of a step.",
-        "Convert model and batches with .to(memory_format=torch.channels_last).",
-    )
-
-
-@rule(
-    "tf32",
-    "https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices",
-)
-def allow_tf32(job: Job) -> Proposal | None:
-    """Linear layers in float32 without autocast run on a GPU that has TF32, TF32 is not allowed, and
-    computing takes at least half of the step."""
-    settings = job.settings
-    if settings.tf32 is not False or settings.autocast is not False or not settings.linears:
-        return None
-    if settings.parameter_types != ["float32"] or job.capability < (8, 0):
-        return None
-    if job.computing_share < _MOSTLY:
-        return None
-    return Proposal(
-        "Products of float32 matrices do not use TF32, and computing takes"
-        f" {format_percent(job.computing_share)} of a step.",
-        'Call torch.set_float32_matmul_precision("high"), if 10 bits of mantissa suffice.',
     )
 
 
@@ -131,8 +71,8 @@ def compile_model(job: Job) -> Proposal | None:
 
 @rule("cuda-graphs", _COMPILE)
 def use_cuda_graphs(job: Job) -> Proposal | None:
-    """The model is compiled without CUDA graphs, but a GPU waits for its kernels, as for the advice to
-    compile."""
+    """The model is compiled without CUDA graphs, but a GPU waits for its kernels, as for
+    `compile`."""
     settings = job.settings
     if not settings.compiled or settings.cuda_graphs is not False or job.host_pace is None:
         return None
@@ -146,22 +86,6 @@ def _describe_launches(pace: HostPace) -> str:
     if pace.idle_s is not None:
         return f"The GPU waits for kernels for at least {format_duration(pace.idle_s)} of a step."
     return f"The GPU has no work left at the end of {format_percent(pace.starved)} of the passes."
-
-
-@rule(
-    "recompilation",
-    "https://docs.pytorch.org/docs/stable/compile/programming_model.recompilation.html",
-)
-def avoid_recompilation(job: Job) -> Proposal | None:
-    """Steps after the warm-up compile."""
-    rows = job.long_steps("compilation")
-    if not rows:
-        return None
-    return Proposal(
-        job.describe_long_steps(rows, "compiled again"),
-        capitalize(ACTIONS_ON_KINDS["compilation"]),
-        "compilation=0",
-    )
 
 
 @rule("needless-checkpointing", "https://docs.pytorch.org/docs/stable/checkpoint.html")
@@ -196,7 +120,7 @@ def keep_activations(job: Job) -> Proposal | None:
 @rule("larger-micro-batch", f"{_TUNING}#gpu-specific-optimizations")
 def enlarge_micro_batch(job: Job) -> Proposal | None:
     """A step accumulates several backward passes, at most 45 % of the device's memory are used, and
-    the device waits for its kernels, as for the advice to compile."""
+    the device waits for its kernels, as for `compile`."""
     passes, used, pace = job.report["steps"]["micro_steps"], job.used_memory, job.host_pace
     if passes < 2 or used is None or used > 0.45 or pace is None:
         return None
@@ -205,9 +129,3 @@ def enlarge_micro_batch(job: Job) -> Proposal | None:
         f" are free. {_describe_launches(pace)}",
         f"Use micro-batches of twice the size, and accumulate {(passes + 1) // 2} passes.",
     )
-
-
-RULES = (
-    fuse_optimizer, group_tensors, set_gradients_to_none, use_channels_last, allow_tf32, compile_model, use_cuda_graphs,
-    avoid_recompilation, keep_activations, enlarge_micro_batch,
-)  # fmt: skip

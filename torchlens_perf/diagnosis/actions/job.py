@@ -1,4 +1,4 @@
-"""A rule of advice, and the facts of the job that rules look at. Pure."""
+"""A rule for an action, and the facts of the job that rules look at. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
     format_percent,
 )
-from torchlens_perf.diagnosis.lost_time import COMPUTE
 from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.verdicts.words.device_pace import find_host_pace
 from torchlens_perf.verdicts.words.report import mean_per_step
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.evidence import LongSteps
     from torchlens_perf.verdicts.words.report import LostTime, Report
 
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # The share of a step that ranks wait for CPUs, from which no CPU is spare.
 _MUCH_CONTENTION = 0.25
 
@@ -32,20 +30,20 @@ _MUCH_CONTENTION = 0.25
 class Proposal:
     """Proposal of a rule. Without a change and a gain, the rule's condition must be enough."""
 
-    finding: str
-    """A sentence with the figures that the advice rests on."""
+    because: str
+    """A sentence with the figures of the run that justify the action."""
     action: str
     """What to do, in the imperative."""
     change: str | None = None
     """The change whose gain is predicted, in the form of `torchlens-perf what-if`."""
     gain_s: float | None = None
-    """The measured cost per step, if no change of what-if describes the advice."""
+    """The measured cost per step, if no change of what-if describes the action."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule of the registry. `find` returns None if the advice does not apply, or if a fact that
-    it needs is not known."""
+    """A rule of the table. `find` returns None if the action does not apply, or if a fact that it
+    needs is not known."""
 
     key: str
     link: str
@@ -126,21 +124,8 @@ class Job:
         )
 
     @property
-    def computing_share(self) -> float:
-        return self.share(*COMPUTE)
-
-    @property
     def is_cuda(self) -> bool:
         return self.report["run"]["device"] == "GPU"
-
-    @property
-    def capability(self) -> tuple[int, ...]:
-        """Compute capability of the GPU; () if not known, which is below all others."""
-        return tuple(self.settings.capability or ())
-
-    @property
-    def ranks(self) -> int:
-        return self.report["run"]["world_size"]
 
     @property
     def ranks_per_host(self) -> int:
@@ -192,8 +177,3 @@ class Job:
         known = [rank["device"]["caught_up"] for rank in self.report["ranks"] if rank["device"]]
         shares = [each for each in known if each is not None]
         return sum(shares) / len(shares) if shares else None
-
-    def variable(self, *names: str) -> str:
-        """Return the value of the first of these variables that is set; "" if none is."""
-        settings = self.report["run"]["settings"]
-        return next((settings[name] for name in names if name in settings), "")

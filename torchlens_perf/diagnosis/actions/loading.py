@@ -1,12 +1,11 @@
-"""Advice on the DataLoader. Pure."""
+"""Actions on the DataLoader. Pure."""
 
 from __future__ import annotations
 
 import math
 
 from torchlens_perf.analysis.statistics.quantities import format_count
-from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
-from torchlens_perf.verdicts.words.evidence import StragglerEvidence
+from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
 
 _LOADER = "https://docs.pytorch.org/docs/stable/data.html"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
@@ -52,24 +51,6 @@ def _plan_workers(job: Job, batch_s: float, present: int = 0) -> tuple[int, str]
     workers = min(present + job.spare_cpus, math.ceil(batch_s / rest_s))
     left = min(1.0, max(_HANDOVER_S, batch_s / workers - rest_s) / wait_s)
     return workers, f"data x{left:.2f}"
-
-
-@rule("persistent-workers", f"{_LOADER}#torch.utils.data.DataLoader")
-def keep_workers(job: Job) -> Proposal | None:
-    """Workers start again at each epoch, and steps at regular intervals wait longer for data."""
-    loader = job.settings.loader
-    if loader is None or not loader.workers or loader.persistent_workers:
-        return None
-    starts = [row for row in job.long_steps() if row["part"] == "data" and row["period"]]
-    cost_s = job.per_step(starts)
-    if not starts:
-        return None
-    return Proposal(
-        f"The workers start again every {starts[0]['period']} steps, which costs"
-        f" {job.describe_seconds('on average', cost_s)}.",
-        "Keep the workers between epochs: DataLoader(persistent_workers=True).",
-        gain_s=cost_s,
-    )
 
 
 @rule("prefetch-factor", f"{_LOADER}#torch.utils.data.DataLoader")
@@ -118,23 +99,3 @@ def tokenize_before(job: Job) -> Proposal | None:
         return None
     wait = job.describe(_WAITING, "data")
     return Proposal(f"The dataset tokenizes while it loads, and {wait}.", action, "data=0")
-
-
-@rule("slow-storage", f"{_TUNING}#enable-asynchronous-data-loading-and-augmentation")
-def use_faster_storage(job: Job) -> Proposal | None:
-    """A rank is slow because it waits for a disk."""
-    for row in job.report["verdicts"]:
-        evidence = row["evidence"]
-        if row["is_over"] or not isinstance(evidence, StragglerEvidence) or not evidence.diagnosis:
-            continue
-        for cause in evidence.diagnosis.causes:
-            if cause.kind == "slow_storage":
-                action = capitalize(cause.action)
-                finding = f"Rank {row['rank']} is slow because {cause.text}."
-                return Proposal(finding, action, gain_s=row["cost_s_per_step"])
-    return None
-
-
-RULES = (
-    use_workers, add_workers, keep_workers, prefetch_more, pin_memory, tokenize_before, use_faster_storage,
-)  # fmt: skip

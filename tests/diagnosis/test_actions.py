@@ -1,6 +1,6 @@
-"""Each rule gives its advice where its condition is planted, and is silent where one fact differs.
+"""Each rule gives its action where its condition is planted, and is silent where one fact differs.
 
-The facts are made here. Real processes are in test_advice_of_real_jobs.py. Rules that need a GPU are
+The facts are made here. Real processes are in test_actions_of_real_jobs.py. Rules that need a GPU are
 tested with these facts only.
 """
 
@@ -14,8 +14,14 @@ import numpy as np
 import pytest
 
 from tests.diagnosis.test_what_if import make_times
-from torchlens_perf.diagnosis.advice.advise import MIN_GAIN, RULES, add_advice, find_advice
-from torchlens_perf.diagnosis.advice.rule import Job
+from torchlens_perf.diagnosis.actions.job import Job, Rule
+from torchlens_perf.diagnosis.actions.table import (
+    ACTIONS,
+    COMPUTING,
+    Choice,
+    choose_actions,
+    find_actions,
+)
 from torchlens_perf.diagnosis.lost_time import classify_time
 from torchlens_perf.diagnosis.what_if import Replay
 from torchlens_perf.run.training_settings import (
@@ -25,14 +31,12 @@ from torchlens_perf.run.training_settings import (
     OptimizerSettings,
     TrainingSettings,
 )
-from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 from torchlens_perf.verdicts.words.bottleneck import DATA_ACTION
-from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, StragglerEvidence
-from torchlens_perf.view.lost_time_tables import build_advice_table
+from torchlens_perf.verdicts.words.modules import computing_action
 
 GB, STEPS = 1 << 30, 64
 CLEAN = {"forward": 20.0, "backward": 40.0}
-LOADER = LoaderSettings(workers=2, pin_memory=True, persistent_workers=True, prefetch_factor=2)
+LOADER = LoaderSettings(workers=2, pin_memory=True, prefetch_factor=2)
 DDP = DdpSettings(25 << 20, False, False, False, 400 << 20, 0)
 FSDP = FsdpSettings(12, 11, 0)
 ADAM = OptimizerSettings("AdamW", 100, "cpu")
@@ -55,39 +59,6 @@ def device(used: float = 0.9, caught_up: float = 0.1, retries: Any = None) -> di
 def long(kind: str, total_ms: float, part: str = "host", **changed: Any) -> dict[str, Any]:
     row = {"kinds": [kind] if kind else [], "part": part, "count": 4, "total_s": total_ms / 1e3}
     return {**row, "period": None, "waited_for": None, **changed}
-
-
-def straggler(kind: str) -> dict[str, Any]:
-    cause = Cause(kind, "it waits for a disk", "compare the storage of that node.", 0.9, {})
-    diagnosis = Diagnosis((cause,), (), (), {}, {})
-    evidence = StragglerEvidence(
-        "slow_data",
-        "rank",
-        (1,),
-        (),
-        0.0,
-        0.0,
-        0.01,
-        0.01,
-        1.0,
-        0.01,
-        9.0,
-        5,
-        0.0,
-        (),
-        0.0,
-        diagnosis,
-    )
-    return {"kind": "straggler", "rank": 1, "is_over": False, "cost_s_per_step": 0.01,
-            "cost_share": 0.1, "phase": "data", "evidence": evidence}  # fmt: skip
-
-
-def stage(cost_ms: float, **changed: Any) -> dict[str, Any]:
-    text = "The pipeline is out of balance: stage pp 1 has 20 ms. Next: move layers out of it."
-    return {"kind": "imbalance", "rank": None, "is_over": False, "cost_s_per_step": cost_ms / 1e3,
-            "cost_share": cost_ms / 100, "phase": None, "text": text, "action": "move layers out of it.",
-            "evidence": ImbalanceEvidence("imbalance", "stage", (1,)),
-            **changed}  # fmt: skip
 
 
 def section(name: str) -> list[dict[str, Any]]:
@@ -149,14 +120,6 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
         {"settings": {"loader": LOADER}},
         {"rank": {"cpu": {**CPU, "cpus": 4}}},
     ),
-    "persistent-workers": (
-        (CLEAN,),
-        {
-            "settings": {"loader": dataclasses.replace(LOADER, persistent_workers=False)},
-            "steps": {"long": [long("", 800, "data", period=16)]},
-        },
-        {"settings": {"loader": LOADER}},
-    ),
     "prefetch-factor": (
         (CLEAN,),
         {"settings": {"loader": LOADER}, "steps": {"long": [long("", 800, "data")]}},
@@ -172,20 +135,10 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
         {"settings": {"loader": dataclasses.replace(LOADER, has_tokenizer=True)}},
         {"settings": {"loader": LOADER}},
     ),
-    "slow-storage": (
-        (WAITS, CLEAN),
-        {"verdicts": [straggler("slow_storage")]},
-        {"verdicts": [straggler("network")]},
-    ),
     "ddp-bucket-size": (
         EXPOSED,
         {"settings": {"ddp": dataclasses.replace(DDP, bucket_bytes=1 << 20)}},
         {"settings": {"ddp": DDP}},
-    ),
-    "ddp-bucket-view": (
-        (CLEAN, CLEAN),
-        {**FULL, "settings": {"ddp": dataclasses.replace(DDP, gradient_bytes=4 * GB)}},
-        HALF_EMPTY,
     ),
     "ddp-unused-parameters": (
         EXPOSED,
@@ -236,20 +189,6 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
         {"settings": {"zeroes_gradients": True}},
         {"settings": {"zeroes_gradients": True, "compiled": True}},
     ),
-    "channels-last": (
-        (CLEAN,),
-        {**GPU, "settings": {"convolutions": 9, "channels_last": False, "autocast": True,
-                             "capability": [8, 0]}},
-        {"settings": {"convolutions": 9, "channels_last": False, "autocast": False,
-                      "parameter_types": ["float32"], "capability": [8, 0]}},
-    ),
-    "tf32": (
-        (CLEAN,),
-        {**GPU, "settings": {"linears": 9, "tf32": False, "autocast": False,
-                             "parameter_types": ["float32"], "capability": [8, 0]}},
-        {"settings": {"linears": 9, "tf32": False, "autocast": None,
-                      "parameter_types": ["float32"], "capability": [8, 0]}},
-    ),
     "compile": (
         (CLEAN,),
         {**GPU, "settings": {"compiled": False}, "rank": STARVED},
@@ -259,11 +198,6 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
         (CLEAN,),
         {**GPU, "settings": {"compiled": True, "cuda_graphs": False}, "rank": STARVED},
         {"settings": {"compiled": True, "cuda_graphs": True}},
-    ),
-    "recompilation": (
-        (CLEAN,),
-        {"steps": {"long": [long("compilation", 800)]}},
-        {"steps": {"long": [long("compilation", 40)]}},
     ),
     "needless-checkpointing": (
         ({**CLEAN, "recompute": 20.0},),
@@ -280,47 +214,7 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
         GPU,
         {"rank": device(caught_up=0.9)},
     ),
-    "garbage-collection": (
-        (CLEAN,),
-        {"steps": {"long": [long("garbage collection", 400)]}},
-        {"steps": {"long": [long("garbage collection", 60)]}},
-    ),
-    "cpu-threads": (
-        ({**CLEAN, "cpu": 20.0}, {**CLEAN, "cpu": 20.0}),
-        {"rank": {"cpu": {**CPU, "threads": 8}}},
-        {"rank": {"cpu": {**CPU, "threads": 4}}},
-    ),
-    "cpu-binding": (
-        ({**CLEAN, "cpu": 20.0}, {**CLEAN, "cpu": 20.0}),
-        {"rank": {"cpu": {**CPU, "others_share": 0.02}}},
-        {"rank": {"cpu": {**CPU, "others_share": None}}},
-    ),
-    "expandable-segments": (
-        (CLEAN,),
-        {"run": {"device": "GPU"}, "rank": device(retries={"count": 9, "steps": 500})},
-        {"run": {"settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}},
-    ),
-    "asynchronous-saving": (
-        (CLEAN,),
-        {"steps": {"long": [long("saving", 800)]}},
-        {"steps": {"long": [long("saving", 60)]}},
-    ),
-    "evaluation": (
-        (CLEAN,),
-        {"steps": {"long": [long("evaluation", 800)]}},
-        {"steps": {"long": [long("evaluation", 300)]}},
-    ),
     "uneven-lengths": (UNEVEN, {"lengths": 0.9}, {"lengths": 0.5}),
-    "stage-balance": (
-        (CLEAN, CLEAN),
-        {"verdicts": [stage(9.0)]},
-        {"verdicts": [stage(9.0, is_over=True)]},
-    ),
-    "expert-balance": (
-        UNEVEN,
-        {"collectives": [{**SUMS, "operation": "alltoall_base"}]},
-        {"collectives": [SUMS]},
-    ),
 }  # fmt: skip
 
 
@@ -344,15 +238,12 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
     ("more-loader-workers", changed_part("more-loader-workers", "loader", workers=0)),
     ("more-loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
-    ("persistent-workers", changed_part("persistent-workers", "loader", workers=0)),
     ("prefetch-factor", changed_part("prefetch-factor", "loader", workers=0)),
     ("prefetch-factor", {"steps": {"long": [long("", 100, "data")]}}),
     ("prefetch-factor", {"uses": ({**CLEAN, "data": 20.0},)}),
     ("pin-memory", changed_part("pin-memory", "loader", pin_memory=True)),
     ("pin-memory", {"uses": ({**CLEAN, "data": 3.0},)}),
     ("ddp-bucket-size", {"uses": SLIGHTLY_EXPOSED}),
-    ("ddp-bucket-view", changed_part("ddp-bucket-view", "ddp", gradient_as_bucket_view=True)),
-    ("ddp-bucket-view", changed_part("ddp-bucket-view", "ddp", gradient_bytes=GB)),
     ("ddp-unused-parameters", changed_part("ddp-unused-parameters", "ddp", static_graph=True)),
     ("ddp-unused-parameters", changed_part("ddp-unused-parameters", "ddp", unused=3)),
     ("ddp-unused-parameters", {"settings": {"ddp": DDP}}),
@@ -377,15 +268,6 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("zero-grad-to-none", {"steps": {"micro_steps": 2}}),
     ("zero-grad-to-none", {"uses": ({**CLEAN, "host": 2.0},)}),
     ("zero-grad-to-none", changed("zero-grad-to-none", ddp=dataclasses.replace(DDP, gradient_as_bucket_view=True))),
-    ("channels-last", changed("channels-last", convolutions=0)),
-    ("channels-last", changed("channels-last", channels_last=True)),
-    ("channels-last", changed("channels-last", capability=[6, 1])),
-    ("channels-last", {"uses": MOSTLY_WAITING}),
-    ("tf32", changed("tf32", tf32=True)),
-    ("tf32", changed("tf32", linears=0)),
-    ("tf32", changed("tf32", parameter_types=["bfloat16"])),
-    ("tf32", changed("tf32", capability=[7, 5])),
-    ("tf32", {"uses": MOSTLY_WAITING}),
     ("cuda-graphs", {"rank": device(caught_up=0.7)}),
     ("cuda-graphs", {"settings": {"compiled": None, "cuda_graphs": False}}),
     ("cuda-graphs", {"settings": {"compiled": True}}),  # Whether it uses graphs is not known.
@@ -398,40 +280,42 @@ MORE: list[tuple[str, dict[str, Any]]] = [
     ("larger-micro-batch", {"rank": device(0.4, caught_up=0.7)}),
     ("synchronization", {"run": {"device": None}}),
     ("synchronization", {"rank": STARVED}),
-    ("cpu-binding", {"rank": {"cpu": {**CPU, "others_share": 0.02, "threads": 5}}}),
-    ("cpu-binding", {"rank": {"cpu": {**CPU, "others_share": 0.5}}}),
-    ("cpu-binding", {"uses": ({**CLEAN, "cpu": 20.0},)}),
-    ("cpu-binding", {"uses": ({**CLEAN, "cpu": 2.0}, {**CLEAN, "cpu": 2.0})}),
-    ("uneven-lengths", {"collectives": [{**SUMS, "operation": "alltoall"}]}),
-    ("expert-balance", {"verdicts": [straggler("network")]}),
 ]  # fmt: skip
 
 
-def keys(job: Job) -> list[str]:
-    return [each["key"] for each in find_advice(job)]
+def verdict(job: Job, kind: str, cause: str) -> Any:
+    """Return a verdict of this kind and cause."""
+    action = computing_action(job.report) if cause == COMPUTING else cause
+    long_steps = {"kinds": [], "part": cause} if kind == "long_steps" else None
+    return {"kind": kind, "text": f"It is so. Next: {action}", "action": action, "because": "", "is_over": False,
+            "evidence": long_steps}  # fmt: skip
+
+
+def choices(job: Job) -> list[Choice]:
+    """Return the actions that verdicts of all kinds would get."""
+    return [each for key in ACTIONS for each in find_actions(job, verdict(job, *key))]
+
+
+def keys(job: Job) -> set[str]:
+    return {each.rule.key for each in choices(job)}
 
 
 def test_each_rule_is_planted() -> None:
-    assert {rule.key for rule in RULES} == set(CASES)
-    assert len(RULES) >= 25
+    assert {rule.key for rules in ACTIONS.values() for rule in rules} == set(CASES)
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_planted_condition_gives_advice_with_its_figures(key: str) -> None:
+def test_planted_condition_gives_its_action_with_figures(key: str) -> None:
     uses, facts, _ = CASES[key]
-    job = make_job(*uses, **facts)
-    (advice,) = [each for each in find_advice(job) if each["key"] == key]
-    assert any(letter.isdigit() for letter in advice["finding"])
-    assert advice["link"].startswith("https://")
-    if advice["low_s"] is not None:
-        assert advice["gain_s"] is not None
-        assert advice["high_s"] is not None
-        assert MIN_GAIN * job.lost["step_s"] <= advice["low_s"] <= advice["gain_s"]
-        assert advice["gain_s"] <= advice["high_s"] <= job.lost["step_s"]
+    found = [each for each in choices(make_job(*uses, **facts)) if each.rule.key == key]
+    assert found
+    assert any(letter.isdigit() for letter in found[0].because)
+    assert ("Predicted gain: " in found[0].because) == (found[0].share is not None)
+    assert found[0].share is None or 0.02 < found[0].share <= 1
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_job_that_is_nearly_the_same_gets_no_such_advice(key: str) -> None:
+def test_job_that_is_nearly_the_same_gets_no_such_action(key: str) -> None:
     uses, facts, different = CASES[key]
     different = dict(different)
     uses = different.pop("uses", uses)
@@ -439,7 +323,7 @@ def test_job_that_is_nearly_the_same_gets_no_such_advice(key: str) -> None:
 
 
 @pytest.mark.parametrize(("key", "different"), MORE)
-def test_job_that_misses_another_part_of_the_condition_gets_no_such_advice(
+def test_job_that_misses_another_part_of_the_condition_gets_no_such_action(
     key: str, different: dict[str, Any]
 ) -> None:
     uses, facts, _ = CASES[key]
@@ -450,100 +334,70 @@ def test_job_that_misses_another_part_of_the_condition_gets_no_such_advice(
 
 @pytest.mark.parametrize("key", CASES)
 def test_rule_abstains_where_no_setting_and_no_cpu_is_known(key: str) -> None:
-    """Rules that need only recorded times give their advice without settings."""
+    """Rules that need only recorded times give their action without settings."""
     uses, facts, _ = CASES[key]
     without = {name: each for name, each in facts.items() if name != "settings"}
     found = keys(make_job(*uses, **{**without, "settings": {"cpu_count": None}}))
-    assert (key in found) == ("settings" not in facts and key not in ("cpu-threads", "cpu-binding"))
+    assert (key in found) == ("settings" not in facts)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_clean_balanced_job_gets_no_advice(ranks: int) -> None:
+def test_clean_balanced_job_gets_no_precise_action(ranks: int) -> None:
     uses = {**CLEAN, "data": 0.5, "host": 1.0, "optimizer": 1.5, "cpu": 0.3}
     settings = {
         "loader": dataclasses.replace(LOADER, workers=0, has_tokenizer=True), "ddp": DDP, "optimizer": ADAM,
-        "gc_frozen": 0, "compiled": False, "zeroes_gradients": True,
+        "compiled": False, "zeroes_gradients": True,
     }  # fmt: skip
     rows = [long("garbage collection", 20), long("saving", 50), long("", 60, "data", period=16)]
-    assert keys(make_job(*[uses] * ranks, settings=settings, steps={"long": rows})) == []
+    assert not keys(make_job(*[uses] * ranks, settings=settings, steps={"long": rows}))
 
 
 def test_number_of_workers_is_what_the_wait_needs_and_the_cpus_allow() -> None:
     loader = dataclasses.replace(LOADER, workers=0)
     uses = {**CLEAN, "data": 150.0}
-    (advice,) = find_advice(make_job(uses, settings={"loader": loader}))
-    assert "num_workers=3" in advice["action"]
-    # A batch of a worker still has to be taken out of a pipe.
-    assert advice["change"] == "data x0.01"
-    (advice,) = find_advice(
-        make_job(uses, settings={"loader": loader}, rank={"cpu": {**CPU, "cpus": 4}})
-    )
+    (choice,) = choices(make_job(uses, settings={"loader": loader}))
+    assert choice.action == "load batches while the model computes: DataLoader(num_workers=3)."
+    few = make_job(uses, settings={"loader": loader}, rank={"cpu": {**CPU, "cpus": 4}})
+    (choice,) = choices(few)
     # Two workers return a batch every 75 ms, while the rest of a step takes 60 ms.
-    assert "num_workers=2" in advice["action"]
-    assert advice["gain_s"] == pytest.approx(0.135)
+    assert "num_workers=2" in choice.action
+    assert choice.share == pytest.approx(0.135 / 0.21)
 
 
 def test_short_wait_is_not_worth_a_worker() -> None:
-    loader = dataclasses.replace(LOADER, workers=0)
-    settings = {"loader": loader}
-    assert keys(make_job({"forward": 8.0, "data": 0.9}, settings=settings)) == []
-    assert keys(make_job({"forward": 8.0, "data": 3.0}, settings=settings)) == ["loader-workers"]
-
-
-@pytest.mark.parametrize("frozen", [0, 9000])
-def test_objects_that_are_frozen_are_not_to_be_frozen_again(frozen: int) -> None:
-    rows = [long("garbage collection", 400)]
-    (advice,) = find_advice(make_job(settings={"gc_frozen": frozen}, steps={"long": rows}))
-    assert ("gc.freeze()" in advice["action"]) == (frozen == 0)
-
-
-def test_rollouts_are_not_called_evaluation() -> None:
-    """Fewer rollouts would change the algorithm."""
-    rows = [long("forward passes without gradients", 800)]
-    (rollouts,) = find_advice(make_job(steps={"long": rows}))
-    (evaluation,) = find_advice(make_job(steps={"long": [long("evaluation", 800)]}))
-    assert "evaluation, rollouts or sampling" in rollouts["finding"]
-    assert rollouts["action"].startswith("If these passes evaluate, evaluate less often")
-    assert evaluation["finding"].startswith("4 steps evaluated")
-    assert evaluation["action"].startswith("Evaluate less often")
+    settings = {"loader": dataclasses.replace(LOADER, workers=0)}
+    assert not keys(make_job({"forward": 8.0, "data": 0.9}, settings=settings))
+    assert keys(make_job({"forward": 8.0, "data": 3.0}, settings=settings)) == {"loader-workers"}
 
 
 def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
-    uses = {**CLEAN, "recompute": 20.0, "host": 8.0, "data": 40.0}
-    settings = {"zeroes_gradients": True, "free_memory_bytes": 8 * GB, "loader": LOADER}
-    job = make_job(uses, settings=settings)
-    assert keys(job) == ["more-loader-workers", "needless-checkpointing", "zero-grad-to-none"]
-    table = build_advice_table({"advice": find_advice(job)})  # type: ignore[typeddict-item]
-    assert table is not None
-    assert [column.texts()[-1] for column in table.columns if column.title == "gain per step"] == [
-        "not known"
+    settings = {"loader": dataclasses.replace(LOADER, pin_memory=False, has_tokenizer=True)}
+    job = make_job({**CLEAN, "data": 40.0}, **GPU, settings=settings)
+    found = find_actions(job, verdict(job, "data_bound", DATA_ACTION))
+
+    assert [each.rule.key for each in found] == [
+        "tokenize-before-training",
+        "more-loader-workers",
+        "pin-memory",
     ]
 
 
-def test_verdict_names_the_action_of_the_advice_instead_of_the_general_one() -> None:
-    text = f"Waiting for data takes 33%. Next: {DATA_ACTION}"
-    others = [
-        {
-            "kind": "host_bound", "text": "Host code. Next: wait.", "action": "wait.",
-            "is_over": False, "evidence": None,
-        }
-    ]  # fmt: skip
-    row = {
-        "kind": "data_bound",
-        "text": text,
-        "action": DATA_ACTION,
-        "is_over": False,
-        "evidence": None,
-    }
-    for loader, action in (
-        (LOADER, "start more workers: DataLoader(num_workers=3)."),
-        (None, DATA_ACTION),
-    ):
-        verdicts: Any = [dict(row), *map(dict, others)]
-        job = make_job(WAITS, settings={"loader": loader}, verdicts=verdicts)
-        add_advice(job)
-        texts = [each["text"] for each in job.report["verdicts"]]
-        assert texts == [f"Waiting for data takes 33%. Next: {action}", "Host code. Next: wait."]
+def test_verdict_gets_a_precise_action_and_the_figures_behind_it() -> None:
+    job = make_job(WAITS, settings={"loader": LOADER})
+    verdicts = [
+        verdict(job, "data_bound", DATA_ACTION),
+        verdict(job, "host_bound", "wait."),
+        {**verdict(job, "data_bound", DATA_ACTION), "is_over": True},
+    ]
+    job.report["verdicts"] = verdicts
+    choose_actions(job)
+
+    assert verdicts[0]["text"] == "It is so. Next: start more workers: DataLoader(num_workers=3)."
+    assert verdicts[0]["because"].startswith(
+        "2 DataLoader workers cannot keep up: waiting for data"
+    )
+    assert [each["action"] for each in verdicts[1:]] == ["wait.", DATA_ACTION]
+    assert [each["because"] for each in verdicts[1:]] == ["", ""]
 
 
 def test_correlation_with_lengths_is_within_steps() -> None:
@@ -564,4 +418,11 @@ def test_correlation_with_lengths_is_within_steps() -> None:
 def test_documentation_lists_each_rule_with_its_condition_and_link() -> None:
     page = (Path(__file__).parents[2] / "docs/explanation/diagnosis.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert rows == [f"| `{rule.key}` | {rule.condition} | [link]({rule.link}) |" for rule in RULES]
+    kinds: dict[Rule, list[str]] = {}
+    for (kind, _), rules in ACTIONS.items():
+        for rule in rules:
+            kinds.setdefault(rule, []).append(f"`{kind}`")
+    assert rows == [
+        f"| {', '.join(dict.fromkeys(found))} | {rule.condition} | [{rule.key}]({rule.link}) |"
+        for rule, found in kinds.items()
+    ]

@@ -1,11 +1,11 @@
-"""Advice on DistributedDataParallel and FSDP2. Pure."""
+"""Actions on DistributedDataParallel and FSDP2. Pure."""
 
 from __future__ import annotations
 
 import math
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
-from torchlens_perf.diagnosis.advice.rule import Job, Proposal, capitalize, rule
+from torchlens_perf.diagnosis.actions.job import Job, Proposal, capitalize, rule
 from torchlens_perf.diagnosis.lost_time import sum_transfers
 
 _DDP = (
@@ -15,6 +15,8 @@ _NOTE = "https://docs.pytorch.org/docs/stable/notes/ddp.html"
 _FSDP = "https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html"
 _EXPOSED = "communication that nothing overlaps takes"
 _MIN_EXPOSED = 0.1
+_IMBALANCE = "waiting for the rank with the most work takes"
+_MIN_CORRELATION = 0.7
 _MAX_BUFFER = 8 << 20
 """Reductions of DDP's maps of used parameters are far smaller than gradients."""
 
@@ -38,24 +40,6 @@ def resize_buckets(job: Job) -> Proposal | None:
         f"{format_bytes(ddp.gradient_bytes, 'B')} of gradients are in"
         f" {format_count(buckets, 'bucket')} of DDP, and {job.describe(_EXPOSED, 'communication')}.",
         action,
-    )
-
-
-@rule("ddp-bucket-view", _DDP)
-def share_gradient_memory(job: Job) -> Proposal | None:
-    """DDP copies gradients, a GPU's memory is at least 80 % full, and the copies are at least 2 %
-    of it."""
-    ddp, used = job.settings.ddp, job.used_memory
-    if ddp is None or ddp.gradient_as_bucket_view or used is None or used < 0.8:
-        return None
-    limits = [rank["memory"]["device"] for rank in job.report["ranks"]]
-    share = max(ddp.gradient_bytes / (each["limit_bytes"] or math.inf) for each in limits if each)
-    if share < 0.02:
-        return None
-    return Proposal(
-        f"{format_percent(used)} of a GPU's memory are used, {format_percent(share)} by DDP's copies"
-        " of the gradients.",
-        "Free the copies: DistributedDataParallel(gradient_as_bucket_view=True).",
     )
 
 
@@ -179,7 +163,19 @@ def prefetch_parameters(job: Job) -> Proposal | None:
     )
 
 
-RULES = (
-    resize_buckets, share_gradient_memory, do_not_search_unused, declare_static_graph, reduce_once_per_step,
-    accumulate_gradients, keep_parameters, prefetch_parameters,
-)  # fmt: skip
+@rule(
+    "uneven-lengths",
+    "https://docs.pytorch.org/docs/stable/data.html#loading-batched-and-non-batched-data",
+)
+def balance_lengths(job: Job) -> Proposal | None:
+    """Within steps, ranks take longer for larger batches: the correlation is at least 0.7."""
+    correlation = job.length_correlation
+    if correlation is None or correlation < _MIN_CORRELATION:
+        return None
+    return Proposal(
+        f"Ranks with larger batches take longer (correlation {correlation:.2f}):"
+        f" {job.describe(_IMBALANCE, 'imbalance')}.",
+        "Give all ranks batches of the same size: a batch sampler that groups similar lengths, or"
+        " a fixed number of tokens per batch.",
+        "rank=all@median",
+    )

@@ -1,9 +1,7 @@
-"""Train a small model with one habit that advice should name: train_advised.py KIND STEPS FOLDER."""
+"""Train a small model with one habit that an action should name: train_with_habit.py KIND STEPS FOLDER."""
 
 from __future__ import annotations
 
-import gc
-import io
 import os
 import sys
 import time
@@ -65,9 +63,8 @@ def train(kind: str, steps: int, folder: str) -> None:
         batch_size=BATCH,
         collate_fn=collate if kind == "collation" else None,
     )
-    cyclic = [[[i] for i in range(40)] for _ in range(3_000 if kind == "gc" else 0)]
     with perf.watch(model, optimizer, dir=folder):
-        for step, batch in enumerate(loader):
+        for batch in loader:
             optimizer.zero_grad()
             loss = model(batch if kind == "collation" else batch[0]).square().mean()
             loss.backward()
@@ -77,11 +74,6 @@ def train(kind: str, steps: int, folder: str) -> None:
             optimizer.step()
             if kind == "item":
                 loss.item()
-            if kind == "gc" and step % 4 == 1:
-                gc.collect()
-            if kind == "saving" and step % 20 == 10:
-                torch.save({"model": model.state_dict(), "more": torch.ones(1 << 24)}, io.BytesIO())
-    del cyclic
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,0 +1,60 @@
+"""Actions on the verdicts of real processes on a CPU, each with one habit, and of one without."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm_python
+from tests.support.processes import SCRIPTS
+from tests.support.recorded_run import environment
+from torchlens_perf.report.run_report import load_report
+from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts.words.report import VerdictRow
+
+STEPS = 120
+
+
+def verdicts_on(kind: str, folder: Path, ranks: int = 1) -> list[VerdictRow]:
+    """Return the verdicts on a run of train_with_habit.py."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(SCRIPTS / "train_with_habit.py"), kind, str(STEPS), str(folder)]
+    done = warm_python.run(command, 200, env=environment(folder, {}))
+    assert done.returncode == 0, done.stderr
+    (path,) = {each.parent for each in folder.glob("*/nodes")}
+    report = load_report(RunDirectory(path))
+    assert report["lost_time"] is not None
+    return report["verdicts"]
+
+
+pytestmark = pytest.mark.long  # Six jobs; test_actions.py has each rule.
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "action", "figure"),
+    [
+        ("collation", 1, "DataLoader(num_workers=", "num_workers=0"),
+        ("unused", 2, "find_unused_parameters", "all have gradients"),
+        ("foreach", 1, "fused=True", "412 tensors"),
+        ("checkpointing", 1, "fewer modules", "of memory while"),
+    ],
+)
+def test_verdict_on_a_habit_has_its_action_and_figures(
+    tmp_path: Path, kind: str, ranks: int, action: str, figure: str
+) -> None:
+    if kind == "collation" and len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("a worker needs a CPU of its own")
+    found = verdicts_on(kind, tmp_path, ranks)
+
+    assert any(action in row["action"] and figure in row["because"] for row in found), found
+
+
+@pytest.mark.parametrize("kind", ["clean", "item"])
+def test_job_without_habit_has_general_actions(tmp_path: Path, kind: str) -> None:
+    """On a CPU, .item() waits for nothing."""
+    assert not any(row["because"] for row in verdicts_on(kind, tmp_path))

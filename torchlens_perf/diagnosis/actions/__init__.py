@@ -1,0 +1,1 @@
+"""Actions on verdicts, with the figures of the run that justify them."""

@@ -1,0 +1,122 @@
+"""The table of actions, by the kind and the cause of a verdict. Pure.
+
+Each verdict comes with a general action. If a rule finds that a more precise one applies, the verdict
+gets that action, with the figures of the run that justify it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.diagnosis.actions import communication, computing, host, loading
+from torchlens_perf.diagnosis.what_if import MAX_DRIFT, MODEL_ERROR, parse_change
+from torchlens_perf.errors import ConfigError
+from torchlens_perf.run.verdicts import join_sentence_and_action, remove_action
+from torchlens_perf.verdicts.words.bottleneck import (
+    COMMUNICATION_ACTION,
+    COMPILED_LAUNCH_ACTION,
+    DATA_ACTION,
+    HOST_ACTION,
+    LAUNCH_ACTION,
+    RANKS_ACTION,
+)
+from torchlens_perf.verdicts.words.modules import computing_action
+
+if TYPE_CHECKING:
+    from torchlens_perf.diagnosis.actions.job import Job, Rule
+    from torchlens_perf.verdicts.words.report import VerdictRow
+
+COMPUTING = "computing"
+_LAUNCHES = (computing.use_cuda_graphs, computing.enlarge_micro_batch)
+ACTIONS: dict[tuple[str, str], tuple[Rule, ...]] = {
+    ("data_bound", DATA_ACTION): (
+        loading.use_workers, loading.add_workers, loading.tokenize_before, loading.pin_memory,
+    ),
+    ("long_steps", "data"): (loading.prefetch_more,),
+    ("communication_bound", COMMUNICATION_ACTION): (
+        communication.resize_buckets, communication.do_not_search_unused, communication.declare_static_graph,
+        communication.reduce_once_per_step, communication.accumulate_gradients, communication.keep_parameters,
+        communication.prefetch_parameters,
+    ),
+    ("communication_bound", RANKS_ACTION): (communication.balance_lengths,),
+    ("compute_bound", COMPUTING): (
+        computing.fuse_optimizer, computing.group_tensors, computing.keep_activations,
+    ),
+    ("host_bound", HOST_ACTION): (
+        host.do_not_synchronize, host.set_gradients_to_none, loading.pin_memory,
+    ),
+    ("host_bound", LAUNCH_ACTION): (computing.compile_model, *_LAUNCHES),
+    ("host_bound", COMPILED_LAUNCH_ACTION): _LAUNCHES,
+}  # fmt: skip
+"""Rules for precise actions, by the kind of a verdict and its cause. The cause is the general action,
+"computing", or for long steps their part."""
+MIN_GAIN = 0.02
+"""An action whose gain is certainly no larger share of a step is not given."""
+_MIN_COMPUTING_GAIN = 0.1
+"""The smallest gain for which a verdict on computing does not name the largest module instead."""
+
+
+class Choice(NamedTuple):
+    """A precise action on a verdict."""
+
+    rule: Rule
+    action: str
+    because: str
+    share: float | None
+    """Share of the gain in a mean step; None if it is not known."""
+
+
+def choose_actions(job: Job) -> None:
+    """Give each verdict of the job's report the precise action with the largest gain, if any."""
+    if job.report["lost_time"] is None:
+        return
+    for row in job.report["verdicts"]:
+        found = [] if row["is_over"] else find_actions(job, row)
+        if found:
+            finding = remove_action(row["text"], row["action"])
+            row["action"], row["because"] = found[0].action, found[0].because
+            row["text"] = join_sentence_and_action(finding, row["action"])
+
+
+def find_actions(job: Job, row: VerdictRow) -> list[Choice]:
+    """Return the precise actions on a verdict, the largest gain first, and unknown gains last."""
+    cause = _find_cause(row, computing_action(job.report))
+    rules = ACTIONS.get((row["kind"], cause), ())
+    least = _MIN_COMPUTING_GAIN if cause == COMPUTING else 0.0
+    found = [choice for rule in rules if (choice := _judge(job, rule)) is not None]
+    found = [each for each in found if each.share is None or each.share >= least]
+    return sorted(found, key=lambda each: -(each.share or 0.0))
+
+
+def _find_cause(row: VerdictRow, on_computing: str) -> str:
+    evidence = row["evidence"]
+    if row["kind"] == "long_steps" and isinstance(evidence, dict) and "kinds" in evidence:
+        return "" if evidence["kinds"] else evidence["part"]
+    return COMPUTING if row["action"] == on_computing else row["action"]
+
+
+def _judge(job: Job, rule: Rule) -> Choice | None:
+    """Return the action of a rule; None if its gain is too small or cannot be predicted."""
+    proposal = rule.find(job)
+    if proposal is None:
+        return None
+    action = proposal.action[0].lower() + proposal.action[1:]
+    step_s = job.lost["step_s"]
+    if proposal.change is None and proposal.gain_s is None:
+        return Choice(rule, action, proposal.because, None)
+    if proposal.change is None:
+        gain_s = min(proposal.gain_s or 0.0, step_s)
+        low_s = (1 - MODEL_ERROR) * gain_s
+    elif job.replay is None or job.replay.drift_share > MAX_DRIFT:
+        return None
+    else:
+        try:
+            predicted = job.replay.predict([parse_change(proposal.change)])
+        except ConfigError:  # The run does not have what the change names.
+            return None
+        gain_s, low_s = predicted["gain_s"], predicted["low_s"]
+    if not low_s >= MIN_GAIN * step_s:
+        return None
+    gain = f"{format_duration(gain_s)} ({format_percent(gain_s / step_s)}) per step"
+    return Choice(rule, action, f"{proposal.because} Predicted gain: {gain}.", gain_s / step_s)

@@ -1,1 +1,0 @@
-"""Rules that say what to change, with the figures they rest on."""
