@@ -8,18 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.diagnosis.test_actions import choices
 from tests.support import warm_python
 from tests.support.processes import SCRIPTS
 from tests.support.recorded_run import environment
-from torchlens_perf.report.run_report import load_report
+from torchlens_perf.diagnosis.actions.table import Choice
+from torchlens_perf.report.run_report import load_report_and_states
+from torchlens_perf.report.usual_steps import build_job, read_usual_steps
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.verdicts.words.report import VerdictRow
 
 STEPS = 120
 
 
-def verdicts_on(kind: str, folder: Path, ranks: int = 1) -> list[VerdictRow]:
-    """Return the verdicts on a run of train_with_habit.py."""
+def choices_on(kind: str, folder: Path, ranks: int = 1) -> list[Choice]:
+    """Return the actions that verdicts on a run of train_with_habit.py would get.
+
+    Which verdict is given depends on the load of the machine.
+    """
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -27,9 +32,11 @@ def verdicts_on(kind: str, folder: Path, ranks: int = 1) -> list[VerdictRow]:
     done = warm_python.run(command, 200, env=environment(folder, {}))
     assert done.returncode == 0, done.stderr
     (path,) = {each.parent for each in folder.glob("*/nodes")}
-    report = load_report(RunDirectory(path))
-    assert report["lost_time"] is not None
-    return report["verdicts"]
+    run = RunDirectory(path)
+    report, states = load_report_and_states(run)
+    times = read_usual_steps(run, report, states)
+    assert times is not None
+    return choices(build_job(report, states, times))
 
 
 pytestmark = pytest.mark.long  # Six jobs; test_actions.py has each rule.
@@ -44,17 +51,17 @@ pytestmark = pytest.mark.long  # Six jobs; test_actions.py has each rule.
         ("checkpointing", 1, "fewer modules", "of memory while"),
     ],
 )
-def test_verdict_on_a_habit_has_its_action_and_figures(
+def test_habit_gets_its_action_and_figures(
     tmp_path: Path, kind: str, ranks: int, action: str, figure: str
 ) -> None:
     if kind == "collation" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("a worker needs a CPU of its own")
-    found = verdicts_on(kind, tmp_path, ranks)
+    found = choices_on(kind, tmp_path, ranks)
 
-    assert any(action in row["action"] and figure in row["because"] for row in found), found
+    assert any(action in each.action and figure in each.because for each in found), found
 
 
 @pytest.mark.parametrize("kind", ["clean", "item"])
-def test_job_without_habit_has_general_actions(tmp_path: Path, kind: str) -> None:
+def test_job_without_habit_gets_no_precise_action(tmp_path: Path, kind: str) -> None:
     """On a CPU, .item() waits for nothing."""
-    assert not any(row["because"] for row in verdicts_on(kind, tmp_path))
+    assert not choices_on(kind, tmp_path)

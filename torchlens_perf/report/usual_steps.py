@@ -70,16 +70,20 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         "changes": changes,
         "drift_share": drift,
     }
+    choose_actions(build_job(report, states, times))
+
+
+def build_job(report: Report, states: Sequence[NodeState], times: StepTimes) -> Job:
+    """Return the facts that rules for actions look at."""
     processes = shown_processes(states)
     sharing = Counter((each.identity.host, each.training.cpus) for each in processes.values())
-    job = Job(
+    return Job(
         report,
         processes[min(processes)].training,
         Replay(times, report),
         max(sharing.values()),
         times.correlate_workload(),
     )
-    choose_actions(job)
 
 
 def read_usual_steps(
