@@ -35,7 +35,7 @@ from torchlens_perf.analysis.statistics.hardware import (
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import Assessment, CoveredRanks, ExportBatch
-from torchlens_perf.exporters.delivery.otlp_requests import metrics_of
+from torchlens_perf.exporters.delivery.sender import metrics_of
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_spans import SpanBuilder
 from torchlens_perf.exporters.series import ArrayMeter

@@ -1,11 +1,10 @@
-"""Delivery of OTLP requests: results, the outbox of undelivered requests, retries and counts."""
+"""Delivery of OTLP requests: the queue, retries, sources of undelivered items and counts."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 from opentelemetry._logs import LogRecord, SeverityNumber
@@ -19,28 +18,12 @@ from opentelemetry.trace import Link, SpanContext, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
 from tests.support.otlp_collector import DELIVERED, Collector
-from torchlens_perf.exporters.delivery.answer import (
-    SendOutcome,
-    SendResult,
-    parse_retry_after,
-    retry_result,
-)
-from torchlens_perf.exporters.delivery.otlp_requests import (
-    Item,
-    context_with_span,
-    count_items,
-    decode_request,
-    encode_request,
-    metrics_of,
-    split_in_halves,
-)
-from torchlens_perf.exporters.delivery.outbox import Outbox, OutboxLimits, list_files, outbox_folder
-from torchlens_perf.exporters.delivery.sender import Sender
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_result
+from torchlens_perf.exporters.delivery.sender import Item, QueueLimits, Sender
 from torchlens_perf.exporters.otlp import describe_undelivered
 from torchlens_perf.exporters.otlp_resource import SCOPE
-
-TOO_LARGE = SendResult(SendOutcome.TOO_LARGE, "HTTP 413")
-
+from torchlens_perf.exporters.otlp_spans import context_with_span
+from torchlens_perf.run.undelivered import UndeliveredStep, WholeRun
 
 RESOURCE = Resource({"host.name": "node-a", "list": ["a", "b"], "share": 0.5, "is": True})
 
@@ -64,10 +47,6 @@ def names_in(items: Sequence[Item]) -> list[str]:
     return [item.name for item in items if isinstance(item, ReadableSpan)]
 
 
-def names_on_disk(path: Path) -> list[str]:
-    return names_in(decode_request("traces", path.read_bytes()))
-
-
 def delivered(endpoint: Collector) -> list[str]:
     return [name for items in endpoint.taken for name in names_in(items)]
 
@@ -88,39 +67,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-# -- results of an attempt
-
-
-@pytest.mark.parametrize(
-    ("header", "expected"),
-    [
-        ("7", 7.0), (" 0 ", 0.0), ("Thu, 01 Jan 1970 00:00:30 GMT", 20.0), ("Thu, 01 Jan 1970 00:00:05 GMT", 0.0),
-        ("soon", None), ("", None), ("-3", None), ("1.5", None),
-    ],
-)  # fmt: skip
-def test_retry_after_is_read_as_seconds_or_as_a_date(header: str, expected: float | None) -> None:
-    """Any other value of Retry-After is ignored."""
-    assert parse_retry_after(header, unix_s=10.0) == expected
-
-
-# -- requests
-
-
-def test_halves_of_a_split_request_contain_every_item_once() -> None:
-    """A single span cannot be split, and points of a metric stay together."""
-    assert [names_in(half) for half in split_in_halves(spans_of("a", "b", "c"))] == [
-        ["a"],
-        ["b", "c"],
-    ]
-    assert split_in_halves(spans_of("alone")) == []
-    (first,), (second,) = split_in_halves([METRICS])
-    assert isinstance(first, MetricsData)
-    assert isinstance(second, MetricsData)
-    assert metrics_of(first) + metrics_of(second) == metrics_of(METRICS)
-    assert {count_items([first]) + count_items([second]), count_items([METRICS])} == {5}
-    assert split_in_halves([MetricsData(first.resource_metrics[:1])])[0] != []
 
 
 _TIMES = {"start_time_unix_nano": 10, "time_unix_nano": 20}
@@ -198,165 +144,171 @@ KEPT: dict[str, list[Item]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("signal", KEPT)
-def test_request_read_from_disk_encodes_to_the_same_bytes(signal: str) -> None:
-    body = encode_request(signal, KEPT[signal])
-    kept = decode_request(signal, body)
-    assert encode_request(signal, kept) == body
-    assert count_items(kept) == count_items(KEPT[signal])
+def sender_to(
+    endpoint: Collector,
+    batch_items: int = 512,
+    max_items: int = 16384,
+    clock: Clock | None = None,
+    *,
+    delay_s: float = 0.0,
+    replaces: bool = False,
+) -> Sender:
+    """Return a sender with this transport."""
+    limits = QueueLimits(batch_items, delay_s, max_items, replaces)
+    return Sender(endpoint.signal, endpoint, limits, clock=clock or time.monotonic)
 
 
-@pytest.mark.parametrize("signal", KEPT)
-def test_invalid_bytes_are_rejected_as_a_stored_request(signal: str) -> None:
-    with pytest.raises(ValueError, match=f"not a request of {signal}"):
-        decode_request(signal, b"\xff no request")
+def source(step: int, spans: int = 1) -> UndeliveredStep:
+    return UndeliveredStep("rank00000-attempt0-node-a", step, spans)
 
 
-def test_request_is_due_when_full_or_after_the_delay() -> None:
+def notes_of(sender: Sender) -> list[str]:
+    return describe_undelivered(sender, keeps_sources=True)
+
+
+# -- the queue
+
+
+def test_request_is_sent_when_full_or_after_the_delay() -> None:
     """The delay begins with the request's first item."""
-    clock = Clock()
-    box = Outbox(None, "node", "traces", 3, delay_s=5.0, clock=clock)
-    box.put(spans_of("a", "b"))
-    assert (box.next_request(), box.seconds_until_due()) == (None, 5.0)
-    box.put(spans_of("c", "d"))
-    full = box.next_request()
-    assert full is not None
-    assert (names_in(full.items), full.count, box.count_undelivered(), box.seconds_until_due()) == (
-        ["a", "b", "c"],
-        3,
-        4,
-        0.0,
-    )
-    box.remove(full)
-    assert (box.next_request(), box.seconds_until_due()) == (None, 5.0)
+    clock, endpoint = Clock(), Collector("traces")
+    sender = sender_to(endpoint, 3, clock=clock, delay_s=5.0)
+    sender.queue_items(spans_of("a", "b"))
+    sender.queue_items(spans_of("c"))
+    assert eventually(lambda: delivered(endpoint) == ["a", "b", "c"])
+    sender.queue_items(spans_of("d"))
+    assert sender.flush(5)
+    assert delivered(endpoint) == ["a", "b", "c"]
     clock.now_s += 5
-    rest = box.next_request()
-    assert rest is not None
-    assert names_in(rest.items) == ["d"]
+    sender.wake()
+    assert eventually(lambda: delivered(endpoint) == ["a", "b", "c", "d"])
+    sender.close(10)
 
 
-# -- the outbox
+def test_no_request_has_more_items_than_its_limit() -> None:
+    """The items of one call may be sent in several requests."""
+    endpoint = Collector("traces")
+    sender = sender_to(endpoint, 3)
+    sender.queue_items(spans_of(*"abcdefgh"))
+    sender.close(10)
+    assert [names_in(items) for items in endpoint.taken] == [[*"abc"], [*"def"], [*"gh"]]
 
 
-def test_outbox_in_memory_drops_and_counts_the_oldest_requests() -> None:
-    box = Outbox(None, "node", "traces", room=OutboxLimits(memory_items=3))
-    for name in "abcde":
-        box.put(spans_of(name))
-    assert (box.count_undelivered(), box.dropped) == (3, 2)
-    assert box.write_to_disk() is False
-    oldest = box.next_request()
-    assert oldest is not None
-    assert names_in(oldest.items) == ["c", "d", "e"]
+def test_full_queue_keeps_the_sources_of_the_oldest_items() -> None:
+    """Items without a source are lost, and counted."""
+    endpoint = Collector("traces", retry_result("away"))
+    sender = sender_to(endpoint, 1, max_items=3)
+    for step, name in enumerate("abcde"):
+        sender.queue_items(spans_of(name), source(step) if name != "b" else None)
+    assert eventually(lambda: sender.is_failing)
+    sender.close(10)
+    assert sender.undelivered_sources() == [source(0), source(2), source(3), source(4)]
+    assert (sender.put, sender.waiting, sender.lost) == (5, 4, 1)
+    assert notes_of(sender) == [
+        "OTLP: 5 of 5 spans were not delivered",
+        (
+            "OTLP: 4 of these spans wait in the run directory; to send them: torchlens-perf sidecar"
+            " RUN_DIR"
+        ),
+        (
+            "OTLP: 1 of these spans were dropped, because the queue was full or their records are no"
+            " longer in the run directory"
+        ),
+    ]
 
 
-def test_outbox_on_disk_is_sent_by_the_next_process(tmp_path: Path) -> None:
-    """The oldest requests are sent first.
-
-    Signals and nodes have separate files, which are private to the user.
-    """
-    first = Outbox(tmp_path / "outbox", "node-a", "traces", batch_items=1)
-    for name in ("x", "y"):
-        first.put(spans_of(name))
-    assert first.write_to_disk()
-    first.put(spans_of("z"))
-    assert first.write_to_disk()
-
-    again = Outbox(tmp_path / "outbox", "node-a", "traces")
-    taken = []
-    while (oldest := again.next_request()) is not None:
-        taken += names_in(oldest.items)
-        again.remove(oldest)
-    assert taken == ["x", "y", "z"]
-    assert list((tmp_path / "outbox").iterdir()) == []
-    assert Outbox(tmp_path / "outbox", "node-b", "traces").count_undelivered() == 0
+def test_number_of_items_and_sources_in_memory_is_bounded() -> None:
+    """The outage is much longer than the queue and than the list of sources."""
+    endpoint = Collector("traces", retry_result("away"))
+    sender = sender_to(endpoint, 2, max_items=10)
+    for step in range(20_000):
+        sender.queue_items(spans_of("a", "b"), source(step, 2))
+    sender.close(10)
+    assert sender._queued_items <= 10
+    assert len(sender.undelivered_sources()) <= 8192 + 5
+    assert sender.waiting + sender.lost == sender.put == 40_000
 
 
-def test_oldest_outbox_files_are_deleted_and_counted_above_the_disk_limit(tmp_path: Path) -> None:
-    """The items of deleted files are counted."""
-    newest = sum(len(encode_request("traces", spans_of(*["a"] * count))) for count in (4, 5))
-    box = Outbox(tmp_path, "node", "traces", room=OutboxLimits(disk_bytes=newest))
-    for number in range(5):
-        box.put(spans_of(*["a"] * (number + 1)))
-        assert box.write_to_disk()
-    assert (box.count_undelivered(), box.dropped) == (4 + 5, 1 + 2 + 3)
-    assert [items for _, items, _ in list_files(tmp_path, "traces")] == [4, 5]
+def test_dropped_items_are_queued_again_after_the_outage() -> None:
+    """`collect` builds the items from their sources, and each item arrives once."""
+    endpoint = Collector("traces", retry_result("away"))
+
+    def collect(sender: Sender) -> float:
+        for each in sender.take_sources():
+            sender.queue_items(spans_of(f"step {each.step}"), each)
+        return float("inf")
+
+    sender = Sender("traces", endpoint, QueueLimits(1, max_items=2), collect)
+    for step in range(9):
+        sender.queue_items(spans_of(f"step {step}"), source(step))
+    assert eventually(lambda: sender.is_failing)
+    endpoint.answer = DELIVERED
+    sender.close(20)
+    assert sorted(delivered(endpoint)) == [f"step {step}" for step in range(9)]
+    assert (sender.put, sender.delivered, notes_of(sender)) == (9, 9, [])
 
 
-def test_damaged_outbox_file_is_counted_and_later_files_are_sent(tmp_path: Path) -> None:
-    box = Outbox(tmp_path, "node", "traces", batch_items=1)
-    for name in ("x", "y", "z"):
-        box.put(spans_of(name))
-    box.write_to_disk()
-    (gone, _, _), (damaged, _, _), _ = list_files(tmp_path, "traces")
-    gone.unlink()
-    damaged.write_bytes(b"\xff no request")
-    oldest = box.next_request()
-    assert oldest is not None
-    assert (names_in(oldest.items), box.dropped, damaged.exists()) == (["z"], 2, False)
+def test_cumulative_metrics_replace_older_ones_in_an_outage() -> None:
+    """The newest request has the values of all older ones, so only its points count."""
+    endpoint = Collector("metrics", retry_result("away"))
+    sender = sender_to(endpoint, 1, replaces=True)
+    for _ in range(4):
+        sender.queue_items([METRICS], WholeRun.METRICS)
+        assert eventually(lambda: sender.is_failing)
+    assert (sender.put, sender.waiting, sender.lost) == (5, 5, 0)
+    endpoint.answer = DELIVERED
+    sender.close(10)
+    assert (len(endpoint.taken), sender.put, notes_of(sender)) == (1, 5, [])
 
 
 # -- the sender
 
 
-def test_nothing_is_lost_in_an_outage_of_the_endpoint(tmp_path: Path) -> None:
-    """Requests are written to disk during the outage.
-
-    After the outage, all requests are delivered once and in order.
-    """
+def test_nothing_is_lost_in_an_outage_of_the_endpoint() -> None:
+    """All items are delivered once and in order after the outage."""
     endpoint = Collector("traces", retry_result("away"))
-    sender = Sender(Outbox(outbox_folder(tmp_path), "node", "traces", 1), endpoint)
+    sender = sender_to(endpoint, 1)
     for name in "abc":
         sender.queue_items(spans_of(name))
         assert eventually(lambda: sender.is_failing)
-    assert eventually(lambda: len(list_files(outbox_folder(tmp_path), "traces")) == 3)
     endpoint.answer = DELIVERED
-    assert eventually(lambda: not sender.outbox.count_undelivered())
+    assert eventually(lambda: not sender.waiting)
     sender.close(10)
     assert delivered(endpoint) == ["a", "b", "c"]
-    assert (sender.delivered, describe_undelivered(sender)) == (3, [])
-    assert list_files(outbox_folder(tmp_path), "traces") == []
+    assert (sender.delivered, notes_of(sender)) == (3, [])
 
 
-def test_undelivered_requests_stay_on_disk_at_shutdown_and_are_noted(tmp_path: Path) -> None:
-    """A dead endpoint gets one last attempt at shutdown."""
+def test_dead_endpoint_gets_one_last_attempt_at_shutdown() -> None:
     endpoint = Collector("traces", retry_result("away"))
-    sender = Sender(Outbox(outbox_folder(tmp_path), "node", "traces", 1), endpoint)
-    for name in "abc":
-        sender.queue_items(spans_of(name))
+    sender = sender_to(endpoint, 1)
+    for step, name in enumerate("abc"):
+        sender.queue_items(spans_of(name), source(step))
+    assert eventually(lambda: sender.is_failing)
+    attempts = endpoint.calls
     sender.close(10)
-    assert describe_undelivered(sender) == [
-        "OTLP: 3 of 3 spans were not delivered",
-        (
-            "OTLP: 3 of these spans wait in the run directory; to send them: torchlens-perf sidecar"
-            " RUN_DIR"
-        ),
-    ]
-    endpoint = Collector("traces")
-    replayed = Sender(Outbox(outbox_folder(tmp_path), "", "traces"), endpoint)
-    replayed.close(10)
-    assert sorted(delivered(endpoint)) == ["a", "b", "c"]
-    assert describe_undelivered(replayed) == []
+    assert endpoint.calls <= attempts + 1
+    assert sender.undelivered_sources() == [source(0), source(1), source(2)]
+    assert notes_of(sender)[0] == "OTLP: 3 of 3 spans were not delivered"
 
 
-def test_shutdown_waits_for_a_stuck_endpoint_for_its_timeout_only(tmp_path: Path) -> None:
-    """The endpoint never answers. The request in progress is also kept on disk."""
+def test_shutdown_waits_for_a_stuck_endpoint_for_its_timeout_only() -> None:
+    """The endpoint never answers. The request in progress counts as undelivered."""
     endpoint = Collector("traces", opened=False)
-    sender = Sender(Outbox(outbox_folder(tmp_path), "node", "traces", 1), endpoint)
-    sender.queue_items(spans_of("a"))
+    sender = sender_to(endpoint, 1)
+    sender.queue_items(spans_of("a"), source(0))
     assert eventually(lambda: endpoint.calls == 1)
-    sender.queue_items(spans_of("b"))
+    sender.queue_items(spans_of("b"), source(1))
     sender.close(0.05)
-    assert [items for _, items, _ in list_files(outbox_folder(tmp_path), "traces")] == [1, 1]
+    assert sender.undelivered_sources() == [source(0), source(1)]
+    assert notes_of(sender)[0] == "OTLP: 2 of 2 spans were not delivered"
     endpoint.opened.set()
     sender._thread.join(10)
-    assert [items for _, items, _ in list_files(outbox_folder(tmp_path), "traces")] == [1, 1]
-    assert "2 of 2 spans" in describe_undelivered(sender)[0]
 
 
-def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path) -> None:
+def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint() -> None:
     """Pauses grow up to about a minute."""
     clock, endpoint = Clock(), Collector("traces", retry_result("away"))
-    sender = Sender(Outbox(None, "node", "traces"), endpoint, clock=clock)
+    sender = sender_to(endpoint, clock=clock)
     sender.queue_items(spans_of("a"))
     pauses = []
     for number in range(1, 10):
@@ -365,31 +317,11 @@ def test_retry_pauses_grow_or_are_those_requested_by_the_endpoint(tmp_path: Path
         if number == 8:
             endpoint.answer = retry_result("busy", after_s=300)
         clock.now_s = sender._next_try_s + 0.01
+        sender.wake()
     sender.close(10)
     assert all(0.8 * 2**n <= pause <= 1.2 * 2**n for n, pause in enumerate(pauses[:6]))
     assert 48 <= pauses[7] <= 72
     assert pauses[8] == pytest.approx(300)
-
-
-def test_too_large_request_is_halved_until_it_is_accepted() -> None:
-    """Eight spans are sent to an endpoint that accepts two at a time.
-
-    If the endpoint accepts none, the spans count as refused.
-    """
-    endpoint = Collector("traces", lambda items: DELIVERED if items <= 2 else TOO_LARGE)
-    sender = Sender(Outbox(None, "node", "traces"), endpoint)
-    sender.queue_items(spans_of(*"abcdefgh"))
-    sender.close(10)
-    assert delivered(endpoint) == list("abcdefgh")
-    assert describe_undelivered(sender) == []
-
-    sender = Sender(Outbox(None, "node", "traces"), Collector("traces", TOO_LARGE))
-    sender.queue_items(spans_of("a", "b"))
-    sender.close(10)
-    assert describe_undelivered(sender) == [
-        "OTLP: 2 of 2 spans were not delivered",
-        "OTLP: 2 of these spans were in requests that the endpoint refused for good",
-    ]
 
 
 def test_refused_request_is_counted_and_the_next_one_is_sent() -> None:
@@ -402,12 +334,12 @@ def test_refused_request_is_counted_and_the_next_one_is_sent() -> None:
         ]
     )
     endpoint = Collector("traces", lambda items: next(answers))
-    sender = Sender(Outbox(None, "node", "traces", 2), endpoint)
+    sender = sender_to(endpoint, 2)
     for names in ("ab", "cd", "ef"):
         sender.queue_items(spans_of(*names))
     sender.close(10)
     assert (sender.put, sender.delivered, sender.rejected, sender.refused) == (6, 3, 1, 2)
-    assert describe_undelivered(sender)[0] == "OTLP: 3 of 6 spans were not delivered"
+    assert notes_of(sender)[0] == "OTLP: 3 of 6 spans were not delivered"
 
 
 def test_at_most_one_request_is_in_flight() -> None:
@@ -423,7 +355,7 @@ def test_at_most_one_request_is_in_flight() -> None:
             inside[0] -= 1
         return DELIVERED
 
-    sender = Sender(Outbox(None, "node", "traces"), Collector("traces", answer))
+    sender = sender_to(Collector("traces", answer))
     for number in range(20):
         sender.queue_items(spans_of(str(number)))
     sender.close(10)

@@ -17,17 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.exporters.test_delivery import delivered, eventually, names_in, names_on_disk, spans_of
+from tests.exporters.test_delivery import delivered, eventually, spans_of
 from tests.exporters.test_exporters import batch_of, identity
 from tests.support.endpoints import refusing, serving
 from tests.support.otlp_collector import Collector, exporter_to
 from torchlens_perf.exporters.delivery import sdk_exporters
 from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult
 from torchlens_perf.exporters.delivery.local import FileTransport
-from torchlens_perf.exporters.delivery.otlp_requests import Item
-from torchlens_perf.exporters.delivery.outbox import Outbox, list_files
-from torchlens_perf.exporters.delivery.sender import Sender
-from torchlens_perf.exporters.otlp import describe_undelivered
+from torchlens_perf.exporters.delivery.sender import Item, QueueLimits, Sender
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.node_state import NodeState, load
 
@@ -48,19 +45,6 @@ def room_for(size_bytes: int) -> Iterator[None]:
 
 
 # -- a nearly full disk
-
-
-def test_request_that_cannot_be_written_completely_stays_in_memory(tmp_path: Path) -> None:
-    """A partial file would be refused later, and the loss would not be reported."""
-    box = Outbox(tmp_path, "n", "traces")
-    box.put(spans_of(*[SPAN] * 10))
-    with room_for(1000):
-        assert not box.write_to_disk()
-    assert list_files(tmp_path, "traces") == []
-    kept = box.next_request()
-    assert kept is not None
-    assert (names_in(kept.items), box.count_undelivered(), box.dropped) == ([SPAN] * 10, 10, 0)
-    assert box.write_to_disk()
 
 
 def test_partially_written_request_is_removed_from_the_file(tmp_path: Path) -> None:
@@ -101,45 +85,18 @@ class Failing(Collector):
 def test_unexpected_exception_of_a_transport_is_retried() -> None:
     """The exception does not end the sender's thread."""
     endpoint = Failing("traces")
-    sender = Sender(Outbox(None, "n", "traces"), endpoint)
+    sender = Sender("traces", endpoint, QueueLimits())
     sender.queue_items(spans_of("a"))
     assert eventually(lambda: sender.is_failing)
     sender.flush(5)
     assert eventually(lambda: sender.flush(5))
     sender.close(20)
     assert delivered(endpoint) == ["a"]
-    assert describe_undelivered(sender) == []
+    assert not sender.waiting
 
 
-def test_items_that_arrive_after_the_sender_has_ended_are_stored(tmp_path: Path) -> None:
-    sender = Sender(Outbox(tmp_path, "n", "traces"), Collector("traces"))
-    sender.begin_closing()
-    sender._thread.join(20)
-    sender.queue_items(spans_of("a"))
-    sender.close(20)
-    ((path, items, _),) = list_files(tmp_path, "traces")
-    assert (names_on_disk(path), items) == (["a"], 1)
-
-
-def test_halves_of_a_stored_request_are_stored_before_it_is_deleted(tmp_path: Path) -> None:
-    """If the process is killed in between, nothing is lost."""
-    endpoint = Collector("traces", lambda items: SendResult(SendOutcome.TOO_LARGE))
-    box = Outbox(tmp_path, "n", "traces")
-    box.put(spans_of("a", "b"))
-    assert box.write_to_disk()
-    whole = box.next_request()
-    assert whole is not None
-    sender = Sender(Outbox(None, "n", "traces"), endpoint)
-    sender.outbox = box
-    assert sender._process_result(whole, endpoint.send(whole.items))
-    assert [names_on_disk(path) for path, _, _ in list_files(tmp_path, "traces")] == [["a"], ["b"]]
-    assert box.count_undelivered() == 2
-    sender.outbox = Outbox(None, "n", "traces")
-    sender.close(20)
-
-
-def test_outbox_stays_within_its_limits_while_a_request_is_in_flight() -> None:
-    """New items wait in the outbox."""
+def test_queue_stays_within_its_limits_while_a_request_is_in_flight() -> None:
+    """The steps that the queue drops wait in the run directory."""
     endpoint = Collector("traces", opened=False)
     exporter = exporter_to({"traces": endpoint})
     exporter.export(batch_of(identity(), [0], spans_a_step=510))
@@ -147,9 +104,13 @@ def test_outbox_stays_within_its_limits_while_a_request_is_in_flight() -> None:
     for step in range(1, 41):
         exporter.export(batch_of(identity(), [step], spans_a_step=510))
     sender = exporter._senders["traces"]
-    assert sender.outbox.count_undelivered() == 512 + 16384
-    assert sender.outbox.dropped == 512 * 40 - 16384
-    assert sender.put == 512 * 41
+    assert sender._queued_items == 16384
+    assert sender.waiting == sender.put == 512 * 41
+    assert [each.step for each in exporter.find_undelivered().steps] == [
+        *range(1, 9),
+        0,
+        *range(9, 41),
+    ]
     endpoint.opened.set()
 
 
@@ -206,19 +167,18 @@ def test_request_with_invalid_headers_is_retried(
     with refusing() as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
-        sender = Sender(Outbox(None, "n", "traces"), over("traces"))
+        sender = Sender("traces", over("traces"), QueueLimits())
         sender.queue_items(spans_of("a"))
         assert eventually(lambda: sender.is_failing)
         sender.close(10)
-    assert sender.outbox.count_undelivered() == 1
+    assert sender.waiting == 1
 
 
 # -- Ctrl-C
 
 _WAITS = """
 import signal, sys, threading, time
-from torchlens_perf.exporters.delivery.outbox import Outbox
-from torchlens_perf.exporters.delivery.sender import Sender
+from torchlens_perf.exporters.delivery.sender import QueueLimits, Sender
 class Silent:
     def send(self, items):
         time.sleep(1)  # by then the main thread waits
@@ -226,7 +186,7 @@ class Silent:
         time.sleep(60)
     def close(self):
         pass
-sender = Sender(Outbox(None, "n", "traces"), Silent())
+sender = Sender("traces", Silent(), QueueLimits())
 sender.queue_items([object()])
 try:
     sender.flush(60) if sys.argv[1] == "flush" else sender.close(60)

@@ -19,7 +19,7 @@ from tests.support.processes import run as run_process
 from tests.support.recorded_run import TRACEPARENT, Sidecar
 from torchlens_perf.errors import swallowed
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.delivery.otlp_requests import build_message
+from torchlens_perf.exporters.delivery.local import build_message
 from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_run_span import MAX_LINKS
 from torchlens_perf.run.failure import Failure

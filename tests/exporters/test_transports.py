@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
@@ -26,11 +27,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 from tests.exporters.test_delivery import KEPT, spans_of
 from tests.support.endpoints import answering, grpc_answering, refusing, serving, silent
-from tests.support.otlp_environment import sent, variables
+from tests.support.otlp_environment import sent, transport_for, variables
 from tests.support.otlp_receiver import Receiver
 from torchlens_perf.exporters.delivery import sdk_exporters
-from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult
-from torchlens_perf.exporters.delivery.otlp_requests import count_items, encode_request
+from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, parse_retry_after
+from torchlens_perf.exporters.delivery.local import build_message
+from torchlens_perf.exporters.delivery.sender import count_items
 
 PARTIAL = ExportTraceServiceResponse(
     partial_success=ExportTracePartialSuccess(rejected_spans=3, error_message="no")
@@ -51,7 +53,7 @@ def over_http(address: str, timeout_s: int = 5, **told: str) -> SendResult:
         (401, {}, SendOutcome.LATER, None),
         (404, {}, SendOutcome.LATER, None),
         (408, {}, SendOutcome.LATER, None),
-        (413, {}, SendOutcome.TOO_LARGE, None),
+        (413, {}, SendOutcome.REFUSED, None),
         (415, {}, SendOutcome.REFUSED, None),
         (429, {"Retry_After": "7"}, SendOutcome.LATER, 7.0),
         (429, {"Retry_After": "whenever"}, SendOutcome.LATER, None),
@@ -136,7 +138,7 @@ def test_body_is_compressed_and_user_headers_are_sent(compression: str, unpack: 
         )  # fmt: skip
     assert answer == SendResult(SendOutcome.DELIVERED)
     ((headers, body),) = seen
-    assert unpack(body) == encode_request("traces", spans_of("a"))
+    assert unpack(body) == build_message("traces", spans_of("a")).SerializeToString()
     assert (headers["Content-Encoding"], headers["authorization"], headers["x-tenant"]) == (
         compression, "Bearer token", "7",
     )  # fmt: skip
@@ -248,7 +250,7 @@ def test_grpc_retry_info_rejections_and_size_limit_are_obeyed() -> None:
         assert (answer.outcome, answer.after_s) == (SendOutcome.LATER, 2.5)
         busy.clear()
         assert over_grpc(address) == SendResult(SendOutcome.DELIVERED, rejected=3)
-        assert over_grpc(address, spans=100).outcome is SendOutcome.TOO_LARGE
+        assert over_grpc(address, spans=100).outcome is SendOutcome.REFUSED
     finally:
         server.stop(0).wait(5)
 
@@ -265,3 +267,69 @@ def test_each_signal_arrives_unchanged_over_http_and_grpc(
         signal
     ]()
     assert len(found) == count_items(KEPT[signal])
+
+
+# -- the wait that an endpoint asks for
+
+
+@pytest.mark.parametrize(
+    ("header", "expected"),
+    [
+        ("7", 7.0), (" 0 ", 0.0), ("Thu, 01 Jan 1970 00:00:30 GMT", 20.0),
+        ("Thu, 01 Jan 1970 00:00:05 GMT", 0.0), ("soon", None), ("", None), ("1.5", None),
+        ("Mon, 01 Jan 2024 00:00:00 +99999999999999999", None),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", 253402300799.0 - 10.0),
+        ("Fri, 31 Dec 9999 23:59:59 -2359", None),
+        ("Mon, 01 Jan 0001 00:00:00 +2359", None),
+        ("9" * 400, float("inf")),
+        ("1e18", None), ("-7", None), ("nan", None), ("inf", None), ("0x10", None), ("\u0663", 3.0),
+    ],
+)  # fmt: skip
+def test_retry_after_of_any_size_is_accepted(header: str, expected: float | None) -> None:
+    found = parse_retry_after(header, unix_s=10.0)
+    assert found == expected or (expected is None and found is not None and found >= 0.0)
+
+
+@pytest.mark.parametrize(
+    "header", ["Mon, 01 Jan 2024 00:00:00 +99999999999999999", "1e18", "-7", "NaN", "9" * 400]
+)
+def test_failure_reason_has_the_http_status_for_any_retry_after(header: str) -> None:
+    with serving(answering(429, Retry_After=header)) as address:
+        answer = over_http(address)
+    assert answer.outcome is SendOutcome.LATER
+    assert answer.reason.startswith("HTTP 429")
+
+
+@pytest.mark.parametrize(
+    ("delay", "expected"),
+    [
+        (Duration(seconds=10**18), 1e18),
+        (Duration(seconds=(1 << 63) - 1), float((1 << 63) - 1)),
+        (Duration(seconds=-5), 0.0),
+        (Duration(seconds=-(1 << 63)), 0.0),
+        (Duration(seconds=1, nanos=-(1 << 31)), 0.0),
+        (Duration(seconds=3, nanos=500_000_000), 3.5),
+    ],
+)
+def test_grpc_retry_info_of_any_size_is_accepted(delay: Duration, expected: float) -> None:
+    packed = AnyMessage()
+    packed.Pack(RetryInfo(retry_delay=delay))
+    asked = Status(code=8, details=[packed])
+
+    class Busy(TraceServiceServicer):
+        def Export(self, request: Any, context: grpc.ServicerContext) -> None:
+            context.set_trailing_metadata([("grpc-status-details-bin", asked.SerializeToString())])
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "later")
+
+    endpoint = grpc.server(ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(Busy(), endpoint)
+    port = endpoint.add_insecure_port("127.0.0.1:0")
+    endpoint.start()
+    try:
+        transport = transport_for("grpc", ENDPOINT=f"http://127.0.0.1:{port}", TIMEOUT="30")
+        answer = transport.send(spans_of("a"))
+        transport.close()
+    finally:
+        endpoint.stop(None)
+    assert (answer.outcome, answer.after_s) == (SendOutcome.LATER, expected)
+    assert answer.reason.startswith("gRPC RESOURCE_EXHAUSTED")

@@ -21,7 +21,6 @@ import pytest
 
 from tests.support.page_server import PageServer
 from tests.support.processes import ROOT
-from torchlens_perf.exporters.delivery.outbox import Outbox
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.serve.readers import _call_with_read_errors
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
@@ -165,7 +164,7 @@ def test_replay_leaves_out_a_segment_that_is_too_large_to_read(
     assert bad.name in notes[0]
 
 
-def test_oversized_ring_list_and_outbox_files_are_ignored(
+def test_oversized_ring_list_files_are_ignored(
     run: RunDirectory, tmp_path: Path
 ) -> None:
     (state,) = run.nodes.glob("*.json")
@@ -173,9 +172,6 @@ def test_oversized_ring_list_and_outbox_files_are_ignored(
     assert run.rings_in_run_directory(state.stem) == []
     sparse(run.oom / "rank00000-3.json")
     OomTableReader(run).add_new_tables({}, at_once=True)
-    sparse(tmp_path / "outbox" / f"{state.stem}.traces.0000000001.7.otlp")
-    box = Outbox(tmp_path / "outbox", state.stem, "traces")
-    assert (box.next_request(), box.dropped) == (None, 7)
 
 
 # -- the live page

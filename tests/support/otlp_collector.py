@@ -17,8 +17,8 @@ from tests.support.otlp_receiver import (
     spans_of,
 )
 from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult
-from torchlens_perf.exporters.delivery.otlp_requests import Item, build_message, count_items
-from torchlens_perf.exporters.delivery.outbox import Outbox
+from torchlens_perf.exporters.delivery.local import build_message
+from torchlens_perf.exporters.delivery.sender import Item, QueueLimits, count_items
 from torchlens_perf.exporters.otlp import OtlpExporter, SignalDelivery
 from torchlens_perf.exporters.series import ArrayMeter
 
@@ -89,7 +89,7 @@ def exporter_to(
     The exporter stores nothing on disk, and sends metrics when it is closed.
     """
     signals = {
-        name: SignalDelivery(Outbox(None, "node-a", name, batch_items, 3600.0), collector, 3600.0)
+        name: SignalDelivery(collector, QueueLimits(batch_items, 3600.0), 3600.0)
         for name, collector in collectors.items()
     }
     options = {} if clock is None else {"clock": clock}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torchlens_perf.exporters import Exporter
 from torchlens_perf.exporters.delivery import sdk_exporters
 from torchlens_perf.exporters.delivery.answer import SendResult
-from torchlens_perf.exporters.delivery.otlp_requests import Item
+from torchlens_perf.exporters.delivery.sender import Item
 from torchlens_perf.exporters.otlp_environment import GRPC, create_exporter_from_environment
 from torchlens_perf.run.directory import RunDirectory
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import StepTable, StepTrace, TracedStep
+    from torchlens_perf.run.undelivered import Undelivered
     from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -136,6 +137,9 @@ class Exporter(Protocol):
 
     def shutdown(self, timeout_s: float) -> list[str]:
         """Stop within about `timeout_s`. Return notes for the report about undelivered data."""
+
+    def find_undelivered(self) -> Undelivered | None:
+        """Return the data to send again after an outage; None if that has not changed."""
 
 
 # Largest number of slow ranks of a large job that have metric series of their own.

@@ -49,3 +49,6 @@ class InMemoryExporter:
 
     def shutdown(self, timeout_s: float) -> list[str]:
         return []
+
+    def find_undelivered(self) -> None:
+        return None

@@ -3,43 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.errors import guard
-from torchlens_perf.exporters.delivery.sender import Sender
+from torchlens_perf.errors import RunStoreError, guard
+from torchlens_perf.exporters.delivery.sender import QueueLimits, Sender
 from torchlens_perf.exporters.otlp_alerts import build_log_record
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import build_node_resource
 from torchlens_perf.exporters.otlp_run_span import RunSpanCollector
 from torchlens_perf.exporters.otlp_spans import SpanBuilder
+from torchlens_perf.run.undelivered import Undelivered, UndeliveredStep, WholeRun
+from torchlens_perf.run.verdicts import Alert
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
     from torchlens_perf.analysis.statistics.hardware import HardwareSamples
     from torchlens_perf.exporters import Assessment, ExportBatch, NodeRole
-    from torchlens_perf.exporters.delivery.outbox import Outbox
     from torchlens_perf.exporters.delivery.sender import Transport
+    from torchlens_perf.exporters.otlp_catch_up import StepReader
     from torchlens_perf.exporters.series import ArrayMeter
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import TracedStep
-    from torchlens_perf.run.verdicts import Alert
+
+logger = logging.getLogger("torchlens_perf.sidecar")
 
 _MAX_LINKABLE_STEPS = 1024
 _MAX_REPLAY_BACKLOG = 8192
+_READ_AGAIN_S = 10.0
 _ITEM_NAMES = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 
 
 @dataclasses.dataclass(frozen=True)
 class SignalDelivery:
-    """Outbox and transport of one signal (traces, metrics or logs)."""
+    """Transport and queue limits of one signal (traces, metrics or logs)."""
 
-    outbox: Outbox
     transport: Transport
+    limits: QueueLimits
     interval_s: float = 0.0
     """Seconds between exports of metrics. Other signals do not use it."""
 
@@ -56,8 +61,17 @@ class OtlpExporter:
         meter: ArrayMeter,
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
+        reader: StepReader | None = None,
+        undelivered: Undelivered | None = None,
+        keeps_sources: bool = False,
     ) -> None:
-        """signals: enabled signals by name. Raises ValueError if the sampler is invalid."""
+        """Start a sender for each signal. Raises ValueError if the sampler is invalid.
+
+        - signals: enabled signals by name.
+        - reader: builds spans that the queue has dropped; None to keep them for a replay.
+        - undelivered: data that an earlier sidecar of the node has not delivered.
+        - keeps_sources: True if the caller saves the result of find_undelivered().
+        """
         self._clock = clock
         self._resource: Resource | None = None
         self._spans = SpanBuilder(environ) if "traces" in signals else None
@@ -66,10 +80,18 @@ class OtlpExporter:
         self._senders: dict[str, Sender] = {}
         self._metrics_due_s = math.inf
         self._interval_s = signals["metrics"].interval_s if "metrics" in signals else math.inf
-        self._last_metrics_sent = False
+        self._is_closing = False
+        self._reader, self._keeps_sources = reader, keeps_sources
+        self._reading_due_s = -math.inf
+        earlier = Undelivered() if undelivered is None else undelivered
+        self._earlier_alerts = earlier.alerts if "logs" in signals else []
+        collect = {"metrics": self._collect_metrics, "traces": self._collect_dropped_steps}
         for name, signal in signals.items():
-            collect = self._collect_metrics if name == "metrics" else _collect_nothing
-            self._senders[name] = Sender(signal.outbox, signal.transport, collect, clock)
+            self._senders[name] = Sender(
+                name, signal.transport, signal.limits, collect.get(name, _collect_nothing), clock
+            )
+        if "traces" in signals:
+            self._senders["traces"].keep_sources(earlier.steps)
         # Traced steps by (attempt, step).
         self._traced: dict[tuple[int, int], TracedStep | None] = {}
         self.spans_sent: Mapping[int, tuple[int, int]] = {}
@@ -83,7 +105,7 @@ class OtlpExporter:
             if self._spans is not None:
                 for step, (spans, in_trace, in_rank) in self._spans.build_spans(batch).items():
                     sampled[step] = in_trace, in_rank
-                    self._senders["traces"].queue_items(spans)
+                    self._senders["traces"].queue_items(spans, _source_of_spans(batch, step, spans))
                 if self._run is not None:
                     self._run.add_batch(batch, sampled)
             self.spans_sent = sampled
@@ -103,13 +125,13 @@ class OtlpExporter:
                 self._run.on_assessment(assessment)
             if self._metrics is not None:
                 self._metrics.on_assessment(assessment)
-            if "logs" in self._senders and assessment.alerts:
+            if "logs" in self._senders:
                 run_id = assessment.identity.run_id
-                alerts = [
-                    build_log_record(each, run_id, self._find_traced_step(each), resource)
-                    for each in assessment.alerts
-                ]
-                self._senders["logs"].queue_items(alerts)
+                earlier, self._earlier_alerts = self._earlier_alerts, []
+                for each in (*earlier, *assessment.alerts):
+                    step = self._find_traced_step(each)
+                    record = build_log_record(each, run_id, step, resource)
+                    self._senders["logs"].queue_items([record], each)
 
     def update_role(self, part: NodeRole) -> bytes:
         with guard("describing the job over OTLP"):
@@ -131,7 +153,7 @@ class OtlpExporter:
         deadline_s = self._clock() + timeout_s
         taken = True
         for sender in self._senders.values():
-            if sender.is_failing or sender.outbox.count_undelivered() > _MAX_REPLAY_BACKLOG:
+            if sender.is_failing or sender.waiting > _MAX_REPLAY_BACKLOG:
                 taken &= sender.flush(max(0.0, deadline_s - self._clock()))
         return taken
 
@@ -139,12 +161,29 @@ class OtlpExporter:
         deadline_s = self._clock() + timeout_s
         with guard("exporting the run's span over OTLP"):
             if self._run is not None:
-                self._senders["traces"].queue_items(self._run.pop_spans())
+                self._senders["traces"].queue_items(self._run.pop_spans(), WholeRun.SPAN)
+        with guard("exporting the last metrics over OTLP"):
+            if "metrics" in self._senders:
+                self._queue_metrics(self._senders["metrics"])
+        self._is_closing = True
         for sender in self._senders.values():
             sender.begin_closing()
         for sender in self._senders.values():
             sender.close(max(0.0, deadline_s - self._clock()))
-        return [note for sender in self._senders.values() for note in describe_undelivered(sender)]
+        return [
+            note
+            for sender in self._senders.values()
+            for note in describe_undelivered(sender, keeps_sources=self._keeps_sources)
+        ]
+
+    def find_undelivered(self) -> Undelivered:
+        found = Undelivered(alerts=list(self._earlier_alerts))
+        for sender in self._senders.values():
+            sources = sender.undelivered_sources()
+            found.steps += [each for each in sources if isinstance(each, UndeliveredStep)]
+            found.alerts += [each for each in sources if isinstance(each, Alert)]
+            found.whole_run += [each for each in sources if isinstance(each, WholeRun)]
+        return found
 
     # -- parts
 
@@ -154,22 +193,52 @@ class OtlpExporter:
             self._resource = build_node_resource(identity)
             if self._metrics is not None:
                 self._metrics_due_s = self._clock() + self._interval_s
-                self._senders["metrics"].outbox.wake()
+                self._senders["metrics"].wake()
         return self._resource
 
-    def _collect_metrics(self, everything: bool) -> float:
+    def _collect_metrics(self, sender: Sender) -> float:
         """Queue metrics that are due. Return the seconds until the next export."""
-        if self._last_metrics_sent:
+        if self._is_closing:
             return math.inf
-        self._last_metrics_sent = everything
         left_s = self._metrics_due_s - self._clock()
-        if (left_s <= 0 or everything) and self._resource is not None and self._metrics is not None:
+        if left_s > 0:
+            return left_s
+        self._queue_metrics(sender)
+        self._metrics_due_s = self._clock() + self._interval_s
+        return self._interval_s
+
+    def _queue_metrics(self, sender: Sender) -> None:
+        if self._resource is not None and self._metrics is not None:
             data = self._metrics.collect(self._resource)
             if data is not None:
-                self._senders["metrics"].queue_items([data])
-            self._metrics_due_s = self._clock() + self._interval_s
-            left_s = self._interval_s
-        return left_s
+                # A replay cannot continue delta points, because it counts from the start.
+                sender.queue_items([data], WholeRun.METRICS if sender.replaces else None)
+
+    def _collect_dropped_steps(self, sender: Sender) -> float:
+        """Queue steps again that the queue dropped in an outage, with spans built from records.
+
+        Return the seconds until more steps may be in the run directory.
+        """
+        if self._reader is None:
+            return math.inf
+        left_s = self._reading_due_s - self._clock()
+        if left_s > 0 and not self._is_closing:
+            return left_s
+        missing = dict.fromkeys(sender.take_sources())
+        try:
+            for source, spans in self._reader.read_spans(list(missing)):
+                del missing[source]
+                sender.queue_items(spans, source)
+        except (OSError, RunStoreError) as error:
+            logger.error("spans cannot be built from the run directory: %s", error)
+            sender.keep_sources(missing)
+        else:
+            # Steps may be in the next segment, but not after the end of the run.
+            (sender.drop_sources if self._is_closing else sender.keep_sources)(missing)
+        if not missing:
+            return math.inf
+        self._reading_due_s = self._clock() + _READ_AGAIN_S
+        return _READ_AGAIN_S
 
     def _find_traced_step(self, alert: Alert) -> int | None:
         """Return the first traced step, equal on all nodes, in which the suspect was slow."""
@@ -187,28 +256,32 @@ class OtlpExporter:
         return min(filter(alert.covers, steps), default=None)
 
 
-def _collect_nothing(everything: bool) -> float:
+def _collect_nothing(sender: Sender) -> float:
     """Collect nothing, because items of this signal are queued when they arrive."""
     return math.inf
 
 
-def describe_undelivered(sender: Sender) -> list[str]:
-    """Return notes for the report on the undelivered items of a signal."""
+def _source_of_spans(batch: ExportBatch, step: int, spans: Sequence[object]) -> UndeliveredStep:
+    return UndeliveredStep(batch.identity.key, step, len(spans), batch.chosen.get(step))
+
+
+def describe_undelivered(sender: Sender, *, keeps_sources: bool) -> list[str]:
+    """Return notes for the report on the undelivered items of a signal.
+
+    keeps_sources: True if a replay can build these items from the run directory.
+    """
     what, found = _ITEM_NAMES[sender.signal], []
-    waiting, dropped = sender.outbox.count_undelivered(), sender.outbox.dropped
-    missing = waiting + dropped + sender.refused + sender.rejected
+    waiting = sender.waiting
+    missing = waiting + sender.lost + sender.refused + sender.rejected
     if missing:
         found.append(f"OTLP: {missing} of {sender.put} {what} were not delivered")
-    if waiting:
-        where = (
-            "wait in the run directory"
-            if sender.outbox.on_disk
-            else "were lost with the sidecar's memory"
-        )
+    if waiting and keeps_sources and sender.can_rebuild:
         found.append(
-            f"OTLP: {waiting} of these {what} {where}"
-            + ("; to send them: torchlens-perf sidecar RUN_DIR" if sender.outbox.on_disk else "")
+            f"OTLP: {waiting} of these {what} wait in the run directory; to send them:"
+            " torchlens-perf sidecar RUN_DIR"
         )
+    elif waiting:
+        found.append(f"OTLP: {waiting} of these {what} were lost with the sidecar's memory")
     if sender.rejected:
         found.append(f"OTLP: {sender.rejected} of these {what} were rejected by the endpoint")
     if sender.refused:
@@ -216,9 +289,9 @@ def describe_undelivered(sender: Sender) -> list[str]:
             f"OTLP: {sender.refused} of these {what} were in requests that the endpoint refused for"
             " good"
         )
-    if dropped:
+    if sender.lost:
         found.append(
-            f"OTLP: {dropped} of these {what} were dropped for newer ones because the outbox was"
-            " full"
+            f"OTLP: {sender.lost} of these {what} were dropped, because the queue was full or their"
+            " records are no longer in the run directory"
         )
     return found

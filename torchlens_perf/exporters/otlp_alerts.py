@@ -8,9 +8,12 @@ from opentelemetry._logs import LogRecord, SeverityNumber
 from opentelemetry.sdk._logs import ReadableLogRecord
 
 from torchlens_perf.exporters import semantics
-from torchlens_perf.exporters.delivery.otlp_requests import context_with_span
 from torchlens_perf.exporters.otlp_resource import SCOPE
-from torchlens_perf.exporters.otlp_spans import span_context_of_path, step_trace_id
+from torchlens_perf.exporters.otlp_spans import (
+    context_with_span,
+    span_context_of_path,
+    step_trace_id,
+)
 from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchlens_perf.config import Config, from_environment
 from torchlens_perf.errors import guard
 from torchlens_perf.exporters.redaction import add_redaction_to_log_handlers
+from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import HardwareSamples
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.otlp import OtlpExporter, SignalDelivery
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.undelivered import Undelivered
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
-_SIGNALS = ("traces", "metrics", "logs")
+SIGNALS = ("traces", "metrics", "logs")
 HTTP, GRPC = _PROTOCOLS = ("http/protobuf", "grpc")
 _LOCAL = ("console", "otlp_json_file")
-_DISK_BYTES_DIVISOR = 8
 _EXPONENTIAL, _EXPLICIT = "base2_exponential_bucket_histogram", "explicit_bucket_histogram"
-_TEMPORALITIES = ("cumulative", "delta", "lowmemory")
+_DELTA = ("delta", "lowmemory")
+_TEMPORALITIES = ("cumulative", *_DELTA)
 # For each signal, the prefix of the batch processor's variables and OpenTelemetry's default delay
 # in ms.
 _BATCHES = {"traces": ("OTEL_BSP", 5000), "logs": ("OTEL_BLRP", 1000)}
@@ -49,7 +50,7 @@ def read_enabled_signals(environ: Mapping[str, str]) -> dict[str, str]:
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return {}
     signals = {}
-    for signal in _SIGNALS:
+    for signal in SIGNALS:
         upper = signal.upper()
         exporter = environ.get(f"OTEL_{upper}_EXPORTER", "").strip()
         endpoint = environ.get(f"OTEL_EXPORTER_OTLP_{upper}_ENDPOINT") or environ.get(
@@ -90,51 +91,48 @@ def _read_protocol(environ: Mapping[str, str], upper: str) -> str:
 
 
 def create_exporter_from_environment(
-    run: RunDirectory | None = None, owner: str = ""
+    run: RunDirectory | None = None, owner: str = "", only: Collection[str] = SIGNALS
 ) -> Exporter | None:
     """Build the exporter that the environment configures; None if no signal is enabled.
 
-    - run: directory for undelivered requests and for otlp_json_file; None to keep requests in
-      memory.
-    - owner: name of the node; "" in a replay, which sends the undelivered requests of all nodes.
+    - run: directory of the records, from which undelivered data is built again, and of
+      otlp_json_file; None without a run directory.
+    - owner: name of the node; "" in a replay of all nodes.
+    - only: the signals to send, if they are enabled.
     """
     environ = os.environ
-    signals = read_enabled_signals(environ)
+    signals = {name: way for name, way in read_enabled_signals(environ).items() if name in only}
     if not signals:
         return None
     add_redaction_to_log_handlers(environ)
-    folder = None if run is None else run.path
     made = {}
     for name, way in signals.items():
         # An invalid variable only disables this signal.
         with guard(f"exporting {name} over OTLP"):
-            made[name] = _make_signal(name, way, environ, folder, owner)
+            made[name] = _make_signal(name, way, environ, run, owner)
     if not made:
         return None
     with guard("exporting over OTLP"):
-        return _make_exporter(made, environ)
+        return _make_exporter(made, environ, run, owner)
     return None
 
 
 def _make_signal(
-    name: str, way: str, environ: Mapping[str, str], folder: Path | None, owner: str
+    name: str, way: str, environ: Mapping[str, str], run: RunDirectory | None, owner: str
 ) -> SignalDelivery:
-    from torchlens_perf.exporters.delivery.outbox import Outbox, OutboxLimits, outbox_folder
+    from torchlens_perf.exporters.delivery.sender import QueueLimits
     from torchlens_perf.exporters.otlp import SignalDelivery
 
-    transport = _make_transport(name, way, folder, owner)
-    disk_bytes = from_environment(environ).get("disk_bytes", Config.disk_bytes)
-    waits_in = outbox_folder(folder) if folder is not None and way in _PROTOCOLS else None
-    room = OutboxLimits(disk_bytes=disk_bytes // _DISK_BYTES_DIVISOR)
+    transport = _make_transport(name, way, None if run is None else run.path, owner)
     if name not in _BATCHES:
         interval_s = _read_positive_integer(environ, *_EXPORT_INTERVAL_MS) / 1e3
-        return SignalDelivery(
-            Outbox(waits_in, owner, name, batch_items=1, room=room), transport, interval_s
-        )
+        replaces = _read_temporality(environ) not in _DELTA
+        return SignalDelivery(transport, QueueLimits(batch_items=1, replaces=replaces), interval_s)
     prefix, delay_ms = _BATCHES[name]
     items = _read_positive_integer(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
     delay_s = _read_positive_integer(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
-    return SignalDelivery(Outbox(waits_in, owner, name, items, delay_s, room), transport)
+    most = _read_positive_integer(environ, f"{prefix}_MAX_QUEUE_SIZE", QueueLimits.max_items)
+    return SignalDelivery(transport, QueueLimits(items, delay_s, most))
 
 
 def _make_transport(name: str, way: str, folder: Path | None, owner: str) -> Transport:
@@ -155,8 +153,14 @@ def _make_transport(name: str, way: str, folder: Path | None, owner: str) -> Tra
     )
 
 
-def _make_exporter(made: Mapping[str, SignalDelivery], environ: Mapping[str, str]) -> OtlpExporter:
+def _make_exporter(
+    made: Mapping[str, SignalDelivery],
+    environ: Mapping[str, str],
+    run: RunDirectory | None,
+    owner: str,
+) -> OtlpExporter:
     from torchlens_perf.exporters.otlp import OtlpExporter
+    from torchlens_perf.exporters.otlp_catch_up import StepReader
     from torchlens_perf.exporters.series import ArrayMeter
 
     aggregation = (
@@ -168,9 +172,7 @@ def _make_exporter(made: Mapping[str, SignalDelivery], environ: Mapping[str, str
             aggregation,
             _EXPONENTIAL,
         )
-    temporality = (
-        environ.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "").strip().lower()
-    )
+    temporality = _read_temporality(environ)
     if temporality not in ("", *_TEMPORALITIES):
         logger.warning(
             "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=%s is unknown, using cumulative",
@@ -179,10 +181,24 @@ def _make_exporter(made: Mapping[str, SignalDelivery], environ: Mapping[str, str
     exemplars = environ.get("OTEL_METRICS_EXEMPLAR_FILTER", "").strip().lower() != "always_off"
     meter = ArrayMeter(
         explicit_bounds=aggregation == _EXPLICIT,
-        delta=temporality in ("delta", "lowmemory"),
+        delta=temporality in _DELTA,
         exemplars=exemplars,
     )
-    return OtlpExporter(made, meter, environ)
+    if run is None or not owner:
+        return OtlpExporter(made, meter, environ, keeps_sources=run is not None)
+    return OtlpExporter(
+        made,
+        meter,
+        environ,
+        reader=StepReader(run, owner, environ),
+        undelivered=node_state.load_or_new(run, owner).undelivered,
+        keeps_sources=True,
+    )
+
+
+def _read_temporality(environ: Mapping[str, str]) -> str:
+    name = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
+    return environ.get(name, "").strip().lower()
 
 
 def _read_positive_integer(environ: Mapping[str, str], name: str, default: int) -> int:
@@ -234,6 +250,9 @@ class DeferredExporter:
 
     def shutdown(self, timeout_s: float) -> list[str]:
         return [] if self._made is None else self._made.shutdown(timeout_s)
+
+    def find_undelivered(self) -> Undelivered | None:
+        return None if self._made is None else self._made.find_undelivered()
 
     def _get_or_create_exporter(self) -> Exporter | None:
         if self._make is not None:

@@ -17,10 +17,14 @@ from opentelemetry.trace import Link
 from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
-from torchlens_perf.exporters.delivery.otlp_requests import context_with_span
 from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
-from torchlens_perf.exporters.otlp_spans import read_sampler, span_context_of_path, step_trace_id
+from torchlens_perf.exporters.otlp_spans import (
+    context_with_span,
+    read_sampler,
+    span_context_of_path,
+    step_trace_id,
+)
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.trace import SpanContext, TraceFlags
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.exporters import ExportBatch, semantics
@@ -51,6 +51,11 @@ def span_context_of_path(
 ) -> SpanContext:
     """Return the context of a span, whose id is a hash of its path in the trace."""
     return SpanContext(in_trace, span_id_of_path(in_trace, *path), False, _SAMPLED, state)
+
+
+def context_with_span(context: SpanContext) -> Context:
+    """Return a context with a span of this span context as the current span."""
+    return set_span_in_context(NonRecordingSpan(context))
 
 
 def _hash_to_id(size: int, *parts: object) -> int:

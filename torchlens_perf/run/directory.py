@@ -10,7 +10,6 @@
       spans/NODE-*.parquet one row a record
       oom/rankNNNNN-STEP.json, .txt  live memory of a device at an out-of-memory error
       gpus/NODE-*.parquet  one row a GPU and second; links/ one row a port and five seconds
-      outbox/              see exporters
       captures/            detailed traces of a few steps, see captures.py
       rings/KEY.ring       ring files that no sidecar reads while the job runs
       report.txt, .html    the last report, as text and as a page

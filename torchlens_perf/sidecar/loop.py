@@ -95,7 +95,7 @@ def _finish_run(
         with contain_errors("exporting"):
             sidecar.export_results(final=True)
         with contain_errors("exporting"):
-            sidecar.state.notes += exporter.shutdown(_SHUTDOWN_TIMEOUT_S)
+            sidecar.set_delivery_notes(exporter.shutdown(_SHUTDOWN_TIMEOUT_S))
     port.show_final_values(sidecar)
     with contain_errors("joining node 0's run"):
         sidecar.join_run_directories()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
     from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.undelivered import Undelivered
     from torchlens_perf.sidecar.node import Sidecar
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -179,3 +180,6 @@ class CombinedExporter:
     def shutdown(self, timeout_s: float) -> list[str]:
         """Shut down the first exporter. MetricsPort.close() closes the port later."""
         return [] if self._first is None else self._first.shutdown(timeout_s)
+
+    def find_undelivered(self) -> Undelivered | None:
+        return None if self._first is None else self._first.find_undelivered()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.errors import RunStoreError, guard, printable
-from torchlens_perf.exporters import Exporter
+from torchlens_perf.exporters import UNDELIVERED, Exporter
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
 from torchlens_perf.run.mailbox import deliver_text
 from torchlens_perf.run.place.joined import join_run_directories
@@ -278,6 +278,8 @@ class Sidecar:
         state.telemetry = self.telemetry.run_totals()
         state.sidecar_cpu_s = times.user + times.system
         state.saved_unix_ns = time.time_ns()
+        undelivered = None if self._exporter is None else self._exporter.find_undelivered()
+        state.undelivered = state.undelivered if undelivered is None else undelivered
         for source in self.sources:
             source.state.now = source.current_activity(time.monotonic_ns())
         state.save(self.run, durably=durably, encoded=self._encoded)
@@ -362,6 +364,12 @@ class Sidecar:
                 why = printable(self.run.describe_write_error(error))
                 deliver_text(asked[-1].get("mailbox", ""), f"torchlens_perf: no report: {why}\n")
                 raise
+
+    def set_delivery_notes(self, notes: list[str]) -> None:
+        """Set the notes on undelivered data, which replace those of an earlier sidecar."""
+        if self._exporter is not None and self._exporter.find_undelivered() is not None:
+            kept = [each for each in self.state.notes if not each.startswith(UNDELIVERED)]
+            self.state.notes = [*kept, *notes]
 
     def close(self) -> None:
         """Unmap the rings and release NVML."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics
@@ -19,7 +19,9 @@ from torchlens_perf.exporters import (
     build_export_batch,
     steps_traced_by_number,
 )
+from torchlens_perf.exporters.otlp_environment import SIGNALS
 from torchlens_perf.run.identity import Identity, digest_module_names
+from torchlens_perf.run.undelivered import WholeRun, join_undelivered
 from torchlens_perf.sidecar.alerts import AlertManager
 from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.store import segments
@@ -38,12 +40,11 @@ from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 if TYPE_CHECKING:
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.run.records import StepTrace, TracedStep
+    from torchlens_perf.run.undelivered import Undelivered
     from torchlens_perf.store.segments import RecordOrigin
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
 
 _FLUSH_TIMEOUT_S = 60.0
-# If the endpoint accepts no data, the exporter gives up before this time.
-_OUTBOX_TIMEOUT_S = 3600.0
 _SPANS_PER_FLUSH = 512
 
 
@@ -61,18 +62,22 @@ def replay(
     exporter: Exporter | None,
     trace_every: int | None = None,
     advanced: Callable[[int, int], object] = lambda done, total: None,
+    signals: Collection[str] = SIGNALS,
     patience_s: float = 30.0,
 ) -> ReplayResult:
     """Export a run's saved records. Create the states of nodes without a saved state.
 
+    If the live run left undelivered data, send only the exporter's part of that data.
+
     trace_every: send every n-th step as spans, with all ranks. If it is None or equals the setting
     of the live run, send the steps and ranks that the live run has sent. If the live run has sent
     no spans, send every n-th step by its setting.
+    signals: the signals that the exporter sends.
     advanced: called with the number of processed segments and the total number of segments.
     patience_s: total time to wait for an endpoint that accepts no data.
 
     Saved statistics of a node stay unchanged, because they may include records that were deleted to
-    save space. A node's notes on undelivered data are removed when the data has been delivered.
+    save space. Undelivered data, and a node's notes on it, are removed after its delivery.
     """
     steps = records = 0
     sending = _BatchSender(exporter, patience_s) if exporter is not None else None
@@ -80,6 +85,7 @@ def replay(
     judged_steps: dict[str, JudgedSteps] = {}
     damaged: list[str] = []
     hosts = list_nodes(run.spans)
+    pending = find_undelivered(run)
     done, total = itertools.count(1), sum(len(list_node_files(run.spans, host)) for host in hosts)
     for host in hosts:
         saved = node_state.load_or_new(run, host)
@@ -116,7 +122,9 @@ def replay(
                 chosen = {
                     each.step: each for each in traced if each.attempt == process.identity.attempt
                 }
-                if traced:
+                if pending.signals:
+                    chosen, sent = _select_undelivered(pending, origin.key)
+                elif traced:
                     sent = {
                         step for step, each in chosen.items() if _is_rank_traced(each, origin.rank)
                     }
@@ -140,26 +148,43 @@ def replay(
         state.save(run)
     if sending is None:
         return ReplayResult(steps, records, damaged)
-    sending.send_alerts(run, job, findings, saved_states)
+    sending.send_assessment(run, job, findings, saved_states, pending)
     notes = sending.finish()
-    _clear_undelivered_notes(run, notes)
+    if not notes:
+        unknown = {(each.process, each.step) for each in pending.steps} - sending.traced
+        notes = _clear_undelivered(run, signals, len(unknown) if "traces" in signals else 0)
     return ReplayResult(steps, records, [*damaged, *notes])
 
 
-def deliver_outbox(run: RunDirectory, exporter: Exporter) -> list[str]:
-    """Send only the data that is waiting in the run's outbox. Return notes on undelivered data."""
-    notes = exporter.shutdown(_OUTBOX_TIMEOUT_S)
-    _clear_undelivered_notes(run, notes)
-    return notes
+def find_undelivered(run: RunDirectory) -> Undelivered:
+    """Return the data of all nodes that the live run could not deliver."""
+    nodes = (node_state.load_or_new(run, host) for host in list_nodes(run.spans))
+    return join_undelivered(node.undelivered for node in nodes)
 
 
-def _clear_undelivered_notes(run: RunDirectory, notes: list[str]) -> None:
-    """If all data was delivered, remove notes on undelivered data from the nodes' states."""
-    if not notes:
-        for path in run.nodes.glob("*.json"):
-            state = node_state.load(path)
+def _clear_undelivered(run: RunDirectory, signals: Collection[str], lost_steps: int) -> list[str]:
+    """Remove the delivered signals from the nodes' undelivered data, and notes if none is left.
+
+    lost_steps: number of traced steps without records. Return a note on these steps.
+    """
+    lost = [
+        f"{UNDELIVERED}the spans of {lost_steps} traced steps are lost, because their records are no"
+        " longer in the run directory"
+    ]
+    for path in run.nodes.glob("*.json"):
+        state = node_state.load(path)
+        state.undelivered.clear(signals)
+        if not state.undelivered.signals:
             state.notes = [note for note in state.notes if not note.startswith(UNDELIVERED)]
-            state.save(run)
+            state.notes += lost if lost_steps else []
+        state.save(run)
+    return lost if lost_steps else []
+
+
+def _select_undelivered(pending: Undelivered, key: str) -> tuple[dict[int, TracedStep], set[int]]:
+    """Return the choices and the numbers of a process's undelivered steps."""
+    steps = [each for each in pending.steps if each.process == key]
+    return {each.step: each.chosen for each in steps if each.chosen}, {each.step for each in steps}
 
 
 def _new_process_state(
@@ -202,8 +227,11 @@ class _BatchSender:
         self._waited_s = 0.0  # total time of failed flushes
         self._not_sent = 0
         self._last: ExportBatch | None = None
+        self.traced: set[tuple[str, int]] = set()
+        """Key of the process and number of each step that was sent as a trace."""
 
     def send(self, batch: ExportBatch) -> None:
+        self.traced |= {(batch.identity.key, trace.step) for trace in batch.traces}
         self._last = batch if len(batch.steps) else self._last
         for part in _split_batch(batch):
             if self._waited_s > self._patience_s:
@@ -215,13 +243,22 @@ class _BatchSender:
             if not self._exporter.wait_for_room(_FLUSH_TIMEOUT_S):
                 self._waited_s += time.monotonic() - started_s
 
-    def send_alerts(
-        self, run: RunDirectory, job: JobGeneration, findings: Findings, saved: list[NodeState]
+    def send_assessment(
+        self,
+        run: RunDirectory,
+        job: JobGeneration,
+        findings: Findings,
+        saved: list[NodeState],
+        pending: Undelivered,
     ) -> None:
-        """Send the alerts of the whole run, with the same ids as in the live run."""
+        """Send the final assessment with the alerts of the whole run, or the undelivered alerts.
+
+        Alerts have the same ids as in the live run.
+        """
         last = self._last
         if last is None:
             return
+        has_ended = True
         ended_ns = last.anchor.offset_ns
         ended_ns += int(last.steps.start_ns[-1] + last.steps.duration_ns[-1])
         assessment = AlertManager(FindingLog(run.run_id)).update_alerts(
@@ -231,7 +268,10 @@ class _BatchSender:
             ),
             diagnosed=lambda group: _find_saved_diagnosis(saved, group),
         )  # fmt: skip
-        self._exporter.on_assessment(dataclasses.replace(assessment, ended=True))
+        if pending.signals:
+            has_ended = WholeRun.SPAN in pending.whole_run
+            assessment = dataclasses.replace(assessment, alerts=tuple(pending.alerts))
+        self._exporter.on_assessment(dataclasses.replace(assessment, ended=has_ended))
 
     def finish(self) -> list[str]:
         notes = self._exporter.shutdown(_FLUSH_TIMEOUT_S)

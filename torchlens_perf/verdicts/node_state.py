@@ -42,6 +42,7 @@ from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.run.training_settings import TrainingSettings
+from torchlens_perf.run.undelivered import Undelivered
 from torchlens_perf.verdicts.stragglers.detector import build_placement
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, JudgedSteps
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 from torchlens_perf.verdicts.finding_log import FindingRecords
 
-SCHEMA = 13
+SCHEMA = 14
 
 MAX_BYTES = 1 << 28
 """Size of the largest node state that is read. A rank needs 13 to 100 KB."""
@@ -317,6 +318,8 @@ class NodeState:
     telemetry: HardwareTotals = dataclasses.field(default_factory=HardwareTotals)
     traced: list[TracedStep] = dataclasses.field(default_factory=list)
     """The newest steps that were exported as traces, with their exported parts."""
+    undelivered: Undelivered = dataclasses.field(default_factory=Undelivered)
+    """Data that an OTLP endpoint has not accepted."""
     commit: str = ""
     """Git commit of the training program, with "-dirty" if files were changed; "" if not known."""
     schema: int = SCHEMA

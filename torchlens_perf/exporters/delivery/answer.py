@@ -2,8 +2,7 @@
 
 Results follow the OTLP specification (https://opentelemetry.io/docs/specs/otlp/#failures) with one
 exception. Requests are also retried if the server does not seem to be the endpoint (a wrong
-address, an expired token, a web page). The user may fix this error while the job runs, and until
-then requests only take space in the outbox.
+address, an expired token, a web page). The user may fix this error while the job runs.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ class SendOutcome(enum.Enum):
     DELIVERED = "delivered"
     LATER = "later"
     """Retry: the endpoint is unreachable or busy, or the server is no OTLP endpoint."""
-    TOO_LARGE = "too large"
-    """The endpoint may accept the request in smaller parts."""
     REFUSED = "refused"
-    """The endpoint will never accept the request, for example because it is malformed."""
+    """The endpoint will never accept the request: it is malformed or too large."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +38,10 @@ class SendResult:
 
 
 class NotDeliveredError(Exception):
-    """Raised in an exporter of the SDK to end an export before a retry or success."""
+    """Raised in an exporter of the SDK to end an export, because the sender itself retries.
+
+    The SDK's own retries would delay the end of a run by the timeout of a request.
+    """
 
 
 def retry_result(reason: str, after_s: float | None = None) -> SendResult:

@@ -1,4 +1,4 @@
-"""An interceptor that classifies the responses to gRPC exporters of the SDK."""
+"""A stub that classifies the responses to gRPC exporters of the SDK."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchlens_perf.exporters.delivery.answer import (
 )
 
 # Reconnect at least every 10 s. gRPC's default of two minutes would delay data after an outage.
-OPTIONS = (("grpc.max_reconnect_backoff_ms", 10_000), ("grpc.enable_retries", 0))
+OPTIONS = (("grpc.max_reconnect_backoff_ms", 10_000),)
 _DETAILS = "grpc-status-details-bin"
 _REFUSES = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -29,44 +29,35 @@ _REFUSES = (
 _MAX_REASON = 200
 
 
-class ClassifyingInterceptor(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    """Classifies the responses to an exporter's calls.
+class ClassifyingStub:
+    """Replaces the stub of an exporter, and classifies the responses to its calls.
 
-    Failed calls raise NotDeliveredError, so the SDK does not retry by itself.
+    The SDK reports neither the status of a failed call nor rejected items. Failed calls raise
+    NotDeliveredError.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
         self.answer: SendResult | None = None
         """Result of the last call; None before the first call."""
 
-    def intercept_calls_of(self, exporter: Any) -> None:
-        """Intercept all calls of an exporter of the SDK.
-
-        Raises AttributeError if the SDK's private attributes have changed.
-        """
-        exporter._channel = grpc.intercept_channel(exporter._channel, self)
-        exporter._client = exporter._stub(exporter._channel)
-
-    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
-        call = continuation(details, request)
-        error = call.exception()
-        if error is None:
-            self.answer = SendResult(
-                SendOutcome.DELIVERED,
-                rejected=count_rejected_items(call.result().SerializeToString()),
-            )
-            return call
-        self.answer = _classify_error(error)
-        raise NotDeliveredError(self.answer.reason)
+    def Export(self, **call: Any) -> Any:
+        try:
+            response = self._stub.Export(**call)
+        except grpc.RpcError as error:
+            self.answer = _classify_error(error)
+            raise NotDeliveredError(self.answer.reason) from error
+        rejected = count_rejected_items(response.SerializeToString())
+        self.answer = SendResult(SendOutcome.DELIVERED, rejected=rejected)
+        return response
 
 
 def _classify_error(error: Any) -> SendResult:
     code, details = error.code(), printable(error.details() or "")[:_MAX_REASON]
     reason = f"gRPC {code.name} {details}".strip()
-    if code in _REFUSES:
+    is_too_large = code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details
+    if code in _REFUSES or is_too_large:
         return SendResult(SendOutcome.REFUSED, reason)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:
-        return SendResult(SendOutcome.TOO_LARGE, reason)
     return retry_result(reason, _retry_delay_s(error))
 
 

@@ -1,24 +1,16 @@
-"""An HTTP session for exporters of the SDK that classifies responses and enforces a timeout.
+"""An HTTP session for exporters of the SDK that classifies responses.
 
-The SDK counts redirects and web pages as success, and restarts its timeout with each received byte.
-In this session, every failure raises NotDeliveredError, so the SDK neither drops the request nor
-retries by itself.
+The SDK counts redirects and web pages as success, and does not report rejected items.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import socket
-import threading
-import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import requests
 from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
-from requests.adapters import HTTPAdapter
 from requests.auth import HTTPBasicAuth
 from requests.utils import get_auth_from_url
 
@@ -40,7 +32,6 @@ _BUSY = (408, 429, 500, 502, 503, 504)
 _MISCONFIGURED = (401, 403, 404, 405, 407)
 _MAX_REASON = 200
 _CHUNK_BYTES, _MAX_RESPONSE_BYTES = 256, 1 << 16
-_SHUTDOWN_RETRY_S = 0.2
 
 
 class ClassifyingSession(requests.Session):
@@ -54,40 +45,24 @@ class ClassifyingSession(requests.Session):
         super().__init__()
         self.answer: SendResult | None = None
         """Result of the last request; None before the first request."""
-        self._connections: weakref.WeakSet[Any] = weakref.WeakSet()
         self._provider_session = _load_provider_session(provider) if provider else None
         if not provider:
             self.auth = _add_credentials
-        session = self._provider_session or self
-        for prefix, adapter in list(session.adapters.items()):
-            # Adapters of a user's provider are kept.
-            if type(adapter) is HTTPAdapter:
-                session.mount(prefix, _TrackingAdapter(self._connections))
 
     def request(
         self, method: str | bytes, url: str | bytes, *arguments: Any, **named: Any
     ) -> requests.Response:
-        """Send a request once. The timeout limits the total time.
-
-        Raises NotDeliveredError if the request was not delivered.
-        """
-        self.answer = None
+        """Send a request once. Raises NotDeliveredError if the request was not delivered."""
         # Do not follow redirects, because credentials must not be sent to another server.
         named.update(allow_redirects=False, stream=True)
-        timeout_s = float(named.get("timeout") or 10)
-        with self._closing_connections_at_deadline(timeout_s) as is_over:
-            try:
-                with self._send_with_session(method, url, *arguments, **named) as response:
-                    answer = _classify_response(response, _read_body(response))
-            except Exception as error:
-                # A session of a user's provider may raise any exception.
-                answer = retry_result(f"{type(error).__name__}: {error}")
-            # Truncated headers look like a complete response.
-            if is_over.is_set():
-                answer = retry_result(f"no whole answer within {timeout_s:.3g} s")
-        self.answer = answer
-        if answer.outcome is not SendOutcome.DELIVERED:
-            raise NotDeliveredError(answer.reason)
+        try:
+            with self._send_with_session(method, url, *arguments, **named) as response:
+                self.answer = _classify_response(response, _read_body(response))
+        except Exception as error:
+            # A session of a user's provider may raise any exception.
+            self.answer = retry_result(f"{type(error).__name__}: {error}")
+        if self.answer.outcome is not SendOutcome.DELIVERED:
+            raise NotDeliveredError(self.answer.reason)
         return response
 
     def _send_with_session(self, *arguments: Any, **named: Any) -> requests.Response:
@@ -103,51 +78,6 @@ class ClassifyingSession(requests.Session):
         """Use the exporter's own certificate instead of REQUESTS_CA_BUNDLE from the environment."""
         own = self.verify if isinstance(self.verify, str) and verify is None else verify
         return super().merge_environment_settings(url, proxies, stream, own, cert)
-
-    @contextlib.contextmanager
-    def _closing_connections_at_deadline(self, timeout_s: float) -> Iterator[threading.Event]:
-        """Shut all connections down when the timeout passes. The yielded event is then set."""
-        ended, is_over = threading.Event(), threading.Event()
-
-        def watch() -> None:
-            wait_s = timeout_s
-            # Repeat, because another connection may be opened meanwhile.
-            while not ended.wait(wait_s):
-                is_over.set()
-                wait_s = _SHUTDOWN_RETRY_S
-                for connection in list(self._connections):
-                    found = getattr(connection, "sock", None)
-                    if isinstance(found, socket.socket):
-                        with contextlib.suppress(OSError):
-                            socket.socket.shutdown(found, socket.SHUT_RDWR)
-
-        threading.Thread(target=watch, name="otlp-deadline", daemon=True).start()
-        try:
-            yield is_over
-        finally:
-            ended.set()
-
-
-class _TrackingAdapter(HTTPAdapter):
-    """An HTTP adapter that records its connections."""
-
-    def __init__(self, connections: weakref.WeakSet[Any]) -> None:
-        super().__init__()
-        self._connections = connections
-
-    def get_connection_with_tls_context(self, *arguments: Any, **named: Any) -> Any:
-        pool = super().get_connection_with_tls_context(*arguments, **named)
-        # A new pool does not record its connections yet.
-        if "ConnectionCls" not in vars(pool):
-            make = pool.ConnectionCls
-
-            def tracked(*arguments: Any, **named: Any) -> Any:
-                connection = make(*arguments, **named)
-                self._connections.add(connection)
-                return connection
-
-            pool.ConnectionCls = tracked  # type: ignore[assignment]
-        return pool
 
 
 def _read_body(response: requests.Response) -> bytes:
@@ -177,7 +107,7 @@ def _classify_response(response: requests.Response, content: bytes) -> SendResul
         return retry_result(reason, parse_retry_after(response.headers.get("Retry-After", "")))
     if status in _MISCONFIGURED:
         return retry_result(reason)
-    return SendResult(SendOutcome.TOO_LARGE if status == 413 else SendOutcome.REFUSED, reason)
+    return SendResult(SendOutcome.REFUSED, reason)
 
 
 def _error_message(content: bytes, kind: str) -> str:

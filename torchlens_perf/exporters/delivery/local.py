@@ -8,6 +8,7 @@ endpoint that accepts JSON.
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +17,26 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.json_format import MessageToDict
 
 from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_result
-from torchlens_perf.exporters.delivery.otlp_requests import build_message
 from torchlens_perf.run import ownership
 
 if TYPE_CHECKING:
-    from torchlens_perf.exporters.delivery.otlp_requests import Item
+    from torchlens_perf.exporters.delivery.sender import Item
 
+_ENCODERS = {
+    "traces": ("trace_encoder", "encode_spans"),
+    "metrics": ("metrics_encoder", "encode_metrics"),
+    "logs": ("_log_encoder", "encode_logs"),
+}
 _IDS = frozenset(("traceId", "spanId", "parentSpanId"))
+
+
+def build_message(signal: str, items: Sequence[Item]) -> Any:
+    """Build the protobuf message of a request with the encoders of the SDK's exporters."""
+    module, name = _ENCODERS[signal]
+    encode = getattr(
+        importlib.import_module(f"opentelemetry.exporter.otlp.proto.common.{module}"), name
+    )
+    return encode(items[0] if signal == "metrics" else items)
 
 
 def _convert_ids_to_hex(value: Any) -> Any:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.exporters.delivery.answer import NotDeliveredError, SendOutcome, SendResult
 
 if TYPE_CHECKING:
-    from torchlens_perf.exporters.delivery.grpc_calls import ClassifyingInterceptor
+    from torchlens_perf.exporters.delivery.grpc_calls import ClassifyingStub
     from torchlens_perf.exporters.delivery.http_session import ClassifyingSession
-    from torchlens_perf.exporters.delivery.otlp_requests import Item
+    from torchlens_perf.exporters.delivery.sender import Item
 
 # For each signal, module and class of the OTLP exporter and of the console exporter.
 _EXPORTERS = {
@@ -30,7 +30,7 @@ class SdkTransport:
         self,
         signal: str,
         exporter: Any,
-        observer: ClassifyingSession | ClassifyingInterceptor | None = None,
+        observer: ClassifyingSession | ClassifyingStub | None = None,
     ) -> None:
         """observer: classifies the endpoint's responses; None if there is no endpoint."""
         self._signal, self._exporter, self._observer = signal, exporter, observer
@@ -77,13 +77,14 @@ def create_http_transport(signal: str) -> SdkTransport:
 
 def create_grpc_transport(signal: str) -> SdkTransport:
     """Create a transport over gRPC. The SDK's errors about invalid variables propagate."""
-    from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ClassifyingInterceptor
+    from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ClassifyingStub
 
     module, name, _, _ = _EXPORTERS[signal]
     exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.grpc.{module}")
-    exporter, calls = getattr(exporters, name)(channel_options=OPTIONS), ClassifyingInterceptor()
-    calls.intercept_calls_of(exporter)
-    return SdkTransport(signal, exporter, calls)
+    exporter = getattr(exporters, name)(channel_options=OPTIONS)
+    # The SDK has no public way to see responses. An AttributeError here disables the signal.
+    exporter._client = ClassifyingStub(exporter._client)
+    return SdkTransport(signal, exporter, exporter._client)
 
 
 def create_console_transport(signal: str) -> SdkTransport:

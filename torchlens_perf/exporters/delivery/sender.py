@@ -1,91 +1,191 @@
-"""A thread that sends the requests in a signal's outbox until it is closed.
+"""A bounded queue of a signal's items in memory, and the thread that sends them.
 
-A failed request is retried until the outbox is full and drops it. The pause before a retry is the
-delay that the endpoint requests, or a backoff of up to a minute. During retries, new requests are
-written to disk, so they survive if the sidecar is killed. Only one request is in flight at a time,
-so at most one request is delivered twice.
+A failed request is retried with growing pauses of up to a minute, or after the delay that the
+endpoint requests. Meanwhile, new items are queued. A full queue drops the oldest items. Items with
+a source are not lost: the source is kept, and the items can be built from it again. Only one
+request is in flight at a time, so at most one request is delivered twice.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias
+
+from opentelemetry.sdk._logs import ReadableLogRecord
+from opentelemetry.sdk.metrics.export import Metric, MetricsData
+from opentelemetry.sdk.trace import ReadableSpan
 
 from torchlens_perf.errors import guard
 from torchlens_perf.exporters.delivery.answer import SendOutcome, SendResult, retry_result
-from torchlens_perf.exporters.delivery.otlp_requests import count_items, split_in_halves
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchlens_perf.exporters.delivery.otlp_requests import Item
-    from torchlens_perf.exporters.delivery.outbox import Outbox, QueuedRequest
+from torchlens_perf.run.undelivered import UndeliveredStep, WholeRun
+from torchlens_perf.run.verdicts import Alert
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
+Item: TypeAlias = ReadableSpan | ReadableLogRecord | MetricsData
+"""An element of a request. A request of metrics has a single element."""
+Source: TypeAlias = UndeliveredStep | Alert | WholeRun
+"""The origin of items, from which they can be built again."""
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_RETRY_AFTER_S = 600.0
-_IDLE_S, _WRITE_INTERVAL_S = 3600.0, 1.0
+_IDLE_S = 3600.0
 _LOG_INTERVAL_S = 300.0
 _WAIT_SLICE_S = 0.5
+_MAX_DROPPED_SOURCES = 8192
 
 
 class Transport(Protocol):
     """A way to send requests to an endpoint."""
 
     def send(self, items: Sequence[Item]) -> SendResult:
-        """Send items once, within a bounded time."""
+        """Send items once. The timeout of the user's settings applies."""
 
     def close(self) -> None:
         """Release all resources. The caller must not call send() afterwards."""
 
 
+@dataclasses.dataclass(frozen=True)
+class QueueLimits:
+    """Size of a signal's requests and queue."""
+
+    batch_items: int = 512
+    """Largest number of items in a request."""
+    delay_s: float = 0.0
+    """Longest time to wait for a full request."""
+    max_items: int = 16384
+    """Largest number of items in the queue."""
+    replaces: bool = False
+    """True if each request contains the values of all earlier ones, as with cumulative metrics."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Queued:
+    """Items that are sent in one request, possibly with others."""
+
+    items: Sequence[Item]
+    count: int
+    source: Source | None
+
+
 class Sender:
-    """Delivers an outbox, and counts its items: spans, metric points or log records."""
+    """Delivers a signal's items, and counts them: spans, metric points or log records."""
 
     def __init__(
         self,
-        outbox: Outbox,
+        signal: str,
         transport: Transport,
-        collect: Callable[[bool], float] = lambda final: float("inf"),
+        limits: QueueLimits,
+        collect: Callable[[Sender], float] = lambda sender: math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the thread.
 
-        - collect: callback on the sender's thread that calls queue_items() with the items that are
-          due, or with all items if its argument is True. The callback returns the seconds until
-          more items are due.
+        - collect: callback on the sender's thread that gives the items that are due to
+          queue_items() of its argument. It returns the seconds until more items are due.
         - clock: returns seconds.
         """
-        self.signal, self.outbox = outbox.signal, outbox
-        self._transport, self._collect, self._clock = transport, collect, clock
-        self.put = self.delivered = self.rejected = self.refused = 0
-        """Numbers of items: added, delivered, rejected, and in refused requests."""
-        # Include the items of an earlier process.
-        self.put = outbox.count_undelivered()
+        self.signal = signal
+        self._transport, self._limits = transport, limits
+        self.replaces = limits.replaces
+        self._collect, self._clock = collect, clock
+        self.put = self.delivered = self.rejected = self.refused = self.lost = 0
+        """Numbers of items: added, delivered, rejected, in refused requests, and dropped for good.
+        """
         self._changed = threading.Condition()
-        self._closing = self._ended = self._written_by_close = False
+        self._queue: deque[_Queued] = deque()
+        self._in_flight: list[_Queued] = []
+        self._queued_items = 0
+        self._oldest_s = math.inf
+        self._dropped: dict[UndeliveredStep, int] = {}
+        self._closing = self._ended = self._woken = False
         self._next_try_s = 0.0
-        self._consecutive_failures = 0
-        self._total_failures = 0
-        self._logged_s = float("-inf")
-        self._thread = threading.Thread(target=self._run, name=f"otlp-{self.signal}", daemon=True)
+        self._consecutive_failures = self._total_failures = 0
+        self._logged_s = -math.inf
+        self._thread = threading.Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
         self._thread.start()
 
-    def queue_items(self, items: Sequence[Item]) -> None:
-        """Queue items without waiting, on the sidecar's or the sender's thread."""
+    # -- on any thread
+
+    def queue_items(self, items: Sequence[Item], source: Source | None = None) -> None:
+        """Queue items without waiting. source: see Source; None if they cannot be built again."""
+        size = self._limits.batch_items
+        parts = [items[start : start + size] for start in range(0, len(items), size)]
         with self._changed:
             self.put += count_items(items)
-        self.outbox.put(items)
+            if not self._queue:
+                self._oldest_s = self._clock()
+            for part in parts:
+                self._queue.append(_Queued(part, count_items(part), source))
+                self._queued_items += self._queue[-1].count
+            self._drop_oldest()
+            if not self.is_failing:
+                self._wake()
+
+    def drop_sources(self, sources: Iterable[UndeliveredStep]) -> None:
+        """Count the items of sources that take_sources() returned, and that cannot be built."""
+        with self._changed:
+            for source in sources:
+                self.put += source.spans
+                self.lost += source.spans
+
+    def keep_sources(self, sources: Iterable[UndeliveredStep]) -> None:
+        """Add sources of an earlier process, or return those that take_sources() returned."""
+        with self._changed:
+            for source in sources:
+                self.put += source.spans
+                self._keep_source(source, source.spans)
+
+    def take_sources(self) -> list[UndeliveredStep]:
+        """Remove and return the oldest sources of dropped items for which the queue has room.
+
+        Return none during an outage.
+        """
+        taken: list[UndeliveredStep] = []
+        with self._changed:
+            room = 0 if self.is_failing else self._limits.max_items - self._queued_items
+            while self._dropped and room > 0:
+                source = next(iter(self._dropped))
+                taken.append(source)
+                room -= source.spans
+                self.put -= self._dropped.pop(source)
+        return taken
+
+    def undelivered_sources(self) -> list[Source]:
+        """Return the sources of all items that are not delivered, oldest first."""
+        with self._changed:
+            waiting = [each.source for each in (*self._in_flight, *self._queue) if each.source]
+            return list(dict.fromkeys([*self._dropped, *waiting]))
+
+    @property
+    def waiting(self) -> int:
+        """Number of items that are not delivered and not lost."""
+        with self._changed:
+            in_flight = sum(each.count for each in self._in_flight)
+            return in_flight + self._queued_items + sum(self._dropped.values())
+
+    @property
+    def can_rebuild(self) -> bool:
+        """True if all items that wait can be built from their sources again."""
+        with self._changed:
+            return all(each.source is not None for each in (*self._in_flight, *self._queue))
 
     @property
     def is_failing(self) -> bool:
         """True if the last attempt to send failed."""
         return self._consecutive_failures > 0
+
+    def wake(self) -> None:
+        """Call `collect` now, because more items may be due."""
+        with self._changed:
+            self._wake()
 
     def flush(self, timeout_s: float) -> bool:
         """Send until no request is due, an attempt fails or the timeout passes.
@@ -95,43 +195,40 @@ class Sender:
         with self._changed:
             failed = self._total_failures
             self._next_try_s = 0.0
-            self._changed.notify_all()
+            self._wake()
 
-            def wait(slice_s: float) -> bool:
-                return self._changed.wait_for(
-                    lambda: (
-                        self.outbox.seconds_until_due() > 0
-                        or self._total_failures != failed
-                        or self._ended
-                    ),
-                    slice_s,
-                )
+            def is_flushed() -> bool:
+                return not self._is_due() and not self._in_flight
 
-            _wait_in_slices(wait, timeout_s)
-        return self.outbox.seconds_until_due() > 0
+            _wait_in_slices(
+                lambda slice_s: self._changed.wait_for(
+                    lambda: is_flushed() or self._total_failures != failed or self._ended, slice_s
+                ),
+                timeout_s,
+            )
+            return is_flushed()
 
     def begin_closing(self) -> None:
-        """Make the thread deliver the remaining items and end, without waiting for the thread."""
+        """Make the thread send the remaining items and end, without waiting for the thread."""
         with self._changed:
             self._closing = True
             self._next_try_s = 0.0
-            self._changed.notify_all()
-        self.outbox.wake()
+            self._wake()
 
     def close(self, timeout_s: float) -> None:
-        """Deliver the remaining items within the timeout, and write undelivered items to disk."""
+        """Send the remaining items within the timeout. After a failed attempt, end at once."""
         self.begin_closing()
-        if not _wait_in_slices(self._has_ended, timeout_s):
-            self._written_by_close = True
+
+        def has_ended(slice_s: float) -> bool:
+            self._thread.join(slice_s)
+            return not self._thread.is_alive()
+
+        if not _wait_in_slices(has_ended, timeout_s):
             logger.warning(
                 "the OTLP endpoint did not accept all %s within %g s", self.signal, timeout_s
             )
-        self._collect(True)
-        self._write_undelivered()
 
-    def _has_ended(self, within_s: float) -> bool:
-        self._thread.join(within_s)
-        return not self._thread.is_alive()
+    # -- on the sender's thread
 
     def _run(self) -> None:
         with guard(f"sending {self.signal} over OTLP"):
@@ -139,9 +236,6 @@ class Sender:
                 while self._send_or_pause():
                     pass
             finally:
-                # Items may have arrived during the last attempt.
-                self._collect(True)
-                self._write_undelivered()
                 with self._changed:
                     self._ended = True
                     self._changed.notify_all()
@@ -149,91 +243,138 @@ class Sender:
 
     def _send_or_pause(self) -> bool:
         """Send one request or pause once. Return True to continue."""
-        final = self._closing
-        due_s = min(self._collect(final), self.outbox.seconds_until_due() or _IDLE_S)
-        if self._consecutive_failures and not self._closing:
-            self._write_undelivered(everything=False)
-        pause_s = self._next_try_s - self._clock()
-        if pause_s > 0 and not self._closing:
-            with self._changed:
-                # Wake up regularly during a long pause to write new requests to disk.
-                self._changed.wait(min(pause_s, due_s, _WRITE_INTERVAL_S))
-            return True
-        request = self.outbox.next_request(everything=final)
-        if request is None:
-            with self._changed:
+        due_s = self._collect(self)
+        with self._changed:
+            closing = self._closing
+            pause_s = self._next_try_s - self._clock()
+            if pause_s <= 0:
+                self._take_request(everything=closing)
+                pause_s = min(due_s, self._seconds_until_due())
+            if not self._in_flight:
                 self._changed.notify_all()
-            if not final:
-                self.outbox.wait(min(due_s, _IDLE_S))
-            return not final
-        return self._process_result(request, self._send_once(request)) or not self._closing
+                if not closing:
+                    self._changed.wait_for(lambda: self._woken, min(pause_s, _IDLE_S))
+                    self._woken = False
+                return not closing
+        sent = [item for each in self._in_flight for item in each.items]
+        return self._process_result(self._send_once(sent)) or not closing
 
-    def _send_once(self, request: QueuedRequest) -> SendResult:
+    def _send_once(self, items: Sequence[Item]) -> SendResult:
         """Send once. An unexpected exception leads to a retry and does not end the thread."""
         try:
-            return self._transport.send(request.items)
+            return self._transport.send(items)
         except Exception as error:
             return retry_result(f"{type(error).__name__}: {error}")
 
-    def _process_result(self, request: QueuedRequest, answer: SendResult) -> bool:
+    def _process_result(self, answer: SendResult) -> bool:
         """Process the result of a request. Return False if the request must be retried later."""
-        # close() timed out and has written the request to disk.
-        if self._written_by_close:
-            return False
-        if answer.outcome is SendOutcome.LATER:
-            with self._changed:
-                self._consecutive_failures += 1
-                pause_s = min(
-                    _LONGEST_PAUSE_S,
-                    _FIRST_PAUSE_S * 2.0 ** min(10, self._consecutive_failures - 1),
-                )
-                # Nodes must not all retry at the same moment.
-                pause_s *= random.uniform(0.8, 1.2)
-                if answer.after_s is not None:
-                    pause_s = max(pause_s, min(answer.after_s, _MAX_RETRY_AFTER_S))
-                self._next_try_s = self._clock() + pause_s
-                self._total_failures += 1
-                self._changed.notify_all()
-            self._log_failure(answer.reason)
-            return False
-        parts: list[list[Item]] = []
-        if answer.outcome is SendOutcome.DELIVERED:
-            self.delivered += request.count - min(answer.rejected, request.count)
-            self.rejected += min(answer.rejected, request.count)
-        elif answer.outcome is SendOutcome.TOO_LARGE and (split := split_in_halves(request.items)):
-            parts = split
-        else:
-            self.refused += request.count
-            logger.error(
-                "the OTLP endpoint refused %d items of %s: %s",
-                request.count,
-                self.signal,
-                answer.reason,
-            )
-        self.outbox.remove(request, parts)
-        if self._consecutive_failures:
-            logger.info(
-                "the OTLP endpoint accepts %s again; %d items are waiting",
-                self.signal,
-                self.outbox.count_undelivered(),
-            )
-            self._consecutive_failures = 0
         with self._changed:
+            sent, self._in_flight = self._in_flight, []
+            count = sum(each.count for each in sent)
+            was_failing = self.is_failing
+            if answer.outcome is SendOutcome.LATER:
+                self._queue.extendleft(reversed(sent))
+                self._queued_items += count
+                self._oldest_s = -math.inf
+                self._drop_oldest()
+                self._schedule_retry(answer.after_s)
+            else:
+                self._consecutive_failures = 0
+            if answer.outcome is SendOutcome.DELIVERED:
+                rejected = min(answer.rejected, count)
+                self.rejected += rejected
+                self.delivered += count - rejected
+            elif answer.outcome is SendOutcome.REFUSED:
+                self.refused += count
             self._changed.notify_all()
-        return True
+        self._log_result(answer, count, was_failing=was_failing)
+        return answer.outcome is not SendOutcome.LATER
 
-    def _write_undelivered(self, *, everything: bool = True) -> None:
-        if not self.outbox.write_to_disk(everything=everything):
-            self._log_failure(
-                "undelivered items cannot be written to the run directory and stay in memory"
-            )
-
-    def _log_failure(self, reason: str) -> None:
-        if self._clock() - self._logged_s >= _LOG_INTERVAL_S:
+    def _log_result(self, answer: SendResult, count: int, *, was_failing: bool) -> None:
+        if answer.outcome is SendOutcome.REFUSED:
+            message = "the OTLP endpoint refused %d items of %s: %s"
+            logger.error(message, count, self.signal, answer.reason)
+        if answer.outcome is not SendOutcome.LATER:
+            if was_failing:
+                message = "the OTLP endpoint accepts %s again; %d items are waiting"
+                logger.info(message, self.signal, self.waiting)
+        elif self._clock() - self._logged_s >= _LOG_INTERVAL_S:
             self._logged_s = self._clock()
-            logger.error(
-                "%s are not delivered: %s. They are kept and retried.", self.signal, reason
-            )
+            message = "%s are not delivered: %s. They are kept and retried."
+            logger.error(message, self.signal, answer.reason)
+
+    # -- parts; the caller must hold the lock
+
+    def _wake(self) -> None:
+        self._woken = True
+        self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        return bool(self._queue) and self._seconds_until_due() <= 0
+
+    def _seconds_until_due(self) -> float:
+        if self._queued_items >= self._limits.batch_items:
+            return 0.0
+        return self._oldest_s + self._limits.delay_s - self._clock() if self._queue else math.inf
+
+    def _take_request(self, *, everything: bool) -> None:
+        """Move the oldest items from the queue to the request in flight, if a request is due."""
+        count = 0
+        while self._queue and (everything or count or self._is_due()):
+            if count and count + self._queue[0].count > self._limits.batch_items:
+                break
+            self._in_flight.append(self._queue.popleft())
+            count += self._in_flight[-1].count
+            self._queued_items -= self._in_flight[-1].count
+        if count and self._queue:
+            self._oldest_s = self._clock()
+
+    def _drop_oldest(self) -> None:
+        most = 0 if self._limits.replaces else self._limits.max_items
+        while self._queued_items > most and len(self._queue) > 1:
+            dropped = self._queue.popleft()
+            self._queued_items -= dropped.count
+            if self._limits.replaces:
+                self.put -= dropped.count
+            elif isinstance(dropped.source, UndeliveredStep):
+                self._keep_source(dropped.source, dropped.count)
+            else:
+                self.lost += dropped.count
+
+    def _keep_source(self, source: UndeliveredStep, count: int) -> None:
+        self._dropped[source] = self._dropped.get(source, 0) + count
+        if len(self._dropped) > _MAX_DROPPED_SOURCES:
+            self.lost += self._dropped.pop(next(iter(self._dropped)))
+
+    def _schedule_retry(self, after_s: float | None) -> None:
+        self._consecutive_failures += 1
+        self._total_failures += 1
+        pause_s = _FIRST_PAUSE_S * 2.0 ** min(10, self._consecutive_failures - 1)
+        # Nodes must not all retry at the same moment.
+        pause_s = min(_LONGEST_PAUSE_S, pause_s) * random.uniform(0.8, 1.2)
+        if after_s is not None:
+            pause_s = max(pause_s, min(after_s, _MAX_RETRY_AFTER_S))
+        self._next_try_s = self._clock() + pause_s
+
+
+def count_items(items: Iterable[Item]) -> int:
+    """Return the number of spans, metric points or log records in these items."""
+    return sum(
+        sum(len(metric.data.data_points) for metric in metrics_of(item))
+        if isinstance(item, MetricsData)
+        else 1
+        for item in items
+    )
+
+
+def metrics_of(data: MetricsData) -> list[Metric]:
+    """Return the metrics of all resources and scopes."""
+    return [
+        metric
+        for of in data.resource_metrics
+        for scope in of.scope_metrics
+        for metric in scope.metrics
+    ]
 
 
 def _wait_in_slices(wait: Callable[[float], bool], timeout_s: float) -> bool:

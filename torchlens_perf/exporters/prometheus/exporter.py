@@ -136,6 +136,9 @@ class PrometheusExporter:
         self._endpoint.close()
         return []
 
+    def find_undelivered(self) -> None:
+        return None
+
     # -- on the endpoint's thread
 
     def _current_points(self, metric: str) -> Points:

@@ -248,35 +248,26 @@ def _replay_records(
     quiet: bool,
 ) -> int:
     from torchlens_perf.config import from_environment
-    from torchlens_perf.exporters.delivery.outbox import list_files, outbox_folder
     from torchlens_perf.exporters.otlp_environment import (
         create_exporter_from_environment,
         read_enabled_signals,
     )
-    from torchlens_perf.sidecar.replay import deliver_outbox, replay
+    from torchlens_perf.sidecar.replay import find_undelivered, replay
 
-    waits = any(
-        list_files(outbox_folder(run.path), signal) for signal in read_enabled_signals(os.environ)
-    )
-    exporter = create_exporter_from_environment(run)
+    # A full replay would repeat data that the backend has already accepted.
+    waiting = find_undelivered(run).signals
+    enabled = frozenset(read_enabled_signals(os.environ))
+    signals = enabled & waiting if waiting else enabled
+    exporter = create_exporter_from_environment(run, only=signals)
     with replaying as advanced:
-        if exporter is not None and waits:
-            # A full replay would repeat steps that the backend has already accepted.
-            notes = deliver_outbox(run, exporter)
-            done = f"sent {'a part of ' if notes else ''}what an endpoint had not taken"
-        else:
-            replayed = replay(
-                run, exporter, from_environment(os.environ).get("trace_every"), advanced
-            )
-            where = (
-                ""
-                if exporter is not None
-                else "; no OTLP endpoint is configured, so nothing was sent"
-            )
-            done, notes = (
-                f"replayed {replayed.steps} steps, {replayed.records} records{where}",
-                replayed.notes,
-            )
+        trace_every = from_environment(os.environ).get("trace_every")
+        replayed = replay(run, exporter, trace_every, advanced, signals)
+    if exporter is None:
+        where = "; no OTLP endpoint is configured, so nothing was sent"
+    else:
+        where = "; sent only what an endpoint had not accepted" if waiting else ""
+    done = f"replayed {replayed.steps} steps, {replayed.records} records{where}"
+    notes = replayed.notes
     if not quiet:
         print(done)
     for note in notes:
