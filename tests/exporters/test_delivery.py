@@ -234,7 +234,7 @@ def test_dropped_items_are_queued_again_after_the_outage() -> None:
     endpoint = Collector("traces", retry_result("away"))
 
     def collect(sender: Sender) -> float:
-        for each in sender.take_sources():
+        for each in sender.find_dropped_sources():
             sender.queue_items(spans_of(f"step {each.step}"), each)
         return float("inf")
 

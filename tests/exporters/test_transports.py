@@ -255,6 +255,14 @@ def test_grpc_retry_info_rejections_and_size_limit_are_obeyed() -> None:
         server.stop(0).wait(5)
 
 
+def test_port_of_the_other_protocol_is_retried() -> None:
+    """The data is kept, because the user can correct the port."""
+    with grpc_answering(grpc.StatusCode.OK) as address:
+        assert over_http(address).outcome is SendOutcome.LATER
+    with serving(answering(200)) as address:
+        assert over_grpc(address).outcome is SendOutcome.LATER
+
+
 @pytest.mark.parametrize("signal", KEPT)
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
 def test_each_signal_arrives_unchanged_over_http_and_grpc(

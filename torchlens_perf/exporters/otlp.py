@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchlens_perf.errors import RunStoreError, guard
+from torchlens_perf.errors import guard
 from torchlens_perf.exporters.delivery.sender import QueueLimits, Sender
 from torchlens_perf.exporters.otlp_alerts import build_log_record
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters.series import ArrayMeter
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import TracedStep
-
-logger = logging.getLogger("torchlens_perf.sidecar")
 
 _MAX_LINKABLE_STEPS = 1024
 _MAX_REPLAY_BACKLOG = 8192
@@ -224,18 +221,13 @@ class OtlpExporter:
         left_s = self._reading_due_s - self._clock()
         if left_s > 0 and not self._is_closing:
             return left_s
-        missing = dict.fromkeys(sender.take_sources())
-        try:
-            for source, spans in self._reader.read_spans(list(missing)):
-                del missing[source]
+        steps, is_read = sender.find_dropped_sources(), False
+        with guard("building spans from the run directory"):
+            for source, spans in self._reader.read_spans(steps):
                 sender.queue_items(spans, source)
-        except (OSError, RunStoreError) as error:
-            logger.error("spans cannot be built from the run directory: %s", error)
-            sender.keep_sources(missing)
-        else:
-            # Steps may be in the next segment, but not after the end of the run.
-            (sender.drop_sources if self._is_closing else sender.keep_sources)(missing)
-        if not missing:
+            is_read = True
+        # Missing steps may be in the next segment, but not after the end of the run.
+        if not sender.postpone_sources(steps, give_up=is_read and self._is_closing):
             return math.inf
         self._reading_due_s = self._clock() + _READ_AGAIN_S
         return _READ_AGAIN_S

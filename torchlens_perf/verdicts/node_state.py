@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 from torchlens_perf.verdicts.finding_log import FindingRecords
 
-SCHEMA = 14
+SCHEMA = 13
 
 MAX_BYTES = 1 << 28
 """Size of the largest node state that is read. A rank needs 13 to 100 KB."""

@@ -1,1 +1,1 @@
-"""Delivery of OTLP requests: queue (outbox), transports, retries and counts of items."""
+"""Delivery of OTLP requests: queue, transports, retries and counts of items."""

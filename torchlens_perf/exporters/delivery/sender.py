@@ -120,6 +120,8 @@ class Sender:
         parts = [items[start : start + size] for start in range(0, len(items), size)]
         with self._changed:
             self.put += count_items(items)
+            if isinstance(source, UndeliveredStep):
+                self.put -= self._dropped.pop(source, 0)
             if not self._queue:
                 self._oldest_s = self._clock()
             for part in parts:
@@ -129,34 +131,42 @@ class Sender:
             if not self.is_failing:
                 self._wake()
 
-    def drop_sources(self, sources: Iterable[UndeliveredStep]) -> None:
-        """Count the items of sources that take_sources() returned, and that cannot be built."""
-        with self._changed:
-            for source in sources:
-                self.put += source.spans
-                self.lost += source.spans
-
     def keep_sources(self, sources: Iterable[UndeliveredStep]) -> None:
-        """Add sources of an earlier process, or return those that take_sources() returned."""
+        """Add sources whose items an earlier process has not delivered."""
         with self._changed:
             for source in sources:
                 self.put += source.spans
                 self._keep_source(source, source.spans)
 
-    def take_sources(self) -> list[UndeliveredStep]:
-        """Remove and return the oldest sources of dropped items for which the queue has room.
+    def find_dropped_sources(self) -> list[UndeliveredStep]:
+        """Return the oldest sources of dropped items for which the queue has room.
 
-        Return none during an outage.
+        Return none during an outage. queue_items() takes the items of these sources.
         """
-        taken: list[UndeliveredStep] = []
+        found: list[UndeliveredStep] = []
         with self._changed:
             room = 0 if self.is_failing else self._limits.max_items - self._queued_items
-            while self._dropped and room > 0:
-                source = next(iter(self._dropped))
-                taken.append(source)
+            for source in self._dropped:
+                if room <= 0:
+                    break
+                found.append(source)
                 room -= source.spans
-                self.put -= self._dropped.pop(source)
-        return taken
+        return found
+
+    def postpone_sources(self, sources: Iterable[UndeliveredStep], *, give_up: bool) -> bool:
+        """Try those of the sources that are still dropped again after all others.
+
+        Return True if there are such sources. give_up: count their items as lost.
+        """
+        with self._changed:
+            left = [each for each in sources if each in self._dropped]
+            for source in left:
+                count = self._dropped.pop(source)
+                if give_up:
+                    self.lost += count
+                else:
+                    self._dropped[source] = count
+        return bool(left)
 
     def undelivered_sources(self) -> list[Source]:
         """Return the sources of all items that are not delivered, oldest first."""
