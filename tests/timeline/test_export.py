@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import decimal
+import gzip
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as pb
 
 from tests.support.ranks import Rank, read_to_end, run_without_traces
 from tests.support.simulated_runs import simulate_run
@@ -29,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trace(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = tmp_path_factory.mktemp("trace") / "run.pftrace"
+    path = tmp_path_factory.mktemp("trace") / "run.json.gz"
     assert main(["report", str(run), "--perfetto", str(path), "--quiet"]) == 0
     return decoded(path)
 
@@ -39,59 +41,62 @@ class Decoded:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
+        """Names of threads by id, and of processes by negative id."""
         self.parents: dict[int, int] = {}
+        """The process of each thread."""
+        self.orders: dict[int, int] = {}
         self.slices: list[tuple[int, int, int, str, str, tuple[int, ...]]] = []
         """Track, start, end, name, category, and flows."""
+        self.arrow_ends: dict[int, list[tuple[int, int, bool, bool]]] = defaultdict(list)
+        """Start, negative duration, and whether the arrow leads in and out, of each slice."""
         self.instants: list[tuple[int, str, dict[str, Any]]] = []
-        self.counters: dict[int, list[tuple[int, float]]] = defaultdict(list)
-        self.descriptors: list[Any] = []
-        """All track descriptors, in the order of the file."""
+        self.counters: dict[tuple[int, str], list[tuple[int, float]]] = defaultdict(list)
+        """Times and values by process, and by name with unit."""
 
     def process_of(self, track: int) -> str:
         return self.names[self.parents[track]]
 
 
+def nanoseconds(event: dict[str, Any], field: str) -> int:
+    """Return a time as Perfetto does, which reads the decimals as digits."""
+    return int(event[field].scaleb(3).to_integral_exact())
+
+
 def decoded(path: Path) -> Decoded:
-    """Decode a trace as Perfetto does: by interned names and a clock of differences."""
-    trace = pb.Trace()
-    trace.ParseFromString(path.read_bytes())
-    found = Decoded()
-    names, categories = dict[tuple[int, int], str](), dict[tuple[int, int], str]()
-    opened: dict[int, list[tuple[int, str, str, tuple[int, ...]]]] = defaultdict(list)
-    now: dict[int, int] = {}
-    for packet in trace.packet:
-        sequence = packet.trusted_packet_sequence_id
-        if packet.HasField("clock_snapshot"):
-            now[sequence] = max(clock.timestamp for clock in packet.clock_snapshot.clocks)
-        for each in packet.interned_data.event_names:
-            names[sequence, each.iid] = each.name
-        for each in packet.interned_data.event_categories:
-            categories[sequence, each.iid] = each.name
-        if packet.HasField("track_descriptor"):
-            track = packet.track_descriptor
-            found.descriptors.append(track)
-            found.names[track.uuid] = track.name or track.process.process_name
-            found.parents[track.uuid] = track.parent_uuid
-        if not packet.HasField("track_event"):
+    """Decode a trace. Its times must be exact."""
+    with gzip.open(path, "rt") as file:
+        trace = json.load(file, parse_float=decimal.Decimal)
+    found, begin_ns = Decoded(), trace["baseTimeNanoseconds"]
+    for event in trace["traceEvents"]:
+        kind, process = event["ph"], event["pid"]
+        if kind == "M":
+            is_thread = event["name"].startswith("thread_")
+            # Ids of processes are negative here, because a thread may have the id of a process.
+            key = event["tid"] if is_thread else -process
+            if event["name"].endswith("_name"):
+                assert key not in found.names, "two tracks have one id"
+                found.names[key] = event["args"]["name"]
+                if is_thread:
+                    found.parents[key] = -process
+            else:
+                found.orders[key] = event["args"]["sort_index"]
             continue
-        now[sequence] += packet.timestamp
-        time_ns, event = now[sequence], packet.track_event
-        if event.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
-            category = categories[sequence, event.category_iids[0]]
-            opened[event.track_uuid].append(
-                (time_ns, names[sequence, event.name_iid], category, tuple(event.flow_ids))
-            )
-        elif event.type == pb.TrackEvent.TYPE_SLICE_END:
-            start, name, category, flows = opened[event.track_uuid].pop()
-            found.slices.append((event.track_uuid, start, time_ns, name, category, flows))
-        elif event.type == pb.TrackEvent.TYPE_INSTANT:
-            annotations = {
-                each.name: each.string_value or each.int_value for each in event.debug_annotations
-            }
-            found.instants.append((time_ns, names[sequence, event.name_iid], annotations))
+        start_ns = begin_ns + nanoseconds(event, "ts")
+        if kind == "X":
+            flows = (event["bind_id"],) if "bind_id" in event else ()
+            for flow in flows:
+                end = (start_ns, -event["dur"], event["flow_in"], event["flow_out"])
+                found.arrow_ends[flow].append(end)
+            found.slices.append(
+                (event["tid"], start_ns, start_ns + nanoseconds(event, "dur"), event["name"],
+                 event["cat"], flows)
+            )  # fmt: skip
+        elif kind == "i":
+            found.instants.append((start_ns, event["name"], event["args"]))
         else:
-            found.counters[event.track_uuid].append((time_ns, event.double_counter_value))
-    assert not any(opened.values()), "a slice has no end"
+            ((unit, value),) = event["args"].items()
+            name = f"{event['name']} {unit}"
+            found.counters[process, name].append((start_ns, float(value)))
     return found
 
 
@@ -116,16 +121,33 @@ def test_each_span_has_its_times_of_the_run_directory(run: Path, trace: Decoded)
     assert sorted(got) == sorted(expected)
 
 
-def test_steps_and_ranks_are_tracks_in_order(trace: Decoded) -> None:
-    processes = [name for track, name in trace.names.items() if not trace.parents[track]]
-    ranks = [name for name in processes if name.startswith("rank ")]
-    assert [name.split()[1] for name in ranks] == [str(rank) for rank in range(RANKS)]
-    # Perfetto sorts processes by their ranks only if the root comes first and asks for it.
-    root, *others = trace.descriptors
-    assert root.uuid == 0
-    assert root.process_ordering == pb.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
-    orders = [each.sibling_order_rank for each in others if each.process.process_name in ranks]
-    assert orders == sorted(set(orders))
+def test_ranks_and_lanes_are_tracks_in_order(trace: Decoded) -> None:
+    processes = {name: id for id, name in trace.names.items() if id not in trace.parents}
+    ordered = sorted(processes, key=lambda name: trace.orders[processes[name]])
+    assert [name.split(" on ")[0] for name in ordered] == ["findings"] + [
+        f"rank {rank}" for rank in range(RANKS)
+    ]
+    for name, process in processes.items():
+        if name != "findings":
+            tracks = [track for track, parent in trace.parents.items() if parent == process]
+            first = min(tracks, key=lambda track: trace.orders[track])
+            assert trace.names[first] == "phases and modules"
+            # Perfetto moves a thread with the id of its process to the top.
+            assert -process not in tracks
+
+
+def test_slices_of_a_track_nest(trace: Decoded) -> None:
+    by_track = defaultdict(list)
+    for track, start, end, *_ in trace.slices:
+        by_track[track].append((start, end))
+    for spans in by_track.values():
+        assert spans == sorted(spans, key=lambda span: (span[0], -span[1]))
+        open_until: list[int] = []
+        for start, end in spans:
+            while open_until and open_until[-1] <= start:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1]
+            open_until.append(end)
 
 
 def test_spans_of_a_collective_are_connected_and_wait_for_the_slow_rank(trace: Decoded) -> None:
@@ -135,12 +157,17 @@ def test_spans_of_a_collective_are_connected_and_wait_for_the_slow_rank(trace: D
             by_flow[flow].add(trace.process_of(track))
     assert by_flow
     assert all(len(processes) == RANKS for processes in by_flow.values())
+    for ends in trace.arrow_ends.values():
+        # The order of Perfetto, which is by the file for equal times.
+        in_order = sorted(ends, key=lambda each: each[:2])
+        leads = [(leads_in, leads_out) for *_, leads_in, leads_out in in_order]
+        assert leads == [(False, True), *[(True, True)] * (RANKS - 2), (True, False)]
     waits = [name for *_, name, category, _ in trace.slices if name.startswith("wait for rank")]
     assert max(set(waits), key=waits.count) == "wait for rank 2"
 
 
 def test_memory_is_a_counter_of_each_rank(tmp_path: Path) -> None:
-    path = tmp_path / "run.pftrace"
+    path = tmp_path / "run.json.gz"
     with run_without_traces(tmp_path) as run:
         ranks = [Rank(run, rank) for rank in range(2)]
         for rank in ranks:
@@ -150,14 +177,13 @@ def test_memory_is_a_counter_of_each_rank(tmp_path: Path) -> None:
         for rank in ranks:
             rank.close()
     found = decoded(path)
-    tracks = [track for track in found.counters if found.names[track] == "memory"]
-    assert sorted(found.process_of(track)[:6] for track in tracks) == ["rank 0", "rank 1"]
-    for track in tracks:
-        assert [value for _, value in found.counters[track]] == [123e6] * 5
+    for rank in range(2):
+        values = [value for _, value in found.counters[rank + 1, "memory bytes"]]
+        assert values == [123e6] * 5
 
 
 def test_memory_that_was_not_measured_has_no_counter(trace: Decoded) -> None:
-    assert not [track for track in trace.counters if trace.names[track] == "memory"]
+    assert not [name for _, name in trace.counters if name.startswith("memory")]
 
 
 def test_findings_and_the_clocks_are_instants(trace: Decoded) -> None:
@@ -170,7 +196,7 @@ def test_findings_and_the_clocks_are_instants(trace: Decoded) -> None:
 
 
 def test_chosen_ranks_and_steps_are_written(run: Path, tmp_path: Path) -> None:
-    path = tmp_path / "some.pftrace"
+    path = tmp_path / "some.json.gz"
     arguments = ["report", str(run), "--perfetto", str(path), "--ranks", "1-2", "--steps", "5-7"]
     assert main([*arguments, "--quiet"]) == 0
     found = decoded(path)
@@ -182,7 +208,7 @@ def test_chosen_ranks_and_steps_are_written(run: Path, tmp_path: Path) -> None:
 def test_limit_shortens_the_window_with_a_note(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "small.pftrace"
+    path = tmp_path / "small.json.gz"
     assert main(["report", str(run), "--perfetto", str(path), "--limit-mb", "0.02"]) == 0
     error = capsys.readouterr().err
     assert "only steps" in error
@@ -204,7 +230,7 @@ def test_invalid_choice_ends_with_exit_code_2(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "none.pftrace"
+    path = tmp_path / "none.json.gz"
     assert main(["report", str(run), "--perfetto", str(path), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not path.exists()
@@ -221,9 +247,9 @@ def test_damaged_span_file_costs_only_its_rows(run: Path, tmp_path: Path) -> Non
     files[0].write_bytes(files[0].read_bytes()[:-100])
     if len(files) == 1:
         with pytest.raises(RunStoreError, match="no recorded steps"):
-            write_trace(RunDirectory(copy), tmp_path / "x.pftrace")
+            write_trace(RunDirectory(copy), tmp_path / "x.json.gz")
         return
-    written = write_trace(RunDirectory(copy), tmp_path / "x.pftrace")
+    written = write_trace(RunDirectory(copy), tmp_path / "x.json.gz")
     assert any(files[0].name in note for note in written.notes)
 
 

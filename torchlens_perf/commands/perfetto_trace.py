@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import printable
-from torchlens_perf.run.installation import require_packages
 from torchlens_perf.run.rank_ranges import parse_ranges
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def add_arguments(report: argparse.ArgumentParser) -> None:
     trace.add_argument("--ranks", type=_parse_ranks, help="ranks to write, such as 0,3,8-15")
     trace.add_argument("--steps", type=_parse_range, help="first and last step, such as 100-200")
     trace.add_argument(
-        "--limit-mb", type=float, help="size of the file, which limits the steps; default: 50"
+        "--limit-mb", type=float, help="size of the file, which limits the steps; default: 20"
     )
 
 
@@ -44,7 +43,6 @@ def _parse_range(text: str) -> tuple[int, int]:
 
 def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> None:
     """Write the trace and print what it contains. Raise ConfigError or RunStoreError."""
-    require_packages("--perfetto", ["perfetto"], "perfetto")
     from torchlens_perf.timeline.export import DEFAULT_LIMIT_BYTES, write_trace
 
     path = options.perfetto or options.chrome_traces

@@ -1,7 +1,7 @@
 """Write a run's recorded steps as a trace for Perfetto (https://ui.perfetto.dev).
 
 Each rank is a process with a track for phases and modules, tracks for collectives, other threads and
-the device, and counters. Arrows connect the spans of one collective on its ranks. Findings are
+the device, and counters (chrome_traces.py). Arrows connect the spans of one collective on its ranks. Findings are
 instants above the ranks. Clocks of several nodes are aligned by the ends of shared collectives; the
 first instant states how exactly.
 """
@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.errors import RunStoreError
+from torchlens_perf.errors import RunStoreError, printable
 from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.run_contents import collect_ranks
 from torchlens_perf.page.gather.step_choice import choose_ranks
@@ -29,9 +28,8 @@ from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.samples import GPUS
 from torchlens_perf.store.segments import find_kept_step_range
-from torchlens_perf.timeline.chrome_traces import ChromeTraceWriter
-from torchlens_perf.timeline.slices import MatchedCollective, build_slice_events
-from torchlens_perf.timeline.trace_file import Event, EventType, TraceWriter
+from torchlens_perf.timeline.chrome_traces import HtaWriter, PerfettoWriter, TraceWriter
+from torchlens_perf.timeline.slices import MatchedCollective, Track, build_tracks
 from torchlens_perf.view.headline import build_headlines
 
 if TYPE_CHECKING:
@@ -42,18 +40,14 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Report
     from torchlens_perf.view.headline import Headline
 
-DEFAULT_LIMIT_BYTES = 50_000_000
+DEFAULT_LIMIT_BYTES = 20_000_000
 MAX_RANKS = 64
 """In larger jobs, the trace has only the ranks that the page shows, unless ranks are named."""
-_BYTES_PER_SPAN = 45
+_BYTES_PER_SPAN = 18
 # Steps of this many ranks are in memory at once.
 _RANK_STEPS_AT_ONCE = 2048
 # Of the chosen window, this share precedes the first step of a slow rank.
 _BEFORE = 0.25
-_FINDINGS_ORDER, _RANKS_ORDER = 0, 10
-_LANE_ORDER = {"host": 0, "collectives": 100, "other threads": 200, "device": 300,
-               "collectives on the device": 400}  # fmt: skip
-_COUNTERS = 500
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +98,12 @@ def write_trace(
         first, last = _choose_window(source, first, last, begins, limit_bytes, notes)
     partial = path.parent / f".{path.name}.partial"
     heads = build_headlines(report, str(run.path))
-    open_writer: Callable[[int], TraceWriter | ChromeTraceWriter]
+    writer_type = HtaWriter if per_rank else PerfettoWriter
     try:
         if per_rank:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            open_writer = functools.partial(ChromeTraceWriter, partial)
-            _write_events(open_writer, source, plain, heads, first, last, advanced)
-        else:
-            with partial.open("wb") as file:
-                open_writer = functools.partial(TraceWriter, file)
-                _write_events(open_writer, source, plain, heads, first, last, advanced)
+        _write_events(writer_type, partial, source, plain, heads, first, last, advanced)
         size = sum(file.stat().st_size for file in (partial.iterdir() if per_rank else [partial]))
         # An existing folder is replaced only if it is empty.
         os.replace(partial, path)
@@ -213,7 +202,8 @@ def _choose_window(
 
 
 def _write_events(
-    open_writer: Callable[[int], TraceWriter | ChromeTraceWriter],
+    writer_type: type[PerfettoWriter | HtaWriter],
+    path: Path,
     source: _TraceSource,
     report: Report,
     heads: Sequence[Headline],
@@ -232,98 +222,64 @@ def _write_events(
     begin_ns = min(
         int(each.records.records["start_ns"].min()) + offset_of[each.rank] for each in records
     )
-    writer = open_writer(begin_ns)
-    tracks = _Tracks(writer, report)
-    waiting = [
-        Event(begin_ns, EventType.INSTANT, tracks.findings, "about this trace",
-              annotations=_describe_trace(source, report, clock.words, first, last)),
-        *_build_finding_events(heads, report, tracks.findings, begin_ns),
-        *_build_gpu_events(source, report, tracks, begin_ns),
-    ]  # fmt: skip
-    waiting.sort(key=lambda event: event.time_ns)
+    host_of = {rank["rank"]: rank["host"] for rank in report["ranks"]}
+    writer = writer_type(path, begin_ns, host_of)
+    about = _describe_trace(source, report, clock.words, first, last, begin_ns)
+    writer.write_instant(begin_ns, "about this trace", about)
+    _write_findings(writer, heads, report, begin_ns)
+    _write_gpu_counters(writer, source, report, begin_ns)
     flows: dict[tuple[str, int], int] = {}
     for number, steps in enumerate(batches):
         records = source.read(steps) if number else records
-        events = list(_build_rank_events(records, offset_of, tracks, source, steps, flows))
-        due = waiting
-        if number < len(batches) - 1:
-            until_ns = max((event.time_ns for event in events), default=begin_ns)
-            due = [event for event in waiting if event.time_ns <= until_ns]
-        waiting = waiting[len(due) :]
-        events += due
-        events.sort(key=lambda event: event.time_ns)
-        writer.write(events)
+        tracks = list(_build_rank_tracks(records, offset_of, source, flows))
+        arrows = _find_arrows(tracks)
+        for track in tracks:
+            writer.write_track(track, arrows)
+        _write_rank_counters(writer, source, steps, offset_of)
         advanced(number + 1, len(batches))
-    writer.flush()
+    writer.close()
 
 
-class _Tracks:
-    """The tracks of the trace. They are added when their first event comes."""
-
-    def __init__(self, writer: TraceWriter | ChromeTraceWriter, report: Report) -> None:
-        self._writer = writer
-        self._hosts = {rank["rank"]: rank["host"] for rank in report["ranks"]}
-        self._processes: dict[int | str, int] = {}
-        self._tracks: dict[tuple[int | str, str, int], int] = {}
-        self.findings = writer.add_track("findings", None, _FINDINGS_ORDER)
-
-    def lane_track(self, rank: int, lane: str, row: int) -> int:
-        """Return the track of a rank's lane. row: spans that overlap lie in several rows."""
-        name = lane if row == 0 else f"{lane} {row + 1}"
-        name = "phases and modules" if lane == "host" else name
-        return self._find_or_add_track((rank, lane, row), name, _LANE_ORDER[lane] + row, "")
-
-    def counter_track(self, owner: int | str, name: str, unit: str) -> int:
-        """Return the counter of a rank (int) or a host (str)."""
-        return self._find_or_add_track((owner, name, 0), name, _COUNTERS + len(name), unit)
-
-    def _find_or_add_track(
-        self, key: tuple[int | str, str, int], name: str, order: int, unit: str
-    ) -> int:
-        if key not in self._tracks:
-            process = self._find_or_add_process(key[0])
-            if unit:
-                self._tracks[key] = self._writer.add_counter(name, unit, process, order)
-            else:
-                self._tracks[key] = self._writer.add_track(name, process, order)
-        return self._tracks[key]
-
-    def _find_or_add_process(self, owner: int | str) -> int:
-        if owner not in self._processes:
-            if isinstance(owner, int):
-                number, name = owner + 1, f"rank {owner} on {self._hosts.get(owner, '?')}"
-            else:
-                number, name = 1_000_001 + len(self._processes), f"host {owner}"
-            self._processes[owner] = self._writer.add_process(number, name, _RANKS_ORDER + number)
-        return self._processes[owner]
-
-
-def _build_rank_events(
+def _build_rank_tracks(
     records: Sequence[RankRecords],
     offset_of: Mapping[int, int],
-    tracks: _Tracks,
     source: _TraceSource,
-    steps: range,
     flows: dict[tuple[str, int], int],
-) -> Iterator[Event]:
-    """Yield slices and counters of all ranks, in order of time within each track."""
+) -> Iterator[Track]:
     joined = join_collectives_by_step(records, [each.rank for each in records], source.uncomparable)
     matched = _match_collectives(joined, flows)
     for each in records:
-        track_of = lambda lane, row, rank=each.rank: tracks.lane_track(rank, lane, row)  # noqa: E731
         offset_ns = offset_of.get(each.rank, each.unix_offset_ns)
-        for events in build_slice_events(each.records, offset_ns, track_of, matched[each.rank]):
-            yield from events
+        yield from build_tracks(each.rank, each.records, offset_ns, matched[each.rank])
+
+
+def _find_arrows(tracks: Iterable[Track]) -> dict[int, tuple[int, int]]:
+    """Return the ranks whose slices of an arrow begin first and last, if it connects several.
+
+    Of slices that begin together, Perfetto takes the longest one first, then by order in the file.
+    """
+    begins: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for track in tracks:
+        for each in track.slices:
+            if each.flow is not None:
+                begins[each.flow].append((each.start_ns, -each.end_ns, track.rank))
+    return {
+        flow: (min(found)[2], max(found)[2]) for flow, found in begins.items() if len(found) > 1
+    }
+
+
+def _write_rank_counters(
+    writer: TraceWriter, source: _TraceSource, steps: range, offset_of: Mapping[int, int]
+) -> None:
     for rank, time_ns, memory, contention in source.step_rows(steps):
         if rank not in offset_of:
             continue
         at_ns = time_ns + offset_of[rank]
         if memory is not None:
-            track = tracks.counter_track(rank, "memory", "bytes")
-            yield Event(at_ns, EventType.COUNTER, track, value=float(memory))
+            writer.write_counter(rank, "memory", "bytes", at_ns, float(memory))
         if contention is not None:
-            track = tracks.counter_track(rank, "CPU contention", "% of the step")
-            yield Event(at_ns, EventType.COUNTER, track, value=100 * contention)
+            share = 100 * contention
+            writer.write_counter(rank, "CPU contention", "% of the step", at_ns, share)
 
 
 def _match_collectives(
@@ -344,21 +300,21 @@ def _match_collectives(
     return found
 
 
-def _build_finding_events(
-    heads: Sequence[Headline], report: Report, track: int, begin_ns: int
-) -> Iterator[Event]:
+def _write_findings(
+    writer: TraceWriter, heads: Sequence[Headline], report: Report, begin_ns: int
+) -> None:
     for head, row in zip(heads, report["verdicts"], strict=True):
         held = row["held"]
         since = held["since"] if held is not None else None
         at_ns = begin_ns if since is None else max(begin_ns, _parse_unix_ns(since))
         texts = {"finding": head.sentence, "cause": head.cause, "next": head.action}
-        annotations = {name: text for name, text in texts.items() if text}
-        yield Event(at_ns, EventType.INSTANT, track, head.status, annotations=annotations)
+        shown = {name: printable(text) for name, text in texts.items() if text}
+        writer.write_instant(at_ns, head.status, shown)
 
 
-def _build_gpu_events(
-    source: _TraceSource, report: Report, tracks: _Tracks, begin_ns: int
-) -> Iterator[Event]:
+def _write_gpu_counters(
+    writer: TraceWriter, source: _TraceSource, report: Report, begin_ns: int
+) -> None:
     hosts = {rank["host"] for rank in report["ranks"] if rank["rank"] in source.ranks}
     counters = (("sm_clock_hz", "SM clock", "Hz"), ("power_w", "power", "W"),
                 ("memory_used_bytes", "GPU memory", "bytes"))  # fmt: skip
@@ -374,29 +330,32 @@ def _build_gpu_events(
     files = ParquetFolder(source.run.path / GPUS, unreadable=make_error_collector(source.notes))
     for table in files.read_each(rows):
         for row in table:
-            time_ns = row["time"]
-            if row["host"] not in hosts or time_ns < begin_ns:
+            time_ns, host = row["time"], row["host"]
+            if host not in hosts or time_ns < begin_ns:
                 continue
             for column, name, unit in counters:
                 if row.get(column) is not None:
-                    track = tracks.counter_track(
-                        str(row["host"]), f"{name} {str(row['uuid'])[:12]}", unit
-                    )
-                    yield Event(time_ns, EventType.COUNTER, track, value=float(row[column]))
+                    counter = f"{name} {str(row['uuid'])[:12]}"
+                    writer.write_counter(str(host), counter, unit, time_ns, float(row[column]))
 
 
 def _describe_trace(
-    source: _TraceSource, report: Report, clock: str, first: int, last: int
-) -> dict[str, str | int | float]:
+    source: _TraceSource, report: Report, clock: str, first: int, last: int, begin_ns: int
+) -> dict[str, str | int]:
     run = report["run"]
-    return {
+    begins = datetime.datetime.fromtimestamp(begin_ns // 10**9, datetime.timezone.utc)
+    texts: dict[str, str | int] = {
         "run": run["id"],
         "program": run["program"] or "",
         "attempt": run["attempt"],
         "ranks": f"{len(source.ranks)} of {run['world_size']}",
         "steps": f"{first} to {last}",
+        "begins": begins.isoformat(),
         "clocks": clock or "All ranks are on one node and share its clock.",
         "limits": "; ".join(source.notes),
+    }
+    return {
+        name: printable(text) if isinstance(text, str) else text for name, text in texts.items()
     }
 
 

@@ -1,8 +1,8 @@
-"""Turn one rank's records of a step into the events of its tracks. Pure."""
+"""Turn one rank's records of a step into the slices of its tracks. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 from torchlens_perf.analysis.collectives.semantics import parse_collective_name
 from torchlens_perf.page.gather.step_trace import LANES, assign_free_rows, assign_lanes
 from torchlens_perf.run.ring import Flag, Kind, kind_name
-from torchlens_perf.timeline.trace_file import Event, EventType
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,26 +35,36 @@ class Slice(NamedTuple):
     end_ns: int
     name: str
     category: str
-    flows: tuple[int, ...] = ()
+    flow: int | None = None
+    """Number of the arrow that connects the slice with slices of other ranks."""
     arguments: Mapping[str, str] = {}
 
 
-TrackOf = Callable[[str, int], int]
-"""Returns the number of a track of the rank by its lane and the row in that lane."""
+class Track(NamedTuple):
+    """Slices of one rank that nest in each other, in order of start."""
+
+    rank: int
+    lane: int
+    """Index in LANES."""
+    row: int
+    """Spans of a lane that overlap lie in several rows."""
+    slices: Sequence[Slice]
+
+
 MatchedCollectives = Mapping[tuple[str, int], MatchedCollective]
 """Collectives of a rank by name of the group and sequence number."""
 
 
-def build_slice_events(
-    read: ProcessRecords, offset_ns: int, track_of: TrackOf, matched: MatchedCollectives
-) -> Iterator[list[Event]]:
-    """Yield the events of each track, in order of time.
+def build_tracks(
+    rank: int, read: ProcessRecords, offset_ns: int, matched: MatchedCollectives
+) -> Iterator[Track]:
+    """Yield the tracks of a rank.
 
-    offset_ns: from the times of the records to the clock of the trace. Spans of a track nest.
+    offset_ns: from the times of the records to the clock of the trace.
     """
     spans, texts = read
     lanes = assign_lanes(spans)
-    for lane, name in enumerate(LANES):
+    for lane in range(len(LANES)):
         chosen = spans[lanes == lane]
         if not len(chosen):
             continue
@@ -65,9 +74,8 @@ def build_slice_events(
             end_ns = chosen["start_ns"] + np.maximum(chosen["duration_ns"], 0)
             rows = assign_free_rows(chosen["start_ns"], end_ns, 0)
         for row in np.unique(rows).tolist():
-            of_row = chosen[rows == row]
-            named = _name_spans(of_row, texts, offset_ns, matched)
-            yield nest_slices(named, track_of(name, row))
+            named = _name_spans(chosen[rows == row], texts, offset_ns, matched)
+            yield Track(rank, lane, row, list(_end_in_parents(named)))
 
 
 def _name_spans(
@@ -96,23 +104,21 @@ def _name_spans(
             operation = parse_collective_name(name)
             match = operation and matched.get((operation.group, number))
         arguments = _WITHOUT_MODULES if without and recorded_kind == Kind.STEP else {}
-        yield Slice(start, end, name, kind_name(kind), (match.flow,) if match else (), arguments)
+        yield Slice(start, end, name, kind_name(kind), match.flow if match else None, arguments)
         if match and 0 < match.wait_ns <= end - start:
             waited_for = "" if match.last_rank is None else f" for rank {match.last_rank}"
             yield Slice(start, start + match.wait_ns, f"wait{waited_for}", "wait")
 
 
-def nest_slices(slices: Iterable[Slice], track: int) -> list[Event]:
-    """Return the begins and ends of slices, which are sorted by start and nest in each other."""
-    events: list[Event] = []
+def _end_in_parents(slices: Iterator[Slice]) -> Iterator[Slice]:
+    """Yield the slices, none of which ends after the slice around it.
+
+    A record of an earlier version may end later.
+    """
     open_until: list[int] = []
-    for start, end, name, category, flows, arguments in slices:
-        while open_until and open_until[-1] <= start:
-            events.append(Event(open_until.pop(), EventType.END, track))
-        # A record of an earlier version may end after the span around it.
-        end = min([end, *open_until[-1:]])
-        begin = Event(start, EventType.BEGIN, track, name, category, flows, annotations=arguments)
-        events.append(begin)
-        open_until.append(end)
-    events += [Event(end, EventType.END, track) for end in reversed(open_until)]
-    return events
+    for each in slices:
+        while open_until and open_until[-1] <= each.start_ns:
+            open_until.pop()
+        end_ns = min([each.end_ns, *open_until[-1:]])
+        open_until.append(end_ns)
+        yield each._replace(end_ns=end_ns)

@@ -46,7 +46,7 @@ def query(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Qu
     folder = tmp_path_factory.mktemp("perfetto")
     fault = "constant:rank=1,share=0.5,phase=forward,since=0"
     run = simulate_run(folder / "run", "--fault", fault, ranks=RANKS, steps=STEPS)
-    trace = folder / "run.pftrace"
+    trace = folder / "run.json.gz"
     assert main(["report", str(run), "--perfetto", str(trace), "--quiet"]) == 0
     with opened(browser, trace) as run_query:
         yield run_query
@@ -89,7 +89,8 @@ def test_trace_is_imported_without_errors(query: Query) -> None:
 
 def test_each_rank_is_a_process_of_the_trace_with_all_steps(query: Query) -> None:
     found = query(
-        "SELECT p.name, count(*) FROM slice s JOIN process_track t ON s.track_id = t.id"
+        "SELECT p.name, count(*) FROM slice s JOIN thread_track t ON s.track_id = t.id"
+        " JOIN thread USING (utid)"
         " JOIN process p USING (upid) WHERE s.name LIKE 'step %' GROUP BY p.name ORDER BY p.name"
     )
     assert [count for _, count in found] == [STEPS] * RANKS
@@ -112,14 +113,6 @@ def test_collectives_of_ranks_are_connected_by_arrows(query: Query) -> None:
     ((arrows,),) = query("SELECT count(*) FROM flow")
     ((begins,),) = query("SELECT count(*) FROM slice WHERE category = 'collective'")
     assert arrows == begins * (RANKS - 1) // RANKS
-
-
-def test_memory_is_a_counter_of_the_trace(query: Query) -> None:
-    found = query(
-        "SELECT count(*) FROM counter c JOIN counter_track t ON c.track_id = t.id"
-        " WHERE t.name = 'memory'"
-    )
-    assert found == [[RANKS * STEPS]]
 
 
 def test_query_of_the_guide_names_the_slow_rank(query: Query) -> None:
