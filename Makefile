@@ -2,6 +2,7 @@
 PYTHON ?= python3
 DEMO := .venv-demo
 TEST := .venv-test
+TORCH := torch==2.13.0
 RECEIVER := .venv-receiver
 FRAMEWORKS := .venv-frameworks
 INTEL_MPI := .venv-intel-mpi
@@ -28,7 +29,7 @@ $(DEMO)/ready: pyproject.toml setup.py MANIFEST.in $(shell find torchlens_perf -
 	@site=$$($(DEMO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	if $(PYTHON) scripts/usable_torch.py > $$site/caller.pth; then \
 		echo "using torch from $$(cat $$site/caller.pth)"; $(DEMO)/bin/python -m pip install -q ".[serve,top]"; \
-	else rm $$site/caller.pth; $(DEMO)/bin/python -m pip install -q '.[demo,serve,top]'; fi
+	else rm $$site/caller.pth; $(DEMO)/bin/python -m pip install -q $(TORCH) '.[serve,top]'; fi
 	$(DEMO)/bin/torchlens-perf build-tap
 	touch $@
 
@@ -101,10 +102,10 @@ format: $(TEST)/ready
 	$(TEST)/bin/ruff format .
 	$(TEST)/bin/ruff check --fix .
 
-$(TEST)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
+$(TEST)/ready: pyproject.toml tests/requirements.txt setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
 	$(SDT)
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test]'
+	$(TEST)/bin/python -m pip install -q --no-compile -e . -r tests/requirements.txt
 	touch $@
 
 # One process writes the bytecode of torch, the tests and all that they import. Else each of the JOBS processes would do so.
@@ -138,9 +139,9 @@ $(RECEIVER)/ready:
 test-frameworks: $(FRAMEWORKS)/ready
 	$(FRAMEWORKS)/bin/python -m pytest -m '' tests/frameworks
 
-$(FRAMEWORKS)/ready: pyproject.toml setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
+$(FRAMEWORKS)/ready: pyproject.toml tests/requirements.txt tests/requirements-frameworks.txt setup.py $(wildcard torchlens_perf/native/*.[ch] torchlens_perf/native/*.cpp)
 	$(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pip install -q --no-compile -e '.[test,frameworks]'
+	$(FRAMEWORKS)/bin/python -m pip install -q --no-compile -e . -r tests/requirements.txt -r tests/requirements-frameworks.txt
 	touch $@
 
 # Pages in a real Chromium, which is Debian's: as root it is installed where it is missing. What drives it lies in an
@@ -161,9 +162,9 @@ $(PAGE)/ready: $(TEST)/ready
 test-prometheus: $(TEST)/dashboards
 	$(TEST)/bin/python -m pytest -m '' tests/prometheus
 
-$(TEST)/dashboards: $(TEST)/tap
+$(TEST)/dashboards: $(TEST)/tap tests/requirements-dashboards.txt
 	command -v promtool || apt-get install -y -q --no-install-recommends prometheus
-	$(TEST)/bin/python -m pip install -q --no-compile -e '.[test,dashboards]'
+	$(TEST)/bin/python -m pip install -q --no-compile -r tests/requirements-dashboards.txt
 	touch $@
 
 # Real backends read back what they were sent (docs/internals/backend-tests.md). Needs some 4 GB; what cannot be installed is skipped, with the
@@ -226,7 +227,7 @@ bench-peers: $(TEST)/tap bench-peers-ready
 # All tools use one torch. It is in an environment of its own, which the others see.
 .venv-peers/torch/ready:
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --no-compile 'torch==2.13.0' numpy
+	$(@D)/bin/python -m pip install -q --no-compile $(TORCH) numpy
 	touch $@
 
 .venv-peers/torchlens_perf/ready: pyproject.toml setup.py $(shell find torchlens_perf -type f -not -name '*.so' -not -name '*.pyc')

@@ -88,9 +88,8 @@ def main(folder: Path) -> int:
     if not python.exists():
         venv.create(folder / "venv", with_pip=True)
     pip = [str(python), "-m", "pip", "install", "-q", "--no-compile"]
-    torch = next(
-        each for each in project["optional-dependencies"]["test"] if each.startswith("torch==")
-    )
+    tested = (ROOT / "tests/requirements.txt").read_text().splitlines()
+    torch = next(each for each in tested if each.startswith("torch=="))
     subprocess.run([*pip, torch, *pins], check=True)
     subprocess.run([*pip, "--no-deps", str(ROOT)], check=True)
     print("\n".join(pins))
