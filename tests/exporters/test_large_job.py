@@ -19,6 +19,8 @@ from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
 
+pytestmark = pytest.mark.slow
+
 STEPS = 320
 SMALL, LARGE = 72, 128  # Both jobs have too many ranks for per-rank series.
 sent = functools.cache(send)

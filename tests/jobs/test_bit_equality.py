@@ -21,6 +21,8 @@ from tests.support.recording import EVERYTHING, Recording, recorded
 from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.run.ring import Kind
 
+pytestmark = pytest.mark.slow
+
 # These eager cases are fast enough for every test run. Together, these eager cases use every hook
 # that applies to one rank.
 FEW = (

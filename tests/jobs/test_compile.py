@@ -26,6 +26,8 @@ from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.recorder import python, session
 from torchlens_perf.run.ring import Kind
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

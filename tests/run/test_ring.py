@@ -284,6 +284,7 @@ made.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", IDS)
 def test_reader_gets_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None:
     """The writer overwrites the ring many times during the test. All missed records are counted."""

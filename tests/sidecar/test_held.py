@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", long_except({"slow once", "healthy"}, CASES))
 def test_restarts_and_replays_give_the_same_validity_of_verdicts(case: str, tmp_path: Path) -> None:
     """The validity is compared between one sidecar, restarts every 32 steps, and a replay."""
