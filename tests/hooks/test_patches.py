@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data._utils import fetch
 
+from tests.support.long import long
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.hooks.loop.first_step import FirstStepTrigger
 from torchlens_perf.hooks.loop.optimizer import relay
@@ -157,7 +158,7 @@ def test_pickle_of_a_replaced_function_loads_without_this_package(tmp_path: Path
     assert done.stdout == "True False\n", done.stderr
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", *long("forkserver")])
 def test_pool_of_processes_writes_checkpoints_inside_a_watch(method: str, tmp_path: Path) -> None:
     context: Any = multiprocessing.get_context(method)
     state, files = {"a": torch.ones(2)}, [tmp_path / "pool.pt", tmp_path / "process.pt"]

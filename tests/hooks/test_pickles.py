@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
+from tests.support.long import long
 from tests.support.recording import EVERYTHING, recorded
 from tests.support.servers import free_port
 from torchlens_perf.hooks import module as hooks_module
@@ -359,7 +360,7 @@ def test_ddp_model_is_saved_with_the_same_bytes_during_a_watch(tmp_path: Path, w
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", *long("forkserver")])
 def test_watched_module_loads_in_a_process_without_this_package(
     method: str, tmp_path: Path
 ) -> None:

@@ -128,7 +128,7 @@ def test_training_is_unchanged_in_a_thousand_faulty_starts(tmp_path: Path) -> No
     note("faulty starts", len(found), STARTS, counted, time.monotonic() - began_s)
 
 
-@pytest.mark.parametrize("which", ["", *long("all")])
+@pytest.mark.parametrize("which", long("", "all"))
 def test_failing_system_call_at_the_end_leaves_no_hook_and_at_most_one_message(
     which: str, tmp_path: Path
 ) -> None:

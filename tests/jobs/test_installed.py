@@ -22,6 +22,7 @@ import pytest
 
 from tests.support import installations
 from tests.support.installations import PACKAGE, ROOT, Environment, files, metadata, requirements
+from tests.support.long import long
 from tests.support.processes import only_report, report, runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -302,7 +303,7 @@ print(perf.__file__)
 """
 
 
-@pytest.mark.parametrize("way", ["watch", "variable", "run"])
+@pytest.mark.parametrize("way", ["watch", *long("variable", "run")])
 def test_single_process_is_recorded_in_each_documented_way(
     way: str, installed: Environment, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.long import long
 from tests.support.processes import run
 
 PROGRAM = """
@@ -41,7 +42,7 @@ print(len(calls), len(ended))
 """
 
 
-@pytest.mark.parametrize("reader", ["sidecar", "none"])
+@pytest.mark.parametrize("reader", ["sidecar", *long("none")])
 def test_handler_of_sigchld_is_not_called_and_wait_finds_no_child(
     tmp_path: Path, reader: str
 ) -> None:

@@ -49,7 +49,7 @@ def run_of(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-@pytest.mark.slow
+@pytest.mark.long  # tests/distributed/test_capture_live.py has a capture of a job.
 def test_ranks_of_a_training_job_are_captured_and_files_downloaded(
     training: tuple[Path, Path],
 ) -> None:
