@@ -7,6 +7,7 @@ job. The limits have slack, because work takes more CPU time while other program
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
@@ -20,8 +21,7 @@ SUITE_S = 900.0
 """Budget of all tests, including the collection of each worker."""
 SLACK = 2.0
 """Factor by which a test may exceed its budget."""
-EXEMPT = ("slow", "examples")
-"""Marks of tests without a budget of their own."""
+MARKS_WITHOUT_BUDGET = ("slow", "examples")
 
 
 class CpuTime(NamedTuple):
@@ -51,7 +51,7 @@ class CpuBudget:
 
     def __init__(self) -> None:
         self._last = CpuTime.now()
-        self._tests_s: dict[str, float] = {}
+        self._tests_s: Counter[str] = Counter()
         self._workers_s = 0.0
 
     def pytest_runtest_logstart(self) -> None:
@@ -66,19 +66,19 @@ class CpuBudget:
         now = CpuTime.now()
         used, self._last = CpuTime(*(b - a for a, b in zip(self._last, now, strict=True))), now
         report.user_properties.append(("cpu_s", sum(used)))
-        is_limited = call.when == "call" and not any(map(item.get_closest_marker, EXEMPT))
+        is_limited = call.when == "call" and not any(
+            map(item.get_closest_marker, MARKS_WITHOUT_BUDGET)
+        )
         if is_limited and report.passed and (excess := find_excess(used)):
             report.outcome, report.longrepr = "failed", excess
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add one phase. The controller of pytest-xdist gets the reports of its workers."""
-        seconds = sum(value for name, value in report.user_properties if name == "cpu_s")
-        self._tests_s[report.nodeid] = self._tests_s.get(report.nodeid, 0.0) + seconds
+        self._tests_s[report.nodeid] += dict(report.user_properties).get("cpu_s", 0.0)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Add the whole CPU time of a worker of pytest-xdist that has ended."""
         self._workers_s += getattr(node, "workeroutput", {}).get("cpu_s", 0.0)
 
     @pytest.hookimpl(trylast=True)
@@ -89,9 +89,11 @@ class CpuBudget:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._tests_s:
+            return
         show = terminalreporter.write_line
         show(f"CPU time: {self._suite_s():.0f} s, and the budget of all tests is {SUITE_S:.0f} s")
-        for name, seconds in sorted(self._tests_s.items(), key=lambda each: -each[1])[:10]:
+        for name, seconds in self._tests_s.most_common(10):
             show(f"  {seconds:5.1f} s {name}")
 
     def _suite_s(self) -> float:
