@@ -22,10 +22,9 @@ import pytest
 
 from tests.support import installations
 from tests.support.installations import PACKAGE, ROOT, Environment, files, metadata, requirements
-from tests.support.long import long
 from tests.support.processes import only_report, report, runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 SCRIPTS = ROOT / "tests" / "scripts"
 # New files of each kind that a change may add.
@@ -303,7 +302,7 @@ print(perf.__file__)
 """
 
 
-@pytest.mark.parametrize("way", ["watch", *long("variable", "run")])
+@pytest.mark.parametrize("way", ["watch", "variable", "run"])
 def test_single_process_is_recorded_in_each_documented_way(
     way: str, installed: Environment, tmp_path: Path
 ) -> None:
