@@ -297,6 +297,7 @@ def train(folder: Path, budget: float) -> tuple[int, list[bool]]:
     return period, timed / 100
 
 
+@pytest.mark.slow
 def test_small_budget_leaves_modules_out_in_most_steps(tmp_path: Path) -> None:
     period, timed = train(tmp_path / "small", 1e-4)
     assert period > 4

@@ -19,7 +19,7 @@ PROCESSES_S = 10.0
 """Budget of the processes that one test starts."""
 SUITE_S = 900.0
 """Budget of all tests, including the collection of each worker."""
-SLACK = 2.0
+SLACK = 3.0
 """Factor by which a test may exceed its budget."""
 MARKS_WITHOUT_BUDGET = ("slow", "examples")
 
