@@ -76,7 +76,7 @@ def test_concurrent_threads_create_one_folder(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("hosts", "memory"),
-    [(("node-0", "node-1"), "own"), *long((("pod", "pod"), "own")), (("pod", "pod"), "shared")],
+    [*long((("node-0", "node-1"), "own"), (("pod", "pod"), "own")), (("pod", "pod"), "shared")],
 )
 def test_equal_process_ids_on_two_nodes_are_recorded_separately(
     hosts: tuple[str, str], memory: str, tmp_path: Path

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import warm_python
+from tests.support.long import long
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
@@ -65,7 +66,7 @@ def report_of(folder: Path, how: str) -> tuple[dict[str, Any], float, int]:
     raise AssertionError("no sidecar has read the run")
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGABRT", "_exit"])
+@pytest.mark.parametrize("how", ["SIGKILL", *long("SIGTERM", "SIGABRT"), "_exit"])
 def test_process_that_ends_inside_the_watch_is_reported_as_died(how: str, tmp_path: Path) -> None:
     report, _, code = report_of(tmp_path, how)
 
@@ -74,7 +75,7 @@ def test_process_that_ends_inside_the_watch_is_reported_as_died(how: str, tmp_pa
     assert report["verdicts"][0]["kind"] == "died"
 
 
-@pytest.mark.parametrize("how", ["", "compile", "compile SIGKILL", "fork"])
+@pytest.mark.parametrize("how", ["", "compile", *long("compile SIGKILL"), "fork"])
 def test_start_time_of_a_rank_is_measured_from_the_process_start(how: str, tmp_path: Path) -> None:
     """A forked rank starts at the fork.
 

@@ -103,8 +103,8 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
     ("way", "closed"),
     [
         ("switch", "2>&-"),
-        ("run", "0<&- 1>&- 2>&-"),
         *long(
+            ("run", "0<&- 1>&- 2>&-"),
             ("switch", "1>&- 2>&-"),
             ("switch", "0<&- 1>&- 2>&-"),
             ("run", "2>&-"),

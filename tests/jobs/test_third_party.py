@@ -107,6 +107,7 @@ def test_every_script_has_a_commit_and_its_own_name() -> None:
     assert len({each.name for each in SCRIPTS}) == len(SCRIPTS)
 
 
+@pytest.mark.long
 def test_report_and_py_spy_agree_on_a_script_that_waits_for_data(tmp_path: Path) -> None:
     checkout = tmp_path / "repositories" / "code"
     checkout.mkdir(parents=True)

@@ -234,6 +234,7 @@ def test_shapes_without_data_do_not_count() -> None:
     assert by_tap(lambda: left @ left) == []
 
 
+@pytest.mark.long
 def test_shapes_seen_while_a_model_is_compiled_do_not_count() -> None:
     torch._dynamo.reset()
     model, x = nn.Linear(16, 16), torch.randn(4, 16)

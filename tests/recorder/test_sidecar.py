@@ -17,6 +17,7 @@ import pytest
 
 from tests.sidecar.test_node import WORK
 from tests.support.busy_machine import PROCESSORS, busy_machine
+from tests.support.long import long
 from tests.support.processes import report, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from torchlens_perf.errors import RunStoreError
