@@ -93,6 +93,7 @@ def test_operations_equal_those_of_torchs_counter(name: str) -> None:
     assert flops_by_pass(by_tap(step)).total() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", *long("inductor")])
 def test_compiled_model_counts_the_same_and_is_not_compiled_again(backend: str) -> None:
     torch.manual_seed(1)

@@ -162,6 +162,7 @@ def test_report_omits_sections_without_data() -> None:
     assert not re.search("earlier|data lost|also|Typical step", text)
 
 
+@pytest.mark.slow
 def test_report_of_64_ranks_with_a_slow_one_fits_30_lines(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=13,share=0.25", ranks=64, steps=64)
     text = short(report)
