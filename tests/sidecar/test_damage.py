@@ -98,7 +98,7 @@ def test_node_with_contradictory_state_is_left_out_of_the_report(run: RunDirecto
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("states", [150, *long(STATES)])
+@pytest.mark.parametrize("states", [60, *long(STATES)])
 def test_report_is_built_or_fails_with_one_line_if_state_bytes_change(
     states: int, run: RunDirectory
 ) -> None:
