@@ -128,6 +128,14 @@ def test_forward_passes_before_the_first_optimizer_step_count_as_inference() -> 
     assert StepRule(passed=1).trains
 
 
+def test_last_optimizer_left_ends_steps_although_it_steps_in_another_loop() -> None:
+    rule = StepRule(passed=2)
+    rule.exclude_optimizer(1)
+    rule.exclude_optimizer(0)
+
+    assert [rule.on_optimizer_step(7, 0), rule.on_optimizer_step(8, 1)] == [True, False]
+
+
 def test_optimizer_not_passed_to_watch_ends_steps_only_if_it_continues_alone() -> None:
     rule = StepRule(passed=1)
     assert not rule.on_optimizer_step(2)

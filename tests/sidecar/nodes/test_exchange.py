@@ -78,6 +78,18 @@ class TestExchange:
         with pytest.raises(ValueError, match="1025 bytes"):
             merger.set_instructions(b"x" * 1025)
 
+    def test_newest_link_report_of_each_node_reaches_every_node_0(self, nodes: Nodes) -> None:
+        """The report is sent again after a restart of node 0's sidecar."""
+        other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
+        other.set_links(b"old")
+        other.set_links(b"new")
+        wait_until(lambda: merger.link_reports() == [b"new"])
+        merger.close()
+        restarted = nodes.start("n0", merges=True)
+        wait_until(lambda: restarted.link_reports() == [b"new"])
+
+        assert other.link_reports() == []
+
     def test_two_attempts_of_a_job_exchange_no_posts(self, nodes: Nodes) -> None:
         """The second attempt has another node 0 while the first one still runs."""
         old, old_merger = nodes.start("n1"), nodes.start("n0", merges=True)
