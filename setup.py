@@ -1,11 +1,11 @@
 """Builds the native recorder and the NCCL plugin. Everything declarative is in pyproject.toml.
 
-Both are optional: without a C compiler the package installs and records through its Python twin,
-and NCCL's kernels are not timed (`torchlens-perf doctor` says so). The plugin is no Python module:
-NCCL loads it.
+Both are optional: without a C compiler the package installs, and its commands read and show runs.
+Training is not recorded there, which watch() and `torchlens-perf doctor` say. The plugin is no Python
+module: NCCL loads it.
 
-For a free-threaded Python none is built: the recorder relies on the GIL, and importing it would
-switch that on again.
+For a free-threaded Python none is built, so nothing is recorded: the recorder relies on the GIL, and
+importing it would switch that on again.
 """
 
 import shutil

@@ -22,7 +22,6 @@ from torch import nn
 
 from benchmarks.measure import Table, interleaved, per_operation_ns, ratio_interval
 from torchlens_perf import _native
-from torchlens_perf.recorder import python
 from torchlens_perf.run.ring import RingFile
 
 ROUNDS = 40
@@ -33,36 +32,19 @@ class NullExporter(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-def active_recorders(folder: Path) -> list[Any]:
-    """Yield an active recorder of each implementation.
-
-    Sections write records into its ring until the context ends.
-    """
-    made = []
-    for implementation in (_native, python):
-        ring = RingFile(folder / implementation.__name__, 65536)
-        made.append(implementation.Recorder(ring.buffer, ring.intern))
-        made[-1].activate()
-    return made
-
-
 def section_variants() -> dict[str, Callable[[], float]]:
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(NullExporter()))
     names = {
-        "native": _native.section("a"),
-        "python": python.section("a"),
+        "section": _native.section("a"),
         "perf": SimpleNamespace(section=_native.section),
         "record_function": torch.profiler.record_function,
         "tracer": provider.get_tracer("benchmark"),
     }
     return {
         "floor: two clock reads and a store in C": lambda: _native.floor_ns(20_000) / 20_000,
-        "with section (native)": per_operation_ns("with native: pass", names, 1000),
-        "with perf.section(name) (native)": per_operation_ns(
-            'with perf.section("a"): pass', names, 1000
-        ),
-        "with section (Python implementation)": per_operation_ns("with python: pass", names, 200),
+        "with section": per_operation_ns("with section: pass", names, 1000),
+        "with perf.section(name)": per_operation_ns('with perf.section("a"): pass', names, 1000),
         "torch.profiler.record_function, idle": per_operation_ns(
             'with record_function("a"): pass', names, 20
         ),
@@ -110,13 +92,15 @@ def main() -> int:
     """Print the tables. Return the number of missed bars."""
     table = Table("a section", "ns", "to the floor", "bar", "")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        recorders = active_recorders(Path(folder))
+        ring = RingFile(Path(folder) / "sections", 65536)
+        recorder = _native.Recorder(ring.buffer, ring.intern)
+        recorder.activate()
         values = interleaved(section_variants(), ROUNDS)
-        assert all(recorder.written > ROUNDS for recorder in recorders)
+        assert recorder.written > ROUNDS
         modules = interleaved(module_variants(Path(folder)), ROUNDS)
-    floor, native, _, python_ns, record_function, span = values.values()
+    floor, section, _, record_function, span = values.values()
     bars = {
-        "with section (native)": ("at most 2.2 floors", ratio_interval(native, floor)[0] <= 2.2),
+        "with section": ("at most 2.2 floors", ratio_interval(section, floor)[0] <= 2.2),
     }
     for name, nanoseconds in values.items():
         middle, low, high = ratio_interval(nanoseconds, floor)
@@ -141,15 +125,8 @@ def main() -> int:
     print()
     ratios = Table("how many times cheaper", "ratio", "bar", "")
     for name, cheap, dear, least in (
-        ("native section than an OpenTelemetry span", native, span, 100),
-        ("native section than an idle record_function", native, record_function, 40),
-        ("Python implementation's section than an OpenTelemetry span", python_ns, span, 20),
-        (
-            "Python implementation's section than an idle record_function",
-            python_ns,
-            record_function,
-            10,
-        ),
+        ("section than an OpenTelemetry span", section, span, 100),
+        ("section than an idle record_function", section, record_function, 40),
     ):
         middle, low, high = ratio_interval(dear, cheap)
         ratios.row(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.measure import Table, interleaved
 from tests.support.device.fake_nccl import NcclRig, compile_nccl
-from tests.support.recorders import IMPLEMENTATIONS
+from torchlens_perf import _native
 
 CHANNELS = (1, 8, 16, 32)
 BARS_NS = {"1": 200, "32": 2000, "between": 10, "off": 10}
@@ -33,9 +33,7 @@ def costs_ns(rig: NcclRig, rounds: int, calls: int) -> dict[str, list[float]]:
     """
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    marks = pointer_of(
-        rig.implementation.collective_marks(), b"torchlens_perf._native.collective_marks"
-    )
+    marks = pointer_of(_native.collective_marks(), b"torchlens_perf._native.collective_marks")
 
     def cost(channels: int, *, on: bool, idle: bool, masked: bool = False) -> float:
         rig.nccl.plugin.switch_timing(on=on)
@@ -62,7 +60,7 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as folder:
         library = compile_nccl(Path(folder) / "compiled.so", "-shared", "-fPIC")
-        rig = NcclRig(IMPLEMENTATIONS[0], Path(folder), library, 6)
+        rig = NcclRig(Path(folder), library, 6)
         # Use the fastest round, because other work on the machine slows rounds down.
         found = {name: min(values) for name, values in costs_ns(rig, ROUNDS, CALLS).items()}
         rig.close()

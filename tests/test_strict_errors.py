@@ -15,7 +15,6 @@ from tests.support.recording import recorded
 from tests.support.strict import PLANTED, find_failed_sidecars
 from torchlens_perf.errors import RAISE
 from torchlens_perf.hooks.module import ModuleCallRouter
-from torchlens_perf.recorder.recorder import NATIVE
 
 TESTS = Path(__file__).parent
 _LENIENT = re.compile(r'RAISE(, |: |=|": )"0"|delenv\((errors\.)?("TORCHLENS_PERF_)?RAISE')
@@ -38,7 +37,6 @@ def test_started_programs_raise_internal_errors(tmp_path: Path) -> None:
     assert clean_environ({RAISE: "0"})[RAISE] == "0"
 
 
-@pytest.mark.skipif(not NATIVE, reason="the native recorder is not built")
 def test_error_in_a_function_that_native_code_calls_reaches_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

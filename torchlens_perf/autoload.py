@@ -63,7 +63,13 @@ def arm() -> None:
     from torchlens_perf.errors import guard
     from torchlens_perf.hooks.collectives import nccl_plugin
     from torchlens_perf.hooks.loop import first_step
+    from torchlens_perf.recorder.recorder import find_recording_obstacle
 
+    obstacle = find_recording_obstacle()
+    if obstacle is not None:
+        if first_step.is_user_program():
+            _print_not_recording(str(obstacle))
+        return
     environment = config.from_environment(os.environ)
     _rearm_in_children()
     with guard("offering NCCL the plugin"):

@@ -430,9 +430,9 @@ class Watch(LiveResultMethods):
             switch_off_on_error(lambda reason: _log_not_recording(reason, self._identity)),
             ExitStack() as cleanup,
         ):
-            refused = find_recording_obstacle()
-            if refused is not None:
-                raise RunStoreError(refused)
+            obstacle = find_recording_obstacle()
+            if obstacle is not None:
+                raise RunStoreError(str(obstacle))
             from torchlens_perf.hooks import attach
             from torchlens_perf.hooks.loop import first_step
 

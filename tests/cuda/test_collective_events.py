@@ -12,7 +12,6 @@ import pytest
 from tests.support.collective_rig import CollectiveRig, sequence
 from tests.support.device.fake_device import FakeDevice, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
-from tests.support.recorders import IDS, IMPLEMENTATIONS
 from torchlens_perf.cuda.stalls import StallMarker
 from torchlens_perf.hooks.collectives.nccl import CollectiveEvents
 from torchlens_perf.recorder.clocks import Clocks
@@ -22,9 +21,6 @@ from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason=WITHOUT_COMPILER),
-    pytest.mark.skipif(
-        IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
-    ),
 ]
 # `OVER_NS` is the time that launches and events need on the fake device.
 KERNEL_NS, OVER_NS = 3_000_000, 20_000
@@ -36,7 +32,7 @@ class Loop(CollectiveRig):
 
     def __init__(self, device: FakeDevice, folder: Path) -> None:
         self.device, self.fake = device, FakeStreams(device)
-        super().__init__(IMPLEMENTATIONS[0], folder, clock=self.fake.now_ns)
+        super().__init__(folder, clock=self.fake.now_ns)
         self.clock_of_device = self.fake.create_clock()
         self.session: Any = type("Session", (), {"clocks": Clocks(), "intern": self.ring.intern})()
         self.session.clocks.use_clock(self.clock_of_device)

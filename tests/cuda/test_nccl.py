@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.support.device.fake_nccl import ON, SEEN, FakeNccl
-from tests.support.recorders import IDS
 from tests.support.recording import Recording, recorded
 from torchlens_perf import autoload
 from torchlens_perf.commands.doctor import LIMITED, OK, run_checks
@@ -25,10 +24,6 @@ from torchlens_perf.hooks.collectives.nccl_plugin import SAMPLED_EVERY, VARIABLE
 from torchlens_perf.hooks.device_hooks import create_device_hooks
 from torchlens_perf.recorder import devices as device
 from torchlens_perf.recorder import step_callbacks, torch_groups
-
-pytestmark = pytest.mark.skipif(
-    IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
-)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from tests.support.recording import EVERYTHING, Record, recorded
 from torchlens_perf import watch
 from torchlens_perf.config import Config
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.hooks import module as hooks_module
 from torchlens_perf.hooks.loop.selection import NamedModel, select_modules, unwrapped_class_name
-from torchlens_perf.recorder import python, session
 from torchlens_perf.run.ring import Flag, Kind
 
 
@@ -64,22 +62,6 @@ class Raises(nn.Module):
         raise self.error
 
 
-@pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test twice: with module calls routed by the native recorder, and with a replaced
-    `__call__`.
-    """
-    if request.param == "python":
-        time_in_python(monkeypatch)
-    return request.param
-
-
-def time_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
-    monkeypatch.setattr(hooks_module, "ModuleCall", python.ModuleCall)
-    monkeypatch.setattr(session, "Recorder", python.Recorder)
-
-
 def inside(inner: Record, outer: Record) -> bool:
     return (
         outer.start_ns <= inner.start_ns
@@ -97,7 +79,7 @@ def run(model: nn.Module, batch: Tensor | None = None) -> Tensor:
 # -- what is recorded
 
 
-def test_each_module_call_is_a_span_inside_that_of_its_caller(tmp_path: Path, way: str) -> None:
+def test_each_module_call_is_a_span_inside_that_of_its_caller(tmp_path: Path) -> None:
     """The root module's span is the forward phase.
 
     Times of inner modules add up to less than their caller's time.
@@ -120,47 +102,7 @@ def test_each_module_call_is_a_span_inside_that_of_its_caller(tmp_path: Path, wa
     assert {record.flags for record in recording.records if record.kind != Kind.STEP} == {Flag(0)}
 
 
-@pytest.fixture
-def _no_collection() -> Iterator[None]:
-    """Switch off garbage collection, which is recorded too and depends on earlier tests."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_no_collection")
-def test_python_recorder_records_the_same_spans_as_the_native_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both recorders record the same kinds, names, depths and flags in the same order."""
-
-    def shape() -> list[tuple[Any, ...]]:
-        torch.manual_seed(0)
-        model = Model(use_reentrant=False)
-        broken = nn.Sequential(Block(), Raises(ValueError("no")))
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        with recorded(folder, [model, broken], **EVERYTHING) as recording:
-            for _ in range(2):
-                run(model)
-                with pytest.raises(ValueError, match="no"):
-                    broken(torch.randn(2, 4))
-                recording.watch.step()
-        return [
-            (each.kind, each.name, each.step, each.depth, each.flags, each.value1)
-            for each in recording.records
-            # Thread times are recorded for long steps only, and their lengths depend on the
-            # machine. The tap counts operators by the module calls of the native recorder only.
-            if each.kind not in (Kind.THREAD_TIME, Kind.OPERATORS)
-        ]
-
-    native = shape()
-    time_in_python(monkeypatch)
-
-    assert len(native) > 40
-    assert native == shape()
-
-
-def test_each_call_of_a_shared_or_recursive_module_is_recorded(tmp_path: Path, way: str) -> None:
+def test_each_call_of_a_shared_or_recursive_module_is_recorded(tmp_path: Path) -> None:
     """All calls have the first name of the module."""
 
     class Recursive(nn.Module):
@@ -182,9 +124,7 @@ def test_each_call_of_a_shared_or_recursive_module_is_recorded(tmp_path: Path, w
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_recomputed_module_is_not_a_forward_pass(
-    use_reentrant: bool, tmp_path: Path, way: str
-) -> None:
+def test_recomputed_module_is_not_a_forward_pass(use_reentrant: bool, tmp_path: Path) -> None:
     """Activation checkpointing runs modules again inside the backward pass."""
     model = Model(use_reentrant)
     with recorded(tmp_path, model, **EVERYTHING) as recording:
@@ -233,7 +173,7 @@ def test_exception_of_a_module_is_passed_on_and_its_span_is_flagged(
     assert (recording.records[-1].name, recording.records[-1].depth) == ("0", 1)
 
 
-def test_module_that_returns_none_is_not_flagged_as_failed(tmp_path: Path, way: str) -> None:
+def test_module_that_returns_none_is_not_flagged_as_failed(tmp_path: Path) -> None:
     class Silent(nn.Module):
         def forward(self, x: Tensor) -> None:
             return None
@@ -245,7 +185,7 @@ def test_module_that_returns_none_is_not_flagged_as_failed(tmp_path: Path, way: 
     assert {each.flags for each in recording.records if each.kind != Kind.STEP} == {Flag(0)}
 
 
-def test_module_call_on_another_thread_is_not_part_of_the_step(tmp_path: Path, way: str) -> None:
+def test_module_call_on_another_thread_is_not_part_of_the_step(tmp_path: Path) -> None:
     model = Block()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -261,7 +201,7 @@ def test_module_call_on_another_thread_is_not_part_of_the_step(tmp_path: Path, w
     assert flags == [Flag(0), Flag.OTHER_THREAD]
 
 
-def test_watch_may_end_inside_a_module_call(tmp_path: Path, way: str) -> None:
+def test_watch_may_end_inside_a_module_call(tmp_path: Path) -> None:
     class Ends(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             watched.stop()
@@ -587,7 +527,7 @@ def test_new_model_at_the_address_of_a_deleted_one_is_not_watched(tmp_path: Path
 # -- modules are not changed
 
 
-def test_modules_and_their_classes_are_unchanged_during_a_watch(tmp_path: Path, way: str) -> None:
+def test_modules_and_their_classes_are_unchanged_during_a_watch(tmp_path: Path) -> None:
     """The dictionaries of modules and of their classes have the same contents."""
     model = Model()
     model.blocks[0].compile(backend="eager")
@@ -596,8 +536,6 @@ def test_modules_and_their_classes_are_unchanged_during_a_watch(tmp_path: Path, 
     untouched = {
         kind: dict(vars(kind)) for module in model.modules() for kind in type(module).__mro__
     }
-    if way == "python":
-        del untouched[nn.Module]
 
     def contents() -> list[Any]:
         return [
@@ -623,7 +561,7 @@ def test_modules_and_their_classes_are_unchanged_during_a_watch(tmp_path: Path, 
     assert dict(vars(nn.Module))["__call__"] is nn.Module._wrapped_call_impl
 
 
-def test_module_compiled_during_the_watch_is_timed_as_a_whole(tmp_path: Path, way: str) -> None:
+def test_module_compiled_during_the_watch_is_timed_as_a_whole(tmp_path: Path) -> None:
     model = Model()
     with recorded(tmp_path, model, **EVERYTHING) as recording:
         run(model)
@@ -663,7 +601,7 @@ class OwnCall(nn.Module):
     ],
 )
 def test_module_call_counts_once_if_the_class_overrides_call(
-    make: Callable[[], nn.Module], tmp_path: Path, way: str
+    make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     """The overriding `__call__` calls that of nn.Module."""
     model = nn.Sequential(make())
@@ -676,7 +614,7 @@ def test_module_call_counts_once_if_the_class_overrides_call(
 
 
 def test_module_calls_are_timed_after_another_tool_patched_and_restored_them(
-    tmp_path: Path, way: str
+    tmp_path: Path,
 ) -> None:
     """torch.fx replaces nn.Module.__call__ while it traces and restores it afterwards."""
     model = Block()
@@ -697,7 +635,7 @@ def test_module_calls_are_timed_after_another_tool_patched_and_restored_them(
     ],
 )
 def test_deleted_watched_model_is_freed_without_garbage_collection(
-    found: bool, tmp_path: Path, way: str
+    found: bool, tmp_path: Path
 ) -> None:
     """The memory must be free at once, because the next model may need it."""
     model = Model()
@@ -717,7 +655,7 @@ def test_deleted_watched_model_is_freed_without_garbage_collection(
         gc.enable()
 
 
-def test_copy_of_a_watched_model_is_not_watched(tmp_path: Path, way: str) -> None:
+def test_copy_of_a_watched_model_is_not_watched(tmp_path: Path) -> None:
     """A deep copy or an unpickled copy works and is not recorded."""
     model = Model()
     batch = torch.randn(2, 4)
@@ -733,7 +671,7 @@ def test_copy_of_a_watched_model_is_not_watched(tmp_path: Path, way: str) -> Non
     assert recording.names(Kind.FORWARD) == ["forward Model"]
 
 
-def test_dataparallel_replicas_compute_with_their_own_parameters(tmp_path: Path, way: str) -> None:
+def test_dataparallel_replicas_compute_with_their_own_parameters(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with recorded(tmp_path, model, **EVERYTHING):
         replica = model._replicate_for_data_parallel()

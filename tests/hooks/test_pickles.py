@@ -24,8 +24,6 @@ from torch.nn.utils import parametrizations, prune
 from tests.support.long import long
 from tests.support.recording import EVERYTHING, recorded
 from tests.support.servers import free_port
-from torchlens_perf.hooks import module as hooks_module
-from torchlens_perf.recorder import python, session
 
 ARGUMENTS: dict[str, Callable[[], nn.Module]] = {
     # Constructor arguments of classes for which the default small numbers are not valid.
@@ -242,15 +240,6 @@ STATES_ONLY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "python":
-        monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
-        monkeypatch.setattr(hooks_module, "ModuleCall", python.ModuleCall)
-        monkeypatch.setattr(session, "Recorder", python.Recorder)
-    return request.param
-
-
 def saved(model: nn.Module) -> dict[str, bytes]:
     """Save a model in all ways.
 
@@ -272,7 +261,7 @@ def torch_models() -> list[nn.Module]:
 
 
 def test_every_torch_module_is_saved_with_the_same_bytes_during_a_watch(
-    torch_models: list[nn.Module], tmp_path: Path, way: str
+    torch_models: list[nn.Module], tmp_path: Path
 ) -> None:
     """One object of each class in torch.nn is saved inside and outside a watch."""
     without = [saved(each) for each in torch_models]
@@ -288,7 +277,7 @@ def test_every_torch_module_is_saved_with_the_same_bytes_during_a_watch(
 
 @pytest.mark.parametrize("name", ZOO)
 def test_custom_model_is_saved_with_the_same_bytes_during_a_watch(
-    name: str, tmp_path: Path, way: str
+    name: str, tmp_path: Path
 ) -> None:
     """Some models define their own saved state, and others are created or changed by torch."""
     model = ZOO[name]()
@@ -303,7 +292,7 @@ def test_custom_model_is_saved_with_the_same_bytes_during_a_watch(
 
 @pytest.mark.parametrize("name", STATES_ONLY)
 def test_state_and_attributes_of_a_model_are_unchanged_during_a_watch(
-    name: str, tmp_path: Path, way: str
+    name: str, tmp_path: Path
 ) -> None:
     model = STATES_ONLY[name]()
 
@@ -330,7 +319,7 @@ def exported(model: nn.Module) -> list[str]:
     ]
 
 
-def test_exports_of_a_model_are_unchanged_during_a_watch(tmp_path: Path, way: str) -> None:
+def test_exports_of_a_model_are_unchanged_during_a_watch(tmp_path: Path) -> None:
     model = OwnState()
     without = exported(model)
     with recorded(tmp_path, model, **EVERYTHING):
@@ -339,7 +328,7 @@ def test_exports_of_a_model_are_unchanged_during_a_watch(tmp_path: Path, way: st
     assert without == inside
 
 
-def test_ddp_model_is_saved_with_the_same_bytes_during_a_watch(tmp_path: Path, way: str) -> None:
+def test_ddp_model_is_saved_with_the_same_bytes_during_a_watch(tmp_path: Path) -> None:
     """DistributedDataParallel pickles its whole dictionary except its process group."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
@@ -398,9 +387,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_model_saved_during_a_watch_loads_with_weights_only(
-    kind: str, tmp_path: Path, way: str
-) -> None:
+def test_model_saved_during_a_watch_loads_with_weights_only(kind: str, tmp_path: Path) -> None:
     """PyTorch's word_language_model loads its best checkpoint with weights_only=True."""
     model = Recurrent(kind)
     with recorded(tmp_path / "run", model, **EVERYTHING):

@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchlens_perf as perf
 from tests.support.long import long
 from tests.support.recording import EVERYTHING, Recording, recorded
-from torchlens_perf.hooks import module as hooks_module
-from torchlens_perf.recorder import python, session
 from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.slow
@@ -36,19 +34,6 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Select a way of routing calls: the native recorder, or a replaced nn.Module.__call__.
-
-    The replaced __call__ is used on machines without a C compiler.
-    """
-    if request.param == "python":
-        monkeypatch.setattr(session, "Recorder", python.Recorder)
-        monkeypatch.setattr(hooks_module, "ModuleCall", python.ModuleCall)
-        monkeypatch.setattr(hooks_module, "route_calls", lambda function: False)
-    return request.param
 
 
 class Captured(NamedTuple):
@@ -273,22 +258,10 @@ WAYS = (
 USUAL = (
     whole_model, with_hooks, function_with_break, regional, new_shapes, training_step, traced_autograd,
 )  # fmt: skip
-IN_PYTHON_TOO = (whole_model, with_hooks, new_shapes)
-"""Cases that also run in Python. The others run in make test-long."""
 
 
-@pytest.mark.parametrize(
-    ("run", "way"),
-    [
-        pytest.param(
-            run, way, id=f"{way}-{run.__name__}", marks=[] if run in usual else [pytest.mark.long]
-        )
-        for way, usual in (("native", USUAL), ("python", IN_PYTHON_TOO))
-        for run in WAYS
-    ],
-    indirect=["way"],
-)
-def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("run", [*USUAL, *long(*(each for each in WAYS if each not in USUAL))])
+def test_compiled_graphs_are_the_same_with_every_hook(run: Run, tmp_path: Path) -> None:
     """Frames, operations and breaks are the same, and every step is recorded."""
     expected, _ = capture(run, None)
     actual, recording = capture(run, tmp_path)
@@ -347,7 +320,7 @@ def test_watch_of_modules_with_hooks_causes_no_recompilation(tmp_path: Path) -> 
     assert counter.frame_count == 1
 
 
-def test_compiled_block_in_an_eager_model_is_timed_as_a_whole(tmp_path: Path, way: str) -> None:
+def test_compiled_block_in_an_eager_model_is_timed_as_a_whole(tmp_path: Path) -> None:
     """Modules inside the compiled block's graph have no spans."""
     model = Model()
     model.blocks[0].compile(backend="eager")
@@ -434,7 +407,7 @@ with watch if {watching != "without a watch"} else contextlib.nullcontext():
 
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not_strict"])
-def test_graph_of_torch_export_is_unchanged(strict: bool, tmp_path: Path, way: str) -> None:
+def test_graph_of_torch_export_is_unchanged(strict: bool, tmp_path: Path) -> None:
     model, batch = Model(), torch.randn(4, 8)
     expected = torch.export.export(model, (batch,), strict=strict)
     with recorded(tmp_path, model, **EVERYTHING):
@@ -450,7 +423,7 @@ def test_graph_of_torch_export_is_unchanged(strict: bool, tmp_path: Path, way: s
     assert stacks[0] == stacks[1]
 
 
-def test_result_of_dynamo_explain_is_unchanged(tmp_path: Path, way: str) -> None:
+def test_result_of_dynamo_explain_is_unchanged(tmp_path: Path) -> None:
     """torch._dynamo.explain returns the same graphs, breaks and reasons."""
     model, batch = Model(), torch.randn(4, 8)
 

@@ -23,7 +23,6 @@ from tests.jobs.test_bit_equality import (
     assert_harmless,
 )
 from tests.support.model_zoo import CASES
-from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING, recorded
 from torchlens_perf.errors import RAISE, swallowed
 
@@ -80,9 +79,6 @@ def trained(watching: Callable[..., Any], limit: int) -> list[Any] | None:
     return [parameter.tolist() for parameter in model.parameters()]
 
 
-@pytest.mark.skipif(
-    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
-)
 def test_low_recursion_limit_raises_recursion_error_or_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

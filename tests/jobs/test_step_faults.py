@@ -23,7 +23,6 @@ import torchlens_perf as perf
 from tests.support.interruptions import failing, functions_called
 from tests.support.long import long
 from tests.support.process_state import changed_since, state
-from tests.support.recorders import IDS
 from tests.support.recording import EVERYTHING
 from torchlens_perf.errors import RAISE, swallowed
 from torchlens_perf.recorder import step_callbacks
@@ -40,11 +39,6 @@ IN_TORCHS_PLACE = {
     "scaler_step_and_report",
     "step_and_report",
 }
-
-
-pytestmark = pytest.mark.skipif(
-    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
-)
 
 
 @pytest.fixture(autouse=True)

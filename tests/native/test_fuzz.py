@@ -19,7 +19,6 @@ import pytest
 
 from tests.support.long import long
 from tests.support.processes import ROOT
-from tests.support.recorders import IDS
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
 from torchlens_perf.run.ring import RingFile, RingReader
@@ -44,9 +43,6 @@ CAPACITY = 64
 MAX_GROWTH_MB = 64
 
 
-@pytest.mark.skipif(
-    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
-)
 @pytest.mark.parametrize(("seed", "calls"), [(1, QUICK), *long((2, LONG // 2), (3, LONG // 2))])
 @pytest.mark.timeout(1200)
 def test_recorder_does_not_crash_on_random_arguments(seed: int, calls: int) -> None:

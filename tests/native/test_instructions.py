@@ -15,10 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.recorder.recorder import NATIVE
-
 pytestmark = [
-    pytest.mark.skipif(not NATIVE, reason="the native recorder is not built"),
     pytest.mark.skipif(
         shutil.which("valgrind") is None, reason="valgrind is missing: apt-get install valgrind"
     ),

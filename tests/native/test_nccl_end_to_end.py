@@ -20,7 +20,6 @@ import torch.distributed as dist
 from tests.support.device.fake_nccl import NCCL_S_CLOCK_NS, SEEN, FakeNccl, compile_nccl
 from tests.support.gloo import run_ranks
 from tests.support.long import long
-from tests.support.recorders import IDS
 from tests.support.recording import Recording, recorded, records_of
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.commands import tap_build
@@ -34,9 +33,6 @@ from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.skipif(
-        IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
-    ),
 ]
 
 DEVICE, RANKS, ROUNDS = "privateuseone", 2, 5

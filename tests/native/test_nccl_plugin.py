@@ -15,15 +15,11 @@ import pytest
 from benchmarks.nccl_plugin import costs_ns
 from tests.support.collective_rig import on_thread, sequence
 from tests.support.device.fake_nccl import INTERFACES, ON, SEEN, FakeNccl, NcclRig, compile_nccl
-from tests.support.recorders import IDS, IMPLEMENTATIONS
+from torchlens_perf import _native
 from torchlens_perf.hooks.collectives import nccl_plugin
 from torchlens_perf.hooks.collectives.nccl_plugin import GiveUpCause
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
-
-pytestmark = pytest.mark.skipif(
-    IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
-)
 
 TIMED = Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE
 # The values in native/nccl_operations.c and native/collective_parts.c.
@@ -36,7 +32,7 @@ def make(nccl_library: Path, tmp_path: Path) -> Iterator[Callable[[int], NcclRig
     made: list[NcclRig] = []
 
     def rig(interface: int) -> NcclRig:
-        made.append(NcclRig(IMPLEMENTATIONS[0], tmp_path, nccl_library, interface))
+        made.append(NcclRig(tmp_path, nccl_library, interface))
         return made[-1]
 
     yield rig
@@ -514,7 +510,7 @@ def test_plugin_overhead_of_an_operation_is_limited(make: Callable[[int], NcclRi
     Cases are 1 and 32 channels, timing off, and timing stopped.
     """
     found = {name: min(values) for name, values in costs_ns(make(6), rounds=15, calls=500).items()}
-    floor_ns = min(IMPLEMENTATIONS[0].floor_ns(10_000) for _ in range(10)) / 10_000
+    floor_ns = min(_native.floor_ns(10_000) for _ in range(10)) / 10_000
     floors = {
         name: (found[name] - found[f"{name} idle"]) / floor_ns
         for name in ("1", "32", "between", "off")

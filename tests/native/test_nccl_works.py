@@ -13,14 +13,9 @@ import pytest
 
 from tests.support.collective_rig import sequence
 from tests.support.device.fake_nccl import INTERFACES, ON, SEEN, NcclRig
-from tests.support.recorders import IDS, IMPLEMENTATIONS
 from torchlens_perf.hooks.collectives.nccl_plugin import POOL_BYTES, GiveUpCause
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag
-
-pytestmark = pytest.mark.skipif(
-    IDS[0] != "native", reason="the plugin is not built: there is no C compiler"
-)
 
 TIMED = Flag.ASYNC | Flag.COMPLETED | Flag.DEVICE
 RING = 64
@@ -86,7 +81,7 @@ def make(nccl_library: Path, tmp_path: Path) -> Iterator[Callable[[int], Job]]:
     made: list[NcclRig] = []
 
     def job(interface: int) -> Job:
-        made.append(NcclRig(IMPLEMENTATIONS[0], tmp_path, nccl_library, interface))
+        made.append(NcclRig(tmp_path, nccl_library, interface))
         return Job(made[-1])
 
     yield job

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchlens_perf as perf
-from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from tests.support.recorders import Rig
+from torchlens_perf import _native
 from torchlens_perf.recorder.budget import EVERY_STEP, Budget, Spent
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -170,19 +170,14 @@ def test_noisy_steps_do_not_change_the_period_all_the_time() -> None:
 # -- the steps
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
-def implementation(request: pytest.FixtureRequest) -> ModuleType:
-    return request.param
-
-
-def steps_with_modules(implementation: ModuleType, folder: Path, mask: int) -> list[int]:
+def steps_with_modules(folder: Path, mask: int) -> list[int]:
     """Run steps of a root and an inner module. Return the steps in which the inner one was timed.
 
     The root is timed in every step, and the flag is set in all other steps.
     """
     folder.mkdir()
-    rig = Rig(implementation, folder, capacity=4096)
-    recorder, make = rig.recorder, implementation.ModuleCall
+    rig = Rig(folder, capacity=4096)
+    recorder, make = rig.recorder, _native.ModuleCall
     recorder.module_mask = mask
     inner = make(recorder, rig.ring.intern("inner"), lambda: None)
     root = make(recorder, rig.ring.intern("root"), inner)
@@ -204,13 +199,10 @@ def steps_with_modules(implementation: ModuleType, folder: Path, mask: int) -> l
     return timed
 
 
-def test_steps_of_a_longer_period_belong_to_shorter_ones(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
+def test_steps_of_a_longer_period_belong_to_shorter_ones(tmp_path: Path) -> None:
     """The number of steps is about the requested one, and no period is regular."""
     by_mask = {
-        mask: steps_with_modules(implementation, tmp_path / str(mask), mask)
-        for mask in (EVERY_STEP, 0, 1, 3, 15)
+        mask: steps_with_modules(tmp_path / str(mask), mask) for mask in (EVERY_STEP, 0, 1, 3, 15)
     }
     for steps, fewer in zip(by_mask.values(), list(by_mask.values())[1:], strict=False):
         assert set(fewer) < set(steps)
@@ -220,22 +212,16 @@ def test_steps_of_a_longer_period_belong_to_shorter_ones(
     assert len(distances) > 4
 
 
-def test_both_recorders_choose_the_same_steps(tmp_path: Path) -> None:
-    chosen = [
-        steps_with_modules(implementation, tmp_path / str(index), 3)
-        for index, implementation in enumerate(IMPLEMENTATIONS)
-    ]
-    assert len(chosen) == 2
-    assert chosen[0] == chosen[1]
+def test_steps_are_chosen_by_their_numbers(tmp_path: Path) -> None:
+    """All ranks choose the same steps, also after a restart."""
+    assert steps_with_modules(tmp_path / "ring", 3)[:8] == [6, 7, 10, 11, 16, 17, 19, 23]
 
 
-def test_sampled_and_captured_steps_have_modules(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
-    rig = Rig(implementation, tmp_path)
+def test_sampled_and_captured_steps_have_modules(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
     recorder = rig.recorder
-    inner = implementation.ModuleCall(recorder, rig.ring.intern("inner"), lambda: None)
-    root = implementation.ModuleCall(recorder, rig.ring.intern("root"), inner)
+    inner = _native.ModuleCall(recorder, rig.ring.intern("inner"), lambda: None)
+    root = _native.ModuleCall(recorder, rig.ring.intern("root"), inner)
     recorder.module_mask = 1023
     for sampled, flags in ((1, 0), (0, int(Flag.CAPTURED)), (0, 0)):
         recorder.next_step()
@@ -250,22 +236,21 @@ class Called:
     def __call__(self) -> None: ...
 
 
-def test_cost_of_one_call_in_62_is_measured(implementation: ModuleType, tmp_path: Path) -> None:
+def test_cost_of_one_call_in_62_is_measured(tmp_path: Path) -> None:
     """The clock advances by 7 ns at each reading, of which two are before and after the span's."""
-    rig = Rig(implementation, tmp_path, clock=itertools.count(7, 7).__next__)
+    rig = Rig(tmp_path, clock=itertools.count(7, 7).__next__)
     recorder, module, function = rig.recorder, Called(), Called.__call__
-    call = implementation.ModuleCall(recorder, rig.ring.intern("inner"), function)
+    call = _native.ModuleCall(recorder, rig.ring.intern("inner"), function)
     recorder.activate()
-    routed = implementation.route_calls(function)
-    if routed:
-        implementation.set_module_call(id(module), call)
+    assert _native.route_calls(function)
+    _native.set_module_call(id(module), call)
     try:
         for _ in range(200):
-            module() if routed else call(module)
+            module()
         assert (recorder.measured_calls, recorder.measured_ns) == (4, 4 * (7 + 7))
     finally:
-        implementation.unroute_calls(function)
-        implementation.set_module_call(id(module), None)
+        _native.unroute_calls(function)
+        _native.set_module_call(id(module), None)
         rig.close()
 
 

@@ -11,19 +11,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.support.collective_rig import NAME, CollectiveRig, on_thread, sequence
 from tests.support.processes import ROOT
-from tests.support.recorders import IDS, IMPLEMENTATIONS
+from torchlens_perf import _native
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag, Kind
-
-pytestmark = pytest.mark.skipif(
-    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
-)
 
 MAX_PENDING = 1024  # As in native/collective.c.
 
@@ -60,13 +55,13 @@ class NativeMarks:
     Functions made with `gil=False` run without the GIL, as on a backend's thread.
     """
 
-    def __init__(self, implementation: ModuleType, *, gil: bool) -> None:
+    def __init__(self, *, gil: bool) -> None:
         pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
         pointer_of.restype, pointer_of.argtypes = (
             ctypes.c_void_p,
             [ctypes.py_object, ctypes.c_char_p],
         )
-        capsule = implementation.collective_marks()
+        capsule = _native.collective_marks()
         marks = _Marks.from_address(pointer_of(capsule, b"torchlens_perf._native.collective_marks"))
         made = ctypes.PYFUNCTYPE if gil else ctypes.CFUNCTYPE
         operation = ctypes.POINTER(_Operation)
@@ -88,14 +83,14 @@ class NativeMarks:
 
 @pytest.fixture
 def native(tmp_path: Path) -> Iterator[CollectiveRig]:
-    made = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, capacity=1 << 14)
+    made = CollectiveRig(tmp_path, capacity=1 << 14)
     yield made
     made.close()
 
 
 def test_operation_ends_when_its_backends_thread_reports_the_end(native: CollectiveRig) -> None:
     """The record has the issuer's step and depth, and lasts until the reported end."""
-    marks = NativeMarks(native.implementation, gil=True)
+    marks = NativeMarks(gil=True)
     native.ring.add_group_row("0")
     operation = marks.start(native.ring.intern(NAME), 3)
     native.recorder.next_step()
@@ -120,8 +115,8 @@ def test_waits_without_the_gil_leave_the_recorders_reference_count_right(
     This thread changes it meanwhile, and would overwrite another thread's changes. qsort() calls a
     function many times without the GIL.
     """
-    rig = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, clock=None, capacity=1 << 14)
-    marks = NativeMarks(rig.implementation, gil=False)
+    rig = CollectiveRig(tmp_path, clock=None, capacity=1 << 14)
+    marks = NativeMarks(gil=False)
     recorder = rig.recorder
     if calls_python:
         recorder.set_nvtx(lambda attributes: None, lambda: None, ["step"])
@@ -145,7 +140,7 @@ def test_waits_without_the_gil_leave_the_recorders_reference_count_right(
 
 def test_operation_written_by_close_is_not_written_again_at_its_end(native: CollectiveRig) -> None:
     """A late end is written neither to the closed file nor to the next watch's file."""
-    marks = NativeMarks(native.implementation, gil=True)
+    marks = NativeMarks(gil=True)
     name_id = native.ring.intern(NAME)
     before, ended = marks.start(name_id, 0), marks.start(name_id, 1)
     marks.completed(ended.pending)
@@ -155,7 +150,7 @@ def test_operation_written_by_close_is_not_written_again_at_its_end(native: Coll
         (0, 0),
     ]
 
-    following = CollectiveRig(native.implementation, native.ring.path.parent)
+    following = CollectiveRig(native.ring.path.parent)
     operation = marks.start(following.ring.intern(NAME), 5)
     marks.completed(before.pending)
     assert following.records() == native.records() == []
@@ -170,7 +165,7 @@ def test_operations_above_the_limit_are_recorded_without_an_end(native: Collecti
 
     Places of ended operations are used again.
     """
-    marks = NativeMarks(native.implementation, gil=True)
+    marks = NativeMarks(gil=True)
     name_id = native.ring.intern(NAME)
     under_way = [marks.start(name_id, number) for number in range(MAX_PENDING)]
     assert native.records() == []
@@ -193,7 +188,7 @@ def test_operations_above_the_limit_are_recorded_without_an_end(native: Collecti
 
 
 def test_operation_that_failed_is_flagged_in_its_record(native: CollectiveRig) -> None:
-    marks = NativeMarks(native.implementation, gil=True)
+    marks = NativeMarks(gil=True)
     operation = marks.start(native.ring.intern(NAME), 0)
     marks.failed(operation.pending)
     marks.completed(operation.pending)  # Its place is free.
@@ -204,7 +199,7 @@ def test_operation_that_failed_is_flagged_in_its_record(native: CollectiveRig) -
 
 def test_wait_that_raised_is_flagged_in_its_record(native: CollectiveRig) -> None:
     """The tap of wait_tensor reports the error."""
-    marks = NativeMarks(native.implementation, gil=True)
+    marks = NativeMarks(gil=True)
     native.call(0, EndDetection.BY_WAIT, call_ns=5)
     assert marks.wait_began() == 1
     native.clock.advance(30)
@@ -220,13 +215,12 @@ WAITS_WHILE_WATCHES_COME_AND_GO = """
 import sys, threading, time
 from pathlib import Path
 from tests.support.collective_rig import CollectiveRig
-from tests.support.recorders import IMPLEMENTATIONS
 from tests.recorder.test_collective_marks import NativeMarks
 
 def push(attributes):
     pushed.append(attributes)
 
-marks = NativeMarks(IMPLEMENTATIONS[0], gil=False)
+marks = NativeMarks(gil=False)
 folder, pushed, popped, stop = Path(sys.argv[1]), [], [], threading.Event()
 
 def wait():
@@ -241,7 +235,7 @@ for thread in threads:
 deadline_s, watches = time.monotonic() + 3, 0
 while time.monotonic() < deadline_s or watches <= 20:
     for listened_to in (True, False):
-        rig = CollectiveRig(IMPLEMENTATIONS[0], folder, clock=None)
+        rig = CollectiveRig(folder, clock=None)
         if listened_to:
             rig.recorder.set_nvtx(pushed.append, lambda: popped.append(0), [str(number) for number in range(9)])
         time.sleep(0.001)
@@ -280,8 +274,8 @@ def test_threads_without_the_gil_write_complete_records(tmp_path: Path) -> None:
     No record is lost.
     """
     operations, at_once, sections_each = 2000, 50, 40
-    rig = CollectiveRig(IMPLEMENTATIONS[0], tmp_path, capacity=1 << 17, clock=None)
-    marks = NativeMarks(rig.implementation, gil=False)
+    rig = CollectiveRig(tmp_path, capacity=1 << 17, clock=None)
+    marks = NativeMarks(gil=False)
     name_id, section = rig.ring.intern(NAME), rig.ring.intern("section")
     libc = ctypes.CDLL(None)
     for first in range(0, operations, at_once):

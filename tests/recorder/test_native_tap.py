@@ -14,16 +14,13 @@ from tests.support.recording import recorded
 from tests.support.taps import cache, copy_of_sources, reset_tap_cache, tap
 from torchlens_perf.commands.doctor import LIMITED, OK, Check, run_checks
 from torchlens_perf.hooks import process_group_hooks
-from torchlens_perf.recorder import native_tap, recorder
+from torchlens_perf.recorder import native_tap
 
 # The following imports are fixtures.
 __all__ = ["cache", "reset_tap_cache", "tap"]
 SOMEBODY = 54321
 BUILD = "torchlens-perf build-tap builds the native tap"
 
-pytestmark = pytest.mark.skipif(
-    not recorder.NATIVE, reason="the native recorder is missing: there is no C compiler"
-)
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 
 
@@ -367,20 +364,6 @@ def test_tap_that_cannot_be_loaded_is_in_the_metadata_and_in_doctor(
     check = doctor()
     assert check.severity == LIMITED
     assert f"{file} is not used: it cannot be loaded: " in check.finding
-
-
-def test_tap_is_not_loaded_without_the_native_recorder(
-    cache: Path, tap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tap calls functions of the native recorder."""
-    trace = tmp_path / "trace"
-    put(shutil.copy(tap, tmp_path / "another.so"), cache)
-    monkeypatch.setenv("TINY_TAP_TRACE", str(trace))
-    monkeypatch.setattr(recorder, "NATIVE", False)
-
-    assert native_tap.load_tap() is None
-    assert "the native recorder is missing" in doctor().remedy
-    assert not trace.exists()
 
 
 def test_doctor_reports_an_available_tap(cache: Path, tap: Path) -> None:

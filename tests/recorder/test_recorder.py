@@ -1,4 +1,4 @@
-"""Spans, sections and module calls in the native recorder and in the Python one."""
+"""Spans, sections and module calls in the recorder."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.support.collective_rig import on_autograds_thread, on_thread
-from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from tests.support.recorders import Rig
+from torchlens_perf import _native
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run import ring
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag, Kind
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
-def implementation(request: pytest.FixtureRequest) -> ModuleType:
-    return request.param
-
-
 @pytest.fixture
-def rig(implementation: ModuleType, tmp_path: Path):
-    made = Rig(implementation, tmp_path)
+def rig(tmp_path: Path):
+    made = Rig(tmp_path)
     yield made
     made.close()
 
@@ -183,7 +178,7 @@ def test_spans_nested_deeper_than_64_levels_are_counted_and_not_recorded(rig: Ri
         if left:
             call(None, left - 1)
 
-    call = rig.implementation.ModuleCall(recorder, name, recurse)
+    call = _native.ModuleCall(recorder, name, recurse)
     call(None, 99)
 
     assert len(rig.records()) == 63
@@ -205,7 +200,7 @@ def test_calls_of_a_closed_recorder_do_nothing(rig: Rig) -> None:
     recorder.record_span(Kind.DATA, 1, 0, 5)
     recorder.add_overhead(5)
     recorder.activate()
-    with rig.implementation.section("after"):
+    with _native.section("after"):
         pass
 
     assert recorder.next_step() == 0
@@ -225,15 +220,15 @@ def test_abandoned_recorder_does_not_change_the_file(rig: Rig) -> None:
     assert rig.recorder.closed
 
 
-def test_buffer_that_is_no_ring_file_is_refused(implementation: ModuleType) -> None:
+def test_buffer_that_is_no_ring_file_is_refused() -> None:
     with pytest.raises(ValueError, match="ring file"):
-        implementation.Recorder(bytearray(300_000), lambda name: 0)
+        _native.Recorder(bytearray(300_000), lambda name: 0)
 
 
 class TestSection:
     def test_section_records_only_while_a_recorder_is_active(self, rig: Rig) -> None:
         """A recorder is active between activate() and deactivate()."""
-        section = rig.implementation.section("part")
+        section = _native.section("part")
         with section:
             rig.clock.advance(3)
         rig.recorder.activate()
@@ -248,7 +243,7 @@ class TestSection:
 
     def test_sections_may_be_nested_in_others_and_in_themselves(self, rig: Rig) -> None:
         rig.recorder.activate()
-        outer, inner = rig.implementation.section("outer"), rig.implementation.section("inner")
+        outer, inner = _native.section("outer"), _native.section("inner")
         with outer:
             rig.clock.advance(1)
             with inner, outer:
@@ -265,7 +260,7 @@ class TestSection:
         """The user's exception object is unchanged."""
         rig.recorder.activate()
         raised = KeyError("mine")
-        with pytest.raises(KeyError) as caught, rig.implementation.section("part"):
+        with pytest.raises(KeyError) as caught, _native.section("part"):
             raise raised
 
         assert caught.value is raised
@@ -273,7 +268,7 @@ class TestSection:
 
     def test_section_returns_one_object_for_each_name(self, rig: Rig) -> None:
         """A name that is not a string raises."""
-        section = rig.implementation.section
+        section = _native.section
 
         assert section("a") is section("a")
         assert section("a").name == "a"
@@ -286,11 +281,11 @@ class TestSection:
         self, rig: Rig, tmp_path: Path
     ) -> None:
         """The section was created with an earlier recorder."""
-        section = rig.implementation.section("kept")
+        section = _native.section("kept")
         rig.recorder.activate()
         with section:
             pass
-        other = Rig(rig.implementation, tmp_path)
+        other = Rig(tmp_path)
         other.ring.intern("something else first")
         other.recorder.activate()
         with section:
@@ -306,7 +301,7 @@ class TestSection:
         One record is lost, and all other records are right.
         """
         rig.recorder.activate()
-        first, second = rig.implementation.section("first"), rig.implementation.section("second")
+        first, second = _native.section("first"), _native.section("second")
         first.__enter__()
         second.__enter__()
         rig.clock.advance(5)
@@ -318,11 +313,11 @@ class TestSection:
         assert rig.reader.read_counter(ring.UNBALANCED) == 1
 
     def test_section_names_beyond_the_limit_share_one_name(
-        self, implementation: ModuleType
+        self,
     ) -> None:
         """Names generated in a loop must not use unlimited memory."""
         program = (
-            f"from {implementation.__name__} import section\nprint(len({{id(section(f'made up"
+            "from torchlens_perf._native import section\nprint(len({id(section(f'made up"
             " {i}')) for i in range(10_000)}), section('one more').name)"
         )
         ran = subprocess.run(
@@ -368,7 +363,7 @@ class TestThreads:
 
         def other() -> None:
             recorder.activate()
-            with rig.implementation.section("epoch"):
+            with _native.section("epoch"):
                 taken.append(recorder.take_over(False))
                 rig.span(Kind.FORWARD, "forward", 30)
             taken.append(recorder.take_over(False))
@@ -416,7 +411,7 @@ class TestThreads:
             rig.ring.intern("model"),
         )
         begun, end = threading.Event(), threading.Event()
-        call = rig.implementation.ModuleCall(recorder, model, lambda: None)
+        call = _native.ModuleCall(recorder, model, lambda: None)
 
         def other() -> None:
             recorder.begin(Kind.BACKWARD, backward)
@@ -568,17 +563,15 @@ class TestThreads:
 
         assert (wait["flags"], around["phase_ns"]) == (Flag.OTHER_THREAD, 0)
 
-    def test_simultaneous_spans_of_eight_threads_are_all_recorded(
-        self, implementation: ModuleType, tmp_path: Path
-    ) -> None:
+    def test_simultaneous_spans_of_eight_threads_are_all_recorded(self, tmp_path: Path) -> None:
         """Every record is complete, and starts and ends are balanced."""
-        rig = Rig(implementation, tmp_path, capacity=65536, clock=None)
+        rig = Rig(tmp_path, capacity=65536, clock=None)
         rig.recorder.activate()
 
         def work(index: int) -> None:
-            with implementation.section(f"thread {index}"):
+            with _native.section(f"thread {index}"):
                 for _ in range(1000):
-                    with implementation.section("shared"):
+                    with _native.section("shared"):
                         pass
 
         threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
@@ -605,7 +598,7 @@ class TestModuleCall:
     def test_timed_call_passes_arguments_and_result_unchanged(self, rig: Rig) -> None:
         """The function receives the module and all arguments."""
         module = Module()
-        call = rig.implementation.ModuleCall(rig.recorder, 0, Module.forward)
+        call = _native.ModuleCall(rig.recorder, 0, Module.forward)
 
         assert call(module) == (module, (), {})
         assert call(module, 1, 2, key=3) == (module, (1, 2), {"key": 3})
@@ -616,7 +609,7 @@ class TestModuleCall:
 
     def test_outermost_module_call_is_the_forward_phase(self, rig: Rig) -> None:
         """Calls inside the outermost one have the kind MODULE, or RECOMPUTE in a recomputation."""
-        recorder, make = rig.recorder, rig.implementation.ModuleCall
+        recorder, make = rig.recorder, _native.ModuleCall
         inner = make(recorder, rig.ring.intern("inner"), lambda: rig.clock.advance(2))
         outer = make(recorder, rig.ring.intern("outer"), inner)
         outer()
@@ -638,7 +631,7 @@ class TestModuleCall:
 
         Such a call must not count as an ordinary module call.
         """
-        recorder, make = rig.recorder, rig.implementation.ModuleCall
+        recorder, make = rig.recorder, _native.ModuleCall
         inner = make(recorder, rig.ring.intern("inner"), lambda: None)
 
         def with_backward() -> None:
@@ -662,7 +655,7 @@ class TestModuleCall:
             raise raised
 
         with pytest.raises(ValueError, match="mine") as caught:
-            rig.implementation.ModuleCall(rig.recorder, 0, fail)()
+            _native.ModuleCall(rig.recorder, 0, fail)()
 
         assert caught.value is raised
         assert [record["flags"] for record in rig.records()] == [Flag.EXCEPTION]
@@ -681,7 +674,7 @@ class TestModuleCall:
             rig.clock.advance(10)
             seen.append(result)
 
-        call = rig.implementation.ModuleCall(
+        call = _native.ModuleCall(
             rig.recorder, 0, lambda *args, **kwargs: "result", before=before, after=after
         )
         call(None, 1)
@@ -695,7 +688,7 @@ class TestModuleCall:
     def test_outermost_forward_passes_are_reported_in_every_step(self, rig: Rig) -> None:
         """Calls by another watched module or in a backward pass are not reported."""
         seen: list[object] = []
-        module_call, recorder = rig.implementation.ModuleCall, rig.recorder
+        module_call, recorder = _native.ModuleCall, rig.recorder
         inner = module_call(recorder, 0, lambda: "inner", forward=seen.append)
         outer = module_call(recorder, 1, lambda: inner() and "outer", forward=seen.append)
         outer()
@@ -714,7 +707,7 @@ class TestModuleCall:
             rig.ring.close()
             return "result"
 
-        call = rig.implementation.ModuleCall(rig.recorder, 0, close_inside)
+        call = _native.ModuleCall(rig.recorder, 0, close_inside)
 
         assert call() == "result"
         assert call() == "result"
@@ -733,11 +726,7 @@ class CallsThrough(Called):
 @pytest.fixture
 def native(tmp_path: Path) -> Iterator[Rig]:
     """Route calls of Called.__call__ through the native recorder."""
-    if len(IMPLEMENTATIONS) < 2:
-        pytest.skip("the package was installed without a C compiler")
-    from torchlens_perf import _native
-
-    rig = Rig(_native, tmp_path)
+    rig = Rig(tmp_path)
     assert _native.route_calls(Called.__call__)
     yield rig
     _native.unroute_calls(Called.__call__)
@@ -753,27 +742,25 @@ class TestRoutedCalls:
         modules = [Called() for _ in range(3000)]
         timed = set(range(0, 3000, 3))
         for index in timed:
-            call = native.implementation.ModuleCall(native.recorder, 0, Called.__call__)
-            native.implementation.set_module_call(id(modules[index]), call)
+            call = _native.ModuleCall(native.recorder, 0, Called.__call__)
+            _native.set_module_call(id(modules[index]), call)
         for index in sorted(timed)[::2]:
-            native.implementation.set_module_call(id(modules[index]), None)
-            native.implementation.set_module_call(id(modules[index]), None)
+            _native.set_module_call(id(modules[index]), None)
+            _native.set_module_call(id(modules[index]), None)
             timed.remove(index)
         for index, module in enumerate(modules):
             written = native.recorder.written
             assert module(index) == (module, (index,), {})
             assert native.recorder.written - written == (index in timed)
         for index in timed:
-            native.implementation.set_module_call(id(modules[index]), None)
+            _native.set_module_call(id(modules[index]), None)
         assert modules[0](1) == (modules[0], (1,), {})
 
     def test_module_call_through_super_is_counted_once(self, native: Rig) -> None:
         """Python may inline the call of super(), and an invalid call fails before that call."""
         module = CallsThrough()
-        native.implementation.set_module_call(
-            id(module), native.implementation.ModuleCall(native.recorder, 0, Called.__call__)
-        )
-        assert native.implementation.route_calls(CallsThrough.__call__)
+        _native.set_module_call(id(module), _native.ModuleCall(native.recorder, 0, Called.__call__))
+        assert _native.route_calls(CallsThrough.__call__)
         try:
             for _ in range(100):
                 module(1)
@@ -781,8 +768,8 @@ class TestRoutedCalls:
                 module()
             list(map(Called.__call__, [module], [1]))
         finally:
-            native.implementation.unroute_calls(CallsThrough.__call__)
-            native.implementation.set_module_call(id(module), None)
+            _native.unroute_calls(CallsThrough.__call__)
+            _native.set_module_call(id(module), None)
 
         flags = [record["flags"] for record in native.records()]
         assert flags == [0] * 100 + [Flag.EXCEPTION] + [0]
@@ -790,26 +777,24 @@ class TestRoutedCalls:
     def test_module_calls_are_routed_once_and_restored(self, native: Rig) -> None:
         function, attributes = Called.__call__, dict(vars(Called))
         module = Called()
-        assert not native.implementation.route_calls(function)
-        assert not native.implementation.route_calls(len)
-        native.implementation.set_module_call(
-            id(module), native.implementation.ModuleCall(native.recorder, 0, function)
-        )
-        native.implementation.unroute_calls(function)
-        native.implementation.unroute_calls(len)
+        assert not _native.route_calls(function)
+        assert not _native.route_calls(len)
+        _native.set_module_call(id(module), _native.ModuleCall(native.recorder, 0, function))
+        _native.unroute_calls(function)
+        _native.unroute_calls(len)
         module(1)
         assert native.recorder.written == 0
-        assert native.implementation.route_calls(function)
+        assert _native.route_calls(function)
         module(1)
         assert native.recorder.written == 1
         assert dict(vars(Called)) == attributes
-        native.implementation.set_module_call(id(module), None)
+        _native.set_module_call(id(module), None)
 
     def test_invalid_arguments_of_set_module_call_are_refused(self, native: Rig) -> None:
-        unfinished = native.implementation.ModuleCall.__new__(native.implementation.ModuleCall)
+        unfinished = _native.ModuleCall.__new__(_native.ModuleCall)
         for arguments in ((), (1,), (1, 2), (0, None), ("x", None), (1, unfinished), (1, None, 2)):
             with pytest.raises((TypeError, ValueError)):
-                native.implementation.set_module_call(*arguments)
+                _native.set_module_call(*arguments)
 
 
 def test_each_nvtx_range_that_is_opened_is_closed(rig: Rig) -> None:
@@ -828,32 +813,31 @@ def test_each_nvtx_range_that_is_opened_is_closed(rig: Rig) -> None:
     assert calls == ["a", "b", "pop", "pop", "step", "pop"]
 
 
-def test_native_and_python_recorder_write_the_same_bytes(tmp_path: Path) -> None:
-    """The same marks at the same times leave the same records, names and counters."""
-    if len(IMPLEMENTATIONS) < 2:
-        pytest.skip("the package was installed without a C compiler: there is only the twin")
-    files = []
-    for implementation in IMPLEMENTATIONS:
-        rig = Rig(implementation, tmp_path)
-        rig.recorder.activate()
-        for step in range(3):
-            rig.span(Kind.DATA, "data", 10 + step)
-            with implementation.section("part"):
-                rig.clock.advance(4)
-                rig.span(Kind.WAIT, "wait", 6)
-            implementation.ModuleCall(
-                rig.recorder, rig.ring.intern("net"), lambda rig=rig: rig.clock.advance(3)
-            )()
-            rig.recorder.record_span(
-                Kind.COLLECTIVE, rig.ring.intern("allreduce"), 5, 6, int(Flag.ASYNC), 1 << 40, step
-            )
-            rig.recorder.add_overhead(2)
-            rig.recorder.next_step(step, 1 << 33, step)
-        rig.recorder.deactivate()
-        rig.close()
-        data = bytearray(rig.ring.path.read_bytes())
-        # Above the stack's depth are data of ended spans. The Python recorder omits some.
-        data[8 * ring.FRAMES : 8 * (ring.FRAMES + 4 * ring.MAX_FRAMES)] = b""
-        files.append(data)
+def test_a_step_has_exactly_these_records(rig: Rig) -> None:
+    """Each field of each record of a step is known: times, nesting, flags and values."""
+    rig.recorder.activate()
+    start_ns = rig.clock.now_ns
+    rig.span(Kind.DATA, "data", 10)
+    with _native.section("part"):
+        rig.clock.advance(4)
+        rig.span(Kind.WAIT, "wait", 6)
+    _native.ModuleCall(rig.recorder, rig.ring.intern("net"), lambda: rig.clock.advance(3))()
+    rig.recorder.record_span(
+        Kind.COLLECTIVE, rig.ring.intern("allreduce"), 5, 6, int(Flag.ASYNC), 1 << 40, 7
+    )
+    rig.recorder.add_overhead(2)
+    rig.recorder.next_step(1, 1 << 33, 2)
+    fields = (
+        "kind", "name", "depth", "flags", "start_ns", "duration_ns", "nested_ns", "phase_ns", "value0", "value1",
+    )  # fmt: skip
 
-    assert files[0] == files[1]
+    assert [tuple(record[field] for field in fields) for record in rig.records()] == [
+        (Kind.DATA, "data", 1, 0, start_ns, 10, 0, 0, 0, 0),
+        (Kind.WAIT, "wait", 2, 0, start_ns + 14, 6, 0, 0, 0, 0),
+        (Kind.SECTION, "part", 1, 0, start_ns + 10, 10, 6, 6, 0, 0),
+        (Kind.FORWARD, "net", 1, 0, start_ns + 20, 3, 0, 0, 0, 0),
+        (Kind.COLLECTIVE, "allreduce", 1, Flag.ASYNC, 5, 6, 0, 0, 1 << 40, 7),
+        (Kind.STEP, "(other)", 0, 1, start_ns, 23, 25, 21, 1 << 33, 2),
+    ]
+    assert rig.reader.read_counter(ring.TOOL_NS) == 2
+    rig.recorder.deactivate()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.support.collective_rig import NAME, CollectiveRig, on_thread, sequence
-from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from tests.support.recorders import Rig
+from torchlens_perf import _native
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import EndDetection
@@ -27,14 +27,9 @@ from torchlens_perf.run.ring import (
 from torchlens_perf.sidecar.progress import read_operations
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
-def implementation(request: pytest.FixtureRequest) -> ModuleType:
-    return request.param
-
-
 @pytest.fixture
-def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[CollectiveRig]:
-    made = CollectiveRig(implementation, tmp_path)
+def rig(tmp_path: Path) -> Iterator[CollectiveRig]:
+    made = CollectiveRig(tmp_path)
     yield made
     made.close()
 
@@ -68,13 +63,11 @@ def test_collective_record_has_times_phase_bytes_and_sequence_number(rig: Collec
     assert (third["step"], third["depth"]) == (1, 1)
 
 
-def test_position_in_the_step_restarts_with_a_new_recorder(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
+def test_position_in_the_step_restarts_with_a_new_recorder(tmp_path: Path) -> None:
     """Operations that an earlier watch recorded in the same step do not count."""
     ordinals = []
     for _ in range(2):
-        rig = CollectiveRig(implementation, tmp_path)
+        rig = CollectiveRig(tmp_path)
         rig.call(0, EndDetection.UNKNOWN)
         ordinals += [each["phase_ns"] for each in rig.collectives()]
         rig.close()
@@ -193,7 +186,7 @@ def test_timed_wait_passes_arguments_result_and_exception_on(rig: CollectiveRig)
                 raise ValueError("planted")
             return self, timeout
 
-    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    Work.wait = _native.timed_wait(Work.wait)  # type: ignore[method-assign]
     work = Work()
 
     assert work.wait() == (work, 0.0)
@@ -219,7 +212,7 @@ def test_wait_that_raised_does_not_end_the_operation(rig: CollectiveRig) -> None
             rig.clock.advance(25)
             raise ValueError("planted")
 
-    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    Work.wait = _native.timed_wait(Work.wait)  # type: ignore[method-assign]
     rig.call(0, EndDetection.BY_WAIT, call_ns=5)
     with pytest.raises(ValueError, match="planted"):
         Work().wait()
@@ -245,26 +238,24 @@ def test_operation_that_raised_is_flagged_in_its_record(rig: CollectiveRig) -> N
     assert record["flags"] == Flag.ASYNC | Flag.EXCEPTION
 
 
-def test_wait_wrapped_by_two_watches_counts_once(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
+def test_wait_wrapped_by_two_watches_counts_once(tmp_path: Path) -> None:
     """Another tool has wrapped the earlier watch's wait and still calls it.
 
     The next watch wraps the wrapper of the other tool.
     """
-    earlier = CollectiveRig(implementation, tmp_path)
+    earlier = CollectiveRig(tmp_path)
 
     class Work:
         def wait(self, timeout: float) -> float:
             rig.clock.advance(25)
             return timeout
 
-    Work.wait = implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    Work.wait = _native.timed_wait(Work.wait)  # type: ignore[method-assign]
     ours = Work.wait
     Work.wait = lambda work, timeout: ours(work, timeout)  # type: ignore[method-assign]
     earlier.close()
-    rig = CollectiveRig(implementation, tmp_path)
-    Work.wait = implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    rig = CollectiveRig(tmp_path)
+    Work.wait = _native.timed_wait(Work.wait)  # type: ignore[method-assign]
     rig.call(0, EndDetection.BY_WAIT)
 
     assert Work().wait(1.5) == 1.5
@@ -286,7 +277,7 @@ def test_timed_wait_behaves_like_a_method(rig: CollectiveRig) -> None:
         def wait(self, *args: int, **kwargs: int) -> tuple[object, ...]:
             return self, args, kwargs
 
-    Work.wait = rig.implementation.timed_wait(Work.wait)  # type: ignore[method-assign]
+    Work.wait = _native.timed_wait(Work.wait)  # type: ignore[method-assign]
     work, many = Work(), tuple(range(20))
     bound = work.wait
 
@@ -297,9 +288,7 @@ def test_timed_wait_behaves_like_a_method(rig: CollectiveRig) -> None:
         Work.wait()
 
 
-def test_compiled_code_calls_the_timed_wait_with_its_object(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
+def test_compiled_code_calls_the_timed_wait_with_its_object(tmp_path: Path) -> None:
     """Dynamo breaks its graph at Work.wait(), as without a watch."""
     import torch
     import torch.distributed as dist
@@ -310,13 +299,13 @@ def test_compiled_code_calls_the_timed_wait_with_its_object(
         work.wait()
         return y.cos()
 
-    rig, plain = CollectiveRig(implementation, tmp_path), vars(FakeWork)["wait"]
+    rig, plain = CollectiveRig(tmp_path), vars(FakeWork)["wait"]
     torch._dynamo.reset()
     graphs = torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count
     with patched(
         FakeWork,
         "wait",
-        torch_private.break_graph_at(implementation.timed_wait(FakeWork.wait)),
+        torch_private.break_graph_at(_native.timed_wait(FakeWork.wait)),
     ):
         torch._dynamo.reset()
         assert torch._dynamo.explain(function)(torch.ones(2), FakeWork()).graph_count == graphs
@@ -493,15 +482,13 @@ def test_wait_ends_only_the_operation_of_its_own_thread(rig: CollectiveRig) -> N
 # -- the end of recording
 
 
-def test_only_the_last_recorder_with_start_collectives_records_operations(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
+def test_only_the_last_recorder_with_start_collectives_records_operations(tmp_path: Path) -> None:
     """A recorder without start_collectives() writes no operations."""
     earlier, later = (
-        CollectiveRig(implementation, tmp_path),
-        CollectiveRig(implementation, tmp_path),
+        CollectiveRig(tmp_path),
+        CollectiveRig(tmp_path),
     )
-    silent = Rig(implementation, tmp_path)
+    silent = Rig(tmp_path)
     assert silent.recorder.issue(1, 0, 0, 0, 0) is None
     assert earlier.issue(0) is None
     for rig in (earlier, later):
@@ -533,11 +520,9 @@ def test_close_writes_running_operations_without_an_end(rig: CollectiveRig) -> N
     assert rig.issue(3) is None
 
 
-def test_close_writes_running_operations_of_other_threads_once(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
+def test_close_writes_running_operations_of_other_threads_once(tmp_path: Path) -> None:
     """Some of the threads have ended. A wait after close() belongs to another operation."""
-    rig = CollectiveRig(implementation, tmp_path)
+    rig = CollectiveRig(tmp_path)
     issued, closed = threading.Event(), threading.Event()
 
     def elsewhere() -> None:
@@ -552,7 +537,7 @@ def test_close_writes_running_operations_of_other_threads_once(
     thread.start()
     assert issued.wait(30)
     rig.recorder.close()
-    following = CollectiveRig(implementation, tmp_path)
+    following = CollectiveRig(tmp_path)
     following.call(2, EndDetection.BY_WAIT)
     closed.set()
     thread.join()

@@ -13,17 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from tests.support.recorders import Rig
+from torchlens_perf import _native
 from torchlens_perf.run import ring
-
-pytestmark = pytest.mark.skipif(
-    IDS[0] != "native", reason="the native recorder is missing: there is no C compiler"
-)
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(IMPLEMENTATIONS[0], tmp_path)
+    made = Rig(tmp_path)
     made.recorder.activate()
     yield made
     made.close()
@@ -40,7 +37,7 @@ def run(rig: Rig, *turns: int) -> None:
     """
 
     async def task(before_ns: int, number: int) -> None:
-        with rig.implementation.section("part"):
+        with _native.section("part"):
             # The other tasks enter.
             await asyncio.sleep(0)
             for _ in range(number):
@@ -75,9 +72,9 @@ def test_sections_of_sequential_tasks_are_all_recorded(rig: Rig) -> None:
     """Sections of tasks that run one after the other are not interleaved."""
 
     async def task(nanoseconds: int) -> None:
-        with rig.implementation.section("part"):
+        with _native.section("part"):
             rig.clock.advance(nanoseconds)
-            with rig.implementation.section("part"):
+            with _native.section("part"):
                 rig.clock.advance(nanoseconds)
 
     async def all_tasks() -> None:
@@ -93,15 +90,15 @@ def test_section_may_await_tasks_with_sections(rig: Rig) -> None:
     """The task that opened a section closes it after the other tasks have ended."""
 
     async def child() -> None:
-        with rig.implementation.section("child"):
+        with _native.section("child"):
             rig.clock.advance(4)
 
     async def parent() -> None:
-        with rig.implementation.section("part"):
+        with _native.section("part"):
             await asyncio.create_task(child())
             rig.clock.advance(1)
 
-    with rig.implementation.section("around"):
+    with _native.section("around"):
         asyncio.run(parent())
 
     assert durations(rig) == [4, 5, 5]
@@ -110,12 +107,12 @@ def test_section_may_await_tasks_with_sections(rig: Rig) -> None:
 
 def test_section_may_set_the_first_context_variable_of_a_thread(tmp_path: Path) -> None:
     """If a thread has no context, setting a variable creates one."""
-    rig = Rig(IMPLEMENTATIONS[0], tmp_path)
+    rig = Rig(tmp_path)
     rig.recorder.activate()
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("set inside")
 
     def work() -> None:
-        with rig.implementation.section("part"):
+        with _native.section("part"):
             variable.set(1)
             rig.clock.advance(9)
 
@@ -131,10 +128,10 @@ def test_section_that_ends_in_another_context_is_counted_as_lost(rig: Rig) -> No
     """The enclosing section is still recorded."""
 
     def parts() -> Iterator[None]:
-        with rig.implementation.section("part"):
+        with _native.section("part"):
             yield
 
-    with rig.implementation.section("around"):
+    with _native.section("around"):
         running, first, second = parts(), contextvars.copy_context(), contextvars.copy_context()
         first.run(next, running)
         rig.clock.advance(3)

@@ -17,12 +17,11 @@ import pytest
 
 from tests.sidecar.test_node import WORK
 from tests.support.busy_machine import PROCESSORS, busy_machine
-from tests.support.long import long
 from tests.support.processes import report, wait_for_sidecar
 from tests.support.ranks import HOST, Rank
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.recorder.sidecar import ensure_running
-from torchlens_perf.run import children, sidecar_status
+from torchlens_perf.run import sidecar_status
 from torchlens_perf.run.directory import (
     RunDirectory,
     find_sidecar_lock,
@@ -334,19 +333,6 @@ def test_sidecar_is_not_a_child_of_the_rank(run: RunDirectory) -> None:
 
     assert str(pid) not in children
     assert session == pid
-    assert report(run)["ranks"][0]["steps"] == 30
-
-
-def test_sidecar_records_all_steps_if_there_is_no_shell(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(children, "_SHELL", "/nowhere/sh")
-    rank = Rank(run, 0, 1)
-    started(run, rank)
-    rank.steps(30, **WORK)
-    rank.close()
-    wait_for_sidecar(run)
-
     assert report(run)["ranks"][0]["steps"] == 30
 
 

@@ -19,11 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.support.recording import recorded
 from torchlens_perf.hooks.loop.training_loop import TrainingLoop
-from torchlens_perf.recorder.recorder import NATIVE
 from torchlens_perf.recorder.sampling import SamplingSchedule
 from torchlens_perf.run.ring import MICRO_STEPS_MASK, Flag, Kind
 
-pytestmark = pytest.mark.skipif(not NATIVE, reason="the native recorder is not built")
 STEPS = 24
 
 

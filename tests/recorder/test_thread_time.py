@@ -1,6 +1,6 @@
 """CPU time of a step's phases, and time runnable without a CPU, from the Linux kernel.
 
-Each test uses both recorders. The kernel updates a running thread's time at its ticks, every 1 to
+The kernel updates a running thread's time at its ticks, every 1 to
 10 ms. The tests compare times of at least 80 ms.
 """
 
@@ -16,14 +16,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.support.collective_rig import on_thread
 from tests.support.process_state import open_files
-from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
-from torchlens_perf.recorder import python
+from tests.support.processes import ROOT
+from tests.support.recorders import Rig
 from torchlens_perf.run.ring import Kind
 
 # After a step of at least this duration, the next one is measured.
@@ -36,6 +35,36 @@ COMPETITOR = (
     " 60\n"
 )
 COMPETITOR += "while time.monotonic() < end: pass"
+PRELOADED = Path(__file__).parents[1] / "support" / "schedstat_text.c"
+UNREPORTED = """
+import os, sys
+from pathlib import Path
+from tests.recorder.test_thread_time import LONG_NS, WORK_S, TimedRig, work
+from tests.support.process_state import open_files
+from torchlens_perf.run.ring import Kind
+
+def measured(text):
+    os.environ.pop("SCHEDSTAT", None)
+    if text is not None:
+        os.environ["SCHEDSTAT"] = text
+    with rig.inside(Kind.FORWARD):
+        work(WORK_S / 4)
+    rig.clock.advance(LONG_NS)
+    return bool(rig.thread_times())
+
+(folder := Path(sys.argv[1], "rings")).mkdir()
+rig = TimedRig(folder)
+before, started = open_files(), []
+for text in ("0 0 0\\n", "", "?"):
+    os.environ["SCHEDSTAT"] = text
+    started.append(rig.recorder.start_thread_time())
+print("started", *started)
+print("files", len(set(open_files()) - set(before)))
+del os.environ["SCHEDSTAT"]
+assert rig.recorder.start_thread_time()
+rig.measure_next_step()
+print("measured", *map(measured, ("fails", "fails", None, None)))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +77,6 @@ def no_garbage_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@pytest.fixture(params=IMPLEMENTATIONS, ids=IDS)
-def implementation(request: pytest.FixtureRequest) -> ModuleType:
-    return request.param
 
 
 class TimedRig(Rig):
@@ -85,9 +109,9 @@ class TimedRig(Rig):
 
 
 @pytest.fixture
-def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
+def rig(tmp_path: Path) -> Iterator[TimedRig]:
     """Return a rig with the real clock."""
-    made = TimedRig(implementation, tmp_path, clock=None)
+    made = TimedRig(tmp_path, clock=None)
     assert made.recorder.start_thread_time()
     made.measure_next_step()
     yield made
@@ -95,9 +119,9 @@ def rig(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
 
 
 @pytest.fixture
-def rig_with_clock(implementation: ModuleType, tmp_path: Path) -> Iterator[TimedRig]:
+def rig_with_clock(tmp_path: Path) -> Iterator[TimedRig]:
     """Return a rig whose clock the test sets. CPU time is still measured by the kernel."""
-    made = TimedRig(implementation, tmp_path)
+    made = TimedRig(tmp_path)
     assert made.recorder.start_thread_time()
     yield made
     made.close()
@@ -235,44 +259,22 @@ def test_very_short_phases_have_no_thread_time_record(rig: TimedRig) -> None:
     assert (0, 0) not in times.values()
 
 
-def test_kernel_statistics_of_zero_count_as_not_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without scheduling statistics in the kernel, the file exists but has only zeros."""
-    rig = TimedRig(python, tmp_path)
-    before = open_files()
-    for text in (b"0 0 0\n", b"", b"?"):
-        with monkeypatch.context() as broken:
-            broken.setattr(os, "pread", lambda *_, text=text: text)
-            assert rig.recorder.start_thread_time() is False
-    rig.measure_next_step()
-    assert rig.thread_times() == {}
-    assert open_files() == before
-    rig.close()
+def test_times_that_the_kernel_does_not_report_count_as_not_measured(tmp_path: Path) -> None:
+    """Without scheduling statistics in the kernel, the file has only zeros.
 
+    A step in which a read fails is not measured, nor is the next one. No error reaches the user's
+    code, and no file stays open.
+    """
+    library = tmp_path / "schedstat_text.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, PRELOADED, "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", UNREPORTED, str(tmp_path)],
+        env={**os.environ, "LD_PRELOAD": str(library)}, cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
 
-def test_step_is_not_measured_if_the_file_of_scheduling_statistics_disappears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No error reaches the user's code."""
-    rig = TimedRig(python, tmp_path)
-    assert rig.recorder.start_thread_time()
-    rig.measure_next_step()
-
-    pread, of_reader = os.pread, rig.reader._descriptor
-
-    def fails(descriptor: int, *args: int) -> bytes:
-        if descriptor == of_reader:
-            return pread(descriptor, *args)
-        raise OSError("planted")
-
-    for broken, found in ((True, False), (True, False), (False, False), (False, True)):
-        monkeypatch.setattr(os, "pread", fails if broken else pread)
-        with rig.inside(Kind.FORWARD):
-            work(WORK_S / 4)
-        rig.clock.advance(LONG_NS)
-        assert bool(rig.thread_times()) == found
-    rig.close()
+    assert done.stdout.splitlines() == [
+        "started False False False", "files 0", "measured False False False True"
+    ]  # fmt: skip
 
 
 def test_short_steps_are_not_measured(rig_with_clock: TimedRig) -> None:
@@ -341,11 +343,9 @@ def test_cpu_time_of_other_threads_does_not_count(rig: TimedRig) -> None:
     assert Kind.FORWARD not in times
 
 
-def test_recorder_refuses_to_measure_another_thread(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
+def test_recorder_refuses_to_measure_another_thread(tmp_path: Path) -> None:
     """Otherwise another thread's time would count as that of the training thread."""
-    rig = TimedRig(implementation, tmp_path)
+    rig = TimedRig(tmp_path)
     told: list[bool] = []
     on_thread(lambda: told.append(rig.recorder.start_thread_time()))
     rig.measure_next_step()
@@ -357,11 +357,11 @@ def test_recorder_refuses_to_measure_another_thread(
 
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_file_of_scheduling_statistics_is_closed_with_the_recorder(
-    end: str, implementation: ModuleType, tmp_path: Path
+    end: str, tmp_path: Path
 ) -> None:
     """A forked child closes the file too, and a closed recorder does not open the file again."""
     before = open_files()
-    rig = TimedRig(implementation, tmp_path)
+    rig = TimedRig(tmp_path)
     assert rig.recorder.start_thread_time()
     getattr(rig.recorder, end)()
     assert rig.recorder.start_thread_time() is False

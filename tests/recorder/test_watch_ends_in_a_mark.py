@@ -4,19 +4,17 @@ thread.
 
 from __future__ import annotations
 
-import itertools
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from tests.support.collective_rig import CollectiveRig
-from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
-from torchlens_perf import errors
+from tests.support.recorders import Rig
+from torchlens_perf import _native, errors
 from torchlens_perf.cuda.clock import create_clock_of_events
 from torchlens_perf.run import ring
 from torchlens_perf.run.ring import Kind
@@ -32,11 +30,8 @@ class EndingRig:
     After that, the recorder's file is unmapped, and no reference to the recorder is left.
     """
 
-    def __init__(
-        self, implementation: ModuleType, folder: Path, *, by_another_thread: bool
-    ) -> None:
-        self.rig = CollectiveRig(implementation, folder, clock=None)
-        self.implementation = implementation
+    def __init__(self, folder: Path, *, by_another_thread: bool) -> None:
+        self.rig = CollectiveRig(folder, clock=None)
         self.recorder: Any = self.rig.recorder
         self.ended = 0
         self._by_another_thread = by_another_thread
@@ -62,16 +57,14 @@ class EndingRig:
     def make(self, intern: Callable[[str], int]) -> None:
         """Make another recorder on the file, which calls the given function to get ids of names."""
         self.recorder.close()
-        self.recorder = self.rig.recorder = self.implementation.Recorder(
-            self.rig.ring.buffer, intern
-        )
+        self.recorder = self.rig.recorder = _native.Recorder(self.rig.ring.buffer, intern)
 
 
 def in_a_section(rig: EndingRig, name: str = "part") -> None:
     rig.recorder.activate()
-    with rig.implementation.section(name):
+    with _native.section(name):
         pass
-    with rig.implementation.section(name):
+    with _native.section(name):
         pass
 
 
@@ -163,7 +156,7 @@ def end_of_a_step_on_the_device(rig: EndingRig) -> None:
 
 def called_module(rig: EndingRig, **observers: Any) -> None:
     rig.recorder.sampled = 1
-    call = rig.implementation.ModuleCall(rig.recorder, 1, lambda *args: args, **observers)
+    call = _native.ModuleCall(rig.recorder, 1, lambda *args: args, **observers)
     assert call(None, 1, 2) == (None, 1, 2)
     assert call(None, 3) == (None, 3)
 
@@ -201,14 +194,14 @@ def after_a_forward_pass(rig: EndingRig) -> None:
 
 
 def inside_a_module(rig: EndingRig) -> None:
-    call = rig.implementation.ModuleCall(rig.recorder, 1, rig.end)
+    call = _native.ModuleCall(rig.recorder, 1, rig.end)
     assert call() == 1
 
 
 def waited(rig: EndingRig) -> None:
-    recorder, work = rig.recorder, rig.implementation.timed_wait(lambda: "done")
+    recorder, work = rig.recorder, _native.timed_wait(lambda: "done")
     del recorder
-    assert rig.implementation.timed_wait(lambda self: "done")(work) == "done"
+    assert _native.timed_wait(lambda self: "done")(work) == "done"
 
 
 def mark_before_a_wait(rig: EndingRig) -> None:
@@ -247,15 +240,11 @@ PLACES = (
 
 @pytest.mark.parametrize("by_another_thread", [False, True], ids=["by itself", "by another thread"])
 @pytest.mark.parametrize(
-    ("implementation", "place"),
-    [
-        *itertools.product(IMPLEMENTATIONS, PLACES),
-        *itertools.product(IMPLEMENTATIONS[:-1], ON_A_DEVICE),
-    ],
+    "place",
+    [*PLACES, *ON_A_DEVICE],
     ids=lambda value: value.__name__.rpartition(".")[2],
 )
 def test_watch_may_end_while_the_recorder_runs_python_code(
-    implementation: ModuleType,
     place: Callable[[EndingRig], None],
     by_another_thread: bool,
     tmp_path: Path,
@@ -263,34 +252,31 @@ def test_watch_may_end_while_the_recorder_runs_python_code(
     """The user's code sees no error and the same results. Only the current record is lost."""
     if by_another_thread and (place in LOCKED or place is nvtx_pop_of_the_end):
         pytest.skip("that thread waits for the mark")
-    rig = EndingRig(implementation, tmp_path, by_another_thread=by_another_thread)
+    rig = EndingRig(tmp_path, by_another_thread=by_another_thread)
     place(rig)
     assert rig.ended == 1
-    in_a_section_of_the_next_watch(implementation, tmp_path)
+    in_a_section_of_the_next_watch(tmp_path)
 
 
-def in_a_section_of_the_next_watch(implementation: ModuleType, folder: Path) -> None:
-    following = Rig(implementation, folder)
+def in_a_section_of_the_next_watch(folder: Path) -> None:
+    following = Rig(folder)
     following.recorder.activate()
-    with implementation.section("part"):
+    with _native.section("part"):
         following.clock.advance(3)
     assert [(each["name"], each["duration_ns"]) for each in following.records()] == [("part", 3)]
     following.close()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
-def test_next_watch_may_start_while_the_recorder_runs_python_code(
-    implementation: ModuleType, tmp_path: Path
-) -> None:
+def test_next_watch_may_start_while_the_recorder_runs_python_code(tmp_path: Path) -> None:
     """While a section requests an id for its name, the watch ends and another one starts.
 
     No record is wrong.
     """
     first, second = (
-        Rig(implementation, tmp_path, clock=None),
-        Rig(implementation, tmp_path, clock=None),
+        Rig(tmp_path, clock=None),
+        Rig(tmp_path, clock=None),
     )
-    section = implementation.section(f"met by both {id(first)}")
+    section = _native.section(f"met by both {id(first)}")
 
     def intern(name: str) -> int:
         first.recorder.close()
@@ -300,7 +286,7 @@ def test_next_watch_may_start_while_the_recorder_runs_python_code(
         return 7
 
     first.recorder.close()
-    first.recorder = implementation.Recorder(first.ring.buffer, intern)
+    first.recorder = _native.Recorder(first.ring.buffer, intern)
     first.recorder.activate()
     with section:
         pass
@@ -326,9 +312,7 @@ def test_section_whose_name_has_no_id_is_recorded_as_other(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The user's `with` block runs, and the error is counted. The id is requested once."""
-    rig, asked = Rig(IMPLEMENTATIONS[0], tmp_path), []
-    if rig.implementation.__name__.endswith(".python"):
-        pytest.skip("the native recorder is missing: there is no C compiler")
+    rig, asked = Rig(tmp_path), []
 
     def intern(name: str) -> Any:
         asked.append(name)
@@ -339,9 +323,9 @@ def test_section_whose_name_has_no_id_is_recorded_as_other(
     monkeypatch.setattr("sys.unraisablehook", lambda raised: None)
     monkeypatch.setenv(errors.RAISE, "0")
     rig.recorder.close()
-    rig.recorder = rig.implementation.Recorder(rig.ring.buffer, intern, rig.clock)
+    rig.recorder = _native.Recorder(rig.ring.buffer, intern, rig.clock)
     rig.recorder.activate()
-    section = rig.implementation.section(f"not to be had {failing!r}")
+    section = _native.section(f"not to be had {failing!r}")
     for _ in range(3):
         with section:
             rig.clock.advance(2)
@@ -350,30 +334,6 @@ def test_section_whose_name_has_no_id_is_recorded_as_other(
         (ring.OTHER_NAMES, 2)
     ] * 3
     assert asked == [section.name]
-    assert rig.reader.read_counter(ring.INTERNAL_ERRORS) == 1
-    rig.close()
-
-
-def test_section_without_an_id_is_logged_by_the_python_recorder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The record also has the name "(other)"."""
-    rig = Rig(IMPLEMENTATIONS[-1], tmp_path)
-    monkeypatch.setenv(errors.RAISE, "0")
-    monkeypatch.setattr(errors, "swallowed", errors.ErrorCounts())
-    monkeypatch.setattr(errors.swallowed, "on_error", rig.ring.count_internal_error)
-
-    def intern(name: str) -> int:
-        raise ValueError("planted")
-
-    rig.recorder.intern = intern
-    rig.recorder.activate()
-    with rig.implementation.section(f"not to be had {id(rig)}"):
-        rig.clock.advance(2)
-
-    assert [(each["name"], each["duration_ns"]) for each in rig.records()] == [
-        (ring.OTHER_NAMES, 2)
-    ]
     assert rig.reader.read_counter(ring.INTERNAL_ERRORS) == 1
     rig.close()
 
@@ -413,18 +373,15 @@ def interrupted_wait(rig: EndingRig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("implementation", "place"),
-    [
-        *itertools.product(IMPLEMENTATIONS, (interrupted_name, interrupted_push, interrupted_pop)),
-        *itertools.product(IMPLEMENTATIONS[:-1], (interrupted_mark, interrupted_wait)),
-    ],
+    "place",
+    [interrupted_name, interrupted_push, interrupted_pop, interrupted_mark, interrupted_wait],
     ids=lambda value: value.__name__.rpartition(".")[2],
 )
 def test_ctrl_c_while_the_recorder_runs_python_code_reaches_the_loop(
-    implementation: ModuleType, place: Callable[[EndingRig], None], tmp_path: Path
+    place: Callable[[EndingRig], None], tmp_path: Path
 ) -> None:
     """No record is broken by the exception."""
-    rig = EndingRig(implementation, tmp_path, by_another_thread=False)
+    rig = EndingRig(tmp_path, by_another_thread=False)
 
     def loop() -> None:
         place(rig)
@@ -434,4 +391,4 @@ def test_ctrl_c_while_the_recorder_runs_python_code_reaches_the_loop(
     with pytest.raises(KeyboardInterrupt):
         loop()
     rig.end()
-    in_a_section_of_the_next_watch(implementation, tmp_path)
+    in_a_section_of_the_next_watch(tmp_path)

@@ -12,20 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorders import IDS, IMPLEMENTATIONS, Rig
+from tests.support.recorders import Rig
+from torchlens_perf import _native
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import DeviceMark, read_device_mark
 from torchlens_perf.run.ring import Kind, RingFile, RingReader, State
 
-native_only = pytest.mark.skipif(
-    "native" not in IDS, reason="the package was installed without a C compiler"
-)
 
-
-@native_only
 def test_ring_offsets_equal_those_of_the_c_structures() -> None:
-    offsets = IMPLEMENTATIONS[0].layout()
+    offsets = _native.layout()
     words = {
         "head": ring.HEAD, "step": ring.STEP, "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP,
         "tool_ns": ring.TOOL_NS, "state": ring.STATE, "gc_ns": ring.GC_NS,
@@ -189,12 +185,9 @@ def test_state_shows_whether_the_writer_closed_the_ring(tmp_path: Path) -> None:
     reader.close()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=IDS)
 class TestReading:
-    def test_each_read_returns_only_new_records(
-        self, implementation: object, tmp_path: Path
-    ) -> None:
-        rig = Rig(implementation, tmp_path)
+    def test_each_read_returns_only_new_records(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path)
         rig.span(Kind.DATA, "a", 5)
         rig.span(Kind.DATA, "b", 5)
         first = rig.reader.read_records()
@@ -206,10 +199,8 @@ class TestReading:
         assert (first.lost, second.lost, len(rig.reader.read_records().records)) == (0, 0, 0)
         rig.close()
 
-    def test_overwritten_records_are_counted_as_missed(
-        self, implementation: object, tmp_path: Path
-    ) -> None:
-        rig = Rig(implementation, tmp_path)
+    def test_overwritten_records_are_counted_as_missed(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path)
         rig.span(Kind.DATA, "first", 5)
         rig.reader.read_records()
         for _ in range(3000):
@@ -221,11 +212,9 @@ class TestReading:
         assert batch.sequences.tolist() == list(range(3001 - 1024, 3001))
         rig.close()
 
-    def test_unfinished_record_is_read_after_it_is_finished(
-        self, implementation: object, tmp_path: Path
-    ) -> None:
+    def test_unfinished_record_is_read_after_it_is_finished(self, tmp_path: Path) -> None:
         """In the ring of a dead writer, such a record is counted as lost."""
-        rig = Rig(implementation, tmp_path)
+        rig = Rig(tmp_path)
         for _ in range(5):
             rig.span(Kind.DATA, "a", 5)
         slot = ring.RECORDS_OFFSET + 3 * ring.RECORD_BYTES
@@ -248,10 +237,8 @@ class TestReading:
         again.close()
         rig.close()
 
-    def test_open_spans_of_a_killed_process_are_read(
-        self, implementation: object, tmp_path: Path
-    ) -> None:
-        rig = Rig(implementation, tmp_path)
+    def test_open_spans_of_a_killed_process_are_read(self, tmp_path: Path) -> None:
+        rig = Rig(tmp_path)
         rig.recorder.begin(Kind.FORWARD, rig.ring.intern("forward Net"))
         rig.clock.advance(7)
         rig.recorder.begin(Kind.WAIT, rig.ring.intern("wait"))
@@ -269,7 +256,6 @@ class TestReading:
 
 WRITER = """
 import sys
-sys.modules.update({"torchlens_perf._native": None} if sys.argv[2] == "twin" else {})
 from pathlib import Path
 from torchlens_perf.recorder.recorder import Recorder
 from torchlens_perf.run.ring import Kind, RingFile
@@ -277,7 +263,7 @@ made = RingFile(Path(sys.argv[1]), 1024)
 recorder = Recorder(made.buffer, made.intern)
 name = made.intern("a")
 print("ready", flush=True)
-for i in range(int(sys.argv[3])):
+for i in range(int(sys.argv[2])):
     recorder.record_span(Kind.SECTION, name, i, i + 1, 0, i + 2, i + 3)
 recorder.close()
 made.close()
@@ -285,13 +271,12 @@ made.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", IDS)
-def test_reader_gets_no_torn_record_from_a_running_writer(kind: str, tmp_path: Path) -> None:
+def test_reader_gets_no_torn_record_from_a_running_writer(tmp_path: Path) -> None:
     """The writer overwrites the ring many times during the test. All missed records are counted."""
-    count = 3_000_000 if kind == "native" else 400_000
+    count = 3_000_000
     path = tmp_path / "r"
     writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path), kind, str(count)],
+        [sys.executable, "-c", WRITER, str(path), str(count)],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -313,7 +298,7 @@ def test_reader_gets_no_torn_record_from_a_running_writer(kind: str, tmp_path: P
         if ended:
             break
         if batches % 4 == 0:
-            # The two kinds of writers can overwrite the whole ring in this time.
+            # The writer can overwrite the whole ring in this time.
             time.sleep(0.003)
     reader.close()
 

@@ -1,13 +1,10 @@
 """Train a few steps under watch() for an NVTX tool.
 
-usage: nvtx_ranges.py FOLDER native|twin
+usage: nvtx_ranges.py FOLDER
 """
 
 import contextlib
 import sys
-
-if sys.argv[2] == "twin":
-    sys.modules["torchlens_perf._native"] = None
 
 import torch
 from torch import nn

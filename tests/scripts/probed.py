@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from tests.support.collective_rig import CollectiveRig
-from torchlens_perf import _native
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Kind
 
@@ -15,7 +14,7 @@ STEPS = 3
 
 
 def main(folder: Path) -> None:
-    rig = CollectiveRig(_native, folder)
+    rig = CollectiveRig(folder)
     for step in range(STEPS):
         rig.span(Kind.FORWARD, "forward", 100 + step)
         # Modules and sections have no probes.

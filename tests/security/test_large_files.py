@@ -164,9 +164,7 @@ def test_replay_leaves_out_a_segment_that_is_too_large_to_read(
     assert bad.name in notes[0]
 
 
-def test_oversized_ring_list_files_are_ignored(
-    run: RunDirectory, tmp_path: Path
-) -> None:
+def test_oversized_ring_list_files_are_ignored(run: RunDirectory, tmp_path: Path) -> None:
     (state,) = run.nodes.glob("*.json")
     sparse(run.node_rings_path(state.stem))
     assert run.rings_in_run_directory(state.stem) == []

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.ranks import HOST, make_run
-from tests.support.recorders import IMPLEMENTATIONS, Rig
+from tests.support.recorders import Rig
 from tests.support.tables import MS
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.errors import RunStoreError
@@ -68,7 +68,7 @@ def chunk(rig: Rig, steps: int, rank: int = 0) -> RecordChunk:
 @pytest.fixture
 def rig(tmp_path: Path):
     (tmp_path / "rings").mkdir()
-    made = Rig(IMPLEMENTATIONS[0], tmp_path / "rings", capacity=65536)
+    made = Rig(tmp_path / "rings", capacity=65536)
     yield made
     made.close()
 
@@ -144,7 +144,7 @@ def test_segment_that_is_written_in_pieces_is_read_as_a_whole(
     folders = [tmp_path / f"ring{rank}" for rank in range(3)]
     for folder in folders:
         folder.mkdir()
-    rigs = [Rig(IMPLEMENTATIONS[0], folder) for folder in folders]
+    rigs = [Rig(folder) for folder in folders]
     for rank, rig in enumerate(rigs):
         rig.ring.intern(f"only {rank}")
     monkeypatch.setattr(segments, "_MIN_ROWS", 8)
@@ -324,13 +324,13 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.support.recorders import IMPLEMENTATIONS, Rig
+from tests.support.recorders import Rig
 from tests.support.ranks import HOST, make_run
 from tests.store.test_segments import chunk
 from torchlens_perf.store.segments import SegmentWriter
 folder = Path(sys.argv[1])
 (folder / "rings").mkdir()
-rig = Rig(IMPLEMENTATIONS[0], folder / "rings", capacity=65536)
+rig = Rig(folder / "rings", capacity=65536)
 writer = SegmentWriter(make_run(folder, "run"), HOST, 1 << 30)
 while True:
     made = chunk(rig, 50)

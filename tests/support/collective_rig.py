@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tests.support.recorders import Rig
@@ -16,10 +15,10 @@ NAME = "allreduce group=0 dtype=float32"
 
 
 class CollectiveRig(Rig):
-    """A collective recorder of either implementation, driven by short methods."""
+    """A collective recorder, driven by short methods."""
 
-    def __init__(self, implementation: ModuleType, folder: Path, **settings: Any) -> None:
-        super().__init__(implementation, folder, **settings)
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, **settings)
         self.recorder.start_collectives(self.ring.intern("wait"))
 
     def issue(

@@ -1,21 +1,12 @@
-"""The two recorder implementations and a ring for them, as parameters of the recorder's tests."""
+"""A recorder with its own ring file and a clock that the test sets."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from torchlens_perf.recorder import python
+from torchlens_perf._native import Recorder
 from torchlens_perf.run.ring import Kind, RingFile, RingReader
-
-try:
-    from torchlens_perf import _native
-except ImportError:
-    _native = None
-
-IMPLEMENTATIONS: list[ModuleType] = [module for module in (_native, python) if module is not None]
-IDS = [module.__name__.rpartition("_")[2] for module in IMPLEMENTATIONS]
 
 
 class FakeClock:
@@ -32,15 +23,12 @@ class FakeClock:
 
 
 class Rig:
-    """A recorder of one implementation with its own ring file, and a reader of that file."""
+    """A recorder with its own ring file, and a reader of that file."""
 
-    def __init__(
-        self, implementation: ModuleType, folder: Path, *, capacity: int = 1024, clock: Any = "fake"
-    ) -> None:
-        self.implementation = implementation
+    def __init__(self, folder: Path, *, capacity: int = 1024, clock: Any = "fake") -> None:
         self.clock = FakeClock() if clock == "fake" else clock
         self.ring = RingFile(folder / f"{len(list(folder.iterdir()))}.ring", capacity)
-        self.recorder = implementation.Recorder(self.ring.buffer, self.ring.intern, self.clock)
+        self.recorder = Recorder(self.ring.buffer, self.ring.intern, self.clock)
         self.reader = RingReader(self.ring.path)
 
     def records(self) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import os
 import platform
 import shutil
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator, Sequence
 
@@ -81,8 +80,11 @@ def _format_line(label: str, text: str) -> str:
 
 def run_checks() -> Iterator[Check]:
     """Yield all checks in order. This imports torch and leaves no process or file behind."""
+    from torchlens_perf.recorder.recorder import find_recording_obstacle
+
+    of_collectives = (_check_tap, _check_nccl) if find_recording_obstacle() is None else ()
     checks = (
-        _check_platform, _check_native_recorder, _check_torch, check_telemetry, _check_tap, _check_nccl,
+        _check_platform, _check_recorder, _check_torch, check_telemetry, *of_collectives,
         _check_autoload, _check_settings, _check_ring_folder, _check_run_directory, _check_export, _check_stacks,
         _check_nvtx_tools,
     )  # fmt: skip
@@ -103,30 +105,18 @@ def _check_platform() -> Iterator[Check]:
     yield Check(OK if linux else BROKEN, _PLATFORM, text, "ring files need Linux")
 
 
-def _check_native_recorder() -> Iterator[Check]:
-    from torchlens_perf.recorder.recorder import LOADING_PROBLEM, NATIVE, find_recording_obstacle
+def _check_recorder() -> Iterator[Check]:
+    from torchlens_perf.recorder.recorder import find_recording_obstacle
 
-    refused = find_recording_obstacle()
-    if refused is not None:
-        yield Check(BROKEN, "recorder", f"nothing is recorded: {refused}")
-        return
-    if NATIVE:
+    obstacle = find_recording_obstacle()
+    if obstacle is not None:
         yield Check(
-            OK, "recorder", "native", records="steps, phases, modules, data loading, collectives"
+            BROKEN, "recorder", f"torchlens_perf is off: {obstacle.problem}", obstacle.remedy
         )
         return
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        finding = (
-            "the Python recorder is used, because a free-threaded Python has no native recorder"
-        )
-        yield Check(LIMITED, "recorder", finding, "use a Python build with the GIL")
-        return
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    remedy = f"reinstall: {build_install_command(options='--force-reinstall --no-deps')}"
-    if compiler is None:
-        remedy = "install a C compiler and Python's headers, then " + remedy
-    finding = LOADING_PROBLEM or "the Python recorder is used, which costs about ten times more"
-    yield Check(LIMITED, "recorder", finding, remedy)
+    yield Check(
+        OK, "recorder", "native", records="steps, phases, modules, data loading, collectives"
+    )
 
 
 def _check_tap() -> Iterator[Check]:
@@ -176,7 +166,7 @@ def _check_nccl() -> Iterator[Check]:
     without = "end times of asynchronous collectives are missing"
     other = None if file is None else nccl_plugin.find_other_plugin(os.environ, file)
     if nccl_plugin.load_plugin() is None:
-        problem = nccl_plugin.find_plugin_problem() or "the native recorder is missing"
+        problem = nccl_plugin.find_plugin_problem()
         yield Check(
             LIMITED,
             subject,

@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 from torchlens_perf.errors import TorchlensPerfError
-from torchlens_perf.recorder import native_tap, recorder
+from torchlens_perf.recorder import native_tap
+from torchlens_perf.recorder.recorder import find_recording_obstacle
 from torchlens_perf.run import ownership
 
 # at::RecordFunction has another layout without NDEBUG, with which torch is built. Debug symbols,
@@ -49,8 +50,9 @@ def build_tap() -> Path:
 
 def find_obstacle() -> str | None:
     """Return what the build lacks here, and what to do. None if no obstacle is known."""
-    if not recorder.NATIVE:
-        return "the native recorder is missing: install a C compiler and reinstall torchlens_perf"
+    missing = find_recording_obstacle()
+    if missing is not None:  # The tap writes by the native recorder.
+        return str(missing)
     if not (native_tap.SOURCES / native_tap.SOURCE).is_file():
         return "the package came without its native sources: reinstall torchlens_perf"
     # setuptools uses the same compiler.

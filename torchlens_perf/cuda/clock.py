@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchlens_perf.errors import DeviceError
 from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import torch_private
-from torchlens_perf.recorder.recorder import NATIVE, DeviceClock
+from torchlens_perf.recorder.recorder import DeviceClock
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.devices import DeviceInUse
@@ -36,11 +36,9 @@ _FUNCTIONS = {
 def create_clock(device: DeviceInUse) -> Any:
     """Return the clock of a device, which must already have a context. It takes its first anchor.
 
-    Raises DeviceError without the compiled recorder, and torch's exception if the device has no
+    Raises DeviceError if the driver cannot be used, and torch's exception if the device has no
     events.
     """
-    if not NATIVE:
-        raise DeviceError("the compiled recorder is missing (torchlens-perf doctor says why)")
     if device.kind != "cuda":
         events = AcceleratorEvents(device.kind, device.index)
         return create_clock_of_events(events, events.current_stream)

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.errors import guard
+from torchlens_perf.errors import HookUnavailable, guard
 from torchlens_perf.hooks.loop.selection import has_parameters
 from torchlens_perf.recorder import torch_private
-from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import (
-    NATIVE,
     ModuleCall,
     observe_calls,
     route_calls,
@@ -45,9 +43,8 @@ class ModuleCallRouter:
     """Routes calls of watched modules to their ModuleCall objects.
 
     Pickles, copies, state dicts, torch.export and torch.jit are not affected, because modules and
-    their classes are not changed. The native recorder keeps the function of nn.Module.__call__ and
-    its code, so torch.compile is not affected (native/module_call.c). The Python recorder replaces
-    nn.Module.__call__.
+    their classes are not changed. The recorder keeps the function of nn.Module.__call__ and its
+    code, so torch.compile is not affected (native/module_call.c).
 
     Each outermost module that is called on the training thread is shown once to
     `on_new_module`, if it has parameters: it may be a model that the loop trains.
@@ -59,8 +56,6 @@ class ModuleCallRouter:
 
     def __init__(self, on_new_module: Callable[[Module], None]) -> None:
         self._on_new_module = on_new_module
-        # ModuleCall objects by module id. Empty if the native recorder routes calls.
-        self._calls: dict[int, ModuleCall] = {}
         self._references: dict[int, _ModuleReference] = {}
         # Classes of the modules, whose own functions have been looked up.
         self._classes: weakref.WeakSet[type] = weakref.WeakSet()
@@ -71,22 +66,16 @@ class ModuleCallRouter:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
-        from torch.nn import Module
-
-        observe = guard("finding the trained models")(self._observe_call)
         try:
             self._function = torch_private.get_module_call_function()
-            self._routed = route_calls(self._function)
-            if self._routed:
-                observe_calls(observe)
-                yield
-            else:
-                if NATIVE:
-                    session.note("modules are timed in Python, at about ten times the usual cost")
-                self._function = Module.__call__
-                wrapper = _wrap_module_call(self._function, self._calls, observe, session)
-                with patched(Module, "__call__", wrapper):
-                    yield
+            if not route_calls(self._function):
+                raise HookUnavailable(
+                    "another tool has replaced the code of nn.Module.__call__, so neither modules"
+                    " nor forward passes are timed"
+                )
+            observe_calls(guard("finding the trained models")(self._observe_call))
+            self._routed = True
+            yield
         finally:
             try:
                 self._stop_all()
@@ -106,11 +95,9 @@ class ModuleCallRouter:
 
         make: creates the ModuleCall for the function that runs the module.
         """
-        address, call = self._add_reference(module), make(self._function)
         if not self._routed:
-            self._calls[address] = call
             return
-        set_module_call(address, call)
+        set_module_call(self._add_reference(module), make(self._function))
         kind = type(module)
         if kind not in self._classes:
             self._classes.add(kind)
@@ -141,37 +128,8 @@ class ModuleCallRouter:
         return address
 
     def stop_timing(self, address: int) -> None:
-        if self._routed:
-            set_module_call(address, None)
-        self._calls.pop(address, None)
+        set_module_call(address, None)
         self._references.pop(address, None)
-
-
-def _wrap_module_call(
-    function: Callable[..., Any],
-    calls: dict[int, ModuleCall],
-    observe: Callable[[Module], bool | None],
-    session: Session,
-) -> Callable[..., Any]:
-    """Return a replacement for nn.Module.__call__ that times the modules in `calls`."""
-    from torch.compiler import is_compiling
-
-    inside = False  # True in a call of a module that is timed or known.
-
-    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-        nonlocal inside
-        if is_compiling():
-            return function(self, *args, **kwargs)
-        run = calls.get(id(self), function)
-        if inside or session.recorder.backwards or not session.thread.is_current():
-            return run(self, *args, **kwargs)
-        inside = bool(run is not function or observe(self))
-        try:
-            return run(self, *args, **kwargs)
-        finally:
-            inside = False
-
-    return call
 
 
 class ModuleHook:

@@ -1,8 +1,7 @@
 /* The recorder and its marks.
  *
- * recorder/python.py holds the same in Python; tests/recorder/test_recorder.py runs every test over both. Everything here runs with the
- * GIL held, which is the only lock: a mark takes no other, allocates nothing and makes no system call but the clock's
- * vDSO read.
+ * Everything here runs with the GIL held, which is the only lock: a mark takes no other, allocates nothing and makes no
+ * system call but the clock's vDSO read.
  */
 #ifndef TORCHLENS_PERF_RECORDER_H
 #define TORCHLENS_PERF_RECORDER_H

@@ -26,7 +26,6 @@ from types import ModuleType
 from typing import Any
 
 from torchlens_perf.interruption import ours
-from torchlens_perf.recorder import recorder
 from torchlens_perf.run import ownership
 
 SOURCES = Path(__file__).parents[1] / "native"
@@ -90,8 +89,8 @@ def find_tap_files(name: str) -> Iterator[tuple[Path, str | None]]:
 
 @functools.cache
 def load_tap() -> Any | None:
-    """Return the tap, or None if the tap or the native recorder is missing or cannot be loaded."""
-    for path in _find_trusted_files() if recorder.NATIVE else ():
+    """Return the tap, or None if it is missing or cannot be loaded."""
+    for path in _find_trusted_files():
         try:
             return load_tap_file(path)
         except ours(ImportError):
@@ -110,7 +109,7 @@ def list_tap_problems() -> list[str]:
     found = []
     for path, refused in find_tap_files(build_file_name()):
         try:
-            if refused is None and recorder.NATIVE:
+            if refused is None:
                 load_tap_file(path)
         except ours(ImportError) as error:
             refused = f"it cannot be loaded: {error}"

@@ -11,14 +11,13 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from torchlens_perf.config import SIDECAR_SETTINGS, public_fields
 from torchlens_perf.errors import guard
 from torchlens_perf.interruption import suppress
 from torchlens_perf.output import logger
 from torchlens_perf.recorder import torch_private
-from torchlens_perf.recorder.recorder import NATIVE
 from torchlens_perf.run.identity import digest_module_names, job_store_address
 from torchlens_perf.run.processes import main_thread_cpu_wait_ns, process_age_s
 from torchlens_perf.run.rank_ranges import format_ranges
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from torchlens_perf.config import Config
-    from torchlens_perf.recorder.recorder import Recorder
     from torchlens_perf.run.clock import Anchor, HostClock
     from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.identity import (
@@ -83,6 +81,15 @@ class RankFacts(TypedDict, total=False):
     """The exception that ended the run; None if it ended well."""
 
 
+class StepCounter(Protocol):
+    """The recorder whose facts are published: the native one, or that of a simulated rank."""
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def step(self) -> int: ...
+
+
 class RankMetadata:
     """Collects and publishes facts about the rank. Methods may be called on any thread."""
 
@@ -91,14 +98,14 @@ class RankMetadata:
         config: Config,
         identity: Identity,
         ring: RingFile,
-        recorder: Recorder,
+        recorder: StepCounter,
         host_clock: HostClock,
-        simulated_from: Anchor | None,
         *,
-        reports_start: bool,
+        reports_start: bool = False,
+        simulated_from: Anchor | None = None,
     ) -> None:
-        """simulated_from: the wall-clock time at which a simulated rank's clock starts; else None.
-        reports_start: False for simulated processes.
+        """reports_start: True if the process's start is part of the run. simulated_from: the
+        wall-clock time at which a simulated rank's clock starts; else None.
         """
         self._ring = ring
         self._recorder = recorder
@@ -116,7 +123,6 @@ class RankMetadata:
         self._facts: dict[str, Any] = {
             "identity": dataclasses.asdict(identity),
             "simulated": simulated_from is not None,
-            "native": NATIVE,
             "notes": self.notes,
             "not_measured": [],
             "compute_device": "",

@@ -1,7 +1,10 @@
-"""Select the native recorder, or the Python recorder if the package has no compiled extension.
+"""The native recorder, and what stands in for it where the package came without it.
 
-Both recorders use the GIL as their only lock, so nothing is recorded in a Python that runs without
-the GIL. Importing a native extension that needs the GIL would switch it on for the whole process.
+Without the native recorder nothing is recorded: watch() logs the obstacle, and sections do nothing.
+The other names are missing then, so modules that record are imported after the obstacle is checked.
+
+The recorder uses the GIL as its only lock. It is not built for a free-threaded Python, where its
+import would switch the GIL on for the whole process.
 """
 
 from __future__ import annotations
@@ -9,59 +12,32 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import sysconfig
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torchlens_perf.interruption import ours
-from torchlens_perf.output import logger
 
-# Reason why an installed native recorder cannot be used, or "".
-LOADING_PROBLEM = ""
+# Why the native recorder could not be imported, or None.
+_import_error: ImportError | None = None
 
-if TYPE_CHECKING:
-    from torchlens_perf.recorder import python as _implementation
-
-    class Recorder(_implementation.Recorder):
-        """Either recorder. Only the native one has the methods below."""
-
-        lost_ends: int
-
-        def set_device_clock(
-            self, clock: Any, began: Any = None, ended: Any = None, step_ended: Any = None, /
-        ) -> None: ...
-        def queue_device_span(self, kind: int, name_id: int, begin: int, end: int, /) -> None: ...
-        def read_last_device_times(self) -> None: ...
-        def claim(self) -> int: ...
-        def part_over(self, ticket: int, start_ns: int = 0, end_ns: int = 0, /) -> bool: ...
-
-else:
-    try:
-        import torchlens_perf._native as _implementation
-    except ours(ImportError) as error:
-        from torchlens_perf.recorder import python as _implementation
-
-        # A ModuleNotFoundError means that the extension was not built.
-        if not isinstance(error, ModuleNotFoundError):
-            LOADING_PROBLEM = (
-                f"the native recorder cannot be loaded, marks cost about ten times more: {error}"
-            )
-            logger.warning("torchlens_perf: %s", LOADING_PROBLEM)
-    Recorder = _implementation.Recorder
-
-NATIVE: bool = _implementation.__name__.endswith("._native")
-# The clock of a device, which only the native recorder has.
-DeviceClock: Any = getattr(_implementation, "DeviceClock", None)
-
-ModuleCall = _implementation.ModuleCall
-native_hook = _implementation.native_hook
-observe_calls = _implementation.observe_calls
-route_calls = _implementation.route_calls
-set_module_call = _implementation.set_module_call
-unroute_calls = _implementation.unroute_calls
-Section = _implementation.Section
-timed_wait = _implementation.timed_wait
-section = _implementation.section
+try:
+    from torchlens_perf._native import DeviceClock as DeviceClock
+    from torchlens_perf._native import ModuleCall as ModuleCall
+    from torchlens_perf._native import Recorder as Recorder
+    from torchlens_perf._native import Section as Section
+    from torchlens_perf._native import collective_marks as collective_marks
+    from torchlens_perf._native import native_hook as native_hook
+    from torchlens_perf._native import observe_calls as observe_calls
+    from torchlens_perf._native import route_calls as route_calls
+    from torchlens_perf._native import section as section
+    from torchlens_perf._native import set_module_call as set_module_call
+    from torchlens_perf._native import set_section_decorator
+    from torchlens_perf._native import timed_wait as timed_wait
+    from torchlens_perf._native import unroute_calls as unroute_calls
+except ours(ImportError) as error:
+    _import_error = error
 
 
 class EndDetection(IntEnum):
@@ -73,21 +49,39 @@ class EndDetection(IntEnum):
     BY_RETURN = 3
 
 
-def find_recording_obstacle() -> str | None:
+class Obstacle(NamedTuple):
+    """Why nothing can be recorded in this process, and what to do."""
+
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.remedy}"
+
+
+def find_recording_obstacle() -> Obstacle | None:
     """Return why nothing can be recorded in this process, or None."""
-    # The function exists from Python 3.13 on.
-    has_gil = getattr(sys, "_is_gil_enabled", None)
-    if has_gil is None or has_gil():
+    if _import_error is None:
         return None
-    return "Python runs without the GIL, which the recorder relies on: PYTHON_GIL=1 switches it on"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return Obstacle(
+            "the recorder relies on the GIL, and this Python is free-threaded",
+            f"use python{sys.version_info.major}.{sys.version_info.minor} with the GIL",
+        )
+    from torchlens_perf.run.installation import build_install_command
+
+    # A ModuleNotFoundError means that the extension was not built.
+    is_missing = isinstance(_import_error, ModuleNotFoundError)
+    return Obstacle(
+        "the native recorder is missing"
+        if is_missing
+        else f"the native recorder cannot be loaded ({_import_error})",
+        "reinstall the wheel (Linux, CPython 3.10 to 3.13), or build with a C compiler and Python's"
+        f" headers: {build_install_command(options='--force-reinstall --no-deps')}",
+    )
 
 
-def collective_marks() -> Any:
-    """Return a capsule of C functions with which the native tap records. Only valid if NATIVE."""
-    return _implementation.collective_marks()  # type: ignore[attr-defined]
-
-
-def _time_calls(timer: Section, function: Callable[..., Any]) -> Callable[..., Any]:
+def _time_calls(timer: Section | IdleSection, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `section(name)(function)`, which times each call of the function as the section."""
     if not callable(function):
         raise TypeError(f"a section decorates a function, got {type(function).__name__}")
@@ -111,4 +105,30 @@ def _time_calls(timer: Section, function: Callable[..., Any]) -> Callable[..., A
     return timed
 
 
-_implementation.set_section_decorator(_time_calls)
+class IdleSection:
+    """A section where the native recorder is missing: it checks its arguments and does nothing."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"section() takes a name, got {type(name).__name__}")
+        self.name = name
+
+    def __enter__(self) -> IdleSection:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Let an exception through."""
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return _time_calls(self, function)
+
+    def __repr__(self) -> str:
+        return f"section({self.name!r})"
+
+
+if _import_error is None:
+    set_section_decorator(_time_calls)
+else:
+    Section = section = IdleSection  # type: ignore[misc,assignment]

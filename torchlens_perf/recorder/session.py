@@ -13,7 +13,7 @@ from torchlens_perf.recorder.attached_hooks import AttachedHooks
 from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.current_step import CurrentStep
 from torchlens_perf.recorder.rank_metadata import RankMetadata
-from torchlens_perf.recorder.recorder import LOADING_PROBLEM, Recorder
+from torchlens_perf.recorder.recorder import Recorder
 from torchlens_perf.recorder.sampling import SamplingSchedule
 from torchlens_perf.recorder.step_callbacks import StepCallbacks
 from torchlens_perf.recorder.training_thread import TrainingThread
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torchlens_perf.config import Config
     from torchlens_perf.recorder.rank_metadata import RankFacts
-    from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.ring import RingFile
@@ -49,19 +48,15 @@ class Session:
         identity: Identity,
         ring: RingFile,
         now_ns: Callable[[], int] | None = None,
-        simulated_from: Anchor | None = None,
     ) -> None:
-        """now_ns: the recorder's clock, by default the host's. simulated_from: the wall-clock time at
-        which a simulated clock starts; None for a real clock.
-        """
+        """now_ns: the recorder's clock, by default the host's."""
         self.config = config
         self.identity = identity
         self.ring = ring
-        self.recorder: Recorder = Recorder(ring.buffer, self.intern, now_ns)
+        self.recorder = Recorder(ring.buffer, self.intern, now_ns)
         self.clocks = Clocks()
         self.metadata = RankMetadata(
-            config, identity, ring, self.recorder, self.clocks.host, simulated_from,
-            reports_start=now_ns is None and simulated_from is None,
+            config, identity, ring, self.recorder, self.clocks.host, reports_start=now_ns is None
         )  # fmt: skip
         self.thread = TrainingThread(self.recorder, self.note)
         self.hooks = AttachedHooks(self.note)
@@ -115,8 +110,6 @@ class Session:
         Call this method before attach().
         """
         swallowed.on_error = self.ring.count_internal_error
-        if LOADING_PROBLEM:
-            self.note(LOADING_PROBLEM)
         with guard("keeping torch.compile away from our hooks"):
             torch_private.make_dynamo_skip_package()
 

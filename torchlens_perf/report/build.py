@@ -681,10 +681,6 @@ def _rank_notes(process: ProcessState) -> list[str]:
         *count_missing_device_times(process),
         about=about,
     )
-    if not process.native:
-        notes.append(
-            "The Python recorder was used instead of the native recorder. See torchlens-perf doctor"
-        )
     return notes
 
 

@@ -14,8 +14,6 @@ The functions may be called on any thread, and import most modules only when the
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import importlib
 import os
 import re
@@ -26,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.config import CHILD
 from torchlens_perf.errors import RunStoreError
-from torchlens_perf.interruption import ours
 from torchlens_perf.run import file_checks
 
 if TYPE_CHECKING:
@@ -60,10 +57,6 @@ _OPTIONS_OF_THE_PROGRAM = ("dev", "importtime", "perf", "perf_jit", "showrefcoun
 # opentelemetry-instrument prepends this folder to PYTHONPATH to instrument every Python process.
 # Children must not create spans for this package's own requests.
 _INSTRUMENTS = os.sep + os.path.join("opentelemetry", "instrumentation", "auto_instrumentation")
-# Without a redirection, the stdin of a process in the background is /dev/null.
-_SHELL, _IN_BACKGROUND = "/bin/sh", '"$@" <&0 &'
-# The shell usually ends after one millisecond.
-_SHELL_TIMEOUT_S = 1.0
 # NumPy's libraries start one thread per processor on import. The threads double the import time.
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -171,32 +164,12 @@ def start_detached(
     null = os.open(os.devnull, os.O_RDWR)
     try:
         streams = tuple(null if each is None else each for each in (stdin, stdout, stderr))
-        try:
-            native: Any = importlib.import_module("torchlens_perf._native")
-        except ours(ImportError):
-            _start_through_shell(command, env, streams, pass_fds)
-        else:
-            variables = (f"{name}={value}" for name, value in env.items())
-            texts = [list(map(os.fsencode, each)) for each in (command, variables)]
-            native.start_process(*texts, streams, sorted(pass_fds))
+        native: Any = importlib.import_module("torchlens_perf._native")
+        variables = (f"{name}={value}" for name, value in env.items())
+        texts = [list(map(os.fsencode, each)) for each in (command, variables)]
+        native.start_process(*texts, streams, sorted(pass_fds))
     finally:
         os.close(null)
-
-
-def _start_through_shell(
-    command: list[str], env: Mapping[str, str], streams: Sequence[int], pass_fds: Sequence[int]
-) -> None:
-    """Do the same without native code. The program notices the end of the shell."""
-    import subprocess
-
-    stdin, stdout, stderr = streams
-    shell = subprocess.Popen(
-        [_SHELL, "-c", _IN_BACKGROUND, _SHELL, *command],
-        env=env, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds, start_new_session=True, cwd="/",
-    )  # fmt: skip
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        if shell.wait(_SHELL_TIMEOUT_S):
-            raise OSError(errno.EAGAIN, f"{_SHELL} cannot start another process")
 
 
 def build_search_path() -> list[str]:

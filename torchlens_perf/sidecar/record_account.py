@@ -44,7 +44,7 @@ _COUNTERS = {
     "internal_errors": ring.INTERNAL_ERRORS, "tool_ns": ring.TOOL_NS, "made_steps": ring.STEP,
 }  # fmt: skip
 _FACTS = {
-    "native", "notes", "not_measured", "compute_device", "deeper_modules", "root_modules", "unopened_modules", "model",
+    "notes", "not_measured", "compute_device", "deeper_modules", "root_modules", "unopened_modules", "model",
     "memory_source", "device", "gpus", "missing_tap", "threads", "groups", "process_began_ns", "compile_s",
     "interactive", "start_cpu_wait_ns", "step_offset", "operators_missing", "loader_period_ns",
     "recording", "failure", "trainings",

@@ -1,6 +1,6 @@
-"""Ring files of simulated ranks, written by the real recorder with a simulated clock.
+"""Ring files of simulated ranks, whose steps have the records of real ones.
 
-The recorder, the files and the sidecar are those of a real run. A rank's step consists of data,
+The files and the sidecar are those of a real run. A rank's step consists of data,
 forward, backward, the all-reduce of gradients, the optimizer, and host code. The optimizer begins
 with an all-reduce of the gradient norm over all ranks. Tensor-parallel neighbours wait for each
 other at the end of forward and of backward.
@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.config import Config
-from torchlens_perf.recorder.session import Session
+from torchlens_perf.recorder.rank_metadata import RankMetadata
+from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import create_ring
 from torchlens_perf.run.identity import DeviceClockQuality, Identity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind
 from torchlens_perf.simulate.launch_bound import AHEAD, PHASES, LaunchBoundTimes
+from torchlens_perf.simulate.recorder import SimulatedRecorder
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -62,16 +64,6 @@ _PHASES = {
     "backward": (Kind.BACKWARD, "backward"),
     "optimizer": (Kind.OPTIMIZER, "optimizer AdamW"),
 }
-
-
-class ManualClock:
-    """A clock that only changes when now_ns is set."""
-
-    def __init__(self, now_ns: int) -> None:
-        self.now_ns = now_ns
-
-    def __call__(self) -> int:
-        return self.now_ns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +138,12 @@ class SimulatedRank:
         """
         self.rank = rank
         self._device = device
-        # Records of kind DEVICE, which are written a few steps later.
+        # Arguments of record_device_span(), which is called a few steps later.
         self._unreported: deque[tuple[int, ...]] = deque()
         self._random = np.random.default_rng(rank)
         self._begin_ns = begin.monotonic_ns
         # The device's step in progress: the time at which it began, and whether it is reported.
         self._device_step: tuple[int, bool] | None = None
-        self.clock = ManualClock(begin.monotonic_ns)
         self.identity = simulated_identity(run, topology, rank)
         config = Config(
             ring_records=_RING_RECORDS << (device is not None), telemetry=False, capture="off",
@@ -160,9 +151,12 @@ class SimulatedRank:
         )  # fmt: skip
         # The ring file is in the run directory, because an interrupted simulation must leave
         # nothing in shared memory.
-        ring = create_ring(run, self.identity, config.ring_capacity, keep=True)
-        self._session = Session(config, self.identity, ring, self.clock, begin)
-        self._recorder, self._intern = self._session.recorder, self._session.intern
+        self._ring = create_ring(run, self.identity, config.ring_capacity, keep=True)
+        self._recorder = SimulatedRecorder(self._ring, begin.monotonic_ns)
+        self._intern = self._ring.intern
+        self._metadata = RankMetadata(
+            config, self.identity, self._ring, self._recorder, HostClock(), simulated_from=begin
+        )
         self._ids = {part: (kind, self._intern(name)) for part, (kind, name) in _PHASES.items()}
         self._wait_id = self._intern("wait")
         stage = topology.coordinates(rank)["pp"]
@@ -176,17 +170,17 @@ class SimulatedRank:
         groups = simulated_groups(topology, rank)
         self._group_of = {group.dimension: name for name, group in groups.items()}
         for name, group in groups.items():
-            self._session.metadata.add_group(name, group.members, group.description)
-        self._session.metadata.add_modules(
+            self._metadata.add_group(name, group.members, group.description)
+        self._metadata.add_modules(
             dict.fromkeys(modules, False),
             device="cpu" if device is None else "cuda",
             all_levels=True,
             unopened=[],
         )
         if device is not None:
-            self._session.publish(device=_CLOCK)
-        self._session.note(note)
-        run.register_ring(sidecar_host, ring.path)
+            self._metadata.publish(device=_CLOCK)
+        self._metadata.note(note)
+        run.register_ring(sidecar_host, self._ring.path)
 
     def write_steps(self, timeline: Timeline | LaunchBoundTimes) -> None:
         """Write a block of steps to the ring file.
@@ -200,35 +194,41 @@ class SimulatedRank:
                 self._record_host_step(timeline, index)
             else:
                 self._record_device_step(timeline, index)
+        self._recorder.flush()
 
     def close(self) -> None:
-        self._end_device_step(self.clock.now_ns)
+        self._end_device_step(self._recorder.now_ns)
         self._report_device_times(self._recorder.step)
-        self._session.close({})
+        self._recorder.flush()
+        self._metadata.publish_end({}, None)
+        self._ring.close()
 
     def _record_host_step(self, timeline: Timeline, index: int) -> None:
-        end_ns = self.clock.now_ns + int(timeline.duration_ns[index])
+        end_ns = self._recorder.now_ns + int(timeline.duration_ns[index])
         own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
         in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
         with self._record_phase("data"):
-            self.clock.now_ns += own["data"]
+            self._recorder.now_ns += own["data"]
         with self._record_phase("forward"):
             self._record_modules(own["forward"])
             self._record_wait("tp", in_forward_ns)
         if own["recompute"]:
             with self._record_phase("recompute"):
-                self.clock.now_ns += own["recompute"]
+                self._recorder.now_ns += own["recompute"]
         with self._record_phase("backward"):
-            self.clock.now_ns += own["backward"]
+            self._recorder.now_ns += own["backward"]
             self._record_wait("tp", in_backward_ns)
             self._record_wait("dp", int(timeline.gradients_ns[self.rank, index]))
         with self._record_phase("optimizer"):
             self._record_wait("world", int(timeline.norm_ns[self.rank, index]))
-            self.clock.now_ns += own["optimizer"]
+            self._recorder.now_ns += own["optimizer"]
         self._end_step(timeline, index, end_ns)
 
     def _record_device_step(self, timeline: Timeline, index: int) -> None:
-        begin_ns, end_ns = self.clock.now_ns, self.clock.now_ns + int(timeline.duration_ns[index])
+        begin_ns, end_ns = (
+            self._recorder.now_ns,
+            self._recorder.now_ns + int(timeline.duration_ns[index]),
+        )
         own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
         in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
         gradients_ns, norm_ns = (
@@ -245,13 +245,13 @@ class SimulatedRank:
         }  # fmt: skip
         reported = self._device is not None and self._random.random() >= self._device.missing
         with self._record_phase("data"):
-            self.clock.now_ns += own["data"]
+            self._recorder.now_ns += own["data"]
         # The device has no work before the forward pass.
-        at_ns = self.clock.now_ns
+        at_ns = self._recorder.now_ns
         for part, pieces in phases.items():
             phase_ns = at_ns
             with self._record_phase(part):
-                self.clock.now_ns += round(
+                self._recorder.now_ns += round(
                     _ISSUING_SHARE * sum(duration_ns for _, duration_ns in pieces)
                 )
             for what, duration_ns in pieces:
@@ -287,12 +287,12 @@ class SimulatedRank:
         self._end_device_step(began_ns)
         self._device_step = (began_ns, reported)
         with self._record_phase("data"):
-            self.clock.now_ns += own["data"]
+            self._recorder.now_ns += own["data"]
         for part, (start_ns, end_ns) in zip(
             PHASES, timeline.phases_ns[self.rank, index].tolist(), strict=True
         ):
             with self._record_phase(part):
-                self.clock.now_ns += own[part]
+                self._recorder.now_ns += own[part]
             start_ns, end_ns = self._begin_ns + start_ns, self._begin_ns + end_ns
             if part == "backward" and "dp" in self._group_of:
                 self._record_collective(
@@ -301,7 +301,7 @@ class SimulatedRank:
                 self._queue_span(Kind.WAIT, arrived_ns, end_ns - arrived_ns, reported=reported)
             self._queue_span(_PHASES[part][0], start_ns, end_ns - start_ns, reported=reported)
         step = self._recorder.step
-        self._end_step(timeline, index, self.clock.now_ns + own["host"])
+        self._end_step(timeline, index, self._recorder.now_ns + own["host"])
         self._report_device_times(step - self._device.late_steps - AHEAD)
 
     def _end_device_step(self, end_ns: int) -> None:
@@ -326,55 +326,45 @@ class SimulatedRank:
         step: int | None = None,
     ) -> None:
         """Queue a span by the device's clock to be written later, or drop it if not `reported`."""
-        behind_ns = max(0, start_ns + duration_ns - self.clock.now_ns)
+        behind_ns = max(0, start_ns + duration_ns - self._recorder.now_ns)
         if reported:
             step = self._recorder.step if step is None else step
-            row = (
-                int(Kind.DEVICE),
-                self._wait_id,
-                step,
-                start_ns,
-                duration_ns,
-                0,
-                int(kind),
-                behind_ns,
-            )
-            self._unreported.append(row)
+            self._unreported.append((self._wait_id, step, start_ns, duration_ns, kind, behind_ns))
 
     def _report_device_times(self, until_step: int) -> None:
-        while self._unreported and self._unreported[0][2] <= until_step:
-            self._recorder.record_completed(*self._unreported.popleft())
+        while self._unreported and self._unreported[0][1] <= until_step:
+            self._recorder.record_device_span(*self._unreported.popleft())
 
     def _end_step(self, timeline: Timeline | LaunchBoundTimes, index: int, end_ns: int) -> None:
         # The remaining time of the step is host code.
-        self.clock.now_ns = end_ns
+        self._recorder.now_ns = end_ns
         workload, flags = (
             int(timeline.steps.workload[self.rank, index]),
             int(timeline.steps.flags[self.rank, index]),
         )
-        self._recorder.next_step(flags, 0, 1 | (workload + 1) << WORKLOAD_SHIFT)
+        self._recorder.end_step(flags, 0, 1 | (workload + 1) << WORKLOAD_SHIFT)
 
     @contextmanager
     def _record_phase(self, part: str) -> Iterator[None]:
         self._recorder.begin(*self._ids[part])
         yield
-        self._recorder.end(*self._ids[part])
+        self._recorder.end()
 
     def _record_modules(self, own_ns: int) -> None:
         for module in self._modules:
             self._recorder.begin(Kind.MODULE, module)
-            self.clock.now_ns += own_ns // len(self._modules)
-            self._recorder.end(Kind.MODULE, module)
-        self.clock.now_ns += own_ns % len(self._modules)
+            self._recorder.now_ns += own_ns // len(self._modules)
+            self._recorder.end()
+        self._recorder.now_ns += own_ns % len(self._modules)
 
     def _record_wait(self, dimension: str, wait_ns: int) -> None:
         """Record a collective over a group, and the wait in it."""
         if dimension not in self._group_of:
             return
-        start_ns = self.clock.now_ns
+        start_ns = self._recorder.now_ns
         self._recorder.begin(Kind.WAIT, self._wait_id)
-        self.clock.now_ns += wait_ns
-        self._recorder.end(Kind.WAIT, self._wait_id)
+        self._recorder.now_ns += wait_ns
+        self._recorder.end()
         self._record_collective(dimension, start_ns, wait_ns, Flag.COMPLETED)
 
     def _record_collective(
@@ -383,9 +373,7 @@ class SimulatedRank:
         group, size = self._group_of[dimension], _BYTES[dimension]
         name_id = self._intern(f"allreduce group={group} dtype=bfloat16")
         sequence = self._sequences[group] = self._sequences.get(group, -1) + 1
-        self._recorder.record_span(
-            Kind.COLLECTIVE, name_id, start_ns, duration_ns, int(flags), size, sequence
-        )
+        self._recorder.record_collective(name_id, start_ns, duration_ns, flags, size, sequence)
 
 
 def simulated_identity(run: RunDirectory, topology: Topology, rank: int) -> Identity:

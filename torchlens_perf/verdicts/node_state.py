@@ -131,7 +131,6 @@ class ProcessState:
     """How the process ended, as the kernel shows it; None while it runs."""
     trace_every: int = 0
     gpus: list[Gpu] = dataclasses.field(default_factory=list)
-    native: bool = True
     model: str = ""
     """Digest of the model's structure, see identity.digest_module_names."""
     memory_source: str = ""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.recorders import IMPLEMENTATIONS, Rig
+from tests.support.recorders import Rig
 from torchlens_perf.analysis.statistics.steps import assemble_steps, build_step_traces
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag, Kind
@@ -16,7 +16,7 @@ from torchlens_perf.run.ring import Flag, Kind
 
 @pytest.fixture
 def rig(tmp_path: Path):
-    made = Rig(IMPLEMENTATIONS[0], tmp_path)
+    made = Rig(tmp_path)
     yield made
     made.close()
 
@@ -78,16 +78,12 @@ spans = st.recursive(
 )
 
 
-@given(
-    steps=st.lists(st.lists(spans, max_size=5), min_size=1, max_size=4),
-    index=st.sampled_from(range(2)),
-)
+@given(steps=st.lists(st.lists(spans, max_size=5), min_size=1, max_size=4))
 def test_parts_of_any_step_add_up_to_its_duration(
-    steps: list, index: int, tmp_path_factory: pytest.TempPathFactory
+    steps: list, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """No part is negative for any nesting of spans."""
-    implementation = IMPLEMENTATIONS[index % len(IMPLEMENTATIONS)]
-    rig = Rig(implementation, tmp_path_factory.mktemp("ring"))
+    rig = Rig(tmp_path_factory.mktemp("ring"))
 
     def play(kind: Kind, nanoseconds: int, inside: tuple) -> None:
         name_id = rig.ring.intern(kind.name)

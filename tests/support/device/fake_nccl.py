@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tests.support.collective_rig import CollectiveRig
@@ -124,12 +123,10 @@ class FakeNccl:
 class NcclRig(CollectiveRig):
     """A recorder on the host's real clock, and an NCCL whose plugin writes to the recorder."""
 
-    def __init__(
-        self, implementation: ModuleType, folder: Path, library: Path, interface: int
-    ) -> None:
+    def __init__(self, folder: Path, library: Path, interface: int) -> None:
         rings = folder / "rings"
         rings.mkdir()
-        super().__init__(implementation, rings, clock=None, capacity=1 << 14)
+        super().__init__(rings, clock=None, capacity=1 << 14)
         self.nccl = FakeNccl(library, folder, interface)
         os.environ[nccl_plugin.VARIABLE] = str(self.nccl.file)
         try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchlens_perf.errors import guard
 from torchlens_perf.hooks.collectives import nccl_plugin
 from torchlens_perf.hooks.collectives.nccl_plugin import GiveUpCause, NcclPlugin, PluginCounters
-from torchlens_perf.recorder import recorder, torch_groups
+from torchlens_perf.recorder import torch_groups
 from torchlens_perf.recorder.clocks import MAX_UNREAD_STEPS
 from torchlens_perf.recorder.patch import patched
 
@@ -300,10 +300,6 @@ class _GraphCaptureWatcher:
 
 @contextmanager
 def _time_by_events(session: Session) -> Iterator[None]:
-    # The Python recorder cannot add the end of a collective to a written record.
-    if not recorder.NATIVE:
-        yield
-        return
     events = CollectiveEvents(session)
     with session.running_each_step("device times of collectives", events.report_known_times):
         session.clocks.set_collective_listener(events.store_marks)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchlens_perf.interruption import ours
-from torchlens_perf.recorder import recorder
 from torchlens_perf.run import ownership
 
 VARIABLE = "NCCL_PROFILER_PLUGIN"
@@ -93,12 +92,14 @@ class NcclPlugin:
 
         Return False if the plugin was built for another version of the recorder.
         """
+        from torchlens_perf.recorder.recorder import collective_marks
+
         pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
         pointer_of.restype, pointer_of.argtypes = (
             ctypes.c_void_p,
             [ctypes.py_object, ctypes.c_char_p],
         )
-        return bool(self._attach(pointer_of(recorder.collective_marks(), _CAPSULE)))
+        return bool(self._attach(pointer_of(collective_marks(), _CAPSULE)))
 
     def detach(self) -> None:
         self._attach(None)
@@ -150,8 +151,8 @@ def _plugin_file() -> Path:
 
 @functools.cache
 def load_plugin() -> NcclPlugin | None:
-    """Return the plugin, or None if it or the native recorder is missing."""
-    found = find_plugin_file() if recorder.NATIVE else None
+    """Return the plugin, or None if it is missing."""
+    found = find_plugin_file()
     return None if found is None else NcclPlugin(found)
 
 
@@ -261,7 +262,6 @@ def offer_at_import(environ: MutableMapping[str, str], wish: str) -> None:
     file, nccl = find_plugin_file(), None if wish == "off" else read_nccl_version()
     if (
         file is not None
-        and recorder.NATIVE
         and nccl is not None
         and compute_timing_interval(nccl, asked_for=wish == "on")
     ):

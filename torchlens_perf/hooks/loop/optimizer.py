@@ -11,7 +11,6 @@ from torchlens_perf.errors import guard
 from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.patch import patched
-from torchlens_perf.recorder.recorder import native_hook
 from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Kind
 
@@ -58,6 +57,9 @@ class OptimizerHookRelay:
             register_optimizer_step_post_hook,
             register_optimizer_step_pre_hook,
         )
+
+        # autoload.py imports this module also where the native recorder is missing.
+        from torchlens_perf.recorder.recorder import native_hook
 
         guarded = guard("optimizer hook")
         step_begins, step_ended = (
