@@ -156,44 +156,6 @@ def test_type_checker_rejects_wrong_settings(tmp_path: Path) -> None:
         assert name in errors[number]
 
 
-@pytest.mark.parametrize("name", sorted(configuration._OLD_NAMES))
-def test_old_setting_names_raise_with_a_hint(name: str) -> None:
-    """An old name raises an error of one line, which gives the new name if the setting has one."""
-    with pytest.raises(
-        ConfigError, match=f"^{name} is no longer a setting of watch\\(\\): ."
-    ) as of_code:
-        perf.watch(**{name: "1"})
-    variable = f"TORCHLENS_PERF_{name.upper()}"
-    if variable not in configuration.fields_by_variable():
-        with pytest.raises(
-            ConfigError, match=f"^{variable} is no longer a setting: ."
-        ) as of_environment:
-            from_environment({variable: "1"})
-        assert "\n" not in str(of_environment.value)
-    assert "\n" not in str(of_code.value)
-    assert name not in {field.name for field in configuration.public_fields()}
-
-
-def test_hints_contain_only_existing_settings() -> None:
-    hints = " ".join(configuration._OLD_NAMES.values())
-    names = {field.name for field in configuration.public_fields()}
-    assert (
-        set(
-            re.findall(
-                r"(\w+)=",
-                hints.replace("token_file=", "").replace("name=", "").replace("certs=", ""),
-            )
-        )
-        <= names
-    )
-    assert set(re.findall(r"(\w+)=", hints)) - {*ExchangeUrl._fields} <= names
-    assert (
-        set(re.findall(r"TORCHLENS_PERF_\w+", hints)) <= configuration.fields_by_variable().keys()
-    )
-    with pytest.raises(ConfigError, match=r'use TORCHLENS_PERF_EXCHANGE="grpc://HOST:PORT"$'):
-        from_environment({"TORCHLENS_PERF_COORDINATOR": "head:1"})
-
-
 def test_config_object_has_priority_over_the_environment() -> None:
     """A keyword has priority over `config`.
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from torchlens_perf.errors import RAISE, ConfigError
 from torchlens_perf.interruption import ours
@@ -33,22 +42,7 @@ SIDECAR_SETTINGS = (
 )  # fmt: skip
 """Attributes of Config that the ring file hands to the sidecar."""
 
-_OLD_NAMES = {
-    "coordinator": 'use exchange="grpc://HOST:PORT"',
-    "exchange_token": 'use exchange="grpc://HOST:PORT?token_file=FILE"',
-    "exchange_tls": 'use exchange="grpcs://HOST:PORT?certs=FOLDER"',
-    "exchange_tls_name": 'use exchange="grpcs://HOST:PORT?certs=FOLDER&name=NAME"',
-    "faulthandler": "set the variable TORCHLENS_PERF_FAULTHANDLER",
-    "memory_history": 'use memory="history"',
-    "html": 'use report="page", "quiet", "text" or "off"',
-    "exit_timeout_s": "set the variable TORCHLENS_PERF_EXIT_TIMEOUT_S",
-    "total_steps": "it is set by the callbacks of frameworks",
-    "trace_slow": "set the variable TORCHLENS_PERF_TRACE_SLOW",
-    "trace_spans_per_s": "use export_limit",
-    "metric_series": "use export_limit",
-}
 # Patterns are compiled when they are used, which few programs do.
-_NEW_NAME = r"\b(exchange|memory|report|trace_every|export_limit)\b"
 _MASKED = r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)"
 """Secret parts of a URL, which messages hide."""
 _HOST_AND_PORT = r"([^\s:@\[\]]+|\[[0-9a-fA-F:.]+\]):[0-9]{1,5}"
@@ -279,14 +273,14 @@ class Config:
             "a folder's name",
         )
         object.__setattr__(self, "dir", os.fspath(self.dir))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "bool":
-                self._check(field.name, isinstance(value, bool), "True or False")
-            elif str(field.type).endswith("]") and field.name not in ("dir", "modules"):
-                choices = _literal_choices(field)
+        for name, kind in _field_types().items():
+            value = getattr(self, name)
+            if kind is bool:
+                self._check(name, isinstance(value, bool), "True or False")
+            elif get_origin(kind) is Literal:
+                choices = get_args(kind)
                 self._check(
-                    field.name, isinstance(value, str) and value in choices, _choices_text(choices)
+                    name, isinstance(value, str) and value in choices, _choices_text(choices)
                 )
         good = isinstance(self.prometheus, str) and (
             not self.prometheus or _is_listening_address(self.prometheus)
@@ -406,10 +400,10 @@ def _is_path(text: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _literal_choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """Return the choices of a field whose type is Literal[...]."""
-    found = ast.literal_eval(str(field.type).removeprefix("Literal"))
-    return tuple(found)
+@functools.cache
+def _field_types() -> dict[str, Any]:
+    """Return the types of Config's fields by name."""
+    return get_type_hints(Config)
 
 
 def _choices_text(choices: tuple[str, ...]) -> str:
@@ -434,11 +428,11 @@ def _parse_modules(text: str) -> str | int | tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "float | None": float,
-    "bool": _parse_flag,
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    float | None: float,
+    bool: _parse_flag,
 }
 """Functions that parse a variable, by the field's type. Other fields take the text."""
 
@@ -483,15 +477,12 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         field = fields.get(variable)
         if field is None:
-            hint = _OLD_NAMES.get(variable.removeprefix(ENVIRONMENT_PREFIX).lower())
-            if hint is not None:
-                hint = re.sub(_NEW_NAME, lambda found: ENVIRONMENT_PREFIX + found[0].upper(), hint)
-            raise ConfigError(f"{variable} is {_unknown_setting_text('', hint, variable, fields)}")
+            raise ConfigError(f"{variable} is not a setting{_suggest_name(variable, fields)}")
         try:
             value: Any = (
                 _parse_modules(text)
                 if field.name == "modules"
-                else _PARSERS.get(str(field.type), str)(text)
+                else _PARSERS.get(_field_types()[field.name], str)(text)
             )
             checked = Config(**{field.name: value})
         except ConfigError as error:
@@ -520,9 +511,7 @@ def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -
     known = {field.name for field in public_fields()}
     for name in keywords:
         if name not in known:
-            raise ConfigError(
-                f"{name} is {_unknown_setting_text(' of watch()', _OLD_NAMES.get(name), name, known)}"
-            )
+            raise ConfigError(f"{name} is not a setting of watch(){_suggest_name(name, known)}")
     if given is not None and not isinstance(given, Config):
         raise ConfigError(f"config={given!r}: must be a torchlens_perf.Config")
     chosen = {name: getattr(given, name) for name in fields} if given is not None else {}
@@ -530,11 +519,8 @@ def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -
     return Config(**{**environment, **chosen, **keywords})
 
 
-def _unknown_setting_text(
-    whose: str, hint: str | None, name: str, known: Mapping[str, Any] | set[str]
-) -> str:
-    if hint is not None:
-        return f"no longer a setting{whose}: {hint}"
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    near = f"; did you mean {matches[0]}?" if matches else f" (known: {', '.join(sorted(known))})"
-    return f"not a setting{whose}{near}"
+def _suggest_name(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message on an unknown name: a similar known name, or all of them."""
+    names = sorted(known)
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {matches[0]}?" if matches else f" (known: {', '.join(names)})"

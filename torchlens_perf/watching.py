@@ -164,8 +164,6 @@ def _signature() -> inspect.Signature:
 
 watch.__signature__ = _signature()  # type: ignore[attr-defined]
 
-_OLD_METHODS = {"steps": "step_table()", "close": "stop()"}
-
 
 class Watch(LiveResultMethods):
     """Recording of one run: a context manager to enter once, a pair of start() and stop(), or a
@@ -210,14 +208,6 @@ class Watch(LiveResultMethods):
             state = "off" if self._entered or not self._enabled else "not started"
         where = "" if self.run_dir is None else f", run_dir={str(self.run_dir)!r}"
         return f"<Watch of {self._what}: {state}{where}>"
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            new = _OLD_METHODS.get(name)
-            raise AttributeError(
-                f"Watch.{name} is now {new}" if new else f"a Watch has no attribute {name!r}"
-            )
 
     def __call__(self, function: Callable[P, _T]) -> Callable[P, _T]:
         """Return a wrapper of a function that records each call as a separate run.
