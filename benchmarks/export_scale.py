@@ -34,7 +34,7 @@ from torchlens_perf.analysis.statistics.hardware import (
 )
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.config import Config
-from torchlens_perf.exporters import Assessment, CoveredRanks, ExportBatch
+from torchlens_perf.exporters import Assessment, ExportBatch
 from torchlens_perf.exporters.delivery.sender import metrics_of
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_spans import SpanBuilder
@@ -190,6 +190,9 @@ class Node:
         """Run one round of the sidecar."""
         self.cluster.exchange_data(self.job, self.clock())
         self.state.findings = self.job.add_groups_and_causes(self.job.judge_ranks() or NOTHING)
+        self.role.add_slow_ranks(self.state.findings.slow_now)
+        self.cluster.publish_slow_ranks(tuple(self.role.slow_ranks))
+        self.role.slow_elsewhere = self.cluster.received_slow_ranks
         part = self.role.update_part(
             self.cluster.export_part(self.job), self.job.rank_rows, self.cluster.take_tallies(), self.sources,  # type: ignore[arg-type]
             self.clock(),
@@ -199,23 +202,14 @@ class Node:
         while self._waiting:
             self._export(self._waiting.pop(0))
         running = frozenset(source.state.identity.rank for source in self.sources)
-        traces, attempt = self.job.traces, self.cluster.membership.generation_number(0)
-        for traced in traces.choose_traces(
-            self.role,
-            self.state,
-            attempt,
-            len(self.ranks),
-            running,
-            self.cluster.received_instructions,
-            self.clock(),
-        ):
+        attempt = self.cluster.membership.generation_number(0)
+        slow: set[object] = {*self.role.slow_elsewhere & self.job.ranks.keys()}
+        slow |= {each.key for each in self.state.findings.slow_now if each.rank in self.job.ranks}
+        self.job.traces.react_to_slow_ranks(slow, self.clock())
+        self.role.left_out = self.job.traces.left_out
+        for traced in self.job.traces.choose_traces(self.state, attempt, running, self.clock()):
             self.traced.append(traced)
             self._export(traced)
-        if self.role.part is CoveredRanks.WHOLE:
-            room = self.cluster.max_instruction_bytes
-            self.cluster.publish_instructions(
-                traces.encode_choice(attempt, tuple(self.role.slow_ranks), room, final=False)
-            )
         some = next(iter(self.sources)).state.identity
         self.metrics.on_assessment(
             Assessment(some, self.state.findings, None, (), self.cluster.judges_alone)
@@ -262,16 +256,6 @@ class Sent:
     @property
     def spans_a_second(self) -> float:
         return self.spans.total() / self.seconds
-
-    @property
-    def busiest_minute(self) -> float:
-        """Return the spans per second in the busiest minute."""
-        counts = self.spans
-        firsts = range(min(counts, default=0), max(counts, default=0) + 1)
-        return max(
-            (sum(counts[first + second] for second in range(60)) / 60 for first in firsts),
-            default=0.0,
-        )
 
     @property
     def series(self) -> set[tuple[Any, ...]]:
@@ -422,7 +406,6 @@ def main() -> int:
         reasons = ", ".join(f"{count} {each}" for each, count in why.items())
         for what, value, bar in (
             ("spans a second", sent.spans_a_second, BAR_SPANS_A_SECOND),
-            ("spans a second in the busiest minute", sent.busiest_minute, BAR_SPANS_A_SECOND),
             ("series", len(sent.series), BAR_SERIES),
         ):
             table.row(

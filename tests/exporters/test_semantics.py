@@ -79,11 +79,7 @@ def of_two_ranks() -> Sent:
         )
         device = {"forward": np.array([5], np.int64)}
         memory = MemoryReading(0, 5, 9, 1, 7, 80, 3, 1)
-        chosen = {
-            100: TracedStep(
-                0, 100, "slow", (("slow", (0,)), ("known", (1,))), max_spans=2, left_out=1
-            )
-        }
+        chosen = {100: TracedStep(0, 100, "slow", left_out=1)}
         exporter.export(
             dataclasses.replace(
                 plain,

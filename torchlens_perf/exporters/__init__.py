@@ -11,8 +11,8 @@ from torchlens_perf.analysis.statistics.device import phase_durations_ns
 from torchlens_perf.analysis.statistics.memory import find_newest_reading
 from torchlens_perf.analysis.statistics.steps import build_step_traces
 from torchlens_perf.diagnosis.utilization import StepFlops, measure_step_flops
-from torchlens_perf.exporters.sampling.step_sampler import FIRST_TRACED_STEPS as FIRST_TRACED_STEPS
-from torchlens_perf.exporters.sampling.step_sampler import reason_from_step_number
+from torchlens_perf.exporters.trace_sampling import FIRST_TRACED_STEPS as FIRST_TRACED_STEPS
+from torchlens_perf.exporters.trace_sampling import reason_from_step_number
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +50,7 @@ class ExportBatch:
     again: bool = False
     """True if an earlier batch contained these steps. This batch only adds traces of the steps."""
     chosen: Mapping[int, TracedStep] = dataclasses.field(default_factory=dict)
-    """Reason and ranks of each traced step. Without an entry, all ranks are sent."""
+    """Reason of each traced step, if known."""
 
 
 class CoveredRanks(enum.Enum):

@@ -16,6 +16,7 @@ from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import build_node_resource
 from torchlens_perf.exporters.otlp_run_span import RunSpanCollector
 from torchlens_perf.exporters.otlp_spans import SpanBuilder
+from torchlens_perf.exporters.trace_sampling import FIRST, NUMBER
 from torchlens_perf.run.undelivered import Undelivered, UndeliveredStep, WholeRun
 from torchlens_perf.run.verdicts import Alert
 
@@ -89,8 +90,9 @@ class OtlpExporter:
             )
         if "traces" in signals:
             self._senders["traces"].keep_sources(earlier.steps)
-        # Traced steps by (attempt, step).
+        # Traced steps by (attempt, step), and the ranks of this node.
         self._traced: dict[tuple[int, int], TracedStep | None] = {}
+        self._ranks: set[int] = set()
         self.spans_sent: Mapping[int, tuple[int, int]] = {}
         """For each traced step of the last batch, the ids of the trace and of the rank's span."""
 
@@ -106,6 +108,7 @@ class OtlpExporter:
                 if self._run is not None:
                     self._run.add_batch(batch, sampled)
             self.spans_sent = sampled
+            self._ranks.add(batch.identity.rank)
             self._traced.update(
                 ((batch.identity.attempt, step), batch.chosen.get(step)) for step in sampled
             )
@@ -233,7 +236,10 @@ class OtlpExporter:
         return _READ_AGAIN_S
 
     def _find_traced_step(self, alert: Alert) -> int | None:
-        """Return the first traced step, equal on all nodes, in which the suspect was slow."""
+        """Return the first traced step in which the suspect was slow.
+
+        Another node may have sent only the steps that all nodes send because of their numbers.
+        """
         # The step of a hang has not ended, so it has no span.
         if alert.duration_s is not None:
             return None
@@ -242,7 +248,10 @@ class OtlpExporter:
             for (attempt, step), chosen in self._traced.items()
             if attempt == alert.attempt
             and (
-                chosen is None or alert.rank is None or chosen.role_of_rank(alert.rank) is not None
+                chosen is None
+                or chosen.because in (FIRST, NUMBER)
+                or alert.rank is None
+                or alert.rank in self._ranks
             )
         )
         return min(filter(alert.covers, steps), default=None)

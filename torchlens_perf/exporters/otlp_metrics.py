@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import HardwareSamples
 
 Sampled = Mapping[int, tuple[int, int]]
-"""For each traced step, the ids of its trace and of the rank's span. If only the root span is sent,
-its id replaces that of the rank's span.
-"""
+"""For each traced step, the ids of its trace and of the rank's span."""
 # For each value of the state attribute, the field of a memory reading.
 _MEMORY_STATES = {
     "allocated": "allocated_bytes",
@@ -241,8 +239,6 @@ class StepInstruments:
         of_own = [
             each._replace(value=steps.own_ns[row] / 1e9)
             for row, each in zip(rows, of_step, strict=True)
-            # If the rank's span is not sent, the exemplar would have the id of the root span.
-            if _is_rank_span_sent(batch, int(steps.step[row]))
         ]
         self._step.add_exemplars(attributes, of_step)
         self._own.add_exemplars(attributes, of_own)
@@ -291,11 +287,6 @@ class StepInstruments:
         steps, anchor = batch.steps, batch.anchor
         ended_ns = int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.offset_ns
         return ExemplarValue(value, ended_ns, *sampled[int(steps.step[row])])
-
-
-def _is_rank_span_sent(batch: ExportBatch, step: int) -> bool:
-    chosen = batch.chosen.get(step)
-    return chosen is None or chosen.role_of_rank(batch.identity.rank) is not None
 
 
 class DeviceMemoryInstruments:

@@ -19,7 +19,6 @@ from opentelemetry.trace.status import Status, StatusCode
 from torchlens_perf.exporters import ExportBatch, semantics
 from torchlens_perf.exporters.otlp_caller import links_to_caller
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
-from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Flag, kind_name
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class SpanBuilder:
         self._ranks: dict[str, _RankSpanBuilder] = {}
 
     def build_spans(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
-        """Return each step's spans, its trace id, and the id of the rank's span or the root."""
+        """Return each step's spans, its trace id, and the id of the rank's span."""
         if not batch.traces:
             return {}
         rank = self._ranks.get(batch.identity.key)
@@ -130,11 +129,11 @@ class _RankSpanBuilder:
         of_step: Mapping[str, Any],
         chosen: TracedStep | None = None,
     ) -> tuple[list[ReadableSpan], int, int]:
-        """Return the step's spans, its trace id, and the id of the rank's span or of the root.
+        """Return the step's spans, its trace id, and the id of the rank's span.
 
         - offset_ns: UNIX time minus CLOCK_MONOTONIC.
         - of_step: additional attributes of the rank's span.
-        - chosen: the ranks and number of spans to send; None for all.
+        - chosen: why the step is sent, if known.
         """
         rank = self.identity.rank
         root = span_context_of_path(in_trace, "root")
@@ -146,20 +145,12 @@ class _RankSpanBuilder:
         times = trace.start_ns + offset_ns, trace.start_ns + offset_ns + trace.duration_ns
         found = []
         if rank == 0:
-            why = {**common, **_sampling_attributes(chosen, self.identity.world_size)}
+            why = {**common, **_sampling_attributes(chosen)}
             found.append(
                 self._make_span(_name_of_root(trace), root, None, why, times, links=self._links)
             )
-        role = chosen.role_of_rank(rank) if chosen is not None else ""
-        if role is None:
-            return found, in_trace, root.span_id
-        kept = _select_longest_spans(trace.spans, chosen.max_spans if chosen is not None else 0)
-        if role:
-            of_step = {**of_step, semantics.RANK_BECAUSE: role}
         if trace.flags & Flag.WITHOUT_MODULES:
             of_step = {**of_step, semantics.MODULES_TIMED: False}
-        if kept is not None:
-            of_step = {**of_step, semantics.SPANS_LEFT_OUT: len(trace.spans) - len(kept)}
         of_rank = span_context_of_path(in_trace, rank)
         of_step = {**common, semantics.SPAN_KIND: semantics.STEP_KIND, **of_step}
         found.append(
@@ -170,10 +161,6 @@ class _RankSpanBuilder:
         contexts: list[SpanContext] = []
         for index, (span, parent) in enumerate(find_parents(trace.spans)):
             around = of_rank if parent is None else contexts[parent]
-            if kept is not None and id(span) not in kept:
-                # Children of a span that is left out become children of its parent.
-                contexts.append(around)
-                continue
             digest = path.copy()
             digest.update(b"%d" % index)
             context = SpanContext(
@@ -199,26 +186,13 @@ class _RankSpanBuilder:
         )  # fmt: skip
 
 
-def _sampling_attributes(chosen: TracedStep | None, world_size: int) -> dict[str, Any]:
+def _sampling_attributes(chosen: TracedStep | None) -> dict[str, Any]:
     """Return attributes of the root span: why the step is sent, and what is left out."""
     if chosen is None:
         return {}
-    left_out = world_size - len(chosen.ranks) if chosen.roles else 0
     return {
         semantics.SAMPLED_BECAUSE: chosen.because,
-        semantics.RANKS_SENT: format_ranges(chosen.ranks if chosen.roles else range(world_size)),
-        semantics.RANKS_LEFT_OUT: left_out,
         semantics.STEPS_LEFT_OUT: chosen.left_out,
-    }
-
-
-def _select_longest_spans(spans: Sequence[Span], most: int) -> set[int] | None:
-    """Return id() of each of the `most` longest spans; None if all spans are sent."""
-    if not most or len(spans) <= most:
-        return None
-    return {
-        id(span)
-        for span in sorted(spans, key=lambda span: (-span.duration_ns, span.start_ns))[:most]
     }
 
 

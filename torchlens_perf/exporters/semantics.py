@@ -48,11 +48,7 @@ SEQUENCE = "torch.collective.sequence"
 # Attributes of the root and of the ranks' steps that say why a step or rank is sent, and which
 # ranks, steps or spans are left out.
 SAMPLED_BECAUSE = "torchlens_perf.sampled_because"
-RANKS_SENT = "torchlens_perf.ranks.sent"
-RANKS_LEFT_OUT = "torchlens_perf.ranks.left_out"
 STEPS_LEFT_OUT = "torchlens_perf.steps.left_out"
-SPANS_LEFT_OUT = "torchlens_perf.spans.left_out"
-RANK_BECAUSE = "torchlens_perf.rank.sent_because"
 
 # Attributes of an alert, in addition to RUN_ID, RANK, PHASE, RESTART_COUNT, STRAGGLER_COST and
 # HANG_DURATION.
@@ -299,12 +295,7 @@ ATTRIBUTES = (
     Attribute(BYTES, "int", "collectives", "bytes of its tensors"),
     Attribute(SEQUENCE, "int", "collectives", "earlier collectives of this group on this rank"),
     Attribute(SAMPLED_BECAUSE, "string", _ROOT, "first, number, slow or verdict"),
-    Attribute(RANKS_SENT, "string", _ROOT, "ranks in the trace, such as 0-7,12"),
-    Attribute(RANKS_LEFT_OUT, "int", _ROOT, "number of ranks that are not in the trace"),
     Attribute(STEPS_LEFT_OUT, "int", _ROOT, "steps left out since the previous trace"),
-    Attribute(RANK_BECAUSE, "string", _STEP_SPAN, "slow, arrived last, most work, reference (median work), known",
-        when="omitted ranks"),
-    Attribute(SPANS_LEFT_OUT, "int", _STEP_SPAN, "number of omitted spans, the shortest", when="omitted spans"),
     Attribute(OVER_RANKS, "string", _POINT, "min, median, p99 or max", when=_LARGE),
     Attribute(OVER_COMPONENTS, "string", _POINT, "max or sum, if one point covers several components",
         when="an exceeded limit"),

@@ -115,26 +115,11 @@ class StepTrace:
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """A step of one attempt of the job that all nodes export as a trace."""
+    """A step of one attempt of the job that a node exports as a trace."""
 
     attempt: int
     step: int
     because: str
     """Reason why the step was selected: first, number, slow or verdict."""
-    roles: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Exported ranks by reason, such as ("slow", (3, 17)). If empty, all ranks are exported."""
-    max_spans: int = 0
-    """Largest number of spans per rank, not counting the span of the step; 0 for no limit."""
     left_out: int = 0
     """Number of selected steps since the last exported step that were dropped for lack of space."""
-
-    def role_of_rank(self, rank: int) -> str | None:
-        """Return why a rank is exported; "" if all ranks are exported; None if it is not."""
-        if not self.roles:
-            return ""
-        return next((name for name, ranks in self.roles if rank in ranks), None)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The exported ranks in ascending order; () if all ranks are exported."""
-        return tuple(sorted({rank for _, ranks in self.roles for rank in ranks}))

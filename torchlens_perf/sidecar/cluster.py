@@ -25,7 +25,6 @@ from torchlens_perf.sidecar.job_generation import SILENT_S
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.membership import ControlMessage, Membership
-from torchlens_perf.sidecar.nodes.messages import MAX_REPLY_BYTES
 from torchlens_perf.sidecar.nodes.summary import RankSummary
 
 if TYPE_CHECKING:
@@ -43,8 +42,6 @@ ROUND_S = 1.0
 # Interval of exchange_data() while this node exchanges no data with other nodes.
 _ALONE_ROUND_S = 2.0
 _MAX_TALLIES = 16384
-# Separator between a control message and the instructions. No control message contains this byte.
-_SEPARATOR = b"\n"
 OpenExchange = Callable[[Endpoints, str, str, bool], "Exchange"]
 
 
@@ -75,7 +72,7 @@ class ClusterLink:
         self._cut_off_after_s, self._node_0_timeout_s = cut_off_after_s, node_0_timeout_s
         self._exchange: Exchange | None = None
         self._role: tuple[Endpoints, bool] | None = None  # endpoints, and whether this is node 0
-        self._instructions = b""  # newest instructions, sent by node 0 or received from it
+        self._slow_ranks: tuple[int, ...] = ()  # sent by node 0 or received from it
         self._received = b""  # newest reply of node 0
         self._tallies: deque[tuple[str, bytes]] = deque(maxlen=_MAX_TALLIES)
         self._round_s = float("-inf")
@@ -114,19 +111,14 @@ class ClusterLink:
         return self._is_node_0 and bool(self._others)
 
     @property
-    def received_instructions(self) -> bytes:
-        """Node 0's newest instructions, see publish_instructions()."""
-        return b"" if self.judges_alone else self._instructions
+    def received_slow_ranks(self) -> frozenset[int]:
+        """The ranks that node 0 has found slow; empty on a node that judges its own ranks."""
+        return frozenset() if self.judges_alone else frozenset(self._slow_ranks)
 
-    @property
-    def max_instruction_bytes(self) -> int:
-        """Largest number of bytes that publish_instructions() accepts now."""
-        return MAX_REPLY_BYTES - 1 - len(self._encode_control())
-
-    def publish_instructions(self, instructions: bytes) -> None:
-        """Send instructions to all other nodes if this is node 0. Otherwise do nothing."""
-        if self._is_node_0 and instructions != self._instructions:
-            self._instructions = instructions
+    def publish_slow_ranks(self, ranks: tuple[int, ...]) -> None:
+        """Send the slow ranks to all other nodes if this is node 0. Otherwise do nothing."""
+        if self._is_node_0 and ranks != self._slow_ranks:
+            self._slow_ranks = ranks
             self._publish_control()
 
     def send_link_statistics(self, links: bytes) -> None:
@@ -289,29 +281,23 @@ class ClusterLink:
         self._role = endpoints, merges
 
     def _publish_control(self) -> None:
-        """Send the run's id, its process generations and instructions. Only node 0 sends them."""
+        """Send the run's id, its process generations and slow ranks. Only node 0 sends them."""
         if self._exchange is not None and self._is_node_0:
-            control, instructions = self._encode_control(), self._instructions
-            fits = instructions and len(control) + 1 + len(instructions) <= MAX_REPLY_BYTES
-            self._exchange.set_instructions(
-                control + _SEPARATOR + instructions if fits else control
-            )
-
-    def _encode_control(self) -> bytes:
-        return self.membership.build_control_message(time.monotonic()).encode()
+            control = self.membership.build_control_message(time.monotonic(), self._slow_ranks)
+            self._exchange.set_instructions(control.encode())
 
     def _receive_control(self) -> None:
         """Apply node 0's newest control message. Node 0 itself receives none."""
         received = self._exchange.instructions() if self._exchange is not None else b""
         if received and received != self._received:
             self._received = received
-            control, _, self._instructions = received.partition(_SEPARATOR)
             try:
-                self.membership.apply_control_message(
-                    ControlMessage.decode(control), time.monotonic()
-                )
+                control = ControlMessage.decode(received)
             except ValueError as error:
                 logger.warning("node 0's control message cannot be read: %s", error)
+                return
+            self._slow_ranks = control.slow_ranks
+            self.membership.apply_control_message(control, time.monotonic())
 
     def _report_ranks(self, job: JobGeneration) -> None:
         """Report progress and new rows of this node's ranks to node 0, unless this is node 0."""

@@ -13,7 +13,7 @@ from torchlens_perf.exporters import MAX_SLOW_RANKS, CoveredRanks, NodeRole
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torchlens_perf.exporters.sampling.rank_rows import RecentRankTimes
+    from torchlens_perf.exporters.rank_times import RecentRankTimes
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.verdicts.stragglers.episodes import Episode
 

@@ -16,7 +16,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.modules import ModuleTimes
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.step_bins import MIN_ROW_NS
-from torchlens_perf.exporters.sampling.rank_rows import RecentRankTimes
+from torchlens_perf.exporters.rank_times import RecentRankTimes
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.sidecar.hang_watch import HangDetector
 from torchlens_perf.sidecar.nodes import summary
@@ -94,7 +94,7 @@ class JobGeneration:
         """Rows of the newest steps, from the ranks of all nodes."""
         self.module_times = ModuleTimes()
         """Module times, from the ranks of all nodes."""
-        self.traces = TraceSampler(generation, self.rank_rows, self.detector.places)
+        self.traces = TraceSampler(generation)
         self._windows = MergedWindows()
         self._metrics = MetricHistory()
         self._hangs = HangDetector(SILENT_S)

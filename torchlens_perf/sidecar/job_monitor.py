@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.config import EXCHANGE_TOKEN
-from torchlens_perf.exporters import Assessment, CoveredRanks, NodeRole
+from torchlens_perf.exporters import Assessment, NodeRole
 from torchlens_perf.run import ring
 from torchlens_perf.sidecar.alerts import AlertManager, SlowLinkMonitor
 from torchlens_perf.sidecar.cluster import ClusterLink
@@ -182,13 +182,16 @@ class JobMonitor:
 
     def update_export_part(self, sources: RingSources, now_s: float) -> NodeRole | None:
         """Return the part of the job that this node exports, or None while it is not known."""
+        self.role.add_slow_ranks(self._state.findings.slow_now)
+        self.cluster.publish_slow_ranks(tuple(self.role.slow_ranks))
+        self.role.slow_elsewhere = self.cluster.received_slow_ranks
         part, tallies = self.cluster.export_part(self.job), self.cluster.take_tallies()
         return self.role.update_part(part, self.job.rank_rows, tallies, sources, now_s)
 
     def take_traces(
         self, sources: RingSources, now_s: float, *, final: bool = False
     ) -> list[ExportBatch]:
-        """Return the traces to send now. final: no more steps or choices will follow."""
+        """Return the traces to send now. final: no more steps will follow."""
         found, self._last_traces = self._last_traces, []
         running = frozenset(
             each.state.identity.rank for each in sources.newest_rings() if not each.read_to_end
@@ -198,32 +201,14 @@ class JobMonitor:
     def _choose_traces(
         self, job: JobGeneration, running: frozenset[int], now_s: float, *, final: bool
     ) -> list[ExportBatch]:
-        cluster, role = self.cluster, self.role
-        attempt = cluster.membership.generation_number(job.generation)
-        found = job.traces.choose_traces(
-            role,
-            self._state,
-            attempt,
-            len(job.ranks),
-            running,
-            cluster.received_instructions,
-            now_s,
-            final=final,
-        )
-        if role.part is CoveredRanks.WHOLE:
-            choice = job.traces.encode_choice(
-                attempt, tuple(role.slow_ranks), cluster.max_instruction_bytes, final=final
-            )
-            # Until steps of the new processes are chosen, node 0 sends the last choice of old
-            # steps.
-            if choice:
-                cluster.publish_instructions(choice)
+        attempt = self.cluster.membership.generation_number(job.generation)
+        slow: set[object] = {*self.role.slow_elsewhere & job.ranks.keys()}
+        slow |= {each.key for each in self._state.findings.slow_now if each.rank in job.ranks}
+        job.traces.react_to_slow_ranks(slow, now_s)
+        before = job.traces.left_out
+        found = job.traces.choose_traces(self._state, attempt, running, now_s, final=final)
+        self.role.left_out += job.traces.left_out - before
         return found
-
-    @property
-    def awaits_trace_choice(self) -> bool:
-        """True while this node waits for node 0 to choose the steps to send as traces."""
-        return self.role.part is CoveredRanks.FORWARDER and self.job.traces.has_candidates
 
     def _update_metrics(self, newest: Iterable[RingSource], now_s: float) -> None:
         sampled = self.metrics.take_signals(newest, now_s)

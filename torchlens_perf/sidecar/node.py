@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _LAST_WINDOWS_S = 5.0
-_LAST_CHOICE_S = 3.0
 # The report waits this long for the last steps of other ranks, which end milliseconds after rank 0.
 _OTHER_RANKS_TIMEOUT_S = 0.3
 _CLASSES_PERIOD_S, _MIN_IDLE_RATIO = 60.0, 100.0
@@ -295,18 +294,12 @@ class Sidecar:
     # -- the end
 
     def wait_for_last_exchange(self) -> None:
-        """Wait for the other nodes' last data, or for node 0's last choice of traces.
-
-        Then end the exchange.
+        """Wait for the other nodes' last data, and end the exchange.
 
         Blocks for a few seconds at most.
         """
         began_s, monitor = time.monotonic(), self.monitor
-        while (
-            monitor.cluster.others_still_send and time.monotonic() - began_s < _LAST_WINDOWS_S
-        ) or (
-            self.exports and monitor.awaits_trace_choice and time.monotonic() - began_s < _LAST_CHOICE_S
-        ):  # fmt: skip
+        while monitor.cluster.others_still_send and time.monotonic() - began_s < _LAST_WINDOWS_S:
             time.sleep(0.1)
             self.judge_ranks(time.monotonic(), final=True)
             self.export_results()

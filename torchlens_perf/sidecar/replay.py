@@ -119,15 +119,12 @@ def replay(
                     job.add_device_windows(kept, process.identity.world_size)
             steps, records = steps + len(table), records + len(kept)
             if sending is not None:
-                chosen = {
-                    each.step: each for each in traced if each.attempt == process.identity.attempt
-                }
+                attempt = process.identity.attempt
+                chosen = {each.step: each for each in traced if each.attempt == attempt}
                 if pending.signals:
                     chosen, sent = _select_undelivered(pending, origin.key)
                 elif traced:
-                    sent = {
-                        step for step, each in chosen.items() if _is_rank_traced(each, origin.rank)
-                    }
+                    sent = set(chosen)
                 else:
                     sent = steps_traced_by_number(table.step.tolist(), process.trace_every)
                 sending.send(build_export_batch(process, kept, names, table, sent, chosen))
@@ -205,11 +202,6 @@ def _new_process_state(
     if trace_every is not None:
         process.trace_every = trace_every
     return process
-
-
-def _is_rank_traced(chosen: TracedStep, rank: int) -> bool:
-    """Return True if a rank's spans are sent for a step. Rank 0 always sends the root span."""
-    return rank == 0 or chosen.role_of_rank(rank) is not None
 
 
 def _find_saved_diagnosis(saved: list[NodeState], group: StragglerGroup) -> Diagnosis | None:

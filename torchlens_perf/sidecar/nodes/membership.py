@@ -21,8 +21,9 @@ import msgspec
 # A control message contains at most this number of generations, the newest ones.
 MAX_GENERATIONS = 8
 MAX_CONTROL_BYTES = 1024
+_MAX_SLOW_RANKS = 16
 _MAX_RUN_ID_BYTES = 240
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,25 +39,30 @@ class ProcessGeneration:
 
 @dataclasses.dataclass(frozen=True)
 class ControlMessage:
-    """Message of node 0 to the other nodes with the run's id and the newest generations."""
+    """Message of node 0 to the other nodes: the run's id, the newest generations and slow ranks."""
 
     run_id: str
     generations: tuple[ProcessGeneration, ...]
     """Newest generations. `started_s` is the negative age at the time of encoding."""
+    slow_ranks: tuple[int, ...] = ()
+    """Ranks that have metric series of their own because they have been slow."""
 
     def encode(self) -> bytes:
         """Return the message as at most MAX_CONTROL_BYTES bytes."""
         newest = self.generations[-MAX_GENERATIONS:]
         generations = [(each.number, round(-each.started_s, 3), each.world_size) for each in newest]
         run_id = self.run_id.encode()[:_MAX_RUN_ID_BYTES].decode(errors="ignore")
-        return msgspec.json.encode((_VERSION, run_id, generations))
+        return msgspec.json.encode(
+            (_VERSION, run_id, generations, self.slow_ranks[-_MAX_SLOW_RANKS:])
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> ControlMessage:
         """Decode a control message. Raises ValueError for invalid data."""
         try:
-            version, run_id, generations = msgspec.json.decode(
-                data[: MAX_CONTROL_BYTES + 1], type=tuple[int, str, list[tuple[int, float, int]]]
+            version, run_id, generations, slow_ranks = msgspec.json.decode(
+                data[: MAX_CONTROL_BYTES + 1],
+                type=tuple[int, str, list[tuple[int, float, int]], tuple[int, ...]],
             )
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise ValueError(f"not a control message of node 0: {error}") from error
@@ -68,6 +74,7 @@ class ControlMessage:
                 ProcessGeneration(number, -age_s, world_size)
                 for number, age_s, world_size in generations
             ),
+            slow_ranks,
         )
 
 
@@ -155,7 +162,9 @@ class Membership:
         """Return True if the result of generation_number() is not a guess."""
         return self._leads or local in self._numbers
 
-    def build_control_message(self, now_s: float) -> ControlMessage:
+    def build_control_message(
+        self, now_s: float, slow_ranks: tuple[int, ...] = ()
+    ) -> ControlMessage:
         """Return node 0's message to the other nodes."""
         own = sorted(self._own.values(), key=lambda each: each.number)[-MAX_GENERATIONS:]
         generations = [
@@ -164,7 +173,7 @@ class Membership:
             )
             for each in own
         ]
-        return ControlMessage(self.run_id, tuple(generations))
+        return ControlMessage(self.run_id, tuple(generations), slow_ranks)
 
     def apply_control_message(self, control: ControlMessage, now_s: float) -> None:
         """Apply a message that node 0 encoded at `now_s`. Node 0 itself ignores it."""

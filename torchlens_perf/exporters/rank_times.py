@@ -1,28 +1,23 @@
 """Work and wait times of all ranks in the newest steps. Pure.
 
-The times show which rank arrived last, and which rank had most work. A row is the mean over the
-steps of one bin (analysis/statistics/step_bins.py).
+Metrics show their quantiles over the ranks. A row is the mean over the steps of one bin
+(analysis/statistics/step_bins.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.exporters.sampling.decision import LAST, MOST_WORK, NAMED, REFERENCE
-
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.stragglers.window import BinBatch
 
     _Times = npt.NDArray[np.floating[Any]]
 
 _KEPT_ROWS = 64
-MAX_NAMED = 4
 QUANTILES = {"min": 0.0, "median": 0.5, "p99": 0.99, "max": 1.0}
 
 
@@ -83,18 +78,6 @@ class RecentRankTimes:
                 del self._rows[min(self._rows, key=lambda each: (each[1] + 1) * each[0])]
         return found
 
-    def times_in_step(self, step: int) -> RankTimes | None:
-        """Return the ranks' times in a step, merged from the bins of all widths."""
-        found: RankTimes | None = None
-        for (width, key), row in self._rows.items():
-            if key == step // width:
-                if found is None:
-                    found = RankTimes(self._ranks)
-                there = np.flatnonzero(~np.isnan(row.work_ns))
-                if len(there):
-                    found.set_times(there, row.work_ns[there], row.wait_ns[there])
-        return found
-
     def rank_quantiles_s(self) -> dict[tuple[str, str], float]:
         """Return quantiles over ranks in seconds, with keys ("work" or "wait", name of the
         quantile).
@@ -114,54 +97,3 @@ class RecentRankTimes:
             ):
                 found[what, name] = float(value) / 1e9
         return found
-
-
-def select_explaining_ranks(
-    row: RankTimes | None,
-    slow: Sequence[int],
-    places: Mapping[int, Placement],
-    within: Collection[int] | None = None,
-) -> dict[str, list[int]]:
-    """Return the ranks that explain the duration of a step, by role.
-
-    The roles are: ranks reported as slow (most expensive first), the rank that arrived last, the
-    rank with most work, and a rank with median work for comparison.
-
-    row: times of the step, if known. within: ranks to which the result is limited.
-    """
-    found: dict[str, list[int]] = {}
-    named = [rank for rank in slow if within is None or rank in within][:MAX_NAMED]
-    if named:
-        found[NAMED] = named
-    if row is None:
-        return found
-    there = np.flatnonzero(~np.isnan(row.work_ns))
-    if within is not None:
-        there = there[np.isin(there, list(within))]
-    if not len(there):
-        return found
-    work_ns, wait_ns = row.work_ns[there], row.wait_ns[there]
-    taken = set(named)
-    if wait_ns.max() > wait_ns.min():
-        _add_role(found, taken, LAST, int(there[int(wait_ns.argmin())]))
-    _add_role(found, taken, MOST_WORK, int(there[int(work_ns.argmax())]))
-    lead = next(iter(next(iter(found.values()))))
-    population = places[lead].population if lead in places else None
-    others = [
-        index
-        for index, rank in enumerate(there.tolist())
-        if rank not in taken
-        and rank not in slow
-        and (rank not in places or places[rank].population == population)
-    ]
-    if others:
-        of_others = work_ns[others]
-        middle = int(np.argsort(of_others, kind="stable")[(len(others) - 1) // 2])
-        _add_role(found, taken, REFERENCE, int(there[others[middle]]))
-    return found
-
-
-def _add_role(found: dict[str, list[int]], taken: set[int], why: str, rank: int) -> None:
-    if rank not in taken:
-        taken.add(rank)
-        found[why] = [rank]

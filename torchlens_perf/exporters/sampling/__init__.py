@@ -1,1 +1,0 @@
-"""Select the steps and ranks that are sent as traces, bounded for jobs of any size."""
