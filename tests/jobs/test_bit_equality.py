@@ -185,7 +185,8 @@ def test_watched_run_with_default_settings_is_bit_identical(name: str, tmp_path:
     assert_harmless(CASES[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", FEW)
+# The steps of a generation are forward passes, which are not seen here.
+@pytest.mark.parametrize("name", [name for name in FEW if name != "generation"])
 def test_watched_run_without_module_times_is_bit_identical(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,9 +152,7 @@ def test_free_threaded_python_is_not_recorded(
 ) -> None:
     """The recorder is not built for such a Python. Here, the build's variable is replaced."""
     monkeypatch.setattr(recorder, "_import_error", ModuleNotFoundError())
-    monkeypatch.setattr(
-        recorder.sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED"
-    )
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
     with caplog.at_level(logging.WARNING, "torchlens_perf"), watch(dir=str(tmp_path / "runs")) as w:
         pass
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"

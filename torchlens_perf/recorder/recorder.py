@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import sysconfig
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -63,6 +62,8 @@ def find_recording_obstacle() -> Obstacle | None:
     """Return why nothing can be recorded in this process, or None."""
     if _import_error is None:
         return None
+    import sysconfig
+
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         return Obstacle(
             "the recorder relies on the GIL, and this Python is free-threaded",
