@@ -246,6 +246,8 @@ def test_clock_is_right_after_an_exception_has_interrupted_an_anchor(
         patched.setattr(fake if hasattr(fake, method) else FakeEvent, method, interrupt)
         with pytest.raises(KeyboardInterrupt):
             take_an_anchor()
+    soon_ns = device.now_ns()
+    soon = marked(clock)
     for _ in range(3):
         device.advance(2 * SECOND)
         clock.read_reached_marks()
@@ -258,6 +260,7 @@ def test_clock_is_right_after_an_exception_has_interrupted_an_anchor(
     assert clock.error_ns < 5000
     assert end_ns == pytest.approx(issued_ns + EVENT_NS, abs=clock.error_ns + 2000)
     assert end_ns - begin_ns == pytest.approx(8 * SECOND, abs=10 * MILLISECOND)
+    assert read(clock, soon) == pytest.approx(soon_ns + EVENT_NS, abs=clock.error_ns + 2000)
 
 
 def test_stream_first_seen_in_the_middle_of_a_step_is_read_with_that_step(
