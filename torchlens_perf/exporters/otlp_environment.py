@@ -132,7 +132,7 @@ def _make_signal(
     items = _read_positive_integer(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
     delay_s = _read_positive_integer(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms) / 1e3
     most = _read_positive_integer(environ, f"{prefix}_MAX_QUEUE_SIZE", QueueLimits.max_items)
-    return SignalDelivery(transport, QueueLimits(items, delay_s, most))
+    return SignalDelivery(transport, QueueLimits(min(items, most), delay_s, most))
 
 
 def _make_transport(name: str, way: str, folder: Path | None, owner: str) -> Transport:
