@@ -84,6 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("truth", truths(), ids=lambda truth: truth.kind)
 def test_slow_rank_and_phase_of_a_planted_device_fault_are_named(truth: Truth, runs: Path) -> None:
     """On a busy machine a rank without a free CPU may be named too.

@@ -86,7 +86,7 @@ def test_environment_variable_records_an_unmodified_script(
     assert value["run"]["program"] == "train.py"
 
 
-@pytest.mark.parametrize("workers", ["fork", *long("spawn")])
+@pytest.mark.parametrize("workers", long("fork", "spawn"))
 def test_run_command_starts_a_script_like_python(
     workers: str, unwatched: dict[str, list[str]], tmp_path: Path
 ) -> None:

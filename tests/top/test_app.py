@@ -107,6 +107,7 @@ def test_cursor_stays_on_its_rank_when_rows_move(live: LiveSimulation) -> None:
     runs(scenario)
 
 
+@pytest.mark.slow
 def test_all_of_512_ranks_can_be_selected(tmp_path: Path) -> None:
     """The slow rank comes first, and the number of others is shown."""
 

@@ -220,6 +220,7 @@ for i in range(300):
 """
 
 
+@pytest.mark.long
 def test_concurrent_starts_and_ends_keep_folders_in_use(tmp_path: Path) -> None:
     """Other processes remove empty folders meanwhile. When all runs have ended, no folder is left."""
     several = f"""
