@@ -501,26 +501,24 @@ static PyObject *recorder_take_over(Recorder *self, PyObject *owner_ended)
 }
 
 /* Around a wait that is no span: the end of the backward pass. */
-static PyObject *recorder_own_work_paused(Recorder *self, PyObject *unused)
+static PyObject *pause_own_work(Recorder *self, int paused)
 {
-    if (self->header != NULL && this_thread() == self->owner) {
-        if (self->thread_time.measured) {
-            thread_time_mark(&self->thread_time, current_phase(&self->header->stack));
-            self->thread_time.paused = 1;
-        }
+    ThreadTime *times = &self->thread_time;
+    if (self->header != NULL && this_thread() == self->owner && times->measured && times->paused != paused) {
+        thread_time_mark(times, paused ? current_phase(&self->header->stack) : KIND_WAIT);
+        times->paused = paused;
     }
     Py_RETURN_NONE;
 }
 
+static PyObject *recorder_own_work_paused(Recorder *self, PyObject *unused)
+{
+    return pause_own_work(self, 1);
+}
+
 static PyObject *recorder_own_work_resumed(Recorder *self, PyObject *unused)
 {
-    if (self->header != NULL && this_thread() == self->owner) {
-        if (self->thread_time.measured && self->thread_time.paused) {
-            thread_time_mark(&self->thread_time, KIND_WAIT);
-            self->thread_time.paused = 0;
-        }
-    }
-    Py_RETURN_NONE;
+    return pause_own_work(self, 0);
 }
 
 static PyObject *recorder_now_ns(Recorder *self, PyObject *unused)
@@ -587,24 +585,10 @@ static PyObject *recorder_set_nvtx(Recorder *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *recorder_get_step(Recorder *self, void *closure)
+/* A number of the header, which begins at `offset`; 0 once closed. */
+static PyObject *recorder_get_from_header(Recorder *self, void *offset)
 {
-    return PyLong_FromUnsignedLongLong(self->header != NULL ? self->header->step : 0);
-}
-
-static PyObject *recorder_get_written(Recorder *self, void *closure)
-{
-    return PyLong_FromUnsignedLongLong(self->header != NULL ? self->header->head : 0);
-}
-
-static PyObject *recorder_get_tool_ns(Recorder *self, void *closure)
-{
-    return PyLong_FromUnsignedLongLong(self->header != NULL ? self->header->tool_ns : 0);
-}
-
-static PyObject *recorder_get_waited_ns(Recorder *self, void *closure)
-{
-    return PyLong_FromLongLong(self->waited_ns);
+    return PyLong_FromUnsignedLongLong(self->header ? *(uint64_t *)((char *)self->header + (size_t)offset) : 0);
 }
 
 static PyObject *recorder_get_closed(Recorder *self, void *closure)
@@ -645,7 +629,6 @@ static PyMethodDef recorder_methods[] = {
     {"record_completed", FASTCALL(recorder_record_completed), METH_FASTCALL, NULL},
     {"settle", (PyCFunction)recorder_settle, METH_VARARGS, NULL},
     {"unsettle", (PyCFunction)recorder_unsettle, METH_NOARGS, NULL},
-    {"leave_gradients", (PyCFunction)recorder_leave_gradients, METH_NOARGS, NULL},
     {"show_open_step", (PyCFunction)recorder_show_open_step, METH_NOARGS, NULL},
     {"compare_gradient", (PyCFunction)recorder_compare_gradient, METH_O, NULL},
     {"use_torch", (PyCFunction)recorder_use_torch, METH_VARARGS, NULL},
@@ -656,6 +639,7 @@ static PyMemberDef recorder_members[] = {
     {"sampled", T_INT, offsetof(Recorder, sampled), 0, NULL},
     {"backwards", T_INT, offsetof(Recorder, backwards), READONLY, NULL},
     {"settled", T_INT, offsetof(Recorder, marks.settled), 0, NULL},
+    {"unseen", T_INT, offsetof(Recorder, marks.unseen), 0, NULL},
     {"busy", T_INT, offsetof(Recorder, marks.busy), 0, NULL},
     {"without_gradient", T_INT, offsetof(Recorder, marks.without_gradient), 0, NULL},
     {"due_ns", T_LONGLONG, offsetof(Recorder, marks.due_ns), 0, NULL},
@@ -678,15 +662,15 @@ static PyMemberDef recorder_members[] = {
     {"phases_ns", T_LONGLONG, offsetof(Recorder, device_phases.cost_ns), READONLY, NULL},
     {"phase_steps", T_LONGLONG, offsetof(Recorder, device_phases.steps), READONLY, NULL},
     {"device_waits_ns", T_LONGLONG, offsetof(Recorder, device_waits_ns), READONLY, NULL},
+    {"waited_ns", T_LONGLONG, offsetof(Recorder, waited_ns), READONLY, NULL},
     {"late_ns", T_LONGLONG, offsetof(Recorder, late_ns), READONLY, NULL},
     {NULL},
 };
 
 static PyGetSetDef recorder_properties[] = {
-    {"step", (getter)recorder_get_step, NULL, NULL, NULL},
-    {"written", (getter)recorder_get_written, NULL, NULL, NULL},
-    {"tool_ns", (getter)recorder_get_tool_ns, NULL, NULL, NULL},
-    {"waited_ns", (getter)recorder_get_waited_ns, NULL, NULL, NULL},
+    {"step", (getter)recorder_get_from_header, NULL, NULL, (void *)offsetof(Header, step)},
+    {"written", (getter)recorder_get_from_header, NULL, NULL, (void *)offsetof(Header, head)},
+    {"tool_ns", (getter)recorder_get_from_header, NULL, NULL, (void *)offsetof(Header, tool_ns)},
     {"lost_ends", (getter)recorder_lost_ends, NULL, NULL, NULL},
     {"closed", (getter)recorder_get_closed, NULL, NULL, NULL},
     {NULL},

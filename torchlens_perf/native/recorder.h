@@ -199,7 +199,6 @@ int count_forward(Recorder *self);
 PyObject *native_hook(PyObject *module, PyObject *args);
 PyObject *recorder_settle(Recorder *self, PyObject *args);
 PyObject *recorder_unsettle(Recorder *self, PyObject *unused);
-PyObject *recorder_leave_gradients(Recorder *self, PyObject *unused);
 PyObject *recorder_show_open_step(Recorder *self, PyObject *unused);
 PyObject *recorder_compare_gradient(Recorder *self, PyObject *ended);
 PyObject *recorder_use_torch(Recorder *self, PyObject *args);
@@ -235,12 +234,11 @@ static inline int is_forward(uint32_t kind)
 /* Names the running thread. The compiler's builtin is one register read, pthread_self() a call through the PLT. */
 static inline uintptr_t this_thread(void)
 {
-#if defined(__has_builtin)
+#ifndef __has_builtin
+#define __has_builtin(builtin) 0
+#endif
 #if __has_builtin(__builtin_thread_pointer)
     return (uintptr_t)__builtin_thread_pointer();
-#else
-    return (uintptr_t)pthread_self();
-#endif
 #else
     return (uintptr_t)pthread_self();
 #endif

@@ -250,13 +250,6 @@ PyObject *recorder_unsettle(Recorder *self, PyObject *unused)
                          marks->passes);
 }
 
-/* leave_gradients(): another thread writes them from here on. So C ends no step, and unsettle() looks at no gradient. */
-PyObject *recorder_leave_gradients(Recorder *self, PyObject *unused)
-{
-    self->marks.settled = self->marks.unseen = 0;
-    Py_RETURN_NONE;
-}
-
 /* compare_gradient(ended): at the begin or end of a backward pass that Python times while C ends the steps. */
 PyObject *recorder_compare_gradient(Recorder *self, PyObject *ended)
 {

@@ -126,7 +126,8 @@ class TrainingThread:
         if self.reads_gradients:
             with self.gradients:
                 self.reads_gradients = False
-                self._recorder.leave_gradients()
+                # C ends no step, and leaves a gradient alone that it has not looked at yet.
+                self._recorder.settled = self._recorder.unseen = 0
 
     def find_running_backwards(self, engine: CodeType | None) -> None:
         """Find backward passes that other threads began before the hooks were attached, and note
