@@ -120,6 +120,7 @@ def functions_to_fail(begin: Callable[[], perf.Watch], sidecar: bool) -> list[Co
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("sidecar", "every"),
