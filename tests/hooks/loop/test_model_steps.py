@@ -96,7 +96,7 @@ import torch
 from torchlens_perf.integrations.framework_run import FrameworkRun
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-run, number = FrameworkRun({{}}, None, 0.0), {SAVED}
+run, number = FrameworkRun({{}}, None), {SAVED}
 run.begin(model, lambda: number)
 for number in range({SAVED + 1}, {SAVED + 9}):
     model(torch.randn(2, 4)).sum().backward()
