@@ -113,6 +113,7 @@ def functions_in_steps(folder: Path) -> list[CodeType]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [4, *long(1)])
 def test_error_in_any_function_in_the_steps_is_counted_and_harmless(
     every: int, tmp_path: Path

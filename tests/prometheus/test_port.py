@@ -113,6 +113,7 @@ def test_missing_prometheus_client_is_noted_with_the_package_name(
     close(sidecar, ranks)
 
 
+@pytest.mark.slow
 def test_successor_of_a_killed_sidecar_shows_its_open_alerts(tmp_path: Path) -> None:
     """The alerts are shown until they end."""
     with ScrapedSimulation(tmp_path, 4, "constant:rank=2,share=0.3,until=900") as simulation:

@@ -96,6 +96,7 @@ def _printed(*arguments: str) -> str:
     return out.getvalue() + err.getvalue()
 
 
+@pytest.mark.slow
 @given(data=st.data(), text=hostile, note=hostile, schema=hostile)
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25
