@@ -16,6 +16,8 @@ from tests.support.device.fake_device import FakeDevice, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
 from tests.support.recording import Record, Recording, recorded
 from torchlens_perf import config
+from torchlens_perf.analysis.statistics.device_steps import DeviceStepJoin
+from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.cuda import device_times as hooks_device
 from torchlens_perf.cuda.device_times import DeviceTimesHook
 from torchlens_perf.hooks import attach
@@ -508,6 +510,37 @@ def test_step_ends_on_the_stream_that_is_current_then(
     durations = {span.step: span.duration_ns for span in device_spans(recording, Kind.STEP)}
     assert durations[steps + 2] >= 9 * STEP_NS
     assert max(durations[step] for step in (steps, steps + 1)) < 4 * STEP_NS
+
+
+def test_host_time_of_a_step_in_an_optimizers_closure_counts_once(
+    device: FakeDevice, tmp_path: Path
+) -> None:
+    """Lightning's automatic optimization calls both passes in `optimizer.step(closure)`."""
+    rig = Rig(device)
+
+    def closure() -> torch.Tensor:
+        rig.optimizer.zero_grad()
+        loss = rig.model(torch.ones(2, 4)).sum()
+        loss.backward()
+        return loss
+
+    rig.model.register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    with recorded(tmp_path, rig.model, rig.optimizer) as recording:
+        rig.attach(recording)
+        reader = RingReader(recording.watch._session.ring_path)
+        for _ in range(8):
+            rig.optimizer.step(closure)
+            device.advance(2 * STEP_NS)
+        records = reader.read_records(final=True).records
+        reader.close()
+    steps = DeviceStepJoin().add_records(records, assemble_steps(records))
+    host_ns = {step.step: step.duration_ns for step in recording.steps}
+    assert len(steps) >= 5
+    for step, issue_ns in zip(
+        steps.step.tolist(), steps.issue_ns.sum(axis=1).tolist(), strict=True
+    ):
+        # Without the time without a CPU.
+        assert 0 < issue_ns <= host_ns[step]
 
 
 def test_spans_not_reached_when_the_watch_ends_are_counted(
