@@ -38,7 +38,7 @@ _LAUNCH = {"layers": 8, "width": 64, "heads": 4, "context": 32, "words": 256}
 _BATCH, _KERNEL_S, SHORT_KERNEL_S = 8, 1e-4, 1e-5
 WARM_UP = 10
 # The host may run ahead of the device by all of them, except in the launch-bound loop.
-_STEPS, _LAUNCH_STEPS = 60, 300
+_STEPS, _LAUNCH_STEPS, _LEAST_STEPS = 60, 300, 3
 _DATA_S = 0.08
 # A driver returns times as float32 ms: two times of 30 s are known to 2 us each.
 _RESOLUTION_MS = 0.005
@@ -200,7 +200,7 @@ def loop(checks: Checks, kind: str) -> None:
                 if number >= WARM_UP:
                     own.begin_step(number)
                 training.step(own.mark)
-                if checks.left_s < until_s and number > 2 * WARM_UP:
+                if checks.left_s < until_s and number >= WARM_UP + _LEAST_STEPS:
                     break
             bounds = own.bounds_ms()
         ours, account = recorded(last_rings(folder))
