@@ -307,3 +307,17 @@ def test_reader_gets_no_torn_record_from_a_running_writer(tmp_path: Path) -> Non
     assert batches > 5
     # The writer must have overwritten unread records.
     assert lost > 0
+
+
+def test_hooks_of_other_threads_write_nothing_into_a_closed_ring(tmp_path: Path) -> None:
+    """A watch may end in one thread while another one's hook runs."""
+    made = RingFile(tmp_path / "ring", 1024)
+    known = made.intern("known")
+    made.close()
+
+    assert (made.intern("known"), made.intern("new")) == (known, 0)
+    assert made.add_group_row("group") == ring.MAX_GROUPS
+    made.set_metadata({"rank": 1})
+    made.count_internal_error()
+    made.add_gc_ns(1)
+    made.close()

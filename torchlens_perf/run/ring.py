@@ -143,7 +143,10 @@ class RingFile:
             raise
 
     def intern(self, name: str) -> int:
-        """Return the id of `name`. If the table is full, count a lost name and return 0."""
+        """Return the id of `name`. If the table is full, count a lost name and return 0.
+
+        A hook of another thread may run while the ring file is closed: then nothing is written.
+        """
         known = self._names.get(name)
         return self._intern_new(name) if known is None else known[0]
 
@@ -152,6 +155,8 @@ class RingFile:
             known = self._names.get(name)
             if known is not None:
                 return known[0]
+            if self.buffer.closed:
+                return 0
             text = name.encode("utf-8", "backslashreplace")[:LONGEST_NAME]
             used = next(reversed(self._names.values()))[1] if self._names else 0
             name_id, end = len(self._names), used + 2 + len(text)
@@ -203,6 +208,8 @@ class RingFile:
         """
         with self._lock:
             slot = self._groups.get(name, len(self._groups))
+            if self.buffer.closed and name not in self._groups:
+                return MAX_GROUPS
             if slot < MAX_GROUPS and name not in self._groups:
                 self._words[GROUPS + GROUP_WORDS * slot] = self.intern(name)
                 self._groups[name] = slot
@@ -221,6 +228,8 @@ class RingFile:
         """
         text = fit_metadata(metadata, METADATA_BYTES)
         with self._lock:
+            if self.buffer.closed:
+                return
             self._metadata = text
             try:
                 self._store_metadata()
@@ -249,18 +258,20 @@ class RingFile:
 
     def count_internal_error(self) -> None:
         """Count an internal error that was not passed on to the training loop."""
-        self._words[INTERNAL_ERRORS] += 1
+        if not self.buffer.closed:
+            self._words[INTERNAL_ERRORS] += 1
 
     def close(self) -> None:
         """Mark the ring file as closed by its writer and unmap it. Further calls do nothing.
 
         The recorder must be closed before. After an exception, the next call completes the work.
         """
-        if self.buffer.closed:
-            return
-        struct.pack_into("<Q", self.buffer, 8 * STATE, State.CLOSED)
-        self._words.release()
-        self.buffer.close()
+        with self._lock:
+            if self.buffer.closed:
+                return
+            struct.pack_into("<Q", self.buffer, 8 * STATE, State.CLOSED)
+            self._words.release()
+            self.buffer.close()
 
     def release(self, timeout_s: float = 0.0) -> bool:
         """Close this process's file of anonymous memory. Further calls do nothing.
