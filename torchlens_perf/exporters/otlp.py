@@ -221,16 +221,21 @@ class OtlpExporter:
         """
         if self._reader is None:
             return math.inf
+        # Read this first: all records are in the run directory when the exporter is closed.
+        is_last = self._is_closing
         left_s = self._reading_due_s - self._clock()
-        if left_s > 0 and not self._is_closing:
+        if left_s > 0 and not is_last:
             return left_s
         steps, is_read = sender.find_dropped_sources(), False
+        missing = dict.fromkeys(steps)
         with guard("building spans from the run directory"):
             for source, spans in self._reader.read_spans(steps):
+                del missing[source]
                 sender.queue_items(spans, source)
             is_read = True
         # Missing steps may be in the next segment, but not after the end of the run.
-        if not sender.postpone_sources(steps, give_up=is_read and self._is_closing):
+        sender.postpone_sources(missing, give_up=is_read and is_last)
+        if len(missing) < len(steps) or not steps:
             return math.inf
         self._reading_due_s = self._clock() + _READ_AGAIN_S
         return _READ_AGAIN_S

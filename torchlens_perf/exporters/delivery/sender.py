@@ -153,20 +153,15 @@ class Sender:
                 room -= source.spans
         return found
 
-    def postpone_sources(self, sources: Iterable[UndeliveredStep], *, give_up: bool) -> bool:
-        """Try those of the sources that are still dropped again after all others.
-
-        Return True if there are such sources. give_up: count their items as lost.
-        """
+    def postpone_sources(self, sources: Iterable[UndeliveredStep], *, give_up: bool) -> None:
+        """Move dropped sources behind all others. give_up: count their items as lost instead."""
         with self._changed:
-            left = [each for each in sources if each in self._dropped]
-            for source in left:
-                count = self._dropped.pop(source)
+            for source in sources:
+                count = self._dropped.pop(source, 0)
                 if give_up:
                     self.lost += count
-                else:
+                elif count:
                     self._dropped[source] = count
-        return bool(left)
 
     def undelivered_sources(self) -> list[Source]:
         """Return the sources of all items that are not delivered, oldest first."""
@@ -342,6 +337,10 @@ class Sender:
     def _drop_oldest(self) -> None:
         most = 0 if self._limits.replaces else self._limits.max_items
         while self._queued_items > most and len(self._queue) > 1:
+            step = self._queue[0].source
+            # A step that is larger than the queue is sent as a whole.
+            if isinstance(step, UndeliveredStep) and step is self._queue[-1].source:
+                break
             dropped = self._queue.popleft()
             self._queued_items -= dropped.count
             if self._limits.replaces:
