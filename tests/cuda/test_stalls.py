@@ -11,7 +11,6 @@ import pytest
 from tests.support.collective_rig import CollectiveRig, on_autograds_thread, on_thread
 from tests.support.device.fake_device import FakeDevice, FakeStreams
 from tests.support.device.shim_kernels import COMPILER, WITHOUT_COMPILER
-from torchlens_perf import _native
 from torchlens_perf.cuda.stalls import StallMarker
 from torchlens_perf.recorder.clocks import Clocks
 from torchlens_perf.recorder.training_thread import TrainingThread
@@ -28,7 +27,7 @@ class Loop(CollectiveRig):
 
     def __init__(self, device: FakeDevice, folder: Path, **limits: int) -> None:
         self.device, self.fake = device, FakeStreams(device)
-        super().__init__(_native, folder, clock=self.fake.now_ns)
+        super().__init__(folder, clock=self.fake.now_ns)
         self.device_clock = self.fake.create_clock(**limits)
         self.session: Any = type("Session", (), {"intern": self.ring.intern, "clocks": Clocks()})()
         self.session.recorder = self.recorder

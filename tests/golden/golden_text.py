@@ -35,7 +35,9 @@ def _figures(row: dict[str, Any]) -> str:
     """Return the other fields of a verdict, with three digits."""
     left_out = ("text", "action", "explanation", "cause", "held", "evidence", "where")
     values = (
-        (name, value) for name, value in row.items() if name not in left_out and value is not False
+        (name, value)
+        for name, value in row.items()
+        if name not in left_out and value is not False and (name, value) != ("because", "")
     )
     return ", ".join(
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"

@@ -125,7 +125,6 @@ def test_sys_executable_is_read_in_one_place_only() -> None:
     allowed = {
         "run/children.py",
         "sidecar/host/stacks.py",  # py-spy is in the same folder as the interpreter.
-        "sidecar/start/wait.py",  # This process replaces itself.
     }
     package = Path(perf.__file__).parent
     found = {

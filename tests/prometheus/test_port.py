@@ -22,6 +22,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
+from torchlens_perf.run.undelivered import Undelivered
 from torchlens_perf.sidecar import metrics_port
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.metrics_port import MetricsPort
@@ -170,6 +171,7 @@ def _nothing() -> dict[str, Any]:
     return {
         **dict.fromkeys(("export", "on_assessment", "measured"), lambda *args: None),
         "update_role": lambda part: b"",
+        "find_undelivered": Undelivered,
     }
 
 

@@ -187,7 +187,7 @@ class StepSampler:
         if candidate.because == VERDICT:
             part = 1.0
         if candidate.because in (FIRST, NUMBER):
-            thinning = self._find_thinning(spans * part)
+            thinning = self._find_thinning(step, spans * part)
             return self._takes_part(step, part) and (
                 thinning == 1 or step % (thinning * self._every) == 0
             )
@@ -206,12 +206,16 @@ class StepSampler:
         drawn = int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64
         return self._first_rank == 0 or drawn < part
 
-    def _find_thinning(self, spans: float) -> int:
+    def _find_thinning(self, step: int, spans: float) -> int:
         """Return the power of two by which `every` is multiplied, so that the budget suffices.
 
-        Steps of a larger power are also steps of a smaller one. If nodes differ, the steps of one are
-        thus among the steps of the other.
+        It is 1 while the steps sent by number so far have no more spans than a burst. Steps of a
+        larger power are also steps of a smaller one. If nodes differ, the steps of one are thus among
+        the steps of the other.
         """
+        sent = min(step + 1, FIRST_TRACED_STEPS) + step // self._every
+        if sent * spans <= _BURST_S * self._spans_per_s:
+            return 1
         spans_per_s = _SHARES[NUMBER] * self._spans_per_s
         allowed = spans_per_s * self._every * self._slow_steps.usual_s
         return 1 << max(0, math.ceil(math.log2(spans / max(allowed, 1e-9))))
