@@ -280,6 +280,7 @@ def patches(model: nn.Module) -> list[object]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow  # A thread marks while the others wait.
 def test_forked_children_end_while_another_thread_records(tmp_path: Path) -> None:
     """Forty forks happen while another thread records without pause."""
     stop = threading.Event()
