@@ -12,8 +12,8 @@ from torchlens_perf.query.engine import run_query
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/queries.md"
 QUERIES = re.findall(r"^([^\n]+\?)\n\n```sql\n(.*?)\n```", GUIDE.read_text(), re.M | re.S)
-# A simulated run has no sections, checkpoints, restarts, or backward times of modules.
-WITHOUT_ROWS = ("restarted", "backward pass of each module", "my sections")
+# A simulated run has no sections, checkpoints, or backward times of modules.
+WITHOUT_ROWS = ("backward pass of each module", "my sections")
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return simulate_run(tmp_path_factory.mktemp("queries") / "run", ranks=4, steps=40)
 
 
-def test_guide_has_thirty_queries() -> None:
-    assert len(QUERIES) == GUIDE.read_text().count("```sql") == 30
+def test_guide_has_twenty_queries() -> None:
+    assert len(QUERIES) == GUIDE.read_text().count("```sql") == 20
 
 
 @pytest.mark.parametrize(("question", "sql"), QUERIES, ids=[each for each, _ in QUERIES])
