@@ -23,8 +23,7 @@ exist only on `/metrics`: [prometheus.md](../guides/prometheus.md#metrics).
 
 - Names that begin with `torch` are defined by this package. `nv.dl.*` and `slurm.job.*` are names of NeMo Lens. All
   others are OpenTelemetry's semantic conventions, except those with \\*.
-- **Condition**: what a run must have for the name to be sent. Without a condition, every run sends it; event
-  attributes come with the events that have them.
+- **Condition**: what a run must have for the name to be sent. Event attributes come with the events that have them.
 - **Large job**: a job of more than {most_ranks} ranks with the default `export_limit`.
 - A device is a GPU on which torch computes. GPU metrics appear as far as the GPU reports them.
 """
@@ -69,8 +68,12 @@ def page() -> str:
         ),
         "## Attributes\n",
         _table(
-            ("attribute", "type", "on", "meaning", "condition"),
-            ((_name(a), a.kind, a.on, a.meaning, a.when) for a in explained if a.on != "resource"),
+            ("attribute", "type", "on", "meaning (condition)"),
+            (
+                (_name(a), a.kind, a.on, _meaning(a.meaning, a.when))
+                for a in explained
+                if a.on != "resource"
+            ),
         ),
         "### Resource\n",
         _table(
@@ -90,15 +93,13 @@ def page() -> str:
 
 def _metrics(metrics: Iterable[semantics.Metric], leave_out: Sequence[str] = ()) -> str:
     return _table(
-        ("metric", "type", "unit", "attributes", "meaning", "condition"),
+        ("metric", "type, unit", "attributes", "meaning (condition)"),
         (
             (
                 _name(m),
-                m.instrument,
-                f"`{m.unit}`",
+                f"{m.instrument}, `{m.unit}`",
                 ", ".join(f"`{name}`" for name in m.attributes if name not in leave_out),
-                m.meaning,
-                m.when,
+                _meaning(m.meaning, m.when),
             )
             for m in metrics
         ),
@@ -110,6 +111,10 @@ def _unexplained() -> Iterator[str]:
     rest = [each for each in semantics.ATTRIBUTES if not each.meaning]
     for when in dict.fromkeys(each.when for each in rest):
         yield f"- {when}: {', '.join(_name(each) for each in rest if each.when == when)}"
+
+
+def _meaning(meaning: str, condition: str) -> str:
+    return f"{meaning} ({condition})" if condition else meaning
 
 
 def _name(each: semantics.Metric | semantics.Attribute) -> str:

@@ -69,7 +69,8 @@ class Results:
         order = {
             name: index for index, name in enumerate(dict.fromkeys(x.part for x in self.lines))
         }
-        rows = [line.markdown() for line in sorted(self.lines, key=lambda line: order[line.part])]
+        lines = sorted(self.lines, key=lambda line: order[line.part])
+        rows = [line.markdown() for line in lines if line.result != NOT_RUN]
         took = [f"Seconds of each part: {took}."] if took else []
         page = [
             "# What `make gpu-check` found",
@@ -82,8 +83,19 @@ class Results:
             "",
             *HEAD,
             *rows,
+            *_list_missing(lines),
         ]
         return "\n".join([*page, *(["", *took] if took else []), ""])
+
+
+def _list_missing(lines: list[Line]) -> list[str]:
+    """Return a paragraph with the lines that were not run, by their reason."""
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        if line.result == NOT_RUN:
+            reasons.setdefault(line.value, []).append(f"{line.part} ({line.what})")
+    named = [f"- Not run, {reason}: {', '.join(each)}" for reason, each in reasons.items()]
+    return ["", *named] if named else []
 
 
 def write(path: Path, text: str) -> None:
