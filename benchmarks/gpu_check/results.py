@@ -94,7 +94,7 @@ def _list_missing(lines: list[Line]) -> list[str]:
     for line in lines:
         if line.result == NOT_RUN:
             reasons.setdefault(line.value, []).append(f"{line.part} ({line.what})")
-    named = [f"- Not run, {reason}: {', '.join(each)}" for reason, each in reasons.items()]
+    named = [f"- Not run ({reason}): {', '.join(each)}" for reason, each in reasons.items()]
     return ["", *named] if named else []
 
 
