@@ -219,7 +219,6 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
 
 
 SLIGHTLY_EXPOSED = ({**CLEAN, "communication": 3.0}, CLEAN)
-MOSTLY_WAITING = ({**CLEAN, "data": 90.0},)
 
 
 def changed(key: str, **fields: Any) -> dict[str, Any]:

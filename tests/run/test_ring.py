@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.device_mark import write_device_mark
 from tests.support.recorders import Rig
 from torchlens_perf import _native
 from torchlens_perf.errors import RingError
@@ -61,7 +62,7 @@ def test_device_mark_is_read_as_written(tmp_path: Path) -> None:
     reader = ring.RingReader(made.path)
     assert read_device_mark(reader) is None
     mark = DeviceMark(0, 300, int(ring.Kind.MODULE), made.intern("blocks.3"), True, 5, 1 << 60)
-    made.set_device_mark(mark.to_words())
+    write_device_mark(made, mark)
     assert read_device_mark(reader) == (mark, "blocks.3")
     reader.close()
     made.close()

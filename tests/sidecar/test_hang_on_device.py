@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.device_mark import write_device_mark
 from tests.support.ranks import HOST, Rank, run_without_traces
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.directory import RunDirectory
@@ -28,7 +29,7 @@ def stand(rank: Rank, place: int, kind: Kind, stood_ms: int) -> None:
     mark = DeviceMark(
         STEPS - 1, place, int(kind), rank.session.intern("GPT"), False, 0, stood_ms * MS
     )
-    rank.ring.set_device_mark(mark.to_words())
+    write_device_mark(rank.ring, mark)
 
 
 def hang_text_of(run: RunDirectory, ranks: list[Rank]) -> str:

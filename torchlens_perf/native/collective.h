@@ -1,5 +1,5 @@
-/* How collectives are recorded, for the methods of the recorder and for the native tap (tap.cpp), which is built apart from this
- * extension, against the torch at hand, and gets at these functions through a capsule.
+/* How collectives are recorded, for the methods of the recorder and for the native tap (tap.cpp), which is built apart
+ * from this extension, against the torch at hand, and gets at these functions through a capsule.
  *
  * All of it may be called on any thread, with or without the GIL.
  */

@@ -20,14 +20,11 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchlens_perf.config import CHILD
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import file_checks
-
-if TYPE_CHECKING:
-    import subprocess
 
 SEARCH_PATH = "_TORCHLENS_PERF_SEARCH_PATH"
 """Folders for the child's sys.path, one per line. See __main__.py."""
@@ -123,23 +120,6 @@ def build_environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         SEARCH_PATH: "\n".join(build_search_path()),
     }
-
-
-def start_child(
-    command: list[str], env: Mapping[str, str] | None = None, **options: Any
-) -> subprocess.Popen[bytes]:
-    """Start a child in a new session, in the folder /, without standard streams.
-
-    env: by default build_environment(). options: arguments of Popen, which override these defaults.
-    Raise OSError if no process can be started.
-    """
-    import subprocess
-
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    env = build_environment() if env is None else env
-    return subprocess.Popen(
-        command, env=env, start_new_session=True, cwd="/", **{**streams, **options}
-    )
 
 
 def start_detached(

@@ -70,11 +70,6 @@ class DeviceMark(NamedTuple):
     looked_ns: int
     """Time of the last poll."""
 
-    def to_words(self) -> tuple[int, int, int, int]:
-        """Encode the mark as the words of the ring file's header."""
-        mark = self.kind | (_IS_END if self.is_end else 0) | self.name_id << _HALF
-        return self.since_ns, (self.step + 1) | self.place << _HALF, mark, self.looked_ns
-
 
 def read_device_mark(reader: RingReader) -> tuple[DeviceMark, str] | None:
     """Return the device's last mark and the name of its span; None before the first poll.

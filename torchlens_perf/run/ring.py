@@ -26,7 +26,7 @@ import signal
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,7 +59,7 @@ METADATA_OFFSET, METADATA_BYTES = 4096, 8192
 NAMES_OFFSET, NAMES_BYTES = 12288, 262144
 RECORDS_OFFSET, RECORD_BYTES = 274432, 64
 IN_FLIGHT = 64
-"""Largest number of records that several threads may be writing at once (Python implementation)."""
+"""Largest number of records that several threads may be writing at once."""
 # Pages of a ring file beyond this size are mapped when they are first written.
 _MAPPED_AT_ONCE = 1 << 24
 LONGEST_NAME = 256
@@ -215,11 +215,6 @@ class RingFile:
                 self._groups[name] = slot
                 self._words[GROUPS_USED] = slot + 1
             return slot
-
-    def set_device_mark(self, words: Sequence[int]) -> None:
-        """Store the device's progress in the header. words: see clock.DeviceMark."""
-        for index, word in zip(DEVICE_MARK, words, strict=True):
-            self._words[index] = word
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Replace the metadata. A reader retries if it finds an odd revision or a wrong checksum.

@@ -135,8 +135,7 @@ class _RoundRunner:
         sidecar.records.own_stops = self._wake.observer
         self._lock = lock
         self._live = LiveResultDelivery(sidecar, results)
-        self._started_s = time.monotonic()
-        self._schedule = Schedule(self._started_s)
+        self._schedule = Schedule(time.monotonic())
         self._account_took_s = self._judging_took_s = self._save_took_s = 0.0
         lock.write_status("is reading what the ranks record")
 

@@ -46,10 +46,10 @@ class SimulatedRecorder:
     Readers see records after flush(). The ring must have space for the records of one flush.
     """
 
-    def __init__(self, ring: RingFile, now_ns: int, first_step: int = 0) -> None:
+    def __init__(self, ring: RingFile, now_ns: int) -> None:
         self.now_ns = now_ns
         """The simulated time, which the caller advances."""
-        self.step = first_step
+        self.step = 0
         self._ring = ring
         self._spans = [_Span(Kind.STEP, 0, now_ns)]
         self._records: list[tuple[int, ...]] = []

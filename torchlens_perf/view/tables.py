@@ -56,8 +56,7 @@ def build_tables(report: Report) -> list[Table]:
         build_utilization_table,
         build_module_table, build_roofline_table, build_section_table, build_device_section_table,
         build_step_class_table,
-         build_collective_table, build_slow_link_table, build_cause_table,
-        build_cpu_table,
+        build_collective_table, build_slow_link_table, build_cause_table, build_cpu_table,
         build_out_of_memory_table, build_memory_table, build_gpu_table, build_port_table, build_capture_table,
         build_goodput_table,
     ]  # fmt: skip

@@ -191,7 +191,8 @@ class TrainingLoop:
         self._optimizers: dict[int, _SteppedOptimizer] = {}
         # Optimizers created in the watch, by id, with the number of optimizer steps at that time.
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
-        # The gradients that the native recorder observes while it ends the steps; None in Python.
+        # The gradients that the native recorder observes while it ends the steps; None while Python
+        # ends them.
         self._handed_over: list[_GradientSample] | None = None
         # Results of _get_patience(), by ids of the optimizer and of the one that ends steps.
         self._patience: dict[tuple[int, int], int | None] = {}

@@ -126,7 +126,7 @@ def wait_until_due(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the program that recorder.sidecar.ensure() starts. Return the exit code.
+    """Run the program that recorder.sidecar.ensure_running() starts. Return the exit code.
 
     arguments: "sidecar", the run directory, "--host" and its name, "--lock-descriptor" and its
     number. These may follow:
