@@ -79,7 +79,7 @@ _session: Session | None = None
 _watches_so_far = 0
 _forked_while_recording = False
 already_printed: set[str] = set()
-"""Reasons for not recording that autoload.py has already printed."""
+"""Reasons for not recording that this process has shown, here or in autoload.py."""
 
 
 def watch(
@@ -679,11 +679,17 @@ def _log_not_recording(reason: str, identity: Identity | None) -> None:
     identity: this rank's identity, if it is known. If ranks cannot agree on the first rank, all of
     them warn.
     """
-    first = True
+    # An obstacle is the same on all ranks of the node and in all of their watches.
+    first = find_recording_obstacle() is None or (
+        reason not in already_printed and os.environ.get("LOCAL_RANK", "0") == "0"
+    )
+    already_printed.add(reason)
     if identity is not None:
-        origin = identity.launcher_pid if identity.world_size > 1 else identity.pid
         with suppress(OSError, RunStoreError):
-            first = directory.is_first_caller(f"{identity.run_id}.{identity.attempt}", origin)
+            first = directory.is_first_caller(
+                f"{identity.run_id}.{identity.attempt}",
+                identity.launcher_pid if identity.world_size > 1 else identity.pid,
+            )
     logger.log(
         logging.WARNING if first else logging.INFO, "torchlens_perf is off: %s", printable(reason)
     )

@@ -16,7 +16,7 @@ import pytest
 import torchlens_perf as perf
 from scripts.build_wheels import VERSIONS
 from tests.support.processes import ROOT
-from torchlens_perf import watch
+from torchlens_perf import watch, watching
 from torchlens_perf.recorder import recorder
 
 FREE_THREADED = next(
@@ -102,6 +102,14 @@ def test_training_runs_unrecorded_and_one_line_says_what_to_do(
     assert list((tmp_path / "work").iterdir()) == []
 
 
+def test_line_appears_once_in_each_node_of_a_job(run_python: Run) -> None:
+    """Each call of a decorated function is a watch."""
+    program = "import torchlens_perf as perf\n@perf.watch()\ndef train(): pass\ntrain(); train()"
+    written = [run_python("-c", program, LOCAL_RANK=rank).stderr for rank in ("0", "1")]
+
+    assert [text.count(MISSING) for text in written] == [1, 0]
+
+
 def test_recorded_program_runs_unrecorded(run_python: Run) -> None:
     """`torchlens-perf run` starts the program, whose watch writes the line."""
     program = "import torch; m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1)"
@@ -151,6 +159,7 @@ def test_free_threaded_python_is_not_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """The recorder is not built for such a Python. Here, the build's variable is replaced."""
+    monkeypatch.setattr(watching, "already_printed", set())
     monkeypatch.setattr(recorder, "_import_error", ModuleNotFoundError())
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: name == "Py_GIL_DISABLED")
     with caplog.at_level(logging.WARNING, "torchlens_perf"), watch(dir=str(tmp_path / "runs")) as w:
