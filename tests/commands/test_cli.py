@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.support.ranks import HOST, Rank, make_run, read_to_end
 from torchlens_perf.commands import cli
 from torchlens_perf.commands.cli import main
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.undelivered import Undelivered, UndeliveredStep, WholeRun
+from torchlens_perf.verdicts import node_state
 from torchlens_perf.version import VERSION
 
 WORK = {"data": 1, "forward": 4, "backward": 6, "host": 1}
@@ -182,6 +185,32 @@ def test_sidecar_command_replays_a_finished_run_and_prints_a_summary(
         done.stdout
         == "replayed 50 steps, 200 records; no OTLP endpoint is configured, so nothing was sent\n"
     )
+
+
+def test_replay_of_one_undelivered_signal_keeps_the_notes_on_others(
+    finished: RunDirectory,
+) -> None:
+    """If no undelivered signal is enabled, the summary says so."""
+    path = finished.node_state_path(HOST)
+    state = node_state.load(path)
+    ((key, _),) = state.processes.items()
+    state.undelivered = Undelivered([UndeliveredStep(key, 3, 2)], whole_run=[WholeRun.METRICS])
+    of_points = "OTLP: 9 of 9 metric points were not delivered"
+    state.notes = ["OTLP: 2 of 2 spans were not delivered", of_points]
+    state.save(finished)
+
+    def replay(signal: str) -> str:
+        command = [sys.executable, "-m", "torchlens_perf", "sidecar", str(finished.path)]
+        command += ["--host", HOST]
+        environment = {**os.environ, f"OTEL_{signal}_EXPORTER": "otlp_json_file"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+    without = "none of the undelivered signals (metrics, traces) is enabled, so nothing was sent\n"
+    assert replay("LOGS").endswith(without)
+    assert len(node_state.load(path).notes) == 2
+    assert replay("TRACES").endswith("; sent only what an endpoint had not accepted\n")
+    after = node_state.load(path)
+    assert (after.notes, after.undelivered.signals) == ([of_points], {"metrics"})
 
 
 def test_help_does_not_import_torch() -> None:

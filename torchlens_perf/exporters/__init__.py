@@ -107,7 +107,9 @@ class Assessment:
 
 
 UNDELIVERED = "OTLP: "
-"""Prefix of notes on undelivered data. A replay that delivers everything removes these notes."""
+"""Prefix of notes on undelivered data. A replay that delivers the data of a signal removes its notes."""
+ITEM_NAMES = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
+"""What each signal consists of, in these notes."""
 
 
 class Exporter(Protocol):

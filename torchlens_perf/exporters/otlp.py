@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
+from torchlens_perf.exporters import ITEM_NAMES
 from torchlens_perf.exporters.delivery.sender import QueueLimits, Sender
 from torchlens_perf.exporters.otlp_alerts import build_log_record
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 _MAX_LINKABLE_STEPS = 1024
 _MAX_REPLAY_BACKLOG = 8192
 _READ_AGAIN_S = 10.0
-_ITEM_NAMES = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,13 @@ class OtlpExporter:
         self._earlier_alerts = earlier.alerts if "logs" in signals else []
         collect = {"metrics": self._collect_metrics, "traces": self._collect_dropped_steps}
         for name, signal in signals.items():
+            # Alerts are queued when they arrive.
             self._senders[name] = Sender(
-                name, signal.transport, signal.limits, collect.get(name, _collect_nothing), clock
+                name,
+                signal.transport,
+                signal.limits,
+                collect.get(name, lambda sender: math.inf),
+                clock,
             )
         if "traces" in signals:
             self._senders["traces"].keep_sources(earlier.steps)
@@ -177,13 +182,12 @@ class OtlpExporter:
         ]
 
     def find_undelivered(self) -> Undelivered:
-        found = Undelivered(alerts=list(self._earlier_alerts))
-        for sender in self._senders.values():
-            sources = sender.undelivered_sources()
-            found.steps += [each for each in sources if isinstance(each, UndeliveredStep)]
-            found.alerts += [each for each in sources if isinstance(each, Alert)]
-            found.whole_run += [each for each in sources if isinstance(each, WholeRun)]
-        return found
+        found = [each for sender in self._senders.values() for each in sender.undelivered_sources()]
+        return Undelivered(
+            steps=[each for each in found if isinstance(each, UndeliveredStep)],
+            alerts=[*self._earlier_alerts, *(each for each in found if isinstance(each, Alert))],
+            whole_run=[each for each in found if isinstance(each, WholeRun)],
+        )
 
     # -- parts
 
@@ -262,11 +266,6 @@ class OtlpExporter:
         return min(filter(alert.covers, steps), default=None)
 
 
-def _collect_nothing(sender: Sender) -> float:
-    """Collect nothing, because items of this signal are queued when they arrive."""
-    return math.inf
-
-
 def _source_of_spans(batch: ExportBatch, step: int, spans: Sequence[object]) -> UndeliveredStep:
     return UndeliveredStep(batch.identity.key, step, len(spans), batch.chosen.get(step))
 
@@ -276,7 +275,7 @@ def describe_undelivered(sender: Sender, *, keeps_sources: bool) -> list[str]:
 
     keeps_sources: True if a replay can build these items from the run directory.
     """
-    what, found = _ITEM_NAMES[sender.signal], []
+    what, found = ITEM_NAMES[sender.signal], []
     waiting = sender.waiting
     missing = waiting + sender.lost + sender.refused + sender.rejected
     if missing:

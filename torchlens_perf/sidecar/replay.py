@@ -13,6 +13,7 @@ from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.config import Config
 from torchlens_perf.exporters import (
+    ITEM_NAMES,
     UNDELIVERED,
     ExportBatch,
     Exporter,
@@ -160,7 +161,7 @@ def find_undelivered(run: RunDirectory) -> Undelivered:
 
 
 def _clear_undelivered(run: RunDirectory, signals: Collection[str], lost_steps: int) -> list[str]:
-    """Remove the delivered signals from the nodes' undelivered data, and notes if none is left.
+    """Remove the delivered signals from the nodes' undelivered data, and the notes on them.
 
     lost_steps: number of traced steps without records. Return a note on these steps.
     """
@@ -168,12 +169,16 @@ def _clear_undelivered(run: RunDirectory, signals: Collection[str], lost_steps: 
         f"{UNDELIVERED}the spans of {lost_steps} traced steps are lost, because their records are no"
         " longer in the run directory"
     ]
+    items = [f" {ITEM_NAMES[signal]} " for signal in signals]
     for path in run.nodes.glob("*.json"):
         state = node_state.load(path)
         state.undelivered.clear(signals)
-        if not state.undelivered.signals:
-            state.notes = [note for note in state.notes if not note.startswith(UNDELIVERED)]
-            state.notes += lost if lost_steps else []
+        state.notes = [
+            note
+            for note in state.notes
+            if not (note.startswith(UNDELIVERED) and any(item in note for item in items))
+        ]
+        state.notes += lost if lost_steps else []
         state.save(run)
     return lost if lost_steps else []
 

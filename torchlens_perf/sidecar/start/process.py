@@ -262,10 +262,14 @@ def _replay_records(
     with replaying as advanced:
         trace_every = from_environment(os.environ).get("trace_every")
         replayed = replay(run, exporter, trace_every, advanced, signals)
+    where = "; sent only what an endpoint had not accepted" if waiting else ""
     if exporter is None:
-        where = "; no OTLP endpoint is configured, so nothing was sent"
-    else:
-        where = "; sent only what an endpoint had not accepted" if waiting else ""
+        why = (
+            f"none of the undelivered signals ({', '.join(sorted(waiting))}) is enabled"
+            if enabled and not signals
+            else "no OTLP endpoint is configured"
+        )
+        where = f"; {why}, so nothing was sent"
     done = f"replayed {replayed.steps} steps, {replayed.records} records{where}"
     notes = replayed.notes
     if not quiet:
