@@ -3,7 +3,7 @@ output.
 
 The fault is a slow loader on rank 1 of two ranks, or on the only rank.
 
-docs/guides/frameworks.md shows the code between "paste" and "end".
+docs/guides/frameworks.md shows the code between "paste" and "end" of some jobs.
 
 A run without recording imports tests/frameworks/without instead of the package.
 """
