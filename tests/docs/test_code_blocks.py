@@ -131,7 +131,6 @@ NO_CODE = {
         "docs/guides/recipes.md",
         "BOTTLENECK  CPU",
     ): "a report on examples/train_gpt.py on a busy machine",
-    ("docs/guides/recipes.md", "step        p50"): "a report on examples/serve_model.py",
     ("docs/guides/troubleshooting.md", "system"): "output of doctor: tests/commands/test_doctor.py",
     (
         "docs/guides/read-the-report.md",
