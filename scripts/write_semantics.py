@@ -67,18 +67,19 @@ def page() -> str:
             leave_out=(semantics.HARDWARE_ID, semantics.HARDWARE_TYPE, semantics.HARDWARE_NAME),
         ),
         "## Attributes\n",
+        "Attributes without a type are strings.\n",
         _table(
-            ("attribute", "type", "on", "meaning (condition)"),
+            ("attribute", "on", "meaning (condition)"),
             (
-                (_name(a), a.kind, a.on, _meaning(a.meaning, a.when))
+                (_typed(a), a.on, _meaning(a.meaning, a.when))
                 for a in explained
                 if a.on != "resource"
             ),
         ),
         "### Resource\n",
         _table(
-            ("attribute", "type", "meaning"),
-            ((_name(a), a.kind, a.meaning) for a in explained if a.on == "resource"),
+            ("attribute", "meaning"),
+            ((_typed(a), a.meaning) for a in explained if a.on == "resource"),
         ),
         "The resource also has these strings, where they are known:\n",
         "\n".join(_unexplained()),
@@ -115,6 +116,10 @@ def _unexplained() -> Iterator[str]:
 
 def _meaning(meaning: str, condition: str) -> str:
     return f"{meaning} ({condition})" if condition else meaning
+
+
+def _typed(each: semantics.Attribute) -> str:
+    return _name(each) + ("" if each.kind == "string" else f", {each.kind}")
 
 
 def _name(each: semantics.Metric | semantics.Attribute) -> str:
