@@ -7,6 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
+from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import printable
 from torchlens_perf.run.rank_ranges import parse_ranges
@@ -62,7 +63,7 @@ def write_requested_trace(run: RunDirectory, options: argparse.Namespace) -> Non
     first, last = written.steps
     print(
         f"torchlens-perf: wrote {printable(str(path))}, {written.size_bytes / 1e6:.1f}"
-        f" MB: {len(written.ranks)} ranks, steps {first} to {last}. Open it in"
+        f" MB: {format_count(len(written.ranks), 'rank')}, steps {first} to {last}. Open it in"
         " https://ui.perfetto.dev, which reads it in your browser without sending it",
         file=sys.stderr,
     )
