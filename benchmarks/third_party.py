@@ -17,7 +17,7 @@ listed.
 Each script runs once, unchanged, and is recorded by TORCHLENS_PERF=1 or by the flag of torchrun. At
 the same time, py-spy samples its stacks and the kernel counts its CPU time. The table has the first
 sentence of the report, and how far the report's parts of a mean step differ from py-spy's.
-docs/internals/third-party-scripts.md has a table with a judgement of each sentence.
+docs/internals/third-party-scripts.md has the judgements of the sentences.
 """
 
 from __future__ import annotations
