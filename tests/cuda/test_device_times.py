@@ -80,7 +80,9 @@ class Sgd(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         self.device.spin(OPTIMIZER_NS)
-        return super().step(closure)
+        # Torch adds hooks to SGD.step too, once an SGD exists: C leaves such nested steps to Python.
+        step = getattr(torch.optim.SGD.step, "__wrapped__", torch.optim.SGD.step)
+        return step(self, closure)
 
 
 class Rig:

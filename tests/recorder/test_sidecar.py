@@ -165,6 +165,7 @@ def test_sidecar_imports_modules_only_when_they_are_needed(
     assert report(run)["ranks"][0]["steps"] == 30
 
 
+@pytest.mark.slow
 def test_ring_that_fills_during_the_initial_wait_loses_no_record(run: RunDirectory) -> None:
     """The sidecar interrupts its wait to read the ring."""
     rank = Rank(run, 0, 1, ring_records=1 << 14)

@@ -14,6 +14,7 @@ from tests.support.processes import run
 _CONFTEST = """
 import tests.support.cpu_budget as cpu_budget
 
+cpu_budget.SLACK, cpu_budget.SUITE_SLACK = 3.0, 1.0
 cpu_budget.TEST_S, cpu_budget.PROCESSES_S, cpu_budget.SUITE_S = 0.1, 0.2, {suite_s}
 
 def pytest_configure(config):
