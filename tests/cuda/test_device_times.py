@@ -81,8 +81,8 @@ class Sgd(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         self.device.spin(OPTIMIZER_NS)
         # Torch adds hooks to SGD.step too, once an SGD exists: C leaves such nested steps to Python.
-        step = getattr(torch.optim.SGD.step, "__wrapped__", torch.optim.SGD.step)
-        return step(self, closure)
+        step: Any = torch.optim.SGD.step
+        return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self, closure)
 
 
 class Rig:
