@@ -69,7 +69,7 @@ def select(
 def test_steps_exceed_the_budget_by_at_most_a_burst_and_one_step(
     per_s: int, demands: list[tuple[float, int]]
 ) -> None:
-    """A step may be sent while spans are left, so that steps of any size are sent."""
+    """A step of any size may be sent while spans are left."""
     budget, now_s, sent, most = SpanBudget(per_s), 0.0, 0, 0
     for after_s, spans in demands:
         now_s += after_s

@@ -207,7 +207,7 @@ class StepSampler:
         return self._first_rank == 0 or drawn < part
 
     def _find_thinning(self, step: int, spans: float) -> int:
-        """Return the power of two by which `every` is multiplied, so that the budget suffices.
+        """Return the power of two by which `every` is multiplied to keep to the budget.
 
         It is 1 while the steps sent by number so far have no more spans than a burst. Steps of a
         larger power are also steps of a smaller one. If nodes differ, the steps of one are thus among

@@ -207,10 +207,10 @@ class RingFile:
         If the table is full, return MAX_GROUPS, which is not a valid row.
         """
         with self._lock:
-            slot = self._groups.get(name, len(self._groups))
-            if self.buffer.closed and name not in self._groups:
-                return MAX_GROUPS
-            if slot < MAX_GROUPS and name not in self._groups:
+            if name in self._groups or self.buffer.closed:
+                return self._groups.get(name, MAX_GROUPS)
+            slot = len(self._groups)
+            if slot < MAX_GROUPS:
                 self._words[GROUPS + GROUP_WORDS * slot] = self.intern(name)
                 self._groups[name] = slot
                 self._words[GROUPS_USED] = slot + 1
