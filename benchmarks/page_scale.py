@@ -30,7 +30,7 @@ from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.store.segments import RecordChunk, RecordOrigin, SegmentWriter
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.judged_steps import HOST
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def write_run(
     run.create()
     simulation = Simulation(topology, faults=[parse_fault(fault)] if fault else [])
     blocks = [Timeline.from_steps(part) for part in simulation.steps(steps)]
-    judge, states, written = JobDetector(), list[NodeState](), 0
+    judge, states, written = StragglerDetector(), list[NodeState](), 0
     for first in range(0, topology.rank_count, topology.node_size):
         node = topology.host_name(first)
         state, writer = NodeState(node), SegmentWriter(run, node, 1 << 40)

@@ -18,7 +18,7 @@ from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store import segments
 from torchlens_perf.store.file_names import list_nodes
-from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 
@@ -91,7 +91,7 @@ def judged_again(folder: Path) -> Suspect | None:
 
 def findings(folder: Path) -> Findings:
     """Return all findings of the judge in a recorded run."""
-    run, judge = run_directory(folder), JobDetector()
+    run, judge = run_directory(folder), StragglerDetector()
     for host in list_nodes(run.spans):
         for origin, records, _, _ in segments.read_chunks(run, host):
             judge.add_steps(origin.rank, Placement(host), assemble_steps(records))

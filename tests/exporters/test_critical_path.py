@@ -18,7 +18,7 @@ from torchlens_perf.diagnosis.lost_time import find_critical_path, join_classes
 from torchlens_perf.diagnosis.step_times import USES, read_judged_rows
 from torchlens_perf.exporters import semantics
 from torchlens_perf.simulate.simulation import Topology
-from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 
 FACTS: Any = {"steps": {"sampled_lack_of_cpu": None}, "ranks": []}
 
@@ -61,8 +61,8 @@ def test_received_classes_equal_the_report(
     )
 
 
-def judged(topology: Topology, steps: int) -> JobDetector:
-    detector, run = JobDetector(), simulation("constant:rank=1,share=0.2", topology=topology)
+def judged(topology: Topology, steps: int) -> StragglerDetector:
+    detector, run = StragglerDetector(), simulation("constant:rank=1,share=0.2", topology=topology)
     for rank in range(topology.rank_count):
         detector.set_placement(rank, topology.placement(rank))
     for part in run.steps(steps):
@@ -94,7 +94,7 @@ def test_ranks_of_all_populations_are_in_the_judged_rows() -> None:
 
 
 def test_judged_rows_are_none_until_there_are_enough() -> None:
-    assert read_judged_rows(JobDetector(), FACTS) is None
+    assert read_judged_rows(StragglerDetector(), FACTS) is None
     assert read_judged_rows(judged(Topology(4), 8), FACTS) is None
 
 

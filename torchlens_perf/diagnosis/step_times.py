@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.stragglers.placement import STAGES
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.verdicts.stragglers.detector import JobDetector
+    from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
     from torchlens_perf.verdicts.stragglers.placement import Placement
     from torchlens_perf.verdicts.words.report import Facts
 
@@ -69,7 +69,7 @@ class StepTimes:
         return total
 
 
-def read_judged_rows(detector: JobDetector, facts: Facts) -> StepTimes | None:
+def read_judged_rows(detector: StragglerDetector, facts: Facts) -> StepTimes | None:
     """Return the newest rows by which all ranks are judged; None with fewer than MIN_ROWS.
 
     They need no file, and are on node 0 for the ranks of all nodes. facts: those of this node.

@@ -24,7 +24,7 @@ from torchlens_perf.sidecar.trace_sampler import TraceSampler
 from torchlens_perf.verdicts.causes.metrics import MetricHistory, encode_signals
 from torchlens_perf.verdicts.causes.rules import diagnose
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
-from torchlens_perf.verdicts.stragglers.detector import JobDetector
+from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.merged_windows import MergedWindows, combine_with_windows
 from torchlens_perf.verdicts.stragglers.window import BinBatch
@@ -83,7 +83,7 @@ class JobGeneration:
         """
         self.generation = generation
         self.began_s = time.monotonic()
-        self.detector = JobDetector(earlier)
+        self.detector = StragglerDetector(earlier)
         self.ranks: dict[int, LocalRank] = {}
         """This node's ranks."""
         self.meeting_points: dict[int, Endpoints] = {}

@@ -16,7 +16,11 @@ from tests.support.tables import step_table
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity, digest_module_names
 from torchlens_perf.run.records import StepTable
-from torchlens_perf.verdicts.stragglers.detector import JobDetector, build_placement, mesh_dimension
+from torchlens_perf.verdicts.stragglers.detector import (
+    StragglerDetector,
+    build_placement,
+    mesh_dimension,
+)
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
@@ -102,7 +106,7 @@ class TestPlacement:
 
 class TestNodeJudge:
     def test_steps_of_a_slow_rank_lead_to_findings_and_bins(self) -> None:
-        judge, sent = JobDetector(), []
+        judge, sent = StragglerDetector(), []
         for first in range(0, 200, 25):
             for rank in range(4):
                 steps = table(
@@ -119,7 +123,7 @@ class TestNodeJudge:
 
     def test_short_steps_are_joined_to_wide_bins(self) -> None:
         """The remaining steps form a bin at the rank's end."""
-        judge = JobDetector()
+        judge = StragglerDetector()
         rows = [
             judge.add_steps(rank, HERE, table(range(62), rank), min_row_ns=100e6)
             for rank in range(2)
@@ -134,7 +138,7 @@ class TestNodeJudge:
         assert judge.end_rank(7) is None
 
     def test_ended_rank_is_not_waited_for(self) -> None:
-        judge = JobDetector()
+        judge = StragglerDetector()
         for rank in range(3):
             judge.add_steps(
                 rank, HERE, table(range(80 if rank else 40), rank, forward=2.0 * (rank == 1))
@@ -146,7 +150,7 @@ class TestNodeJudge:
         assert [each.rank for each in judge.findings.episodes] == [1]
 
     def test_ranks_of_other_populations_are_not_compared(self) -> None:
-        judge = JobDetector()
+        judge = StragglerDetector()
         for rank in range(4):
             stage = f"pp{rank // 2}"
             judge.add_steps(
@@ -163,7 +167,7 @@ class TestNodeJudge:
     @pytest.mark.parametrize("early", [0, 3])
     def test_rank_placement_is_final_after_the_first_bins(self, early: int) -> None:
         """Models and groups of all ranks may be unknown in the first steps."""
-        judge = JobDetector()
+        judge = StragglerDetector()
         for rank in range(3):
             judge.set_placement(rank, Placement("", "not known yet"))
             if early:
@@ -177,7 +181,7 @@ class TestNodeJudge:
 
     def test_bins_of_other_nodes_are_judged_together_with_own_ranks(self) -> None:
         job = Job.of(4, 80).slow(3, 20)
-        judge = JobDetector()
+        judge = StragglerDetector()
         for rank in range(4):
             judge.set_placement(rank, dataclasses.replace(HERE, host=f"node-{rank // 2}"))
             judge.add_bin_batch("same", BinBatch.from_rank(rank, job.rows_of(rank)))
@@ -188,13 +192,13 @@ class TestNodeJudge:
 
     def test_ended_episodes_of_an_earlier_sidecar_are_kept(self) -> None:
         over = episode(2, since=10, until=40)
-        judge = JobDetector(findings(over))
+        judge = StragglerDetector(findings(over))
         for rank in range(3):
             judge.add_steps(rank, HERE, table(range(60, 100), rank))
         assert judge.judge().episodes == (over,)
 
     def test_findings_stay_the_same_without_new_bins(self) -> None:
-        judge = JobDetector()
+        judge = StragglerDetector()
         assert judge.judge() is NOTHING
         for rank in range(2):
             judge.add_steps(rank, HERE, table(range(41), rank))

@@ -45,92 +45,6 @@ if TYPE_CHECKING:
 _NOT_DIMENSIONS = ("", "undefined", "default_pg")
 
 
-class StragglerDetector:
-    """Finds slow ranks by comparing the ranks that do the same work. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._populations: dict[str, Population] = {}
-        self._place: dict[int, Placement] = {}
-
-    def set_placement(self, rank: int, place: Placement) -> None:
-        """Set the placement of a rank. Call this before the rank's first rows are added."""
-        self._place[rank] = place
-
-    def read_newest_rows(self, most: int) -> list[JudgedRows | None]:
-        """Return the newest rows of each population, see Population.read_newest_rows()."""
-        return [each.read_newest_rows(most) for each in self._populations.values()]
-
-    def add_rows(self, rank: int, rows: StepBins) -> None:
-        """Add rows of a rank. Rows must be added in the order of their steps."""
-        self.add_bin_batch(
-            self._place.get(rank, Placement()).population, BinBatch.from_rank(rank, rows)
-        )
-
-    def add_bin_batch(self, population: str, block: BinBatch) -> None:
-        self._populations.setdefault(population, Population()).add_rows(block)
-
-    def end_rank(self, rank: int) -> None:
-        for population in self._populations.values():
-            population.end_rank(rank)
-
-    def judge(self, *, final: bool = False) -> Findings:
-        """Judge the new rows and return all findings. final: True if the run has ended."""
-        populations = list(self._populations.values())
-        usual = []
-        for population in populations:
-            population.judge(final=final)
-        for name, population in self._populations.items():
-            if population.step_ns:
-                usual.append(
-                    UsualTimes(
-                        name,
-                        format_ranges(population.ranks),
-                        population.work_ns,
-                        population.wait_ns,
-                        population.own,
-                    )
-                )
-        self._set_shared_costs(populations)
-        episodes = [episode for population in populations for episode in population.episodes]
-        compared = [population for population in populations if population.compared]
-        found = NOTHING.with_episodes(
-            episodes,
-            step_ns=max((population.step_ns for population in populations), default=0.0),
-            last_step=max((population.last_step for population in populations), default=-1),
-            steps_needed=min(
-                (each.steps_needed for each in populations if each.steps_needed), default=0
-            ),
-            usual=tuple(usual),
-        )
-        if not compared:
-            return found
-        detectable_ns = max(population.detectable_ns for population in compared)
-        return dataclasses.replace(
-            found,
-            rows=max(population.rows for population in compared),
-            detectable_ns=detectable_ns if math.isfinite(detectable_ns) else None,
-            compared=sum(population.compared for population in compared),
-        )
-
-    def _set_shared_costs(self, populations: Sequence[Population]) -> None:
-        """Set the shared cost of ranks that are slow together.
-
-        The cost of a single slow rank may be zero, because without it, the job would wait for
-        another slow rank.
-        """
-        of_each = [population.compute_shared_costs_ns() for population in populations]
-        costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
-        shared_ns = {
-            rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()
-        }
-        # The ranks of a node or a position may do different work, but also wait for one another.
-        for group in group_slow(costs_ns.keys(), self._place) if len(costs_ns) > 1 else ():
-            known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
-            shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
-        for population in populations:
-            population.set_shared_costs(shared_ns)
-
-
 def mesh_dimension(description: str) -> str:
     """Return the mesh dimension in a process group's description, such as "tp" for "mesh_tp"."""
     return "" if description in _NOT_DIMENSIONS else description.removeprefix("mesh_")
@@ -154,19 +68,20 @@ def build_placement(
     return Placement(identity.host, population, coordinates, describe_location(identity.attributes))
 
 
-class JobDetector:
+class StragglerDetector:
     """Finds slow ranks among the processes of one attempt, from their steps or from rows.
 
-    A rank's placement cannot change after its first rows.
+    Ranks that do the same work are compared. A rank's placement cannot change after its first rows.
+    Not thread-safe.
     """
 
     def __init__(self, earlier: Findings = NOTHING) -> None:
         """earlier: findings of an earlier sidecar about the same processes."""
-        self._earlier = EarlierEpisodes(earlier)
         self.places: dict[int, Placement] = {}
         self.findings: Findings = NOTHING
-        self._judge = StragglerDetector()
-        self._makers: dict[int, StepBinner] = {}
+        self._earlier = EarlierEpisodes(earlier)
+        self._populations: dict[str, Population] = {}
+        self._binners: dict[int, StepBinner] = {}
         self._has_rows: set[int] = set()
         self._changed = False
 
@@ -178,36 +93,44 @@ class JobDetector:
         Return the rows that these steps complete, which are then sent to node 0.
         """
         self.set_placement(rank, place)
-        rows = self._makers.setdefault(rank, StepBinner(min_row_ns=min_row_ns)).add_steps(table)
-        return self._add_rows(rank, rows)
+        binner = self._binners.setdefault(rank, StepBinner(min_row_ns=min_row_ns))
+        return self.add_rows(rank, binner.add_steps(table))
+
+    def add_rows(self, rank: int, rows: StepBins | None) -> StepBins | None:
+        """Add rows of a rank, in the order of their steps. Return these rows."""
+        if rows is not None and len(rows):
+            population = self.places.get(rank, Placement()).population
+            self.add_bin_batch(population, BinBatch.from_rank(rank, rows))
+        return rows
 
     def add_bin_batch(self, population: str, block: BinBatch) -> None:
-        """Add rows of ranks of other nodes. Call set_placement() for these ranks first."""
-        self._judge.add_bin_batch(population, block)
+        """Add rows of several ranks. Call set_placement() for these ranks first."""
+        self._populations.setdefault(population, Population()).add_rows(block)
         self._has_rows.update(block.ranks.tolist())
         self._changed = True
 
     def end_rank(self, rank: int) -> StepBins | None:
         """Record that a rank's process has ended. Return its last rows."""
-        rows = self._makers[rank].pop_incomplete_row() if rank in self._makers else None
-        self._add_rows(rank, rows)
-        self._judge.end_rank(rank)
+        rows = self._binners[rank].pop_incomplete_row() if rank in self._binners else None
+        self.add_rows(rank, rows)
+        for population in self._populations.values():
+            population.end_rank(rank)
         self._changed = True
         return rows
 
     def judge(self, *, final: bool = False) -> Findings:
         """Return the findings from all rows so far. final: True if the run has ended."""
         if final:
-            for rank, maker in self._makers.items():
-                self._add_rows(rank, maker.pop_incomplete_row())
+            for rank, binner in self._binners.items():
+                self.add_rows(rank, binner.pop_incomplete_row())
         if self._changed or final:
             self._changed = False
-            self.findings = self._earlier.merge_into(self._judge.judge(final=final))
+            self.findings = self._earlier.merge_into(self._judge_populations(final=final))
         return self.findings
 
     def read_newest_rows(self, most: int) -> list[JudgedRows | None]:
         """Return the newest rows of each population, see Population.read_newest_rows()."""
-        return self._judge.read_newest_rows(most)
+        return [each.read_newest_rows(most) for each in self._populations.values()]
 
     def has_rows(self, rank: int) -> bool:
         """Return True if rows of a rank have arrived, after which its placement is final."""
@@ -218,13 +141,52 @@ class JobDetector:
 
         The rank's model and process groups become known in the first steps.
         """
-        if rank not in self._has_rows and self.places.get(rank) != place:
+        if rank not in self._has_rows:
             self.places[rank] = place
-            self._judge.set_placement(rank, place)
 
-    def _add_rows(self, rank: int, rows: StepBins | None) -> StepBins | None:
-        if rows is not None and len(rows):
-            self._judge.add_rows(rank, rows)
-            self._has_rows.add(rank)
-            self._changed = True
-        return rows
+    def _judge_populations(self, *, final: bool) -> Findings:
+        for population in self._populations.values():
+            population.judge(final=final)
+        populations = list(self._populations.values())
+        self._set_shared_costs(populations)
+        found = NOTHING.with_episodes(
+            [episode for population in populations for episode in population.episodes],
+            step_ns=max((population.step_ns for population in populations), default=0.0),
+            last_step=max((population.last_step for population in populations), default=-1),
+            steps_needed=min(
+                (each.steps_needed for each in populations if each.steps_needed), default=0
+            ),
+            usual=tuple(
+                UsualTimes(name, format_ranges(each.ranks), each.work_ns, each.wait_ns, each.own)
+                for name, each in self._populations.items()
+                if each.step_ns
+            ),
+        )
+        compared = [population for population in populations if population.compared]
+        if not compared:
+            return found
+        detectable_ns = max(population.detectable_ns for population in compared)
+        return dataclasses.replace(
+            found,
+            rows=max(population.rows for population in compared),
+            detectable_ns=detectable_ns if math.isfinite(detectable_ns) else None,
+            compared=sum(population.compared for population in compared),
+        )
+
+    def _set_shared_costs(self, populations: Sequence[Population]) -> None:
+        """Set the shared cost of ranks that are slow together.
+
+        The cost of a single slow rank may be zero, because without it, the job would wait for
+        another slow rank.
+        """
+        of_each = [population.compute_shared_costs_ns() for population in populations]
+        costs_ns = {rank: cost_ns for costs in of_each for rank, cost_ns in costs.items()}
+        shared_ns = {
+            rank: cost_ns for costs in of_each if len(costs) > 1 for rank, cost_ns in costs.items()
+        }
+        # The ranks of a node or a position may do different work, but also wait for one another.
+        for group in group_slow(costs_ns.keys(), self.places) if len(costs_ns) > 1 else ():
+            known = [cost_ns for rank in group.ranks if (cost_ns := costs_ns[rank]) is not None]
+            shared_ns.update(dict.fromkeys(group.ranks, max(known, default=None)))
+        for population in populations:
+            population.set_shared_costs(shared_ns)
