@@ -85,7 +85,7 @@ def merge(places: Endpoints) -> None:
             "payloads": (
                 0 if collected is None else sum(len(post.payloads) for post in collected.posts)
             ),
-            "nodes": 0 if collected is None else len(collected.nodes) - 1,
+            "nodes": 0 if collected is None else len(collected.nodes),
             "missed": (
                 0 if collected is None else sum(node.missed for node in collected.nodes.values())
             ),

@@ -212,7 +212,7 @@ def test_changed_ring_does_not_affect_the_other_rank(number: int, tmp_path: Path
 class Collecting(End):
     """Node 0's side of a fake exchange, with a real inbox."""
 
-    inbox = messages.Inbox("node-0", 0.0)
+    inbox = messages.Inbox("node-0")
 
     def collect_posts(self) -> messages.CollectedPosts:
         return self.inbox.collect_posts(2.0)
@@ -253,7 +253,7 @@ def test_changed_messages_are_read_or_raise_value_error(number: int, tmp_path: P
         if sequence % 250 == 249:
             other_ranks += len(view.job.places) - 2
             view = node_zero(tmp_path, Wire())
-        Collecting.inbox = messages.Inbox("node-0", 0.0)
+        Collecting.inbox = messages.Inbox("node-0")
         Collecting.inbox.add_sender("a", "node-1", 0.0)
         whole = messages.NodeReport(1.5, 0, False, [messages.Post(0.5, payloads)])
         with contextlib.suppress(ValueError):

@@ -27,23 +27,21 @@ class TestExchange:
         others = [nodes.start("n1"), nodes.start("n2/öffentlich")]
         merger = nodes.start("n0", merges=True)
         for number in range(KEPT_POSTS):
-            merger.post({0: b"%d" % number})
             for at, other in enumerate(others):
                 other.post(
                     {2 * at + 2: b"%d" % number, 2 * at + 3: b"\x00\xff\n" + bytes([number])}
                 )
-        nodes.wait(merger, lambda: sum(map(len, nodes.seen.values())) == 5 * KEPT_POSTS)
+        nodes.wait(merger, lambda: sum(map(len, nodes.seen.values())) == 4 * KEPT_POSTS)
 
-        assert [nodes.seen[rank] for rank in (0, 2, 4)] == [
+        assert [nodes.seen[rank] for rank in (2, 4)] == [
             [b"%d" % number for number in range(KEPT_POSTS)]
-        ] * 3
+        ] * 2
         assert (
             nodes.seen[3]
             == nodes.seen[5]
             == [b"\x00\xff\n" + bytes([number]) for number in range(KEPT_POSTS)]
         )
         assert {node: c.missed for node, c in nodes.contacts.items()} == {
-            "n0": 0,
             "n1": 0,
             "n2/öffentlich": 0,
         }
@@ -175,11 +173,10 @@ class TestExchange:
     def test_invalid_posts_raise_value_error(self, nodes: Nodes) -> None:
         """A post is invalid if its payload exceeds 1024 bytes or its rank or port is invalid."""
         other, merger = nodes.start("n1"), nodes.start("n0", merges=True)
-        for exchange in (other, merger):
-            with pytest.raises(ValueError, match="1025 bytes, more than 1024"):
-                exchange.post({1: b"x" * 1025})
-            with pytest.raises(ValueError, match="invalid rank -1"):
-                exchange.post({-1: b""})
+        with pytest.raises(ValueError, match="length <= 1024"):
+            other.post({1: b"x" * 1025})
+        with pytest.raises(ValueError, match=">= 0"):
+            other.post({-1: b""})
         with pytest.raises(ValueError, match="invalid port 65536"):
             Exchange(Endpoints(("127.0.0.1", 65536)), KEY, "n1", False)
         other.post({1: b"x" * 1024})

@@ -107,7 +107,7 @@ def test_nodes_without_the_jobs_certificate_are_refused(
     nodes.wait(merger, lambda: len(nodes.seen[1]) == 2)
 
     assert nodes.seen == {1: [b"ours", b"ours again"]}
-    assert set(nodes.contacts) == {"n0", "n1"}
+    assert set(nodes.contacts) == {"n1"}
 
 
 def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(
@@ -128,7 +128,7 @@ def test_nodes_need_only_ca_crt_if_node_0_has_no_ca_crt(
     stranger = nodes.start("n2", places=dataclasses.replace(of_others, tls_name=""))
     wait_until(lambda: any("UNAVAILABLE" in note for note in stranger.notes()))
 
-    assert set(merger.collect_posts().nodes) == {"n0", "n1"}
+    assert set(merger.collect_posts().nodes) == {"n1"}
 
 
 def test_missing_certificate_files_are_noted(nodes: Nodes, tmp_path: Path) -> None:

@@ -51,8 +51,6 @@ class ReportSender:
         self._instance = b""  # id of the process on node 0 that has received posts
         self._last: tuple[str, ExchangeAddress] | None = None
         self._not_before_s = 0.0
-        self.reply = b""
-        """Node 0's newest instructions."""
 
     async def work_once(self) -> float:
         """Send all unsent posts.
@@ -108,7 +106,7 @@ class ReportSender:
             raise ConnectionError(f"node 0's reply cannot be read: {error}") from None
         with self._lock:
             self._outbox.mark_received(report)
-            self.reply = reply.instructions
+            self._outbox.instructions = reply.instructions
         self._not_before_s = now_s + reply.pace_s
         return report.leaving
 
@@ -175,10 +173,8 @@ class ReportSender:
 
     async def _open_call(self, host: str, address: ExchangeAddress) -> None:
         """Open a call after both sides have proved that they have the job's token."""
-        where, nonce = (
-            transport.format_target(host, address.port),
-            os.urandom(transport.NONCE_BYTES),
-        )
+        where = transport.format_target(host, address.port)
+        nonce = os.urandom(transport.NONCE_BYTES)
         sender, node = self._name
         self._channel = self._open_channel(where)
         self._call = self._channel.stream_stream(transport.REPORT)(

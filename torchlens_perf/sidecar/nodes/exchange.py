@@ -29,7 +29,6 @@ from torchlens_perf.sidecar.nodes.messages import (
     CollectedPosts,
     Inbox,
     Outbox,
-    validate_payloads,
 )
 from torchlens_perf.sidecar.nodes.rendezvous import NotPublishedYet, Rendezvous
 from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
@@ -37,8 +36,6 @@ from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 class _ExchangeSide(Protocol):
     """The side of the exchange on this node: client.ReportSender or server.ReportCollector."""
-
-    reply: bytes
 
     async def work_once(self) -> float: ...
 
@@ -57,7 +54,9 @@ class Exchange:
         *,
         timing: ExchangeTiming | None = None,
     ) -> None:
-        """Start the exchange on its thread. endpoints: the places where nodes can find node 0.
+        """Start the exchange on its thread.
+
+        endpoints: the places where nodes can find node 0.
         key: id of this exchange. All nodes of the job must use the same key, and other jobs must
         use other keys.
         node: name of this node, unique in the job.
@@ -70,13 +69,11 @@ class Exchange:
         self._endpoints, self._key, self._node, self._merges = endpoints, key, node, merges
         self._timing = timing or ExchangeTiming()
         self._lock = threading.Lock()
-        self._inbox = Inbox(node, time.monotonic())
+        self._inbox = Inbox(node)
         self._outbox = Outbox()
         self._errors = 0
         self._last_error = ""
         self._failing_since_s: float | None = None
-        self._reply = b""
-        self._end: _ExchangeSide | None = None
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._closing = False
@@ -84,29 +81,23 @@ class Exchange:
         self._life = asyncio.run_coroutine_threadsafe(self._run_until_stopped(), self._loop)
 
     def post(self, payloads: Mapping[int, bytes]) -> None:
-        """Send payloads, by rank, to node 0.
+        """Send payloads, by rank, to node 0. Node 0 itself sends nothing.
 
         While node 0 is unreachable, the last 8 posts are kept.
 
         Raises ValueError for a payload over 1024 bytes, an invalid rank, or more than 512 ranks.
         """
-        validate_payloads(payloads)
         with self._lock:
-            if self._merges:
-                self._inbox.add_own_post(payloads, time.monotonic())
-            else:
-                self._outbox.add_post(payloads, time.monotonic())
+            self._outbox.add_post(payloads, time.monotonic())
         self._loop.call_soon_threadsafe(self._wake.set)
 
     def collect_posts(self) -> CollectedPosts:
-        """Return the posts that node 0 has received since the last call, including its own posts.
+        """Return the posts that node 0 has received since the last call.
 
         On other nodes the result is empty.
 
         After a restart of node 0's sidecar, each node reports its last 8 posts again.
         """
-        if not self._merges:
-            return CollectedPosts((), {})
         with self._lock:
             return self._inbox.collect_posts(time.monotonic())
 
@@ -116,7 +107,7 @@ class Exchange:
         The statistics are sent again if node 0's sidecar restarts. Has no effect on node 0.
         """
         with self._lock:
-            self._outbox.set_links(links)
+            self._outbox.links = links
 
     def link_reports(self) -> list[bytes]:
         """Return the newest link report of each other node. The list is empty except on node 0."""
@@ -132,30 +123,27 @@ class Exchange:
         if len(reply) > MAX_REPLY_BYTES:
             raise ValueError(f"the reply has {len(reply)} bytes, more than {MAX_REPLY_BYTES}")
         with self._lock:
-            self._reply = reply
-            if self._end is not None:
-                self._end.reply = reply
+            self._inbox.instructions = reply
 
     def instructions(self) -> bytes:
         """Return node 0's newest instructions, or b"" before the first ones and on node 0."""
         with self._lock:
-            return b"" if self._merges or self._end is None else self._end.reply
+            return self._outbox.instructions
 
     @property
     def time_without_contact_s(self) -> float:
         """Time without contact to node 0, or on node 0 without publishing its address."""
         with self._lock:
-            return (
-                0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
-            )
+            return self._failing_for_s()
+
+    def _failing_for_s(self) -> float:
+        return 0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
 
     def notes(self) -> list[str]:
         """Return notes for the report about the current state of the exchange."""
         notes = []
         with self._lock:
-            failing_s = (
-                0.0 if self._failing_since_s is None else time.monotonic() - self._failing_since_s
-            )
+            failing_s = self._failing_for_s()
             if failing_s > self._timing.beat_s:
                 what = (
                     "other nodes may not reach this sidecar"
@@ -201,9 +189,6 @@ class Exchange:
 
     async def _run_until_stopped(self) -> None:
         end = self._create_side()
-        with self._lock:
-            end.reply = self._reply
-            self._end = end
         retry_s = self._timing.first_retry_s
         while not self._stop.is_set():
             # Clear the event before the work, so a post during it wakes this loop again.
@@ -235,10 +220,8 @@ class Exchange:
             )
         from torchlens_perf.sidecar.nodes.client import ReportSender
 
-        name, tls = (
-            (secrets.token_hex(8), self._node),
-            (self._endpoints.tls_folder, self._endpoints.tls_name),
-        )
+        name = secrets.token_hex(8), self._node
+        tls = self._endpoints.tls_folder, self._endpoints.tls_name
         return ReportSender(rendezvous, self._timing, self._lock, self._outbox, name, tls)
 
     def _record_error(self, error: OSError) -> None:

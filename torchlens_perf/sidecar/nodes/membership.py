@@ -13,8 +13,8 @@ This module does no I/O.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -23,59 +23,37 @@ MAX_GENERATIONS = 8
 MAX_CONTROL_BYTES = 1024
 _MAX_SLOW_RANKS = 16
 _MAX_RUN_ID_BYTES = 240
-_VERSION = 2
+_VERSION = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class ProcessGeneration:
+class ProcessGeneration(msgspec.Struct, array_like=True, frozen=True):
     """Processes that run at the same time, on one node (a set) or on all nodes."""
 
     number: int
     """Number of the job's generation. A set of one node has the node's own number instead."""
     started_s: float
-    """Start time on the clock of this node."""
+    """Start time on the clock of this node; in a control message, the negative age."""
     world_size: int
 
 
-@dataclasses.dataclass(frozen=True)
-class ControlMessage:
+class ControlMessage(msgspec.Struct, array_like=True, frozen=True, tag=_VERSION):
     """Message of node 0 to the other nodes: the run's id, the newest generations and slow ranks."""
 
     run_id: str
-    generations: tuple[ProcessGeneration, ...]
-    """Newest generations. `started_s` is the negative age at the time of encoding."""
+    generations: Annotated[tuple[ProcessGeneration, ...], msgspec.Meta(max_length=MAX_GENERATIONS)]
     slow_ranks: tuple[int, ...] = ()
     """Ranks that have metric series of their own because they have been slow."""
 
     def encode(self) -> bytes:
-        """Return the message as at most MAX_CONTROL_BYTES bytes."""
-        newest = self.generations[-MAX_GENERATIONS:]
-        generations = [(each.number, round(-each.started_s, 3), each.world_size) for each in newest]
-        run_id = self.run_id.encode()[:_MAX_RUN_ID_BYTES].decode(errors="ignore")
-        return msgspec.json.encode(
-            (_VERSION, run_id, generations, self.slow_ranks[-_MAX_SLOW_RANKS:])
-        )
+        return msgspec.json.encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> ControlMessage:
         """Decode a control message. Raises ValueError for invalid data."""
         try:
-            version, run_id, generations, slow_ranks = msgspec.json.decode(
-                data[: MAX_CONTROL_BYTES + 1],
-                type=tuple[int, str, list[tuple[int, float, int]], tuple[int, ...]],
-            )
-        except (msgspec.MsgspecError, UnicodeError) as error:
+            return msgspec.json.decode(data[: MAX_CONTROL_BYTES + 1], type=cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ValueError(f"not a control message of node 0: {error}") from error
-        if version != _VERSION or len(generations) > MAX_GENERATIONS:
-            raise ValueError("not a control message of node 0")
-        return cls(
-            run_id,
-            tuple(
-                ProcessGeneration(number, -age_s, world_size)
-                for number, age_s, world_size in generations
-            ),
-            slow_ranks,
-        )
 
 
 def match_generations(
@@ -165,15 +143,18 @@ class Membership:
     def build_control_message(
         self, now_s: float, slow_ranks: tuple[int, ...] = ()
     ) -> ControlMessage:
-        """Return node 0's message to the other nodes."""
+        """Return node 0's message to the other nodes, of at most MAX_CONTROL_BYTES bytes."""
         own = sorted(self._own.values(), key=lambda each: each.number)[-MAX_GENERATIONS:]
-        generations = [
+        generations = tuple(
             ProcessGeneration(
-                self.generation_number(each.number), each.started_s - now_s, each.world_size
+                self.generation_number(each.number),
+                round(each.started_s - now_s, 3),
+                each.world_size,
             )
             for each in own
-        ]
-        return ControlMessage(self.run_id, tuple(generations), slow_ranks)
+        )
+        run_id = self.run_id.encode()[:_MAX_RUN_ID_BYTES].decode(errors="ignore")
+        return ControlMessage(run_id, generations, slow_ranks[-_MAX_SLOW_RANKS:])
 
     def apply_control_message(self, control: ControlMessage, now_s: float) -> None:
         """Apply a message that node 0 encoded at `now_s`. Node 0 itself ignores it."""
@@ -181,7 +162,7 @@ class Membership:
             return
         self.run_id = control.run_id or self.run_id
         self._received = tuple(
-            dataclasses.replace(each, started_s=now_s + each.started_s)
+            msgspec.structs.replace(each, started_s=now_s + each.started_s)
             for each in control.generations
         )
         self._number_sets()
@@ -201,7 +182,7 @@ class Membership:
         while len(sets) > MAX_GENERATIONS:
             del sets[min(sets, key=lambda each: sets[each].started_s)]
         own = [
-            dataclasses.replace(each, number=self.generation_number(each.number))
+            msgspec.structs.replace(each, number=self.generation_number(each.number))
             for each in self._own.values()
         ]
         return match_generations(list(sets.values()), own).get(local)

@@ -1,6 +1,6 @@
 """Exchange reports between sidecars: the wire format, the sender's Outbox, and node 0's Inbox.
 
-This module uses no network, thread or clock. A report contains all posts that node 0 has not
+This module uses no network, thread or clock. A report contains the posts that node 0 has not
 confirmed, so the next report repeats the content of a failed call. Node 0 recognises duplicate
 posts by their time. Each sidecar process has a random id, so a restarted sidecar counts as a new
 sender.
@@ -85,45 +85,37 @@ def decode_reply(data: bytes) -> ReportReply:
     return reply
 
 
-def validate_payloads(payloads: Mapping[int, bytes]) -> None:
-    """Check payloads against the limits. Raises ValueError for payloads that exceed them."""
-    for rank, payload in payloads.items():
-        if not 0 <= rank < 1 << 32:
-            raise ValueError(f"invalid rank {rank}")
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise ValueError(
-                f"rank {rank}'s payload has {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}"
-            )
-    if len(payloads) > MAX_RANKS:
-        raise ValueError(f"{len(payloads)} ranks on a node, more than {MAX_RANKS}")
-
-
 class Outbox:
     """The last KEPT_POSTS posts of a sender. They are sent again if node 0's sidecar restarts."""
 
     def __init__(self) -> None:
+        self.links = b""
+        """Statistics of the node's links, see link_report.py."""
+        self.instructions = b""
+        """Node 0's newest instructions."""
         self._posts: deque[Post] = deque(maxlen=KEPT_POSTS)
         self._newest_s = -math.inf
         self._delivered_s = -math.inf  # newest post received by any process of node 0
         self._received_s = -math.inf  # newest post received by its current process
-        self._in_flight: list[Post] = []  # sent, but not confirmed
-        self._links = self._received_links = b""
-        self.dropped = 0
+        self._undelivered = 0  # number of posts that no process of node 0 has received
+        self._received_links = b""
+
+    @property
+    def dropped(self) -> int:
         """Number of posts that newer ones replaced before node 0 had received them."""
+        return self._undelivered - sum(post.posted_s > self._delivered_s for post in self._posts)
 
     def add_post(self, payloads: Mapping[int, bytes], now_s: float) -> None:
-        if len(self._posts) == KEPT_POSTS and self._posts[0] not in self._in_flight:
-            self.dropped += self._posts[0].posted_s > self._delivered_s
-        self._newest_s = max(now_s, math.nextafter(self._newest_s, math.inf))
-        self._posts.append(Post(self._newest_s, dict(payloads)))
-
-    def set_links(self, links: bytes) -> None:
-        self._links = links
+        """Add payloads by rank. Raises ValueError for payloads that exceed a limit."""
+        posted_s = max(now_s, math.nextafter(self._newest_s, math.inf))
+        self._posts.append(msgspec.convert((posted_s, payloads), Post))
+        self._newest_s = posted_s
+        self._undelivered += 1
 
     @property
     def has_unsent(self) -> bool:
         """True while the current process of node 0 has not received all posts and links."""
-        return self._newest_s > self._received_s or self._links != self._received_links
+        return self._newest_s > self._received_s or self.links != self._received_links
 
     def require_resend(self) -> None:
         """Mark all posts as not received, because node 0 has a new process."""
@@ -131,9 +123,6 @@ class Outbox:
 
     def build_report(self, now_s: float, *, leaving: bool = False) -> NodeReport:
         """Return a report with changed links and the oldest unconfirmed posts that fit."""
-        # The call with the posts in flight has failed.
-        lost = [post for post in self._in_flight if post not in self._posts]
-        self.dropped += sum(post.posted_s > self._delivered_s for post in lost)
         posts: list[Post] = []
         size = 0
         waiting = [post for post in self._posts if post.posted_s > self._received_s]
@@ -142,18 +131,17 @@ class Outbox:
             if posts and size > MAX_MESSAGE_BYTES:
                 break
             posts.append(post)
-        self._in_flight = posts
         leaving = leaving and len(posts) == len(waiting)
-        links = self._links if self._links != self._received_links else b""
+        links = self.links if self.links != self._received_links else b""
         return NodeReport(max(now_s, self._newest_s), self.dropped, leaving, posts, links)
 
     def mark_received(self, report: NodeReport) -> None:
         """Mark the posts and links of a report as received, because node 0 has replied to it."""
         self._received_links = report.links or self._received_links
         if report.posts:
+            self._undelivered -= sum(post.posted_s > self._delivered_s for post in report.posts)
             self._received_s = report.posts[-1].posted_s
             self._delivered_s = max(self._delivered_s, self._received_s)
-            self._in_flight = []
 
 
 # A large job creates thousands of ReceivedPost objects per second. Structs are created and freed
@@ -172,7 +160,7 @@ class NodeContact(msgspec.Struct, frozen=True, gc=False):
     """Node 0's record of a node that has reported."""
 
     silent_s: float
-    """Time since the node's last report. 0 for node 0 itself."""
+    """Time since the node's last report."""
     missed: int
     """Number of posts that were lost at the node or in the Inbox."""
     left: bool
@@ -190,7 +178,7 @@ class CollectedPosts:
     large job.
     """
     nodes: Mapping[str, NodeContact]
-    """All nodes that have ever reported."""
+    """All other nodes that have ever reported."""
 
 
 @dataclasses.dataclass
@@ -237,15 +225,13 @@ class _SenderRecord:
 class Inbox:
     """Node 0's record of all senders and their posts."""
 
-    def __init__(self, own_node: str, now_s: float) -> None:
-        self._own = _SenderRecord(own_node, now_s, now_s)
-        self._senders: dict[str, _SenderRecord] = {}
+    def __init__(self, own_node: str) -> None:
+        self.instructions = b""
+        """Instructions for all nodes."""
         self.refused = 0
         """Number of calls without this job's token."""
-
-    def add_own_post(self, payloads: Mapping[int, bytes], now_s: float) -> None:
-        posted_s = max(now_s, math.nextafter(self._own.newest_s, math.inf))
-        self._own.add_post(Post(posted_s, dict(payloads)), now_s)
+        self._own_node = own_node
+        self._senders: dict[str, _SenderRecord] = {}
 
     def add_sender(self, sender: str, node: str, now_s: float) -> None:
         """Add a sender that has connected, unless it is already known."""
@@ -274,16 +260,13 @@ class Inbox:
         """Return the posts since the last call, and the contacts with all nodes."""
         posts: list[ReceivedPost] = []
         contacts: dict[str, NodeContact] = {}
-        self._own.last_report_s = now_s
-        for sender in (self._own, *self._senders.values()):
+        for sender in self._senders.values():
             for post in sender.unread:
                 post.age_s = max(0.0, now_s + post.age_s)
             posts += sender.unread
             sender.unread.clear()
-            silent_s, missed = (
-                max(0.0, now_s - sender.last_report_s),
-                sender.dropped + sender.overwritten,
-            )
+            silent_s = max(0.0, now_s - sender.last_report_s)
+            missed = sender.dropped + sender.overwritten
             before = contacts.get(sender.node)
             if before is not None:
                 silent_s, missed = min(silent_s, before.silent_s), missed + before.missed
@@ -314,10 +297,12 @@ class Inbox:
 
         A node name is returned if its old sidecar sends reports after a new sidecar has connected.
         """
-        newest, found = {self._own.node: self._own}, set()
+        newest: dict[str, _SenderRecord] = {}
+        found = set()
         for sender in self._senders.values():
             before = newest.get(sender.node)
-            if before is not None and before.last_report_s > sender.joined_s:
+            is_taken = before is not None and before.last_report_s > sender.joined_s
+            if is_taken or sender.node == self._own_node:
                 found.add(sender.node)
             newest[sender.node] = sender
         return sorted(found)

@@ -63,8 +63,6 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._accept = grpc.stream_stream_rpc_method_handler(self._serve_call)
         self._refuse = grpc.stream_stream_rpc_method_handler(self._refuse_call)
         self.address: ExchangeAddress | None = None
-        self.reply = b""
-        """Instructions for all nodes. Guarded by the lock."""
 
     async def work_once(self) -> float:
         """Start the server and publish its address, if needed.
@@ -165,6 +163,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 try:
                     with lock:
                         inbox.receive_report(sender, data, now_s)
+                        instructions = inbox.instructions
                     # Free the report before waiting for the next one, because there is one per
                     # node.
                     data = b""
@@ -173,7 +172,8 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "that report cannot be read"
                     )
-                await context.write(encode(ReportReply(self._min_report_interval_s(), self.reply)))
+                reply = ReportReply(self._min_report_interval_s(), instructions)
+                await context.write(encode(reply))
         finally:
             del last_report_s[task]
 
