@@ -22,8 +22,6 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
-from torchlens_perf.run.undelivered import Undelivered
-from torchlens_perf.sidecar import metrics_port
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.metrics_port import MetricsPort
 from torchlens_perf.sidecar.node import Sidecar
@@ -52,10 +50,9 @@ def round_of(sidecar: Sidecar, port: MetricsPort) -> None:
 
 
 def test_metrics_port_is_closed_by_default(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory,
 ) -> None:
     """No metrics are computed while the port is closed."""
-    monkeypatch.setattr(metrics_port, "CombinedExporter", None)
     sidecar, ranks = of_ranks(run)
     port = MetricsPort()
     round_of(sidecar, port)
@@ -121,6 +118,7 @@ def test_successor_of_a_killed_sidecar_shows_its_open_alerts(tmp_path: Path) -> 
         simulation.add_blocks(20)
         (before,) = simulation.scraped().samples("torch_train_alert")
         simulation.port.close(lingers=False)
+        simulation.simulation.sidecar.receivers.clear()
         simulation.port = MetricsPort()
         simulation.add_blocks()
         assert simulation.scraped().samples("torch_train_alert") == [before]
@@ -158,21 +156,16 @@ def test_only_steps_sent_to_a_tracing_backend_are_exemplars(tmp_path: Path) -> N
         assert "trace_id" not in simulation.scraped().text
     with ScrapedSimulation(tmp_path / "sent", 2) as simulation:
         simulation.port = MetricsPort(lambda: sent)
-        simulation.simulation.sidecar.combine_exporter(lambda first: SimpleNamespace(**_nothing()))
+        # With another receiver, steps are exported before the port is open.
+        methods = ("export", "on_assessment", "record_hardware")
+        other = SimpleNamespace(**dict.fromkeys(methods, lambda *args: None))
+        simulation.simulation.sidecar.receivers.append(other)
         simulation.add_blocks(2)
         found = [sample for sample in simulation.scraped().all() if sample.exemplar]
     assert {sample.name for sample in found} == {
         "torch_train_step_duration_seconds_bucket", "torch_train_step_own_time_seconds_bucket",
     }  # fmt: skip
     assert {sample.exemplar.labels["trace_id"] for sample in found} == {f"{0xABC:032x}"}
-
-
-def _nothing() -> dict[str, Any]:
-    return {
-        **dict.fromkeys(("export", "on_assessment", "measured"), lambda *args: None),
-        "update_role": lambda part: b"",
-        "find_undelivered": Undelivered,
-    }
 
 
 def test_port_stays_open_until_the_last_values_are_scraped(run: RunDirectory) -> None:

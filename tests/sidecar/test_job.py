@@ -23,7 +23,9 @@ from tests.support.simulations import table_of
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.sidecar import hang_watch
+from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.host.stacks import Stack
+from torchlens_perf.sidecar.job_generation import JobGeneration
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import CollectedPosts, ReceivedPost
@@ -78,6 +80,20 @@ class End:
 
     def close(self) -> None:
         pass
+
+
+def test_node_waits_15_s_for_the_generations_of_node_0(tmp_path: Path) -> None:
+    now_s, run = 0.0, make_run(tmp_path)
+    cluster = ClusterLink("node-1", clock=lambda: now_s)
+    job = JobGeneration(0, clock=lambda: now_s)
+    cluster.add_generation(_identity(run, 1), 0)
+    assert not cluster.awaits_node_0(job)
+    job.meeting_points[1] = MEETING
+    waits = {}
+    for now_s in (0.0, 14.9, 15.1):
+        waits[now_s] = cluster.awaits_node_0(job)
+
+    assert waits == {0.0: True, 14.9: True, 15.1: False}
 
 
 def test_slow_module_of_another_nodes_rank_is_named(tmp_path: Path) -> None:

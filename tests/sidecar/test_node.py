@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,15 @@ def run(tmp_path: Path, request: pytest.FixtureRequest):
 
 
 def sidecar(
-    run: RunDirectory, exporter: InMemoryExporter | None = None, host: str = HOST
+    run: RunDirectory,
+    exporter: InMemoryExporter | None = None,
+    host: str = HOST,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Sidecar, list[dict[str, Any]]]:
     """Return a sidecar and the list of the sidecar's report requests."""
     asked: list[dict[str, Any]] = []
-    return Sidecar(run, host, exporter, lambda run, settings: asked.append(settings)), asked
+    made = Sidecar(run, host, exporter, lambda run, settings: asked.append(settings), clock=clock)
+    return made, asked
 
 
 def finish(

@@ -32,6 +32,7 @@ from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.sidecar.nodes.messages import CollectedPosts
 from torchlens_perf.sidecar.rings.source import RingSource
 from torchlens_perf.sidecar.schedule import Schedule
+from torchlens_perf.sidecar.wake import Wake
 from torchlens_perf.store import writer
 from torchlens_perf.verdicts import node_state
 
@@ -94,17 +95,50 @@ def test_records_are_counted_if_the_sidecar_is_killed_after_reading_them(run: Ru
 
 def test_report_contains_last_steps_of_rank_0_while_others_run(run: RunDirectory) -> None:
     ranks = [Rank(run, 0), Rank(run, 1)]
-    made, asked = sidecar(run)
+    now_s = [time.monotonic()]
+    made, asked = sidecar(run, clock=lambda: now_s[0])
     ranks[0].steps(20, **WORK)
     ranks[0].close()
     made.read_rings()
-    made.sources._sources[ranks[0].ring_path].ended_monotonic_s -= 1.0
+    made.write_report_if_due(print)
+    assert asked == []
+    now_s[0] += 1.0
     made.write_report_if_due(print)
 
     assert len(asked) == 1
     assert [each["steps"] for each in report(run)["ranks"]] == [20, 0]
     ranks[1].close()
     made.close()
+
+
+class SimulatedTime(Wake):
+    """A clock that only sleeps advance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began_s = self.now_s = time.monotonic()
+
+    def read(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> bool:
+        self.now_s += duration_s
+        return False
+
+
+def test_sidecar_waits_half_a_minute_for_a_missing_rank_of_its_node(run: RunDirectory) -> None:
+    simulated = SimulatedTime()
+    rank = Rank(run, 0, 2)
+    rank.steps(20, **WORK)
+    rank.close()
+    made, asked = sidecar(run, clock=simulated.read)
+    lock = SidecarLock(sidecar_lock_path(run.run_id))
+    assert lock.acquire()
+    assert not run_sidecar(made, lock, None, wake=simulated)
+
+    assert 30.0 <= simulated.now_s - simulated.began_s < 40.0
+    assert len(asked) == 2  # when rank 0 has ended, and at the end
+    assert report(run)["ranks"][0]["steps"] == 20
 
 
 def test_overwritten_records_are_counted_as_lost_once_across_restarts(run: RunDirectory) -> None:

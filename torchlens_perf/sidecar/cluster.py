@@ -55,12 +55,14 @@ class ClusterLink:
         open_exchange: OpenExchange | None = None,
         cut_off_after_s: float = 30.0,
         node_0_timeout_s: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """node: this node's name, see run/place/node.py. open_exchange: replaces Exchange in tests.
 
         cut_off_after_s: time without contact to node 0 after which this node judges its own ranks.
         It must be longer than a node needs to find a restarted sidecar of node 0.
         node_0_timeout_s: longest wait for node 0's message about the job's process generations.
+        clock: a monotonic clock in seconds.
         """
         self.membership = Membership(run_id)
         """The generations of processes that run together on all nodes."""
@@ -69,6 +71,7 @@ class ClusterLink:
         # host.
         self._name = f"{host}/{node.removeprefix(host).lstrip('-')}"
         self._open_exchange = open_exchange
+        self._clock = clock
         self._cut_off_after_s, self._node_0_timeout_s = cut_off_after_s, node_0_timeout_s
         self._exchange: Exchange | None = None
         self._role: tuple[Endpoints, bool] | None = None  # endpoints, and whether this is node 0
@@ -161,7 +164,7 @@ class ClusterLink:
         return (
             bool(job.meeting_points)
             and not known
-            and time.monotonic() - job.began_s < self._node_0_timeout_s
+            and self._clock() - job.began_s < self._node_0_timeout_s
         )
 
     def add_generation(
@@ -172,7 +175,7 @@ class ClusterLink:
         identity: identity of one of the processes. number: the generation's number in the job, if
         the node's saved state contains it.
         """
-        started_s = time.monotonic() - process_age_s(identity.process_started)
+        started_s = self._clock() - process_age_s(identity.process_started)
         self.membership.add_set(
             generation, started_s, identity.world_size, restarts=identity.restarts, number=number
         )
@@ -283,7 +286,7 @@ class ClusterLink:
     def _publish_control(self) -> None:
         """Send the run's id, its process generations and slow ranks. Only node 0 sends them."""
         if self._exchange is not None and self._is_node_0:
-            control = self.membership.build_control_message(time.monotonic(), self._slow_ranks)
+            control = self.membership.build_control_message(self._clock(), self._slow_ranks)
             self._exchange.set_instructions(control.encode())
 
     def _receive_control(self) -> None:
@@ -297,7 +300,7 @@ class ClusterLink:
                 logger.warning("node 0's control message cannot be read: %s", error)
                 return
             self._slow_ranks = control.slow_ranks
-            self.membership.apply_control_message(control, time.monotonic())
+            self.membership.apply_control_message(control, self._clock())
 
     def _report_ranks(self, job: JobGeneration) -> None:
         """Report progress and new rows of this node's ranks to node 0, unless this is node 0."""
@@ -312,7 +315,7 @@ class ClusterLink:
                 payloads[rank] = summary.pack_summary(
                     RankSummary(
                         set=job.generation,
-                        age_s=self.membership.age_of_set_s(job.generation, time.monotonic()),
+                        age_s=self.membership.age_of_set_s(job.generation, self._clock()),
                         world_size=local.identity.world_size,
                         place=job.places.get(rank, local.place),
                         progress=local.progress,
@@ -351,9 +354,7 @@ class ClusterLink:
         self._others = [
             node
             for node, contact in collected.nodes.items()
-            if not contact.left
-            and contact.silent_s < SILENT_S
-            and not f"{node}/".startswith(f"{self._name}/")
+            if not contact.left and contact.silent_s < SILENT_S
         ]
         self._missing = {
             node: (
@@ -388,7 +389,7 @@ class ClusterLink:
 
         received: the post of each summary. generation: number of this node's process generation.
         """
-        now_s, current = time.monotonic(), self.membership.generation_number(generation)
+        now_s, current = self._clock(), self.membership.generation_number(generation)
         known: dict[tuple[str, int], bool] = {}
         chosen = []
         columns = (values[name].tolist() for name in ("set", "age_s", "world_size"))

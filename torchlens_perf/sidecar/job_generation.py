@@ -76,13 +76,19 @@ class _RemoteRank:
 class JobGeneration:
     """All data and findings about one generation of the job's processes. Not thread-safe."""
 
-    def __init__(self, generation: int = UNRELATED, earlier: Findings = NOTHING) -> None:
+    def __init__(
+        self,
+        generation: int = UNRELATED,
+        earlier: Findings = NOTHING,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """generation: the generation's number, see restarts.py.
 
         earlier: findings about the same processes from before a restart of the sidecar.
+        clock: a monotonic clock in seconds.
         """
         self.generation = generation
-        self.began_s = time.monotonic()
+        self.began_s = clock()
         self.detector = StragglerDetector(earlier)
         self.ranks: dict[int, LocalRank] = {}
         """This node's ranks."""

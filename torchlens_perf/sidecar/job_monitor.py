@@ -57,21 +57,24 @@ class JobMonitor:
         generations: GenerationNumbers,
         telemetry: TelemetryLog,
         errors: ContainedErrors,
+        clock: Callable[[], float],
     ) -> None:
         """state: the node's saved state, or a new one.
 
         generations: the process generations, with the processes in `state` already added.
+        clock: a monotonic clock in seconds.
         """
-        self.cluster = ClusterLink(state.host, run.run_id)
+        self.cluster = ClusterLink(state.host, run.run_id, clock=clock)
         self.metrics = RankMetrics(telemetry)
         self.alerts = AlertManager(FindingLog(run.run_id, state.records, state.findings))
         self.role = ExportRole()
-        self.job = JobGeneration(generations.newest, state.findings)
+        self.job = JobGeneration(generations.newest, state.findings, clock)
         self._last_traces: list[ExportBatch] = []  # traces of replaced generations
         self._state = state
         self._folder = run.nodes
         self._links = SlowLinkMonitor()
         self._errors = errors
+        self._clock = clock
         for process in state.processes.values():
             generation = generations.generation_of(process.identity)
             if generation != UNRELATED:
@@ -84,12 +87,10 @@ class JobMonitor:
 
         identity: identity of one of the new processes.
         """
-        before, self.job = self.job, JobGeneration(generation)
+        before, self.job = self.job, JobGeneration(generation, clock=self._clock)
         self.cluster.add_generation(identity, generation)
         with self._errors.contain("exporting"):
-            self._last_traces += self._choose_traces(
-                before, frozenset(), time.monotonic(), final=True
-            )
+            self._last_traces += self._choose_traces(before, frozenset(), self._clock(), final=True)
         self.cluster.finish_generation(before)
         self._state.findings, self._state.hang = NOTHING, None
 
@@ -231,7 +232,7 @@ class JobMonitor:
         links: JudgedVerdict | None = None
         with self._errors.contain("looking for slow links"):
             links = self._links.update_verdict(
-                self._state, self.cluster, self.job, time.monotonic(), final=not live
+                self._state, self.cluster, self.job, self._clock(), final=not live
             )
         if judge is not None or self.alerts.log.has_open_findings:
             with self._errors.contain("raising alerts"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -60,7 +59,8 @@ def run_sidecar(
     port: the port for /metrics. The caller closes it.
     background: a thread of low priority for all work that no rank waits for. Without `background`,
     the calling thread does all work.
-    wake: the sleep between rounds, which new files in watched folders end.
+    wake: the sleep between rounds, which new files in watched folders end. The rounds use the
+    sidecar's clock.
     """
     rounds = _RoundRunner(sidecar, lock, results, port, wake or Wake())
     run_in_background = (
@@ -75,7 +75,7 @@ def run_sidecar(
     if rounds.replaced:
         sidecar.close()
         return False
-    run_in_background(lambda: _finish_run(sidecar, lock, exporter, rounds.port))
+    run_in_background(lambda: _finish_run(sidecar, lock, exporter, rounds))
     sidecar.close()
     return _release_lock(sidecar, lock)
 
@@ -85,18 +85,18 @@ def _run_in_this_thread(work: Callable[[], bool | None]) -> bool | None:
 
 
 def _finish_run(
-    sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, port: MetricsPort
+    sidecar: Sidecar, lock: SidecarLock, exporter: Exporter | None, rounds: _RoundRunner
 ) -> None:
     """Export and save the remaining data, then write the report and the page."""
     contain_errors = sidecar.contain_errors
     with contain_errors("exchanging windows with other nodes"):
-        sidecar.wait_for_last_exchange()
+        sidecar.wait_for_last_exchange(rounds.wake.sleep)
     if exporter is not None:
         with contain_errors("exporting"):
             sidecar.export_results(final=True)
         with contain_errors("exporting"):
             sidecar.set_delivery_notes(exporter.shutdown(_SHUTDOWN_TIMEOUT_S))
-    port.show_final_values(sidecar)
+    rounds.port.show_final_values(sidecar)
     with contain_errors("joining node 0's run"):
         sidecar.join_run_directories()
     with (
@@ -126,16 +126,17 @@ class _RoundRunner:
         wake: Wake,
     ) -> None:
         """The parameters are the same as in run_sidecar()."""
-        self._wake = wake
+        self.wake = wake
+        self._clock = sidecar.clock
         self._report_is_wanted = False
         self.port = MetricsPort() if port is None else port
         self.replaced = False
         """True if another sidecar has started for this node."""
         self._sidecar = sidecar
-        sidecar.records.own_stops = self._wake.observer
+        sidecar.records.own_stops = self.wake.observer
         self._lock = lock
         self._live = LiveResultDelivery(sidecar, results)
-        self._schedule = Schedule(time.monotonic())
+        self._schedule = Schedule(self._clock())
         self._account_took_s = self._judging_took_s = self._save_took_s = 0.0
         lock.write_status("is reading what the ranks record")
 
@@ -151,19 +152,19 @@ class _RoundRunner:
 
         Return True if a rank has ended.
         """
-        until_s = time.monotonic() + duration_s
+        until_s = self._clock() + duration_s
         live, ends = self._sidecar.sources.unfinished_rings(), termination.is_requested()
         most_share, due_s = 0.0 if self._schedule.is_idle else FILLING, float("inf")
         for folder in {source.folder_of_ring for source in live}:
-            self._wake.watch_folder(folder)
-        while (left_s := until_s - time.monotonic()) > 0:
-            checks_often = self._report_is_wanted or not self._wake.reports_files
+            self.wake.watch_folder(folder)
+        while (left_s := until_s - self._clock()) > 0:
+            checks_often = self._report_is_wanted or not self.wake.reports_files
             longest_s = _POLL_INTERVAL_S if checks_often else _RARE_POLL_INTERVAL_S
-            if self._wake.sleep(min(longest_s, left_s, due_s)):
+            if self.wake.sleep(min(longest_s, left_s, due_s)):
                 self._report_is_wanted = bool(self._sidecar.run.find_local_mailboxes(REPORT))
             wakes, due_s = False, float("inf")
             for source in live:
-                state, new_share, source_due_s = source.peek()
+                state, new_share, source_due_s = source.peek(self._clock())
                 due_s = min(due_s, source_due_s)
                 if state == ring.State.CLOSED:
                     return True
@@ -191,7 +192,7 @@ class _RoundRunner:
             schedule.adapt_poll_interval(sidecar.read_rings())
         with contain_errors("opening the port for /metrics"):
             self.port.open_or_update(sidecar)
-        now_s, has_counted = time.monotonic(), False
+        now_s, has_counted = self._clock(), False
         more = sidecar.sources.may_get_more_records(ends=ends)
         if (
             not more
@@ -205,12 +206,12 @@ class _RoundRunner:
         ):
             with contain_errors("counting the records"):
                 sidecar.count_records()
-            self._account_took_s, has_counted = time.monotonic() - now_s, True
+            self._account_took_s, has_counted = self._clock() - now_s, True
         period_s = sidecar.monitor.cluster.update_interval_s
         if not more or schedule.is_judging_due(now_s, period_s, self._judging_took_s):
-            began_s = time.monotonic()
+            began_s = self._clock()
             sidecar.judge_ranks(now_s, final=not more)
-            self._judging_took_s = time.monotonic() - began_s
+            self._judging_took_s = self._clock() - began_s
         with _log_disk_errors("this run could not join that of node 0"):
             sidecar.join_run_directories()
         sidecar.sample_telemetry()
@@ -240,9 +241,9 @@ class _RoundRunner:
                         sidecar.count_records()
                 sidecar.save_records()
             elif schedule.is_save_due(now_s, self._save_took_s, news=sidecar.has_unsaved_hang()):
-                began_s = time.monotonic()
+                began_s = self._clock()
                 sidecar.save_state()
-                self._save_took_s = time.monotonic() - began_s
+                self._save_took_s = self._clock() - began_s
         with (
             contain_errors("showing the live run"),
             _log_disk_errors("the live run could not be shown"),

@@ -17,11 +17,10 @@ from torchlens_perf.sidecar import termination
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import HardwareSamples
-    from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, NodeRole
+    from torchlens_perf.exporters import Assessment, ExportBatch
     from torchlens_perf.exporters.prometheus.endpoint import ListenAddress
     from torchlens_perf.exporters.prometheus.exporter import PrometheusExporter
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.run.undelivered import Undelivered
     from torchlens_perf.sidecar.node import Sidecar
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -34,7 +33,11 @@ Spans = Mapping[int, tuple[int, int]]
 
 
 class MetricsPort:
-    """The HTTP port for /metrics of a sidecar. Not thread-safe."""
+    """The HTTP port for /metrics of a sidecar, which receives what the sidecar exports.
+
+    A scraper reads the port of each node, so the port always serves this node's own ranks. Not
+    thread-safe.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,19 @@ class MetricsPort:
                 with guard("opening the port for /metrics"):
                     self._open_port(str(wanted), sidecar)
 
+    def export(self, batch: ExportBatch) -> None:
+        """Count steps, with links to the spans that a tracing backend has received."""
+        if self._exporter is not None:
+            self._exporter.export_with_spans(batch, self._sent())
+
+    def on_assessment(self, assessment: Assessment) -> None:
+        if self._exporter is not None:
+            self._exporter.on_assessment(assessment)
+
+    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
+        if self._exporter is not None:
+            self._exporter.record_hardware(identity, hardware)
+
     def show_final_values(self, sidecar: Sidecar) -> None:
         """Update the values for the last time. Called when the run has ended."""
         if self._exporter is not None:
@@ -88,11 +104,8 @@ class MetricsPort:
         """
         if self._exporter is None:
             return
-        scrapes, began_s, longest_s = (
-            self._exporter.scrapes,
-            self._clock(),
-            self._last_scrape_timeout_s,
-        )
+        scrapes, began_s = self._exporter.scrapes, self._clock()
+        longest_s = self._last_scrape_timeout_s
         if scrapes and lingers:
             # After a single scrape, the interval is not known, so the whole timeout is used.
             interval_s = scrapes[-1] - scrapes[0]
@@ -131,55 +144,10 @@ class MetricsPort:
             logger.info("/metrics at http://%s/metrics", self._exporter.address)
             if self._note:
                 sidecar.state.notes = [each for each in sidecar.state.notes if each != self._note]
-            port = self._exporter
-            sidecar.combine_exporter(lambda first: CombinedExporter(first, port, self._sent))
+            sidecar.receivers.append(self)
 
     def _note_error(self, sidecar: Sidecar, note: str) -> None:
         if note != self._note:
             self._note = note
             logger.warning("%s", note)
             sidecar.state.notes.append(note)
-
-
-class CombinedExporter:
-    """Exporter that passes all data to another exporter and to the /metrics port.
-
-    The port's metrics link to the spans that the other exporter has sent.
-    """
-
-    def __init__(
-        self, first: Exporter | None, port: PrometheusExporter, sent: Callable[[], Spans]
-    ) -> None:
-        self._first, self._port, self._sent = first, port, sent
-
-    def export(self, batch: ExportBatch) -> None:
-        if self._first is not None:
-            self._first.export(batch)
-        self._port.export_with_spans(batch, self._sent() if self._first is not None else {})
-
-    def on_assessment(self, assessment: Assessment) -> None:
-        if self._first is not None:
-            self._first.on_assessment(assessment)
-        self._port.on_assessment(assessment)
-
-    def record_hardware(self, identity: Identity, hardware: HardwareSamples) -> None:
-        if self._first is not None:
-            self._first.record_hardware(identity, hardware)
-        self._port.record_hardware(identity, hardware)
-
-    def update_role(self, part: NodeRole) -> bytes:
-        """Set the node's part in the job for the first exporter only.
-
-        A scraper reads the port of each node, so the port always serves this node's own ranks.
-        """
-        return b"" if self._first is None else self._first.update_role(part)
-
-    def wait_for_room(self, timeout_s: float) -> bool:
-        return self._first is None or self._first.wait_for_room(timeout_s)
-
-    def shutdown(self, timeout_s: float) -> list[str]:
-        """Shut down the first exporter. MetricsPort.close() closes the port later."""
-        return [] if self._first is None else self._first.shutdown(timeout_s)
-
-    def find_undelivered(self) -> Undelivered | None:
-        return None if self._first is None else self._first.find_undelivered()

@@ -32,6 +32,8 @@ from torchlens_perf.sidecar.telemetry.log import TelemetryLog
 from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
+    from torchlens_perf.exporters import ExportBatch
+    from torchlens_perf.sidecar.metrics_port import MetricsPort
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.verdicts.words.report import VerdictRow
 
@@ -53,14 +55,18 @@ class Sidecar:
         exporter: Exporter | None,
         report: Callable[[RunDirectory, dict[str, Any]], None],
         waiting: Mapping[str, WaitingRing] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """report: writes the run's report.txt.
 
         `report` is called with the run and with rank 0's settings for its terminal.
 
         waiting: rings that were watched before this sidecar began to read, by path.
+
+        clock: CLOCK_MONOTONIC in seconds, by which the sidecar waits and measures its work.
         """
         self.run = run
+        self.clock = clock
         self.state = state = node_state.load_or_new(run, host)
         generations = GenerationNumbers()
         for process in state.processes.values():
@@ -68,15 +74,17 @@ class Sidecar:
         self._errors = ContainedErrors(state)
         self.contain_errors = self._errors.contain
         self.telemetry = TelemetryLog(run, host, state.telemetry)
-        self.monitor = JobMonitor(run, state, generations, self.telemetry, self._errors)
+        self.monitor = JobMonitor(run, state, generations, self.telemetry, self._errors, clock)
         self.sources = RingSources(
-            run, host, state, generations, self.monitor.begin_generation, waiting or {}
+            run, host, state, generations, self.monitor.begin_generation, waiting or {}, clock
         )
         self.records = RecordProcessor(
             run, state, self.sources, self.monitor, self._errors, lambda: self.exports
         )
         self._captures = CaptureRelay(run)
         self._exporter = exporter
+        self.receivers: list[Exporter | MetricsPort] = [exporter] if exporter is not None else []
+        """The exporter and the port for /metrics, if there are any."""
         self._write_report = report
         self._commit: CommitReader | None = None
         self._encoded = node_state.EncodedStatistics()
@@ -86,16 +94,12 @@ class Sidecar:
         self._goodput_s: dict[str, float] = {}
         self._critical_path_s: dict[str, float] = {}
         self._crash: VerdictRow | None = None
-        self._classes_due_s, self._classes_are_live = time.monotonic() + _CLASSES_PERIOD_S, True
+        self._classes_due_s, self._classes_are_live = clock() + _CLASSES_PERIOD_S, True
 
     @property
     def exports(self) -> bool:
-        """True if there is an exporter."""
-        return self._exporter is not None
-
-    def combine_exporter(self, both: Callable[[Exporter | None], Exporter]) -> None:
-        """Replace the exporter. both: combines the current exporter, or None, with another."""
-        self._exporter = both(self._exporter)
+        """True if steps are exported."""
+        return bool(self.receivers)
 
     # -- one round
 
@@ -106,7 +110,7 @@ class Sidecar:
         """
         fullest = self.sources.poll_rings()
         self.monitor.assign_attempts(self.sources)
-        self.monitor.sample_disk_waits(self.sources, time.monotonic())
+        self.monitor.sample_disk_waits(self.sources, self.clock())
         return fullest
 
     def count_records(self) -> None:
@@ -141,8 +145,9 @@ class Sidecar:
                 if not each.simulated
             }
             found = self.telemetry.sample_due_sources(uuids, pids)
-            if found is not None and self._exporter is not None:
-                self._exporter.record_hardware(live[0].identity, found)
+            if found is not None:
+                for each in self.receivers:
+                    each.record_hardware(live[0].identity, found)
         self._add_notes(self.telemetry.notes)
 
     def read_commit(self) -> None:
@@ -168,7 +173,7 @@ class Sidecar:
                         source.path,
                         identity.pid,
                         identity.attempt,
-                        source.step,
+                        source.progress.step,
                         refuses=setting == "off",
                     )
                     on_verdict |= setting == "verdict"
@@ -188,34 +193,39 @@ class Sidecar:
         monitor, live = self.monitor, bool(self.sources.unfinished_rings())
         if monitor.cluster.awaits_node_0(monitor.job) and live:
             return  # Trace ids depend on the attempt, which node 0 has not reported yet.
-        if self._exporter is None:
+        if not self.receivers:
             monitor.alerts.take_assessment()
             return
-        now_s = time.monotonic()
+        now_s = self.clock()
         part = monitor.update_export_part(self.sources, now_s)
         if part is None:
             return  # The metrics to send depend on `part`.
-        monitor.cluster.send_tally(self._exporter.update_role(part), monitor.job)
+        if self._exporter is not None:
+            monitor.cluster.send_tally(self._exporter.update_role(part), monitor.job)
         while self.records.unexported:
             batch = self.records.unexported.pop(0)
             identity = self.state.processes[batch.identity.key].identity
-            self._exporter.export(dataclasses.replace(batch, identity=identity))
+            self._export(dataclasses.replace(batch, identity=identity))
         for traced in monitor.take_traces(self.sources, now_s, final=final):
-            self._exporter.export(traced)
+            self._export(traced)
         assessment = monitor.alerts.take_assessment()
         # Export alerts after the steps, because alerts link to the steps' traces.
         if assessment is not None:
             if assessment.whole_job:
                 self._update_classes(now_s, live=live)
-            self._exporter.on_assessment(
-                dataclasses.replace(
-                    assessment,
-                    ended=not live,
-                    goodput_s=self._goodput_s,
-                    critical_path_s=self._critical_path_s,
-                    crash=None if live else self._crash,
-                )
+            complete = dataclasses.replace(
+                assessment,
+                ended=not live,
+                goodput_s=self._goodput_s,
+                critical_path_s=self._critical_path_s,
+                crash=None if live else self._crash,
             )
+            for each in self.receivers:
+                each.on_assessment(complete)
+
+    def _export(self, batch: ExportBatch) -> None:
+        for each in self.receivers:
+            each.export(batch)
 
     def _update_classes(self, now_s: float, *, live: bool) -> None:
         """Compute classes of time, if they are due or this node's ranks have just ended.
@@ -293,15 +303,15 @@ class Sidecar:
 
     # -- the end
 
-    def wait_for_last_exchange(self) -> None:
+    def wait_for_last_exchange(self, sleep: Callable[[float], object] = time.sleep) -> None:
         """Wait for the other nodes' last data, and end the exchange.
 
         Blocks for a few seconds at most.
         """
-        began_s, monitor = time.monotonic(), self.monitor
-        while monitor.cluster.others_still_send and time.monotonic() - began_s < _LAST_WINDOWS_S:
-            time.sleep(0.1)
-            self.judge_ranks(time.monotonic(), final=True)
+        began_s, monitor = self.clock(), self.monitor
+        while monitor.cluster.others_still_send and self.clock() - began_s < _LAST_WINDOWS_S:
+            sleep(0.1)
+            self.judge_ranks(self.clock(), final=True)
             self.export_results()
         self.leave_cluster()
         self._add_notes(monitor.cluster.notes())
@@ -316,10 +326,7 @@ class Sidecar:
             key = source.state.identity.key
             if source.state.identity.rank == 0 and source.read_to_end and key not in self._reported:
                 others_run = bool(self.sources.unfinished_rings())
-                if (
-                    others_run
-                    and time.monotonic() - source.ended_monotonic_s < _OTHER_RANKS_TIMEOUT_S
-                ):
+                if others_run and self.clock() - source.ended_monotonic_s < _OTHER_RANKS_TIMEOUT_S:
                     return
                 self._reported.add(key)
                 if not source.settled:

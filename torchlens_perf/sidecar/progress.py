@@ -29,7 +29,8 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
     CLOCK_MONOTONIC.
     """
     reader, state = source.reader, source.state
-    source.update_progress(reader.read_counter(ring.STEP), reader.read_counter(ring.HEAD), now_s)
+    seen = source.progress
+    seen.update(reader.read_counter(ring.STEP), reader.read_counter(ring.HEAD), now_s)
     groups = [group for group in reader.read_group_progress() if " peer=" not in group.name]
     numbers = {group.name: group.issued - 1 for group in groups}
     issued = {group: number for group, number in numbers.items() if group not in uncomparable}
@@ -40,7 +41,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         rank=state.identity.rank,
         host=state.identity.host,
         step=reader.read_counter(ring.STEP),
-        since_step_s=now_s - source.step_s,
+        since_step_s=now_s - seen.step_s,
         report_age_s=0.0,
         usual_step_s=median_step_s(source.durations_ns),
         issued=issued,
@@ -49,7 +50,7 @@ def read_progress(source: RingSource, uncomparable: Collection[str], now_s: floa
         operations=operations,
         sizes=sizes,
         dtypes=dtypes,
-        since_mark_s=now_s - source.mark_s,
+        since_mark_s=now_s - seen.mark_s,
         all_groups=reader.read_counter(ring.GROUPS_USED) < ring.MAX_GROUPS
         and len(issued) == len(numbers),
         began={

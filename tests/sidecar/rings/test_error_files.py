@@ -20,7 +20,10 @@ def rank(ended: str, error_file: str | Path = "") -> Any:
     state = SimpleNamespace(identity=identity, ended=ended, failure=None, made_steps=10, end=None)
     observer = SimpleNamespace(read_end=lambda: {"signal": 9, "exit_code": None})
     return SimpleNamespace(
-        settled=bool(ended), state=state, error_file=str(error_file), end_observer=observer
+        settled=bool(ended),
+        state=state,
+        error_file=str(error_file),
+        progress=SimpleNamespace(end_observer=observer),
     )
 
 

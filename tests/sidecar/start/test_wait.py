@@ -188,7 +188,7 @@ def test_hang_during_the_wait_is_timed_from_the_last_step(run: RunDirectory) -> 
         made.read_rings()
         made.count_records()
         made.judge_ranks(began_s)
-        found[waits] = min(source.step_s for source in made.sources)
+        found[waits] = min(source.progress.step_s for source in made.sources)
         made.close()
     for rank in ranks:
         rank.close()

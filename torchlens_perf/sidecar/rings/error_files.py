@@ -40,7 +40,7 @@ def add_reported_failures(sources: Iterable[RingSource]) -> None:
     for source in ended:
         end = source.state.end
         if end is None or end["signal"] is end["exit_code"] is None:
-            source.state.end = source.end_observer.read_end()
+            source.state.end = source.progress.end_observer.read_end()
         if source.error_file and source.state.failure is None:
             failure = _read_failure(source)
             if failure is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +14,7 @@ import numpy as np
 from torchlens_perf.run import ring
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Flag, Kind, RingReader, State
-from torchlens_perf.sidecar.ends import EndObserver
-from torchlens_perf.sidecar.stops import SHORTEST_NS, Stop, StopObserver
+from torchlens_perf.sidecar.stops import SHORTEST_NS, Stop
 from torchlens_perf.store.segments import RecordOrigin
 from torchlens_perf.verdicts.node_state import ProcessActivity
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.run.records import StepTable
-    from torchlens_perf.sidecar.rings.waiting import WaitingRing
+    from torchlens_perf.sidecar.rings.waiting import RingProgress
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 
@@ -49,6 +47,7 @@ class RingSource:
     kept: int  # sequence number of the last saved record
     generation: int  # the node's process generation, see analysis/statistics/restarts.py
     judged: JudgedSteps
+    progress: RingProgress
     waiting: list[tuple[npt.NDArray[np.void], npt.NDArray[np.int64]]] = dataclasses.field(
         default_factory=list
     )
@@ -67,45 +66,12 @@ class RingSource:
     joins: bool = False  # True once the process takes part in the join of collectives
     delayed_until: int = -1  # last step that a capture delayed
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
-    step_s: float = dataclasses.field(
-        default_factory=time.monotonic
-    )  # when the step in progress was first seen
-    mark_s: float = 0.0  # when a new record was last seen
-    step: int = 0  # step in progress at the last poll
     head: int = -1  # number of records at the last poll; -1 before the first one
     _moved: bool = False  # True if there were new records at the last poll
-    _step: int = -1
-    _head: int = -1
-    _peeked: int = -1  # number of records at the last peek
-
-    @functools.cached_property
-    def observer(self) -> StopObserver:
-        return StopObserver(self.state.identity.pid)
-
-    @functools.cached_property
-    def end_observer(self) -> EndObserver:
-        identity = self.state.identity
-        return EndObserver(identity.pid, identity.process_started)
 
     @functools.cached_property
     def folder_of_ring(self) -> str:
         return str(self.path.parent)
-
-    def update_progress(self, step: int, head: int, now_s: float) -> None:
-        if step != self._step:
-            self._step, self.step_s = step, now_s
-        if head != self._head:
-            self._head, self.mark_s = head, now_s
-
-    def copy_progress(self, ring: WaitingRing) -> None:
-        """Copy the progress that was observed before the ring was read."""
-        self._step, self.step_s, self._head, self.mark_s = (
-            ring.step,
-            ring.step_s,
-            ring.head,
-            ring.mark_s,
-        )
-        self.observer, self.end_observer = ring.observer, ring.end_observer
 
     def find_delayed_steps(self, steps: StepTable) -> npt.NDArray[np.int64]:
         """Return the numbers of the steps that a capture has delayed. steps: complete steps.
@@ -127,24 +93,30 @@ class RingSource:
         rows = np.flatnonzero(records["kind"] == Kind.STEP)
         begin_ns, duration_ns = records["start_ns"][rows], records["duration_ns"][rows]
         usual_ns = np.median(self.durations_ns) if self.durations_ns else 0
-        for stop in (*self.observer.stops, *stops):
+        for stop in (*self.progress.observer.stops, *stops):
             stopped_ns = np.minimum(begin_ns + duration_ns, stop[1]) - np.maximum(begin_ns, stop[0])
             is_cause = (stopped_ns >= SHORTEST_NS) & (2 * stopped_ns >= duration_ns - usual_ns)
             records["flags"][rows[is_cause]] |= np.uint16(Flag.STOPPED)
 
-    def peek(self) -> tuple[int, float, float]:
+    def peek(self, now_s: float) -> tuple[int, float, float]:
         """Return the ring's state, the share of the ring that is new since the last poll, and the
         time until the next peek is due because the process is stopped.
+
+        now_s: the monotonic clock.
         """
-        head, _, state = self.reader.read_progress()
-        before, self._peeked = self._peeked, head
-        due_s = float("inf") if self.simulated else self.observer.poll(moves=head != before)
+        head, step, state = self.reader.read_progress()
+        moves = self.progress.update(step, head, now_s)
+        due_s = float("inf") if self.simulated else self.progress.observer.poll(moves=moves)
         return state, (head - max(0, self.head)) / self.reader.capacity, due_s
 
-    def poll_progress(self) -> tuple[str, float]:
-        """Return the state of poll_end_state(), and the share of the ring that is new."""
-        self.end_observer.poll(time.monotonic())
-        before, (self.head, self.step, state) = self.head, self.reader.read_progress()
+    def poll_progress(self, now_s: float) -> tuple[str, float]:
+        """Return the state of poll_end_state(), and the share of the ring that is new.
+
+        now_s: the monotonic clock.
+        """
+        self.progress.end_observer.poll(now_s)
+        before, (self.head, step, state) = self.head, self.reader.read_progress()
+        self.progress.update(step, self.head, now_s)
         self._moved = 0 <= before != self.head
         new = self.head - (before if before >= 0 else self.reader.cursor)
         return self.poll_end_state(state), new / self.reader.capacity
@@ -203,7 +175,7 @@ class RingSource:
         records = np.concatenate([records for records, _ in self.waiting])
         sequences = np.concatenate([sequences for _, sequences in self.waiting])
         ends = np.flatnonzero(records["kind"] == Kind.STEP)
-        held = 1 if self.state.device and now_s - self.step_s < HOLD_S else 0
+        held = 1 if self.state.device and now_s - self.progress.step_s < HOLD_S else 0
         cut = (
             len(records)
             if self.read_to_end

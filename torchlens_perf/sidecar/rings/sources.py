@@ -21,6 +21,7 @@ from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.rings.source import MAX_UNREAD_SHARE, RingSource
+from torchlens_perf.sidecar.rings.waiting import RingProgress, WaitingRing
 from torchlens_perf.store.segments import read_last_sequences
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
@@ -28,7 +29,6 @@ from torchlens_perf.verdicts.stragglers.judged_steps import JudgedSteps
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.verdicts.node_state import NodeState
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -53,11 +53,13 @@ class RingSources:
         generations: GenerationNumbers,
         began: Callable[[Identity, int], None],
         waiting: Mapping[str, WaitingRing],
+        clock: Callable[[], float],
     ) -> None:
         """state, generations: contain processes of earlier sidecars. New processes are added.
 
         began: called before the first ring of a new process generation is read.
         waiting: rings that start/wait.py has opened before this sidecar began to read, by path.
+        clock: a monotonic clock in seconds.
         """
         self._run = run
         self._host = host
@@ -76,6 +78,7 @@ class RingSources:
         state.notes += [note for note in damaged if note not in state.notes]
         self._generations = generations
         self._waiting = waiting
+        self._clock = clock
 
     def __iter__(self) -> Iterator[RingSource]:
         return iter(self._sources.values())
@@ -97,17 +100,17 @@ class RingSources:
         Return the highest share of a ring that is new since the last call.
         """
         self._open_new_rings()
-        fullest = 0.0
+        fullest, now_s = 0.0, self._clock()
         for source in self.unfinished_rings():
-            final, new_share = source.poll_progress()
+            final, new_share = source.poll_progress(now_s)
             source.note_if_running(final, time.monotonic_ns())
             fullest = max(fullest, new_share)
             if final or source.unread_share > MAX_UNREAD_SHARE:
                 self.read_new_records(source, final=bool(final))
             if final:
                 source.state.ended, source.read_to_end = final, True
-                source.state.end = source.end_observer.read_end()
-                source.ended_monotonic_s = time.monotonic()
+                source.state.end = source.progress.end_observer.read_end()
+                source.ended_monotonic_s = self._clock()
         return fullest
 
     def read_new_records(self, source: RingSource, *, final: bool = False) -> None:
@@ -172,7 +175,7 @@ class RingSources:
             return True  # torchrun may restart the processes.
         present = sum(source.generation == last.generation for source in sources)
         if present < (identity.local_world_size or 0) and launcher_lives:
-            return time.monotonic() - last.ended_monotonic_s < _MISSING_RANKS_TIMEOUT_S
+            return self._clock() - last.ended_monotonic_s < _MISSING_RANKS_TIMEOUT_S
         return False
 
     def has_unread_rings(self) -> bool:
@@ -184,7 +187,7 @@ class RingSources:
 
     def _list_registered_rings(self) -> list[Path]:
         """Return the paths of all registered rings. The run directory is rarely listed."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s - self._listed_s >= _LIST_INTERVAL_S:
             self._listed_s = now_s
             with contextlib.suppress(OSError):  # After an error, use the last list.
@@ -202,7 +205,7 @@ class RingSources:
     def close(self) -> None:
         for source in self:
             source.reader.close()
-            source.end_observer.close()
+            source.progress.end_observer.close()
 
     def _open_new_rings(self) -> None:
         self._unfilled.clear()
@@ -288,7 +291,7 @@ class RingSources:
             state = ProcessState(identity, Anchor(*metadata["anchor"].values()), RankStatistics())
             self._drop_oldest_processes()
             self._state.processes[identity.key] = state
-        kept = self._saved_before.get(identity.key, -1)
+        kept, waited = self._saved_before.get(identity.key, -1), self._waiting.get(str(path))
         reader.cursor = min(kept, state.counted) + 1
         logger.info("reading %s from record %d", path, reader.cursor)
         source = RingSource(
@@ -299,11 +302,13 @@ class RingSources:
             kept,
             generation,
             JudgedSteps(state.judged_by),
+            RingProgress(identity.pid, identity.process_started, self._clock())
+            if waited is None
+            else waited.progress,
         )
         reader.announce_open()
-        if str(path) in self._waiting:
-            source.copy_progress(self._waiting[str(path)])
-            self._waiting[str(path)].close()
-        if str(path) in self._waiting or is_writer_running(path):
+        if waited is not None:
+            waited.close()
+        if waited is not None or is_writer_running(path):
             source.folder = metadata.get("folder", "")
         return source
