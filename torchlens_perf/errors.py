@@ -65,6 +65,12 @@ class DeviceError(TorchlensPerfError):
     """A failed device call, or a missing library that is needed for device calls."""
 
 
+def require(condition: bool, problem: str) -> None:
+    """Raise ConfigError with the problem unless the condition holds."""
+    if not condition:
+        raise ConfigError(problem)
+
+
 def unknown_word_text(what: str, word: str, known: Iterable[str]) -> str:
     """Return "unknown WHAT WORD" with the nearest known word as a suggestion. what: for example
     "command".
@@ -136,43 +142,6 @@ class ErrorCounts:
 swallowed = ErrorCounts()
 
 
-class switch_off_on_error:
-    """Context manager around the start of a watch: an exception switches recording off and becomes
-    one log line.
-
-    Failures of the environment, such as a full disk, are never raised. Internal errors are raised
-    only in tests. ConfigError, which is the user's mistake, and exceptions with which the program
-    interrupts this package (interruption.py) are not caught.
-    """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """say: function that logs or prints the line."""
-        self._say = say
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        if error is None or isinstance(error, ConfigError) or is_interruption(error):
-            return False
-        if isinstance(error, RunStoreError):
-            reason = str(error)
-        else:
-            reason = f"{type(error).__name__}: {error}"
-            if not isinstance(error, (OSError, MemoryError)):
-                if swallowed.strict:
-                    return False
-                reason += ". This is a bug in torchlens_perf; please report it"
-        with guard("reporting why recording is off"):
-            self._say(reason)
-        return True
-
-
 class guard:
     """Context manager and decorator around this package's code in the user's process.
 
@@ -241,6 +210,33 @@ class guard:
             return None
 
         return guarded
+
+
+class switch_off_on_error(guard):
+    """A guard around the start of a watch: an exception switches recording off and becomes one log
+    line.
+
+    Failures of the environment, such as a full disk, are never raised. Internal errors are raised
+    only in tests.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """say: function that logs or prints the line."""
+        super().__init__("reporting why recording is off")
+        self._say = say
+
+    def _swallow(self, error: BaseException) -> bool:
+        is_internal = not isinstance(error, (OSError, MemoryError, RunStoreError))
+        if isinstance(error, self._passes) or (is_internal and swallowed.strict):
+            return False
+        reason = str(error)
+        if not isinstance(error, RunStoreError):
+            reason = f"{type(error).__name__}: {error}"
+        if is_internal:
+            reason += ". This is a bug in torchlens_perf; please report it"
+        with guard(self._place):
+            self._say(reason)
+        return True
 
 
 class guard_user_code(guard):

@@ -273,7 +273,7 @@ def test_help_does_not_list_hidden_commands(capsys: pytest.CaptureFixture[str]) 
         assert "results" not in "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("command", cli._NAMES)
+@pytest.mark.parametrize("command", cli._COMMANDS)
 def test_each_command_has_a_description_in_the_help(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

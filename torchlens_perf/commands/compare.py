@@ -7,18 +7,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchlens_perf.commands.chosen_runs import find_runs
+from torchlens_perf.commands.command import FOUND, UNKNOWN, Command, argument, one_of, print_note
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, RunStoreError, printable
 
 if TYPE_CHECKING:
     from torchlens_perf.compare.comparison import Comparison
 
-EXCEEDED, UNKNOWN = 1, 3
 _BUDGETS = ("step", "data", "forward", "recompute", "backward", "optimizer", "memory")
 _EXIT_CODES = """exit codes:
   0  the comparison was printed, and no budget of --fail-on is exceeded
@@ -26,43 +26,6 @@ _EXIT_CODES = """exit codes:
   2  a mistake on the command line, a failed command, or a run that cannot be read
   3  the noise is too large to tell whether a budget is exceeded"""
 _RECORDED_S = 60.0
-
-
-def add_command(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "compare",
-        description=(
-            "Compare runs before and after a change: step, parts, memory, modules, sections and"
-            " collectives. Each run is one sample, so record about five of each side."
-        ),
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "sides", type=Path, nargs="*", metavar="RUNS",
-        help="before and after: two run directories, or two folders of runs",
-    )  # fmt: skip
-    parser.add_argument("--before", type=Path, nargs="+", default=[], metavar="RUN_DIR")
-    parser.add_argument("--after", type=Path, nargs="+", default=[], metavar="RUN_DIR")
-    parser.add_argument(
-        "--run", action="append", default=[], metavar="COMMAND", dest="started",
-        help=(
-            "a shell command to record; give it twice: before and after, such as"
-            " 'python train.py' and 'OMP_NUM_THREADS=4 python train.py'"
-        ),
-    )  # fmt: skip
-    parser.add_argument(
-        "--times", type=int, default=5, help="how often --run starts each command; default: 5"
-    )
-    parser.add_argument(
-        "--fail-on", type=_parse_budgets, default={}, metavar="BUDGET",
-        help="exit with 1 above a budget: 2%%, or step=2%%,forward=5%%,memory=5%%",
-    )  # fmt: skip
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request")
-    form.add_argument("--html", type=Path, metavar="FILE", help="write a web page")
-    parser.set_defaults(command=_run_compare)
 
 
 def _parse_budgets(text: str) -> dict[str, float]:
@@ -91,15 +54,13 @@ def _run_compare(options: argparse.Namespace) -> int:
         compared = compare_runs(before, after, progress)
     _print_comparison(compared, options)
     code, why = choose_exit_code(options.fail_on, compared)
-    if why and not options.quiet:
-        print(f"torchlens-perf: {why}", file=sys.stderr)
+    print_note(options, why)
     return code
 
 
 def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """Return the runs before and after. Raise ConfigError unless exactly two sides are named."""
-    ways = [bool(options.sides), bool(options.before or options.after), bool(options.started)]
-    if sum(ways) != 1:
+    if sum(map(bool, (options.sides, options.before or options.after, options.started))) != 1:
         raise ConfigError(
             "name the runs in one way: two folders, --before and --after, or --run twice."
             " See `torchlens-perf compare --help`"
@@ -107,7 +68,7 @@ def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     if options.started:
         if len(options.started) != 2 or options.times < 1:
             raise ConfigError("--run needs two commands, before and after, and --times 1 or more")
-        return _record_in_turn(options.started, options.times, quiet=options.quiet)
+        return _record_in_turn(options)
     if options.sides:
         if len(options.sides) != 2:
             raise ConfigError(
@@ -120,9 +81,7 @@ def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     return options.before, options.after
 
 
-def _record_in_turn(
-    commands: Sequence[str], times: int, *, quiet: bool
-) -> tuple[list[Path], list[Path]]:
+def _record_in_turn(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """Run both commands in turn and return their run directories.
 
     The order is reversed each time, so a slow drift of the machine affects both sides equally.
@@ -130,12 +89,11 @@ def _record_in_turn(
     parent = Path(os.environ.get("TORCHLENS_PERF_DIR", "torchlens-perf")).absolute()
     folder = parent / f"compare-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     sides: tuple[list[Path], list[Path]] = ([], [])
-    for number in range(times):
+    for number in range(options.times):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
             name = f"{('before', 'after')[side]}-{number + 1}"
-            if not quiet:
-                print(f"torchlens-perf: recording {name} of {times}", file=sys.stderr)
-            sides[side].append(_record_command(commands[side], folder, name))
+            print_note(options, f"recording {name} of {options.times}")
+            sides[side].append(_record_command(options.started[side], folder, name))
     return sides
 
 
@@ -191,15 +149,13 @@ def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None
         from torchlens_perf.compare.page import write_comparison_page
 
         write_comparison_page(compared, options.html)
-        if not options.quiet:
-            print(f"torchlens-perf: wrote {printable(str(options.html))}", file=sys.stderr)
+        print_note(options, f"wrote {printable(str(options.html))}")
     else:
         from torchlens_perf.view.terminal import print_tables
 
-        head = screens.build_headline(compared)
         rate = screens.throughput_text(compared)
         print_tables(
-            head,
+            screens.build_headline(compared),
             screens.build_tables(compared),
             [("rate", rate)] if rate else [],
             screens.build_notes(compared),
@@ -208,7 +164,7 @@ def _print_comparison(compared: Comparison, options: argparse.Namespace) -> None
 
 
 def choose_exit_code(budgets: Mapping[str, float], compared: Comparison) -> tuple[int, str]:
-    """Return 0, EXCEEDED or UNKNOWN, and a line with the reason.
+    """Return 0, FOUND or UNKNOWN, and a line with the reason.
 
     A budget is exceeded if the measure changed by more than the budget. If no change was found, the
     upper bound of its interval must not exceed the budget; otherwise the result is UNKNOWN.
@@ -228,5 +184,54 @@ def choose_exit_code(budgets: Mapping[str, float], compared: Comparison) -> tupl
             at_most = change.high / change.before
             unknown.append(f"{name} may have grown by up to {at_most:.1%} (budget {budget:.1%})")
     if exceeded:
-        return EXCEEDED, f"--fail-on: exceeded {'; '.join(exceeded)}"
+        return FOUND, f"--fail-on: exceeded {'; '.join(exceeded)}"
     return (UNKNOWN, f"--fail-on: cannot say: {'; '.join(unknown)}") if unknown else (0, "")
+
+
+COMMAND = Command(
+    name="compare",
+    summary="compare runs before and after a change, also in CI",
+    description=(
+        "Compare runs before and after a change: step, parts, memory, modules, sections and"
+        " collectives. Each run is one sample, so record about five of each side."
+    ),
+    epilog=_EXIT_CODES,
+    arguments=(
+        argument(
+            "sides",
+            type=Path,
+            nargs="*",
+            metavar="RUNS",
+            help="before and after: two run directories, or two folders of runs",
+        ),
+        argument("--before", type=Path, nargs="+", default=[], metavar="RUN_DIR"),
+        argument("--after", type=Path, nargs="+", default=[], metavar="RUN_DIR"),
+        argument(
+            "--run",
+            action="append",
+            default=[],
+            metavar="COMMAND",
+            dest="started",
+            help=(
+                "a shell command to record; give it twice: before and after, such as"
+                " 'python train.py' and 'OMP_NUM_THREADS=4 python train.py'"
+            ),
+        ),
+        argument(
+            "--times", type=int, default=5, help="how often --run starts each command; default: 5"
+        ),
+        argument(
+            "--fail-on",
+            type=_parse_budgets,
+            default={},
+            metavar="BUDGET",
+            help="exit with 1 above a budget: 2%%, or step=2%%,forward=5%%,memory=5%%",
+        ),
+        one_of(
+            argument("--json", action="store_true", help="print JSON"),
+            argument("--markdown", action="store_true", help="print Markdown, for a pull request"),
+            argument("--html", type=Path, metavar="FILE", help="write a web page"),
+        ),
+    ),
+    run=_run_compare,
+)

@@ -6,30 +6,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torchlens_perf
+from torchlens_perf.commands.command import Command, argument
 from torchlens_perf.errors import TorchlensPerfError, printable
 
 _SHIPPED = Path(torchlens_perf.__file__).parent / "deploy"
 
 
-def add_command(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "deploy-files",
-        description=(
-            "Write alert rules, dashboards, Kubernetes manifests and Slurm snippets into a folder."
-            " A file that you have changed is kept, unless --force is given."
-        ),
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("torchlens-perf-deploy"), help="default: %(default)s"
-    )
-    parser.add_argument("--force", action="store_true", help="replace files that have been changed")
-    parser.set_defaults(command=run_deploy_files)
-
-
-def run_deploy_files(options: argparse.Namespace) -> int:
+def _run_deploy_files(options: argparse.Namespace) -> int:
     """Run the command. Raises TorchlensPerfError for changed files and if writing fails."""
     shipped = {
         path.relative_to(_SHIPPED): path.read_bytes()
@@ -37,13 +22,12 @@ def run_deploy_files(options: argparse.Namespace) -> int:
         if path.is_file()
     }
     try:
-        changed = [
-            path
+        names = ", ".join(
+            str(path)
             for path, content in shipped.items()
             if (options.out / path).exists() and (options.out / path).read_bytes() != content
-        ]
-        if changed and not options.force:
-            names = ", ".join(map(str, changed))
+        )
+        if names and not options.force:
             raise TorchlensPerfError(
                 f"{options.out} contains files with changes: {names}. --force replaces them"
             )
@@ -60,3 +44,20 @@ def run_deploy_files(options: argparse.Namespace) -> int:
             f"{options.out} cannot be written: {error.strerror or error}"
         ) from None
     return 0
+
+
+COMMAND = Command(
+    name="deploy-files",
+    summary="write alert rules, dashboards, Kubernetes and Slurm files",
+    description=(
+        "Write alert rules, dashboards, Kubernetes manifests and Slurm snippets into a folder."
+        " A file that you have changed is kept, unless --force is given."
+    ),
+    arguments=(
+        argument(
+            "--out", type=Path, default=Path("torchlens-perf-deploy"), help="default: %(default)s"
+        ),
+        argument("--force", action="store_true", help="replace files that have been changed"),
+    ),
+    run=_run_deploy_files,
+)

@@ -12,7 +12,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torchlens_perf import config
 from torchlens_perf.errors import ConfigError, RunStoreError
@@ -92,31 +92,26 @@ def run_checks() -> Iterator[Check]:
         try:
             yield from check()
         except Exception as error:
-            yield Check(
-                BROKEN,
-                check.__name__.strip("_").removeprefix("check_"),
-                f"could not be examined: {type(error).__name__}: {error}",
-            )
+            name = check.__name__.strip("_").removeprefix("check_")
+            problem = f"could not be examined: {type(error).__name__}: {error}"
+            yield Check(BROKEN, name, problem)
 
 
-def _check_platform() -> Iterator[Check]:
+def _check_platform() -> list[Check]:
     linux = sys.platform == "linux"
     text = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-    yield Check(OK if linux else BROKEN, _PLATFORM, text, "ring files need Linux")
+    return [Check(OK if linux else BROKEN, _PLATFORM, text, "ring files need Linux")]
 
 
-def _check_recorder() -> Iterator[Check]:
+def _check_recorder() -> list[Check]:
     from torchlens_perf.recorder.recorder import find_recording_obstacle
 
     obstacle = find_recording_obstacle()
     if obstacle is not None:
-        yield Check(
-            BROKEN, "recorder", f"torchlens_perf is off: {obstacle.problem}", obstacle.remedy
-        )
-        return
-    yield Check(
-        OK, "recorder", "native", records="steps, phases, modules, data loading, collectives"
-    )
+        problem = f"torchlens_perf is off: {obstacle.problem}"
+        return [Check(BROKEN, "recorder", problem, obstacle.remedy)]
+    records = "steps, phases, modules, data loading, collectives"
+    return [Check(OK, "recorder", "native", records=records)]
 
 
 def _check_tap() -> Iterator[Check]:
@@ -127,68 +122,67 @@ def _check_tap() -> Iterator[Check]:
     cache = os.environ.get("XDG_CACHE_HOME")
     if cache is not None and not os.path.isabs(cache):
         finding = f"XDG_CACHE_HOME={cache} is not an absolute path and is ignored"
-        yield Check(
-            LIMITED, "cache of native code", finding, "unset the variable, or set an absolute path"
-        )
+        remedy = "unset the variable, or set an absolute path"
+        yield Check(LIMITED, "cache of native code", finding, remedy)
     hooked = process_group_hooks.are_available()
-    if native_tap.load_tap() is not None:
+    is_loaded = native_tap.load_tap() is not None
+    if is_loaded:
         finding = "native" + (", which costs less than torch's own hooks" if hooked else "")
-        yield Check(
-            OK, "tap on collectives", finding, records="end of asynchronous collectives, FLOPs"
+    else:
+        used = (
+            "torch's own hooks are used: each collective costs 9 us"
+            if hooked
+            else "recorded from Python, as torch before 2.14 has no hooks: each collective costs 50 us"
         )
-        return
-    problems = "; ".join(native_tap.list_tap_problems())
-    used = (
-        "torch's own hooks are used: each collective costs 9 us"
-        if hooked
-        else "recorded from Python, as torch before 2.14 has no hooks: each collective costs 50 us"
+        problems = "; ".join(native_tap.list_tap_problems())
+        finding = (
+            f"{used}, end times of asynchronous collectives are missing, and FLOPs are not counted"
+            f"{f' ({problems})' if problems else ''}"
+        )
+    yield Check(
+        OK if is_loaded else LIMITED,
+        "tap on collectives",
+        finding,
+        find_obstacle() or "torchlens-perf build-tap",
+        records="end of asynchronous collectives, FLOPs",
     )
-    finding = (
-        f"{used}, end times of asynchronous collectives are missing, and FLOPs are not counted"
-    )
-    finding += f" ({problems})" if problems else ""
-    obstacle = find_obstacle()
-    remedy = "torchlens-perf build-tap" if obstacle is None else obstacle
-    yield Check(LIMITED, "tap on collectives", finding, remedy)
 
 
-def _check_nccl() -> Iterator[Check]:
-    """Yield no check if torch has no NCCL of NVIDIA."""
+def _check_nccl() -> list[Check]:
+    """Return no check if torch has no NCCL of NVIDIA."""
     from torchlens_perf.hooks.collectives import nccl_plugin
 
     nccl, file = nccl_plugin.read_nccl_version(), nccl_plugin.find_plugin_file()
     if nccl is None:
-        return
+        return []
     subject = f"kernels of NCCL {'.'.join(map(str, nccl))}"
-    every = {
-        asked: nccl_plugin.compute_timing_interval(nccl, asked_for=asked) for asked in (False, True)
-    }
-    without = "end times of asynchronous collectives are missing"
+    by_default, asked_for = (
+        nccl_plugin.compute_timing_interval(nccl, asked_for=asked) for asked in (False, True)
+    )
     other = None if file is None else nccl_plugin.find_other_plugin(os.environ, file)
-    if nccl_plugin.load_plugin() is None:
-        problem = nccl_plugin.find_plugin_problem()
-        yield Check(
-            LIMITED,
-            subject,
-            f"{problem}: {without}",
+    problems = (
+        (
+            nccl_plugin.load_plugin() is None,
+            nccl_plugin.find_plugin_problem(),
             "install a C compiler and reinstall into a folder that only you can write",
-        )
-    elif every[True] == 0:
-        yield Check(LIMITED, subject, f"not timed: {without}", "use NCCL 2.28 to 2.30")
-    elif other is not None:
-        yield Check(
-            LIMITED,
-            subject,
-            f"another plugin was chosen: {without}",
-            f"without {other}, ours is used",
-        )
-    elif every[False] == 0:
-        remedy = f"TORCHLENS_PERF_NCCL=on times one step of {every[True]}, see docs/guides/gpu.md"
-        yield Check(LIMITED, subject, f"not timed with this NCCL: {without}", remedy)
-    else:
-        finding = "timed by the device in every step if communicators are created inside a watch"
-        finding += "; a thread of NCCL polls while a timed kernel runs, which takes CPU time"
-        yield Check(OK, subject, finding, records="NCCL kernels")
+        ),
+        (asked_for == 0, "not timed", "use NCCL 2.28 to 2.30"),
+        (other is not None, "another plugin was chosen", f"without {other}, ours is used"),
+        (
+            by_default == 0,
+            "not timed with this NCCL",
+            f"TORCHLENS_PERF_NCCL=on times one step of {asked_for}, see docs/guides/gpu.md",
+        ),
+    )
+    for is_found, problem, remedy in problems:
+        if is_found:
+            finding = f"{problem}: end times of asynchronous collectives are missing"
+            return [Check(LIMITED, subject, finding, remedy)]
+    finding = (
+        "timed by the device in every step if communicators are created inside a watch; a thread"
+        " of NCCL polls while a timed kernel runs, which takes CPU time"
+    )
+    return [Check(OK, subject, finding, records="NCCL kernels")]
 
 
 def _check_torch() -> Iterator[Check]:
@@ -204,69 +198,63 @@ def _check_torch() -> Iterator[Check]:
     tested = "tested with {}.{} to {}.{}".format(*oldest, *newest)
     finding = torch.__version__ + (f" ({tested})" if version > newest else "")
     yield Check(OK if version >= oldest else LIMITED, _TORCH, finding, tested)
-    missing = [
-        entry for entry in torch_private.PRIVATE_NAMES if not torch_private.is_usable(entry.name)
-    ]
-    found = len(torch_private.PRIVATE_NAMES) - len(missing)
-    yield Check(OK, "torch's internals", f"{found} of {found + len(missing)} that hooks use work")
+    names = torch_private.PRIVATE_NAMES
+    missing = [entry for entry in names if not torch_private.is_usable(entry.name)]
+    found = f"{len(names) - len(missing)} of {len(names)} that hooks use work"
+    yield Check(OK, "torch's internals", found)
     for entry in missing:
-        yield Check(
-            LIMITED, entry.name, f"missing: {entry.without}", "look for a newer torchlens-perf"
-        )
+        finding = f"missing: {entry.without}"
+        yield Check(LIMITED, entry.name, finding, "look for a newer torchlens-perf")
     kind = devices.find_accelerator()
-    if not kind:
-        yield Check(OK, "device", "CPU: host times are the device's times")
-        return
-    yield from _check_device_abilities(kind)
+    yield from _check_device(kind)
     if kind == "cuda":
-        yield from _check_cuda(torch.cuda.get_device_name(), nvidia=torch.version.cuda is not None)
+        yield from _check_cuda()
 
 
-def _check_device_abilities(kind: str) -> Iterator[Check]:
+def _check_device(kind: str) -> Iterator[Check]:
     import torch
 
     from torchlens_perf.recorder.device_abilities import ABILITIES, find_ability_problem
 
-    for ability in ABILITIES:
+    if not kind:
+        yield Check(OK, "device", "CPU: host times are the device's times")
+    for ability in ABILITIES if kind else ():
         found = find_ability_problem(ability, torch.device(kind))
         finding = f"missing ({found}): {ability.without}" if found else "works"
-        yield Check(
-            LIMITED if found else OK,
-            f"{kind}: {ability.name}",
-            finding,
-            "look for a newer torch for this device",
-        )
+        remedy = "look for a newer torch for this device"
+        yield Check(LIMITED if found else OK, f"{kind}: {ability.name}", finding, remedy)
 
 
-def _check_cuda(name: str, *, nvidia: bool) -> Iterator[Check]:
+def _check_cuda() -> Iterator[Check]:
+    import torch
+
     from torchlens_perf.cuda import driver, kernels
     from torchlens_perf.recorder.devices import CONNECTIONS
 
     one_connection = os.environ.get(CONNECTIONS) == "1"
-    finding = f"{name}: phases are timed by events"
-    if one_connection:
-        finding = f"{name}: device times are not recorded, because {CONNECTIONS}=1"
-    remedy = (
-        "TORCHLENS_PERF_DEVICE_TIMES=on records them, but then communication does not overlap"
-        " computation"
+    how = (
+        f"device times are not recorded, because {CONNECTIONS}=1"
+        if one_connection
+        else "phases are timed by events"
     )
     yield Check(
-        LIMITED if one_connection else OK, "device times", finding, remedy, records="device times"
+        LIMITED if one_connection else OK,
+        "device times",
+        f"{torch.cuda.get_device_name()}: {how}",
+        "TORCHLENS_PERF_DEVICE_TIMES=on records them, but then communication does not overlap"
+        " computation",
+        records="device times",
     )
-    if not nvidia:
-        yield Check(
-            LIMITED,
-            "device sections",
-            "not timed in a ROCm build: the timing kernels read NVIDIA's clock",
-            "use perf.section()",
-        )
+    severity, remedy = LIMITED, "use perf.section()"
+    if torch.version.cuda is None:
+        finding = "not timed in a ROCm build: the timing kernels read NVIDIA's clock"
     elif not kernels.has_cupy():
+        finding = "not timed: CuPy is missing"
         remedy = f"{build_install_command('cuda13')} (CUDA 12: [cuda12])"
-        yield Check(LIMITED, "device sections", "not timed: CuPy is missing", remedy)
     else:
         driver.CudaDriver()  # If this raises, run_checks() yields a BROKEN check.
-        finding = "CuPy compiles the kernels at their first use"
-        yield Check(OK, "device sections", finding, records="device sections")
+        severity, finding = OK, "CuPy compiles the kernels at their first use"
+    yield Check(severity, "device sections", finding, remedy, records="device sections")
 
 
 def check_telemetry() -> Iterator[Check]:
@@ -279,66 +267,62 @@ def check_telemetry() -> Iterator[Check]:
     if torch.version.cuda is not None and torch.cuda.is_available():
         found = query_gpu_support()
         if isinstance(found, str):
-            remedy = (
-                "install the driver's libnvidia-ml.so.1; in a container set"
-                " NVIDIA_DRIVER_CAPABILITIES=compute,utility"
-            )
-            yield Check(LIMITED, "GPU telemetry", f"none: NVML reports {found}", remedy)
+            finding = f"none: NVML reports {found}"
         else:
             driver, gpus, with_gpm = found
             activity = f"GPM on {with_gpm} of {gpus} GPUs"
             finding = f"NVML, driver {driver}; activity of SMs and memory: {activity}"
-            yield Check(OK, "GPU telemetry", finding, records="GPU telemetry")
+        yield Check(
+            LIMITED if isinstance(found, str) else OK,
+            "GPU telemetry",
+            finding,
+            "install the driver's libnvidia-ml.so.1; in a container set"
+            " NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+            records="GPU telemetry",
+        )
     ports = len(infiniband.find_ports())
-    finding = (
+    yield Check(
+        OK,
+        "network telemetry",
         f"{ports} ports of InfiniBand or RoCE adapters"
         if ports
-        else "no InfiniBand or RoCE adapter"
+        else "no InfiniBand or RoCE adapter",
+        records="network telemetry" if ports else "",
     )
-    yield Check(OK, "network telemetry", finding, records="network telemetry" if ports else "")
 
 
-def _check_autoload() -> Iterator[Check]:
+def _check_autoload() -> Iterable[Check]:
     from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 
     if is_autoload_off(os.environ):
         remedy = f"unset {AUTOLOAD_SWITCH}, or use `python -m torchlens_perf run SCRIPT`"
         finding = f"{AUTOLOAD_SWITCH}={os.environ[AUTOLOAD_SWITCH]} switches them off"
-        yield Check(LIMITED, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)
-        return
-    for group in ("torch.backends", "torchrun.logs_specs"):
-        found = any(
-            entry.name == "torchlens_perf" for entry in importlib.metadata.entry_points(group=group)
-        )
-        finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
-        yield Check(
-            OK if found else LIMITED, f"entry point {group}", finding, build_install_command()
-        )
+        return [Check(LIMITED, "TORCHLENS_PERF=1 and the torchrun flag", finding, remedy)]
+    return map(_check_entry_point, ("torch.backends", "torchrun.logs_specs"))
 
 
-def _check_settings() -> Iterator[Check]:
+def _check_entry_point(group: str) -> Check:
+    entries = importlib.metadata.entry_points(group=group)
+    found = any(entry.name == "torchlens_perf" for entry in entries)
+    finding = "installed" if found else "missing: scripts cannot be recorded without watch()"
+    subject = f"entry point {group}"
+    return Check(OK if found else LIMITED, subject, finding, build_install_command())
+
+
+def _check_settings() -> list[Check]:
+    subject = "TORCHLENS_PERF* variables"
     try:
-        switch, configured = (
-            config.is_recording_switched_on(os.environ),
-            config.from_environment(os.environ),
-        )
+        switch = config.is_recording_switched_on(os.environ)
+        configured = config.from_environment(os.environ)
     except ConfigError as error:
-        yield Check(
-            BROKEN, "TORCHLENS_PERF* variables", f"recording is off: {error}", "correct or unset it"
-        )
-        return
+        return [Check(BROKEN, subject, f"recording is off: {error}", "correct or unset it")]
     text = {None: "not set", True: "on", False: "off"}[switch]
-    settings = ", ".join(f"{name.lstrip('_')}={value!r}" for name, value in configured.items())
-    yield Check(
-        OK,
-        "TORCHLENS_PERF* variables",
-        f"TORCHLENS_PERF {text}" + (f", {settings}" if settings else ""),
-    )
+    settings = [f"{name.lstrip('_')}={value!r}" for name, value in configured.items()]
+    return [Check(OK, subject, ", ".join([f"TORCHLENS_PERF {text}", *settings]))]
 
 
-def _check_ring_folder() -> Iterator[Check]:
-    name = f"doctor-{os.getpid()}"
-    folders = list(directory.create_local_folders(name))
+def _check_ring_folder() -> list[Check]:
+    folders = list(directory.create_local_folders(f"doctor-{os.getpid()}"))
     kinds = [memory.is_on_file_system(folder, memory.IN_MEMORY) for folder in folders]
     for folder in folders:
         folder.rmdir()
@@ -347,22 +331,21 @@ def _check_ring_folder() -> Iterator[Check]:
             f"ranks and sidecar need a shared folder, but /dev/shm and {tempfile.gettempdir()} are"
             " not writable"
         )
-        yield Check(BROKEN, "ring files", finding, "make one of them writable, or set TMPDIR")
-        return
+        remedy = "make one of them writable, or set TMPDIR"
+        return [Check(BROKEN, "ring files", finding, remedy)]
     place = folders[0].parent
     free = shutil.disk_usage(place).free
-    if kinds[0]:
-        finding = f"in {place}, {free >> 20} MB free; in anonymous memory if the space is too small"
-    else:
-        finding = f"in anonymous memory, linked from {place}"
+    finding = f"in {place}, {free >> 20} MB free; in anonymous memory if the space is too small"
     remedy = (
         "with a tmpfs at /dev/shm (docker run --shm-size), ring files survive if rank and sidecar"
         " are both killed"
     )
-    yield Check(OK if kinds[0] else LIMITED, "ring files", finding, remedy)
+    if kinds[0]:
+        return [Check(OK, "ring files", finding)]
+    return [Check(LIMITED, "ring files", f"in anonymous memory, linked from {place}", remedy)]
 
 
-def _check_run_directory() -> Iterator[Check]:
+def _check_run_directory() -> list[Check]:
     folder = default_folder().absolute()
     try:
         existed = folder.exists()
@@ -372,44 +355,35 @@ def _check_run_directory() -> Iterator[Check]:
         if not existed:
             folder.rmdir()
     except RunStoreError as error:
-        yield Check(BROKEN, _STORED, str(error), "set TORCHLENS_PERF_DIR to a writable folder")
-        return
-    yield Check(OK, _STORED, f"in {folder}")
+        return [Check(BROKEN, _STORED, str(error), "set TORCHLENS_PERF_DIR to a writable folder")]
+    return [Check(OK, _STORED, f"in {folder}")]
 
 
-def _check_export() -> Iterator[Check]:
+def _check_export() -> list[Check]:
     from torchlens_perf.exporters.delivery.endpoint_address import (
         parse_endpoint_address,
         remove_credentials,
     )
     from torchlens_perf.exporters.otlp_environment import GRPC, HTTP, read_enabled_signals
 
-    signals = read_enabled_signals(os.environ)
-    if not signals:
-        finding = (
-            "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT), so no data is sent over"
-            " the network"
-        )
-        yield Check(OK, _EXPORT, finding)
-        return
     shared = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
     ways: dict[str, list[str]] = {}
     wrong_port = False
-    for signal, how in signals.items():
+    for signal, how in read_enabled_signals(os.environ).items():
         endpoint = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT") or shared
         wrong_port |= how == HTTP and parse_endpoint_address(endpoint).host.endswith(":4317")
-        where = (
-            f", to {remove_credentials(endpoint) or 'the default endpoint'}"
-            if how in (HTTP, GRPC)
-            else ""
-        )
+        address = remove_credentials(endpoint) or "the default endpoint"
+        where = f", to {address}" if how in (HTTP, GRPC) else ""
         ways.setdefault(where, []).append(f"{signal} by {how}")
-    finding = "; ".join(f"{', '.join(sent)}{where}" for where, sent in ways.items())
+    finding = "; ".join(f"{', '.join(sent)}{where}" for where, sent in ways.items()) or (
+        "off: no endpoint is configured (OTEL_EXPORTER_OTLP_ENDPOINT), so no data is sent over"
+        " the network"
+    )
     remedy = "port 4317 is usually for gRPC: set OTEL_EXPORTER_OTLP_PROTOCOL=grpc, or use port 4318"
-    yield Check(LIMITED if wrong_port else OK, _EXPORT, finding, remedy)
+    return [Check(LIMITED if wrong_port else OK, _EXPORT, finding, remedy)]
 
 
-def _check_stacks() -> Iterator[Check]:
+def _check_stacks() -> list[Check]:
     """Check that a sidecar can read Python stacks, by reading the stack of this process."""
     from torchlens_perf.run import tracer
     from torchlens_perf.sidecar.host.stacks import read_main_stack
@@ -420,18 +394,15 @@ def _check_stacks() -> Iterator[Check]:
     stack = read_main_stack(os.getpid())
     if needed:
         tracer.allow_tracer(0)
+    subject = "stacks of a hanging rank"
     if stack.lines:
-        finding = "py-spy can read stacks"
-        yield Check(OK, "stacks of a hanging rank", finding, records="stacks of a hanging rank")
-    else:
-        yield Check(LIMITED, "stacks of a hanging rank", f"none: {stack.reason}")
+        return [Check(OK, subject, "py-spy can read stacks", records=subject)]
+    return [Check(LIMITED, subject, f"none: {stack.reason}")]
 
 
-def _check_nvtx_tools() -> Iterator[Check]:
+def _check_nvtx_tools() -> list[Check]:
     import nvtx
 
     listening = nvtx.get_domain("torchlens_perf").get_event_attributes(message="doctor") is not None
-    finding = (
-        "a tool is attached" if listening else "no tool is attached, so no NVTX calls are made"
-    )
-    yield Check(OK, "NVTX", finding)
+    without = "no tool is attached, so no NVTX calls are made"
+    return [Check(OK, "NVTX", "a tool is attached" if listening else without)]

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from torchlens_perf.commands.command import FOUND, UNKNOWN
 from torchlens_perf.errors import unknown_word_text
 
 if TYPE_CHECKING:
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.report import Report, VerdictRow
 
-FOUND, UNKNOWN = 1, 3
-"""Exit codes: a requested verdict holds; the run has too little data for one of them."""
 _STOPS_THE_JOB = {"hang": "hang", "crash": "died", "out-of-memory": "out_of_memory"}
 _CRASHES = ("died", "failed")
 _LIMITS_THE_STEP = {

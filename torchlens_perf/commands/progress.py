@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torchlens_perf.output import is_terminal
 
 if TYPE_CHECKING:
     from rich import progress
@@ -48,20 +49,11 @@ class Progress:
         self._done = 0
         self._total: int | None = None
         self._bar: progress.Progress | None = None
-        self._lock = (
-            threading.Lock()
-        )  # The lock protects _bar and _ended against the timer's thread.
-        self._ended = False
         self._interrupted = False
         self._before: Any = None  # previous handler of SIGINT
         self._began_s = time.monotonic()
         self._timer: threading.Timer | None = None
-        if (
-            not quiet
-            and sys.stderr is not None
-            and sys.stderr.isatty()
-            and os.environ.get("TERM") != "dumb"
-        ):
+        if is_terminal() and not quiet and os.environ.get("TERM") != "dumb":
             self._timer = threading.Timer(after_s, self._show)
             self._timer.daemon = True
 
@@ -78,9 +70,8 @@ class Progress:
         if self._interrupted:
             raise KeyboardInterrupt
         self._done, self._total = done, total
-        bar = self._bar
-        if bar is not None:
-            bar.update(bar.task_ids[0], completed=done, total=total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
     def __exit__(
         self,
@@ -90,14 +81,12 @@ class Progress:
     ) -> None:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
-        if self._timer is None:
-            return
-        self._timer.cancel()
-        with self._lock:
-            self._ended = True
-            if self._bar is not None:
-                with contextlib.suppress(OSError):  # The terminal may have been closed.
-                    self._bar.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+        if self._bar is not None:
+            with contextlib.suppress(OSError):  # The terminal may have been closed.
+                self._bar.stop()
 
     def _interrupt(self, *_: object) -> None:
         self._interrupted = True
@@ -122,9 +111,7 @@ class Progress:
             transient=True,
             redirect_stdout=False,  # The command's output must reach stdout.
         )
-        with self._lock, contextlib.suppress(OSError):
-            if self._ended:
-                return
+        with contextlib.suppress(OSError):
             bar.add_task(self._what, completed=self._done, total=self._total)
             bar.tasks[0].start_time = self._began_s
             bar.start()

@@ -9,10 +9,11 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.commands.chosen_runs import find_newest_run, find_runs
+from torchlens_perf.commands.command import Command, argument, one_of, print_note
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import printable
 from torchlens_perf.run.directory import TABLES
@@ -24,29 +25,6 @@ if TYPE_CHECKING:
 _SHOWN_ROWS = 50
 _EXTRAS = {"duckdb": ("query", ["duckdb"]), "spark": ("spark", ["pyspark", "sqlglot"])}
 """The extra and the packages that each engine needs."""
-
-
-def add_command(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "query",
-        description=(
-            f"Run SQL on runs. Tables: {', '.join(TABLES)}, and with DuckDB verdicts. Each has a column"
-            " `run`; other columns are described in docs/reference/run-directory.md. Examples: docs/guides/queries.md."
-        ),
-    )
-    parser.add_argument(
-        "runs", nargs="*", metavar="RUN",
-        help="run directories, folders of runs, or s3:// addresses; default: the newest run here",
-    )  # fmt: skip
-    parser.add_argument("sql", help="a query in DuckDB's SQL")
-    parser.add_argument(
-        "--engine", choices=sorted(_EXTRAS), default="duckdb",
-        help="spark: a cluster that is configured, or else this machine; default: duckdb",
-    )  # fmt: skip
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print a JSON array of objects")
-    form.add_argument("--csv", action="store_true", help="print CSV")
-    parser.set_defaults(command=_run_query)
 
 
 def _run_query(options: argparse.Namespace) -> int:
@@ -69,9 +47,8 @@ def _run_query(options: argparse.Namespace) -> int:
         writer.writerows(map(_to_csv, row) for row in (found.names, *found.rows))
     else:
         _print_table(found)
-    if not options.quiet:
-        for note in notes:
-            print(f"torchlens-perf: {printable(note)}", file=sys.stderr)
+    for note in notes:
+        print_note(options, printable(note))
     return 0
 
 
@@ -117,3 +94,33 @@ def _to_json(value: object) -> object:
 
 def _to_cell(value: object) -> float | int | str | None:
     return value if value is None or isinstance(value, (int, float)) else str(value)
+
+
+COMMAND = Command(
+    name="query",
+    summary="run SQL on the tables of runs",
+    description=(
+        f"Run SQL on runs. Tables: {', '.join(TABLES)}, and with DuckDB verdicts. Each has a column"
+        " `run`; other columns are described in docs/reference/run-directory.md. Examples: docs/guides/queries.md."
+    ),
+    arguments=(
+        argument(
+            "runs",
+            nargs="*",
+            metavar="RUN",
+            help="run directories, folders of runs, or s3:// addresses; default: the newest run here",
+        ),
+        argument("sql", help="a query in DuckDB's SQL"),
+        argument(
+            "--engine",
+            choices=sorted(_EXTRAS),
+            default="duckdb",
+            help="spark: a cluster that is configured, or else this machine; default: duckdb",
+        ),
+        one_of(
+            argument("--json", action="store_true", help="print a JSON array of objects"),
+            argument("--csv", action="store_true", help="print CSV"),
+        ),
+    ),
+    run=_run_query,
+)

@@ -5,20 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
+from torchlens_perf.commands.command import Command, argument
 from torchlens_perf.run.directory import TABLES, RunDirectory
-
-NAME = "results"  # The help does not list this command.
-
-
-def add_command(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(NAME)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument(
-        "what", choices=["cell", *TABLES], help="JSON for a notebook's cell, or an Arrow stream"
-    )
-    parser.set_defaults(command=_write_results)
 
 
 def _write_results(options: argparse.Namespace) -> int:
@@ -32,3 +21,15 @@ def _write_results(options: argparse.Namespace) -> int:
 
     write_table(run, options.what, sys.stdout.buffer)
     return 0
+
+
+COMMAND = Command(
+    name="results",  # The help does not list this command.
+    arguments=(
+        argument("run_dir", type=Path),
+        argument(
+            "what", choices=["cell", *TABLES], help="JSON for a notebook's cell, or an Arrow stream"
+        ),
+    ),
+    run=_write_results,
+)

@@ -15,10 +15,11 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torchlens_perf import config
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
+from torchlens_perf.commands.command import Command
 from torchlens_perf.errors import ConfigError, printable
 from torchlens_perf.output import write_to_stderr
 from torchlens_perf.run import children
@@ -46,22 +47,6 @@ def exec_recorded_python(arguments: Sequence[str]) -> NoReturn:
         os.execve(program, [sys.orig_argv[0], *typed, *arguments], environment)
     except OSError as error:
         raise ConfigError(f"cannot start {program}: {error.strerror}") from error
-
-
-def add_help(commands: Any) -> None:
-    """Add the help on `run`, whose arguments cli.py parses without these subparsers."""
-    commands.add_parser(
-        "run",
-        usage=(
-            "torchlens-perf run [--quiet] [PYTHON'S OPTIONS] (SCRIPT | DIRECTORY | ZIP | -m MODULE"
-            " | -c CODE | -) [ARGS]"
-        ),
-        description=(
-            "A replacement for `python`: the script behaves as before and is recorded. With"
-            " --quiet, which must be the first option, the report is not printed at the end, but"
-            " only written to the run directory."
-        ),
-    )
 
 
 def python_options_of_this_process(command_line: Sequence[str]) -> list[str]:
@@ -159,3 +144,20 @@ def _switch_recording_on(
 def _warn_not_recording(environment: Mapping[str, str], reason: str) -> None:
     if environment.get("LOCAL_RANK", "0") == "0":  # Print once per node.
         write_to_stderr(f"torchlens_perf is off: {printable(reason)}\n")
+
+
+COMMAND = Command(
+    name="run",
+    summary="record a Python script",
+    usage=(
+        "torchlens-perf run [--quiet] [PYTHON'S OPTIONS] (SCRIPT | DIRECTORY | ZIP | -m MODULE"
+        " | -c CODE | -) [ARGS]"
+    ),
+    description=(
+        "A replacement for `python`: the script behaves as before and is recorded. With"
+        " --quiet, which must be the first option, the report is not printed at the end, but"
+        " only written to the run directory."
+    ),
+    # The new Python parses the arguments. Only `--help` reaches the parser.
+    run=lambda options: 0,
+)

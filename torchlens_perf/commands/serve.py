@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
-from typing import Any
 
+from torchlens_perf.analysis.statistics.quantities import format_count
+from torchlens_perf.commands.command import Command, argument, print_note
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import ConfigError, printable
 from torchlens_perf.run.installation import require_packages
@@ -15,37 +15,7 @@ from torchlens_perf.run.installation import require_packages
 _NEEDS = ("starlette", "uvicorn", "anyio")
 
 
-def add_command(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "serve",
-        description=(
-            "Show the runs of a folder in a browser, live and finished, at an address that ends in"
-            " a token. The server only reads run directories: jobs are not disturbed. Ctrl-C"
-            " ends it."
-        ),
-    )
-    parser.add_argument(
-        "folder",
-        type=Path,
-        nargs="?",
-        metavar="DIR",
-        help="a folder of runs, or a run; default: the folder where runs are recorded",
-    )
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; addresses other than 127.0.0.1 need --allow-remote",
-    )
-    parser.add_argument(
-        "--allow-remote",
-        action="store_true",
-        help="allow other machines that have the token (plain HTTP, not encrypted)",
-    )
-    parser.set_defaults(command=run_serve)
-
-
-def run_serve(options: argparse.Namespace) -> int:
+def _run_serve(options: argparse.Namespace) -> int:
     """Run the server until Ctrl-C, then return 0. Raises ConfigError or RunStoreError."""
     require_packages("serve", _NEEDS, "serve")
     from torchlens_perf.serve import server as servers
@@ -66,15 +36,10 @@ def run_serve(options: argparse.Namespace) -> int:
             found = find_runs(folder, progress)
         if is_open:
             servers.warn_remote_access(options.host)
-        if not options.quiet:
-            count = f"{len(found)} run{'s' if len(found) != 1 else ''}"
-            print(
-                f"torchlens-perf: {count} in {printable(folder)}; Ctrl-C ends the server",
-                file=sys.stderr,
-            )
-        servers.run_until_signal(
-            Server(folder, found, is_one=is_run(folder)), listening, options.host
-        )
+        count = format_count(len(found), "run")
+        print_note(options, f"{count} in {printable(folder)}; Ctrl-C ends the server")
+        server = Server(folder, found, is_one=is_run(folder))
+        servers.run_until_signal(server, listening, options.host)
     return 0
 
 
@@ -88,3 +53,35 @@ def _choose_folder(path: Path | None) -> str:
             f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR"
         )
     return os.path.realpath(folder)
+
+
+COMMAND = Command(
+    name="serve",
+    summary="show runs in a browser, live and finished",
+    description=(
+        "Show the runs of a folder in a browser, live and finished, at an address that ends in"
+        " a token. The server only reads run directories: jobs are not disturbed. Ctrl-C"
+        " ends it."
+    ),
+    arguments=(
+        argument(
+            "folder",
+            type=Path,
+            nargs="?",
+            metavar="DIR",
+            help="a folder of runs, or a run; default: the folder where runs are recorded",
+        ),
+        argument("--port", type=int, default=0, help="default: a free one"),
+        argument(
+            "--host",
+            default="127.0.0.1",
+            help="address to listen on; addresses other than 127.0.0.1 need --allow-remote",
+        ),
+        argument(
+            "--allow-remote",
+            action="store_true",
+            help="allow other machines that have the token (plain HTTP, not encrypted)",
+        ),
+    ),
+    run=_run_serve,
+)

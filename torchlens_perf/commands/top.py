@@ -9,8 +9,9 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torchlens_perf.commands.command import Command, argument
 from torchlens_perf.errors import RunStoreError, TorchlensPerfError
 from torchlens_perf.run.installation import build_install_command
 
@@ -22,33 +23,7 @@ _PLAIN_WIDTH = 100
 _NICE = 10
 
 
-def add_command(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "top",
-        description=(
-            "Show a live run: its verdicts, all ranks, and where the step's time goes. The command"
-            " only reads the run directory: the job is not disturbed. Without a terminal"
-            " (TERM=dumb, a pipe), the command prints new findings line by line."
-        ),
-    )
-    parser.add_argument(
-        "run",
-        type=Path,
-        nargs="?",
-        help=(
-            "a run directory, which may not exist yet, or a folder of runs; default: the live run"
-            " here, or a list of runs"
-        ),
-    )
-    parser.add_argument(
-        "--once",
-        action="store_true",
-        help="print the screen once as text and exit, without Textual",
-    )
-    parser.set_defaults(command=run_top)
-
-
-def run_top(options: argparse.Namespace) -> int:
+def _run_top(options: argparse.Namespace) -> int:
     """Run the command.
 
     Raise RunStoreError if there is no run, TorchlensPerfError if Textual is missing.
@@ -139,3 +114,31 @@ def _is_drawable_terminal() -> bool:
     return os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown") and all(
         each.isatty() for each in streams
     )
+
+
+COMMAND = Command(
+    name="top",
+    summary="watch a live run in the terminal",
+    description=(
+        "Show a live run: its verdicts, all ranks, and where the step's time goes. The command"
+        " only reads the run directory: the job is not disturbed. Without a terminal"
+        " (TERM=dumb, a pipe), the command prints new findings line by line."
+    ),
+    arguments=(
+        argument(
+            "run",
+            type=Path,
+            nargs="?",
+            help=(
+                "a run directory, which may not exist yet, or a folder of runs; default: the live run"
+                " here, or a list of runs"
+            ),
+        ),
+        argument(
+            "--once",
+            action="store_true",
+            help="print the screen once as text and exit, without Textual",
+        ),
+    ),
+    run=_run_top,
+)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchlens_perf.commands.chosen_runs import find_newest_run
+from torchlens_perf.commands.command import Command, argument
 from torchlens_perf.commands.progress import Progress
 from torchlens_perf.errors import RunStoreError
 
@@ -28,25 +29,6 @@ _EXAMPLES = """changes:
   bubble=0                 a pipeline without waits of its stages
   saving=0, evaluation=0, gc=0, compilation=0
                            what only some steps do"""
-
-
-def add_command(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "what-if",
-        description=(
-            "Predict by how much a mean step gets shorter after changes, by replaying the recorded"
-            " steps. Several changes are made together. Without a change, show the most valuable"
-            " single ones."
-        ),
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "run", type=Path, metavar="RUN_DIR", help="a run directory, or . for the newest"
-    )
-    parser.add_argument("changes", nargs="*", metavar="CHANGE", help="see below")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(command=_run_what_if)
 
 
 def _run_what_if(options: argparse.Namespace) -> int:
@@ -102,3 +84,21 @@ def _print_gains(lost: LostTime, found: list[PredictedChange]) -> None:
         print_lines(
             lambda width: table_lines(build_gain_table(found), width, len(found)), sys.stdout
         )
+
+
+COMMAND = Command(
+    name="what-if",
+    summary="predict the step time after a change",
+    description=(
+        "Predict by how much a mean step gets shorter after changes, by replaying the recorded"
+        " steps. Several changes are made together. Without a change, show the most valuable"
+        " single ones."
+    ),
+    epilog=_EXAMPLES,
+    arguments=(
+        argument("run", type=Path, metavar="RUN_DIR", help="a run directory, or . for the newest"),
+        argument("changes", nargs="*", metavar="CHANGE", help="see below"),
+        argument("--json", action="store_true", help="print JSON"),
+    ),
+    run=_run_what_if,
+)

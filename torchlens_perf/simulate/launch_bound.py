@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import require
 from torchlens_perf.run.records import OWN_PARTS
 
 if TYPE_CHECKING:
@@ -46,13 +46,20 @@ class LaunchBoundTimes:
     steps]."""
 
 
+def check_topology(topology: Topology) -> None:
+    """Raise ConfigError for a job with tensor or pipeline parallelism."""
+    require(
+        topology.tp == topology.pp == 1,
+        "launch-bound ranks can only be data parallel: leave out tp and pp",
+    )
+
+
 class LaunchBoundJob:
     """The present times of a job's hosts and devices. Call run_steps() for steps in order."""
 
     def __init__(self, topology: Topology) -> None:
-        """Raise ConfigError for a job with tensor or pipeline parallelism."""
-        if topology.tp > 1 or topology.pp > 1:
-            raise ConfigError("launch-bound ranks can only be data parallel: leave out tp and pp")
+        """Raise ConfigError as check_topology() does."""
+        check_topology(topology)
         self._host_ns, self._device_ns = np.zeros((2, topology.rank_count))
         # Times at which the devices ended the newest steps.
         self._ends_ns = np.zeros((AHEAD, topology.rank_count))
