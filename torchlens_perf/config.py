@@ -267,11 +267,8 @@ class Config:
     """Total steps of the run, for the time left in `torchlens-perf top`. 0: unknown."""
 
     def __post_init__(self) -> None:
-        self._check(
-            "dir",
-            isinstance(self.dir, (str, os.PathLike)) and _is_path(self.dir),
-            "a folder's name",
-        )
+        is_folder = isinstance(self.dir, (str, os.PathLike)) and _is_path(self.dir)
+        self._check("dir", is_folder, "a folder's name")
         object.__setattr__(self, "dir", os.fspath(self.dir))
         for name, kind in _field_types().items():
             value = getattr(self, name)
@@ -279,28 +276,25 @@ class Config:
                 self._check(name, isinstance(value, bool), "True or False")
             elif get_origin(kind) is Literal:
                 choices = get_args(kind)
-                self._check(
-                    name, isinstance(value, str) and value in choices, _choices_text(choices)
-                )
-        good = isinstance(self.prometheus, str) and (
-            not self.prometheus or _is_listening_address(self.prometheus)
-        )
+                is_choice = isinstance(value, str) and value in choices
+                self._check(name, is_choice, _choices_text(choices))
         self._check(
             "prometheus",
-            good,
+            self.prometheus == "" or _is_listening_address(self.prometheus),
             'a port, "address:port" or "[address]:port", with the address in digits',
         )
-        self._check_number("budget", float, least=0, most=1)
-        self._check_number("backward_every", int, least=0)
-        self._check_number("trace_every", int, least=0)
-        self._check_number("export_limit", int, least=0)
-        self._check("export_limit", not 0 < self.export_limit < 100, "0, or at least 100")
-        self._check_number("_total_steps", int, least=0)
-        self._check_number("ring_records", int, least=1024, most=1 << 24)
-        self._check_number("disk_bytes", int, least=1 << 20)
+        for name, limits in _LIMITS.items():
+            self._check_number(name, *limits)
         if self._exit_timeout_s is not None:
-            self._check_number("_exit_timeout_s", float, least=0, most=60)
-        self._check_modules()
+            self._check_number("_exit_timeout_s", float, 0, 60)
+        self._check("export_limit", not 0 < self.export_limit < 100, "0, or at least 100")
+        if isinstance(self.modules, list):
+            object.__setattr__(self, "modules", tuple(self.modules))
+        self._check(
+            "modules",
+            _selects_modules(self.modules),
+            '"auto", "all", "none", a number of levels (at least 1), or a tuple of name patterns',
+        )
         self._check_exchange()
 
     def _check(self, field: str, good: bool, wanted: str) -> None:
@@ -308,37 +302,13 @@ class Config:
             value = re.sub(_MASKED, "***", repr(getattr(self, field)))
             raise ConfigError(f"{field.lstrip('_')}={value}: must be {wanted}")
 
-    def _check_number(
-        self, field: str, kind: type, *, least: float, most: float | None = None
-    ) -> None:
+    def _check_number(self, field: str, kind: type, least: int, most: int | None) -> None:
         value = getattr(self, field)
-        whole = kind is int
-        good = isinstance(value, (int,) if whole else (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
         # `a <= b` instead of `not a > b`, which would accept NaN.
-        good = good and least <= value and (most is None or value <= most)
+        good = is_number and least <= value and (most is None or value <= most)
         limits = f"at least {least}" if most is None else f"from {least} to {most}"
-        self._check(field, good, f"a {'whole ' if whole else ''}number, {limits}")
-
-    def _check_modules(self) -> None:
-        value = self.modules
-        wanted = (
-            '"auto", "all", "none", a number of levels (at least 1), or a tuple of name patterns'
-        )
-        if isinstance(value, list):
-            object.__setattr__(self, "modules", tuple(value))
-            value = self.modules
-        if isinstance(value, tuple):
-            self._check(
-                "modules", bool(value) and all(isinstance(p, str) and p for p in value), wanted
-            )
-        elif isinstance(value, str):
-            self._check("modules", value in ("auto", "all", "none"), wanted)
-        else:
-            self._check(
-                "modules",
-                isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-                wanted,
-            )
+        self._check(field, good, f"a {'whole ' if kind is int else ''}number, {limits}")
 
     def _check_exchange(self) -> None:
         """Remove the token from the URL, which may be written and shown."""
@@ -351,10 +321,9 @@ class Config:
             token = url.token or token
             object.__setattr__(self, "exchange", url.without_token())
         object.__setattr__(self, "_exchange_token", Secret(token))
-        good = not token.startswith("/") and token.isprintable()
         self._check(
             "_exchange_token",
-            good,
+            not token.startswith("/") and token.isprintable(),
             "the token itself; name a file by token_file=FILE in the URL of `exchange`",
         )
 
@@ -388,9 +357,29 @@ class Config:
         )
 
 
-def _is_listening_address(text: str) -> bool:
-    found = re.fullmatch(_LISTENING_ADDRESS, text)
+_LIMITS: dict[str, tuple[type, int, int | None]] = {
+    "budget": (float, 0, 1),
+    "backward_every": (int, 0, None),
+    "trace_every": (int, 0, None),
+    "export_limit": (int, 0, None),
+    "_total_steps": (int, 0, None),
+    "ring_records": (int, 1024, 1 << 24),
+    "disk_bytes": (int, 1 << 20, None),
+}
+"""Type, least and largest value of the fields that are numbers."""
+
+
+def _is_listening_address(text: object) -> bool:
+    found = re.fullmatch(_LISTENING_ADDRESS, text) if isinstance(text, str) else None
     return found is not None and int(found[1]) < 1 << 16
+
+
+def _selects_modules(value: object) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(each, str) and each for each in value)
+    if isinstance(value, str):
+        return value in ("auto", "all", "none")
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_path(text: str | os.PathLike[str]) -> bool:
@@ -503,19 +492,18 @@ def from_settings(settings: Mapping[str, Any], environment: Mapping[str, Any]) -
     A keyword overrides a value of `config` that is not the default, which overrides the
     environment. Raise ConfigError for an unknown keyword or a value that cannot be used.
     """
-    fields = {field.name: field for field in dataclasses.fields(Config)}
-    given, keywords = (
-        settings.get("config"),
-        {name: each for name, each in settings.items() if name != "config"},
-    )
+    keywords = dict(settings)
+    given = keywords.pop("config", None)
     known = {field.name for field in public_fields()}
     for name in keywords:
         if name not in known:
             raise ConfigError(f"{name} is not a setting of watch(){_suggest_name(name, known)}")
-    if given is not None and not isinstance(given, Config):
-        raise ConfigError(f"config={given!r}: must be a torchlens_perf.Config")
-    chosen = {name: getattr(given, name) for name in fields} if given is not None else {}
-    chosen = {name: value for name, value in chosen.items() if value != fields[name].default}
+    chosen = {}
+    if given is not None:
+        if not isinstance(given, Config):
+            raise ConfigError(f"config={given!r}: must be a torchlens_perf.Config")
+        values = ((field, getattr(given, field.name)) for field in dataclasses.fields(Config))
+        chosen = {field.name: value for field, value in values if value != field.default}
     return Config(**{**environment, **chosen, **keywords})
 
 

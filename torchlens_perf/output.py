@@ -15,8 +15,8 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from torchlens_perf.interruption import suppress
 
@@ -52,10 +52,11 @@ def write_to_stderr(text: str) -> None:
         if descriptor is not None:
             _write(descriptor, text.encode(stream.encoding, "backslashreplace"))
             return
-        stream.write(_replace_unencodable(stream, text))
-        flush = getattr(stream, "flush", None)
-        if flush is not None:
-            flush()
+        encoding = getattr(stream, "encoding", None)
+        if isinstance(encoding, str):
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        stream.write(text)
+        stream.flush()
 
 
 def _plain_stream_descriptor(stream: Any) -> int | None:
@@ -91,22 +92,7 @@ def _write(descriptor: int, content: bytes) -> None:
             content = content[os.write(descriptor, content[:_CHUNK_BYTES]) :]
 
 
-def _replace_unencodable(stream: Any, text: str) -> str:
-    encoding = getattr(stream, "encoding", None)
-    return (
-        text.encode(encoding, "backslashreplace").decode(encoding)
-        if isinstance(encoding, str)
-        else text
-    )
-
-
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter  # not subscriptable before Python 3.11
-
-
-class _GuardedLogger(_Adapter):
+class _GuardedLogger(logging.LoggerAdapter):  # type: ignore[type-arg] # Python 3.10 has no argument
     """A logger that ignores exceptions of its handlers, which belong to the user."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
@@ -120,11 +106,6 @@ class _GuardedLogger(_Adapter):
                 return
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             self.logger.log(level, msg, *args, **kwargs)
-
-    def process(
-        self, msg: Any, kwargs: MutableMapping[str, Any]
-    ) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, kwargs
 
 
 _LAST_RESORT = logging.lastResort
@@ -141,10 +122,8 @@ def above_standard_streams() -> Iterator[None]:
     taken: list[int] = []
     try:
         with suppress(OSError):
-            while True:
+            while not taken or taken[-1] <= 2:
                 taken.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
-                if taken[-1] > 2:
-                    break
         yield
     finally:
         for descriptor in taken:
