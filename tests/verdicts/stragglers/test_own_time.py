@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.planted import WORK_NS, Job
+from tests.verdicts.stragglers.test_detector import autocorrelated
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -169,6 +170,16 @@ def test_small_difference_between_hosts_is_not_reported() -> None:
     assert judged(launch_bound(job)).episodes == ()
     assert judged(job.block()).episodes[0].rank == 1
     assert not judged(job.block()).episodes[0].by_host
+
+
+def test_wander_of_hosts_seldom_makes_a_launch_bound_rank_slow() -> None:
+    """Other programs slow a host by 5 % for some ten steps."""
+    deviations = autocorrelated(np.random.default_rng(1), (10, 4, 300), 0.9)
+    found = [
+        judged(launch_bound(Job.of(4, 300, noise=0.05, deviations=each))) for each in deviations
+    ]
+
+    assert sum(len(each.episodes) > 0 for each in found) <= 2
 
 
 def test_bins_without_host_times_of_all_ranks_are_compared_by_device_times() -> None:

@@ -41,6 +41,12 @@ _MIN_GAIN = 0.0075
 # CPUs with other programs. Even in healthy runs, a host may be slower by 5 % of the step for some
 # seconds.
 _SHARE_OF_HOSTS, _LASTING_OF_HOSTS, _LOST_OF_HOSTS = 2.0, 5 / 3, 10.0
+# Factor on the threshold of standard errors, likewise. What other programs take from a host lasts
+# for many rows, so that its rows are not independent and the mean's error is underestimated.
+_ERRORS_OF_HOSTS = 2.0
+# If hosts set the pace, a slow rank is often the last one: the job gains at least this share of its
+# excess without it. If hosts only wander, another rank is last in most rows.
+_GAIN_OF_HOSTS = 0.5
 # Factor on MIN_SHARE if the ranks' workload differs. A linear fit explains the workload's effect
 # only roughly.
 WORKLOAD_FACTOR = 1.5
@@ -84,9 +90,11 @@ class SuspectSearch:
         self.keys = keys
         self.width = window.width
         self.ranks = window.ranks[present]
-        self.threshold = detection_threshold(len(self.ranks))
         self._excess = window.excess_ns[np.ix_(present, self._at)]
         self._hosts_share = float(window.launch_shares(np.ix_(present, self._at)).max())
+        self.threshold = detection_threshold(len(self.ranks)) * self._weight_by_host_share(
+            _ERRORS_OF_HOSTS
+        )
         self._scales: dict[str, float] = {}
         self._series = {"": self._excess}
         workload = window.workload[np.ix_(present, self._at)]
@@ -221,20 +229,22 @@ class SuspectSearch:
         """Return True if the excess from row `start` on is worth naming.
 
         The excess must be a large enough share of the whole step, or the job must gain enough
-        without it.
+        without it. If hosts set the pace, the job must gain enough of the excess.
         """
         excess_ns = self._series[""][index, start:]
-        if float(self.stall_free_excess("", index, start).mean()) >= self._min_share * self.step_ns:
-            return True
+        mean_ns = float(self.stall_free_excess("", index, start).mean())
+        is_large = mean_ns >= self._min_share * self.step_ns
         usual = [
             place for other, place in enumerate(self._present.tolist()) if other not in unusual
         ]
-        if not usual:
+        if not usual or (is_large and not self._hosts_share):
             return True
         others = np.array(usual)
         gain_ns = possible_gain_ns(
             self._window, int(self._present[index]), others, self.keys[start:], excess_ns
         )
+        if is_large:
+            return gain_ns >= min(_GAIN_OF_HOSTS, self._hosts_share) * mean_ns
         return gain_ns >= _MIN_GAIN * self.step_ns
 
     @property
