@@ -20,7 +20,9 @@ from torchlens_perf.analysis.statistics.hardware import (
 )
 from torchlens_perf.run.processes import clock_without_cpu_wait_ns
 from torchlens_perf.sidecar.telemetry.nvml import (
+    GETTERS,
     GONE,
+    MAX_CLOCK,
     NEVER,
     SLOW_FIELDS,
     UNLOADED,
@@ -265,21 +267,20 @@ class _OpenGpu:
         self.handle = _find_handle(nvml, uuid)
         self._getters = GetterCaller(nvml, self.handle)
         self.users = ProcessUseReader(self._getters)
-        self._fast = FieldReader(nvml, self.handle, select_fast_fields(driver))
+        self._fast = FieldReader(self._getters, select_fast_fields(driver))
         self._slow = [
-            FieldReader(nvml, self.handle, SLOW_FIELDS),
-            find_nvlink_fields(nvml, self.handle),
+            FieldReader(self._getters, SLOW_FIELDS),
+            find_nvlink_fields(self._getters),
         ]
         self._slow_values: dict[str, float] = {}
         self._slow_due_ns = self._gpm_due_ns = 0
         self._gpm: GpmReader | None = None
         self.reports_xids = False
-        ask = self._getters.call
-        pci = ask("PciInfo")
+        pci = self._getters.call("PciInfo")
         self.facts = GpuProperties(
-            ask("Name"), _decode_text(pci.busId) if pci is not None else None
+            self._getters.call("Name"), _decode_text(pci.busId) if pci is not None else None
         )
-        self._max_clock_hz = _mhz_to_hz(ask("MaxClockInfo", nvml.NVML_CLOCK_SM))
+        self._fixed = self._getters.read([MAX_CLOCK], {})
 
     def read_sample(
         self,
@@ -294,32 +295,17 @@ class _OpenGpu:
 
         Raises NVMLError if the GPU is lost.
         """
-        nvml, ask = self._nvml, self._getters.call
         values: dict[str, Any] = {
+            **self._fixed,
             **self._read_slow_fields(monotonic_ns),
             **self._fast.read(),
             **self._read_activity(monotonic_ns),
         }
-        if "power_w" not in values:
-            milliwatts = ask("PowerUsage")
-            values["power_w"] = milliwatts / 1e3 if milliwatts is not None else None
-        if "busy" not in values:
-            percents = ask("UtilizationRates")
-            values["busy"] = percents.gpu / 100 if percents is not None else None
-        memory = ask("MemoryInfo", nvml.nvmlMemory_v2)
+        values |= self._getters.read(GETTERS, values)
+        memory = self._getters.call("MemoryInfo", self._nvml.nvmlMemory_v2)
         if memory is not None:
             values.update(memory_used_bytes=memory.used, memory_total_bytes=memory.total)
-        temperature = ask("TemperatureV", nvml.NVML_TEMPERATURE_GPU)
-        if temperature is None:  # Drivers before 570 lack it.
-            temperature = ask("Temperature", nvml.NVML_TEMPERATURE_GPU)
-        values.update(
-            sm_clock_hz=_mhz_to_hz(ask("ClockInfo", nvml.NVML_CLOCK_SM)),
-            sm_clock_max_hz=self._max_clock_hz,
-            memory_clock_hz=_mhz_to_hz(ask("ClockInfo", nvml.NVML_CLOCK_MEM)),
-            clock_reasons=ask("CurrentClocksEventReasons"),
-            temperature_c=temperature,
-            **known,
-        )
+        values |= known
         for name in ("remapping_pending", "remapping_failed"):
             if name in values:
                 values[name] = bool(values[name])
@@ -392,10 +378,6 @@ def _find_handle(nvml: Any, uuid: str) -> Any:
         if error.value != nvml.NVML_ERROR_NOT_FOUND or not uuid.startswith(_GPU):
             raise
         return nvml.nvmlDeviceGetHandleByUUID(_MIG + uuid.removeprefix(_GPU))
-
-
-def _mhz_to_hz(megahertz: int | None) -> int | None:
-    return megahertz * 1_000_000 if megahertz is not None else None
 
 
 def _decode_text(value: bytes | str) -> str:

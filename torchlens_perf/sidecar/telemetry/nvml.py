@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # Codes of NVMLError: the GPU has fallen off the bus, needs a reset, or is not present.
@@ -26,6 +26,14 @@ _VALUE_OF_TYPE = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal"
 _MAX_LINKS = 18
 # Limit of XIDs per call. Otherwise a GPU that reports without end could block the sidecar.
 _MAX_XIDS = 64
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _mhz_to_hz(megahertz: int) -> int:
+    return megahertz * 1_000_000
 
 
 class Field(NamedTuple):
@@ -92,6 +100,31 @@ NVLINK_FIELDS = (
     ),
 )
 
+
+class Getter(NamedTuple):
+    """A function nvmlDeviceGet`function` with one value, which is a field of GpuSample."""
+
+    name: str
+    function: str
+    constant: str = ""
+    """Name of the function's argument in NVML."""
+    convert: Callable[[Any], Any] = _unchanged
+
+
+# Of getters with the same name, the first one that has a value counts. FAST_FIELDS and GPM, if they
+# have the value, are read instead.
+GETTERS = (
+    Getter("power_w", "PowerUsage", convert=lambda milliwatts: milliwatts / 1e3),
+    Getter("busy", "UtilizationRates", convert=lambda percents: percents.gpu / 100),
+    Getter("temperature_c", "TemperatureV", "NVML_TEMPERATURE_GPU"),
+    # Drivers before 570 lack the function above.
+    Getter("temperature_c", "Temperature", "NVML_TEMPERATURE_GPU"),
+    Getter("sm_clock_hz", "ClockInfo", "NVML_CLOCK_SM", _mhz_to_hz),
+    Getter("memory_clock_hz", "ClockInfo", "NVML_CLOCK_MEM", _mhz_to_hz),
+    Getter("clock_reasons", "CurrentClocksEventReasons"),
+)
+MAX_CLOCK = Getter("sm_clock_max_hz", "MaxClockInfo", "NVML_CLOCK_SM", _mhz_to_hz)
+
 # GPM metrics by id. Their values are percentages.
 _ACTIVITY = {1: "busy", 2: "sm_active", 3: "sm_occupancy", 5: "tensor_active", 10: "dram_active"}
 
@@ -116,58 +149,11 @@ def select_fast_fields(driver: str) -> tuple[Field, ...]:
     )
 
 
-class FieldReader:
-    """Reader of several fields of a GPU in one call. Missing fields are read only once."""
-
-    def __init__(self, nvml: Any, handle: Any, fields: Sequence[Field]) -> None:
-        self._nvml = nvml
-        self._handle = handle
-        self._fields = list(fields)
-
-    def read(self) -> dict[str, float]:
-        """Return sums of equally named fields. Raises NVMLError if the GPU is gone."""
-        if not self._fields:
-            return {}
-        try:
-            values = self._nvml.nvmlDeviceGetFieldValues(
-                self._handle, [(each.id, each.scope) for each in self._fields]
-            )
-        except self._nvml.NVMLError as error:
-            if error.value in GONE:
-                raise
-            if error.value in NEVER:
-                self._fields.clear()
-            return {}
-        found: dict[str, float] = {}
-        never = []
-        for field, value in zip(self._fields, values, strict=True):
-            code = value.nvmlReturn
-            if code in GONE:
-                raise self._nvml.NVMLError(code)
-            if code in NEVER:
-                never.append(field)
-            elif code == 0 and value.valueType < len(_VALUE_OF_TYPE):
-                number = getattr(value.value, _VALUE_OF_TYPE[value.valueType]) * field.scale
-                found[field.name] = found.get(field.name, 0) + number
-        if never:
-            self._fields = [field for field in self._fields if field not in never]
-        return found
-
-
-def find_nvlink_fields(nvml: Any, handle: Any) -> FieldReader:
-    """Return a reader of this GPU's fields for NVLink errors. It has no fields without NVLink."""
-    for fields in NVLINK_FIELDS:
-        asked = FieldReader(nvml, handle, fields)
-        if asked.read():
-            return asked
-    return FieldReader(nvml, handle, ())
-
-
 class GetterCaller:
     """Caller of nvmlDeviceGet functions for one GPU. Unsupported functions are called only once."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
+        self.nvml = nvml
         self._handle = handle
         self._never: set[tuple[object, ...]] = set()
 
@@ -179,13 +165,57 @@ class GetterCaller:
         if (name, *arguments) in self._never:
             return None
         try:
-            return getattr(self._nvml, f"nvmlDeviceGet{name}")(self._handle, *arguments)
-        except self._nvml.NVMLError as error:
+            return getattr(self.nvml, f"nvmlDeviceGet{name}")(self._handle, *arguments)
+        except self.nvml.NVMLError as error:
             if error.value in GONE:
                 raise
             if error.value in NEVER:
                 self._never.add((name, *arguments))
             return None
+
+    def read(self, getters: Iterable[Getter], known: Mapping[str, object]) -> dict[str, Any]:
+        """Return the values of getters whose name is not in `known`. Raises NVMLError as call()."""
+        found: dict[str, Any] = {}
+        for name, function, constant, convert in getters:
+            if name not in known and name not in found:
+                arguments = [getattr(self.nvml, constant)] if constant else []
+                value = self.call(function, *arguments)
+                if value is not None:
+                    found[name] = convert(value)
+        return found
+
+
+class FieldReader:
+    """Reader of several fields of a GPU in one call. Missing fields are read only once."""
+
+    def __init__(self, getters: GetterCaller, fields: Sequence[Field]) -> None:
+        self._getters = getters
+        self._fields = tuple(fields)
+
+    def read(self) -> dict[str, float]:
+        """Return sums of equally named fields. Raises NVMLError if the GPU is gone."""
+        asked = tuple((each.id, each.scope) for each in self._fields)
+        values = (self._getters.call("FieldValues", asked) if asked else None) or ()
+        found: dict[str, float] = {}
+        never = set()
+        for field, value in zip(self._fields, values, strict=False):
+            code = value.nvmlReturn
+            if code in GONE:
+                raise self._getters.nvml.NVMLError(code)
+            if code in NEVER:
+                never.add(field)
+            elif code == 0 and value.valueType < len(_VALUE_OF_TYPE):
+                number = getattr(value.value, _VALUE_OF_TYPE[value.valueType]) * field.scale
+                found[field.name] = found.get(field.name, 0) + number
+        if never:
+            self._fields = tuple(each for each in self._fields if each not in never)
+        return found
+
+
+def find_nvlink_fields(getters: GetterCaller) -> FieldReader:
+    """Return a reader of this GPU's fields for NVLink errors. It has no fields without NVLink."""
+    readers = (FieldReader(getters, fields) for fields in NVLINK_FIELDS)
+    return next((each for each in readers if each.read()), FieldReader(getters, ()))
 
 
 class GpmReader:
