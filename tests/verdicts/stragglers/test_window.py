@@ -230,7 +230,7 @@ class TestBinsOfDifferentWidths:
         keys = window.key[0, :-1]
 
         assert set(range(40)) - set(keys[(keys >= 0) & (keys < 40)].tolist()) == {1}
-        assert len(window._narrow[1].key) == 0
+        assert len(window._narrow[1]) == 0
 
     def test_incomplete_bins_of_two_widths_are_kept_at_the_same_time(self) -> None:
         job = Job.of(2, 16)

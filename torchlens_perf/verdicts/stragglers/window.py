@@ -42,6 +42,7 @@ _KEY_BITS = 32
 _OF_HOST = ("issue_ns", "issue_ready_ns", "lag_ns")
 _OF_ALL = ("duration_ns", "wait_ns", "ready_ns", "workload", "parts_ns")
 _VALUES = (*_OF_ALL, *_OF_HOST)
+_BY_PART = ("parts_ns", "issue_ns", "lag_ns")
 
 
 def max_judged_rows(ranks: int) -> int:
@@ -92,69 +93,59 @@ class BinBatch:
         return dataclasses.replace(self, key=np.where(inside, self.key, -1))
 
 
-@dataclasses.dataclass(frozen=True)
-class _NarrowBins:
-    """Rows of fewer steps than the rows of the window, as arrays [rows, ...].
+# Rows of fewer steps than the rows of the window, which wait until they can be averaged to rows of
+# the window.
+_NARROW = np.dtype(
+    [
+        *((name, np.int64) for name in ("rank", "key", "flags")),
+        *((name, np.float64, len(OWN_PARTS) if name in _BY_PART else ()) for name in _VALUES),
+    ]
+)
 
-    Narrow rows are kept until they can be averaged to rows of the window.
-    """
 
-    width: int
-    rank: npt.NDArray[np.int64]
-    key: npt.NDArray[np.int64]
-    flags: npt.NDArray[np.int64]
-    values: dict[str, npt.NDArray[np.floating[Any]]]
+def _flatten(block: BinBatch) -> npt.NDArray[np.void]:
+    rank, row = np.nonzero(block.key >= 0)
+    rows = np.empty(len(rank), _NARROW)
+    rows["rank"] = block.ranks[rank]
+    for name in ("key", "flags", *_VALUES):
+        rows[name] = getattr(block, name)[rank, row]
+    return rows
 
-    @classmethod
-    def from_batch(cls, block: BinBatch) -> _NarrowBins:
-        rank, row = np.nonzero(block.key >= 0)
-        values = {name: getattr(block, name)[rank, row] for name in _VALUES}
-        return cls(
-            block.width, block.ranks[rank], block.key[rank, row], block.flags[rank, row], values
-        )
 
-    def merge(self, later: _NarrowBins) -> _NarrowBins:
-        """Return the rows of `self` and `later`. Rows of `later` replace equal keys in `self`."""
-        known = np.isin(self.rank << _KEY_BITS | self.key, later.rank << _KEY_BITS | later.key)
-        self = self.select(~known) if known.any() else self
-        values = {name: np.concatenate([self.values[name], later.values[name]]) for name in _VALUES}
-        rank, key, flags = (
-            np.concatenate([getattr(self, name), getattr(later, name)])
-            for name in ("rank", "key", "flags")
-        )
-        return _NarrowBins(self.width, rank, key, flags, values)
+def _merge_rows(rows: npt.NDArray[np.void], later: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Return all rows. Rows of `later` replace rows with equal ranks and keys."""
+    places, places_of_later = (each["rank"] << _KEY_BITS | each["key"] for each in (rows, later))
+    return np.concatenate([rows[~np.isin(places, places_of_later)], later])
 
-    def select(self, which: npt.NDArray[np.bool_]) -> _NarrowBins:
-        values = {name: value[which] for name, value in self.values.items()}
-        return _NarrowBins(self.width, self.rank[which], self.key[which], self.flags[which], values)
 
-    def widen(self, width: int) -> tuple[BinBatch | None, _NarrowBins]:
-        """Return complete rows of `width` steps, and the narrow rows that remain."""
-        per = width // self.width
-        wide = self.key // per
-        pairs, group, count = np.unique(
-            np.stack([self.rank, wide]), axis=1, return_inverse=True, return_counts=True
-        )
-        group = group.reshape(-1)
-        full = count == per
-        left = self.select(~full[group] & (wide > wide.max() - LATE_ROWS))
-        if not full.any():
-            return None, left
-        ranks, index = np.unique(pairs[0, full], return_inverse=True)
-        at = pairs[1, full] - pairs[1, full].min()
-        shape = (len(ranks), int(at.max()) + 1)
-        key = np.full(shape, -1, np.int64)
-        key[index, at] = pairs[1, full]
-        flags = np.zeros(len(count), np.int64)
-        np.bitwise_or.at(flags, group, self.flags)
-        values: dict[str, Any] = {"flags": np.zeros(shape, np.int64)}
-        values["flags"][index, at] = flags[full]
-        for name, value in self.values.items():
-            sums = np.zeros((len(count), *value.shape[1:]))
-            np.add.at(sums, group, value)
-            values[name] = np.full((*shape, *value.shape[1:]), np.nan)
-            values[name][index, at] = sums[full] / per
-        return BinBatch(width, ranks, key, **values), left
+def _widen(
+    rows: npt.NDArray[np.void], per: int, width: int
+) -> tuple[BinBatch | None, npt.NDArray[np.void]]:
+    """Return complete rows of `width` steps, each of `per` narrow rows, and the rows that remain."""
+    wide = rows["key"] // per
+    pairs, group, count = np.unique(
+        np.stack([rows["rank"], wide]), axis=1, return_inverse=True, return_counts=True
+    )
+    group = group.reshape(-1)
+    full = count == per
+    left = rows[~full[group] & (wide > wide.max() - LATE_ROWS)]
+    if not full.any():
+        return None, left
+    ranks, index = np.unique(pairs[0, full], return_inverse=True)
+    at = pairs[1, full] - pairs[1, full].min()
+    shape = (len(ranks), int(at.max()) + 1)
+    key, all_flags = np.full(shape, -1, np.int64), np.zeros(shape, np.int64)
+    key[index, at] = pairs[1, full]
+    flags = np.zeros(len(count), np.int64)
+    np.bitwise_or.at(flags, group, rows["flags"])
+    all_flags[index, at] = flags[full]
+    values: dict[str, Any] = {}
+    for name in _VALUES:
+        sums = np.zeros((len(count), *rows[name].shape[1:]))
+        np.add.at(sums, group, rows[name])
+        values[name] = np.full((*shape, *sums.shape[1:]), np.nan)
+        values[name][index, at] = sums[full] / per
+    return BinBatch(width, ranks, key, all_flags, **values), left
 
 
 class SlidingWindow:
@@ -195,7 +186,7 @@ class SlidingWindow:
         # Indices of the ranks for which the excess was computed.
         self._compared = np.zeros(0, np.int64)
         # Narrower rows, by width, that do not complete a row of the window yet.
-        self._narrow: dict[int, _NarrowBins] = {}
+        self._narrow: dict[int, npt.NDArray[np.void]] = {}
 
     def add_rows(self, block: BinBatch) -> None:
         """Add rows. All their ranks must be in the window.
@@ -203,10 +194,10 @@ class SlidingWindow:
         Narrower rows are kept until they complete a row of the window.
         """
         if block.width != self.width:
-            narrow = _NarrowBins.from_batch(block)
-            if block.width in self._narrow:
-                narrow = self._narrow[block.width].merge(narrow)
-            wide, self._narrow[block.width] = narrow.widen(self.width)
+            known = self._narrow.get(block.width, np.empty(0, _NARROW))
+            wide, self._narrow[block.width] = _widen(
+                _merge_rows(known, _flatten(block)), self.width // block.width, self.width
+            )
             if wide is None:
                 return
             block = wide
