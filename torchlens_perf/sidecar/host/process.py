@@ -12,6 +12,7 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from torchlens_perf.run.processes import TICKS_PER_S, child_pids, read_kernel_text, read_stat_fields
 from torchlens_perf.sidecar.host.cgroup import ControlGroup
@@ -24,30 +25,14 @@ _MIN_INTERVAL_S = 0.5
 # The command line of multiprocessing's resource tracker contains this word.
 _TRACKER = "resource_tracker"
 _DISK_WAIT_PERIOD_S = 0.15
+# For each signal, a counter and the number of its units in a second or an event.
+_RATES = {
+    "gc_share": ("gc_ns", 1e9), "kernel_share": ("kernel_ticks", TICKS_PER_S), "cpu_wait_share": ("wait_ns", 1e9),
+    "major_faults_per_s": ("major_faults", 1.0), "refaults_per_s": ("refaults", 1.0),
+    "memory_stall_share": ("memory_stall_us", 1e6),
+}  # fmt: skip
 _CPUS = Path("/sys/devices/system/cpu")
-
-
-@dataclasses.dataclass
-class _Counters:
-    """Values of a process's increasing counters at one time."""
-
-    now_s: float
-    wait_ns: int | None
-    kernel_ticks: int
-    major_faults: int
-    gc_ns: int
-    group: _GroupValues
-    cpu: int
-
-
-@dataclasses.dataclass
-class _GroupValues:
-    """Values of a control group at one time."""
-
-    refaults: int | None
-    quota: tuple[int, int] | None
-    memory_stall_us: int | None
-    memory_limit_share: float | None
+_Counters: TypeAlias = dict[str, int | None]
 
 
 @dataclasses.dataclass
@@ -55,7 +40,9 @@ class _SampledProcess:
     pid: int
     disk_wait_samples: int = 0
     in_disk_wait: int = 0
-    before: _Counters | None = None
+    sampled_s: float = float("-inf")
+    counters: _Counters = dataclasses.field(default_factory=dict)
+    """Values of the process's and its group's increasing counters at the last sample."""
     group: ControlGroup | None = None
     group_s: float = float("-inf")
     children: list[int] = dataclasses.field(default_factory=list)
@@ -73,8 +60,8 @@ class HostMetrics:
         self._neighbours = CpuNeighbours(proc)
         self._samples_neighbours = False
         self._disk_wait_s = float("-inf")
-        # Values of the control groups in the sample in progress. Ranks often share a group.
-        self._group_values: dict[object, _GroupValues] = {}
+        # Values of the control groups in the sample in progress, because ranks often share a group.
+        self._groups: dict[object, tuple[_Counters, float | None]] = {}
 
     def sample_disk_waits(self, pids: Iterable[int], now_s: float) -> None:
         """Sample which processes wait for a disk, unless the last sample is too recent."""
@@ -96,11 +83,11 @@ class HostMetrics:
         """
         for pid in self._processes.keys() - gc_ns.keys():
             del self._processes[pid]
-        self._group_values.clear()
+        self._groups.clear()
         found, waits = {}, False
         for pid, collected_ns in gc_ns.items():
             process = self._processes.setdefault(pid, _SampledProcess(pid))
-            if process.before is None or now_s - process.before.now_s >= _MIN_INTERVAL_S:
+            if now_s - process.sampled_s >= _MIN_INTERVAL_S:
                 try:
                     self._sample_process(process, collected_ns, now_s)
                 except (OSError, IndexError, ValueError):
@@ -162,74 +149,60 @@ class HostMetrics:
             process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
             process.cpus = os.sched_getaffinity(process.pid)
         process.children = child_pids(process.pid, self._proc)
-        counters = self._read_counters(process, gc_ns, now_s)
-        if process.before is not None:
-            process.newest = self._compute_signals(process, process.before, counters)
-        process.before = counters
-        process.disk_wait_samples = process.in_disk_wait = 0
-
-    def _compute_signals(
-        self, process: _SampledProcess, before: _Counters, now: _Counters
-    ) -> dict[str, float]:
-        elapsed_s = now.now_s - before.now_s
-        group, earlier_group = now.group, before.group
-        signals = {
-            "gc_share": (now.gc_ns - before.gc_ns) / 1e9 / elapsed_s,
-            "kernel_share": (now.kernel_ticks - before.kernel_ticks) / TICKS_PER_S / elapsed_s,
-            "major_faults_per_s": max(0, now.major_faults - before.major_faults) / elapsed_s,
-        }
-        if process.disk_wait_samples:
-            signals["disk_wait_share"] = process.in_disk_wait / process.disk_wait_samples
-        grown = (
-            ("cpu_wait_share", now.wait_ns, before.wait_ns, 1e9),
-            ("refaults_per_s", group.refaults, earlier_group.refaults, 1.0),
-            ("memory_stall_share", group.memory_stall_us, earlier_group.memory_stall_us, 1e6),
-        )
-        for name, after, earlier, unit in grown:
-            if after is not None and earlier is not None:
-                signals[name] = max(0, after - earlier) / unit / elapsed_s
-        if group.quota is not None and earlier_group.quota is not None:
-            periods, throttled = (
-                after - earlier
-                for after, earlier in zip(group.quota, earlier_group.quota, strict=True)
-            )
-            signals["cpu_quota_share"] = throttled / periods if periods > 0 else 0.0
-        if group.memory_limit_share is not None:
-            signals["memory_limit_share"] = group.memory_limit_share
-        clock_share = self._read_clock_share(now.cpu)
-        if clock_share is not None:
-            signals["cpu_clock_share"] = clock_share
-        return signals
-
-    def _read_counters(self, process: _SampledProcess, gc_ns: int, now_s: float) -> _Counters:
-        assert process.group is not None
         # Fields 12, 15 and 39 of a stat file are major faults, CPU time in the kernel, and the CPU
         # on which the thread ran last.
         thread = self._read_stat(f"{process.pid}/task/{process.pid}")
-        return _Counters(
-            now_s=now_s,
-            wait_ns=self._read_cpu_wait_ns(process.pid),
-            kernel_ticks=int(thread[12]),
-            major_faults=sum(
-                int(fields[9])
-                for fields in map(self._read_stat, (process.pid, *process.children))
-                if fields
-            ),
-            gc_ns=gc_ns,
-            group=self._read_group(process.group),
-            cpu=int(thread[36]),
-        )
-
-    def _read_group(self, group: ControlGroup) -> _GroupValues:
-        """Return the values of a control group, which are read once for each sample."""
-        if group.key not in self._group_values:
-            self._group_values[group.key] = _GroupValues(
-                group.refault_count(),
-                group.quota_periods(),
-                group.stall_time_us("memory"),
-                group.memory_limit_share(),
+        stats = map(self._read_stat, (process.pid, *process.children))
+        of_group, limit_share = self._read_group(process.group)
+        counters = {
+            **of_group,
+            "wait_ns": self._read_cpu_wait_ns(process.pid),
+            "kernel_ticks": int(thread[12]),
+            "major_faults": sum(int(fields[9]) for fields in stats if fields),
+            "gc_ns": gc_ns,
+        }
+        if process.counters:
+            grown = _find_increases(process.counters, counters)
+            process.newest = self._compute_signals(process, grown, now_s - process.sampled_s)
+            clock_share = self._read_clock_share(int(thread[36]))
+            gauges = {"memory_limit_share": limit_share, "cpu_clock_share": clock_share}
+            process.newest.update(
+                {name: value for name, value in gauges.items() if value is not None}
             )
-        return self._group_values[group.key]
+        process.counters, process.sampled_s = counters, now_s
+        process.disk_wait_samples = process.in_disk_wait = 0
+
+    def _compute_signals(
+        self, process: _SampledProcess, grown: Mapping[str, int], elapsed_s: float
+    ) -> dict[str, float]:
+        """Return the signals of a process. grown: increases of its counters since the last sample."""
+        signals = {
+            signal: grown[name] / unit / elapsed_s
+            for signal, (name, unit) in _RATES.items()
+            if name in grown
+        }
+        if process.disk_wait_samples:
+            signals["disk_wait_share"] = process.in_disk_wait / process.disk_wait_samples
+        if "quota_periods" in grown:
+            periods = grown["quota_periods"]
+            signals["cpu_quota_share"] = grown["throttled_periods"] / periods if periods else 0.0
+        return signals
+
+    def _read_group(self, group: ControlGroup) -> tuple[_Counters, float | None]:
+        """Return counters of a control group, and its memory as a share of the limit.
+
+        The values are read once for each sample.
+        """
+        if group.key not in self._groups:
+            periods, throttled = group.quota_periods() or (None, None)
+            counters: _Counters = {
+                "refaults": group.refault_count(),
+                "quota_periods": periods,
+                "throttled_periods": throttled,
+                "memory_stall_us": group.stall_time_us("memory"),
+            }
+            self._groups[group.key] = counters, group.memory_limit_share()
+        return self._groups[group.key]
 
     def _waits_for_disk(self, process: _SampledProcess) -> bool:
         """Return True if the main thread waits for a disk, or sleeps while a child process does."""
@@ -264,3 +237,13 @@ class HostMetrics:
             for name in ("scaling_cur_freq", "cpuinfo_max_freq")
         )
         return int(now) / int(most) if now and most.strip("0") else None
+
+
+def _find_increases(before: _Counters, now: _Counters) -> dict[str, int]:
+    """Return by how much the counters have grown that are known at both times."""
+    pairs = ((name, before.get(name), value) for name, value in now.items())
+    return {
+        name: max(0, value - earlier)
+        for name, earlier, value in pairs
+        if earlier is not None and value is not None
+    }
