@@ -46,17 +46,6 @@ def descend(levels):
 threading.Thread(target=time.sleep, args=(60,), name="other", daemon=True).start()
 descend({levels})
 """
-GREEDY = """
-import ctypes, threading, time
-
-def takes_the_gil():
-    print("ready", flush=True)
-    ctypes.PyDLL(None).sleep(60)  # PyDLL: with the GIL held
-
-threading.Thread(target=takes_the_gil, name="greedy", daemon=True).start()
-while True:
-    time.sleep(0.001)
-"""
 # The parent waits in state D of the kernel until its child calls exec or ends. The parent must
 # never run again.
 VFORKS = """
@@ -179,19 +168,6 @@ def test_deep_stack_is_cut_to_the_innermost_frames(start: Start) -> None:
     assert stack.lines[0].startswith("blocks ")
     # The 103 frames are blocks, 101 calls of descend, and <module>.
     assert stack.lines[-1] == f"and {103 - MAX_LINES} more"
-
-
-@needs_py_spy
-def test_stack_names_the_thread_that_has_the_gil(start: Start) -> None:
-    """In this test the main thread waits for the GIL."""
-    process = start(GREEDY)
-    ready(process)
-    deadline = time.monotonic() + 30
-    while not (stack := read_main_stack(process.pid)).gil_holder:
-        assert time.monotonic() < deadline, stack
-
-    assert stack.gil_holder == "greedy"
-    assert functions(stack)[-1] == "<module>"
 
 
 @needs_py_spy

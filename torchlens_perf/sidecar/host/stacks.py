@@ -43,6 +43,21 @@ _STATES = {
 # Error texts of the kernel and of a container's seccomp profile.
 _REFUSALS = ("permission denied", "operation not permitted")
 _IN_CONTAINER = "in a container `docker run --cap-add=SYS_PTRACE`"
+# Why a value of kernel.yama.ptrace_scope forbids to read another process, and how to permit it.
+_PTRACE_SCOPES = {
+    "1": (
+        "kernel.yama.ptrace_scope is 1",
+        f"`sudo sysctl kernel.yama.ptrace_scope=0`, {_IN_CONTAINER}",
+    ),
+    "2": (
+        "kernel.yama.ptrace_scope is 2",
+        f"`sudo sysctl kernel.yama.ptrace_scope=1`, {_IN_CONTAINER}",
+    ),
+    "3": (
+        "kernel.yama.ptrace_scope is 3, which only a reboot ends",
+        "kernel.yama.ptrace_scope = 1 in /etc/sysctl.d, and a reboot",
+    ),
+}
 # Directories of installed packages and of Python's own library.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+t?/")
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
@@ -61,8 +76,6 @@ class Stack:
     """
     reason: str
     """The reason why `lines` is empty, otherwise ""."""
-    gil_holder: str = ""
-    """Name of another thread that holds the GIL. The main thread may be waiting for that thread."""
     innermost: tuple[str, int] | None = None
     """File and line of the innermost frame, if py-spy reports them."""
     user_line: str = ""
@@ -249,11 +262,6 @@ def _parse_main_stack(pid: int, answer: bytes) -> Stack:
         frames = [frame for main in mains[:1] for frame in main["frames"]]
         lines = [_format_frame(frame) for frame in frames]
         innermost = (str(frames[0]["filename"]), int(frames[0]["line"])) if frames else None
-        holders = [
-            each["thread_name"] or "?"
-            for each in threads
-            if each["owns_gil"] and each not in mains[:1]
-        ]
     except (ValueError, KeyError, TypeError, AttributeError):
         return Stack((), "py-spy: its answer cannot be read")
     if not lines:
@@ -261,7 +269,7 @@ def _parse_main_stack(pid: int, answer: bytes) -> Stack:
     if len(lines) > MAX_LINES:
         lines[MAX_LINES:] = [f"and {len(lines) - MAX_LINES} more"]
     user_line = _find_user_line((str(frame["filename"]), frame["line"]) for frame in frames)
-    return Stack(tuple(lines), "", holders[0] if holders else "", innermost, user_line)
+    return Stack(tuple(lines), "", innermost, user_line)
 
 
 def _find_user_line(frames: Iterable[tuple[str, object]]) -> str:
@@ -278,30 +286,15 @@ def _format_frame(frame: dict[str, Any]) -> str:
 
 def _explain_refusal(pid: int) -> str:
     """Describe which kernel rule forbids reading the process's memory, and how to permit it."""
-    scope, us = read_kernel_text(tracer.YAMA), os.geteuid()
+    us = os.geteuid()
     them = read_kernel_text(f"/proc/{pid}/status").partition("\nUid:\t")[2].split("\t")[0]
+    seccomp = read_kernel_text("/proc/self/status").partition("\nSeccomp:\t")[2][:1]
     if us and them and them != str(us):
-        why, how = (
-            f"the process is user {them}'s, and its sidecar user {us}'s",
-            "run both as one user",
-        )
-    elif scope == "1":
-        why, how = (
-            "kernel.yama.ptrace_scope is 1",
-            f"`sudo sysctl kernel.yama.ptrace_scope=0`, {_IN_CONTAINER}",
-        )
-    elif scope == "2":
-        why, how = (
-            "kernel.yama.ptrace_scope is 2",
-            f"`sudo sysctl kernel.yama.ptrace_scope=1`, {_IN_CONTAINER}",
-        )
-    elif scope == "3":
-        why = "kernel.yama.ptrace_scope is 3, which only a reboot ends"
-        how = "kernel.yama.ptrace_scope = 1 in /etc/sysctl.d, and a reboot"
-    elif (
-        read_kernel_text("/proc/self/status").partition("\nSeccomp:\t")[2][:1]
-        == _SECCOMP_FILTER_MODE
-    ):
+        why = f"the process is user {them}'s, and its sidecar user {us}'s"
+        how = "run both as one user"
+    elif (scope := read_kernel_text(tracer.YAMA)) in _PTRACE_SCOPES:
+        why, how = _PTRACE_SCOPES[scope]
+    elif seccomp == _SECCOMP_FILTER_MODE:
         why, how = "the container's seccomp profile or its capabilities refuse it", _IN_CONTAINER
     else:
         why = "it has rights that its sidecar lacks, or is not dumpable (prctl(2))"
