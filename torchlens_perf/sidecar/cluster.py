@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.sidecar.job_generation import JobGeneration
     from torchlens_perf.sidecar.nodes.exchange import Exchange
-    from torchlens_perf.sidecar.nodes.messages import ReceivedPost
+    from torchlens_perf.sidecar.nodes.messages import NodeContact, ReceivedPost
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -80,10 +80,9 @@ class ClusterLink:
         self._tallies: deque[tuple[str, bytes]] = deque(maxlen=_MAX_TALLIES)
         self._round_s = float("-inf")
         self._closed_notes: list[str] = []  # notes of closed exchanges
-        self._missing: dict[str, str] = {}
+        self._contacts: Mapping[str, NodeContact] = {}
         self._unreadable: set[str] = set()  # nodes that run another version of this package
         self._corrupt: Counter[str] = Counter()  # number of corrupt summaries by node
-        self._others: list[str] = []
 
     @property
     def judges_alone(self) -> bool:
@@ -111,7 +110,9 @@ class ClusterLink:
     @property
     def others_still_send(self) -> bool:
         """True on node 0 while other nodes are still sending."""
-        return self._is_node_0 and bool(self._others)
+        return self._is_node_0 and any(
+            not contact.left and contact.silent_s < SILENT_S for contact in self._contacts.values()
+        )
 
     @property
     def received_slow_ranks(self) -> frozenset[int]:
@@ -183,10 +184,9 @@ class ClusterLink:
     def finish_generation(self, job: JobGeneration) -> None:
         """Send the last data of a replaced generation, and discard all data of other nodes."""
         self._report_ranks(job)
-        self._missing.clear()
+        self._contacts = {}
         self._unreadable.clear()
         self._corrupt.clear()
-        self._others.clear()
         self._tallies.clear()
 
     def exchange_data(self, job: JobGeneration, now_s: float, *, final: bool = False) -> None:
@@ -210,7 +210,11 @@ class ClusterLink:
 
     def notes(self) -> list[str]:
         """Return notes for the report about the exchange between nodes."""
-        notes = [*self._missing.values()]
+        notes = [
+            f"node {node} has sent nothing for {contact.silent_s:.0f} s: its ranks are not compared"
+            for node, contact in self._contacts.items()
+            if contact.silent_s > SILENT_S and not contact.left
+        ]
         notes += [
             f"node {node} runs another version of torchlens_perf: not compared"
             for node in self._unreadable
@@ -219,11 +223,7 @@ class ClusterLink:
             f"{count} windows of node {node} were corrupt: left out"
             for node, count in self._corrupt.items()
         ]
-        return (
-            notes
-            + self._closed_notes
-            + (self._exchange.notes() if self._exchange is not None else [])
-        )
+        return notes + self._closed_notes + (self._exchange.notes() if self._exchange else [])
 
     def close(self, job: JobGeneration) -> None:
         """Send the remaining data and end the exchange. Blocks for a few seconds at most."""
@@ -351,19 +351,7 @@ class ClusterLink:
         if posts:
             self._unreadable -= {post.node for post in posts}
             self._add_summaries(job, payloads, posts, now_s)
-        self._others = [
-            node
-            for node, contact in collected.nodes.items()
-            if not contact.left and contact.silent_s < SILENT_S
-        ]
-        self._missing = {
-            node: (
-                f"node {node} has sent nothing for {contact.silent_s:.0f} s: its ranks are not"
-                " compared"
-            )
-            for node, contact in collected.nodes.items()
-            if contact.silent_s > SILENT_S and not contact.left
-        }
+        self._contacts = collected.nodes
 
     def _add_summaries(
         self, job: JobGeneration, payloads: list[bytes], received: list[ReceivedPost], now_s: float

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Any
 
 from torchlens_perf.analysis.statistics.hardware import (
     GpuSample,
@@ -42,8 +42,6 @@ _MAX_UNWRITTEN = 20_000
 _MIN_FILE_PERIOD_NS, _MAX_FILE_PERIOD_NS = 10 * _SECOND_NS, 120 * _SECOND_NS
 _DISK_DIVISOR = 16
 
-_T = TypeVar("_T", GpuSample, LinkSample)
-
 
 class TelemetryLog:
     """Sampler of GPUs, ports and processes that keeps recent samples and totals."""
@@ -65,14 +63,11 @@ class TelemetryLog:
         self._gpu_due_ns = self._link_due_ns = self._process_due_ns = 0
         self._first_sample_ns: int | None = None
         self._written_ns = 0
-        self._recent: dict[str, deque[GpuSample]] = {}
-        self._recent_links: dict[str, deque[LinkSample]] = {}
+        self._recent: dict[str, deque[Any]] = {}  # samples by GPU or port
         self._unwritten: list[Sample] = []
         self._gpu_totals, self._link_totals, self._facts = saved.gpus, saved.links, saved.facts
-        self._losses, self._slow = (
-            Counter(saved.losses),
-            Counter(saved.slow_samples),
-        )  # totals that earlier sidecars have counted
+        # Totals that earlier sidecars have counted.
+        self._losses, self._slow = Counter(saved.losses), Counter(saved.slow_samples)
         self._lost, self._dropped = saved.lost_samples, saved.dropped_files
 
     def sample_due_sources(
@@ -112,11 +107,11 @@ class TelemetryLog:
     ) -> None:
         for uuid, gpu in gpus.items():
             self._gpu_totals.setdefault(uuid, GpuTotals()).add_sample(gpu)
-            self._recent.setdefault(uuid, deque(maxlen=_MAX_SAMPLES_IN_MEMORY)).append(gpu)
             self._facts[uuid] = self._gpus.facts[uuid]
         for name, link in links.items():
             self._link_totals.setdefault(name, LinkTotals()).add_sample(link)
-            self._recent_links.setdefault(name, deque(maxlen=_MAX_SAMPLES_IN_MEMORY)).append(link)
+        for name, sample in (*gpus.items(), *links.items()):
+            self._recent.setdefault(name, deque(maxlen=_MAX_SAMPLES_IN_MEMORY)).append(sample)
         self._add_unwritten(now, [*gpus.values(), *links.values()])
 
     def _add_unwritten(self, now: Anchor, samples: Sequence[Sample]) -> None:
@@ -133,14 +128,18 @@ class TelemetryLog:
 
         Only samples of the last 15 minutes are available.
         """
-        return _select_interval(self._recent.get(uuid, ()), since_ns, until_ns)
+        return self._select_samples(uuid, since_ns, until_ns)
 
     def link_samples(self, name: str, since_ns: int, until_ns: int) -> list[LinkSample]:
         """Return samples of a port, such as "mlx5_0/1", between two times of CLOCK_MONOTONIC.
 
         Only samples of about the last hour are available.
         """
-        return _select_interval(self._recent_links.get(name, ()), since_ns, until_ns)
+        return self._select_samples(name, since_ns, until_ns)
+
+    def _select_samples(self, name: str, since_ns: int, until_ns: int) -> list[Any]:
+        samples = self._recent.get(name, ())
+        return [sample for sample in samples if since_ns <= sample.monotonic_ns <= until_ns]
 
     def pci_bus_id(self, uuid: str) -> str:
         """Return a GPU's PCI bus id, such as "00000000:18:00.0", or "" if it is not known."""
@@ -150,7 +149,7 @@ class TelemetryLog:
     @property
     def port_names(self) -> list[str]:
         """Names of the ports that have samples."""
-        return list(self._recent_links)
+        return [name for name in self._link_totals if name in self._recent]
 
     @property
     def notes(self) -> list[str]:
@@ -190,10 +189,6 @@ class TelemetryLog:
 
     def close(self) -> None:
         self._gpus.close()
-
-
-def _select_interval(samples: Collection[_T], since_ns: int, until_ns: int) -> list[_T]:
-    return [sample for sample in samples if since_ns <= sample.monotonic_ns <= until_ns]
 
 
 def telemetry_disk_share(disk_bytes: int) -> int:
