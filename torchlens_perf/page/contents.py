@@ -54,15 +54,6 @@ class RankLocation(TypedDict):
     """
 
 
-class StepDurationQuantiles(TypedDict):
-    """Quantiles of step durations for each column, over all steps of all ranks in the column."""
-
-    p5_s: list[float | None]
-    p50_s: list[float | None]
-    p95_s: list[float | None]
-    max_s: list[float | None]
-
-
 class SlowPeriod(TypedDict):
     """Steps [since_step, until_step) in which a rank was reported as slow.
 
@@ -84,7 +75,10 @@ class StepMatrices(TypedDict):
     is_compared: bool
     """True if the work of any rank can be compared with that of others in its population."""
     step: EncodedMatrix
-    bands: StepDurationQuantiles
+    bands: dict[str, list[float | None]]
+    """Quantiles of step durations for each column, over all steps of all ranks in the column: p5_s,
+    p50_s, p95_s and max_s.
+    """
     slow: list[SlowPeriod]
     work: EncodedMatrix
     """Own time without CPU contention, by which ranks are compared.

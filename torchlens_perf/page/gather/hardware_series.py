@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,62 +33,51 @@ NO_CPU_TITLE = "CPU contention (runnable but not scheduled)"
 MAX_POINTS = 240
 # A rank's CPU contention is shown if it reaches this share in any column.
 _MIN_CONTENTION = 0.01
-_GAUGE, _LEVEL, _RATE, _SHARE, _COUNT = range(5)
+_GAUGE, _LEVEL, _RATE, _SHARE, _COUNT = "gauge", "level", "rate", "share", "count"
+"""Conversion of the samples:
 
-
-class _MeasuredQuantity(NamedTuple):
-    title: str
-    unit: str
-    how: int
-    """Conversion of the samples:
-
-    - _GAUGE: unchanged.
-    - _LEVEL: a share, to percent.
-    - _RATE: a counter, to growth per second.
-    - _SHARE: a counter of ns, to percent of the elapsed time; left out if it never grows.
-    - _COUNT: a counter, to growth since the first sample; left out if it never grows.
-    """
-
-
-_GPU = {
-    "sm_clock_hz": _MeasuredQuantity("SM clock", "Hz", _GAUGE),
-    "temperature_c": _MeasuredQuantity("GPU temperature", "Cel", _GAUGE),
-    "power_w": _MeasuredQuantity("GPU power", "W", _GAUGE),
-    "throttle_thermal_ns": _MeasuredQuantity("Throttled by heat", "%", _SHARE),
-    "throttle_hw_thermal_ns": _MeasuredQuantity("Throttled by heat (hardware)", "%", _SHARE),
-    "throttle_power_ns": _MeasuredQuantity("Throttled by the power limit", "%", _SHARE),
-    "throttle_hw_power_brake_ns": _MeasuredQuantity("Throttled by the power brake", "%", _SHARE),
-    "throttle_sync_boost_ns": _MeasuredQuantity("Throttled by sync boost", "%", _SHARE),
-    "xids": _MeasuredQuantity("XID errors", "1", _COUNT),
-    "ecc_uncorrected": _MeasuredQuantity("Uncorrected ECC errors", "1", _COUNT),
-    "sm_active": _MeasuredQuantity("SMs active", "%", _LEVEL),
-    "busy": _MeasuredQuantity("GPU busy (any kernel is running)", "%", _LEVEL),
-    "others_busy": _MeasuredQuantity("GPU used by other processes", "%", _LEVEL),
-    "memory_used_bytes": _MeasuredQuantity("GPU memory used by all processes", "By", _GAUGE),
-    "nvlink_received_bytes": _MeasuredQuantity("NVLink received", "By/s", _RATE),
-    "pcie_received_bytes": _MeasuredQuantity("PCIe received", "By/s", _RATE),
-    "pcie_replays": _MeasuredQuantity("PCIe replays", "1", _COUNT),
-    "nvlink_errors": _MeasuredQuantity("NVLink errors", "1", _COUNT),
+- _GAUGE: unchanged.
+- _LEVEL: a share, to percent.
+- _RATE: a counter, to growth per second.
+- _SHARE: a counter of ns, to percent of the elapsed time; left out if it never grows.
+- _COUNT: a counter, to growth since the first sample; left out if it never grows.
+"""
+_Quantities = Mapping[str, tuple[str, str, str]]
+"""Title, unit and conversion of each column of samples."""
+_GPU: _Quantities = {
+    "sm_clock_hz": ("SM clock", "Hz", _GAUGE),
+    "temperature_c": ("GPU temperature", "Cel", _GAUGE),
+    "power_w": ("GPU power", "W", _GAUGE),
+    "throttle_thermal_ns": ("Throttled by heat", "%", _SHARE),
+    "throttle_hw_thermal_ns": ("Throttled by heat (hardware)", "%", _SHARE),
+    "throttle_power_ns": ("Throttled by the power limit", "%", _SHARE),
+    "throttle_hw_power_brake_ns": ("Throttled by the power brake", "%", _SHARE),
+    "throttle_sync_boost_ns": ("Throttled by sync boost", "%", _SHARE),
+    "xids": ("XID errors", "1", _COUNT),
+    "ecc_uncorrected": ("Uncorrected ECC errors", "1", _COUNT),
+    "sm_active": ("SMs active", "%", _LEVEL),
+    "busy": ("GPU busy (any kernel is running)", "%", _LEVEL),
+    "others_busy": ("GPU used by other processes", "%", _LEVEL),
+    "memory_used_bytes": ("GPU memory used by all processes", "By", _GAUGE),
+    "nvlink_received_bytes": ("NVLink received", "By/s", _RATE),
+    "pcie_received_bytes": ("PCIe received", "By/s", _RATE),
+    "pcie_replays": ("PCIe replays", "1", _COUNT),
+    "nvlink_errors": ("NVLink errors", "1", _COUNT),
 }
-_LINK = {
-    "transmitted_bytes": _MeasuredQuantity("Network transmitted", "By/s", _RATE),
-    "received_bytes": _MeasuredQuantity("Network received", "By/s", _RATE),
-    **{
-        name: _MeasuredQuantity(f"Network port: {name.replace('_', ' ')}", "1", _COUNT)
-        for name in LINK_ERRORS
-    },
+_LINK: _Quantities = {
+    "transmitted_bytes": ("Network transmitted", "By/s", _RATE),
+    "received_bytes": ("Network received", "By/s", _RATE),
+    **{name: (f"Network port: {name.replace('_', ' ')}", "1", _COUNT) for name in LINK_ERRORS},
 }
-_PROCESS = {
-    "cpu_ns": _MeasuredQuantity("CPU used, in percent of one core", "%", _SHARE),
-    "resident_bytes": _MeasuredQuantity("Resident memory, with workers", "By", _GAUGE),
-    "read_bytes": _MeasuredQuantity("Disk read", "By/s", _RATE),
-    "written_bytes": _MeasuredQuantity("Disk written", "By/s", _RATE),
+_PROCESS: _Quantities = {
+    "cpu_ns": ("CPU used, in percent of one core", "%", _SHARE),
+    "resident_bytes": ("Resident memory, with workers", "By", _GAUGE),
+    "read_bytes": ("Disk read", "By/s", _RATE),
+    "written_bytes": ("Disk written", "By/s", _RATE),
 }
-_NAMESPACE = {
-    "network_received_bytes": _MeasuredQuantity("Network received, all interfaces", "By/s", _RATE),
-    "network_transmitted_bytes": _MeasuredQuantity(
-        "Network transmitted, all interfaces", "By/s", _RATE
-    ),
+_NAMESPACE: _Quantities = {
+    "network_received_bytes": ("Network received, all interfaces", "By/s", _RATE),
+    "network_transmitted_bytes": ("Network transmitted, all interfaces", "By/s", _RATE),
 }
 
 
@@ -105,32 +94,31 @@ def read_hardware_series(
     notes: receives a line for each file that cannot be read.
     """
     nodes = {node_of[rank] for rank in ranks}
+    gpus, links, samples = (
+        ParquetFolder(run.path / folder, nodes, make_error_collector(notes))
+        for folder in (GPUS, LINKS, PROCESSES)
+    )
     rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].gpus}
-    found = []
-    for (_, uuid), table in _read_tables(
-        ParquetFolder(run.path / GPUS, nodes, make_error_collector(notes)), "uuid", _GPU
-    ):
+    found, hosts = list[TimeSeries](), set[str]()
+
+    def add_series(
+        table: Mapping[str, Floats], quantities: _Quantities, where: str, rank: int | None = None
+    ) -> None:
+        found.extend(_build_series(table, quantities, where, rank, begin_unix_ns))
+
+    for (_, uuid), table in _read_tables(gpus, ("host", "uuid"), _GPU):
         if uuid in rank_of:
-            found += _build_series(
-                table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid], begin_unix_ns
-            )
-    for (host, port), table in _read_tables(
-        ParquetFolder(run.path / LINKS, nodes, make_error_collector(notes)), "device", _LINK
-    ):
-        found += _build_series(table, _LINK, f"{host} {port}", None, begin_unix_ns)
-    hosts = set[str]()
-    for (host, rank), table in _read_tables(
-        ParquetFolder(run.path / PROCESSES, nodes, make_error_collector(notes)),
-        "rank",
-        _PROCESS | _NAMESPACE,
-    ):
-        if int(rank) in ranks:
-            found += _build_series(table, _PROCESS, f"rank {rank}", int(rank), begin_unix_ns)
+            add_series(table, _GPU, f"rank {rank_of[uuid]}", rank_of[uuid])
+    for (host, device, port), table in _read_tables(links, ("host", "device", "port"), _LINK):
+        add_series(table, _LINK, f"{host} {device} port {port}")
+    for (host, rank), table in _read_tables(samples, ("host", "rank"), {**_PROCESS, **_NAMESPACE}):
+        if rank in ranks:
+            add_series(table, _PROCESS, f"rank {rank}", rank)
         # The ranks of a node share its network interfaces, so only the first rank's samples are
         # used.
         if host not in hosts:
             hosts.add(host)
-            found += _build_series(table, _NAMESPACE, host, None, begin_unix_ns)
+            add_series(table, _NAMESPACE, host)
     return found
 
 
@@ -141,13 +129,14 @@ def build_rank_series(
     ranks: Sequence[int],
 ) -> list[TimeSeries]:
     """Return the CPU contention and the device memory of each rank over time."""
-    row_of = {rank: row for row, rank in enumerate(sorted(processes))}
-    started = np.array([np.nan if each is None else each for each in columns["started_s"]])
+    contention = grid.mean("ready_ns", "ready_of_ns")
+    # None becomes NaN.
+    started = np.array(columns["started_s"], np.float64)
     first_steps = np.array(columns["first_steps"])
     known = np.isfinite(started)
     found: list[TimeSeries] = []
     for rank in ranks:
-        shares = grid.contention_share(row_of[rank])
+        shares = contention[grid.row_of[rank]]
         if np.nanmax(shares, initial=0.0) >= _MIN_CONTENTION:
             found.append(
                 _average_series(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares)
@@ -160,9 +149,7 @@ def build_rank_series(
             ("allocated_bytes", "Device memory allocated"),
             ("reserved_bytes", "Device memory reserved"),
         ):
-            values = np.array(
-                [np.nan if (value := getattr(each, name)) is None else value for each in readings]
-            )
+            values = np.array([getattr(each, name) for each in readings], np.float64)
             if np.isfinite(values).any():
                 found.append(_average_series(title, "By", f"rank {rank}", rank, at, values))
     return found
@@ -194,13 +181,12 @@ def trim_series(
 
 
 def _read_tables(
-    files: ParquetFolder, named_by: str, quantities: Collection[str]
-) -> Iterator[tuple[tuple[str, str], dict[str, Floats]]]:
-    """Yield the numeric columns for each pair of host and name, in time order."""
-    needed = ["host", named_by, "time"]
+    files: ParquetFolder, named_by: Sequence[str], quantities: Collection[str]
+) -> Iterator[tuple[list[Any], dict[str, Floats]]]:
+    """Yield the numeric columns of each measured object, in time order, and the object's names."""
     tables = list(
         files.read_each(
-            lambda file: file.read_table([*needed, *(set(file.names) & {"port", *quantities})])
+            lambda file: file.read_table([*named_by, "time", *(set(file.names) & {*quantities})])
         )
     )
     if not tables:
@@ -211,50 +197,40 @@ def _read_tables(
         for name in table.column_names
         if (found := to_floats(table.column(name))) is not None
     }
-    names = [str(name) for name in table.column(named_by).to_pylist()]
-    if "port" in columns:
-        names = [
-            f"{name} port {port:.0f}"
-            for name, port in zip(names, columns["port"].tolist(), strict=True)
-        ]
-    rows: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for at, key in enumerate(zip(table.column("host").to_pylist(), names, strict=True)):
-        rows[key].append(at)
-    for key, of_key in sorted(rows.items()):
-        yield key, {name: values[of_key] for name, values in columns.items()}
+    numbered = table.append_column("row", [np.arange(len(table))])
+    rows_of = numbered.group_by(list(named_by), use_threads=False).aggregate([("row", "list")])
+    for each in sorted(rows_of.to_pylist(), key=lambda each: [str(each[key]) for key in named_by]):
+        rows = each["row_list"]
+        yield [each[key] for key in named_by], {key: of[rows] for key, of in columns.items()}
 
 
 def _build_series(
     table: Mapping[str, Floats],
-    quantities: Mapping[str, _MeasuredQuantity],
+    quantities: _Quantities,
     where: str,
     rank: int | None,
     begin_unix_ns: int,
-) -> list[TimeSeries]:
+) -> Iterator[TimeSeries]:
     time_s = (table["time"] - begin_unix_ns) / 1e9
-    found = []
+    gone_s = np.diff(time_s, prepend=np.nan)
     for name, (title, unit, how) in quantities.items():
-        values = table.get(name)
-        if values is None or not np.isfinite(values).any():
+        if name not in table or not np.isfinite(table[name]).any():
             continue
-        if how == _LEVEL:
-            values = 100 * values
-        elif how != _GAUGE:
-            # A decrease means that the counter was reset.
-            grown = np.maximum(np.diff(values, prepend=np.nan), 0)
-            if how != _RATE and not np.nansum(grown):
-                continue
-            gone_s = np.diff(time_s, prepend=np.nan)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                values = {
-                    _RATE: grown / gone_s,
-                    _SHARE: 100 * grown / 1e9 / gone_s,
-                    _COUNT: np.cumsum(np.nan_to_num(grown)),
-                }[how]
+        # A decrease means that the counter was reset.
+        grown = np.maximum(np.diff(table[name], prepend=np.nan), 0)
+        if how in (_SHARE, _COUNT) and not np.nansum(grown):
+            continue
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = {
+                _GAUGE: table[name],
+                _LEVEL: 100 * table[name],
+                _RATE: grown / gone_s,
+                _SHARE: 100 * grown / 1e9 / gone_s,
+                _COUNT: np.cumsum(np.nan_to_num(grown)),
+            }[how]
         # A single sample of a counter has no rate.
         if np.isfinite(values).any():
-            found.append(_average_series(title, unit, where, rank, time_s, values))
-    return found
+            yield _average_series(title, unit, where, rank, time_s, values)
 
 
 def _average_series(

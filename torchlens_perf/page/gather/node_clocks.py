@@ -9,12 +9,13 @@ clocks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from torchlens_perf.analysis.collectives.semantics import (
+    CollectiveName,
     ends_after_all_started,
     parse_collective_name,
 )
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.identity import ProcessGroup
     from torchlens_perf.store.segments import ProcessRecords
 
+# The lower 32 bits of a collective record's value1 are its sequence number.
+SEQUENCE_MASK = 0xFFFFFFFF
 # Two nodes' clocks can be aligned if the nodes share at least this many collectives.
 MIN_ENDS = 3
 # Only the collectives nearest in time are used, since clocks drift.
@@ -43,6 +46,15 @@ class RankRecords(NamedTuple):
     """Offset from the times in the records to the wall clock of the node."""
     groups: Mapping[str, ProcessGroup]
     records: ProcessRecords
+
+    def iterate_collectives(self) -> Iterator[tuple[CollectiveName, int, np.void]]:
+        """Yield operation, sequence number and record of each collective."""
+        records, names = self.records
+        operations = [parse_collective_name(name) for name in names]
+        for record in records[records["kind"] == Kind.COLLECTIVE]:
+            operation = operations[record["name_id"]]
+            if operation is not None:
+                yield operation, int(record["value1"]) & SEQUENCE_MASK, record
 
 
 class CommonClock(NamedTuple):
@@ -123,22 +135,15 @@ def _collective_ends(
     each: RankRecords, uncomparable: Collection[str]
 ) -> list[tuple[tuple[str, int], int]]:
     """Return name, sequence number and end of the collectives that end together on all ranks."""
-    records, names = each.records
-    rows = records[
-        (records["kind"] == Kind.COLLECTIVE) & ((records["flags"] & Flag.COMPLETED) != 0)
-    ]
     found = []
-    for row in rows:
-        operation = parse_collective_name(names[row["name_id"]])
+    for operation, number, record in each.iterate_collectives():
         if (
-            operation is None
-            or operation.group in uncomparable
-            or not ends_after_all_started(operation.operation)
+            record["flags"] & Flag.COMPLETED
+            and operation.group not in uncomparable
+            and ends_after_all_started(operation.operation)
         ):
-            continue
-        group = each.groups.get(operation.group)
-        key = f"{names[row['name_id']]} {group['ranks'] if group is not None else ''}"
-        found.append(
-            ((key, int(row["value1"]) & 0xFFFFFFFF), int(row["start_ns"] + row["duration_ns"]))
-        )
+            group = each.groups.get(operation.group)
+            name = each.records.names[record["name_id"]]
+            key = f"{name} {group['ranks'] if group is not None else ''}"
+            found.append(((key, number), int(record["start_ns"] + record["duration_ns"])))
     return found

@@ -18,7 +18,7 @@ from torchlens_perf.page.contents import (
     StepTraces,
     TimeSeries,
 )
-from torchlens_perf.page.gather.device_grid import build_device_grid
+from torchlens_perf.page.gather.device_grid import add_device_steps
 from torchlens_perf.page.gather.hardware_series import (
     build_rank_series,
     read_hardware_series,
@@ -72,10 +72,9 @@ def gather_contents(
     notes: list[str] = []
     plain: Report = report_json.to_json_types(report)
     ranks = choose_ranks(plain, slow, node_of)
-    named = _reported_ranks(plain, slow)
-    shown = trim_report(
-        {**plain, "heat": None}, {*named, *ranks}, int(_REPORT * budget_bytes), notes
-    )
+    kept = {*ranks, *(each["rank"] for each in slow)}
+    kept |= {row["rank"] for row in plain["verdicts"] if row["rank"] is not None}
+    shown = trim_report({**plain, "heat": None}, kept, int(_REPORT * budget_bytes), notes)
     begin_ns = first_step_unix_ns(processes)
     grid = read_step_grid(run, processes, notes)
     matrices: StepMatrices | None = None
@@ -88,9 +87,7 @@ def gather_contents(
         )
         own = plain["steps"]["own_time"]
         hidden = own is not None and own["is_hidden"]
-        grid.device = build_device_grid(
-            run, processes, node_of, grid.empty_copy(), notes, hidden=hidden
-        )
+        add_device_steps(run, processes, node_of, grid, notes, hidden=hidden)
         grid, fitting = widen_grid(
             grid, lambda of: build_step_matrices(of, processes, slow), room, notes
         )
@@ -99,8 +96,8 @@ def gather_contents(
     series = trim_series(series, int(_SERIES * budget_bytes), notes)
     if grid is not None:
         left = budget_bytes - sum(map(json_size_bytes, (shown, matrices, series)))
-        kept = find_kept_step_range(run, {node_of[rank] for rank in ranks})
-        steps = choose_steps(grid, slow, int(grid.warm_from.max(initial=0)), kept)
+        recorded = find_kept_step_range(run, {node_of[rank] for rank in ranks})
+        steps = choose_steps(grid, slow, int(grid.warm_from.max(initial=0)), recorded)
         traces = read_whole_steps(
             run, processes, node_of, ranks, steps, uncomparable, left, notes, with_others=True
         )
@@ -146,9 +143,3 @@ def collect_ranks(
     )
     uncomparable = {name for state in states for name in state.join.uncomparable_groups()}
     return processes, node_of, slow_periods(findings), uncomparable
-
-
-def _reported_ranks(report: Report, slow: list[SlowPeriod]) -> set[int]:
-    """Return the ranks that verdicts or slow periods are about."""
-    named = {verdict["rank"] for verdict in report["verdicts"]} | {each["rank"] for each in slow}
-    return {rank for rank in named if rank is not None}

@@ -7,19 +7,17 @@ duration minus the shortest one, for which no common clock is needed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.semantics import (
     OperationKey,
     WaitRelation,
-    parse_collective_name,
     semantics_of,
     split_wait_and_transfer,
 )
 from torchlens_perf.page.contents import JoinedCollective
-from torchlens_perf.run.ring import Kind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +37,12 @@ def join_collectives_by_step(
     """
     one_clock = len({each.node for each in ranks}) == 1
     known, wanted = {each.rank for each in ranks}, set(shown)
-    places = _locate_operations([each for each in ranks if each.rank in wanted])
+    places = {
+        (each.rank, operation.group, number): record
+        for each in ranks
+        if each.rank in wanted
+        for operation, number, record in each.iterate_collectives()
+    }
     found: dict[int, list[tuple[int, JoinedCollective]]] = defaultdict(list)
 
     def collect_rows(
@@ -51,10 +54,9 @@ def join_collectives_by_step(
         for row in rows:
             place = places.get((member, key.group.name, int(row["sequence"][0])))
             if place is not None:
-                step, end_ns = place
-                found[step].append(
+                found[int(place["step"])].append(
                     (
-                        end_ns,
+                        int(place["start_ns"] + place["duration_ns"]),
                         _build_joined_collective(
                             key, members, row, root, known, wanted, one_clock=one_clock
                         ),
@@ -75,26 +77,6 @@ def join_collectives_by_step(
         step: [row for _, row in sorted(rows, key=lambda each: each[0])]
         for step, rows in found.items()
     }
-
-
-def _locate_operations(
-    ranks: Collection[RankRecords],
-) -> Mapping[tuple[int, str, int], tuple[int, int]]:
-    """Return the step, and the end by the rank's clock, of each operation."""
-    found = {}
-    for each in ranks:
-        records, names = each.records
-        rows = records[records["kind"] == int(Kind.COLLECTIVE)]
-        operations = [parse_collective_name(name) for name in names]
-        ends = (rows["start_ns"] + rows["duration_ns"]).tolist()
-        numbers = (rows["value1"] & 0xFFFFFFFF).tolist()
-        for name_id, number, step, end_ns in zip(
-            rows["name_id"].tolist(), numbers, rows["step"].tolist(), ends, strict=True
-        ):
-            operation = operations[name_id]
-            if operation is not None:
-                found[each.rank, operation.group, number] = step, end_ns
-    return found
 
 
 def _build_joined_collective(

@@ -9,8 +9,13 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
-from torchlens_perf.page.contents import MatrixColumns, RankLocation, SlowPeriod, StepMatrices
-from torchlens_perf.page.gather.step_grid import QUANTILES, StepBatch, StepGrid
+from torchlens_perf.page.contents import MatrixColumns, SlowPeriod, StepMatrices
+from torchlens_perf.page.gather.step_grid import (
+    DEVICE_CLOCK,
+    HOST_CLOCK,
+    QUANTILES,
+    StepGrid,
+)
 from torchlens_perf.page.matrix import encode_durations
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
@@ -21,6 +26,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from torchlens_perf.page.gather.step_grid import Steps
     from torchlens_perf.run.directory import RunDirectory
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.findings import Findings
@@ -28,7 +34,6 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 MAX_MEMORY_COLUMNS = 256
-_PARTS = tuple(f"{part}_ns" for part in PARTS)
 _COLUMNS = (
     "process",
     "step",
@@ -38,7 +43,7 @@ _COLUMNS = (
     "ready_ns",
     "memory_bytes",
     "flags",
-    *_PARTS,
+    *(f"{part}_ns" for part in PARTS),
 )
 _FLAGS = {**TAG_NAMES, "garbage collection": Flag.COLLECTED}
 
@@ -56,24 +61,9 @@ def read_step_grid(
 
     notes: receives a line for each unreadable file.
     """
-    ranks = sorted(processes)
-    firsts = [processes[rank].statistics.first_step for rank in ranks]
-    lasts = [processes[rank].statistics.last_step for rank in ranks]
-    known = [
-        (first, last)
-        for first, last in zip(firsts, lasts, strict=True)
-        if first is not None and last is not None
-    ]
-    if not known:
+    grid = _empty_grid(processes)
+    if grid is None:
         return None
-    warm_from = np.array([(first or 0) + WARM_UP_STEPS for first in firsts], np.int64)
-    grid = StepGrid(
-        ranks,
-        warm_from,
-        min(first for first, _ in known),
-        max(last for _, last in known),
-        len(PARTS),
-    )
     row_of = {processes[rank].identity.key: row for rank, row in grid.row_of.items()}
     begin_ns = first_step_unix_ns(processes)
     begins = {each.identity.key: begin_ns - each.anchor.offset_ns for each in processes.values()}
@@ -84,76 +74,74 @@ def read_step_grid(
 
     for _ in ParquetFolder(run.steps, unreadable=make_error_collector(notes)).read_each(add_file):
         pass
-    return grid if grid.steps.any() else None
+    return grid if grid.sum_of("host steps").any() else None
 
 
-def _select_rows(rows: Any, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -> StepBatch:
+def _empty_grid(processes: Mapping[int, ProcessState]) -> StepGrid | None:
+    """Return an empty grid with a row for each process; None if no process has made a step."""
+    ranks = sorted(processes)
+    statistics = [processes[rank].statistics for rank in ranks]
+    firsts = [each.first_step for each in statistics if each.first_step is not None]
+    lasts = [each.last_step for each in statistics if each.last_step is not None]
+    if not firsts or not lasts:
+        return None
+    warm_from = np.array([(each.first_step or 0) + WARM_UP_STEPS for each in statistics], np.int64)
+    by_device = [rank for rank in ranks if processes[rank].judged_by == DEVICE]
+    return StepGrid(ranks, warm_from, min(firsts), max(lasts), by_device)
+
+
+def _select_rows(rows: Any, row_of: Mapping[str, int], begin_ns: Mapping[str, int]) -> Steps:
     """Return the steps of the processes in `row_of`.
 
     row_of: the row in the grid, by process key. begin_ns: the start of the run on the process's
     clock, by process key.
     """
     row = map_texts(rows.column("process"), row_of, -1)
-    ours = row >= 0
-
-    def column_values(name: str) -> npt.NDArray[np.int64]:
-        known = rows.column(name).fill_null(-1)
-        found: npt.NDArray[np.int64] = known.to_numpy(zero_copy_only=False)[ours].astype(np.int64)
-        return found
-
-    return StepBatch(
-        row=row[ours],
-        step=column_values("step"),
-        start_ns=column_values("start_ns") - map_texts(rows.column("process"), begin_ns, 0)[ours],
-        duration_ns=column_values("duration_ns"),
-        work_ns=column_values("work_ns"),
-        parts_ns=np.stack([column_values(name) for name in _PARTS], axis=1),
-        ready_ns=column_values("ready_ns"),
-        memory_bytes=column_values("memory_bytes"),
-        flags=column_values("flags"),
-    )
+    steps = {
+        name: rows.column(name).fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+        for name in _COLUMNS[1:]
+    }
+    steps["start_ns"] -= map_texts(rows.column("process"), begin_ns, 0)
+    steps["row"] = row
+    return {name: values[row >= 0] for name, values in steps.items()}
 
 
 def build_step_matrices(
     grid: StepGrid, processes: Mapping[int, ProcessState], slow: list[SlowPeriod]
 ) -> StepMatrices:
     """Return the step times of the grid in the form that the page contains."""
-    ranks = sorted(processes)
-    work = _mean_work_s(
-        grid, [row for row, rank in enumerate(ranks) if processes[rank].judged_by == DEVICE]
+    work = grid.mean("work_ns", "compared") / 1e9
+    others = _others_median_s(
+        work, [process.placement.population for _, process in sorted(processes.items())]
     )
-    device_parts = {} if grid.device is None else _mean_parts_s(grid.device)
-    others = _others_median_s(work, [processes[rank].placement.population for rank in ranks])
+    parts, device_parts = (
+        {part: encode_durations(values) for part, values in grid.mean_parts_s(clock).items()}
+        for clock in (HOST_CLOCK, DEVICE_CLOCK)
+    )
     return {
         "columns": _describe_columns(grid),
-        "places": [_rank_location(rank, processes[rank]) for rank in ranks],
+        "places": [
+            {
+                "rank": rank,
+                "host": process.identity.host,
+                "local_rank": process.identity.local_rank,
+                "mesh": dict(process.placement.coordinates),
+            }
+            for rank, process in sorted(processes.items())
+        ],
         "is_compared": bool(np.isfinite(others).any()),
-        "step": encode_durations(_mean_s(grid.step_ns, grid.steps)),
+        "step": encode_durations(grid.mean("step_ns", "host steps") / 1e9),
         "bands": {
-            **{name: _round_values(grid.quantile_s(share)) for name, share in QUANTILES.items()},  # type: ignore[typeddict-item]
+            **{name: _round_values(grid.quantile_s(share)) for name, share in QUANTILES.items()},
             "max_s": _round_values(grid.longest_ns / 1e9),
         },
         "slow": slow,
         "work": encode_durations(work),
         "others": encode_durations(others),
-        "parts": {part: encode_durations(values) for part, values in _mean_parts_s(grid).items()},
-        "device_parts": {part: encode_durations(values) for part, values in device_parts.items()},
+        "parts": parts,
+        "device_parts": device_parts,
         "memory_bytes": _peak_memory_bytes(grid),
     }
-
-
-def _mean_work_s(grid: StepGrid, by_device: list[int]) -> Floats:
-    """Return the mean work of comparable steps, shape [ranks, columns].
-
-    by_device: rows whose work is measured by the device's clock.
-    """
-    sums, counts = grid.work_ns.copy(), grid.compared.copy()
-    if grid.device is not None:
-        sums[by_device], counts[by_device] = (
-            grid.device.work_ns[by_device],
-            grid.device.compared[by_device],
-        )
-    return _mean_s(sums, counts)
 
 
 def _others_median_s(work: Floats, populations: Sequence[str]) -> Floats:
@@ -168,26 +156,9 @@ def _others_median_s(work: Floats, populations: Sequence[str]) -> Floats:
     return others
 
 
-def _mean_parts_s(grid: StepGrid) -> dict[str, Floats]:
-    """Return the mean seconds of each part that occurs, shape [ranks, columns]."""
-    return {
-        part: _mean_s(grid.parts_ns[at], grid.steps)
-        for at, part in enumerate(PARTS)
-        if grid.parts_ns[at].any()
-    }
-
-
-def _mean_s(sums_ns: Floats, counts: npt.NDArray[np.integer[Any]]) -> Floats:
-    """Return means in seconds; NaN where the count is 0."""
-    means: Floats = (
-        np.divide(sums_ns, counts, out=np.full(sums_ns.shape, np.nan), where=counts > 0) / 1e9
-    )
-    return means
-
-
 def _describe_columns(grid: StepGrid) -> MatrixColumns:
     starts = np.where(np.isfinite(grid.start_ns), grid.start_ns, np.nan)
-    some = grid.steps.any(axis=0)
+    some = grid.sum_of("host steps").any(axis=0)
     started_s = np.full(starts.shape[1], np.nan)
     started_s[some] = np.nanmedian(starts[:, some], axis=0) / 1e9
     return {
@@ -197,16 +168,6 @@ def _describe_columns(grid: StepGrid) -> MatrixColumns:
         "flags": [
             [name for name, flag in _FLAGS.items() if found & flag] for found in grid.flags.tolist()
         ],
-    }
-
-
-def _rank_location(rank: int, process: ProcessState) -> RankLocation:
-    placement = process.placement
-    return {
-        "rank": rank,
-        "host": process.identity.host,
-        "local_rank": process.identity.local_rank,
-        "mesh": dict(placement.coordinates),
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.page.contents import RankTrace, SpanRow
+from torchlens_perf.page.gather.node_clocks import SEQUENCE_MASK
 from torchlens_perf.run.ring import Flag, Kind, kind_name
 
 if TYPE_CHECKING:
@@ -17,27 +18,26 @@ if TYPE_CHECKING:
 
 HOST, DEVICE = "host", "device"
 LANES = (HOST, "collectives", "other threads", DEVICE, "collectives on the device")
-# The lower 32 bits of a collective record's value1 are its sequence number.
-_NUMBER = 0xFFFFFFFF
 _ROUNDED_US = 0.1
 # Only the longest spans of each rank in a step are kept.
 MAX_SPANS = 600
 
 
+def find_step_end(records: npt.NDArray[np.void]) -> np.void:
+    """Return the record of the end of the step, which must be among the records."""
+    end: np.void = records[records["kind"] == Kind.STEP][-1]
+    return end
+
+
 def build_rank_trace(
     rank: int, of: ProcessRecords, index_of: dict[str, int], offset_us: float | None
-) -> tuple[RankTrace, int] | None:
+) -> tuple[RankTrace, int]:
     """Return the trace of the step in these records and the number of left-out spans.
 
-    Return None if the records lack the end of the step. index_of: the index of each name; new names
-    are added.
+    index_of: the index of each name; new names are added.
     """
-    records = of.records
-    ends = records[records["kind"] == Kind.STEP]
-    if not len(ends):
-        return None
-    begin_ns, duration_ns = int(ends[-1]["start_ns"]), int(ends[-1]["duration_ns"])
-    spans = records[records["kind"] != Kind.STEP]
+    end = find_step_end(of.records)
+    spans = of.records[of.records["kind"] != Kind.STEP]
     left_out = max(0, len(spans) - MAX_SPANS)
     if left_out:
         order = np.argsort(-spans["duration_ns"], kind="stable")
@@ -48,11 +48,12 @@ def build_rank_trace(
         chosen = spans[lanes == lane]
         if len(chosen):
             chosen = chosen[np.lexsort((-chosen["duration_ns"], chosen["start_ns"]))]
-            rows.append(_build_span_row(LANES[lane], chosen, of.names, index_of, begin_ns))
+            row = _build_span_row(LANES[lane], chosen, of.names, index_of, int(end["start_ns"]))
+            rows.append(row)
     trace: RankTrace = {
         "rank": rank,
         "offset_us": None if offset_us is None else round(offset_us, 1),
-        "duration_us": round(duration_ns / 1e3, 1),
+        "duration_us": round(int(end["duration_ns"]) / 1e3, 1),
         "rows": rows,
     }
     return trace, left_out
@@ -97,7 +98,9 @@ def _build_span_row(
         "duration_us": duration_us.tolist(),
         "depth": depth.tolist(),
         "number": (
-            np.where(numbered, spans["value1"] & _NUMBER, 0).tolist() if numbered.any() else None
+            np.where(numbered, spans["value1"] & SEQUENCE_MASK, 0).tolist()
+            if numbered.any()
+            else None
         ),
     }
 

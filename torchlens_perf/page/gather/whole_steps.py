@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.page.contents import StepTrace, StepTraces
-from torchlens_perf.page.gather.node_clocks import CommonClock, NodeClocks, RankRecords
+from torchlens_perf.page.gather.node_clocks import NodeClocks, RankRecords
 from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
-from torchlens_perf.page.gather.step_trace import build_rank_trace
+from torchlens_perf.page.gather.step_trace import build_rank_trace, find_step_end
 from torchlens_perf.page.gather.thinning import json_size_bytes as size_of
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Flag, Kind
@@ -68,10 +68,10 @@ def read_whole_steps(
     clocks = NodeClocks(of_steps.values(), uncomparable)
     index_of, rows, used_bytes, left_out = dict[str, int](), list[StepTrace](), 0, 0
     for step, why in steps:
+        if not of_steps[step]:
+            continue
         with_its_own = dict(index_of)
         row = _build_step_trace(step, why, of_steps[step], len(processes), with_its_own, clocks)
-        if row is None:
-            continue
         row["collectives"] = collectives.get(step, [])
         size = size_of(row) + size_of(list(with_its_own)[len(index_of) :])
         if used_bytes + size > budget_bytes:
@@ -139,24 +139,24 @@ def _build_step_trace(
     world_size: int,
     index_of: dict[str, int],
     clocks: NodeClocks,
-) -> StepTrace | None:
-    """Return the spans of a step without its collectives; None if no rank has records."""
-    if not ranks:
-        return None
+) -> StepTrace:
+    """Return the spans of a step without its collectives."""
     clock = clocks.common_clock(ranks)
+    ends = {each.rank: find_step_end(each.records.records) for each in ranks}
     begins = {
-        each.rank: _step_begin_ns(each, clock) for each in ranks if each.rank in clock.offset_ns
+        rank: int(end["start_ns"]) + clock.offset_ns[rank]
+        for rank, end in ends.items()
+        if rank in clock.offset_ns
     }
     first_ns = min(begins.values())
     found, left_out = [], 0
     for each in ranks:
         offset_us = (begins[each.rank] - first_ns) / 1e3 if each.rank in begins else None
-        traced = build_rank_trace(each.rank, each.records, index_of, offset_us)
-        if traced is not None:
-            found.append(traced[0])
-            left_out += traced[1]
+        trace, shortest = build_rank_trace(each.rank, each.records, index_of, offset_us)
+        found.append(trace)
+        left_out += shortest
     short = f"The {left_out:,} shortest spans are left out." if left_out else ""
-    untimed = [each.rank for each in ranks if _has_flag(each, Flag.WITHOUT_MODULES)]
+    untimed = [rank for rank, end in ends.items() if end["flags"] & Flag.WITHOUT_MODULES]
     without = f"Modules were not timed on rank {format_ranges(untimed)}." if untimed else ""
     return {
         "step": step,
@@ -166,13 +166,3 @@ def _build_step_trace(
         "ranks_left_out": world_size - len(found),
         "collectives": [],
     }
-
-
-def _has_flag(each: RankRecords, flag: Flag) -> bool:
-    records = each.records.records
-    return bool(records["flags"][records["kind"] == Kind.STEP][-1] & flag)
-
-
-def _step_begin_ns(each: RankRecords, clock: CommonClock) -> int:
-    records = each.records.records
-    return int(records["start_ns"][records["kind"] == Kind.STEP][-1]) + clock.offset_ns[each.rank]
