@@ -74,9 +74,7 @@ def print_tables(
         for label, text in fields:
             yield from _wrap_field(label, text, width)
         for table in tables:
-            yield Text("")
-            yield from table_lines(table, width, table.first or table.rows)
-            yield from _wrap_text(table.note, width, 2, "dim") if table.note else ()
+            yield from _noted_table_lines(table, width, table.first or table.rows)
         yield Text("")
         for note in notes:
             yield from _wrap_field("note", note, width)
@@ -146,70 +144,62 @@ def short_report_lines(
     """Return the lines of the short report."""
     found = build_headlines(report, run_dir)
     main = choose_headline(found)
-    now = [each for each in found if not each.is_over and each is not main]
-    if main is not None and main.severity == GOOD:
-        # The bar of the step already shows the numbers of this verdict.
-        now = [each for each in now if each.kind != "compute_bound"]
     lines = [_title_line(report), Text("")]
     if main is not None:
         row = report["verdicts"][found.index(main)]
         lines += [*verdict_lines(main, width), *list(stack_lines(row, width))[:_STACK_LINES]]
-    lines += _profile_lines(report, run_dir)
-    lines += [headline_line(each, width) for each in now[:_ALSO]]
-    also = dict.fromkeys(each.status for each in now[_ALSO:] if each.severity != GOOD)
-    lines += _wrap_field("also", ", ".join(also), width) if also else []
-    over = [each for each in found if each.is_over]
-    if over:
-        lines.append(
-            headline_line(
-                over[0], width, "earlier", f", and {len(over) - 1} more" * (len(over) > 1)
-            )
-        )
-    lines += [Text(""), *_step_lines(report, width), *bar_lines(report, main, width, color=color)]
-    end = [
-        Text(""),
-        *_lost_data_lines(report),
-        _labelled_line("full report", f"torchlens-perf report {printable(run_dir)}"),
-    ]
-    if page:
-        end.append(_labelled_line("web page", printable(page)))
+    lines += [*_profile_lines(report, run_dir), *_other_verdict_lines(found, main, width), Text("")]
+    lines += [*_step_lines(report, width), *bar_lines(report, main, width, color=color)]
     made = {table.key: table for table in build_tables(report)}
     if "out_of_memory" in made:
         lines += [Text(""), *table_lines(made["out_of_memory"], width, 5)]
-    ranks = next((table for key, table in made.items() if key in ("device_times", "ranks")), None)
-    if (
-        ranks is not None
-        and ranks.rows > 1
-        and (_has_slow_ranks(found) or _is_spread_notable(ranks))
-    ):
-        note = list(_wrap_text(ranks.note, width, 2, "dim")) if ranks.note else []
+    end = [Text(""), *_lost_data_lines(report)]
+    end.append(_labelled_line("full report", f"torchlens-perf report {printable(run_dir)}"))
+    if page:
+        end.append(_labelled_line("web page", printable(page)))
+    ranks = next((made[key] for key in made if key in ("device_times", "ranks")), None)
+    is_notable = any(each.kind in ("straggler", "imbalance") for each in found)
+    if ranks is not None and ranks.rows > 1 and (is_notable or _is_spread_notable(ranks)):
         # The table has 4 other lines: an empty line, the title, the headings, and a line on hidden
         # rows.
-        rows = min(ranks.first or ranks.rows, SHORT_LINES - len(lines) - len(end) - len(note) - 4)
-        lines += [Text(""), *table_lines(ranks, width, rows), *note] if rows > 0 else []
+        room = SHORT_LINES - len(lines) - len(end) - len([*_wrap_text(ranks.note, width, 2)]) - 4
+        if room > 0:
+            lines += _noted_table_lines(ranks, width, min(ranks.first or ranks.rows, room))
     return [*lines, *end]
+
+
+def _other_verdict_lines(
+    found: Sequence[Headline], main: Headline | None, width: int
+) -> Iterator[Text]:
+    """Yield lines of the short report on all verdicts but the main one."""
+    now = [each for each in found if not each.is_over and each is not main]
+    if main is not None and main.severity == GOOD:
+        # The bar of the step already shows the numbers of this verdict.
+        now = [each for each in now if each.kind != "compute_bound"]
+    yield from (headline_line(each, width) for each in now[:_ALSO])
+    also = dict.fromkeys(each.status for each in now[_ALSO:] if each.severity != GOOD)
+    if also:
+        yield from _wrap_field("also", ", ".join(also), width)
+    over = [each for each in found if each.is_over]
+    more = f", and {len(over) - 1} more" if len(over) > 1 else ""
+    yield from (headline_line(each, width, "earlier", more) for each in over[:1])
 
 
 def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator[Text]:
     found = build_headlines(report, run_dir)
+    held_by = [describe_period(row["held"], report["run"]["started"]) for row in report["verdicts"]]
     yield _title_line(report)
-    for each, row in zip(found, report["verdicts"], strict=True):
-        if not each.is_over:
-            yield Text("")
-            yield from verdict_lines(
-                each, width, describe_period(row["held"], report["run"]["started"])
-            )
-            yield from stack_lines(row, width)
-    over = [
-        (each, row) for each, row in zip(found, report["verdicts"], strict=True) if each.is_over
-    ]
+    over = []
+    for each, row, held in zip(found, report["verdicts"], held_by, strict=True):
+        if each.is_over:
+            over.append(f"{each.sentence} {held}")
+            continue
+        yield Text("")
+        yield from verdict_lines(each, width, held)
+        yield from stack_lines(row, width)
     if over:
         yield Text("")
-    for each, row in over[:_EARLIER]:
-        held = describe_period(row["held"], report["run"]["started"])
-        yield from _wrap_field("earlier", f"{each.sentence} {held}", width)
-    if len(over) > _EARLIER:
-        yield from _wrap_field("", f"{len(over) - _EARLIER} more: --json", width)
+    yield from _wrap_first("earlier", over, _EARLIER, "more", width)
     yield Text("")
     yield from _step_lines(report, width)
     start = describe_startup(report["run"])
@@ -218,19 +208,30 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
     yield from bar_lines(report, choose_headline(found), width, color=color)
     yield from _heat_map_lines(report["heat"], width)
     for table in build_tables(report):
-        yield Text("")
-        yield from table_lines(table, width, table.first or table.rows)
-        if table.note:
-            yield from _wrap_text(table.note, width, 2, "dim")
+        yield from _noted_table_lines(table, width, table.first or table.rows)
     quality = report["quality"]
     yield Text("")
-    cost = describe_overhead(quality)
-    yield from _wrap_field("recording", f"{_records_text(report)}; overhead {cost}", width)
-    for note in quality["notes"][:_NOTES]:
-        yield from _wrap_field("note", note, width)
-    if len(quality["notes"]) > _NOTES:
-        yield from _wrap_field("", f"{len(quality['notes']) - _NOTES} more notes: --json", width)
+    recording = f"{_records_text(report)}; overhead {describe_overhead(quality)}"
+    yield from _wrap_field("recording", recording, width)
+    yield from _wrap_first("note", quality["notes"], _NOTES, "more notes", width)
     yield _labelled_line("directory", printable(run_dir))
+
+
+def _wrap_first(
+    label: str, texts: Sequence[str], most: int, rest: str, width: int
+) -> Iterator[Text]:
+    """Yield the first texts with a label each, and a line on the number of other texts."""
+    for text in texts[:most]:
+        yield from _wrap_field(label, text, width)
+    if len(texts) > most:
+        yield from _wrap_field("", f"{len(texts) - most} {rest}: --json", width)
+
+
+def _noted_table_lines(table: Table, width: int, rows: int) -> Iterator[Text]:
+    """Yield an empty line, the first rows of a table, and its note."""
+    yield Text("")
+    yield from table_lines(table, width, rows)
+    yield from _wrap_text(table.note, width, 2, "dim")
 
 
 def _title_line(report: Report) -> Text:
@@ -264,21 +265,23 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
 
     held: text on how long the verdict has been true; "" to leave it out.
     """
-    style, facts, places = (
-        SEVERITIES[head.severity].terminal,
-        dict(head.facts),
-        _verdict_location(head),
-    )
-    lines = _wrap_pieces(head.status, places, width, style, "bold") if places else []
-    lines = lines or _wrap_field(head.status, head.sentence, width, style)
-    lines += _wrap_field("cost", _cost_text(head), width, text_style="bold") if head.cost else []
+    style, facts = SEVERITIES[head.severity].terminal, dict(head.facts)
+    places = _verdict_location(head)
+    seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
+    fields = {
+        "cost": _cost_text(head),
+        "evidence": f"{head.sentence}{seen}" if places else "",
+        "cause": head.cause if places else "",
+        "held": held.removeprefix("Held "),
+        "next": head.action,
+    }
     if places:
-        seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
-        lines += _wrap_field("evidence", f"{head.sentence}{seen}", width)
-        lines += _wrap_field("cause", head.cause, width) if head.cause else []
-    if held:
-        lines += _wrap_field("held", held.removeprefix("Held "), width)
-    lines += _wrap_field("next", head.action, width) if head.action else []
+        lines = _wrap_pieces(head.status, places, width, style, "bold")
+    else:
+        lines = _wrap_field(head.status, head.sentence, width, style)
+    for label, text in fields.items():
+        if text:
+            lines += _wrap_field(label, text, width, text_style="bold" if label == "cost" else "")
     return [*lines, _labelled_line("", head.command)] if head.command else lines
 
 
@@ -294,7 +297,7 @@ def _verdict_location(head: Headline) -> list[str]:
 
 def _cost_text(head: Headline) -> str:
     others = dict(head.facts).get("together with")
-    return f"{head.cost}, together with {others}" if others else head.cost
+    return f"{head.cost}, together with {others}" if others and head.cost else head.cost
 
 
 def headline_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
@@ -357,22 +360,7 @@ def bar_lines(
 
     each: draw one bar per rank if there are at most this many ranks.
     """
-    parts = parts_by_rank(report)
-    slow = next((rank for rank in slowest_ranks(report) if rank in parts), None)
-    bars = {"time": mean_parts(parts.values())}
-    if main is not None and main.kind == "straggler" and slow is not None and len(parts) > 1:
-        others = mean_parts([found for rank, found in parts.items() if rank != slow])
-        rest = (
-            "other ranks"
-            if len(parts) > 2
-            else f"rank {next(rank for rank in parts if rank != slow)}"
-        )
-        bars = {f"rank {slow}": parts[slow], rest: others}
-    if 1 < len(parts) <= each:
-        bars = {
-            f"rank {rank}": parts[rank]
-            for rank in sorted(parts, key=lambda rank: (rank != slow, rank))
-        }
+    bars = _choose_bars(report, main, each)
     longest = max((sum(found.values()) for found in bars.values()), default=0.0)
     seen = [
         part
@@ -381,42 +369,42 @@ def bar_lines(
     ]
     if not seen:
         return []
-    shade = {
-        part: _SHADES[0] if color else _SHADES[at % len(_SHADES)] for at, part in enumerate(seen)
-    }
+    shade = {part: _SHADES[0 if color else at % len(_SHADES)] for at, part in enumerate(seen)}
     style = {part: PARTS[part].color.terminal for part in seen}
     room, lines = max(10, width - 2 - _LABEL), []
     for label, found in bars.items():
         line, filled = _labelled_line(label, ""), 0
-        for part, begin, length in Bar(
-            label, {part: found.get(part, 0.0) for part in seen}
-        ).segments(longest):
+        shown = Bar(label, {part: found.get(part, 0.0) for part in seen})
+        for part, begin, length in shown.segments(longest):
             cells = max(0, round(room * (begin + length)) - filled)
             filled += cells
             line.append(shade[part] * cells, style=style[part])
         lines.append(line)
-    legend, used = _labelled_line("", ""), 0
-    for part in seen:
-        share = (
-            f" {format_percent(bars['time'].get(part, 0.0) / longest)}" if "time" in bars else ""
-        )
-        name = (
-            part_name(report, part, bars["time"].get(part, 0.0))
-            if "time" in bars
-            else PARTS[part].name
-        )
-        words = f" {printable(name)}{share}   "
-        if used + 1 + len(words.rstrip()) > room and used:
-            lines.append(legend)
-            legend, used = _labelled_line("", ""), 0
-        legend.append(shade[part], style=style[part]).append(words)
-        used += 1 + len(words)
-    return [*lines, legend]
+    names = {part: PARTS[part].name for part in seen}
+    if "time" in bars:
+        times = {part: bars["time"].get(part, 0.0) for part in seen}
+        names = {
+            part: f"{part_name(report, part, seconds)} {format_percent(seconds / longest)}"
+            for part, seconds in times.items()
+        }
+    legend = [
+        Text.assemble((shade[part], style[part]), f" {printable(names[part])}") for part in seen
+    ]
+    return lines + [_labelled_line("", "").append_text(row) for row in _join(legend, room, "   ")]
 
 
-def _has_slow_ranks(found: Sequence[Headline]) -> bool:
-    """Return True if a current verdict is about a slow rank or an imbalance."""
-    return any(each.kind in ("straggler", "imbalance") for each in found)
+def _choose_bars(report: Report, main: Headline | None, each: int) -> dict[str, dict[str, float]]:
+    """Return label and parts of the bars of bar_lines(). The bar of the mean rank is `time`."""
+    parts = parts_by_rank(report)
+    slow = next((rank for rank in slowest_ranks(report) if rank in parts), None)
+    others = [rank for rank in parts if rank != slow]
+    if 1 < len(parts) <= each:
+        order = sorted(parts, key=lambda rank: (rank != slow, rank))
+        return {f"rank {rank}": parts[rank] for rank in order}
+    if main is None or main.kind != "straggler" or slow is None or not others:
+        return {"time": mean_parts(parts.values())}
+    rest = "other ranks" if len(others) > 1 else f"rank {others[0]}"
+    return {f"rank {slow}": parts[slow], rest: mean_parts([parts[rank] for rank in others])}
 
 
 def _is_spread_notable(table: Table) -> bool:
@@ -588,16 +576,22 @@ def _wrap_pieces(
     """Return a label and short texts as lines. No text is broken across lines."""
     room = width - 2 - max(_LABEL, len(label) + 2)
     gap = "   " if len("   ".join(pieces)) <= room else "  "
-    texts = [""]
-    for piece in map(sanitize_line, pieces):
-        longer = f"{texts[-1]}{gap if texts[-1] else ''}{piece}"
-        texts[len(texts) - (not texts[-1] or len(longer) <= room) :] = [
-            longer if len(longer) <= room else piece
-        ]
+    lines = _join((Text(sanitize_line(piece)) for piece in pieces), room, gap)
     return [
-        _labelled_line("" if at else label, text, style, text_style)
-        for at, text in enumerate(texts)
+        _labelled_line("" if at else label, line.plain, style, text_style)
+        for at, line in enumerate(lines)
     ]
+
+
+def _join(pieces: Iterable[Text], room: int, gap: str) -> list[Text]:
+    """Return the pieces as lines of at most `room` characters, if no piece is longer."""
+    lines = list[Text]()
+    for piece in pieces:
+        if lines and len(lines[-1]) + len(gap) + len(piece) <= room:
+            lines[-1].append(gap).append_text(piece)
+        else:
+            lines.append(piece)
+    return lines
 
 
 def _wrap_text(text: str, width: int, indent: int, style: str = "") -> Iterator[Text]:
