@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import App
 from textual.binding import Binding
 from textual.screen import Screen
-from textual.widget import Widget
 
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top import overview
@@ -25,10 +24,7 @@ from torchlens_perf.top.text import Terminal, draw_rule, lines_around_cursor, un
 from torchlens_perf.view.headline import choose_headline
 
 LOOK_S = 1.0
-_CSS = """
-Screen { background: ansi_default; color: ansi_default; overflow: hidden hidden; }
-Canvas { width: 100%; height: 100%; background: ansi_default; color: ansi_default; }
-"""
+_CSS = "Screen { background: ansi_default; color: ansi_default; overflow: hidden hidden; }"
 _MOVES = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10, "home": -(1 << 30), "end": 1 << 30}
 _KEYS = (
     ("Up, Down, PgUp, PgDn", "choose a rank, or scroll"),
@@ -172,15 +168,6 @@ class Top(App[None]):
             self._awake.wait(self._look_s)
 
 
-class Canvas(Widget):
-    """A widget that fills the screen."""
-
-    def render(self) -> Text:
-        screen = self.screen
-        assert isinstance(screen, LinesScreen)
-        return screen.draw_lines(*self.size)
-
-
 class LinesScreen(Screen[None]):
     """A screen of text lines, with a line of key bindings at the bottom."""
 
@@ -196,16 +183,13 @@ class LinesScreen(Screen[None]):
         self.top, self.at = top, 0
         """at: the selected row, or the first visible line."""
 
-    def compose(self) -> ComposeResult:
-        yield Canvas()
-
     def update_view(self) -> None:
         """Draw the current data."""
-        for canvas in self.query(Canvas):
-            canvas.refresh()
+        self.refresh()
 
-    def draw_lines(self, width: int, height: int) -> Text:
+    def render(self) -> Text:
         """Return the lines of the screen as one text."""
+        width, height = self.size
         terminal, keys, room = self.top.terminal, unwrapped_line(), max(0, height - 1)
         for key, does in (("q", "quit"), *self.KEYS):
             more = unwrapped_line("  " if keys else "", (key, "bold"), f" {does}")
