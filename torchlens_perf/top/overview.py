@@ -20,7 +20,6 @@ from torchlens_perf.top.text import (
     lines_around_cursor,
     unwrapped_line,
 )
-from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
 from torchlens_perf.view.headline import Headline, choose_headline
 from torchlens_perf.view.specs import Table, sanitize_line
@@ -29,6 +28,7 @@ from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.terminal import (
     bar_lines,
     headline_line,
+    held_verdict_lines,
     stack_lines,
     table_lines,
     verdict_lines,
@@ -176,14 +176,11 @@ def finding_lines(view: View, width: int) -> list[Text]:
 
 def all_finding_lines(view: View, width: int) -> list[Text]:
     """Return all headlines in full, with their validity and the Python stacks of a hang."""
-    lines, report = list[Text](), view.report
-    for of, row in zip(
-        view.headlines, report["verdicts"] if report is not None else (), strict=False
-    ):
-        held = describe_period(
-            row["held"], report["run"]["started"] if report is not None else None
-        )
-        lines += [*verdict_lines(of, width, held), *stack_lines(row, width), unwrapped_line()]
+    if view.report is None:
+        return []
+    lines = list[Text]()
+    for of, row in zip(view.headlines, view.report["verdicts"], strict=True):
+        lines += [*held_verdict_lines(of, row, view.report, width), unwrapped_line()]
     return lines
 
 

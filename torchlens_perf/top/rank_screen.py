@@ -25,13 +25,12 @@ from torchlens_perf.top.text import build_difference_column, unwrapped_line
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import open_spans_phrase
 from torchlens_perf.verdicts.words.order import ranks_in_row
-from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.run_state import describe_exception, describe_failure_time
 from torchlens_perf.view.collective_table import build_collective_table
 from torchlens_perf.view.hardware_tables import build_gpu_table
 from torchlens_perf.view.rank_tables import build_cpu_table, build_memory_table, step_parts
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, sanitize_line
-from torchlens_perf.view.terminal import stack_lines, table_lines, verdict_lines
+from torchlens_perf.view.terminal import held_verdict_lines, table_lines
 from torchlens_perf.view.theme import MIN_EXCESS, PARTS
 
 if TYPE_CHECKING:
@@ -59,8 +58,7 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
     lines = [Text(f"  {sanitize_line(text)}") for text in _state_lines(rank, report)]
     for row, of in zip(report["verdicts"], view.headlines, strict=True):
         if number in ranks_in_row(row):
-            held = describe_period(row["held"], report["run"]["started"])
-            lines += [unwrapped_line(), *verdict_lines(of, width, held), *stack_lines(row, width)]
+            lines += [unwrapped_line(), *held_verdict_lines(of, row, report, width)]
     others = {
         each for each in view.populations if view.populations[each] == view.populations.get(number)
     } - {number}

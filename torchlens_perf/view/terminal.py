@@ -187,16 +187,14 @@ def _other_verdict_lines(
 
 def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool) -> Iterator[Text]:
     found = build_headlines(report, run_dir)
-    held_by = [describe_period(row["held"], report["run"]["started"]) for row in report["verdicts"]]
+    started, over = report["run"]["started"], []
     yield _title_line(report)
-    over = []
-    for each, row, held in zip(found, report["verdicts"], held_by, strict=True):
+    for each, row in zip(found, report["verdicts"], strict=True):
         if each.is_over:
-            over.append(f"{each.sentence} {held}")
-            continue
-        yield Text("")
-        yield from verdict_lines(each, width, held)
-        yield from stack_lines(row, width)
+            over.append(f"{each.sentence} {describe_period(row['held'], started)}")
+        else:
+            yield Text("")
+            yield from held_verdict_lines(each, row, report, width)
     if over:
         yield Text("")
     yield from _wrap_first("earlier", over, _EARLIER, "more", width)
@@ -283,6 +281,14 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
         if text:
             lines += _wrap_field(label, text, width, text_style="bold" if label == "cost" else "")
     return [*lines, _labelled_line("", head.command)] if head.command else lines
+
+
+def held_verdict_lines(
+    head: Headline, row: VerdictRow, report: Report, width: int
+) -> Iterator[Text]:
+    """Yield the lines of a verdict with the time for which it has been true, and its stacks."""
+    yield from verdict_lines(head, width, describe_period(row["held"], report["run"]["started"]))
+    yield from stack_lines(row, width)
 
 
 def _verdict_location(head: Headline) -> list[str]:
