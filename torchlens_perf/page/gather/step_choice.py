@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
 
     from torchlens_perf.page.gather.step_grid import StepGrid
     from torchlens_perf.verdicts.words.report import Rank, Report
-
-    Floats = npt.NDArray[np.float64]
-    Mask = npt.NDArray[np.bool_]
-    _Choice = tuple[Mask, str, Callable[[Floats, Mask], int]]
-    """Candidates, reason, and the function that chooses one of them."""
 
 MAX_STEPS = 64
 # In larger jobs, the page shows slow ranks, ranks that wait for them, and typical ranks.
@@ -45,58 +40,56 @@ def choose_steps(
         return []
     numbers = grid.first_single + np.arange(len(grid.single_ns))
     there = (grid.single_ns > 0) & (numbers >= kept[0]) & (numbers <= kept[1])
-    if not there.any():
-        return []
-    ends = numbers[there]
-    warm = there & (numbers >= warm_from)
-    usual = warm & ((grid.single_flags & OTHER_WORK) == 0)
+    usual = there & ((grid.single_flags & OTHER_WORK) == 0) & (numbers >= warm_from)
     timed = usual & ((grid.single_flags & Flag.WITHOUT_MODULES) == 0)
     # A step whose modules were timed shows more.
     usual = timed if timed.any() else usual
-    newest = there & (numbers > ends[-1] - max(1, len(ends) // _NEWEST_FRACTION))
-    now = next((each for each in slow if not has_ended(each)), None)
-    choices: list[_Choice] = [(warm, "slowest", _longest_step)]
-    choices += [
-        (
-            there & (numbers == each["since_step"]),
-            f"first slow step of rank {each['rank']}",
-            _longest_step,
-        )
-        for each in slow[:_MAX_SLOW_TIMES]
-    ]
-    if now is None:
-        choices.append((usual, "typical", _step_nearest_median))
-    else:
-        rank, is_slow = now["rank"], numbers >= now["since_step"]
-        words = f"typical step while rank {rank} is slow"
-        choices.insert(0, (usual & is_slow, words, _step_nearest_median))
-        words = f"typical step before rank {rank} was slow"
-        choices.append((usual & ~is_slow, words, _step_nearest_median))
-    choices += [
-        (warm & ((grid.single_flags & flag) != 0), f"longest with {kind}", _longest_step)
-        for kind, flag in TAG_NAMES.items()
-    ]
-    choices += [
-        (numbers == ends[0], "first", _longest_step),
-        (numbers == ends[-1], "last", _longest_step),
-        (newest, "longest of the newest", _longest_step),
-    ]
     found: dict[int, str] = {}
-    for candidates, why, choose in choices:
-        if candidates.any():
-            found.setdefault(int(numbers[choose(grid.single_ns, candidates)]), why)
-    for number in ends[np.linspace(0, len(ends) - 1, MAX_STEPS).astype(np.int64)].tolist():
-        found.setdefault(number, "one of many")
+
+    def add_step(of: npt.NDArray[np.bool_], why: str, *, typical: bool = False) -> None:
+        """Choose the step nearest to the median if `typical`, else the longest one."""
+        places = np.flatnonzero(of)
+        if len(places):
+            durations = grid.single_ns[places]
+            distance = np.abs(durations - np.median(durations)) if typical else -durations
+            found.setdefault(int(numbers[places[distance.argmin()]]), why)
+
+    now = [each for each in slow if not has_ended(each)]
+    for each in now[:1]:
+        add_step(
+            usual & (numbers >= each["since_step"]),
+            f"typical step while rank {each['rank']} is slow",
+            typical=True,
+        )
+    add_step(there & (numbers >= warm_from), "slowest")
+    for each in slow[:_MAX_SLOW_TIMES]:
+        add_step(there & (numbers == each["since_step"]), f"first slow step of rank {each['rank']}")
+    for each in now[:1]:
+        add_step(
+            usual & (numbers < each["since_step"]),
+            f"typical step before rank {each['rank']} was slow",
+            typical=True,
+        )
+    if not now:
+        add_step(usual, "typical", typical=True)
+    for kind, flag in TAG_NAMES.items():
+        add_step(
+            there & ((grid.single_flags & flag) != 0) & (numbers >= warm_from),
+            f"longest with {kind}",
+        )
+    ends = numbers[there]
+    if len(ends):
+        add_step(there & (numbers == ends[0]), "first")
+        add_step(there & (numbers == ends[-1]), "last")
+        add_step(
+            there & (numbers > ends[-1] - max(1, len(ends) // _NEWEST_FRACTION)),
+            "longest of the newest",
+        )
+        for number in np.unique(
+            ends[np.linspace(0, len(ends) - 1, MAX_STEPS).astype(np.int64)]
+        ).tolist():
+            found.setdefault(number, "one of many")
     return list(found.items())[:MAX_STEPS]
-
-
-def _longest_step(durations: Floats, candidates: Mask) -> int:
-    return int(np.where(candidates, durations, -1.0).argmax())
-
-
-def _step_nearest_median(durations: Floats, candidates: Mask) -> int:
-    distance = np.abs(durations - np.median(durations[candidates]))
-    return int(np.where(candidates, distance, np.inf).argmin())
 
 
 def choose_ranks(
