@@ -66,7 +66,7 @@ def read_lines_when_file_exists(
     """Replace read_lines() for a run whose name is a file that may not exist yet."""
     while not os.path.exists(runs[0].name):
         time.sleep(0.05)
-    return [run_list.RunLine(*runs[0], "OK")]
+    return [run_list.RunLine(*runs[0], state="ended")]
 
 
 def _add_line(path: str) -> None:
@@ -315,11 +315,11 @@ def test_run_is_read_again_after_its_disk_answers(
 
     async def work(readers: ReaderPool) -> None:
         runs = run_list.RunList(os.fspath(tmp_path), readers, found)
-        while (line := (await runs.load_page(0)).lines[0]).status != "UNREADABLE":
-            assert line.status == "READING"
-        assert "the disk did not answer" in line.sentence
+        while (head := (await runs.load_page(0)).lines[0].headline).status != "UNREADABLE":
+            assert head.status == "READING"
+        assert "the disk did not answer" in head.sentence
         until.touch()
-        while (await runs.load_page(0)).lines[0].status != "OK":
+        while (await runs.load_page(0)).lines[0].state != "ended":
             await asyncio.sleep(0.1)
 
     in_loop(work)

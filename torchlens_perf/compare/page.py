@@ -37,5 +37,4 @@ def build_body(compared: Comparison) -> list[Element]:
 def write_comparison_page(compared: Comparison, path: Path) -> None:
     """Write the page. Raise RunStoreError if the file cannot be written."""
     names = [f"{side[0].run.run_id}" for side in (compared.before, compared.after)]
-    title = f"{' and '.join(names)} · torchlens_perf"
-    write_page_file(path, build_static_document(title, build_body(compared)))
+    write_page_file(path, build_static_document(" and ".join(names), build_body(compared)))

@@ -65,33 +65,21 @@ def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     width, height = WIDTH - _LEFT - _RIGHT, _TOP + _PLOT_HEIGHT + _BOTTOM
     first, span = steps[0], max(1, steps[-1] + history["width"] - steps[0])
 
-    def point_text(step: float, seconds: float) -> str:
-        x = _LEFT + width * (step + history["width"] / 2 - first) / span
-        return f"{x:.1f},{_TOP + _PLOT_HEIGHT * (1 - seconds / top_s):.1f}"
+    def trace(seconds: Sequence[float]) -> list[str]:
+        places = [_LEFT + width * (step + history["width"] / 2 - first) / span for step in steps]
+        heights = [_TOP + _PLOT_HEIGHT * (1 - each / top_s) for each in seconds]
+        return [f"{x:.1f},{y:.1f}" for x, y in zip(places, heights, strict=True)]
 
-    parts = [
-        _svg_text(
-            8,
-            15,
-            title + (" (median and range of the ranks)" if several else ""),
-            "t",
-        )
-    ]
+    range_words = " (median and range of the ranks)" if several else ""
+    parts = [_svg_text(8, 15, title + range_words, "t")]
     for share in (0.0, 0.5, 1.0):
-        y = _TOP + _PLOT_HEIGHT * (1 - share)
+        y, label = _TOP + _PLOT_HEIGHT * (1 - share), format_duration(top_s * share)
         parts.append(tag("path", class_="g", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"))
-        parts.append(
-            _svg_text(
-                _LEFT - 6, y + 4, format_duration(top_s * share) if share else "0", anchor="end"
-            )
-        )
+        parts.append(_svg_text(_LEFT - 6, y + 4, label if share else "0", anchor="end"))
     if several:
-        there = [point_text(*point) for point in zip(steps, slowest_s, strict=True)]
-        back = [
-            point_text(*point) for point in zip(reversed(steps), reversed(fastest_s), strict=True)
-        ]
-        parts.append(tag("polygon", class_="b", points=" ".join(there + back)))
-    points = [point_text(*point) for point in zip(steps, median_s, strict=True)]
+        outline = trace(slowest_s) + trace(fastest_s)[::-1]
+        parts.append(tag("polygon", class_="b", points=" ".join(outline)))
+    points = trace(median_s)
     if len(points) == 1:
         across, down = points[0].split(",")
         parts.append(tag("circle", cx=across, cy=down, r="2.5", fill=FASTER.light))
@@ -128,21 +116,20 @@ def draw_parts_chart(
     of = f", {len(shown)} of {len(known)} ranks" if len(known) > len(shown) else ""
     drawn = [_svg_text(8, 15, f"{title}, by part{of}", "t")]
     for row, bar in enumerate(bars):
-        y = _TOP + row * (_BAR + _BAR_GAP)
-        drawn.append(_svg_text(_LEFT - 6, y + 11, bar.label, anchor="end"))
-        drawn.append(
-            _nested_svg(draw_stacked_bar(bar, longest_s, shares=False), _LEFT, y, width, _BAR)
-        )
-        drawn.append(
-            _svg_text(_LEFT + width * bar.total / longest_s + 5, y + 11, format_duration(bar.total))
-        )
+        y, end = _TOP + row * (_BAR + _BAR_GAP), _LEFT + width * bar.total / longest_s
+        segments = draw_stacked_bar(bar, longest_s, shares=False)
+        drawn += [
+            _svg_text(_LEFT - 6, y + 11, bar.label, anchor="end"),
+            tag("svg", segments, x=_LEFT, y=y, width=width, height=_BAR),
+            _svg_text(end + 5, y + 11, format_duration(bar.total)),
+        ]
     y, x = _TOP + len(bars) * (_BAR + _BAR_GAP) + 12, float(_LEFT)
     for part in [part for part in PARTS if any(part in bar.seconds for bar in bars)]:
         taken = 13 + _LETTER_PX * len(PARTS[part].name)
         if x + taken > WIDTH:
             x, y = float(_LEFT), y + 16
         drawn += [
-            _nested_svg(draw_swatch(part), x, y - 8, 9, 9),
+            tag("svg", draw_swatch(part), x=x, y=y - 8, width=9, height=9),
             _svg_text(x + 13, y, PARTS[part].name),
         ]
         x += taken + 12
@@ -166,10 +153,6 @@ def _svg_text(
     x: float, y: float, text: str, kind: str | None = None, anchor: str | None = None
 ) -> Element:
     return tag("text", text, class_=kind, x=x, y=y, text_anchor=anchor)
-
-
-def _nested_svg(inside: Element, x: float, y: float, width: float, height: float) -> Element:
-    return tag("svg", inside, x=x, y=y, width=width, height=height)
 
 
 def _svg_document(height: float, parts: Sequence[Element]) -> str:

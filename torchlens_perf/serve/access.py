@@ -67,7 +67,7 @@ class AccessGuard:
 
     def __init__(self, app: ASGIApp, token: str, names: Collection[str]) -> None:
         """names: this server's host names. IP addresses are always accepted."""
-        self._app, self._token = app, token
+        self._app, self._token = app, token.encode()
         self._names = frozenset(name.lower() for name in names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,13 +89,15 @@ class AccessGuard:
         host, reads = headers.get("host", "").lower(), scope["method"] in _READS
         if not self._names_this_server(host):
             return PlainTextResponse(_OTHER_NAME, 421)
-        if not self._is_valid_token(headers.get(TOKEN_HEADER, "")):
+        token = headers.get(TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(token, self._token):
             if reads and scope["path"].startswith("/static/"):
                 return None
             if reads and "/api/" not in scope["path"]:
                 return _build_opening_page(scope)
             return PlainTextResponse(f"{_NEEDS_TOKEN}\n", 403)
-        scope.get("state", {}).get(ON_TOKEN, _do_nothing)()
+        # Other servers than this package's have no such function.
+        scope.get("state", {}).get(ON_TOKEN, lambda: None)()
         if not reads and headers.get("origin", "").lower() not in (
             f"http://{host}",
             f"https://{host}",
@@ -115,13 +117,6 @@ class AccessGuard:
             return name in self._names
         # An IP address needs no name server, so it cannot be part of a DNS rebinding attack.
         return True
-
-    def _is_valid_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), self._token.encode())
-
-
-def _do_nothing() -> None:
-    """Replace the function of ON_TOKEN under other servers than this package's."""
 
 
 def _build_opening_page(scope: Scope) -> Response:

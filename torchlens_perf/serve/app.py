@@ -40,10 +40,9 @@ from torchlens_perf.serve.captures import (
     read_file_block,
     request_capture_for_viewer,
 )
-from torchlens_perf.serve.comparison import comparison_as_json
 from torchlens_perf.serve.follow import RunFollower
 from torchlens_perf.serve.list_page import ROOT, build_list_page, build_message_page
-from torchlens_perf.serve.live_page import step_as_json
+from torchlens_perf.serve.live_page import comparison_as_json, step_as_json
 from torchlens_perf.serve.readers import ReaderPool
 from torchlens_perf.serve.run_list import RunList
 from torchlens_perf.serve.run_names import ReadError, check_run_name, parse_run_name, quote_name
@@ -98,7 +97,7 @@ class Server:
                 Route(f"{run}/api/captures/{{capture}}", self._get_capture_progress),
                 Route(f"{run}/captures/{{capture}}/{{rank}}/{{file}}", self._get_captured_file),
             ],
-            exception_handlers={ReadError: _error_response, 404: _not_found_response},
+            exception_handlers={ReadError: _error_response, 404: _error_response},
         )
 
     def close(self) -> None:
@@ -267,23 +266,13 @@ def _gzip_response(
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ReadError)
-    text = printable(str(error))
-    if "/api/" in request.url.path:
-        return JSONResponse({"problem": text}, error.status)
-    if error.status == 404:
-        return await _not_found_response(request, error)
-    return PlainTextResponse(f"{text}\n", error.status)
-
-
-async def _not_found_response(request: Request, error: Exception) -> Response:
-    """Return a 404 response: a page for browsers, a line of text for other clients."""
-    words = (
-        printable(str(error))
-        if isinstance(error, ReadError)
-        else "There is no page at this address."
-    )
-    if "text/html" not in request.headers.get("accept", ""):
-        return PlainTextResponse(f"{words}\n", 404)
+    """Return JSON for the API, a page for browsers, and a line of text for other clients."""
+    status, text = 404, "There is no page at this address."
+    if isinstance(error, ReadError):
+        status, text = error.status, printable(str(error))
+        if "/api/" in request.url.path:
+            return JSONResponse({"problem": text}, status)
+    if status != 404 or "text/html" not in request.headers.get("accept", ""):
+        return PlainTextResponse(f"{text}\n", status)
     root = "../" * (request.scope["raw_path"].count(b"/") - 1)
-    return HTMLResponse(build_message_page("Not found", words, root), 404, headers=PAGE_HEADERS)
+    return HTMLResponse(build_message_page("Not found", text, root), 404, headers=PAGE_HEADERS)

@@ -11,12 +11,12 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
 )
 from torchlens_perf.errors import printable
-from torchlens_perf.page.document.html import LIVE_POLICY, build_head, build_style_links
+from torchlens_perf.page.document.html import LIVE_POLICY, build_html, build_style_links
 from torchlens_perf.serve.run_list import LARGEST_FIRST, SORTS, RunLine, RunListPage
 from torchlens_perf.serve.run_names import quote_name
 from torchlens_perf.serve.static_files import LIST_SCRIPT, STYLE, static_address
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
-from torchlens_perf.view.markup import Child, Element, tag, to_html
+from torchlens_perf.view.markup import Child, Element, tag
 
 ROOT = "../../"
 """The list's address relative to a run's page."""
@@ -113,10 +113,7 @@ def build_message_page(title: str, words: str, root: str, *, reloads: bool = Fal
 def build_page(title: str, body: Element, root: str, more: Child = None) -> str:
     """Return a page as HTML. more: additional elements of its head."""
     styles = [more, build_style_links([static_address(STYLE, root)])]
-    whole = tag(
-        "html", build_head(f"{title} \u00b7 torchlens_perf", LIVE_POLICY, styles), body, lang="en"
-    )
-    return f"<!DOCTYPE html>\n{to_html(whole)}\n"
+    return build_html(title, LIVE_POLICY, styles, body)
 
 
 def _build_compare_cell(line: RunLine) -> Element:
@@ -139,8 +136,9 @@ def _build_cells(line: RunLine, now_s: float) -> list[Element]:
         else _number_text(line.ranks)
     )
     also = f" Also: {line.also}" if line.also else ""
+    head, tooltip = line.headline, line.headline.sentence + also
     texts: list[Child] = [
-        tag("span", line.status, class_=f"chip {line.severity}"),
+        tag("span", head.status, class_=f"chip {head.severity}"),
         tag(
             "a",
             f"{line.program} ".lstrip(),
@@ -148,8 +146,8 @@ def _build_cells(line: RunLine, now_s: float) -> list[Element]:
             href=f"runs/{quote_name(line.name)}/",
             title=line.name,
         ),
-        tag("span", format_percent(line.cost_share), title=line.cost) if line.cost_share else None,
-        tag("span", line.sentence, tag("small", also) if also else "", title=line.sentence + also),
+        tag("span", format_percent(head.cost_share), title=head.cost) if head.cost_share else None,
+        tag("span", head.sentence, tag("small", also) if also else "", title=tooltip),
         format_duration(line.step_s) if line.step_s else None,
         ranks,
         _number_text(line.hosts),

@@ -1,4 +1,5 @@
-"""A run's page on the server: the static page, the run's state, and a form to request captures.
+"""A run's page on the server: the static page, the run's state, and a form to request captures; and
+the server's JSON on steps and comparisons.
 
 This module runs in reader processes.
 """
@@ -12,8 +13,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes
-from torchlens_perf.page.document.html import LivePageParts, build_document, contents_as_json
+from torchlens_perf.compare.comparison import build_comparison, read_compared_run
+from torchlens_perf.compare.comparison_json import to_dictionary
+from torchlens_perf.page.document.html import (
+    LIVE_POLICY,
+    PageParts,
+    build_document,
+    build_style_links,
+    contents_as_json,
+)
 from torchlens_perf.page.gather.run_contents import gather_contents, gather_step
+from torchlens_perf.report.report_json import to_json_types
 from torchlens_perf.run.captures import MAX_KEPT_BYTES, MAX_RANKS, MAX_STEPS
 from torchlens_perf.serve.captures import describe_capture, list_captured_files
 from torchlens_perf.serve.list_page import ROOT
@@ -62,11 +72,14 @@ def render_page(path: str, version: str) -> RenderedPage:
         tag("p", tag("a", "All runs", href=ROOT)),
         id="live",
     )
-    parts = [status, _build_captures(held["report"]["captures"], is_live=is_live)]
-    scripts = [static_address(name, ROOT) for name in (PAGE_SCRIPT, LIVE_SCRIPT)]
-    page = build_document(
-        held, LivePageParts(version, parts, [static_address(STYLE, ROOT)], scripts)
+    parts = PageParts(
+        LIVE_POLICY,
+        build_style_links([static_address(STYLE, ROOT)]),
+        [tag("script", src=static_address(name, ROOT)) for name in (PAGE_SCRIPT, LIVE_SCRIPT)],
+        [status, _build_captures(held["report"]["captures"], is_live=is_live)],
+        version,
     )
+    page = build_document(held, parts)
     return RenderedPage(
         version, compress_text(page), compress_text(contents_as_json(held)), is_live
     )
@@ -76,6 +89,13 @@ def step_as_json(path: str, number: int) -> bytes:
     """Return StepTraces with one step, or none if it was not recorded, as compressed JSON."""
     step = gather_step(open_run(path), number)
     return compress_text(json.dumps(step, separators=(",", ":"), allow_nan=False))
+
+
+def comparison_as_json(before: str, after: str) -> bytes:
+    """Return the comparison of two runs as compressed JSON, as `compare --json` prints it."""
+    sides = [[read_compared_run(open_run(path).path)] for path in (before, after)]
+    found = to_json_types(to_dictionary(build_comparison(*sides)))
+    return compress_text(json.dumps(found, allow_nan=False))
 
 
 def compress_text(text: str) -> bytes:

@@ -43,7 +43,11 @@ class ReaderActivity:
             return
         now_s, cpu_s = time.monotonic(), process_cpu_time_s(self.pid) - self._began_cpu_s
         interval_s = min(now_s - self._updated_s, _MAX_INTERVAL_S)
-        runs = cpu_s - self.cpu_s > _MIN_CPU_SHARE * interval_s or _is_runnable(self.pid)
+        runs = cpu_s - self.cpu_s > _MIN_CPU_SHARE * interval_s or any(
+            # A thread runs, or waits for a CPU.
+            process_state_and_start(self.pid, thread)[0] == "R"
+            for thread in thread_ids(self.pid)
+        )
         reads = _count_reads(self.pid)
         if runs:
             self._runnable_s += interval_s
@@ -62,11 +66,6 @@ class ReaderActivity:
         words = f"still reading: needed {self.cpu_s:.0f} s of CPU time in {total_s:.0f} s"
         is_contended = self.cpu_s < self._runnable_s / 2
         return words + (", because other processes use the CPUs" if is_contended else "")
-
-
-def _is_runnable(pid: int) -> bool:
-    """Return True if a thread of the process runs or waits for a CPU."""
-    return any(process_state_and_start(pid, thread)[0] == "R" for thread in thread_ids(pid))
 
 
 def _count_reads(pid: int) -> int:

@@ -18,7 +18,12 @@ from torchlens_perf.serve.readers import ReaderCall, ReaderPool
 from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.store.run_folders import FoundRun, find_runs, is_run, open_run
 from torchlens_perf.verdicts.words.run_state import describe_state
-from torchlens_perf.view.headline import build_headlines, choose_headline, describe_others
+from torchlens_perf.view.headline import (
+    Headline,
+    build_headlines,
+    choose_headline,
+    describe_others,
+)
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, WARNING
 
 ROWS = 50
@@ -35,6 +40,17 @@ _FIND_WITHIN_S, _READ_WITHIN_S = 120.0, 60.0
 _BATCH_S = 0.5
 
 
+def _message(status: str, sentence: str, severity: str = NEUTRAL) -> Headline:
+    """Return the headline of a run without a verdict."""
+    return Headline(
+        kind="", status=status, severity=severity, facts=(), cost_s_per_step=None, cost_share=None,
+        sentence=sentence, cause="", action="", command="", is_over=False,
+    )  # fmt: skip
+
+
+_READING = _message("READING", "")
+
+
 @dataclasses.dataclass(frozen=True)
 class RunLine:
     """A line of the list: a run with its verdict and key figures."""
@@ -45,14 +61,10 @@ class RunLine:
 
     If Found has another value, the run must be read again.
     """
-    status: str = "READING"
-    severity: str = NEUTRAL
-    sentence: str = ""
+    headline: Headline = _READING
     """The verdict, or the reason why the run cannot be read."""
     also: str = ""
     """The other current verdicts, as status and ranks."""
-    cost: str = ""
-    cost_share: float | None = None
     step_s: float | None = None
     ranks: int | None = None
     seen: int = 0
@@ -66,9 +78,9 @@ class RunLine:
 
 
 SORTS: Mapping[str, Callable[[RunLine], object]] = {
-    "status": lambda line: (_SEVERITIES.index(line.severity), line.status),
+    "status": lambda line: (_SEVERITIES.index(line.headline.severity), line.headline.status),
     "program": lambda line: line.program.casefold() or None,
-    "cost": lambda line: line.cost_share,
+    "cost": lambda line: line.headline.cost_share,
     "step": lambda line: line.step_s,
     "ranks": lambda line: line.ranks,
     "hosts": lambda line: line.hosts,
@@ -169,14 +181,13 @@ class RunList:
         """Return the last known line of a run, or a line on the reason for having none."""
         line = self._lines.get(found.name)
         if line is None and self._first is not None and self._first[0] == found.name:
-            return RunLine(found.name, sentence=self._first[1].describe())
+            return RunLine(found.name, headline=_message("READING", self._first[1].describe()))
         return line or RunLine(found.name)
 
     def _matches(self, found: FoundRun, words: str) -> bool:
         line = self._last_known_line(found)
-        return any(
-            words in text.casefold() for text in (line.name, line.program, line.status, line.state)
-        )
+        texts = (line.name, line.program, line.headline.status, line.state)
+        return any(words in text.casefold() for text in texts)
 
     def _sort(self, found: Sequence[FoundRun], sort: str) -> list[FoundRun]:
         key = sort.removeprefix("-")
@@ -250,15 +261,15 @@ def _unreadable_line(found: FoundRun, error: Exception) -> RunLine:
     words = (
         str(error) if isinstance(error, TorchlensPerfError) else f"{type(error).__name__}: {error}"
     )
-    return RunLine(*found, "UNREADABLE", BAD, printable(words)[:_MAX_PROBLEM])
+    return RunLine(*found, _message("UNREADABLE", printable(words)[:_MAX_PROBLEM], BAD))
 
 
 def _read_line(path: str, found: FoundRun) -> RunLine:
     try:
         run = open_run(path)
         if not any(run.nodes.glob("*.json")):
-            waiting = "No step has been recorded yet."
-            return RunLine(*found, "STARTING", NEUTRAL, waiting, is_live=True, state="starting")
+            waiting = _message("STARTING", "No step has been recorded yet.")
+            return RunLine(*found, waiting, is_live=True, state="starting")
         report = load_report(run, lost_time=False)
         headlines = build_headlines(report)
         verdict = choose_headline(headlines)
@@ -268,12 +279,8 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
     about, steps = report["run"], report["steps"]
     return RunLine(
         *found,
-        verdict.status if verdict is not None else "NO VERDICT",
-        verdict.severity if verdict is not None else NEUTRAL,
-        verdict.sentence if verdict is not None else "",
+        verdict or _message("NO VERDICT", ""),
         describe_others(headlines, verdict),
-        verdict.cost if verdict is not None else "",
-        verdict.cost_share if verdict is not None else None,
         steps["p50_s"],
         about["world_size"],
         about["ranks_seen"],

@@ -46,7 +46,11 @@ def run_until_signal(server: Server, listening: socket.socket, host: str) -> Non
         date_header=False, timeout_graceful_shutdown=_GRACEFUL_EXIT_S, http=LimitedConnection, ws="none",
         loop="asyncio",
     )  # fmt: skip
-    logging.getLogger("uvicorn.error").addFilter(_is_own_error)
+    # Other records are about clients that send invalid HTTP, or requests that are running when the
+    # server ends.
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: record.levelno >= logging.ERROR and record.exc_info is not None
+    )
     shown = (
         socket.gethostname()
         if host in ("0.0.0.0", "::", "")
@@ -92,15 +96,6 @@ class _StoppableServer(uvicorn.Server):
     def _request_exit(self) -> None:
         self._server.close()
         self.should_exit = True
-
-
-def _is_own_error(record: logging.LogRecord) -> bool:
-    """Return True if a log record of uvicorn is an error of this package.
-
-    Other records are about clients that send invalid HTTP, or requests that are running when the
-    server ends.
-    """
-    return record.levelno >= logging.ERROR and record.exc_info is not None
 
 
 def is_loopback(host: str) -> bool:

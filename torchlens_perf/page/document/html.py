@@ -40,19 +40,22 @@ _ICON = (
 )
 
 
-class LivePageParts(NamedTuple):
-    """Elements that a server adds to the page, and addresses of its styles and scripts."""
+class PageParts(NamedTuple):
+    """Styles and scripts of a page, and what a server adds to it."""
 
-    version: str
-    """The version of the run data. The server reports another version when it has newer data."""
-    elements: Sequence[Child]
+    policy: str
+    """The content security policy."""
+    styles: Child
+    scripts: Child
+    elements: Sequence[Child] = ()
     """Elements to show above the verdicts."""
-    styles: Sequence[str]
-    scripts: Sequence[str]
+    version: str | None = None
+    """The version of the run data. The server reports another version when it has newer data."""
 
 
-def build_document(contents: PageContents, live: LivePageParts | None = None) -> str:
-    """Return the page as HTML. live: the server's additions; None for a file."""
+def build_document(contents: PageContents, parts: PageParts | None = None) -> str:
+    """Return the page as HTML. parts: None for a file, which has its styles and scripts inside."""
+    parts = parts or _inline_parts()
     report = contents["report"]
     run, status = report["run"], choose_headline(contents["headlines"])
     sections = [(key, label, section(contents)) for key, label, section in SECTIONS]
@@ -61,7 +64,6 @@ def build_document(contents: PageContents, live: LivePageParts | None = None) ->
         for key, label, made in sections
         if made is not None
     ]
-    rules, styles, scripts = _inline_parts() if live is None else _linked_parts(live)
     body = tag(
         "body",
         tag("a", "Skip to the verdict", class_="skip", href="#verdicts"),
@@ -69,7 +71,7 @@ def build_document(contents: PageContents, live: LivePageParts | None = None) ->
         tag("nav", tag("ul", links), aria_label="Sections"),
         tag(
             "main",
-            live.elements if live is not None else None,
+            parts.elements,
             build_key_figures(report, status),
             [made for _, _, made in sections],
         ),
@@ -86,73 +88,50 @@ def build_document(contents: PageContents, live: LivePageParts | None = None) ->
             type="application/json",
             id="contents",
         ),
-        scripts,
+        parts.scripts,
     )
-    state = None if live is None else "running" if run["live"] else "ended"
-    version = live.version if live is not None else None
-    title = f"{run['program'] or 'run'} · {run['id']} · torchlens_perf"
-    whole = tag(
-        "html",
-        build_head(title, rules, styles),
-        body,
-        lang="en",
-        data_live=state,
-        data_version=version,
+    state = None if parts.version is None else "running" if run["live"] else "ended"
+    title = f"{run['program'] or 'run'} · {run['id']}"
+    return build_html(
+        title, parts.policy, parts.styles, body, data_live=state, data_version=parts.version
     )
-    return f"<!DOCTYPE html>\n{to_html(whole)}\n"
 
 
 def build_static_document(title: str, elements: Sequence[Child]) -> str:
     """Return a page without scripts."""
     style = build_page_style()
     rules = _content_security_policy(_csp_hash(style), "'none'", "'none'")
-    styles = [build_icon(), raw_element("style", style)]
-    body = tag("body", tag("main", elements))
-    whole = tag("html", build_head(title, rules, styles), body, lang="en")
-    return f"<!DOCTYPE html>\n{to_html(whole)}\n"
+    return build_html(title, rules, raw_element("style", style), tag("body", tag("main", elements)))
 
 
-def build_head(title: str, rules: str, styles: Child) -> Element:
-    """Return the <head> element of a page. rules: the page's content security policy."""
-    return tag(
+def build_html(
+    title: str, rules: str, styles: Child, body: Element, **attributes: str | None
+) -> str:
+    """Return a page as HTML. rules: the page's content security policy."""
+    head = tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=rules),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
-        tag("title", title),
+        tag("title", f"{title} · torchlens_perf"),
+        tag("link", rel="icon", href=f"data:image/svg+xml,{quote(_ICON)}"),
         styles,
     )
+    whole = tag("html", head, body, lang="en", **attributes)
+    return f"<!DOCTYPE html>\n{to_html(whole)}\n"
 
 
-def build_icon() -> Element:
-    """Return the <link> element with the page's icon."""
-    return tag("link", rel="icon", href=f"data:image/svg+xml,{quote(_ICON)}")
-
-
-def _inline_parts() -> tuple[str, Child, Child]:
-    """Return the policy, styles and scripts of a page with inline styles and scripts."""
+def _inline_parts() -> PageParts:
     style, script = build_page_style(), build_page_script()
-    return (
-        _content_security_policy(_csp_hash(style), _csp_hash(script), "'none'"),
-        [build_icon(), raw_element("style", style)],
-        raw_element("script", script),
-    )
-
-
-def _linked_parts(live: LivePageParts) -> tuple[str, Child, Child]:
-    """Return the policy, styles and scripts of a page that loads files from a server."""
-    return (
-        LIVE_POLICY,
-        build_style_links(live.styles),
-        [tag("script", src=each) for each in live.scripts],
-    )
+    rules = _content_security_policy(_csp_hash(style), _csp_hash(script), "'none'")
+    return PageParts(rules, raw_element("style", style), raw_element("script", script))
 
 
 def build_style_links(styles: Sequence[str]) -> list[Element]:
-    """Return the links to the icon and to these style sheets."""
-    return [build_icon(), *(tag("link", rel="stylesheet", href=each) for each in styles)]
+    """Return the links to these style sheets."""
+    return [tag("link", rel="stylesheet", href=each) for each in styles]
 
 
 def contents_as_json(contents: PageContents) -> str:

@@ -90,10 +90,12 @@ class StepGrid:
     def sum_of(self, quantity: str) -> Floats:
         """Return the sums of a quantity by rank and column. The quantities are:
 
-        - "steps", "step_ns": number and time of steps by the hosts' clocks.
-        - "compared", "work_ns": number and work of comparable steps, by the rank's own clock.
+        - "host steps", "device steps": the number of steps by this clock.
+        - "host forward", "device forward" and so on: the time of each part by this clock.
+        - "step_ns": the time of steps by the hosts' clocks.
+        - "compared", "work_ns": number and work of comparable steps, by the clock that judges the
+          rank.
         - "ready_ns", "ready_of_ns": CPU contention, and the time of the steps that measured it.
-        - CLOCK "steps" and CLOCK part: number of steps and time of each part, by this clock.
         """
         return self._sums.get(quantity, np.zeros(self.start_ns.shape))
 
@@ -121,8 +123,9 @@ class StepGrid:
         cell = row * len(self.flags) + column
         for quantity, values in sums.items():
             if values.any():
-                cells = self._sums.setdefault(quantity, np.zeros(self.start_ns.shape))
-                np.add.at(cells.reshape(-1), cell, values.astype(np.float64))
+                if quantity not in self._sums:
+                    self._sums[quantity] = np.zeros(self.start_ns.shape)
+                np.add.at(self._sums[quantity].reshape(-1), cell, values.astype(np.float64))
 
     def _add_extremes(self, steps: Steps, column: Integers) -> None:
         step, duration_ns, at = steps["step"], steps["duration_ns"], (steps["row"], column)

@@ -41,15 +41,9 @@ def build_bar_figure(
 
 
 def _build_bar_row(row: Bar, longest: float, names: Mapping[str, str]) -> list[Element]:
-    drawn = draw_stacked_bar(row, longest, names, shares=names is _NAMES)
-    drawn.set("role", "img")
-    drawn.set(
-        "aria-label",
-        sanitize_line(
-            f"{row.label}: {describe_parts(row, names)}"
-            if row.label
-            else describe_parts(row, names)
-        ),
+    words = f"{row.label}: " * bool(row.label) + describe_parts(row, names)
+    drawn = draw_stacked_bar(
+        row, longest, names, shares=names is _NAMES, role="img", aria_label=sanitize_line(words)
     )
     made = tag(
         "div",
@@ -71,11 +65,12 @@ def draw_stacked_bar(
     names: Mapping[str, str] = _NAMES,
     *,
     shares: bool = True,
-    look: str = "bar",
+    class_: str = "bar",
+    **attributes: str,
 ) -> Element:
-    """Return one stacked bar as SVG.
+    """Return one stacked bar as SVG with these attributes.
 
-    longest: the length of a bar that fills the width, in seconds. look: the CSS class of the SVG.
+    longest: the length of a bar that fills the width, in seconds.
     """
     segments = []
     for part, begin, width in bar.segments(longest):
@@ -92,7 +87,7 @@ def draw_stacked_bar(
         if shares and width >= _LABELLED:
             place, kind = f"{begin + width / 2:.2%}", f"share on-{part}"
             segments.append(tag("text", share, x=place, y="72%", class_=kind, aria_hidden="true"))
-    return tag("svg", segments, class_=look)
+    return tag("svg", segments, class_=class_, **attributes)
 
 
 def describe_parts(bar: Bar, names: Mapping[str, str] = _NAMES) -> str:

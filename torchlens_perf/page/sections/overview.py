@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
+    format_duration_or_dash,
     format_percent,
     format_rounded,
     format_run_duration,
@@ -36,7 +38,9 @@ def build_header(report: Report, status: Headline | None) -> Element:
     run = report["run"]
     facts = [
         describe_ranks(run),
-        _device_names(report),
+        ", ".join(Counter(gpu["name"] for gpu in report["gpus"] if gpu["name"]))
+        or report["run"]["device"]
+        or "CPU",
         *([f"started {format_minute(run['started'])}"] if run["started"] else []),
         _state_text(run),
         step_count_text(report),
@@ -62,51 +66,38 @@ def build_header(report: Report, status: Headline | None) -> Element:
 
 def build_key_figures(report: Report, status: Headline | None) -> Element | None:
     """Return tiles with the key figures, and a bar with the parts of the mean step."""
-    steps = report["steps"]
-    if steps["p50_s"] is None:
+    if report["steps"]["p50_s"] is None:
         return None
-    tiles: list[Element | None] = (
-        []
-        if status is None or status.cost_share is None
-        else [_build_tile(format_percent(status.cost_share), _cost_label(status), status.severity)]
-    )
-    tiles.append(_build_tile(format_duration(steps["p50_s"]), f"step p50{_p95_text(report)}"))
-    if steps["mean_s"]:
-        tiles.append(_build_tile(format_rounded(1 / steps["mean_s"]), "steps per second"))
     parts = mean_parts(parts_by_rank(report).values())
     bar = Bar("", {part: parts[part] for part in PARTS if parts.get(part)})
-    if bar.total:
-        share = sum(parts[part] for part in _COMPUTE) / bar.total
-        tiles.append(
-            _build_tile(format_percent(share), "of step time in forward, backward and optimizer")
-        )
-    tiles.append(_build_compared_ranks_tile(report))
+    tiles = [
+        tag("p", tag("b", number), " ", words, class_=f"tile {severity}".rstrip())
+        for number, words, severity in _choose_figures(report, status, bar)
+    ]
     drawn = _build_step_bar(bar, report) if bar.total else None
     return tag("section", tiles, drawn, class_="tiles", id="figures", aria_label="Key figures")
 
 
-def _cost_label(status: Headline) -> str:
-    """Return the label of the cost: "of step time in forward" or "of step time lost"."""
-    facts = dict(status.facts)
-    place = facts.get("in") or facts.get("bound by")
-    return f"of step time in {place}" if place else "of step time lost"
-
-
-def _p95_text(report: Report) -> str:
-    p95_s = report["steps"]["p95_s"]
-    return "" if p95_s is None else f", p95 {format_duration(p95_s)}"
-
-
-def _build_compared_ranks_tile(report: Report) -> Element | None:
-    size = report["run"]["world_size"]
-    if size == 1 or any(row["kind"] == "not_compared" for row in report["verdicts"]):
-        return None
-    timed = sum(rank["typical"] is not None for rank in report["ranks"])
-    return _build_tile(f"{timed} of {size}", "ranks compared")
-
-
-def _build_tile(number: str, words: str, severity: str = "") -> Element:
-    return tag("p", tag("b", number), " ", words, class_=f"tile {severity}".rstrip())
+def _choose_figures(
+    report: Report, status: Headline | None, bar: Bar
+) -> Iterator[tuple[str, str, str]]:
+    """Yield number, words and severity of each key figure. bar: the parts of the mean step."""
+    steps, size = report["steps"], report["run"]["world_size"]
+    if status is not None and status.cost_share is not None:
+        facts = dict(status.facts)
+        place = facts.get("in") or facts.get("bound by")
+        lost = f"of step time in {place}" if place else "of step time lost"
+        yield format_percent(status.cost_share), lost, status.severity
+    p95 = f", p95 {format_duration(steps['p95_s'])}" if steps["p95_s"] is not None else ""
+    yield format_duration_or_dash(steps["p50_s"]), f"step p50{p95}", ""
+    if steps["mean_s"]:
+        yield format_rounded(1 / steps["mean_s"]), "steps per second", ""
+    if bar.total:
+        computing = sum(bar.seconds.get(part, 0.0) for part in _COMPUTE) / bar.total
+        yield format_percent(computing), "of step time in forward, backward and optimizer", ""
+    if size > 1 and all(row["kind"] != "not_compared" for row in report["verdicts"]):
+        timed = sum(rank["typical"] is not None for rank in report["ranks"])
+        yield f"{timed} of {size}", "ranks compared", ""
 
 
 def _build_step_bar(bar: Bar, report: Report) -> Element:
@@ -123,14 +114,8 @@ def _build_step_bar(bar: Bar, report: Report) -> Element:
     words = (
         f"Where a step's time goes{' (mean of ranks)' if report['run']['world_size'] > 1 else ''}"
     )
-    drawn = draw_stacked_bar(bar, bar.total, shares=False, look="shares")
-    drawn.set("aria-hidden", "true")
+    drawn = draw_stacked_bar(bar, bar.total, shares=False, class_="shares", aria_hidden="true")
     return tag("div", words, drawn, tag("ul", legend, class_="legend"), class_="tile shares")
-
-
-def _device_names(report: Report) -> str:
-    names = Counter(gpu["name"] for gpu in report["gpus"] if gpu["name"])
-    return ", ".join(names) or report["run"]["device"] or "CPU"
 
 
 def _state_text(run: Run) -> str:

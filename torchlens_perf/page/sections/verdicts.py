@@ -67,7 +67,9 @@ def _build_diagnosis(
         tag(
             "li",
             tag("b", each["text"]),
-            _explained_share_text(each["explains"]),
+            "."
+            if each["explains"] is None
+            else f": explains {format_percent(each['explains'])} of the loss.",
             f" Next: {each['action']}",
         )
         for each in diagnosis["causes"]
@@ -86,10 +88,6 @@ def _build_diagnosis(
         if signals
         else None,
     )
-
-
-def _explained_share_text(share: float | None) -> str:
-    return "." if share is None else f": explains {format_percent(share)} of the loss."
 
 
 def _build_stacks(stacks: Mapping[str, Any]) -> list[Element]:
