@@ -257,6 +257,5 @@ def test_trace_buffer_keeps_the_newest_steps_within_its_limit() -> None:
     assert shelf.count_spans_by_rank(0) == {}
     shelf.append_steps(shelved(1, 36, key="another"))
     assert [each.key for each in shelf.entries_with_step(37)] == ["rank0", "another"]
-    trace = shelf.entries_with_step(37)[0].build_trace(37)
-    assert trace is not None
+    (trace,) = shelf.entries_with_step(37)[0].build_traces(37)
     assert (trace.step, len(trace.spans)) == (37, 10)

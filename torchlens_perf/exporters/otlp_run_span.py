@@ -21,6 +21,7 @@ from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.exporters.otlp_spans import (
     context_with_span,
+    is_sampled,
     read_sampler,
     span_context_of_path,
     step_trace_id,
@@ -78,7 +79,7 @@ class RunSpanCollector:
         if len(found.traced) > 2 * MAX_LINKS:
             # Keep the first steps and half of all later steps.
             found.traced = found.traced[: MAX_LINKS // 2] + found.traced[MAX_LINKS // 2 :: 2]
-        if len(steps) and not getattr(batch, "again", False):
+        if len(steps) and not batch.again:
             offset_ns = batch.anchor.offset_ns
             found.start_ns = found.start_ns or int(steps.start_ns[0]) + offset_ns
             found.end_ns = max(
@@ -106,16 +107,9 @@ class RunSpanCollector:
 
     def _is_sampled(self, parent: SpanContext) -> bool:
         """Return True if the caller's trace is sampled and OTEL_TRACES_SAMPLER samples the span."""
-        if not parent.trace_flags.sampled:
-            return False
-        if self._sampler is None:
-            return True
-        from opentelemetry.sdk.trace.sampling import Decision
-
-        decision = self._sampler.should_sample(
-            context_with_span(parent), parent.trace_id, semantics.SPAN_RUN
-        ).decision
-        return decision is Decision.RECORD_AND_SAMPLE
+        return parent.trace_flags.sampled and is_sampled(
+            self._sampler, context_with_span(parent), parent.trace_id, semantics.SPAN_RUN
+        )
 
 
 def _build_run_span(

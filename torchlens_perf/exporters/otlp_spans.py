@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 from opentelemetry.trace.status import Status, StatusCode
 
@@ -89,30 +90,26 @@ class SpanBuilder:
         offset_ns = batch.anchor.offset_ns
         for trace in batch.traces:
             in_trace = step_trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
-            if self._is_sampled(in_trace, trace):
+            # The sampler decides by the trace's id, which gives the same result on all ranks.
+            if is_sampled(self._sampler, Context(), in_trace, _name_of_root(trace)):
                 chosen = batch.chosen.get(trace.step)
                 found[trace.step] = rank.build_step(
                     trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen
                 )
         return found
 
-    def _is_sampled(self, in_trace: int, trace: StepTrace) -> bool:
-        """Return True if OTEL_TRACES_SAMPLER samples the trace id, with one result on all ranks."""
-        if self._sampler is None:
-            return True
-        from opentelemetry.sdk.trace.sampling import Decision
 
-        decision = self._sampler.should_sample(Context(), in_trace, _name_of_root(trace)).decision
-        return decision is Decision.RECORD_AND_SAMPLE
-
-
-def read_sampler(environ: Mapping[str, str]) -> Sampler | None:
-    """Return the configured sampler; None, without importing the SDK, for all traces."""
+def read_sampler(environ: Mapping[str, str]) -> Sampler:
+    """Return the sampler of OTEL_TRACES_SAMPLER."""
     if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
-        return None
-    from opentelemetry.sdk.trace import TracerProvider
-
+        return ALWAYS_ON
     return TracerProvider(shutdown_on_exit=False).sampler
+
+
+def is_sampled(sampler: Sampler, parent: Context, trace_id: int, name: str) -> bool:
+    """Return True if the sampler samples a span with this name."""
+    decision = sampler.should_sample(parent, trace_id, name).decision
+    return decision is Decision.RECORD_AND_SAMPLE
 
 
 class _RankSpanBuilder:

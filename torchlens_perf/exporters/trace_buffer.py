@@ -34,9 +34,17 @@ class BufferedSteps:
     names: list[str]
     steps: StepTable
 
-    def build_trace(self, step: int) -> StepTrace | None:
-        found = build_step_traces(self.records, self.names, {step}, self.later)
-        return found[0] if found else None
+    def has_step(self, step: int) -> bool:
+        is_near = int(self.steps.step[0]) <= step <= int(self.steps.step[-1])
+        return is_near and bool((self.steps.step == step).any())
+
+    def build_traces(self, step: int) -> tuple[StepTrace, ...]:
+        """Return the trace of a step, if all of its records are here."""
+        return tuple(build_step_traces(self.records, self.names, {step}, self.later))
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.records.nbytes + self.later.nbytes)
 
     def count_spans(self, step: int) -> int:
         """Return the number of spans of a step, without the span of the step itself."""
@@ -54,25 +62,15 @@ class TraceBuffer:
     def append_steps(self, shelved: BufferedSteps) -> None:
         """Append at least one step of a process. Steps must be in order."""
         self._kept.append(shelved)
-        self._bytes += _size_bytes(shelved)
+        self._bytes += shelved.size_bytes
         while self._bytes > self._max_bytes and len(self._kept) > 1:
-            self._bytes -= _size_bytes(self._kept.popleft())
+            self._bytes -= self._kept.popleft().size_bytes
 
     def entries_with_step(self, step: int) -> list[BufferedSteps]:
         """Return for each rank the newest entry that contains a step."""
-        found: dict[int, BufferedSteps] = {}
-        for each in self._kept:
-            if (
-                int(each.steps.step[0]) <= step <= int(each.steps.step[-1])
-                and (each.steps.step == step).any()
-            ):
-                found[each.rank] = each
+        found = {each.rank: each for each in self._kept if each.has_step(step)}
         return [found[rank] for rank in sorted(found)]
 
     def count_spans_by_rank(self, step: int) -> dict[int, int]:
         """Return the number of spans of a step by rank, without the span of the step itself."""
         return {each.rank: each.count_spans(step) for each in self.entries_with_step(step)}
-
-
-def _size_bytes(shelved: BufferedSteps) -> int:
-    return int(shelved.records.nbytes + shelved.later.nbytes)

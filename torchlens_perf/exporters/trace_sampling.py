@@ -124,7 +124,7 @@ class StepSampler:
         self._every = 1
         self._newest = self._last_sent = -1
         self._newest_ended_s = 0.0
-        self._left_out = 0
+        self._reported = 0
         self.left_out = 0
         """Total number of candidates that were not sent because they exceeded the budget."""
 
@@ -146,7 +146,7 @@ class StepSampler:
             if because and len(self._candidates) < _MAX_CANDIDATES:
                 self._candidates[step] = _Candidate(because, end_s, now_s)
             elif because:
-                self._count_left_out()
+                self.left_out += 1
         self._newest, self._newest_ended_s = int(steps.step[-1]), ended_s[-1]
 
     def add_newest_step(self, now_s: float) -> None:
@@ -173,10 +173,11 @@ class StepSampler:
             del self._candidates[step]
             # Each rank also has a span of its step.
             if not spans or not self._fits(step, candidate, sum(spans.values()) + len(spans)):
-                self._count_left_out()
+                self.left_out += 1
                 continue
-            found.append(TracedStep(attempt, step, candidate.because, self._left_out))
-            self._left_out, self._last_sent = 0, step
+            left_out = self.left_out - self._reported
+            found.append(TracedStep(attempt, step, candidate.because, left_out))
+            self._reported, self._last_sent = self.left_out, step
         return found
 
     def _fits(self, step: int, candidate: _Candidate, spans: int) -> bool:
@@ -219,10 +220,6 @@ class StepSampler:
         spans_per_s = _SHARES[NUMBER] * self._spans_per_s
         allowed = spans_per_s * self._every * self._slow_steps.usual_s
         return 1 << max(0, math.ceil(math.log2(spans / max(allowed, 1e-9))))
-
-    def _count_left_out(self) -> None:
-        self._left_out += 1
-        self.left_out += 1
 
 
 def reason_from_step_number(step: int, every: int) -> str:

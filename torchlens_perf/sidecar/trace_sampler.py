@@ -6,7 +6,6 @@ exporters/trace_sampling.py.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from torchlens_perf.exporters import ExportBatch, steps_traced_by_number
@@ -37,7 +36,6 @@ class TraceSampler:
         self._generation = generation
         self._buffer = TraceBuffer()
         self._sampler: StepSampler | None = None
-        self._left_out = 0
         self._slow: set[object] | None = None
 
     @property
@@ -107,10 +105,12 @@ class TraceSampler:
     def _build_batches(self, chosen: TracedStep, state: NodeState) -> list[ExportBatch]:
         found = []
         for buffered in self._buffer.entries_with_step(chosen.step):
-            trace = buffered.build_trace(chosen.step)
-            if trace is not None:
+            traces = buffered.build_traces(chosen.step)
+            if traces:
                 identity = state.processes[buffered.key].identity
                 table = buffered.steps.select_rows(buffered.steps.step == chosen.step)
-                batch = ExportBatch(identity, buffered.anchor, table, (trace,), again=True)
-                found.append(dataclasses.replace(batch, chosen={chosen.step: chosen}))
+                reason = {chosen.step: chosen}
+                found.append(
+                    ExportBatch(identity, buffered.anchor, table, traces, again=True, chosen=reason)
+                )
         return found
