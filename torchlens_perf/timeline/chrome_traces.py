@@ -10,7 +10,7 @@ import functools
 import gzip
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -31,8 +31,12 @@ _LANE_TITLES = ("phases and modules", *LANES[1:])
 _printable = functools.lru_cache(4096)(printable)
 
 
-class TraceWriter(Protocol):
+class TraceWriter:
     """Writes tracks, in any order, and what is between them."""
+
+    def __init__(self, path: Path, begin_ns: int, host_of: Mapping[int, str]) -> None:
+        """Begin to write. begin_ns: Unix time of the begin. host_of: the host of each rank."""
+        self._path, self._begin_ns, self._host_of = path, begin_ns, host_of
 
     def write_track(self, track: Track, arrows: Mapping[int, tuple[int, int]]) -> None:
         """Write the slices of a track of a rank.
@@ -48,6 +52,9 @@ class TraceWriter(Protocol):
 
     def close(self) -> None:
         """Complete the files."""
+
+    def _name_rank(self, rank: int) -> str:
+        return printable(f"rank {rank} on {self._host_of.get(rank, '?')}")
 
 
 class _EventFile:
@@ -65,13 +72,11 @@ class _EventFile:
         self._file.close()
 
 
-class PerfettoWriter:
+class PerfettoWriter(TraceWriter):
     """Write one file with all ranks, for https://ui.perfetto.dev."""
 
     def __init__(self, path: Path, begin_ns: int, host_of: Mapping[int, str]) -> None:
-        """begin_ns: Unix time at which the trace begins. host_of: the host of each rank."""
-        self._begin_ns = begin_ns
-        self._host_of = host_of
+        super().__init__(path, begin_ns, host_of)
         self._file = _EventFile(path, {"displayTimeUnit": "ns", "baseTimeNanoseconds": begin_ns})
         self._processes: dict[int | str, int] = {}
         self._threads: set[int] = set()
@@ -130,10 +135,9 @@ class PerfettoWriter:
 
     def _find_or_add_process(self, owner: int | str) -> int:
         if owner not in self._processes:
-            number = owner + 1 if isinstance(owner, int) else _HOSTS + len(self._processes)
-            name = f"host {owner}"
+            name, number = f"host {owner}", _HOSTS + len(self._processes)
             if isinstance(owner, int):
-                name = f"rank {owner} on {self._host_of.get(owner, '?')}"
+                name, number = self._name_rank(owner), owner + 1
             self._processes[owner] = number
             self._describe("process", {"pid": number}, name, number)
         return self._processes[owner]
@@ -145,18 +149,16 @@ class PerfettoWriter:
             self._file.write({"ph": "M", **ids, "name": f"{kind}_{fact}", "args": arguments})
 
 
-class HtaWriter:
+class HtaWriter(TraceWriter):
     """Write a file per rank and a manifest, as HolisticTraceAnalysis reads them.
 
     HTA takes spans with a stream for kernels, and those with NCCL's names for communication. Arrows
     and counters are left out. Instants are lines of the manifest.
     """
 
-    def __init__(self, folder: Path, begin_ns: int, host_of: Mapping[int, str]) -> None:
-        """See PerfettoWriter. folder: an empty folder."""
-        self._folder = folder
-        self._begin_ns = begin_ns
-        self._host_of = host_of
+    def __init__(self, path: Path, begin_ns: int, host_of: Mapping[int, str]) -> None:
+        """path: an empty folder."""
+        super().__init__(path, begin_ns, host_of)
         self._files: dict[int, _EventFile] = {}
         self._manifest: list[dict[str, Any]] = []
 
@@ -167,9 +169,6 @@ class HtaWriter:
             if event is not None:
                 file.write(event)
 
-    def write_counter(self, owner: int | str, name: str, unit: str, ns: int, value: float) -> None:
-        """Do nothing."""
-
     def write_instant(self, ns: int, name: str, arguments: Mapping[str, Any]) -> None:
         self._manifest.append({"unix_ns": ns, "name": name, **arguments})
 
@@ -177,14 +176,14 @@ class HtaWriter:
         for file in self._files.values():
             file.close()
         lines = [msgspec.json.encode(each) + b"\n" for each in self._manifest]
-        (self._folder / MANIFEST).write_bytes(b"".join(lines))
+        (self._path / MANIFEST).write_bytes(b"".join(lines))
 
     def _find_or_add_file(self, rank: int) -> _EventFile:
         if rank not in self._files:
-            path = self._folder / f"rank{rank:05d}.json.gz"
+            path = self._path / f"rank{rank:05d}.json.gz"
             header = {"distributedInfo": {"rank": rank}, "baseTimeNanoseconds": self._begin_ns}
             file = self._files[rank] = _EventFile(path, header)
-            name = printable(f"rank {rank} on {self._host_of.get(rank, '?')}")
+            name = self._name_rank(rank)
             file.write({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
             self._manifest.append({"rank": rank, "file": path.name, "name": name})
         return self._files[rank]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import os
 import shutil
 from collections import defaultdict
@@ -140,20 +141,31 @@ class _TraceSource:
         """
         rank_of = {self.processes[rank].identity.key: rank for rank in self.ranks}
         columns = ("process", "start_ns", "duration_ns", "memory_bytes", "ready_ns")
-
         where: dict[str, list[Any]] = {"step": list(steps), "process": list(rank_of)}
+        for row in self.read_rows(self.run.steps, columns, where):
+            length, ready = row["duration_ns"], row["ready_ns"]
+            share = None if ready is None or not length else ready / length
+            yield rank_of[row["process"]], row["start_ns"] + length, row["memory_bytes"], share
+
+    def read_rows(
+        self,
+        folder: Path,
+        columns: Collection[str],
+        where: Mapping[str, Collection[Any]] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield rows with those of the columns that the files have, and `time` in Unix ns."""
 
         def rows(file: ParquetFile) -> list[dict[str, Any]]:
-            found: list[dict[str, Any]] = file.read_table(columns, where).to_pylist()
+            table = file.read_table([name for name in columns if name in file.names], where)
+            if "time" in columns:
+                # Python's times have no nanoseconds.
+                time = table.column("time").cast("int64")
+                table = table.drop_columns("time").append_column("time", time)
+            found: list[dict[str, Any]] = table.to_pylist()
             return found
 
-        for table in ParquetFolder(
-            self.run.steps, unreadable=make_error_collector(self.notes)
-        ).read_each(rows):
-            for row in table:
-                process, start, length, memory, ready = (row[name] for name in columns)
-                share = None if ready is None or not length else ready / length
-                yield rank_of[process], start + length, memory, share
+        files = ParquetFolder(folder, unreadable=make_error_collector(self.notes))
+        return itertools.chain.from_iterable(files.read_each(rows))
 
 
 def _choose_ranks(
@@ -319,24 +331,15 @@ def _write_gpu_counters(
     counters = (("sm_clock_hz", "SM clock", "Hz"), ("power_w", "power", "W"),
                 ("memory_used_bytes", "GPU memory", "bytes"))  # fmt: skip
 
-    def rows(file: ParquetFile) -> list[dict[str, Any]]:
-        names = [name for name, _, _ in counters if name in file.names]
-        table = file.read_table(["host", "uuid", "time", *names])
-        found: list[dict[str, Any]] = table.set_column(
-            2, "time", table.column("time").cast("int64")
-        ).to_pylist()
-        return found
-
-    files = ParquetFolder(source.run.path / GPUS, unreadable=make_error_collector(source.notes))
-    for table in files.read_each(rows):
-        for row in table:
-            time_ns, host = row["time"], row["host"]
-            if host not in hosts or time_ns < begin_ns:
-                continue
-            for column, name, unit in counters:
-                if row.get(column) is not None:
-                    counter = f"{name} {str(row['uuid'])[:12]}"
-                    writer.write_counter(str(host), counter, unit, time_ns, float(row[column]))
+    columns = ["host", "uuid", "time", *(column for column, _, _ in counters)]
+    for row in source.read_rows(source.run.path / GPUS, columns):
+        time_ns, host = row["time"], row["host"]
+        if host not in hosts or time_ns < begin_ns:
+            continue
+        for column, name, unit in counters:
+            if row.get(column) is not None:
+                counter = f"{name} {str(row['uuid'])[:12]}"
+                writer.write_counter(str(host), counter, unit, time_ns, float(row[column]))
 
 
 def _describe_trace(
