@@ -119,7 +119,9 @@ def record(run: RunDirectory) -> int:
         chunks.append(
             RecordChunk(origin, records, np.arange(len(rows)), names, assemble_steps(records))
         )
-    SegmentWriter(run, "node", 1 << 30).write(chunks)
+    writer = SegmentWriter(run, "node", 1 << 30)
+    writer.add_chunks(chunks)
+    writer.write_added()
     return spans
 
 

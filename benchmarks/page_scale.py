@@ -137,7 +137,8 @@ def write_run(
                 )
         state.join.join()
         for each in chunks:
-            writer.write(each)
+            writer.add_chunks(each)
+            writer.write_added()
         states.append(state)
     states[0].findings = add_straggler_groups(judge.judge(final=True), judge.places)
     for state in states:

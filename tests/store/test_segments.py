@@ -65,6 +65,11 @@ def chunk(rig: Rig, steps: int, rank: int = 0) -> RecordChunk:
     )
 
 
+def write_segment(writer: SegmentWriter, chunks: list[RecordChunk]) -> None:
+    writer.add_chunks(chunks)
+    writer.write_added()
+
+
 @pytest.fixture
 def rig(tmp_path: Path):
     (tmp_path / "rings").mkdir()
@@ -78,8 +83,8 @@ def test_records_are_read_as_written(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     writer = SegmentWriter(run, HOST, 1 << 30)
     first, second = chunk(rig, 3), chunk(rig, 2)
-    writer.write([first])
-    writer.write([second])
+    write_segment(writer, [first])
+    write_segment(writer, [second])
     read = list(read_chunks(run, HOST))
 
     assert [lost for *_, lost in read] == [0, 0]
@@ -107,7 +112,7 @@ def test_records_are_read_as_written(rig: Rig, tmp_path: Path) -> None:
 def test_segment_has_extremes_of_step_time_and_rank(rig: Rig, tmp_path: Path) -> None:
     """Readers skip files by the extremes of these columns."""
     run = make_run(tmp_path)
-    SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 5)])
+    write_segment(SegmentWriter(run, HOST, 1 << 30), [chunk(rig, 5)])
     (path,) = run.spans.glob("*.parquet")
     group = pq.ParquetFile(path).metadata.row_group(0)
     columns = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
@@ -127,7 +132,7 @@ def test_segment_has_extremes_of_step_time_and_rank(rig: Rig, tmp_path: Path) ->
 def test_ranks_of_a_node_are_stored_in_one_segment(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     one, two = chunk(rig, 2, rank=0), chunk(rig, 3, rank=1)
-    SegmentWriter(run, HOST, 1 << 30).write([one, two])
+    write_segment(SegmentWriter(run, HOST, 1 << 30), [one, two])
 
     assert [(o.rank, len(records)) for o, records, _, _ in read_chunks(run, HOST)] == [
         (0, 8),
@@ -149,7 +154,7 @@ def test_segment_that_is_written_in_pieces_is_read_as_a_whole(
         rig.ring.intern(f"only {rank}")
     monkeypatch.setattr(segments, "_MIN_ROWS", 8)
     made = [chunk(rig, 2, rank) for rank, rig in enumerate(rigs)]
-    SegmentWriter(run, HOST, 1 << 30).write(made)
+    write_segment(SegmentWriter(run, HOST, 1 << 30), made)
     (file,) = run.spans.iterdir()
     read = list(read_chunks(run, HOST))
 
@@ -168,10 +173,10 @@ def test_segment_that_is_written_in_pieces_is_read_as_a_whole(
 def test_gap_between_segments_counts_as_lost_records(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
     writer = SegmentWriter(run, HOST, 1 << 30)
-    writer.write([chunk(rig, 1)])
+    write_segment(writer, [chunk(rig, 1)])
     # Three steps with four records each are read from the ring but never written.
     chunk(rig, 3)
-    writer.write([chunk(rig, 1)])
+    write_segment(writer, [chunk(rig, 1)])
 
     assert [lost for *_, lost in read_chunks(run, HOST)] == [0, 12]
 
@@ -180,7 +185,7 @@ def test_duckdb_and_pandas_can_read_the_files(rig: Rig, tmp_path: Path) -> None:
     """Step times by rank and UTC times need no code of this package."""
     run = make_run(tmp_path)
     made = chunk(rig, 4, rank=3)
-    SegmentWriter(run, HOST, 1 << 30).write([made])
+    write_segment(SegmentWriter(run, HOST, 1 << 30), [made])
     files = f"'{run.steps}/*.parquet'"
     query = (
         f"SELECT rank, count(*), min(duration_ns), sum(forward_ns), any_value(host) FROM {files}"
@@ -219,11 +224,11 @@ def test_steps_of_all_nodes_are_one_sorted_stream(
         frames.write_table(run, "steps", io.BytesIO())
     writer = SegmentWriter(run, HOST, 1 << 30)
     early, late = chunk(rig, 3), chunk(rig, 2)
-    writer.write([late])
-    SegmentWriter(run, "node-b", 1 << 30).write(
-        [dataclasses.replace(early, origin=origin(1)), early]
+    write_segment(writer, [late])
+    write_segment(
+        SegmentWriter(run, "node-b", 1 << 30), [dataclasses.replace(early, origin=origin(1)), early]
     )
-    writer.write([early])
+    write_segment(writer, [early])
     files = sorted(run.steps.glob(f"{HOST}-*.parquet"))
     stream = io.BytesIO()
     frames.write_table(run, "steps", stream)
@@ -247,14 +252,14 @@ def test_oldest_segments_are_deleted_above_the_size_limit(rig: Rig, tmp_path: Pa
     """Spans and steps are deleted together. The newest segment stays even above the limit."""
     run = make_run(tmp_path)
     measured = SegmentWriter(run, "measured", 1 << 30)
-    measured.write([chunk(rig, 100)])
+    write_segment(measured, [chunk(rig, 100)])
     size = sum(
         path.stat().st_size for folder in (run.spans, run.steps) for path in folder.iterdir()
     )
     # Three segments of this size are within the limit.
     writer = SegmentWriter(run, HOST, cap_bytes=int(3.5 * size))
     for _ in range(10):
-        writer.write([chunk(rig, 100)])
+        write_segment(writer, [chunk(rig, 100)])
     kept = sorted(path.name for path in run.spans.glob(f"{HOST}*"))
 
     assert kept == [f"{HOST}-{number:06d}.parquet" for number in (8, 9, 10)]
@@ -264,7 +269,7 @@ def test_oldest_segments_are_deleted_above_the_size_limit(rig: Rig, tmp_path: Pa
     assert len(list(run.spans.glob("measured*"))) == 1
 
     tiny = SegmentWriter(run, HOST, cap_bytes=1)
-    tiny.write([chunk(rig, 1)])
+    write_segment(tiny, [chunk(rig, 1)])
     assert [path.name for path in run.spans.glob(f"{HOST}*")] == [f"{HOST}-000011.parquet"]
 
 
@@ -287,7 +292,7 @@ def test_failed_write_leaves_no_file(
     monkeypatch.setattr(ownership, "write_all", fill_disk)
     made = chunk(rig, 1)
     with pytest.raises(OSError, match="No space"):
-        writer.write([made])
+        write_segment(writer, [made])
     assert [*run.spans.iterdir(), *run.steps.iterdir()] == []
     monkeypatch.setattr(ownership, "write_all", write_all)
     assert writer.write_added() == {made.origin.key: int(made.sequences[-1])}
@@ -303,7 +308,7 @@ def test_host_whose_name_begins_with_another_hosts_name_has_its_own_segments(
 ) -> None:
     run = make_run(tmp_path)
     for host in ("gpu-1", "gpu-1-000001", "gpu"):
-        SegmentWriter(run, host, 1 << 30).write([chunk(rig, 1)])
+        write_segment(SegmentWriter(run, host, 1 << 30), [chunk(rig, 1)])
 
     assert list_nodes(run.spans) == ["gpu", "gpu-1", "gpu-1-000001"]
     assert [len(list(read_chunks(run, host))) for host in list_nodes(run.spans)] == [1, 1, 1]
@@ -311,7 +316,7 @@ def test_host_whose_name_begins_with_another_hosts_name_has_its_own_segments(
 
 def test_error_message_names_the_damaged_file(rig: Rig, tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    SegmentWriter(run, HOST, 1 << 30).write([chunk(rig, 50)])
+    write_segment(SegmentWriter(run, HOST, 1 << 30), [chunk(rig, 50)])
     (path,) = run.spans.iterdir()
     # A Parquet file ends with its footer, and is unreadable without it.
     path.write_bytes(path.read_bytes()[:-100])
@@ -334,7 +339,8 @@ rig = Rig(folder / "rings", capacity=65536)
 writer = SegmentWriter(make_run(folder, "run"), HOST, 1 << 30)
 while True:
     made = chunk(rig, 50)
-    writer.write([made])
+    writer.add_chunks([made])
+    writer.write_added()
     print(int(made.sequences[-1]), flush=True)
 """
 

@@ -21,4 +21,4 @@ class Rows(NamedTuple):
 def list_local_files(run: str, table: str, notes: list[str]) -> list[Path]:
     """Return the files of a table of a run. Add a line to `notes` for each damaged file."""
     files = ParquetFolder(Path(run) / table, unreadable=lambda error: notes.append(str(error)))
-    return list(files.readable_paths())
+    return list(files.read_each(lambda file: file.path))

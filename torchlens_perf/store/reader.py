@@ -12,7 +12,7 @@ import functools
 import json
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,9 +46,8 @@ class UnreadableFileError(RunStoreError):
         super().__init__(f"{path} {why}")
         self.in_run = f"{path.parent.name}/{path.name} {why}"
         """The same message without the run's folder."""
-        self.by_disk = (
-            isinstance(error, OSError) and error.errno is not None
-        )  # Arrow's own errors have no errno
+        # Arrow's own errors have no errno.
+        self.by_disk = isinstance(error, OSError) and error.errno is not None
         """True if the disk has failed. The file may be readable later."""
 
 
@@ -58,7 +57,8 @@ class ParquetFile:
     ParquetFolder.read_each() converts these exceptions.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
         # Arrow opens the file again. A thread of Arrow that still held a Python file at the end of
         # the interpreter would abort the process.
         self._file = pa.OSFile(f"/proc/self/fd/{descriptor}")
@@ -149,23 +149,15 @@ class ParquetFolder:
                 size += path.stat().st_size
         return size
 
-    def readable_paths(self) -> Iterator[Path]:
-        """Yield the paths of the files whose metadata can be read."""
-        for path in self.paths:
-            yield from (path for _ in self._read_paths([path], lambda file: None))
-
     def read_each(self, use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
         """Call `use` with each file and yield the results. An error in it means a damaged file."""
-        return self._read_paths(self.paths, use)
-
-    def _read_paths(self, paths: Iterable[Path], use: Callable[[ParquetFile], _T]) -> Iterator[_T]:
-        for path in paths:
+        for path in self.paths:
             try:
                 if path.parent.is_symlink():
                     raise RunStoreError(f"{path.parent} is a link")
                 with open(ownership.open_to_read(path), "rb") as file:
                     _check_metadata_size(file.fileno())
-                    found = use(ParquetFile(file.fileno()))
+                    found = use(ParquetFile(path, file.fileno()))
             except (OSError, RunStoreError, pa.ArrowException, *DAMAGED_DATA) as error:
                 why = UnreadableFileError(path, error)
                 if self._unreadable is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -64,46 +65,34 @@ def find_runs(
 def last_change_ns(path: str | Path) -> int:
     """Return the time at which a node last wrote its state.
 
-    Writing renames a file, which changes the folder's time.
+    Writing renames a file, which changes the time of the folder of states. This folder is opened on
+    each call, because a network file system may otherwise use a stale cache.
 
-    Raise NotFoundError or OSError.
+    Raise NotFoundError if there is no run, or OSError.
     """
-    descriptor = _open_nodes_folder(path)
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
+    with contextlib.ExitStack() as opened:
+        try:
+            run = os.open(path, _FOLDER | os.O_NOFOLLOW)
+            opened.callback(os.close, run)
+            nodes = os.open("nodes", _FOLDER, dir_fd=run)
+            opened.callback(os.close, nodes)
+            return os.fstat(nodes).st_mtime_ns
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise
+            name = printable(os.path.basename(path))[:100]
+            raise NotFoundError(f"There is no run {name} here. It may have been removed.") from None
 
 
 def open_run(path: str | Path) -> RunDirectory:
     """Return the run directory of a path. Raise NotFoundError if there is no run, or OSError."""
-    os.close(_open_nodes_folder(path))
+    last_change_ns(path)
     return RunDirectory(Path(path))
 
 
 def is_run(path: str | Path) -> bool:
     """Return True if the path is a run. Raise OSError if it cannot be read."""
-    try:
-        os.close(_open_nodes_folder(path))
-    except NotFoundError:
-        return False
-    return True
-
-
-def _open_nodes_folder(path: str | Path) -> int:
-    """Open the folder of a run's states and return its descriptor.
-
-    The folder is opened on each call, because a network file system may otherwise use a stale
-    cache. Raise NotFoundError if there is no run, or OSError.
-    """
-    try:
-        run = os.open(path, _FOLDER | os.O_NOFOLLOW)
-        try:
-            return os.open("nodes", _FOLDER, dir_fd=run)
-        finally:
-            os.close(run)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        name = printable(os.path.basename(path))[:100]
-        raise NotFoundError(f"There is no run {name} here. It may have been removed.") from None
+    with contextlib.suppress(NotFoundError):
+        last_change_ns(path)
+        return True
+    return False

@@ -106,12 +106,6 @@ class SegmentWriter:
         """Number of segments that were removed to make space for newer segments."""
         return self._writer.removed_numbers
 
-    def write(self, chunks: list[RecordChunk]) -> None:
-        """Write the chunks as one segment. Raise OSError on a full disk."""
-        if chunks:
-            self.add_chunks(chunks)
-            self.write_added()
-
     def add_chunks(self, chunks: list[RecordChunk]) -> None:
         """Encode chunks for the next segment. After an error, the next segment is empty."""
         try:
