@@ -30,7 +30,6 @@ from torchlens_perf.exporters.otlp_spans import (
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
-    from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.verdicts.words.report import VerdictRow
 
@@ -100,16 +99,17 @@ class RunSpanCollector:
         found = []
         for run in attempts.values():
             parent = parse_caller(run.identity.traceparent, run.identity.tracestate)
-            if parent is not None and self._is_sampled(parent):
+            # The span is sent if the caller's trace is sampled and OTEL_TRACES_SAMPLER agrees.
+            if (
+                parent is not None
+                and parent.trace_flags.sampled
+                and is_sampled(
+                    self._sampler, context_with_span(parent), parent.trace_id, semantics.SPAN_RUN
+                )
+            ):
                 crash = self._crash if run.identity.attempt == self._attempt else None
                 found.append(_build_run_span(run, parent, crash))
         return found
-
-    def _is_sampled(self, parent: SpanContext) -> bool:
-        """Return True if the caller's trace is sampled and OTEL_TRACES_SAMPLER samples the span."""
-        return parent.trace_flags.sampled and is_sampled(
-            self._sampler, context_with_span(parent), parent.trace_id, semantics.SPAN_RUN
-        )
 
 
 def _build_run_span(
@@ -127,10 +127,17 @@ def _build_run_span(
         failure = getattr(crash["evidence"], "failure", None)
         if failure is not None:
             attributes[semantics.ERROR_TYPE] = failure["type"] or crash["kind"]
-            events.append(_build_exception_event(failure))
-    links = BoundedList.from_seq(
-        MAX_LINKS, [_link_to_step(identity, step) for step in run.traced[:MAX_LINKS]]
-    )
+            # The event of OpenTelemetry's conventions for exceptions.
+            said = {
+                semantics.EXCEPTION_TYPE: failure["type"],
+                semantics.EXCEPTION_MESSAGE: failure["message"],
+            }
+            known = {name: text for name, text in said.items() if text}
+            events.append(Event("exception", known, failure["unix_ns"]))
+    links: BoundedList[Link] = BoundedList(MAX_LINKS)
+    for step in run.traced[:MAX_LINKS]:
+        in_trace = step_trace_id(identity.run_id, identity.attempt, step)
+        links.append(Link(span_context_of_path(in_trace, "root"), {semantics.STEP: step}))
     links.dropped = max(0, len(run.traced) - MAX_LINKS)
     return ReadableSpan(
         semantics.SPAN_RUN,
@@ -146,24 +153,4 @@ def _build_run_span(
         start_time=run.start_ns,
         end_time=max(run.end_ns, *(event.timestamp for event in events), 0),
         instrumentation_scope=SCOPE,
-    )
-
-
-def _build_exception_event(failure: Failure) -> Event:
-    """Return the event of OpenTelemetry's conventions for exceptions."""
-    said = {
-        semantics.EXCEPTION_TYPE: failure["type"],
-        semantics.EXCEPTION_MESSAGE: failure["message"],
-    }
-    return Event(
-        "exception",
-        {name: text for name, text in said.items() if text},
-        failure["unix_ns"],
-    )
-
-
-def _link_to_step(identity: Identity, step: int) -> Link:
-    return Link(
-        span_context_of_path(step_trace_id(identity.run_id, identity.attempt, step), "root"),
-        {semantics.STEP: step},
     )

@@ -134,7 +134,7 @@ class _RankSpanBuilder:
         """
         rank = self.identity.rank
         root = span_context_of_path(in_trace, "root")
-        common = {
+        common: dict[str, Any] = {
             semantics.RUN_ID: self.identity.run_id,
             semantics.STEP: trace.step,
             semantics.RANK: rank,
@@ -142,7 +142,10 @@ class _RankSpanBuilder:
         times = trace.start_ns + offset_ns, trace.start_ns + offset_ns + trace.duration_ns
         found = []
         if rank == 0:
-            why = {**common, **_sampling_attributes(chosen)}
+            why = dict(common)
+            if chosen is not None:
+                why[semantics.SAMPLED_BECAUSE] = chosen.because
+                why[semantics.STEPS_LEFT_OUT] = chosen.left_out
             found.append(
                 self._make_span(_name_of_root(trace), root, None, why, times, links=self._links)
             )
@@ -181,16 +184,6 @@ class _RankSpanBuilder:
             name, context, parent, self._resource, attributes, links=links, status=status, start_time=times[0],
             end_time=times[1], instrumentation_scope=SCOPE,
         )  # fmt: skip
-
-
-def _sampling_attributes(chosen: TracedStep | None) -> dict[str, Any]:
-    """Return attributes of the root span: why the step is sent, and what is left out."""
-    if chosen is None:
-        return {}
-    return {
-        semantics.SAMPLED_BECAUSE: chosen.because,
-        semantics.STEPS_LEFT_OUT: chosen.left_out,
-    }
 
 
 def _span_attributes(span: Span) -> dict[str, Any]:

@@ -55,9 +55,6 @@ class ExemplarValue(NamedTuple):
     trace_id: int
     span_id: int
 
-    def to_sdk(self) -> Exemplar:
-        return Exemplar({}, self.value, self.unix_ns, self.span_id, self.trace_id)
-
 
 def _series_key(attributes: Attributes) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(attributes.items()))
@@ -124,13 +121,15 @@ class ArrayHistogram:
                 continue
             # With delta temporality, exemplars before `since_ns` were exported earlier.
             examples = [
-                each for each in of_key.examples.values() if since_ns <= each.unix_ns <= unix_ns
+                Exemplar({}, each.value, each.unix_ns, each.span_id, each.trace_id)
+                for each in of_key.examples.values()
+                if since_ns <= each.unix_ns <= unix_ns
             ]
             common: dict[str, Any] = {
                 "attributes": dict(key), "start_time_unix_nano": since_ns, "time_unix_nano": unix_ns,
                 "count": sketch.count, "sum": sketch.sum_ns / 1e9,
                 "min": sketch.min_ns / 1e9, "max": sketch.max_ns / 1e9,
-                "exemplars": [each.to_sdk() for each in examples],
+                "exemplars": examples,
             }  # fmt: skip
             if self._meter.bounds is not None:
                 first, used = sketch.stored_buckets

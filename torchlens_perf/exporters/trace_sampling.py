@@ -82,16 +82,13 @@ class SlowStepDetector:
 
         No step is slow until MIN_STEPS steps were added.
         """
-        above_ns = self._slow_step_limit_ns()
+        above_ns = math.inf
+        if len(self._recent_ns) >= MIN_STEPS:
+            median, high = np.quantile(np.fromiter(self._recent_ns, np.int64), [0.5, _QUANTILE])
+            above_ns = max(float(high), (1 + _MIN_EXCESS) * float(median))
         self._recent_ns.extend(steps.duration_ns.tolist())
         slow: npt.NDArray[np.bool_] = steps.duration_ns > above_ns
         return slow
-
-    def _slow_step_limit_ns(self) -> float:
-        if len(self._recent_ns) < MIN_STEPS:
-            return float("inf")
-        median, high = np.quantile(np.fromiter(self._recent_ns, np.int64), [0.5, _QUANTILE])
-        return max(float(high), (1 + _MIN_EXCESS) * float(median))
 
 
 @dataclasses.dataclass

@@ -25,17 +25,6 @@ class EndpointAddress(NamedTuple):
     query: str
     fragment: str
 
-    @property
-    def is_grpc_name(self) -> bool:
-        """True if gRPC resolves the address itself, as with unix:/path."""
-        return self.scheme in _GRPC_SCHEMES
-
-    @property
-    def without_credentials(self) -> str:
-        """Scheme, host, port and path in one line, without credentials."""
-        separator = "" if not self.scheme else ":" if self.is_grpc_name else "://"
-        return printable(f"{self.scheme}{separator}{self.host}{self.path}")
-
 
 def parse_endpoint_address(address: str) -> EndpointAddress:
     """Split any text into the parts of an address, which need not have a scheme."""
@@ -66,5 +55,8 @@ def parse_endpoint_address(address: str) -> EndpointAddress:
 
 
 def remove_credentials(address: str) -> str:
-    """Return an address without credentials, which may be printed."""
-    return parse_endpoint_address(address).without_credentials
+    """Return scheme, host, port and path of an address in one line, which may be printed."""
+    found = parse_endpoint_address(address)
+    # gRPC resolves an address such as unix:/path itself.
+    separator = ":" if found.scheme in _GRPC_SCHEMES else "://"
+    return printable(f"{found.scheme}{separator if found.scheme else ''}{found.host}{found.path}")

@@ -68,13 +68,11 @@ def convert_to_families(
 def to_labels(attributes: Iterable[tuple[str, Any]]) -> Labels:
     """Convert attributes to labels of limited length without control characters."""
     return {
-        prometheus_name(name): printable(_format_label(value))[:MAX_LABEL]
+        prometheus_name(name): printable(
+            ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        )[:MAX_LABEL]
         for name, value in attributes
     }
-
-
-def _format_label(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _convert_number(metric: SdkMetric, points: Sequence[tuple[Labels, Any]]) -> Metric:
