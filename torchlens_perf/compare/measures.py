@@ -55,13 +55,19 @@ def collect_measures(report: Report) -> dict[Measure, float]:
     peaks = [rank["memory"]["max_bytes"] for rank in report["ranks"]]
     found[PEAK_MEMORY] = max((peak or 0 for peak in peaks), default=0)
     by_device = report["run"]["judged_by"] == DEVICE
-    for module in report["modules"]:
-        own_s = module["device_own_s_per_step"] if by_device else module["own_s_per_step"]
-        found[Measure(Kind.MODULE, module["name"])] = own_s
-    for section in report["sections"]:
-        found[Measure(Kind.SECTION, section["name"])] = section["s_per_step"]
-    for each in report["collectives"]:
-        found[Measure(Kind.COLLECTIVE, _collective_name(each))] = each["transfer_s"]["p50_s"]
+    found |= {
+        Measure(Kind.MODULE, each["name"]): (
+            each["device_own_s_per_step"] if by_device else each["own_s_per_step"]
+        )
+        for each in report["modules"]
+    }
+    found |= {
+        Measure(Kind.SECTION, each["name"]): each["s_per_step"] for each in report["sections"]
+    }
+    found |= {
+        Measure(Kind.COLLECTIVE, _collective_name(each)): each["transfer_s"]["p50_s"]
+        for each in report["collectives"]
+    }
     return {measure: value for measure, value in found.items() if value}
 
 

@@ -314,43 +314,50 @@ def _join_tables(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
 def _build_span_table(chunk: RecordChunk) -> pa.Table:
     records = chunk.records
     kinds, kind_codes = np.unique(records["kind"], return_inverse=True)
-    columns: dict[str, Any] = {
-        **_build_origin_columns(chunk.origin, len(records)),
-        "kind": _encode_texts(kind_codes, [kind_name(int(kind)) for kind in kinds]),
-        "name": _encode_texts(
-            np.minimum(records["name_id"], len(chunk.names)), [*chunk.names, "(unknown)"]
-        ),
-        "time": _to_timestamps(records["start_ns"], chunk.origin.anchor),
-        "sequence": chunk.sequences,
-    }
-    columns.update({name: np.ascontiguousarray(records[name]) for name in _COPIED})
-    return pa.table(columns)
+    return pa.table(
+        {
+            **_build_origin_columns(chunk.origin, len(records)),
+            "kind": _encode_texts(kind_codes, [kind_name(int(kind)) for kind in kinds]),
+            "name": _encode_texts(
+                np.minimum(records["name_id"], len(chunk.names)), [*chunk.names, "(unknown)"]
+            ),
+            "time": _to_timestamps(records["start_ns"], chunk.origin.anchor),
+            "sequence": chunk.sequences,
+            **{name: np.ascontiguousarray(records[name]) for name in _COPIED},
+        }
+    )
 
 
 def _build_step_table(chunk: RecordChunk) -> pa.Table:
     steps = chunk.steps
-    columns: dict[str, Any] = {
-        **_build_origin_columns(chunk.origin, len(steps)),
-        "step": steps.step,
-        "time": _to_timestamps(steps.start_ns, chunk.origin.anchor),
-        "start_ns": steps.start_ns,
-        "duration_ns": steps.duration_ns,
-        "own_ns": steps.own_ns,
-        "work_ns": steps.work_ns,
-    }
-    columns.update(
-        {f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i]) for i, part in enumerate(PARTS)}
-    )
     # A process that computes needs memory, so 0 means that it was not measured.
     memory = np.where(steps.memory_bytes > 0, steps.memory_bytes, -1)
-    columns.update(
-        memory_bytes=_null_if_negative(memory), micro_steps=steps.micro_steps, flags=steps.flags
+    return pa.table(
+        {
+            **_build_origin_columns(chunk.origin, len(steps)),
+            "step": steps.step,
+            "time": _to_timestamps(steps.start_ns, chunk.origin.anchor),
+            "start_ns": steps.start_ns,
+            "duration_ns": steps.duration_ns,
+            "own_ns": steps.own_ns,
+            "work_ns": steps.work_ns,
+            **{
+                f"{part}_ns": np.ascontiguousarray(steps.parts_ns[:, i])
+                for i, part in enumerate(PARTS)
+            },
+            "memory_bytes": _null_if_negative(memory),
+            "micro_steps": steps.micro_steps,
+            "flags": steps.flags,
+            "workload": _null_if_negative(steps.workload),
+            "cpu_ns": _sum_phases(steps.cpu_ns),
+            "ready_ns": _sum_phases(steps.ready_ns),
+        }
     )
-    columns["workload"] = _null_if_negative(steps.workload)
-    for name in ("cpu_ns", "ready_ns"):
-        times = getattr(steps, name)
-        columns[name] = _null_if_negative(np.where(times[:, 0] < 0, -1, times.sum(axis=1)))
-    return pa.table(columns)
+
+
+def _sum_phases(times_ns: npt.NDArray[np.int64]) -> pa.Array:
+    """Return the sum of each step's phases; null if the times were not measured."""
+    return _null_if_negative(np.where(times_ns[:, 0] < 0, -1, times_ns.sum(axis=1)))
 
 
 def _null_if_negative(values: npt.NDArray[np.int64]) -> pa.Array:

@@ -134,19 +134,6 @@ class _TraceSource:
             self.run, self.processes, self.node_of, self.ranks, steps, self.notes
         )
 
-    def step_rows(self, steps: range) -> Iterator[tuple[int, int, float | None, float | None]]:
-        """Yield (rank, time_ns, memory_bytes, share of the step without a CPU) at steps' ends.
-
-        time_ns is by the rank's monotonic clock.
-        """
-        rank_of = {self.processes[rank].identity.key: rank for rank in self.ranks}
-        columns = ("process", "start_ns", "duration_ns", "memory_bytes", "ready_ns")
-        where: dict[str, list[Any]] = {"step": list(steps), "process": list(rank_of)}
-        for row in self.read_rows(self.run.steps, columns, where):
-            length, ready = row["duration_ns"], row["ready_ns"]
-            share = None if ready is None or not length else ready / length
-            yield rank_of[row["process"]], row["start_ns"] + length, row["memory_bytes"], share
-
     def read_rows(
         self,
         folder: Path,
@@ -283,15 +270,19 @@ def _find_arrows(tracks: Iterable[Track]) -> dict[int, tuple[int, int]]:
 def _write_rank_counters(
     writer: TraceWriter, source: _TraceSource, steps: range, offset_of: Mapping[int, int]
 ) -> None:
-    for rank, time_ns, memory, contention in source.step_rows(steps):
+    rank_of = {source.processes[rank].identity.key: rank for rank in source.ranks}
+    columns = ("process", "start_ns", "duration_ns", "memory_bytes", "ready_ns")
+    where: dict[str, list[Any]] = {"step": list(steps), "process": list(rank_of)}
+    for row in source.read_rows(source.run.steps, columns, where):
+        rank, length = rank_of[row["process"]], row["duration_ns"]
         if rank not in offset_of:
             continue
-        at_ns = time_ns + offset_of[rank]
-        if memory is not None:
-            writer.write_counter(rank, "memory", "bytes", at_ns, float(memory))
-        if contention is not None:
-            share = 100 * contention
-            writer.write_counter(rank, "CPU contention", "% of the step", at_ns, share)
+        end_ns = row["start_ns"] + length + offset_of[rank]
+        if row["memory_bytes"] is not None:
+            writer.write_counter(rank, "memory", "bytes", end_ns, float(row["memory_bytes"]))
+        if row["ready_ns"] is not None and length:
+            share = 100 * (row["ready_ns"] / length)
+            writer.write_counter(rank, "CPU contention", "% of the step", end_ns, share)
 
 
 def _match_collectives(
@@ -318,7 +309,10 @@ def _write_findings(
     for head, row in zip(heads, report["verdicts"], strict=True):
         held = row["held"]
         since = held["since"] if held is not None else None
-        at_ns = begin_ns if since is None else max(begin_ns, _parse_unix_ns(since))
+        at_ns = begin_ns
+        if since is not None:
+            unix_s = datetime.datetime.fromisoformat(since).timestamp()
+            at_ns = max(begin_ns, round(unix_s * 1e9))
         texts = {"finding": head.sentence, "cause": head.cause, "next": head.action}
         shown = {name: printable(text) for name, text in texts.items() if text}
         writer.write_instant(at_ns, head.status, shown)
@@ -360,7 +354,3 @@ def _describe_trace(
     return {
         name: printable(text) if isinstance(text, str) else text for name, text in texts.items()
     }
-
-
-def _parse_unix_ns(text: str) -> int:
-    return round(datetime.datetime.fromisoformat(text).timestamp() * 1e9)
