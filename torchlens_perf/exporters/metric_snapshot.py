@@ -86,12 +86,8 @@ class SnapshotEncoder:
         clock: Callable[[], float],
     ) -> None:
         """meter: meter of the instruments, which is not exported itself. clock: returns seconds."""
-        self._meter, self._histograms, self._counters, self._clock = (
-            meter,
-            histograms,
-            counters,
-            clock,
-        )
+        self._meter, self._clock = meter, clock
+        self._histograms, self._counters = histograms, counters
         self._instance = secrets.randbits(32)
         self._began_s = clock()
         self._due_s = float("-inf")
@@ -110,17 +106,17 @@ class SnapshotEncoder:
         ]
         if not pieces:
             return b""
-        numbers, explicit = (
+        chosen, data = list[_HistogramPiece](), b""
+        message = _SnapshotMessage(
+            self._instance,
+            now_s - self._began_s,
+            memory_bytes,
             [float(counter.sum_of_values()) for counter in self._counters],
             self._meter.bounds is not None,
+            chosen,
         )
-        chosen: list[_HistogramPiece] = []
-        data = b""
         for offset in range(len(pieces)):
             chosen.append(pieces[(self._next_piece + offset) % len(pieces)])
-            message = _SnapshotMessage(
-                self._instance, now_s - self._began_s, memory_bytes, numbers, explicit, chosen
-            )
             longer = TALLY_MARK + _encode(message)
             if len(longer) > MAX_TALLY_BYTES:
                 chosen.pop()
@@ -168,12 +164,8 @@ class SnapshotAggregator:
         self, meter: ArrayMeter, histograms: Sequence[ArrayHistogram], counters: Sequence[NumberInstrument],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._meter, self._histograms, self._counters, self._clock = (
-            meter,
-            histograms,
-            counters,
-            clock,
-        )
+        self._meter, self._clock = meter, clock
+        self._histograms, self._counters = histograms, counters
         self._began_s = clock()
         self._nodes: dict[str, _NodeCounts] = {}
 
@@ -202,16 +194,14 @@ class SnapshotAggregator:
             )
             self._nodes[node] = counted
         counted.memory_bytes = message.memory_bytes
-        others, before = now_s < counted.others_until_s, counted.numbers
-        if before is not None or not others:
-            for counter, now, then in zip(
-                self._counters,
-                message.numbers,
-                before or [0.0] * len(message.numbers),
-                strict=False,
-            ):
-                if now > then:
-                    counter.add(int(now - then), {})
+        others = now_s < counted.others_until_s
+        if counted.numbers is None:
+            counted.numbers = message.numbers if others else [0.0] * len(message.numbers)
+        for counter, now, then in zip(
+            self._counters, message.numbers, counted.numbers, strict=False
+        ):
+            if now > then:
+                counter.add(int(now - then), {})
         counted.numbers = message.numbers
         for each in message.pieces:
             if each.metric < len(self._histograms) and message.explicit_bounds == (
@@ -224,11 +214,8 @@ class SnapshotAggregator:
 
         others: True if an earlier sidecar of node 0 may have exported the first piece of a series.
         """
-        series, place, first = (
-            (piece.metric, piece.phase),
-            piece.first // _PIECE_BUCKETS,
-            piece.first % _PIECE_BUCKETS,
-        )
+        series = piece.metric, piece.phase
+        place, first = divmod(piece.first, _PIECE_BUCKETS)
         counts = np.zeros(_PIECE_BUCKETS, np.int64)
         counts[first : first + len(piece.counts)] = piece.counts
         before = counted.pieces.get((*series, place))

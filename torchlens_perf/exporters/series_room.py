@@ -9,6 +9,7 @@ largest value, or for counters with the sum.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,41 +84,37 @@ def limit_points(
             taken[each.name] = smallest
             room -= len(forms[each.name][smallest])
     for each in ordered:
-        finest = before.get(each.name, 0)
-        for index, form in enumerate(forms[each.name][: taken.get(each.name, 0)]):
-            if index < finest:
-                continue
-            more = len(form) - len(forms[each.name][taken[each.name]])
+        of_metric = forms[each.name]
+        for index in range(before.get(each.name, 0), taken.get(each.name, 0)):
+            more = len(of_metric[index]) - len(of_metric[taken[each.name]])
             if more <= room:
                 taken[each.name], room = index, room - more
                 break
     before.update(taken)
-    found = []
-    for each in metrics:
-        if each.name in taken:
-            form = forms[each.name][taken[each.name]]
-            if form:
-                data: Any = each.data
-                found.append(
-                    dataclasses.replace(each, data=dataclasses.replace(data, data_points=form))
-                )
-    return found
+    kept = {name: forms[name][index] for name, index in taken.items()}
+    return [
+        dataclasses.replace(each, data=_replace_points(each.data, kept[each.name]))
+        for each in metrics
+        if kept.get(each.name)
+    ]
+
+
+def _replace_points(data: Any, points: Sequence[Any]) -> Any:
+    return dataclasses.replace(data, data_points=points)
 
 
 def _build_smaller_forms(metric: Metric) -> list[Sequence[Any]]:
     """Return a metric's points in three forms: all, merged over components, and one point."""
-    points = metric.data.data_points
-    found: list[Sequence[Any]] = [points]
     if not isinstance(metric.data, Gauge | Sum):
-        return found
-    by_attributes: dict[tuple[tuple[str, Any], ...], list[NumberDataPoint]] = {}
-    for each in metric.data.data_points:
+        return [metric.data.data_points]
+    points = metric.data.data_points
+    by_attributes: dict[tuple[tuple[str, Any], ...], list[NumberDataPoint]] = defaultdict(list)
+    for each in points:
         key = tuple(item for item in (each.attributes or {}).items() if item[0] not in _COMPONENT)
-        by_attributes.setdefault(key, []).append(each)
+        by_attributes[key].append(each)
     how = "sum" if isinstance(metric.data, Sum) else "max"
-    found.append([_merge_points(group, key, how) for key, group in by_attributes.items()])
-    found.append([_merge_points(metric.data.data_points, (), how)] if points else [])
-    return found
+    merged = [_merge_points(group, key, how) for key, group in by_attributes.items()]
+    return [points, merged, [_merge_points(points, (), how)] if points else []]
 
 
 def _merge_points(
