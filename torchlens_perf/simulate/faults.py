@@ -8,11 +8,12 @@ whichever phase becomes longer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchlens_perf.errors import ConfigError, unknown_word_text
+from torchlens_perf.errors import ConfigError, require, unknown_word_text
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.verdicts import range_end
@@ -20,34 +21,44 @@ from torchlens_perf.run.verdicts import range_end
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.simulate.simulation import DraftSteps, Fault, Topology
+    from torchlens_perf.simulate.simulation import DraftSteps, Topology
 
-_NO_RANKS: frozenset[int] = frozenset()
 _TYPICAL_TOKENS = 4096
 _DIMENSIONS = ("dp", "tp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _TimedFault:
-    """A fault that lasts from step `since` to before step `until`, or to the end."""
+class Fault:
+    """A fault that makes ranks slow, or a variation that only looks like a fault.
+
+    It lasts from step `since` to before step `until`, or to the end.
+    """
 
     since: int = 0
     until: int | None = None
 
-    def is_active(self, step: int) -> bool:
-        return self.since <= step < range_end(self.until)
+    def validate(self, topology: Topology) -> None:
+        """Raise ConfigError if a job of this topology cannot have the fault."""
+        raise NotImplementedError
 
-    def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        return _NO_RANKS
+    def plant_in(self, draft: DraftSteps) -> None:
+        """Add the fault's time to the draft.
 
-    def active_steps(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
-        """Return 1 for steps in which the fault lasts, else 0; shape [steps]."""
-        step = draft.step_numbers
-        return ((step >= self.since) & (step < range_end(self.until))).astype(np.float32)
+        Random numbers come only from the draft's generator, so the same seed gives the same run.
+        """
+        raise NotImplementedError
+
+    def is_active(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return True for the steps in which the fault lasts."""
+        return (steps >= self.since) & (steps < range_end(self.until))
+
+    def at_fault(self, steps: npt.NDArray[np.int64], topology: Topology) -> npt.NDArray[np.bool_]:
+        """Return True where a rank is at fault: [ranks, steps]. The detector should name it."""
+        return np.zeros((topology.rank_count, len(steps)), bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _SlowRanksFault(_TimedFault):
+class _SlowRanksFault(Fault):
     """A fault that makes some ranks' work longer in one phase. The phase "compute" is forward and
     backward together."""
 
@@ -55,34 +66,34 @@ class _SlowRanksFault(_TimedFault):
     phase: str = "compute"
 
     def validate(self, topology: Topology) -> None:
-        if not 0 < self.share <= 1000:
-            raise ConfigError(f"share must be above 0, at most 1000, got {self.share:g}")
-        if self.phase not in ("compute", *OWN_PARTS):
-            raise ConfigError(
-                f"phase must be one of {', '.join(('compute', *OWN_PARTS))}, got {self.phase}"
-            )
+        _check_share(self.share)
+        phases = ("compute", *OWN_PARTS)
+        require(self.phase in phases, f"phase must be one of {', '.join(phases)}, got {self.phase}")
         for name in ("every", "over"):
-            if getattr(self, name, 1) < 1:
-                raise ConfigError(f"{name} must be 1 step or more, got {getattr(self, name)}")
+            count = getattr(self, name, 1)
+            require(count >= 1, f"{name} must be 1 step or more, got {count}")
         for rank in self.affected_ranks(topology):
             _check_rank(rank, topology)
 
     def affected_ranks(self, topology: Topology) -> list[int]:
         raise NotImplementedError
 
-    def step_factors(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
-        """Return the factor by which `share` is multiplied in each step.
+    def is_slow(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return True for the steps in which the ranks are slow: [steps] or [slow ranks, steps]."""
+        return self.is_active(steps)
 
-        The result has the shape [steps] or [slow ranks, steps].
-        """
-        return self.active_steps(draft)
+    def step_factors(self, draft: DraftSteps) -> npt.NDArray[Any]:
+        """Return the factor by which `share` is multiplied: [steps] or [slow ranks, steps]."""
+        return self.is_slow(draft.step_numbers)
 
     def plant_in(self, draft: DraftSteps) -> None:
         extra = np.float32(self.share * draft.usual_ns) * self.step_factors(draft)
         _add_work(draft, self.affected_ranks(draft.topology), self.phase, extra)
 
-    def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        return frozenset(self.affected_ranks(topology)) if self.is_active(step) else _NO_RANKS
+    def at_fault(self, steps: npt.NDArray[np.int64], topology: Topology) -> npt.NDArray[np.bool_]:
+        found = super().at_fault(steps, topology)
+        found[self.affected_ranks(topology)] = self.is_slow(steps)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,10 +112,9 @@ class DriftingFault(ConstantFault):
 
     over: int = 200
 
-    def step_factors(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
+    def step_factors(self, draft: DraftSteps) -> npt.NDArray[Any]:
         grown = ((draft.step_numbers - self.since + 1) / self.over).clip(0, 1)
-        amount: npt.NDArray[np.float32] = self.active_steps(draft) * grown.astype(np.float32)
-        return amount
+        return self.is_active(draft.step_numbers) * grown.astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,15 +126,14 @@ class IntermittentFault(ConstantFault):
 
     def validate(self, topology: Topology) -> None:
         super().validate(topology)
-        if not 0 < self.slow <= self.of:
-            raise ConfigError(
-                f"slow must be 1 to {self.of}, the number of steps in `of`, got {self.slow}"
-            )
+        require(
+            0 < self.slow <= self.of,
+            f"slow must be 1 to {self.of}, the number of steps in `of`, got {self.slow}",
+        )
 
-    def step_factors(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
+    def step_factors(self, draft: DraftSteps) -> npt.NDArray[Any]:
         chosen = draft.random.random(len(draft.step_numbers)) < self.slow / self.of
-        amount: npt.NDArray[np.float32] = self.active_steps(draft) * chosen
-        return amount
+        return self.is_active(draft.step_numbers) & chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,16 +146,10 @@ class MovingFault(_SlowRanksFault):
     def affected_ranks(self, topology: Topology) -> list[int]:
         return list(self.ranks)
 
-    def step_factors(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
-        turn = (draft.step_numbers - self.since) // self.every % len(self.ranks)
-        amount: npt.NDArray[np.float32] = self.active_steps(draft) * (
-            turn == np.arange(len(self.ranks))[:, None]
-        )
-        return amount
-
-    def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        turn = (step - self.since) // self.every % len(self.ranks)
-        return frozenset([self.ranks[turn]]) if self.is_active(step) else _NO_RANKS
+    def is_slow(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        turn = (steps - self.since) // self.every % len(self.ranks)
+        is_turn = turn == np.arange(len(self.ranks))[:, None]
+        return np.asarray(self.is_active(steps) & is_turn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,8 +161,7 @@ class SlowNodeFault(_SlowRanksFault):
     def validate(self, topology: Topology) -> None:
         super().validate(topology)
         nodes = topology.node_index(topology.rank_count - 1) + 1
-        if not 0 <= self.node < nodes:
-            raise ConfigError(f"node {self.node} is not among the job's {nodes} nodes")
+        require(0 <= self.node < nodes, f"node {self.node} is not among the job's {nodes} nodes")
 
     def affected_ranks(self, topology: Topology) -> list[int]:
         return [
@@ -175,11 +177,10 @@ class DataStallFault(ConstantFault):
     phase: str = "data"
     every: int = 50
 
-    def step_factors(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
+    def step_factors(self, draft: DraftSteps) -> npt.NDArray[Any]:
         struck = draft.random.random(len(draft.step_numbers)) * self.every < 1
         length = draft.random.exponential(size=len(draft.step_numbers)).astype(np.float32)
-        amount: npt.NDArray[np.float32] = self.active_steps(draft) * struck * length
-        return amount
+        return (self.is_active(draft.step_numbers) & struck) * length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,18 +197,18 @@ class PauseVariation(_SlowRanksFault):
     def affected_ranks(self, topology: Topology) -> list[int]:
         return list(range(topology.rank_count))
 
-    def step_factors(self, draft: DraftSteps) -> npt.NDArray[np.float32]:
+    def step_factors(self, draft: DraftSteps) -> npt.NDArray[Any]:
         shape = (1 if self.together else draft.topology.rank_count, len(draft.step_numbers))
-        struck = (draft.random.random(shape) * self.every < 1) & (self.active_steps(draft) > 0)
+        struck = (draft.random.random(shape) * self.every < 1) & self.is_active(draft.step_numbers)
         draft.flags |= np.where(struck, int(Flag.COLLECTED), 0)
-        return np.broadcast_to(struck, draft.flags.shape).astype(np.float32)
+        return np.broadcast_to(struck, draft.flags.shape)
 
-    def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        return _NO_RANKS
+    def at_fault(self, steps: npt.NDArray[np.int64], topology: Topology) -> npt.NDArray[np.bool_]:
+        return Fault.at_fault(self, steps, topology)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinkFault(_TimedFault):
+class LinkFault(Fault):
     """Slow transfers in the data-parallel or tensor-parallel group of `rank`.
 
     The work of the group's ranks is as usual.
@@ -219,19 +220,21 @@ class LinkFault(_TimedFault):
 
     def validate(self, topology: Topology) -> None:
         _check_rank(self.rank, topology)
-        if not 0 < self.share <= 1000:
-            raise ConfigError(f"share must be above 0, at most 1000, got {self.share:g}")
-        if self.dimension not in _DIMENSIONS:
-            raise ConfigError(f"dimension must be {' or '.join(_DIMENSIONS)}, got {self.dimension}")
+        _check_share(self.share)
+        require(
+            self.dimension in _DIMENSIONS,
+            f"dimension must be {' or '.join(_DIMENSIONS)}, got {self.dimension}",
+        )
 
     def plant_in(self, draft: DraftSteps) -> None:
         members = draft.topology.group_ranks(self.dimension, self.rank)
         transfer_ns = draft.transfer_ns if self.dimension == "dp" else draft.tensor_transfer_ns
-        transfer_ns[members] += np.float32(self.share * draft.usual_ns) * self.active_steps(draft)
+        extra = np.float32(self.share * draft.usual_ns)
+        transfer_ns[members] += extra * self.is_active(draft.step_numbers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LengthVariation(_TimedFault):
+class LengthVariation(Fault):
     """Each rank's work is proportional to its sequences' length, which is random in each step.
 
     No rank is at fault.
@@ -243,20 +246,19 @@ class LengthVariation(_TimedFault):
     """True if the job reports its number of tokens."""
 
     def validate(self, topology: Topology) -> None:
-        if not 0 < self.spread <= 0.5:
-            raise ConfigError(f"spread must be above 0, at most 0.5, got {self.spread:g}")
+        require(0 < self.spread <= 0.5, f"spread must be above 0, at most 0.5, got {self.spread:g}")
 
     def plant_in(self, draft: DraftSteps) -> None:
         ranks, steps, _ = draft.parts_ns.shape
         length = (1 + self.spread * draft.random.standard_normal((ranks, steps))).clip(0.1, 2)
-        length = np.where(self.active_steps(draft) > 0, length, 1.0)
+        length = np.where(self.is_active(draft.step_numbers), length, 1.0)
         for part in ("forward", "backward"):
             draft.parts_ns[:, :, OWN_PARTS.index(part)] *= length.astype(np.float32)
         if self.reported:
             draft.workload[:] = np.round(length * _TYPICAL_TOKENS)
 
 
-KINDS: dict[str, type[Any]] = {
+KINDS: dict[str, type[Fault]] = {
     "constant": ConstantFault,
     "drifting": DriftingFault,
     "intermittent": IntermittentFault,
@@ -267,6 +269,16 @@ KINDS: dict[str, type[Any]] = {
     "pauses": PauseVariation,
     "variable_length": LengthVariation,
 }
+_YES_OR_NO = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_TYPES: dict[str, tuple[str, Callable[[str], object]]] = {
+    "int": ("a whole number", int),
+    "int | None": ("a whole number", int),
+    "float": ("a number", float),
+    "bool": ("yes or no", lambda text: _YES_OR_NO[text.lower()]),
+    "tuple[int, ...]": ("ranks like 1+2+3", lambda text: tuple(map(int, text.split("+")))),
+    "str": ("text", str),
+}
+"""Description and parser of each type of a fault's fields."""
 
 
 def parse_fault(text: str) -> Fault:
@@ -288,48 +300,30 @@ def parse_fault(text: str) -> Fault:
                 f"--fault {text}: {unknown_word_text('name', name, fields)} Names of {kind}:"
                 f" {', '.join(fields)}"
             )
-        values[name] = _parse_value(kind, name, str(fields[name].type), value)
+        wanted, parse = _TYPES[str(fields[name].type)]
+        try:
+            values[name] = parse(value)
+        except (ValueError, KeyError):
+            raise ConfigError(f"{kind}: {name}={value} is not {wanted}") from None
     missing = [
         name
         for name, field in fields.items()
         if field.default is dataclasses.MISSING and name not in values
     ]
-    if missing:
-        raise ConfigError(
-            f"{kind} needs {' and '.join(missing)}: {kind}:{','.join(f'{m}=...' for m in missing)}"
-        )
-    fault: Fault = KINDS[kind](**values)
-    return fault
+    require(
+        not missing,
+        f"{kind} needs {' and '.join(missing)}: {kind}:{','.join(f'{m}=...' for m in missing)}",
+    )
+    return KINDS[kind](**values)
 
 
-def _parse_value(kind: str, name: str, wanted: str, text: str) -> Any:
-    try:
-        if wanted.startswith("tuple"):
-            return tuple(int(each) for each in text.split("+"))
-        if wanted == "bool":
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
-                text.lower()
-            ]
-        if wanted.startswith("int"):
-            return int(text)
-        return float(text) if wanted == "float" else text
-    except (ValueError, KeyError):
-        raise ConfigError(
-            f"{kind}: {name}={text} is not {_VALUE_TYPES.get(wanted.split(' ')[0], wanted)}"
-        ) from None
-
-
-_VALUE_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "yes or no",
-    "tuple[int,": "ranks like 1+2+3",
-}
+def _check_share(share: float) -> None:
+    require(0 < share <= 1000, f"share must be above 0, at most 1000, got {share:g}")
 
 
 def _check_rank(rank: int, topology: Topology) -> None:
-    if not 0 <= rank < topology.rank_count:
-        raise ConfigError(f"rank {rank} is not among the job's {topology.rank_count} ranks")
+    count = topology.rank_count
+    require(0 <= rank < count, f"rank {rank} is not among the job's {count} ranks")
 
 
 def _add_work(
@@ -339,10 +333,8 @@ def _add_work(
 
     For the phase "compute", the time is divided in proportion to forward and backward.
     """
-    parts = [
-        OWN_PARTS.index(part)
-        for part in (("forward", "backward") if phase == "compute" else (phase,))
-    ]
+    phases = ("forward", "backward") if phase == "compute" else (phase,)
+    parts = [OWN_PARTS.index(part) for part in phases]
     usual = np.median(draft.parts_ns[ranks][:, :, parts], axis=(0, 1))
     shares = usual / usual.sum() if usual.sum() > 0 else np.full(len(parts), 1 / len(parts))
     for part, share in zip(parts, shares.tolist(), strict=True):

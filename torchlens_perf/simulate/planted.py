@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,13 +20,17 @@ from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.simulate.simulation import Fault, FaultEffect, Simulation
+    from torchlens_perf.simulate.faults import Fault
+    from torchlens_perf.simulate.simulation import FaultEffect, Simulation, Topology
 
 Row = Mapping[str, Any]
 """A row of the report's `verdicts`, as its JSON has it."""
 NO_TRANSFERS = "--rows holds no transfer times: leave out --rows, and give --out"
 # A fault explains long steps if it causes at least this share of their additional time.
 _EXPLAINS = 0.5
+_HIDDEN = (
+    "a larger fault makes the same rank slow at the same time, and one verdict counts for one fault"
+)
 # A fault is rare if it makes fewer than this share of its steps longer.
 _RARE = 0.25
 
@@ -47,6 +51,11 @@ class NamingVerdict:
     since_step: int | None
     until_step: int | None
     cost_s_per_step: float | None
+
+    @property
+    def place(self) -> tuple[list[int], slice]:
+        """Index of the verdict's ranks and steps in an array [ranks, steps]."""
+        return [*self.ranks, *self.slow_too], slice(self.since_step, self.until_step)
 
     def __str__(self) -> str:
         too = f" together with {format_rank_list(self.slow_too)}" if self.slow_too else ""
@@ -136,99 +145,89 @@ class FaultComparison:
         yield from (f"not planted, but named: {each}" for each in self.unmatched)
 
 
+class _Case(NamedTuple):
+    """A fault of the simulation, with the steps that it concerns."""
+
+    text: str
+    fault: Fault
+    mask: npt.NDArray[np.bool_]
+    """True where a rank is at fault, or a member of a slow group: [ranks, steps]."""
+    effect: FaultEffect
+
+
 def compare_faults(
     texts: Sequence[str], simulation: Simulation, steps: int, compared: ReportedVerdicts
 ) -> FaultComparison:
     """Compare the planted faults with the verdicts. texts: the faults as the user wrote them."""
+    masks = [_fault_mask(fault, simulation.topology, steps) for fault in simulation.faults]
     effects = simulation.fault_effects(steps)
-    lasting = [_fault_mask(fault, simulation, steps) for fault in simulation.faults]
-    at_fault = np.zeros((simulation.topology.rank_count, steps), bool)
-    for ranks_of_step in lasting:
-        at_fault |= ranks_of_step
-    cases = list(zip(simulation.faults, lasting, effects, strict=True))
+    cases = list(map(_Case, texts, simulation.faults, masks, effects))
+    verdicts = [_to_naming_verdict(row) for row in compared.rows]
     matches = [
-        [index for index, case in enumerate(cases) if _is_match(row, *case)]
-        for row in compared.rows
+        [number for number, case in enumerate(cases) if _is_match(row, verdict, case)]
+        for row, verdict in zip(compared.rows, verdicts, strict=True)
     ]
     credited = [
-        _faults_found_by_verdict(row, found, cases)
-        for row, found in zip(compared.rows, matches, strict=True)
+        _faults_found_by_verdict(verdict, found, cases)
+        for verdict, found in zip(verdicts, matches, strict=True)
     ]
-    used = {index for index, found in enumerate(matches) if found}
     planted = []
-    for number, (text, (fault, of_fault, effect)) in enumerate(zip(texts, cases, strict=True)):
-        named = [
-            _to_naming_verdict(row)
-            for row, found in zip(compared.rows, credited, strict=True)
-            if number in found
-        ]
+    for number, case in enumerate(cases):
+        named = [verdicts[row] for row, found in enumerate(credited) if number in found]
         is_hidden = any(
             number in found and number not in of_row
             for found, of_row in zip(matches, credited, strict=True)
         )
         planted.append(
             _build_planted_fault(
-                text, fault, simulation, of_fault, effect, named, compared, at_fault, is_hidden
+                case, named, _HIDDEN if is_hidden else "", cases, simulation, compared
             )
         )
     wrong = [
-        _to_naming_verdict(row)
-        for index, row in enumerate(compared.rows)
-        if index not in used and row["kind"].startswith(("straggler", "slow_link"))
+        verdict
+        for verdict, found in zip(verdicts, matches, strict=True)
+        if not found and verdict.kind.startswith(("straggler", "slow_link"))
     ]
     return FaultComparison(tuple(planted), tuple(wrong))
 
 
 def _faults_found_by_verdict(
-    row: Row,
-    found: Sequence[int],
-    cases: Sequence[tuple[Fault, npt.NDArray[np.bool_], FaultEffect]],
-) -> list[int]:
+    named: NamingVerdict, found: Sequence[int], cases: Sequence[_Case]
+) -> Sequence[int]:
     """Return the faults that a verdict finds, as indices. found: the faults that it matches.
 
     For each rank and step, a verdict can find only one fault. Faults in the verdict's phase are
     preferred, then larger faults.
     """
-    if not row["kind"].startswith("straggler"):
-        return list(found)
-    named = _to_naming_verdict(row)
-    ranks, steps = [*named.ranks, *named.slow_too], slice(named.since_step, named.until_step)
+    if not named.kind.startswith("straggler"):
+        return found
 
     def preference(number: int) -> tuple[bool, float]:
-        fault, _, effect = cases[number]
-        return getattr(fault, "phase", None) != named.phase, -float(
-            effect.work_ns[ranks, steps].sum()
-        )
+        case = cases[number]
+        is_other_phase = getattr(case.fault, "phase", None) != named.phase
+        return is_other_phase, -float(case.effect.work_ns[named.place].sum())
 
-    credited, taken = [], np.zeros_like(cases[0][1])
+    credited, taken = [], np.zeros_like(cases[0].mask[named.place])
     for number in sorted(found, key=preference):
-        of_fault = np.zeros_like(taken)
-        of_fault[ranks, steps] = cases[number][1][ranks, steps]
+        of_fault = cases[number].mask[named.place]
         if (of_fault & ~taken).any():
             credited.append(number)
         taken |= of_fault
     return credited
 
 
-def _fault_mask(fault: Fault, simulation: Simulation, steps: int) -> npt.NDArray[np.bool_]:
-    """Return an array [ranks, steps] that is True where a rank is at fault, or a member of a slow
-    group."""
-    topology = simulation.topology
-    found = np.zeros((topology.rank_count, steps), bool)
-    group = (
-        topology.group_ranks(fault.dimension, fault.rank) if isinstance(fault, LinkFault) else []
-    )
-    for step in range(steps):
-        if isinstance(fault, LinkFault):
-            found[group, step] = fault.is_active(step)
-        else:
-            found[list(fault.slow_ranks(step, topology)), step] = True
+def _fault_mask(fault: Fault, topology: Topology, steps: int) -> npt.NDArray[np.bool_]:
+    """Return True where a rank is at fault, or a member of a slow group: [ranks, steps]."""
+    numbers = np.arange(steps)
+    found = fault.at_fault(numbers, topology)
+    if isinstance(fault, LinkFault):
+        found[topology.group_ranks(fault.dimension, fault.rank)] = fault.is_active(numbers)
     return found
 
 
 def _to_naming_verdict(row: Row) -> NamingVerdict:
     evidence = row["evidence"]
-    until, since, slow_too = None, row["since_step"], tuple(evidence.get("slow_too", ()))
+    since, until = row["since_step"], None
     if row["kind"] == "slow_link":
         ranks = sorted({rank for link in evidence["links"] for rank in link["ranks"]})
     elif row["kind"] == "long_steps":
@@ -237,120 +236,112 @@ def _to_naming_verdict(row: Row) -> NamingVerdict:
     else:
         ranks = list(ranks_in_row(row))
         until = evidence.get("until_step")
-    phase = row["phase"] or evidence.get("part")
     return NamingVerdict(
-        row["kind"], tuple(ranks), slow_too, phase, since, until, row["cost_s_per_step"]
+        row["kind"],
+        tuple(ranks),
+        tuple(evidence.get("slow_too", ())),
+        row["phase"] or evidence.get("part"),
+        since,
+        until,
+        row["cost_s_per_step"],
     )
 
 
-def _is_match(row: Row, fault: Fault, lasting: npt.NDArray[np.bool_], effect: FaultEffect) -> bool:
+def _is_match(row: Row, named: NamingVerdict, case: _Case) -> bool:
     """Return True if the verdict's kind, ranks and steps match the fault."""
-    kind, named = row["kind"], _to_naming_verdict(row)
-    members = set(np.flatnonzero(lasting.any(axis=1)).tolist())
-    if isinstance(fault, LinkFault):
-        links = (
-            [each["ranks"] for each in row["evidence"]["links"]]
-            if kind == "slow_link"
-            else [named.ranks]
-        )
-        return kind.startswith("slow_link") and any(
-            members.issuperset(each) for each in links if each
-        )
-    if kind.startswith("imbalance"):
+    mask, evidence = case.mask, row["evidence"]
+    members = set(np.flatnonzero(mask.any(axis=1)).tolist())
+    if isinstance(case.fault, LinkFault):
+        is_link = named.kind == "slow_link"
+        links = [each["ranks"] for each in evidence["links"]] if is_link else [named.ranks]
+        is_inside = any(members.issuperset(each) for each in links if each)
+        return named.kind.startswith("slow_link") and is_inside
+    if named.kind.startswith("imbalance"):
         return bool(named.ranks) and members.issuperset(named.ranks)
-    if kind == "long_steps":
-        steps = [step for step in row["evidence"]["steps"] if step < lasting.shape[1]]
+    if named.kind == "long_steps":
+        steps = [step for step in evidence["steps"] if step < mask.shape[1]]
         if not members.intersection(named.ranks) or not steps:
             return False
-        return bool(
-            effect.work_ns[named.ranks[0], steps].mean()
-            >= _EXPLAINS * 1e9 * row["evidence"]["more_s"]
-        )
-    if not kind.startswith("straggler"):
-        return False
-    return bool(lasting[[*named.ranks, *named.slow_too], named.since_step : named.until_step].any())
+        work_ns = case.effect.work_ns[named.ranks[0], steps].mean()
+        return bool(work_ns >= _EXPLAINS * 1e9 * evidence["more_s"])
+    return named.kind.startswith("straggler") and bool(mask[named.place].any())
 
 
 def _build_planted_fault(
-    text: str, fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: FaultEffect,
-    named: Sequence[NamingVerdict], compared: ReportedVerdicts, at_fault: npt.NDArray[np.bool_], is_hidden: bool,
-) -> PlantedFault:  # fmt: skip
-    """Return one fault with the verdicts that find it.
-
-    is_hidden: True if a verdict on the fault's ranks and steps was credited to another fault.
-    """
-    members, steps = _fault_ranks(fault, simulation, lasting), np.flatnonzero(lasting.any(axis=0))
-    is_link, begun, until = isinstance(fault, LinkFault), bool(len(steps)), None
-    if begun and steps[-1] + 1 < lasting.shape[1]:
-        until = int(steps[-1]) + 1
-    work_ns = 0.0
-    if begun:
-        work_ns = (
-            fault.share * simulation.work_ns
-            if isinstance(fault, LinkFault)
-            else float(effect.work_ns[lasting].mean())
-        )
+    case: _Case,
+    named: Sequence[NamingVerdict],
+    why: str,
+    cases: Sequence[_Case],
+    simulation: Simulation,
+    compared: ReportedVerdicts,
+) -> PlantedFault:
+    """Return one fault with the verdicts that find it. why: why it may be missed, if known."""
+    fault, mask = case.fault, case.mask
+    members, steps = _fault_ranks(case, simulation.topology), np.flatnonzero(mask.any(axis=0))
+    work_ns, cost_ns, since, until = 0.0, 0.0, None, None
+    if len(steps):
+        work_ns = float(case.effect.work_ns[mask].mean())
+        cost_ns = float(case.effect.cost_ns[steps].mean())
+        since, until = int(steps[0]), int(steps[-1]) + 1
     found = {rank for each in named for rank in (*each.ranks, *each.slow_too)}
-    missed = () if is_link and named else tuple(rank for rank in members if rank not in found)
-    why = ""
-    if missed and is_hidden:
-        why = (
-            "a larger fault makes the same rank slow at the same time, and one verdict counts for"
-            " one fault"
-        )
-    elif missed:
-        why = _reason_not_found(fault, simulation, lasting, effect, work_ns, compared, at_fault)
+    phase, missed = getattr(fault, "phase", None), tuple(sorted({*members} - found))
+    if isinstance(fault, LinkFault):
+        phase, missed = "communication", () if named else members
+        work_ns = fault.share * simulation.work_ns if len(steps) else 0.0
+    if missed:
+        why = why or _reason_not_found(case, work_ns, cases, simulation, compared)
     return PlantedFault(
-        fault=text,
+        fault=case.text,
         ranks=members,
-        phase=("communication" if is_link else getattr(fault, "phase", None)) if members else None,
-        since_step=int(steps[0]) if begun else None,
-        until_step=until,
+        phase=phase if members else None,
+        since_step=since,
+        until_step=until if until != mask.shape[1] else None,
         work_s_per_step=work_ns / 1e9,
-        cost_s_per_step=float(effect.cost_ns[steps].mean()) / 1e9 if begun else 0.0,
+        cost_s_per_step=cost_ns / 1e9,
         found=len(missed) < len(members) if members else None,
         missed_ranks=missed,
         named_by=tuple(named),
-        why_not=why,
+        why_not=why if missed else "",
     )
 
 
-def _fault_ranks(
-    fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_]
-) -> tuple[int, ...]:
+def _fault_ranks(case: _Case, topology: Topology) -> tuple[int, ...]:
     """Return the ranks of a fault; () if no rank is at fault.
 
     A fault that does not begin within the run has ranks as well.
     """
+    fault, mask = case.fault, case.mask
     if isinstance(fault, LinkFault):
-        return tuple(simulation.topology.group_ranks(fault.dimension, fault.rank))
-    if lasting.any():
-        return tuple(np.flatnonzero(lasting.any(axis=1)).tolist())
-    return tuple(sorted(fault.slow_ranks(getattr(fault, "since", 0), simulation.topology)))
+        return tuple(topology.group_ranks(fault.dimension, fault.rank))
+    if not mask.any():
+        mask = fault.at_fault(np.array([fault.since]), topology)
+    return tuple(np.flatnonzero(mask.any(axis=1)).tolist())
 
 
 def _reason_not_found(
-    fault: Fault, simulation: Simulation, lasting: npt.NDArray[np.bool_], effect: FaultEffect, work_ns: float,
-    compared: ReportedVerdicts, at_fault: npt.NDArray[np.bool_],
-) -> str:  # fmt: skip
+    case: _Case,
+    work_ns: float,
+    cases: Sequence[_Case],
+    simulation: Simulation,
+    compared: ReportedVerdicts,
+) -> str:
     """Return the reason why the fault was not found; "" if unknown."""
-    count, total = int(lasting.any(axis=0).sum()), lasting.shape[1]
+    count, total = int(case.mask.any(axis=0).sum()), case.mask.shape[1]
     if not count:
         return f"it does not begin within the {total} steps"
-    if isinstance(fault, LinkFault):
-        return _reason_link_not_found(fault, simulation, compared.undecided_links)
+    if isinstance(case.fault, LinkFault):
+        return _reason_link_not_found(case.fault, simulation, compared.undecided_links)
     topology, detectable_s = simulation.topology, compared.detectable_s
-    if topology.dp * topology.tp < 2:
+    alike = topology.dp * topology.tp
+    if alike < 2:
         return "not compared: no other rank does the same work"
     if detectable_s is None:
         return f"not compared: {total} steps are too few"
-    alike, smallest = (
-        topology.dp * topology.tp,
-        f"the smallest detectable slowdown is {format_duration(detectable_s)} a step",
-    )
+    smallest = f"the smallest detectable slowdown is {format_duration(detectable_s)} a step"
     reasons = []
     if work_ns / 1e9 < detectable_s:
         reasons.append(f"too small: {format_duration(work_ns / 1e9)} a step, and {smallest}")
+    at_fault = np.any([each.mask for each in cases], axis=0)
     slow = at_fault.reshape(topology.pp, alike, total).sum(axis=1).max()
     if 2 * slow >= alike:
         reasons.append(
@@ -359,13 +350,10 @@ def _reason_not_found(
         )
     if reasons:
         return "; ".join(reasons)
-    struck = int((effect.work_ns > 0).any(axis=0).sum())
+    struck = int((case.effect.work_ns > 0).any(axis=0).sum())
     if struck < _RARE * count:
-        rows = (
-            ""
-            if compared.undecided_links is not None
-            else ", and --rows has no verdicts on long steps"
-        )
+        is_compared = compared.undecided_links is not None
+        rows = "" if is_compared else ", and --rows has no verdicts on long steps"
         return f"too rare: it makes {struck} of {count} steps longer{rows}"
     if count < total:
         return (
@@ -383,9 +371,9 @@ def _reason_link_not_found(fault: LinkFault, simulation: Simulation, undecided: 
     if undecided:
         return f"not compared: {undecided.removesuffix('.')}"
     ratio = 1 + fault.share / simulation.transfer_share(fault.dimension)
-    if ratio < MIN_RATIO:
-        return (
-            f"too small: transfers take {ratio:.2g} times as long, and a slow link is named from"
-            f" {MIN_RATIO:g} on"
-        )
-    return ""
+    if ratio >= MIN_RATIO:
+        return ""
+    return (
+        f"too small: transfers take {ratio:.2g} times as long, and a slow link is named from"
+        f" {MIN_RATIO:g} on"
+    )

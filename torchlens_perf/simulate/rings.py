@@ -17,7 +17,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -66,6 +66,10 @@ _PHASES = {
 }
 
 
+_Piece: TypeAlias = tuple["Kind | str", int]
+"""Work of a kind, or a wait in the collectives of a group's dimension, and its duration in ns."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SimulatedDevice:
     """Settings for the device times of all ranks."""
@@ -100,16 +104,10 @@ class Timeline:
         left = np.maximum(duration - parts.sum(axis=2) - tensor.sum(axis=2), 0)
         before = [OWN_PARTS.index(part) for part in ("data", "forward", "recompute", "backward")]
         arrived = parts[:, :, before].sum(axis=2) + tensor.sum(axis=2)
-        grid = (topology.pp, topology.dp, topology.tp, -1)
-        reduced = (arrived.reshape(grid).max(axis=1) + steps.transfer_ns.reshape(grid).max(axis=1))[
-            :, None
-        ]
-        gradients = (
-            np.broadcast_to(reduced, (*grid[:3], len(steps)))
-            .reshape(arrived.shape)
-            .astype(np.int64)
-            - arrived
-        )
+        grid = (topology.pp, topology.dp, topology.tp, len(steps))
+        transfer = steps.transfer_ns.reshape(grid).max(axis=1, keepdims=True)
+        reduced = np.broadcast_to(arrived.reshape(grid).max(axis=1, keepdims=True) + transfer, grid)
+        gradients = reduced.reshape(arrived.shape).astype(np.int64) - arrived
         # Rounding can make the first wait a nanosecond longer than the whole wait.
         gradients = np.minimum(gradients, left) if topology.dp > 1 else np.zeros_like(left)
         return cls(steps, duration, parts, tensor, gradients, left - gradients)
@@ -203,80 +201,74 @@ class SimulatedRank:
         self._metadata.publish_end({}, None)
         self._ring.close()
 
+    def _divide_step(self, timeline: Timeline, index: int) -> dict[str, list[_Piece]]:
+        """Return the pieces of each phase in order: work, or waits in a group's collectives."""
+        own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
+        in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
+        return {
+            "data": [(Kind.DATA, own["data"])],
+            "forward": [(Kind.FORWARD, own["forward"]), ("tp", in_forward_ns)],
+            "recompute": [(Kind.RECOMPUTE, own["recompute"])] if own["recompute"] else [],
+            "backward": [
+                (Kind.BACKWARD, own["backward"]),
+                ("tp", in_backward_ns),
+                ("dp", int(timeline.gradients_ns[self.rank, index])),
+            ],
+            "optimizer": [
+                ("world", int(timeline.norm_ns[self.rank, index])),
+                (Kind.OPTIMIZER, own["optimizer"]),
+            ],
+        }
+
     def _record_host_step(self, timeline: Timeline, index: int) -> None:
         end_ns = self._recorder.now_ns + int(timeline.duration_ns[index])
-        own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
-        in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
-        with self._record_phase("data"):
-            self._recorder.now_ns += own["data"]
-        with self._record_phase("forward"):
-            self._record_modules(own["forward"])
-            self._record_wait("tp", in_forward_ns)
-        if own["recompute"]:
-            with self._record_phase("recompute"):
-                self._recorder.now_ns += own["recompute"]
-        with self._record_phase("backward"):
-            self._recorder.now_ns += own["backward"]
-            self._record_wait("tp", in_backward_ns)
-            self._record_wait("dp", int(timeline.gradients_ns[self.rank, index]))
-        with self._record_phase("optimizer"):
-            self._record_wait("world", int(timeline.norm_ns[self.rank, index]))
-            self._recorder.now_ns += own["optimizer"]
+        for part, pieces in self._divide_step(timeline, index).items():
+            if pieces:
+                with self._record_phase(part):
+                    for piece in pieces:
+                        self._record_piece(*piece)
         self._end_step(timeline, index, end_ns)
 
+    def _record_piece(self, what: Kind | str, duration_ns: int) -> None:
+        if isinstance(what, str):
+            self._record_wait(what, duration_ns)
+        elif what == Kind.FORWARD:
+            self._record_modules(duration_ns)
+        else:
+            self._recorder.now_ns += duration_ns
+
     def _record_device_step(self, timeline: Timeline, index: int) -> None:
-        begin_ns, end_ns = (
-            self._recorder.now_ns,
-            self._recorder.now_ns + int(timeline.duration_ns[index]),
-        )
-        own = dict(zip(OWN_PARTS, timeline.parts_ns[self.rank, index].tolist(), strict=True))
-        in_forward_ns, in_backward_ns = timeline.tensor_wait_ns[self.rank, index].tolist()
-        gradients_ns, norm_ns = (
-            int(each[self.rank, index]) for each in (timeline.gradients_ns, timeline.norm_ns)
-        )
-        # The parts of each phase in the device's order: work, or waits in a group's collectives.
-        phases = {
-            "forward": [(Kind.FORWARD, own["forward"]), ("tp", in_forward_ns)],
-            "backward": [
-                (Kind.RECOMPUTE, own["recompute"]), (Kind.BACKWARD, own["backward"]), ("tp", in_backward_ns),
-                ("dp", gradients_ns),
-            ],
-            "optimizer": [("world", norm_ns), (Kind.OPTIMIZER, own["optimizer"])],
-        }  # fmt: skip
+        begin_ns = self._recorder.now_ns
+        duration_ns = int(timeline.duration_ns[index])
+        phases = self._divide_step(timeline, index)
+        # The device recomputes within the backward pass.
+        phases["backward"][:0] = phases.pop("recompute")
         reported = self._device is not None and self._random.random() >= self._device.missing
         with self._record_phase("data"):
-            self._recorder.now_ns += own["data"]
+            self._recorder.now_ns += sum(ns for _, ns in phases.pop("data"))
         # The device has no work before the forward pass.
         at_ns = self._recorder.now_ns
         for part, pieces in phases.items():
             phase_ns = at_ns
             with self._record_phase(part):
-                self._recorder.now_ns += round(
-                    _ISSUING_SHARE * sum(duration_ns for _, duration_ns in pieces)
-                )
-            for what, duration_ns in pieces:
-                if isinstance(what, Kind):
-                    if what == Kind.RECOMPUTE and duration_ns:
-                        self._queue_span(Kind.RECOMPUTE, at_ns, duration_ns, reported=reported)
-                elif what in self._group_of:
-                    self._record_collective(what, at_ns, duration_ns, Flag.COMPLETED | Flag.DEVICE)
-                    self._queue_span(Kind.WAIT, at_ns, duration_ns, reported=reported)
-                at_ns += duration_ns
+                self._recorder.now_ns += round(_ISSUING_SHARE * sum(ns for _, ns in pieces))
+            for what, piece_ns in pieces:
+                if what == Kind.RECOMPUTE:
+                    self._queue_span(Kind.RECOMPUTE, at_ns, piece_ns, reported=reported)
+                elif isinstance(what, str) and what in self._group_of:
+                    self._record_collective(what, at_ns, piece_ns, Flag.COMPLETED | Flag.DEVICE)
+                    self._queue_span(Kind.WAIT, at_ns, piece_ns, reported=reported)
+                at_ns += piece_ns
             self._queue_span(_PHASES[part][0], phase_ns, at_ns - phase_ns, reported=reported)
-        self._queue_span(Kind.STEP, begin_ns, end_ns - begin_ns, reported=reported)
+        self._queue_span(Kind.STEP, begin_ns, duration_ns, reported=reported)
         step = self._recorder.step
-        self._end_step(timeline, index, end_ns)
+        self._end_step(timeline, index, begin_ns + duration_ns)
         self._report_device_times(step - (self._device.late_steps if self._device else 0))
 
     def _record_launch_bound_step(self, timeline: LaunchBoundTimes, index: int) -> None:
         assert self._device is not None
-        own = dict(
-            zip(
-                OWN_PARTS,
-                timeline.steps.parts_ns[self.rank, index].astype(np.int64).tolist(),
-                strict=True,
-            )
-        )
+        parts_ns = timeline.steps.parts_ns[self.rank, index].astype(np.int64).tolist()
+        own = dict(zip(OWN_PARTS, parts_ns, strict=True))
         own["forward"] += int(timeline.queue_wait_ns[self.rank, index])
         own["backward"] += own["recompute"]
         reported = self._random.random() >= self._device.missing
@@ -338,10 +330,8 @@ class SimulatedRank:
     def _end_step(self, timeline: Timeline | LaunchBoundTimes, index: int, end_ns: int) -> None:
         # The remaining time of the step is host code.
         self._recorder.now_ns = end_ns
-        workload, flags = (
-            int(timeline.steps.workload[self.rank, index]),
-            int(timeline.steps.flags[self.rank, index]),
-        )
+        workload = int(timeline.steps.workload[self.rank, index])
+        flags = int(timeline.steps.flags[self.rank, index])
         self._recorder.end_step(flags, 0, 1 | (workload + 1) << WORKLOAD_SHIFT)
 
     @contextmanager

@@ -12,18 +12,20 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from torchlens_perf.analysis.statistics.steps import zero_device_columns
-from torchlens_perf.errors import ConfigError
+from torchlens_perf.errors import require
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from torchlens_perf.simulate.faults import Fault
 
 # Number of steps in a block.
 BLOCK = 32
@@ -53,10 +55,8 @@ class Topology:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ConfigError(
-                    f"{field.name} must be 1 or more, got {getattr(self, field.name)}"
-                )
+            size = getattr(self, field.name)
+            require(size >= 1, f"{field.name} must be 1 or more, got {size}")
 
     @property
     def rank_count(self) -> int:
@@ -76,8 +76,7 @@ class Topology:
         grid = np.arange(self.rank_count).reshape(self.pp, self.dp, self.tp)
         at = self.coordinates(rank)
         where = [slice(None) if name == dimension else at[name] for name in ("pp", "dp", "tp")]
-        found: list[int] = grid[tuple(where)].tolist()
-        return found
+        return list(grid[tuple(where)].tolist())
 
     def node_index(self, rank: int) -> int:
         """Return the index of the rank's host."""
@@ -125,22 +124,6 @@ class DraftSteps:
         return dataclasses.replace(self, **{name: getattr(self, name).copy() for name in names})
 
 
-class Fault(Protocol):
-    """A fault that makes ranks slow, or a variation that only looks like a fault."""
-
-    def validate(self, topology: Topology) -> None:
-        """Raise ConfigError if a job of this topology cannot have the fault."""
-
-    def plant_in(self, draft: DraftSteps) -> None:
-        """Add the fault's time to the draft.
-
-        Random numbers come only from the draft's generator, so the same seed gives the same run.
-        """
-
-    def slow_ranks(self, step: int, topology: Topology) -> frozenset[int]:
-        """Return the ranks at fault in a step. The detector should name these ranks."""
-
-
 @dataclasses.dataclass(frozen=True)
 class SimulatedSteps:
     """Finished steps of all ranks, with times in ns.
@@ -178,10 +161,8 @@ class SimulatedSteps:
         topology, count = self.topology, len(self) // width
         if not count:
             return
-        work_ns, flags = (
-            self.parts_ns.sum(axis=2),
-            self.flags[:, : count * width].reshape(-1, count, width),
-        )
+        work_ns = self.parts_ns.sum(axis=2)
+        flags = self.flags[:, : count * width].reshape(-1, count, width)
         workload = np.where(self.workload >= 0, self.workload, np.nan)
         stage_ranks = topology.tp * topology.dp
         for first in range(0, topology.rank_count, stage_ranks):
@@ -233,14 +214,13 @@ class Simulation:
         noise: multiple of the noise in the recorded runs. spread: standard deviation of constant
         differences between ranks, as a share of their work. work_ns: a rank's usual work in a step.
         """
-        if seed < 0:
-            raise ConfigError(f"seed must be 0 or more, got {seed}")
-        if not 0 <= noise <= 4:
-            raise ConfigError(f"noise must be 0 to 4 times the recorded noise, got {noise:g}")
-        if not 0 <= spread <= 0.2:
-            raise ConfigError(f"spread must be 0 to 0.2 of the work, got {spread:g}")
-        if not _MIN_STEP_NS <= work_ns <= _MAX_STEP_NS:
-            raise ConfigError(f"a step's work must be 1 ms to 10 min, got {work_ns / 1e6:g} ms")
+        require(seed >= 0, f"seed must be 0 or more, got {seed}")
+        require(0 <= noise <= 4, f"noise must be 0 to 4 times the recorded noise, got {noise:g}")
+        require(0 <= spread <= 0.2, f"spread must be 0 to 0.2 of the work, got {spread:g}")
+        require(
+            _MIN_STEP_NS <= work_ns <= _MAX_STEP_NS,
+            f"a step's work must be 1 ms to 10 min, got {work_ns / 1e6:g} ms",
+        )
         for fault in faults:
             fault.validate(topology)
         self.topology = topology
@@ -258,10 +238,6 @@ class Simulation:
             last, 1 + _LAST_STAGE_SHARE, 1
         ).astype(np.float32)
 
-    def block(self, number: int) -> SimulatedSteps:
-        """Return the steps from number * BLOCK up to, but not including, (number + 1) * BLOCK."""
-        return self._compute_block(number, None)
-
     def fault_effects(self, count: int) -> list[FaultEffect]:
         """Return the effect of each fault on the first `count` steps: the difference to the run
         without it."""
@@ -270,7 +246,7 @@ class Simulation:
         for number in range(-(-count // BLOCK)):
             steps = self.block(number).head(count - number * BLOCK)
             for index in range(len(self.faults)):
-                rest = self._compute_block(number, index).head(len(steps))
+                rest = self.block(number, index).head(len(steps))
                 work[index].append((steps.parts_ns - rest.parts_ns).sum(axis=2))
                 cost[index].append(steps.duration_ns - rest.duration_ns)
         return [
@@ -283,10 +259,11 @@ class Simulation:
         work."""
         return _TRANSFER_SHARE if dimension == "dp" else self._tensor_share
 
-    def _compute_block(self, number: int, left_out: int | None) -> SimulatedSteps:
-        """Return a block with all faults except the fault with the index `left_out`.
+    def block(self, number: int, left_out: int | None = None) -> SimulatedSteps:
+        """Return the steps from number * BLOCK up to, but not including, (number + 1) * BLOCK.
 
-        The omitted fault changes a copy but draws random numbers, so other faults draw the same.
+        left_out: index of a fault to leave out. It changes a copy but draws random numbers, so
+        other faults draw the same.
         """
         topology = self.topology
         random = np.random.default_rng([self.seed, 2, number])
@@ -317,7 +294,9 @@ class Simulation:
             yield self.block(number).head(count - number * BLOCK)
 
     def slow_ranks(self, step: int) -> frozenset[int]:
-        return frozenset().union(*(fault.slow_ranks(step, self.topology) for fault in self.faults))
+        """Return the ranks at fault in a step."""
+        masks = [fault.at_fault(np.array([step]), self.topology) for fault in self.faults]
+        return frozenset(rank for mask in masks for rank in np.flatnonzero(mask).tolist())
 
     def _draw_noise(self, random: np.random.Generator) -> npt.NDArray[np.float32]:
         """Return noise [ranks, BLOCK, len(OWN_PARTS)]: a separate excerpt for each rank, plus an
@@ -373,8 +352,7 @@ def _average_steps(values: npt.NDArray[Any], width: int) -> npt.NDArray[np.float
         return values
     ranks, steps = values.shape[:2]
     whole = values[:, : steps // width * width].reshape(ranks, -1, width, *values.shape[2:])
-    means: npt.NDArray[np.floating[Any]] = whole.mean(axis=2)
-    return means
+    return np.asarray(whole.mean(axis=2))
 
 
 @dataclasses.dataclass(frozen=True)
