@@ -443,7 +443,7 @@ class Watch(LiveResultMethods):
             self._session, self.run_dir, _running = session, run.path, self
             cleanup.pop_all()
             if self._live_views is not None:
-                self._live_views.start_views(session, has_sidecar=self._config.sidecar)
+                self._live_views.start_views(self._get_run_handle())
 
     def _create_ring_and_sidecar(
         self, cleanup: ExitStack, first_step: int

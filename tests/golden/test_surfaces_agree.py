@@ -343,7 +343,7 @@ def loggers_have_the_sentences_of_the_rows(
 ) -> None:
     """Check the output of `log_to()`: each alert, and the report."""
     board, loggers = Board(), VerdictLoggers()
-    loggers.add_logger(check_log_arguments(board, lambda: 1))
+    loggers.requests.append(check_log_arguments(board, lambda: 1))
     for alert in exporter.alerts:
         loggers.write_alert(alert)
     loggers.write_report(render_full(report, "x", columns=400, color=True))

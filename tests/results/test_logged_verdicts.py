@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,12 +18,7 @@ from torchlens_perf.results.logged_verdicts import (
     VerdictLoggers,
     check_log_arguments,
 )
-from torchlens_perf.results.loggers import (
-    MlflowAdapter,
-    SummaryWriterAdapter,
-    WandbAdapter,
-    adapt_logger,
-)
+from torchlens_perf.results.loggers import adapt_logger
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.verdicts import Alert
 
@@ -64,7 +60,7 @@ def rank(run: RunDirectory) -> Iterator[Rank]:
 def test_verdicts_and_the_report_are_written_with_the_step(rank: Rank) -> None:
     """The report has no colours. It comes after the recording, and has the step of its end."""
     board, loggers = Board(), VerdictLoggers()
-    loggers.add_logger(check_log_arguments(board, None))
+    loggers.requests.append(check_log_arguments(board, None))
     with loggers.attached_to(rank.session):
         loggers.write_alert(SLOW)
         rank.session.recorder.training_steps = 1
@@ -83,7 +79,7 @@ def test_verdicts_and_the_report_are_written_with_the_step(rank: Rank) -> None:
 
 def test_step_number_may_come_from_the_user(rank: Rank) -> None:
     board, loggers = Board(), VerdictLoggers()
-    loggers.add_logger(check_log_arguments(board, lambda: 7))
+    loggers.requests.append(check_log_arguments(board, lambda: 7))
     with loggers.attached_to(rank.session):
         loggers.write_alert(SLOW)
 
@@ -96,7 +92,7 @@ def test_exception_of_a_logger_does_not_end_the_job(
     """The exception is logged once, and the other loggers get their texts."""
     bad, good, loggers = Board(ConnectionError("no \x1b[2J network")), Board(), VerdictLoggers()
     for each in (bad, good):
-        loggers.add_logger(check_log_arguments(each, None))
+        loggers.requests.append(check_log_arguments(each, None))
     with caplog.at_level(logging.WARNING, "torchlens_perf"), loggers.attached_to(rank.session):
         loggers.write_alert(SLOW)
         loggers.write_alert(SLOW)
@@ -111,14 +107,19 @@ def test_exception_of_a_logger_does_not_end_the_job(
 
 def test_logger_is_recognized_by_its_interface() -> None:
     """No logging library is imported."""
-    run = type("Run", (), {"log": print, "summary": {}})()
-    module = type(
-        "mlflow", (), {"log_metrics": print, "active_run": print, "MlflowClient": print}
-    )()
+    logged: list[tuple[str, ...]] = []
+    client = SimpleNamespace(log_text=lambda *arguments: logged.append(arguments))
+    active = SimpleNamespace(info=SimpleNamespace(run_id="7"))
+    board, run = Board(), SimpleNamespace(log=print, summary={})
+    mlflow = SimpleNamespace(
+        log_metrics=print, active_run=lambda: active, MlflowClient=lambda: client
+    )
+    for each in (board, run, mlflow):
+        adapt_logger(each)("name", "text", 3)
 
-    assert isinstance(adapt_logger(Board()), SummaryWriterAdapter)
-    assert isinstance(adapt_logger(run), WandbAdapter)
-    assert isinstance(adapt_logger(module), MlflowAdapter)
+    assert board.texts == [("name", "    text", 3)]
+    assert run.summary == {"name": "text"}
+    assert logged == [("7", "text", "name.txt")]
 
 
 @pytest.mark.parametrize(

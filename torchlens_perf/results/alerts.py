@@ -7,6 +7,7 @@ end of a step, the training thread checks the size and time of this file with on
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,6 @@ class AlertCallbacks:
 
     def __init__(self) -> None:
         self.callbacks: list[Callback] = []
-        self._session: Session | None = None
         self._mailbox: Mailbox | None = None
         self._known: set[str] = set()
         self._guards: dict[int, guard_user_code] = {}  # by callback
@@ -37,21 +37,19 @@ class AlertCallbacks:
     @contextmanager
     def attached_to(self, session: Session) -> Iterator[None]:
         """Call the callbacks at the ends of steps while this context is active. Raise OSError."""
-        self._session, self._mailbox = session, Mailbox(session.ring_path, ALERTS)
+        self._mailbox = Mailbox(session.ring_path, ALERTS)
+        poll = functools.partial(self._poll_alerts, session)
         try:
-            with session.run_throttled("calling on_verdict's callbacks", self.poll_alerts):
+            with session.run_throttled("calling on_verdict's callbacks", poll):
                 yield
         finally:
             self._mailbox.close()
-            self._session = self._mailbox = None
+            self._mailbox = None
 
-    def poll_alerts(self) -> None:
+    def _poll_alerts(self, session: Session) -> None:
         """Read the alerts file and call the callbacks with each new alert."""
         text = None if self._mailbox is None else self._mailbox.read_new_message()
-        if text is None or self._session is None:
-            return
-        session = self._session
-        for row in json.loads(text):
+        for row in json.loads(text or "[]"):
             if row["id"] not in self._known:
                 self._known.add(row["id"])
                 began_ns = time.monotonic_ns()

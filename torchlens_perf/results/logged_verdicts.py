@@ -27,7 +27,7 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 class LogRequest(NamedTuple):
     """Arguments of one call of log_to()."""
 
-    logger: Logger
+    write_text: Logger
     step: Callable[[], int] | None
     guard: AbstractContextManager[object]
     """Logs exceptions of the user's logger."""
@@ -47,16 +47,9 @@ class VerdictLoggers:
     """Loggers of one watch. Used on the training thread only."""
 
     def __init__(self) -> None:
-        self._requests: list[LogRequest] = []
+        self.requests: list[LogRequest] = []
         self._session: Session | None = None
         self._last_step = 0
-
-    @property
-    def has_loggers(self) -> bool:
-        return bool(self._requests)
-
-    def add_logger(self, request: LogRequest) -> None:
-        self._requests.append(request)
 
     @contextmanager
     def attached_to(self, session: Session) -> Iterator[None]:
@@ -79,12 +72,12 @@ class VerdictLoggers:
         session = self._session
         if session is not None:
             self._last_step = session.step.training_steps
-        for request in self._requests:
+        for request in self.requests:
             began_ns = time.monotonic_ns()
             try:
                 with request.guard:
                     step = self._last_step if request.step is None else request.step()
-                    request.logger.write_text(name, text, step)
+                    request.write_text(name, text, step)
             finally:
                 if session is not None and not session.recorder.closed:
                     session.add_overhead(time.monotonic_ns() - began_ns, ours=False)

@@ -110,7 +110,9 @@ class LiveResultMethods(ResultMethods):
             raise ConfigError(
                 f"callback={callback!r}: must be a function of one argument, the alert"
             )
-        self._get_live_views().add_callback(self._get_run_handle(), callback)
+        views = self._get_live_views()
+        views.callbacks.append(callback)
+        views.start_views(self._get_run_handle())
         return callback
 
     def log_to(self, logger: object, *, step: Callable[[], int] | None = None) -> None:
@@ -127,13 +129,17 @@ class LiveResultMethods(ResultMethods):
         """
         from torchlens_perf.results.logged_verdicts import check_log_arguments
 
-        self._get_live_views().add_logger(self._get_run_handle(), check_log_arguments(logger, step))
+        request = check_log_arguments(logger, step)
+        views = self._get_live_views()
+        views.loggers.requests.append(request)
+        views.start_views(self._get_run_handle())
 
     def _ipython_display_(self) -> None:
         """Show the run in a notebook cell, which is updated at the ends of steps, at most once a
         second.
         """
-        self._get_live_views().show_in_cell(self._get_run_handle())
+        views = self._get_live_views()
+        views.cell.show_results(self._get_run_handle(), views.attached.enter_context)
 
     def _get_live_views(self) -> LiveViews:
         from torchlens_perf.results.live_views import LiveViews
