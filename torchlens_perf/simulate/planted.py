@@ -20,8 +20,7 @@ from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.simulate.faults import Fault
-    from torchlens_perf.simulate.simulation import FaultEffect, Simulation, Topology
+    from torchlens_perf.simulate.simulation import Fault, FaultEffect, Simulation, Topology
 
 Row = Mapping[str, Any]
 """A row of the report's `verdicts`, as its JSON has it."""

@@ -19,13 +19,12 @@ import numpy as np
 from torchlens_perf.analysis.statistics.steps import zero_device_columns
 from torchlens_perf.errors import require
 from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.run.verdicts import range_end
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from torchlens_perf.simulate.faults import Fault
 
 # Number of steps in a block.
 BLOCK = 32
@@ -122,6 +121,36 @@ class DraftSteps:
         """Return a copy with copied arrays, which shares the random number generator."""
         names = ("parts_ns", "transfer_ns", "tensor_transfer_ns", "workload", "flags")
         return dataclasses.replace(self, **{name: getattr(self, name).copy() for name in names})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault that makes ranks slow, or a variation that only looks like a fault.
+
+    It lasts from step `since` to before step `until`, or to the end.
+    """
+
+    since: int = 0
+    until: int | None = None
+
+    def validate(self, topology: Topology) -> None:
+        """Raise ConfigError if a job of this topology cannot have the fault."""
+        raise NotImplementedError
+
+    def plant_in(self, draft: DraftSteps) -> None:
+        """Add the fault's time to the draft.
+
+        Random numbers come only from the draft's generator, so the same seed gives the same run.
+        """
+        raise NotImplementedError
+
+    def is_active(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return True for the steps in which the fault lasts."""
+        return (steps >= self.since) & (steps < range_end(self.until))
+
+    def at_fault(self, steps: npt.NDArray[np.int64], topology: Topology) -> npt.NDArray[np.bool_]:
+        """Return True where a rank is at fault: [ranks, steps]. The detector should name it."""
+        return np.zeros((topology.rank_count, len(steps)), bool)
 
 
 @dataclasses.dataclass(frozen=True)
