@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from tests.report.test_held import node
 from tests.support.findings import findings
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.ring import Flag
 
@@ -75,11 +75,15 @@ def test_loss_of_the_job_includes_the_waiting_rank() -> None:
     loops[0][90] = {**USUAL, "communication": 374.0}
     loops[1][90] = {**USUAL, "host": 374.0}
     report = checked(build_report("r", [node(loops, findings(last_step=127, compared=2))]))
-    (text,) = long(report)
+    (row,) = (row for row in report["verdicts"] if row["kind"] == "long_steps")
+    waited = format_duration(row["evidence"]["more_s"])
 
-    assert text.startswith("Step 90: the other rank waited 37")
-    waited, in_all = re.findall(r"(\d+) ms", text)[:2]
-    assert waited == in_all
+    assert (
+        row["evidence"]["total_s"] == row["evidence"]["more_s"] == pytest.approx(0.373, abs=0.003)
+    )
+    assert row["text"].startswith(
+        f"Step 90: the other rank waited {waited} for rank 1 ({waited} in"
+    )
 
 
 def test_no_rank_is_blamed_if_ranks_wait_for_different_ones() -> None:

@@ -1,11 +1,10 @@
 """Verdicts on how the steps spend their time.
 
-Each number in a sentence is compared with the table and the true value.
+The figures of a verdict are compared with the table and the true value, and its sentence has them.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 
 from tests.support.reports import checked
 from tests.support.tables import mixed_table
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
@@ -20,24 +20,19 @@ from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag, record_dtype
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+from torchlens_perf.verdicts.words.evidence import TypicalStepEvidence
 from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.view.specs import Quantity
 from torchlens_perf.view.tables import build_tables
 
-NUMBER = r"(\d+(?:\.\d+)?)"
-DURATION = NUMBER + r" (s|ms|us|ns)"
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-# Words in sentences for the columns of the table.
+# Columns of the table by the kind of verdict on a use of time.
 COLUMNS = {
-    "waiting for data": "data",
-    "host code outside of the phases": "other",
-    "waiting in communication": "comm wait",
+    "data_bound": "data",
+    "host_bound": "other",
+    "communication_bound": "comm wait",
+    "lack_of_cpu": "CPU contention",
 }
 ROUNDING = 0.006  # Three figures.
-
-
-def seconds(number: str, unit: str) -> float:
-    return float(number) * UNITS[unit]
 
 
 def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any) -> ProcessState:
@@ -60,70 +55,44 @@ def report_on(*ranks: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:
     )
 
 
-class Shown:
-    """A rendered report: its sentences, and the columns of its table in seconds."""
-
-    def __init__(self, report: dict[str, Any]) -> None:
-        self.sentences = [row["text"] for row in report["verdicts"]]
-        (table,) = [each for each in build_tables(cast("Any", report)) if each.key == "ranks"]
-        times = [column for column in table.columns if column.quantity is Quantity.DURATION]
-        self.columns = {each.title: [value or 0.0 for value in each.values] for each in times}
-
-    def mean(self, column: str) -> float:
-        return float(np.mean(self.columns[column]))
-
-    def sentence(self, words: str) -> str:
-        (found,) = [each for each in self.sentences if words in each]
-        return found
+def mean_times(report: dict[str, Any]) -> dict[str, float]:
+    """Return the means over the ranks of the times in the table of ranks, in seconds."""
+    (table,) = [each for each in build_tables(cast("Any", report)) if each.key == "ranks"]
+    times = [column for column in table.columns if column.quantity is Quantity.DURATION]
+    return {each.title: float(np.mean([value or 0.0 for value in each.values])) for each in times}
 
 
-def holds_typical(shown: Shown) -> str:
-    """Check the sentence on the typical step against the table, and return its first words."""
-    sentence = shown.sentence("of a typical step of").partition(" Next: ")[0]
-    step = re.search(rf"of a typical step of {DURATION}", sentence)
-    assert step is not None, sentence
-    step_s = seconds(*step.groups())
-    assert step_s == pytest.approx(shown.mean("step"), rel=2 * ROUNDING)
-    named_s = 0.0
-    for words, percent, number, unit in re.findall(
-        rf"(?:^|; )([^;]*?)(?: takes)? {NUMBER}% \({DURATION}\)", sentence
-    ):
-        part_s = seconds(number, unit)
-        named_s += part_s
-        assert float(percent) / 100 == pytest.approx(part_s / step_s, abs=0.011), sentence
-        column = COLUMNS.get(words.lower())
-        if column in shown.columns and "CPU contention" not in shown.columns:
-            assert part_s == pytest.approx(shown.mean(column), rel=2 * ROUNDING), sentence
-        if words.lower() == "waiting for a cpu":
-            assert part_s == pytest.approx(shown.mean("CPU contention"), rel=2 * ROUNDING)
-        inner = re.search(r"\((.*)\)", words)
-        if inner is not None:  # Computing, in parts.
-            parts_s = [seconds(*each) for each in re.findall(DURATION, inner[1])]
-            assert sum(parts_s) == pytest.approx(part_s, rel=3 * ROUNDING), sentence
-    assert named_s <= step_s * (1 + 3 * ROUNDING), sentence
-    return sentence.partition(" takes ")[0]
+def holds_typical(report: dict[str, Any]) -> str:
+    """Check the verdict on the typical step against the table, and return its kind."""
+    (row,) = [row for row in report["verdicts"] if isinstance(row["evidence"], TypicalStepEvidence)]
+    means, evidence, text = mean_times(report), row["evidence"], row["text"]
+    step_s, uses_s = evidence.typical_step_s, evidence.uses_s
+    assert step_s == pytest.approx(means["step"], rel=ROUNDING)
+    assert f"of a typical step of {format_duration(step_s)}" in text
+    assert sum(uses_s.values()) <= step_s * (1 + ROUNDING), row
+    for kind, column in COLUMNS.items():
+        is_split = column != "CPU contention" and "CPU contention" in means
+        if kind in uses_s and column in means and not is_split:
+            assert uses_s[kind] == pytest.approx(means[column], rel=ROUNDING), row
+    used_s = uses_s[row["kind"]]
+    assert f"{format_percent(used_s / step_s)} ({format_duration(used_s)})" in text
+    return str(row["kind"])
 
 
-def holds_long(sentence: str, report: dict[str, Any]) -> None:
-    """Check count, excess, total, and share of all time in a sentence on long steps."""
-    steps = report["steps"]
-    each, total = (
-        seconds(*found) for found in re.findall(rf"{DURATION} (?:longer|in total)", sentence)
-    )
-    share = re.search(rf"{NUMBER}% of all step time", sentence)
-    assert share is not None
-    regular, some = (
-        re.match(r"One step in (\d+) ", sentence),
-        re.match(r"(\d+) of (\d+) steps", sentence),
-    )
-    if some is not None:
-        assert int(some[2]) == steps["count"]
-        assert total == pytest.approx(int(some[1]) * each, rel=3 * ROUNDING)
+def holds_long(row: dict[str, Any], report: dict[str, Any]) -> None:
+    """Check count, excess, total, and share of all time of a verdict on long steps."""
+    steps, evidence = report["steps"], row["evidence"]
+    count, each_s, total_s = evidence["count"], evidence["more_s"], evidence["total_s"]
+    assert evidence["share"] == pytest.approx(total_s / steps["total_s"])
+    if evidence["period"] is None:
+        assert total_s == pytest.approx(count * each_s)
     else:
-        assert regular is not None
         # One of the periodic steps may have been replaced by a step of another kind.
-        assert total / each == pytest.approx(steps["count"] / int(regular[1]), rel=0.5, abs=2)
-    assert float(share[1]) / 100 == pytest.approx(total / steps["total_s"], abs=0.006)
+        expected = steps["count"] / evidence["period"]
+        assert total_s / each_s == pytest.approx(expected, rel=0.5, abs=2)
+    for figure in (each_s, total_s):
+        assert format_duration(figure) in row["text"]
+    assert f"{format_percent(evidence['share'])} of all step time" in row["text"]
 
 
 def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[dict[str, Any]]]:
@@ -173,11 +142,10 @@ def test_numbers_in_sentences_equal_those_in_the_table_for_random_steps(seed: in
     rng = np.random.default_rng(seed)
     loops = random_steps(rng, int(rng.integers(40, 300)), int(rng.choice([1, 1, 3])))
     report = report_on(*loops)
-    shown = Shown(report)
-    holds_typical(shown)
-    for sentence in shown.sentences:
-        if "of all step time" in sentence:
-            holds_long(sentence, report)
+    holds_typical(report)
+    for row in report["verdicts"]:
+        if "of all step time" in row["text"]:
+            holds_long(row, report)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -188,7 +156,7 @@ def test_largest_wait_is_the_bottleneck_if_it_is_large_enough(seed: int) -> None
     """
     rng = np.random.default_rng(1000 + seed)
     (loop,) = random_steps(rng, 100, 1)
-    found = holds_typical(Shown(report_on(loop)))
+    found = holds_typical(report_on(loop))
     longest_ms = 1.5 * float(np.median([duration_ms(step) for step in loop]))
     plain = [step for step in loop[WARM_UP_STEPS:] if duration_ms(step) < longest_ms]
     mean = {part: float(np.mean([step.get(part, 0.0) for step in plain])) for part in OWN_PARTS}
@@ -197,22 +165,18 @@ def test_largest_wait_is_the_bottleneck_if_it_is_large_enough(seed: int) -> None
     if lack >= 0.1 * step_ms:
         mean["forward"] -= lack
     waits = {
-        "Waiting for data": mean["data"], "Host code outside of the phases": mean["host"],
-        "Waiting for a CPU": lack if lack >= 0.1 * step_ms else 0.0,
+        "data_bound": mean["data"], "host_bound": mean["host"],
+        "lack_of_cpu": lack if lack >= 0.1 * step_ms else 0.0,
     }  # fmt: skip
     computing = sum(mean[part] for part in ("forward", "backward", "optimizer"))
-    words, most = max(waits.items(), key=lambda item: item[1])
+    kind, most = max(waits.items(), key=lambda item: item[1])
     close = any(
         abs(most - other) < 0.03 * step_ms
         for other in (0.25 * step_ms, computing, *waits.values())
         if other != most
     )
     if not close:
-        assert (
-            found == words
-            if most >= min(0.25 * step_ms, computing)
-            else found.startswith("Computing")
-        )
+        assert found == (kind if most >= min(0.25 * step_ms, computing) else "compute_bound")
 
 
 def duration_ms(step: dict[str, Any]) -> float:
@@ -540,11 +504,8 @@ def test_sentence_notes_that_long_steps_differ_between_ranks() -> None:
 def test_step_with_a_call_of_this_package_is_attributed_to_it() -> None:
     """w.step_table() imported a library, which triggered the garbage collector."""
     usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}
-    (said,) = (
-        text
-        for text in Shown(report_on([*[usual] * 40, asked, *[usual] * 40])).sentences
-        if "longer" in text
-    )
+    report = report_on([*[usual] * 40, asked, *[usual] * 40])
+    (said,) = (row["text"] for row in report["verdicts"] if row["kind"] == "long_steps")
 
     assert "takes 900 ms longer (this tool)" in said
     assert (
