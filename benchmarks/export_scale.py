@@ -24,7 +24,7 @@ from opentelemetry.sdk.resources import Resource
 
 from benchmarks.measure import Table
 from tests.support import simulations
-from torchlens_perf.analysis.collectives.hang import RankProgress
+from torchlens_perf.analysis.collectives.device_progress import RankProgress
 from torchlens_perf.analysis.statistics.hardware import (
     GPU_COUNTERS,
     LINK_COUNTERS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchlens_perf.analysis.collectives.hang import Hang, RankProgress, find_hang
+from torchlens_perf.analysis.collectives.device_progress import RankProgress
+from torchlens_perf.analysis.collectives.hang import Hang, find_hang
 
 WORLD = "0"
 USUAL_S = 0.062

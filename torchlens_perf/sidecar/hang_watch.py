@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, RankProgress, find_hang
+from torchlens_perf.analysis.collectives.device_progress import RankProgress
+from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, find_hang
 from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
 from torchlens_perf.sidecar.host.stacks import Stack, read_main_stack, request_stack_by_signal
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, describe_hang

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.collectives.hang import RankProgress
+from torchlens_perf.analysis.collectives.device_progress import RankProgress
 from torchlens_perf.analysis.collectives.semantics import parse_collective_name
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import read_device_mark

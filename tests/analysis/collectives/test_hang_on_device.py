@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from tests.support.progress import USUAL_S, WORLD, behind, every, found, job, named, rank
-from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, waits_for_device
-from torchlens_perf.analysis.collectives.hang import Collective, RankProgress
+from torchlens_perf.analysis.collectives.device_progress import (
+    LastDeviceMark,
+    RankProgress,
+    waits_for_device,
+)
+from torchlens_perf.analysis.collectives.hang import Collective
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.verdicts.words.hang import device_place_from_mark, hang_text

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Protocol
 
 # A device that stays at one mark for longer than this multiple of the usual step time is stuck.
 STOOD_STEPS = 2.0
@@ -46,19 +45,65 @@ class LastDeviceMark:
     """True if the mark is the end of the span, False if it is the start."""
 
 
-class ComparedProgress(Protocol):
-    """The fields of hang.RankProgress that this module uses."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class RankProgress:
+    """State of one rank at one time."""
+
+    rank: int
+    host: str
+    step: int
+    """Index of the current step."""
+    since_step_s: float
+    """Seconds since the rank's last step ended, or since recording started. The value grows after
+    the rank has ended, but not while its node is silent.
+    """
+    report_age_s: float
+    """Age of this state in seconds, which grows while the rank's node is silent."""
+    usual_step_s: float
+    """Median step time in seconds; 0 if unknown, as in the first steps."""
+    issued: Mapping[str, int]
+    """For each group, the sequence number of the last collective that the rank issued.
+
+    A collective counts as issued when the rank enters it. A group that is missing or has -1 has no
+    collective so far. Point-to-point operations are not included, because their sequence numbers
+    are not comparable between ranks.
+    """
+    inside: tuple[str, ...]
+    """Names of the open spans, outermost first. The span of the step is left out."""
+    state: str
+    """"running", "stopped", "traced", "uninterruptible", "dead", "closed" or "unknown"."""
+    operations: Mapping[str, Mapping[int, str]] = dataclasses.field(default_factory=dict)
+    """For each group, known names of its last collectives, such as {57: "allreduce"}."""
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """For each group, bytes of the last collective that the rank issued, where known."""
+    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """For each group, data type of the last collective that the rank issued, where it has one."""
+    since_mark_s: float | None = None
+    """Seconds from the rank's last record to this report; None if not known."""
+    all_groups: bool = True
+    """True if `issued` has all groups of the rank. False if the ring's table of groups was full, or
+    if ranks began to count a group's collectives at different operations.
+    """
+    began: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """For each group, the sequence number of the last collective whose kernel has started on the
+    device. Groups that do not report kernels are missing.
+    """
+    device: LastDeviceMark | None = None
+    """Last mark that the device is known to have reached; None if no device is timed."""
+    passes: int = 0
+    """Number of forward passes since the last step, if there was no backward pass; else 0."""
+    waits_in: str | None = None
+    """Line of code in which the host waits for its device; "" for no wait; None if not known."""
 
     @property
-    def usual_step_s(self) -> float: ...
+    def evaluates(self) -> bool:
+        """True if the rank makes forward passes only. A single one may belong to training."""
+        return self.passes > 1
+
     @property
-    def issued(self) -> Mapping[str, int]: ...
-    @property
-    def began(self) -> Mapping[str, int]: ...
-    @property
-    def device(self) -> LastDeviceMark | None: ...
-    @property
-    def waits_in(self) -> str | None: ...
+    def quiet_s(self) -> float:
+        """Seconds since the last record, or since the last step if no record is known."""
+        return self.since_step_s if self.since_mark_s is None else self.since_mark_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +130,7 @@ class DeviceFinding:
     """Ranks whose Python stacks were read. All other ranks have the same open spans."""
 
 
-def compare_devices(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding | None:
+def compare_devices(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
     """Compare the progress of the devices of ranks whose hosts are all stuck.
 
     Return None if the progress of no device is known.
@@ -104,7 +149,7 @@ def waits_for_device(source: str) -> bool:
     return _WAITS.search(source) is not None
 
 
-def _find_kernels_behind(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding | None:
+def _find_kernels_behind(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
     """Find ranks whose kernels are behind in at least one group and ahead in no group.
 
     A group is only compared if all of its ranks have issued the same operations and report when
@@ -137,7 +182,7 @@ def _find_kernels_behind(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding
     )
 
 
-def _find_devices_behind(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding | None:
+def _find_devices_behind(ranks: Mapping[int, RankProgress]) -> DeviceFinding | None:
     """Find stuck devices that are behind all other devices.
 
     The last mark of a stuck device is exact. For any other device, the last mark is a lower bound.
@@ -156,5 +201,5 @@ def _find_devices_behind(ranks: Mapping[int, ComparedProgress]) -> DeviceFinding
     return DeviceFinding("mark", there, places=places)
 
 
-def _is_stuck_at_mark(each: ComparedProgress) -> bool:
+def _is_stuck_at_mark(each: RankProgress) -> bool:
     return each.device is not None and 0 < STOOD_STEPS * each.usual_step_s <= each.device.stood_s

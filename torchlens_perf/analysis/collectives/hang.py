@@ -28,7 +28,7 @@ from typing import TypeVar
 
 from torchlens_perf.analysis.collectives.device_progress import (
     DeviceFinding,
-    LastDeviceMark,
+    RankProgress,
     compare_devices,
 )
 from torchlens_perf.analysis.collectives.semantics import SizeRule, semantics_of
@@ -54,67 +54,6 @@ ENDED = ("dead", "closed")
 # Innermost spans of a rank that may wait in a collective. DDP's reducer waits in C++, inside the
 # backward pass.
 _COMMUNICATING = (WAIT, "backward")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RankProgress:
-    """State of one rank at one time."""
-
-    rank: int
-    host: str
-    step: int
-    """Index of the current step."""
-    since_step_s: float
-    """Seconds since the rank's last step ended, or since recording started. The value grows after
-    the rank has ended, but not while its node is silent.
-    """
-    report_age_s: float
-    """Age of this state in seconds, which grows while the rank's node is silent."""
-    usual_step_s: float
-    """Median step time in seconds; 0 if unknown, as in the first steps."""
-    issued: Mapping[str, int]
-    """For each group, the sequence number of the last collective that the rank issued.
-
-    A collective counts as issued when the rank enters it. A group that is missing or has -1 has no
-    collective so far. Point-to-point operations are not included, because their sequence numbers
-    are not comparable between ranks.
-    """
-    inside: tuple[str, ...]
-    """Names of the open spans, outermost first. The span of the step is left out."""
-    state: str
-    """"running", "stopped", "traced", "uninterruptible", "dead", "closed" or "unknown"."""
-    operations: Mapping[str, Mapping[int, str]] = dataclasses.field(default_factory=dict)
-    """For each group, known names of its last collectives, such as {57: "allreduce"}."""
-    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """For each group, bytes of the last collective that the rank issued, where known."""
-    dtypes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """For each group, data type of the last collective that the rank issued, where it has one."""
-    since_mark_s: float | None = None
-    """Seconds from the rank's last record to this report; None if not known."""
-    all_groups: bool = True
-    """True if `issued` has all groups of the rank. False if the ring's table of groups was full, or
-    if ranks began to count a group's collectives at different operations.
-    """
-    began: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """For each group, the sequence number of the last collective whose kernel has started on the
-    device. Groups that do not report kernels are missing.
-    """
-    device: LastDeviceMark | None = None
-    """Last mark that the device is known to have reached; None if no device is timed."""
-    passes: int = 0
-    """Number of forward passes since the last step, if there was no backward pass; else 0."""
-    waits_in: str | None = None
-    """Line of code in which the host waits for its device; "" for no wait; None if not known."""
-
-    @property
-    def evaluates(self) -> bool:
-        """True if the rank makes forward passes only. A single one may belong to training."""
-        return self.passes > 1
-
-    @property
-    def quiet_s(self) -> float:
-        """Seconds since the last record, or since the last step if no record is known."""
-        return self.since_step_s if self.since_mark_s is None else self.since_mark_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -508,10 +447,15 @@ class _HangAnalysis:
         self, where: Collective, operations: dict[str, tuple[int, ...]], difference: str
     ) -> Hang:
         look_at = [ranks[0] for ranks in sorted(operations.values(), key=len)]
-        hang = self._make_hang(
-            "mismatch", [], self.live, where, operations=operations, look_at=look_at
+        return self._make_hang(
+            "mismatch",
+            [],
+            self.live,
+            where,
+            operations=operations,
+            look_at=look_at,
+            difference=difference,
         )
-        return dataclasses.replace(hang, difference=difference)
 
     def _make_wait_cycle(self) -> Hang:
         """Return a hang of kind "mismatch" with the cycle of ranks that wait for each other.
@@ -606,7 +550,7 @@ class _HangAnalysis:
         self, kind: str, blocking: list[RankProgress], waiting: Iterable[int] = (),
         collective: Collective | None = None, cycle: tuple[tuple[int, Collective], ...] = (),
         operations: Mapping[str, tuple[int, ...]] | None = None, look_at: Sequence[int] = (),
-        devices: DeviceFinding | None = None,
+        devices: DeviceFinding | None = None, difference: str = "",
     ) -> Hang:  # fmt: skip
         step = max(each.step for each in self.live.values())
         ranks = tuple(each.rank for each in blocking)
@@ -637,4 +581,5 @@ class _HangAnalysis:
             look_at=tuple(rank for rank in ranks or look_at if rank in self.live),
             key=key,
             devices=devices,
+            difference=difference,
         )

@@ -6,13 +6,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
+from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, RankProgress
 from torchlens_perf.analysis.collectives.hang import (
     WAIT,
     BlockingRank,
     Collective,
     Hang,
-    RankProgress,
 )
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.clock import DeviceMark
