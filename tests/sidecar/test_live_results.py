@@ -236,7 +236,7 @@ def test_request_in_the_same_clock_tick_is_found(
 ) -> None:
     """A new file in the same tick of the file system's clock does not change the folder's time."""
     tick_ns = time.time_ns()
-    monkeypatch.setattr(live_results, "_read_change_ns", lambda folder: tick_ns)
+    monkeypatch.setattr(RunDirectory, "local_change_times_ns", lambda run: [tick_ns])
     # In this test, the tick of the clock lasts as long as the test.
     monkeypatch.setattr(live_results, "_CLOCK_TICK_NS", 3_600_000_000_000)
     live.round(0.0)

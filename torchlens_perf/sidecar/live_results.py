@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -49,8 +48,6 @@ class LiveResultDelivery:
         self._sidecar = sidecar
         self._results = results
         self._clock = clock
-        self._rings = 0
-        self._folders: list[str] = []  # folders of the rings
         self._changes_ns: list[int] = []
         self._answers: list[Path] = []
         self._views: list[Path] = []
@@ -65,33 +62,18 @@ class LiveResultDelivery:
 
         The call is cheap if nothing has changed.
         """
-        changes_ns = self._folder_changes_ns()
+        changes_ns = self._sidecar.run.local_change_times_ns()
         if changes_ns != self._changes_ns:
             mailboxes = self._sidecar.run.find_local_mailboxes
             self._answers, self._views = mailboxes(mailbox.ANSWER), mailboxes(mailbox.VIEW)
             self._alerts = mailboxes(mailbox.ALERTS)
             # A second mailbox in the same clock tick would not change the folder's modification
             # time.
-            settled = max(changes_ns, default=0) < time.time_ns() - _CLOCK_TICK_NS
+            settled = max(changes_ns) < time.time_ns() - _CLOCK_TICK_NS
             self._changes_ns = changes_ns if settled else []
         questions = {path: mailbox.read_question(path) for path in self._answers}
         self._asked = {path: text for path, text in questions.items() if text}
         return frozenset(self._asked.values())
-
-    def _folder_changes_ns(self) -> list[int]:
-        """Return the modification times of the local folders of the rings.
-
-        The run directory is not checked, because its disk may be slow.
-        """
-        rings = [source.path for source in self._sidecar.sources]
-        if len(rings) != self._rings:
-            self._rings = len(rings)
-            on_disk = self._sidecar.run.path
-            folders = dict.fromkeys(
-                str(path.parent) for path in rings if not path.is_relative_to(on_disk)
-            )
-            self._folders = list(folders)
-        return [_read_change_ns(folder) for folder in self._folders]
 
     @property
     def is_watched(self) -> bool:
@@ -108,10 +90,8 @@ class LiveResultDelivery:
             self._deliver_alerts()
         if not self._asked and not self._views:
             return
-        asked, running = (
-            list(self._asked),
-            {source.path for source in self._sidecar.sources.unfinished_rings()},
-        )
+        asked = list(self._asked)
+        running = {source.path for source in self._sidecar.sources.unfinished_rings()}
         views = [path for path in self._views if path.with_suffix(".ring") in running]
         counted = sum(source.state.counted for source in self._sidecar.sources)
         due = bool(views) and now_s >= self._view_due_s and counted != self._view_records
@@ -144,13 +124,6 @@ class LiveResultDelivery:
         return max(
             (source.state.identity.world_size for source in self._sidecar.sources), default=1
         )
-
-
-def _read_change_ns(folder: str) -> int:
-    try:
-        return os.stat(folder).st_mtime_ns
-    except OSError:
-        return 0  # The folder was removed with its last ring.
 
 
 def _deliver_to_each(mailboxes: Iterable[Path], text: str) -> None:
