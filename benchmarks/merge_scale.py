@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import Table
-from torchlens_perf.analysis.collectives.hang import RankProgress
+from torchlens_perf.analysis.collectives.device_progress import RankProgress
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.sidecar.cluster import ClusterLink
@@ -75,9 +75,7 @@ def window(number: int, draw: np.random.Generator) -> CollectedPosts:
         0, "node-0", summary.ROWS * number, 0.1, 0.0, 0.07, groups, ("backward", "wait"), "running"
     )
     packed = summary.pack_summary(
-        summary.RankSummary(
-            0, 0.0, RANKS, place, progress, None, MODULES, signals=SIGNALS_OF_A_RANK
-        )
+        progress, place, RANKS, modules_ns=MODULES, signals=SIGNALS_OF_A_RANK
     )
     values = np.repeat(np.frombuffer(packed, summary.LAYOUT), RANKS)
     values["rank"], values["width"] = np.arange(RANKS), 1

@@ -200,7 +200,7 @@ def test_damaged_payloads_are_read_or_refused_with_a_note(payloads: int) -> None
         6,
     )
     whole, draw, refused, stopped = (
-        summary.pack_summary(made_summary(5, rows=JOB.rows_of(1))),
+        made_summary(5, rows=JOB.rows_of(1)),
         random.Random(seed),
         0,
         0,

@@ -25,7 +25,6 @@ from torchlens_perf.sidecar.job_generation import SILENT_S
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.membership import ControlMessage, Membership
-from torchlens_perf.sidecar.nodes.summary import RankSummary
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -304,31 +303,28 @@ class ClusterLink:
 
     def _report_ranks(self, job: JobGeneration) -> None:
         """Report progress and new rows of this node's ranks to node 0, unless this is node 0."""
-        while self._exchange is not None and not self._is_node_0:
-            payloads, more = {}, False
+        more = True
+        while more and self._exchange is not None and not self._is_node_0:
+            payloads = {}
             for rank, local in job.ranks.items():
                 if local.progress is None or (local.end_sent and not local.unsent):
                     continue
-                rows = summary.take_rows(local.unsent)
-                more |= bool(local.unsent)
+                rows = local.unsent.pop(0) if local.unsent else None
                 local.end_sent = local.ended and not local.unsent
                 payloads[rank] = summary.pack_summary(
-                    RankSummary(
-                        set=job.generation,
-                        age_s=self.membership.age_of_set_s(job.generation, self._clock()),
-                        world_size=local.identity.world_size,
-                        place=job.places.get(rank, local.place),
-                        progress=local.progress,
-                        rows=rows,
-                        modules_ns=local.modules_ns,
-                        ended=local.end_sent,
-                        signals=local.metrics,
-                    )
-                )  # fmt: skip
+                    local.progress,
+                    job.places.get(rank, local.place),
+                    local.identity.world_size,
+                    set=job.generation,
+                    age_s=self.membership.age_of_set_s(job.generation, self._clock()),
+                    rows=rows,
+                    modules_ns=local.modules_ns,
+                    ended=local.end_sent,
+                    signals=local.metrics,
+                )
             if payloads:
                 self._exchange.post(payloads)
-            if not more:
-                return
+            more = any(job.ranks[rank].unsent for rank in payloads)
 
     def _collect_reports(self, job: JobGeneration, now_s: float) -> None:
         """Add the reports of the other nodes to the job. Called on node 0."""

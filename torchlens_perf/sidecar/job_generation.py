@@ -32,7 +32,7 @@ from torchlens_perf.verdicts.stragglers.window import BinBatch
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.analysis.collectives.hang import RankProgress
+    from torchlens_perf.analysis.collectives.device_progress import RankProgress
     from torchlens_perf.analysis.statistics.step_bins import StepBins
     from torchlens_perf.run.identity import Identity, ProcessGroup
     from torchlens_perf.run.records import StepTable
@@ -58,6 +58,7 @@ class LocalRank:
     place: Placement
     progress: RankProgress | None = None
     unsent: list[StepBins] = dataclasses.field(default_factory=list)
+    """Rows to send to node 0, in pieces that fit into a summary."""
     modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     stack_file: str = ""
@@ -148,7 +149,7 @@ class JobGeneration:
         rows = self.detector.add_steps(identity.rank, place, steps, min_row_ns)
         if rows is not None:
             self.rank_rows.add_batch(BinBatch.from_rank(identity.rank, rows))
-            local.unsent += [rows] if self.meeting_points else []
+            local.unsent += summary.split_rows(rows) if self.meeting_points else []
 
     def add_device_windows(self, records: npt.NDArray[np.void], world_size: int) -> None:
         """Add step times that devices have merged over all ranks. records: records of rank 0."""
@@ -194,7 +195,8 @@ class JobGeneration:
         rows = self.detector.end_rank(identity.rank)
         if local is not None and local.identity.key == identity.key:
             local.ended = True
-            local.unsent += [rows] if rows is not None and self.meeting_points else []
+            if rows is not None and self.meeting_points:
+                local.unsent += summary.split_rows(rows)
 
     def _get_or_add_local_rank(self, identity: Identity, place: Placement) -> LocalRank:
         local = self.ranks.get(identity.rank)

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from tests.support.progress import WORLD, found, named, rank
-from torchlens_perf.analysis.collectives.hang import Hang, RankProgress
+from torchlens_perf.analysis.collectives.device_progress import RankProgress
+from torchlens_perf.analysis.collectives.hang import Hang
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.nodes import summary
-from torchlens_perf.sidecar.nodes.summary import RankSummary
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import device_place_from_mark, hang_text
 
@@ -26,9 +26,7 @@ def at(number: int, place: int, kind: Kind, stood_ms: int, **changed: object) ->
 
 def found_over_nodes(*ranks: RankProgress) -> Hang:
     """Return the hang that node 0 finds if ranks 2 and 3 are on another node."""
-    payloads = [
-        summary.pack_summary(RankSummary(0, 0.0, 4, Placement(), each)) for each in ranks[2:]
-    ]
+    payloads = [summary.pack_summary(each, Placement(), 4) for each in ranks[2:]]
     others = summary.unpack_progress(
         summary.unpack_summaries(payloads), [each.host for each in ranks[2:]], [0.5, 0.5]
     )

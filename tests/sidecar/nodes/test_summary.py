@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from tests.support import progress as ranks
 from tests.support.planted import Job, part_of, wider
-from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
-from torchlens_perf.analysis.collectives.hang import RankProgress
+from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, RankProgress
 from torchlens_perf.analysis.statistics.modules import MAX_MODULES, digest_names
 from torchlens_perf.analysis.statistics.step_bins import StepBins
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.nodes import summary
-from torchlens_perf.sidecar.nodes.summary import GROUPS, INSIDE, MAX_BYTES, ROWS, RankSummary
+from torchlens_perf.sidecar.nodes.summary import GROUPS, INSIDE, MAX_BYTES, ROWS
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.words.hang import device_place_from_mark
@@ -35,15 +34,15 @@ JOB = Job.of(3, 60).slow(1, 20, "data")
 
 def made_summary(
     number: int = 5, rows: StepBins | None = None, place: Placement = PLACE, **changed: Any
-) -> RankSummary:
+) -> bytes:
     values: dict[str, Any] = {"set": 2, "age_s": 1.5, "world_size": 8, "place": place, "rows": rows}
     if "progress" not in changed:
         changed["progress"] = dataclasses.replace(ranks.rank(number), operations={})
-    return RankSummary(**{**values, **changed})
+    return summary.pack_summary(**{**values, **changed})
 
 
-def received(*summaries: RankSummary) -> np.ndarray:
-    return summary.unpack_summaries([summary.pack_summary(each) for each in summaries])
+def received(*summaries: bytes) -> np.ndarray:
+    return summary.unpack_summaries(summaries)
 
 
 def pack_and_unpack(sent: RankProgress) -> RankProgress:
@@ -64,29 +63,26 @@ def assert_close(found: RankProgress, expected: RankProgress) -> None:
 class TestSize:
     def test_summary_size_is_the_same_for_all_ranks(self) -> None:
         """A full summary is as large as one without rows, and fits into a post."""
-        empty = RankSummary(0, 0.0, 1, Placement(), ranks.rank(0, issued={}, inside=()))
+        empty = summary.pack_summary(ranks.rank(0, issued={}, inside=()), Placement(), 1)
         full = made_summary(
             rows=JOB.rows_of(0), modules_ns={f"layers.{i}": 1e6 for i in range(100)}
         )
-        sizes = {len(summary.pack_summary(each)) for each in (empty, full)}
+        sizes = {len(empty), len(full)}
 
         assert sizes == {summary.LAYOUT.itemsize}
         assert max(sizes) <= MAX_BYTES
 
-    def test_summaries_of_other_versions_and_sizes_raise_an_error(self) -> None:
-        """A single invalid summary among valid ones raises the error too."""
-        good = summary.pack_summary(made_summary())
+    def test_summaries_of_other_versions_and_sizes_are_recognised(self) -> None:
+        good = made_summary()
+        assert summary.has_current_format(good)
         assert len(summary.unpack_summaries([good, good])) == 2
         assert len(summary.unpack_summaries([])) == 0
         # An earlier version may have had the same size.
         for version in (summary.VERSION + 1, summary.VERSION - 1):
             other = struct.pack("<H", version) + good[2:]
             assert not summary.has_current_format(other)
-            with pytest.raises(ValueError, match="version"):
-                summary.unpack_summaries([good, other])
         for wrong in (good[:-1], good + b"\0", b""):
-            with pytest.raises(ValueError, match="size"):
-                summary.unpack_summaries([good, wrong])
+            assert not summary.has_current_format(wrong)
 
 
 class TestPlaceAndProgress:

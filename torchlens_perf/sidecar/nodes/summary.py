@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark
-from torchlens_perf.analysis.collectives.hang import MIN_S, RankProgress
+from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, RankProgress
+from torchlens_perf.analysis.collectives.hang import MIN_S
 from torchlens_perf.analysis.collectives.semantics import SEMANTICS
 from torchlens_perf.analysis.statistics.modules import (
     MAX_MODULES,
@@ -98,35 +98,30 @@ LAYOUT = np.dtype(
 assert LAYOUT.itemsize <= MAX_BYTES
 
 
-@dataclasses.dataclass(frozen=True)
-class RankSummary:
-    """One rank's newest data."""
+def pack_summary(
+    progress: RankProgress,
+    place: Placement,
+    world_size: int,
+    *,
+    set: int = 0,
+    age_s: float = 0.0,
+    rows: StepBins | None = None,
+    modules_ns: Mapping[str, float] | None = None,
+    ended: bool = False,
+    signals: Mapping[str, float] | None = None,
+) -> bytes:
+    """Return one rank's newest data as bytes.
 
-    set: int
-    """Number of the rank's set of processes on its node, see membership.py."""
-    age_s: float
-    """Age of this set of processes."""
-    world_size: int
-    place: Placement
-    progress: RankProgress
-    rows: StepBins | None = None
-    modules_ns: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Mean forward time per step of each module, without its children, since the rank's start."""
-    ended: bool = False
-    signals: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Signals measured in the last second, by name."""
+    Long texts are cut. Surplus groups and rows are left out.
 
-
-def pack_summary(summary: RankSummary) -> bytes:
-    """Return the summary as bytes. Long texts are cut. Surplus groups and rows are left out."""
+    - set: number of the rank's set of processes on its node, see membership.py. age_s: its age.
+    - modules_ns: mean forward time per step of each module, without its children, since the rank's
+      start.
+    - signals: signals measured in the last second, by name.
+    """
     value = np.zeros((), LAYOUT)
-    progress, place = summary.progress, summary.place
-    value["version"], value["rank"], value["ended"] = VERSION, progress.rank, summary.ended
-    value["set"], value["age_s"], value["world_size"] = (
-        summary.set & 0xFF,
-        summary.age_s,
-        summary.world_size,
-    )
+    value["version"], value["rank"], value["ended"] = VERSION, progress.rank, ended
+    value["set"], value["age_s"], value["world_size"] = set & 0xFF, age_s, world_size
     value["state"] = _STATES.index(progress.state) if progress.state in _STATES else 0
     value["step"] = min(max(0, progress.step), (1 << 32) - 1)
     value["since_step_s"] = min(progress.since_step_s, _MAX_FLOAT16)
@@ -156,7 +151,6 @@ def pack_summary(summary: RankSummary) -> bytes:
     for i, name in enumerate(inside):
         value["inside"][i] = _cut_text(name, 16)
     value["row"] = NO_ROW
-    rows = summary.rows
     if rows is not None:
         count = min(len(rows), ROWS)
         value["width"] = rows.width
@@ -170,11 +164,12 @@ def pack_summary(summary: RankSummary) -> bytes:
                 getattr(rows, name)[-count:], duration_ns[:, None]
             )
         value["issue_ready_ns"][:count] = times_to_shares(rows.issue_ready_ns[-count:], duration_ns)
-    names = select_reported_modules(summary.modules_ns)
-    times = np.array([summary.modules_ns[name] for name in names], "<f4")
+    modules_ns = modules_ns or {}
+    names = select_reported_modules(modules_ns)
+    times = np.array([modules_ns[name] for name in names], "<f4")
     value["modules"] = digest_names(names)
     value["modules_ns"][: len(names)] = (times.view("<u4") + 0x8000) >> 16  # rounded
-    value["signals"] = encode_signals(summary.signals)
+    value["signals"] = encode_signals(signals or {})
     return value.tobytes()
 
 
@@ -255,29 +250,14 @@ def split_rows(rows: StepBins) -> Iterator[StepBins]:
         )
 
 
-def take_rows(unsent: list[StepBins]) -> StepBins | None:
-    """Remove and return as many rows as fit into one summary, or None if `unsent` is empty."""
-    if not unsent:
-        return None
-    first, *later = list(split_rows(unsent.pop(0)))
-    unsent[:0] = later
-    return first
-
-
 def has_current_format(payload: bytes) -> bool:
     """Return True if a payload has the version and size of this module's format."""
     return len(payload) == LAYOUT.itemsize and payload[0] == VERSION
 
 
 def unpack_summaries(payloads: Sequence[bytes]) -> npt.NDArray[np.void]:
-    """Return many ranks' summaries as one array. Raises ValueError for another version or size."""
-    joined = b"".join(payloads)
-    if len(joined) != LAYOUT.itemsize * len(payloads):
-        raise ValueError("a summary has the wrong size")
-    values = np.frombuffer(joined, LAYOUT)
-    if len(values) and (values["version"] != VERSION).any():
-        raise ValueError("a summary has another version")
-    return values
+    """Return many ranks' summaries of the current format as one array."""
+    return np.frombuffer(b"".join(payloads), LAYOUT)
 
 
 def find_valid_summaries(values: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
