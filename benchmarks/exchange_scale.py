@@ -108,9 +108,7 @@ class Node:
         self._number = number
         self.outbox, self._lock = Outbox(), threading.Lock()
         name = f"{number:016x}", f"node-{number + 1}"
-        self.sender = ReportSender(
-            Rendezvous(places, KEY, TIMING), TIMING, self._lock, self.outbox, name
-        )
+        self.sender = ReportSender(Rendezvous(places, KEY, TIMING), self._lock, self.outbox, name)
 
     def post(self) -> None:
         ranks = range(self._number * RANKS, (self._number + 1) * RANKS)

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from grpc import aio
@@ -17,7 +18,6 @@ from grpc import aio
 from torchlens_perf.sidecar.nodes import transport
 from torchlens_perf.sidecar.nodes.messages import Outbox, decode_reply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, NotPublishedYet, Rendezvous
-from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -28,24 +28,19 @@ class ReportSender:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        timing: ExchangeTiming,
         lock: threading.Lock,
         outbox: Outbox,
         name: tuple[str, str],
-        tls: tuple[str, str] = ("", ""),
     ) -> None:
         """lock: guards the data shared with the sidecar's thread.
 
         name: id of this process, and name of its node.
-
-        tls: the folder of certificates, and the host name in node 0's certificate.
         """
         self._rendezvous = rendezvous
-        self._timing = timing
+        self._timing = rendezvous.timing
         self._lock = lock
         self._outbox = outbox
         self._name = name
-        self._tls = tls
         self._channel: aio.Channel | None = None
         self._call: Any = None
         self._instance = b""  # id of the process on node 0 that has received posts
@@ -79,7 +74,8 @@ class ReportSender:
             if self._call is None and self._outbox.has_unsent:
                 # Use the last address. A new search may fail, because at the end of a job its store
                 # has often ended too.
-                await (self._try_address(*self._last) if self._last else self._find_node_0())
+                last = self._last
+                await (self._connect_to_first([last]) if last else self._find_node_0())
             if self._call is not None:
                 while not await self._send_report(leaving=True):
                     pass
@@ -147,28 +143,27 @@ class ReportSender:
                 raise
         except OSError as error:
             why = str(error)
-        for source, address in candidates:
-            try:
-                await self._try_address(source, address)
-            except OSError as error:
-                why = str(error)
-                continue
-            logger.info("node 0's sidecar was found by %s", source)
-            self._rendezvous.stop_search()
-            return
-        raise ConnectionError(why)
+        source = await self._connect_to_first(candidates, why)
+        logger.info("node 0's sidecar was found by %s", source)
+        self._rendezvous.stop_search()
 
-    async def _try_address(self, source: str, address: ExchangeAddress) -> None:
-        why = "node 0's sidecar has no address"
-        for host in address.hosts:
-            try:
-                await self._open_call(host, address)
-            except OSError as error:
-                why = str(error)
-                await self._close_connection()
-                continue
-            self._last = source, address
-            return
+    async def _connect_to_first(
+        self, candidates: Sequence[tuple[str, ExchangeAddress]], why: str = ""
+    ) -> str:
+        """Connect to the first address that node 0 answers at. Return the address's source.
+
+        Raises OSError without one. why: the reason if no address can be tried.
+        """
+        for source, address in candidates:
+            for host in address.hosts:
+                try:
+                    await self._open_call(host, address)
+                except OSError as error:
+                    why = str(error)
+                    await self._close_connection()
+                    continue
+                self._last = source, address
+                return source
         raise ConnectionError(why)
 
     async def _open_call(self, host: str, address: ExchangeAddress) -> None:
@@ -207,13 +202,15 @@ class ReportSender:
         self._instance, self._not_before_s = instance, 0.0
 
     def _open_channel(self, where: str) -> aio.Channel:
-        folder, name = self._tls
-        if not folder:
+        places = self._rendezvous.places
+        if not places.tls_folder:
             return aio.insecure_channel(where, options=transport.CLIENT_OPTIONS)
+        # The host name in node 0's certificate.
+        name = places.tls_name
         named = [("grpc.ssl_target_name_override", name)] if name else []
         return aio.secure_channel(
             where,
-            transport.load_client_credentials(folder),
+            transport.load_client_credentials(places.tls_folder),
             options=[*transport.CLIENT_OPTIONS, *named],
         )
 

@@ -66,8 +66,9 @@ class Exchange:
         """
         if endpoints.job_store is not None and not 0 <= endpoints.job_store[1] < 1 << 16:
             raise ValueError(f"invalid port {endpoints.job_store[1]}")
-        self._endpoints, self._key, self._node, self._merges = endpoints, key, node, merges
-        self._timing = timing or ExchangeTiming()
+        self._rendezvous = Rendezvous(endpoints, key, timing)
+        self._timing = self._rendezvous.timing
+        self._node, self._merges = node, merges
         self._lock = threading.Lock()
         self._inbox = Inbox(node)
         self._outbox = Outbox()
@@ -211,18 +212,14 @@ class Exchange:
             self._record_error(error)
 
     def _create_side(self) -> _ExchangeSide:
-        rendezvous = Rendezvous(self._endpoints, self._key, self._timing)
         if self._merges:
             from torchlens_perf.sidecar.nodes.server import ReportCollector
 
-            return ReportCollector(
-                rendezvous, self._endpoints, self._key, self._timing, self._lock, self._inbox
-            )
+            return ReportCollector(self._rendezvous, self._lock, self._inbox)
         from torchlens_perf.sidecar.nodes.client import ReportSender
 
         name = secrets.token_hex(8), self._node
-        tls = self._endpoints.tls_folder, self._endpoints.tls_name
-        return ReportSender(rendezvous, self._timing, self._lock, self._outbox, name, tls)
+        return ReportSender(self._rendezvous, self._lock, self._outbox, name)
 
     def _record_error(self, error: OSError) -> None:
         with self._lock:

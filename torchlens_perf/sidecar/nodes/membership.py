@@ -119,10 +119,8 @@ class Membership:
 
         The numbers continue after those of an earlier node 0.
         """
-        if not self._leads:
-            self._leads = True
-            for local in self._own:
-                self._numbers.setdefault(local, self._guess_number(local))
+        self._leads = True
+        self._number_sets()
 
     def stop_numbering(self) -> None:
         """Stop numbering sets, because another node has rank 0."""

@@ -93,14 +93,14 @@ class Rendezvous:
         timing: ExchangeTiming | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._places = places
-        self._key = key
-        self._timing = timing or ExchangeTiming()
+        self.places = places
+        self.key = key
+        self.timing = timing or ExchangeTiming()
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
         self._child_until_s = 0.0
         self._not_before_s = _ANY_TIME_S
-        self._store_from_s = clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
+        self._store_from_s = clock() + self.timing.store_after_s * random.uniform(1.0, 2.0)
         self._in_store: ExchangeAddress | None = None
         self._published_file: ExchangeAddress | None = None
         self._published_store: ExchangeAddress | None = None
@@ -109,8 +109,8 @@ class Rendezvous:
     @property
     def address_file(self) -> Path | None:
         """File for the address in the run directory, or None without a run directory."""
-        name = hashlib.sha256(self._key.encode()).hexdigest()[:16]
-        return self._places.folder / f"exchange-{name}" if self._places.folder is not None else None
+        name = hashlib.sha256(self.key.encode()).hexdigest()[:16]
+        return self.places.folder / f"exchange-{name}" if self.places.folder is not None else None
 
     def publish_address(self, address: ExchangeAddress) -> str:
         """Publish node 0's address in all places that lack it. Return an error, or ""."""
@@ -121,7 +121,7 @@ class Rendezvous:
                 self._published_file = address
             except OSError as failed:
                 error = f"the address cannot be written to the run directory: {failed}"
-        if self._places.job_store is None or self._published_store == address:
+        if self.places.job_store is None or self._published_store == address:
             return error
         # Do not wait for the child process. A later call reads its result.
         if self._child is None and self._clock() >= self._not_before_s:
@@ -138,12 +138,12 @@ class Rendezvous:
         Raises NotPublishedYet if there is no address yet, and OSError after an error.
         """
         found, error = [], ""
-        if self._places.coordinator:
-            host, port = split_address(self._places.coordinator)
+        if self.places.coordinator:
+            host, port = split_address(self.places.coordinator)
             found.append(
                 (
                     "the setting `exchange`",
-                    ExchangeAddress(port, create_token(self._places, self._key), (host,)),
+                    ExchangeAddress(port, create_token(self.places, self.key), (host,)),
                 )
             )
         if self.address_file is not None:
@@ -158,7 +158,7 @@ class Rendezvous:
                 pass  # Node 0 has not written the file, or its run directory is on another disk.
             except OSError as failed:
                 error = f"{self.address_file}: {failed}"
-        if self._places.job_store is not None:
+        if self.places.job_store is not None:
             self._poll_job_store()
             if self._in_store is not None:
                 found.append(("the job's store", self._in_store))
@@ -171,7 +171,7 @@ class Rendezvous:
         """Stop the search after node 0 was found. The next find_addresses() restarts it."""
         self._kill_store_process()
         self._not_before_s = _ANY_TIME_S
-        self._store_from_s = self._clock() + self._timing.store_after_s * random.uniform(1.0, 2.0)
+        self._store_from_s = self._clock() + self.timing.store_after_s * random.uniform(1.0, 2.0)
 
     def close(self, *, unpublish: ExchangeAddress | None = None) -> None:
         """Kill the child process. unpublish: remove the file with this address."""
@@ -195,11 +195,11 @@ class Rendezvous:
                 self._store_error = str(error)
 
     def _start_store_process(self, publish: ExchangeAddress | None) -> None:
-        assert self._places.job_store is not None
-        host, port = self._places.job_store
+        assert self.places.job_store is not None
+        host, port = self.places.job_store
         known = self._in_store.encode().decode() if self._in_store else ""
         order = {
-            "host": host, "port": port, "key": self._key, "lives_s": self._timing.store_child_s, "known": known,
+            "host": host, "port": port, "key": self.key, "lives_s": self.timing.store_child_s, "known": known,
             "publish": publish.encode().decode() if publish else "",
         }  # fmt: skip
         # Make the child process record nothing, load no device plugin, and print no warnings of
@@ -223,7 +223,7 @@ class Rendezvous:
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(json.dumps(order).encode())
             self._child.stdin.close()
-        self._child_until_s = self._clock() + self._timing.store_child_s
+        self._child_until_s = self._clock() + self.timing.store_child_s
 
     def _poll_store_process(self) -> bytes:
         """Return the value that the child has found or published. b"" means no value yet."""
@@ -234,9 +234,9 @@ class Rendezvous:
                 return b""
             self._kill_store_process()
             self._store_error = (
-                f"the job's store did not answer within {self._timing.store_child_s:.0f} s"
+                f"the job's store did not answer within {self.timing.store_child_s:.0f} s"
             )
-            self._not_before_s = self._clock() + self._timing.store_again_s * random.uniform(
+            self._not_before_s = self._clock() + self.timing.store_again_s * random.uniform(
                 0.5, 1.0
             )
             return b""
@@ -250,7 +250,7 @@ class Rendezvous:
             value.decode(errors="replace") or "the process that asks the job's store has failed"
         )
         self._store_error = failed if kind != b"nothing" else ""
-        self._not_before_s = self._clock() + self._timing.store_again_s * random.uniform(0.5, 1.0)
+        self._not_before_s = self._clock() + self.timing.store_again_s * random.uniform(0.5, 1.0)
         return b""
 
     def _kill_store_process(self) -> None:

@@ -19,10 +19,9 @@ from grpc import aio
 
 from torchlens_perf.run.open_files import raise_open_file_limit
 from torchlens_perf.sidecar.nodes import transport
-from torchlens_perf.sidecar.nodes.endpoints import Endpoints, find_listen_addresses, find_own_hosts
+from torchlens_perf.sidecar.nodes.endpoints import find_listen_addresses, find_own_hosts
 from torchlens_perf.sidecar.nodes.messages import Inbox, ReportReply, encode
 from torchlens_perf.sidecar.nodes.rendezvous import ExchangeAddress, Rendezvous, create_token
-from torchlens_perf.sidecar.nodes.timing import ExchangeTiming
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -40,21 +39,11 @@ _STOP_TIMEOUT_S = 0.5
 class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Node 0's side of the exchange, which receives all reports. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        endpoints: Endpoints,
-        key: str,
-        timing: ExchangeTiming,
-        lock: threading.Lock,
-        inbox: Inbox,
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous, lock: threading.Lock, inbox: Inbox) -> None:
         """lock: guards the data shared with the sidecar's thread."""
         self._rendezvous = rendezvous
-        self._endpoints = endpoints
-        self._key = key
+        self._timing = rendezvous.timing
         self._token = ""
-        self._timing = timing
         self._lock = lock
         self._inbox = inbox
         self._instance = secrets.token_bytes(transport.INSTANCE_BYTES)
@@ -99,14 +88,15 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _start_server(self) -> None:
         raise_open_file_limit()  # Each node has one connection.
         gc.set_threshold(_GC_THRESHOLD)
-        self._token = create_token(self._endpoints, self._key)
-        hosts, port = find_listen_addresses(self._endpoints)
+        places = self._rendezvous.places
+        self._token = create_token(places, self._rendezvous.key)
+        hosts, port = find_listen_addresses(places)
         for host in hosts:
             server = aio.server(handlers=[self], options=transport.SERVER_OPTIONS)
             where = transport.format_target(host, port)
             try:
-                if self._endpoints.tls_folder:
-                    credentials = transport.load_server_credentials(self._endpoints.tls_folder)
+                if places.tls_folder:
+                    credentials = transport.load_server_credentials(places.tls_folder)
                     port = server.add_secure_port(where, credentials)
                 else:
                     port = server.add_insecure_port(where)
@@ -115,7 +105,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                 continue
             await server.start()
             self._server = server
-            self.address = ExchangeAddress(port, self._token, find_own_hosts(self._endpoints, host))
+            self.address = ExchangeAddress(port, self._token, find_own_hosts(places, host))
             logger.info("listening for other nodes on %s", transport.format_target(host, port))
             return
         raise failed
