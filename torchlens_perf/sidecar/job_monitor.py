@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.evidence import JudgedVerdict
 
 _JUDGING = "judging the ranks"
-_SIGNALS = "looking for causes"
+SIGNALS = "looking for causes"
 
 
 class JobMonitor:
@@ -109,11 +109,6 @@ class JobMonitor:
                         launcher_restarts=identity.restarts,
                     )
 
-    def sample_disk_waits(self, sources: RingSources, now_s: float) -> None:
-        """Sample which ranks wait for a disk now. Called in every round."""
-        with self._errors.contain(_SIGNALS):
-            self.metrics.sample_disk_waits(sources, now_s)
-
     def add_steps(
         self, source: RingSource, records: npt.NDArray[np.void], steps: StepTable, *, newest: bool
     ) -> None:
@@ -129,7 +124,7 @@ class JobMonitor:
                     self.job.add_device_windows(records, source.state.identity.world_size)
         if newest:
             source.durations_ns.extend(steps.duration_ns[-USUAL_STEPS:].tolist())
-            with self._errors.contain(_SIGNALS):
+            with self._errors.contain(SIGNALS):
                 self.metrics.add_steps(source, steps)
 
     def end_process(self, source: RingSource) -> None:
@@ -164,7 +159,7 @@ class JobMonitor:
                     source.stack_file,
                     modules_ns,
                 )
-        with self._errors.contain(_SIGNALS):
+        with self._errors.contain(SIGNALS):
             self._update_metrics(newest, now_s)
         with self._errors.contain(_JUDGING):
             self.cluster.exchange_data(self.job, now_s, final=final)
@@ -215,13 +210,8 @@ class JobMonitor:
         sampled = self.metrics.take_signals(newest, now_s)
         self.job.add_metrics(sampled, now_s)
         for source in newest:
-            metrics = sampled.get(source.state.identity.rank, {})
-            if metrics:
-                self.metrics.add_cpu_users(source, metrics)
-            share = metrics.get("cpu_wait_share")
-            if share is not None:
-                waited, samples = source.state.cpu_wait
-                source.state.cpu_wait = [waited + share, samples + 1]
+            if signals := sampled.get(source.state.identity.rank):
+                self.metrics.add_cpu_use(source, signals)
 
     def _update_alerts(self, newest: list[RingSource], live: list[RingSource]) -> None:
         if not newest:

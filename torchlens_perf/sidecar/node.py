@@ -25,7 +25,7 @@ from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.commit import CommitReader
 from torchlens_perf.sidecar.contained_errors import ContainedErrors
-from torchlens_perf.sidecar.job_monitor import JobMonitor
+from torchlens_perf.sidecar.job_monitor import SIGNALS, JobMonitor
 from torchlens_perf.sidecar.record_account import RecordProcessor
 from torchlens_perf.sidecar.rings.sources import RingSources
 from torchlens_perf.sidecar.telemetry.log import TelemetryLog
@@ -110,7 +110,8 @@ class Sidecar:
         """
         fullest = self.sources.poll_rings()
         self.monitor.assign_attempts(self.sources)
-        self.monitor.sample_disk_waits(self.sources, self.clock())
+        with self.contain_errors(SIGNALS):
+            self.monitor.metrics.sample_disk_waits(self.sources, self.clock())
         return fullest
 
     def count_records(self) -> None:

@@ -15,7 +15,6 @@ from torchlens_perf.sidecar.host.process import HostMetrics
 from torchlens_perf.verdicts.causes.metrics import METRICS
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.hardware import GpuSample, LinkSample
     from torchlens_perf.analysis.statistics.memory import MemoryStatistics
     from torchlens_perf.run.identity import Gpu
     from torchlens_perf.run.records import StepTable
@@ -49,9 +48,7 @@ class HardwareSignals:
         errors = 0.0
         elapsed_s = None
         for name in self._log.port_names:
-            samples, since_s = self._mark_used(
-                name, self._log.link_samples(name, self._first_unused_ns(name), now_ns)
-            )
+            samples, since_s = self._take_samples(name, now_ns)
             measured = compute_link_signals(samples)
             if since_s is not None and "errors" in measured:
                 errors, elapsed_s = errors + measured["errors"], since_s
@@ -59,9 +56,7 @@ class HardwareSignals:
 
     def take_gpu_signals(self, uuid: str, now_ns: int) -> dict[str, float]:
         """Return a GPU's signals from the samples since the last call, or {} without samples."""
-        samples, elapsed_s = self._mark_used(
-            uuid, self._log.gpu_samples(uuid, self._first_unused_ns(uuid), now_ns)
-        )
+        samples, elapsed_s = self._take_samples(uuid, now_ns)
         if not samples:
             return {}
         measured = compute_gpu_signals(samples)
@@ -96,16 +91,14 @@ class HardwareSignals:
             return ""
         return f"GPU {self._log.pci_bus_id(gpus[0]['uuid']) or gpus[0]['uuid']} ({gpus[0]['name']})"
 
-    def _first_unused_ns(self, name: str) -> int:
-        return self._seen_ns.get(name, -1) + 1
-
-    def _mark_used(
-        self, name: str, samples: Sequence[GpuSample] | Sequence[LinkSample]
-    ) -> tuple[Any, float | None]:
-        """Mark samples as used. Return the samples and the time since the last used one."""
+    def _take_samples(self, name: str, now_ns: int) -> tuple[list[Any], float | None]:
+        """Return the samples since the last call, and the time since the last used sample."""
+        before = self._seen_ns.get(name)
+        since_ns = 0 if before is None else before + 1
+        samples = self._log.recent_samples(name, since_ns, now_ns)
         if not samples:
             return samples, None
-        before, self._seen_ns[name] = self._seen_ns.get(name), samples[-1].monotonic_ns
+        self._seen_ns[name] = samples[-1].monotonic_ns
         return samples, None if before is None else (samples[-1].monotonic_ns - before) / 1e9
 
 
@@ -170,8 +163,11 @@ class RankMetrics:
                 found[state.identity.rank] = signals
         return found
 
-    def add_cpu_users(self, source: RingSource, signals: Mapping[str, float]) -> None:
-        """Add users of a process's CPUs to the process's state. signals: the newest sample."""
+    def add_cpu_use(self, source: RingSource, signals: Mapping[str, float]) -> None:
+        """Add waits for a CPU and users of its CPUs to a process's state.
+
+        signals: the newest sample.
+        """
         pid, users = source.state.identity.pid, source.state.cpu_users
         users.cpus = self._host.cpu_count(pid) or users.cpus
         users.workers = max(users.workers, self._host.worker_count(pid))
@@ -179,6 +175,10 @@ class RankMetrics:
         if share is not None:
             users.others = [users.others[0] + share, users.others[1] + 1]
             users.busiest_other = self._host.busiest_neighbour(pid) or users.busiest_other
+        waits = signals.get("cpu_wait_share")
+        if waits is not None:
+            waited, samples = source.state.cpu_wait
+            source.state.cpu_wait = [waited + waits, samples + 1]
 
     def diagnosis_details(self, source: RingSource) -> dict[str, str]:
         """Return the names of the rank's CPU neighbour, control group and GPU for a diagnosis."""

@@ -115,12 +115,13 @@ def test_gpus_are_sampled_each_second_and_ports_every_five(rig: Rig, tmp_path: P
     rig.seconds(10, FIRST, SECOND_GPU)
 
     assert rig.gpus.asked == [(FIRST, SECOND_GPU)] * 10
-    assert len(rig.log.gpu_samples(FIRST, 0, 1 << 62)) == 10
+    assert len(rig.log.recent_samples(FIRST, 0, 1 << 62)) == 10
     assert [
-        each.sm_clock_hz for each in rig.log.gpu_samples(SECOND_GPU, 1004 * SECOND, 1006 * SECOND)
+        each.sm_clock_hz
+        for each in rig.log.recent_samples(SECOND_GPU, 1004 * SECOND, 1006 * SECOND)
     ] == [6] * 3
     assert rig.log.port_names == ["mlx5_0/1"]
-    assert len(rig.log.link_samples("mlx5_0/1", 0, 1 << 62)) == 3
+    assert len(rig.log.recent_samples("mlx5_0/1", 0, 1 << 62)) == 3
 
 
 def test_recent_samples_are_bounded_while_totals_stay_complete(rig: Rig) -> None:
@@ -128,7 +129,7 @@ def test_recent_samples_are_bounded_while_totals_stay_complete(rig: Rig) -> None
     for second in range(1000):
         rig.gpus.values[FIRST]["energy_j"] = 500.0 * second
         rig.seconds(1, FIRST)
-    kept = rig.log.gpu_samples(FIRST, 0, 1 << 62)
+    kept = rig.log.recent_samples(FIRST, 0, 1 << 62)
     totals = rig.log.run_totals().gpus[FIRST]
 
     assert (len(kept), kept[0].monotonic_ns) == (900, 1100 * SECOND)
@@ -152,8 +153,8 @@ def test_samples_read_back_from_files_equal_the_written_ones(
     rows = pq.read_table(run.path / "gpus").to_pandas()
 
     assert (gpu, len(samples), others, link, len(of_link)) == (FIRST, 61, [], "mlx5_0/1", 13)
-    assert samples == rig.log.gpu_samples(FIRST, 0, 1 << 62)
-    assert of_link == rig.log.link_samples("mlx5_0/1", 0, 1 << 62)
+    assert samples == rig.log.recent_samples(FIRST, 0, 1 << 62)
+    assert of_link == rig.log.recent_samples("mlx5_0/1", 0, 1 << 62)
     assert (set(rows["host"]), rows["time"].is_monotonic_increasing) == ({HOST}, True)
     assert (rows["time"][0].value, rows["monotonic_ns"][0]) == (
         STARTED_NS + 1000 * SECOND,
@@ -193,7 +194,7 @@ def test_oldest_telemetry_files_are_removed_beyond_the_disk_limit(
 
     assert sum(sizes) <= (1 << 20) / 16
     assert rig.log.run_totals().dropped_files > 0
-    assert read_gpus(run, HOST)[FIRST][-1] == rig.log.gpu_samples(FIRST, 0, 1 << 62)[-1]
+    assert read_gpus(run, HOST)[FIRST][-1] == rig.log.recent_samples(FIRST, 0, 1 << 62)[-1]
     state = node_state.NodeState(HOST, telemetry=save_and_load(rig.log.run_totals()))
     (note,) = [
         each for each in build_report("run", [state])["quality"]["notes"] if "telemetry" in each

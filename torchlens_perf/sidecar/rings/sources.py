@@ -154,15 +154,12 @@ class RingSources:
 
     def may_get_more_records(self, *, ends: bool = False) -> bool:
         """Return True if a process runs or may still start. ends: do not wait for new processes."""
+        if self._unfilled or self.unfinished_rings():
+            return True
         sources = list(self)
-        if ends:
-            return bool(self._unfilled or self.unfinished_rings())
-        if self._unfilled:
-            return True
-        if not sources:
-            return False  # A rank registers its ring before it starts the sidecar.
-        if any(not source.read_to_end for source in sources):
-            return True
+        # A rank registers its ring before it starts the sidecar.
+        if ends or not sources:
+            return False
         last = max(sources, key=lambda source: (source.generation, source.ended_monotonic_s))
         identity = last.state.identity
         launcher_began = process_start_ticks(identity.launcher_pid)

@@ -1,7 +1,7 @@
 """Sample a node's hardware and processes, and store samples for verdicts, report and export.
 
 The sidecar takes samples between two rounds. For a verdict on a time interval, pass the interval's
-gpu_samples() to hardware.gpu_signals().
+recent_samples() to hardware.gpu_signals().
 """
 
 from __future__ import annotations
@@ -123,21 +123,12 @@ class TelemetryLog:
         if self._first_sample_ns is None:
             self._first_sample_ns = self._written_ns = now.monotonic_ns
 
-    def gpu_samples(self, uuid: str, since_ns: int, until_ns: int) -> list[GpuSample]:
-        """Return samples of a GPU between two times of CLOCK_MONOTONIC.
+    def recent_samples(self, name: str, since_ns: int, until_ns: int) -> list[Any]:
+        """Return samples of a GPU or port between two times of CLOCK_MONOTONIC.
 
-        Only samples of the last 15 minutes are available.
+        name: the GPU's UUID, or a port such as "mlx5_0/1". Only samples of the last 15 minutes of a
+        GPU, and of about the last hour of a port, are available.
         """
-        return self._select_samples(uuid, since_ns, until_ns)
-
-    def link_samples(self, name: str, since_ns: int, until_ns: int) -> list[LinkSample]:
-        """Return samples of a port, such as "mlx5_0/1", between two times of CLOCK_MONOTONIC.
-
-        Only samples of about the last hour are available.
-        """
-        return self._select_samples(name, since_ns, until_ns)
-
-    def _select_samples(self, name: str, since_ns: int, until_ns: int) -> list[Any]:
         samples = self._recent.get(name, ())
         return [sample for sample in samples if since_ns <= sample.monotonic_ns <= until_ns]
 

@@ -292,11 +292,8 @@ class Population:
 
     def _ends_of_last_episodes(self) -> dict[int, int]:
         """Return, for each rank with an ended episode, the until_step of its newest one."""
-        over: dict[int, int] = {}
-        for episode in self.episodes:
-            if episode.until_step is not None:
-                over[episode.rank] = max(episode.until_step, over.get(episode.rank, 0))
-        return over
+        # The episodes of a rank are in the order of their steps.
+        return {each.rank: each.until_step for each in self.episodes if each.until_step is not None}
 
     def set_shared_costs(self, cost_ns: Mapping[int, float | None]) -> None:
         """Set the shared costs of the open episodes of these ranks."""
