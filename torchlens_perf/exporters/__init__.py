@@ -112,7 +112,7 @@ ITEM_NAMES = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 """What each signal consists of, in these notes."""
 
 
-class Exporter(Protocol):
+class Receiver(Protocol):
     """Receives steps, assessments and hardware samples on the sidecar's main thread."""
 
     def export(self, batch: ExportBatch) -> None:
@@ -126,6 +126,10 @@ class Exporter(Protocol):
 
         identity: identity of one of the node's processes.
         """
+
+
+class Exporter(Receiver, Protocol):
+    """A receiver that sends them elsewhere."""
 
     def update_role(self, part: NodeRole) -> bytes:
         """Accept this node's role and the other nodes' messages. Called before export() in each

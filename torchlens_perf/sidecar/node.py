@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.errors import RunStoreError, guard, printable
-from torchlens_perf.exporters import UNDELIVERED, Exporter
+from torchlens_perf.exporters import UNDELIVERED, Exporter, Receiver
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
 from torchlens_perf.run.mailbox import deliver_text
 from torchlens_perf.run.place.joined import join_run_directories
@@ -33,7 +33,6 @@ from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
     from torchlens_perf.exporters import ExportBatch
-    from torchlens_perf.sidecar.metrics_port import MetricsPort
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.verdicts.words.report import VerdictRow
 
@@ -83,7 +82,7 @@ class Sidecar:
         )
         self._captures = CaptureRelay(run)
         self._exporter = exporter
-        self.receivers: list[Exporter | MetricsPort] = [exporter] if exporter is not None else []
+        self.receivers: list[Receiver] = [exporter] if exporter is not None else []
         """The exporter and the port for /metrics, if there are any."""
         self._write_report = report
         self._commit: CommitReader | None = None

@@ -145,7 +145,7 @@ class HostMetrics:
         }
 
     def _sample_process(self, process: _SampledProcess, gc_ns: int, now_s: float) -> None:
-        if now_s - process.group_s > _GROUP_PERIOD_S:
+        if process.group is None or now_s - process.group_s > _GROUP_PERIOD_S:
             process.group, process.group_s = ControlGroup(process.pid, proc=self._proc), now_s
             process.cpus = os.sched_getaffinity(process.pid)
         process.children = child_pids(process.pid, self._proc)
