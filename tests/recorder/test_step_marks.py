@@ -212,6 +212,44 @@ def in_a_mode(job: Job) -> None:
     assert "_version" not in mode.calls
 
 
+class Derived(torch.optim.SGD):
+    """An optimizer that calls its base class's step, for which torch calls the hooks again."""
+
+    raises = ""
+
+    def step(self, closure: Any = None) -> None:
+        if self.raises == "before":
+            raise Interrupted
+        super().step()
+        if self.raises == "after":
+            raise Interrupted
+
+
+def derive_optimizer(job: Job) -> Derived:
+    torch.optim.SGD(job.model.parameters(), lr=0.1)  # It installs the hooks in its class.
+    job.optimizer = Derived(job.model.parameters(), lr=0.1)
+    return job.optimizer
+
+
+def calling_the_base_class(job: Job) -> None:
+    derive_optimizer(job)
+    plain(job)
+
+
+def failing_around_the_base_class(job: Job) -> None:
+    optimizer = derive_optimizer(job)
+    for number in range(2 * STEPS):
+        if number % 8 >= 6:
+            optimizer.raises = "before" if number % 8 == 6 else "after"
+            with pytest.raises(Interrupted):
+                job.step()
+            if number % 16 >= 8:
+                with pytest.raises(Interrupted):
+                    optimizer.step()
+            optimizer.raises = ""
+        job.step()
+
+
 def with_a_closure(job: Job) -> None:
     job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1)
 
@@ -277,6 +315,8 @@ LOOPS: dict[str, tuple[Callable[[Job], None], int]] = {
     "checkpointing": (checkpointing, STEPS // 2),
     "collecting": (collecting, STEPS // 3),
     "in a mode": (in_a_mode, STEPS // 2),
+    "calling the base class": (calling_the_base_class, STEPS // 2),
+    "failing around the base class": (failing_around_the_base_class, STEPS // 2),
     "with a closure": (with_a_closure, 4),
     "stepping inside the backward pass": (stepping_inside_the_backward_pass, 4),
     "training on another thread": (training_on_another_thread, 4),

@@ -51,7 +51,7 @@ typedef struct {
 /* See step_marks.c: what use_torch() is given, in this order, and what settle() is. */
 enum {
     OPENED, HIDE, SHOW, TENSOR_TYPE, PARAMETER_TYPE, GRAD_ENABLED, TRACING, GIVEN,
-    OPTIMIZER = GIVEN, ENTRY, PARAMETER, COMPILED, DYNAMO_COUNTERS, TRACING_STATE, KEPT
+    OPTIMIZER = GIVEN, ENTRIES, PARAMETER, COMPILED, DYNAMO_COUNTERS, TRACING_STATE, KEPT
 };
 
 typedef struct {
@@ -62,7 +62,8 @@ typedef struct {
     int settled;          /* not 0: all steps end with kept[OPTIMIZER], and C ends them */
     int busy;             /* callbacks that Python runs at the end of each step */
     int without_gradient; /* not 0: the step has forward passes without gradients */
-    int step_open;        /* not 0: kept[OPTIMIZER] steps, and kept[OPENED] does not show it */
+    int step_open;        /* open calls of kept[OPTIMIZER]'s step, each inside the other; kept[OPENED] does not show them */
+    uint64_t opened_at;   /* records written when the outermost of these calls began */
     unsigned optimizer_name;
     int64_t due_ns, due_step; /* from then on, Python ends the step */
     int64_t forward_passes, backward_passes, workload, step_flags, memory_bytes;

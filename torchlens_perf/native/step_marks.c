@@ -1,8 +1,7 @@
 /* Marks that come once a step, without Python where nothing is unusual.
  *
- * The hooks of optimizers, backward passes and DataLoaders are Python functions. native_hook() puts a C function in front
- * of each. While `settled` is set, every step ends with the same optimizer, and C records the mark and counts what the
- * hook would count. In all other cases, C calls the hook. hooks/loop/training_loop.py sets `settled`.
+ * native_hook() puts a C function in front of each Python hook. While `settled` is set (hooks/loop/training_loop.py), all
+ * steps end with one optimizer, and C counts what the hook would count. In all other cases, C calls the hook.
  */
 #include "recorder.h"
 
@@ -103,16 +102,11 @@ static void read_gradient(StepMarks *marks, PyObject *parameter, Gradient *now)
     Py_XDECREF(gradient);
 }
 
-/* Between the two, no code of the user's torch function modes and tensor subclasses runs. */
-static void hide_calls(StepMarks *marks)
-{
-    Py_XDECREF(call_kept(marks->kept[HIDE], NULL, 0));
-}
-
-static void show_calls(StepMarks *marks)
+/* Until they are shown again, no code of the user's torch function modes and tensor subclasses runs. */
+static void hide_calls(StepMarks *marks, int hide)
 {
     PyObject *none[] = {Py_None, Py_None, Py_None};
-    Py_XDECREF(call_kept(marks->kept[SHOW], none, 3));
+    Py_XDECREF(call_kept(marks->kept[hide ? HIDE : SHOW], none, hide ? 0 : 3));
 }
 
 /* Replaces *object, which may be NULL, with its item. */
@@ -145,9 +139,9 @@ static void look_at_gradient(StepMarks *marks, Gradient *now)
     PyErr_Fetch(&error_type, &error, &traceback);
     PyObject *parameter = find_parameter(marks);
     if (parameter != NULL) {
-        hide_calls(marks);
+        hide_calls(marks, 1);
         read_gradient(marks, parameter, now);
-        show_calls(marks);
+        hide_calls(marks, 0);
         Py_DECREF(parameter);
     }
     PyErr_Restore(error_type, error, traceback);
@@ -190,10 +184,8 @@ static int is_python_due(Recorder *self, int64_t now_ns)
 static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end, int64_t begun_ns)
 {
     StepMarks *marks = &self->marks;
-    int64_t passes = marks->passes, forwards = marks->forward_passes, backwards = marks->backward_passes;
-    if (passes == 0) {
-        passes = backwards > 0 && backwards < forwards ? backwards : forwards;
-    }
+    int64_t forwards = marks->forward_passes, backwards = marks->backward_passes;
+    int64_t passes = marks->passes != 0 ? marks->passes : backwards > 0 && backwards < forwards ? backwards : forwards;
     passes = passes < 1 ? 1 : passes > MICRO_STEPS_MASK ? MICRO_STEPS_MASK : passes;
     write_step(self, end_ns, 0, (uint64_t)marks->memory_bytes,
                (uint64_t)passes | (uint64_t)(marks->workload + 1) << WORKLOAD_SHIFT);
@@ -208,19 +200,18 @@ static void end_step(Recorder *self, int64_t end_ns, int64_t optimizer_end, int6
     }
 }
 
-/* settle(optimizer, its element of the steps in progress: (id, name_id), place of a parameter or None, Gradient,
- * passes): from here on, C ends the steps. `optimizer` is a weak reference. A place is (group, position). */
+/* settle(weak reference to the optimizer, name_id, its elements of the steps in progress, outermost first, place of a
+ * parameter: (group, position) or None, Gradient, passes): from here on, C ends the steps. */
 PyObject *recorder_settle(Recorder *self, PyObject *args)
 {
     StepMarks *marks = &self->marks;
-    PyObject *optimizer, *entry, *address, *parameter;
+    PyObject *optimizer, *entries, *parameter;
     Gradient *now = &marks->gradient;
-    if (!PyArg_ParseTuple(args, "OO!O(LLL)L", &optimizer, &PyTuple_Type, &entry, &parameter, &now->address,
-                          &now->version, &now->shard_version, &marks->passes) ||
-        !PyArg_ParseTuple(entry, "OI", &address, &marks->optimizer_name)) {
+    if (!PyArg_ParseTuple(args, "OIO!O(LLL)L", &optimizer, &marks->optimizer_name, &PyTuple_Type, &entries, &parameter,
+                          &now->address, &now->version, &now->shard_version, &marks->passes)) {
         return NULL;
     }
-    Py_XSETREF(marks->kept[ENTRY], Py_NewRef(entry));
+    Py_XSETREF(marks->kept[ENTRIES], Py_NewRef(entries));
     Py_XSETREF(marks->kept[OPTIMIZER], Py_NewRef(optimizer));
     Py_XSETREF(marks->kept[PARAMETER], Py_NewRef(parameter));
     Py_XSETREF(marks->kept[COMPILED], Py_XNewRef(compiled_frames(marks)));
@@ -257,15 +248,15 @@ PyObject *recorder_compare_gradient(Recorder *self, PyObject *ended)
     Py_RETURN_NONE;
 }
 
-/* show_open_step(): adds the optimizer's step that C has begun to the steps in progress. */
+/* show_open_step(): adds the optimizer's step that C has begun, and those inside it, to the steps in progress. */
 PyObject *recorder_show_open_step(Recorder *self, PyObject *unused)
 {
-    if (self->marks.step_open) {
-        self->marks.step_open = 0;
-        if (PyList_Append(self->marks.kept[OPENED], self->marks.kept[ENTRY]) < 0) {
+    for (int i = 0; i < self->marks.step_open; i++) {
+        if (PyList_Append(self->marks.kept[OPENED], PyTuple_GET_ITEM(self->marks.kept[ENTRIES], i)) < 0) {
             return NULL;
         }
     }
+    self->marks.step_open = 0;
     Py_RETURN_NONE;
 }
 
@@ -303,15 +294,20 @@ static int is_plain_step(PyObject *args, PyObject *kwargs)
            (PyTuple_GET_SIZE(args) == 1 || (PyTuple_GET_SIZE(args) == 2 && PyTuple_GET_ITEM(args, 1) == Py_None));
 }
 
-/* Arguments: the optimizer, and the arguments of its step. */
+/* Arguments: the optimizer, and the arguments of its step. A step that an exception has ended seems to be open, but records
+ * were written since then, or more steps begin than are inside each other. */
 static PyObject *optimizer_begins(PyObject *parts, PyObject *const *args, Py_ssize_t count, PyObject *kwnames)
 {
     Recorder *self = quiet_recorder();
-    if (!is_settled_optimizer(self, args, count) || self->marks.step_open ||
-        PyList_GET_SIZE(self->marks.kept[OPENED]) != 0 || !is_plain_step(args[1], args[2])) {
+    if (!is_settled_optimizer(self, args, count) || PyList_GET_SIZE(self->marks.kept[OPENED]) != 0 ||
+        (self->marks.step_open > 0 && (self->header->head != self->marks.opened_at ||
+         self->marks.step_open == PyTuple_GET_SIZE(self->marks.kept[ENTRIES]))) || !is_plain_step(args[1], args[2])) {
         return in_python(parts, args, count, kwnames);
     }
-    self->marks.step_open = 1;
+    if (self->marks.step_open++ > 0) {
+        Py_RETURN_NONE;
+    }
+    self->marks.opened_at = self->header->head;
     Py_INCREF(self); /* a mark on a device sets the GIL free, and the watch may end */
     span_open(self, &self->header->stack, KIND_OPTIMIZER, self->marks.optimizer_name);
     Py_DECREF(self);
@@ -322,10 +318,14 @@ static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssiz
 {
     Recorder *self = quiet_recorder();
     int64_t end_ns = self != NULL ? recorder_now(self) : 0;
-    if (!is_settled_optimizer(self, args, count) || !self->marks.step_open || is_python_due(self, end_ns)) {
+    int open = self != NULL ? self->marks.step_open : 0;
+    if (!is_settled_optimizer(self, args, count) || open == 0 || (open == 1 && is_python_due(self, end_ns))) {
         return in_python(parts, args, count, kwnames);
     }
-    self->marks.step_open = 0;
+    self->marks.returned_steps++;
+    if (--self->marks.step_open > 0) {
+        Py_RETURN_NONE;
+    }
     int64_t begun_ns = uncharged_ns(self, end_ns);
     Py_INCREF(self);
     if (self->device_clock != NULL) {
@@ -333,7 +333,6 @@ static PyObject *optimizer_ended(PyObject *parts, PyObject *const *args, Py_ssiz
     }
     span_close_named(self, KIND_OPTIMIZER, self->marks.optimizer_name, end_ns, 0, 0, 0);
     if (self->header != NULL) {
-        self->marks.returned_steps++;
         self->marks.optimizer_steps++;
         end_step(self, end_ns, self->device_clock != NULL ? self->device_clock->optimizer_end : NO_MARK, begun_ns);
     }
@@ -406,10 +405,8 @@ static PyObject *first_part(PyObject *batch)
 {
     PyObject *value = NULL;
     Py_ssize_t position = 0;
-    if (PyList_CheckExact(batch)) {
-        value = PyList_GET_SIZE(batch) > 0 ? PyList_GET_ITEM(batch, 0) : NULL;
-    } else if (PyTuple_CheckExact(batch)) {
-        value = PyTuple_GET_SIZE(batch) > 0 ? PyTuple_GET_ITEM(batch, 0) : NULL;
+    if (PyList_CheckExact(batch) || PyTuple_CheckExact(batch)) {
+        value = PySequence_Fast_GET_SIZE(batch) > 0 ? PySequence_Fast_GET_ITEM(batch, 0) : NULL;
     } else if (PyDict_CheckExact(batch) && (value = PyDict_GetItemWithError(batch, names[INPUT_IDS])) == NULL &&
                !PyErr_Occurred()) {
         PyDict_Next(batch, &position, NULL, &value);
@@ -429,12 +426,12 @@ static int add_workload(Recorder *self, PyObject *batch)
         pass_on(NULL); /* a key's comparison with a text failed */
         return 0;
     }
-    hide_calls(&self->marks);
+    hide_calls(&self->marks, 1);
     PyObject *numel = PyObject_CallMethodNoArgs(batch, names[NUMEL]);
     int64_t elements = numel != NULL ? PyLong_AsLongLong(numel) : -1;
     Py_XDECREF(numel);
     pass_on(NULL); /* the tensor's size is symbolic */
-    show_calls(&self->marks);
+    hide_calls(&self->marks, 0);
     if (elements >= 0) {
         self->marks.workload = (self->marks.workload > 0 ? self->marks.workload : 0) + elements;
     }

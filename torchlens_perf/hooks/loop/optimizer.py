@@ -136,6 +136,7 @@ class OptimizerHook:
 
         recorder, thread, opened = session.recorder, session.thread, self._open
         name_ids: dict[type, int] = {}
+        calls = 0
         hidden = torch_private.get_no_torch_function_context()()
         recorder.use_torch(
             opened,
@@ -197,10 +198,12 @@ class OptimizerHook:
                     return
 
         def on_step_end(optimizer: Any, args: Any, kwargs: Any) -> None:
+            nonlocal calls
             if not thread.is_current():
                 return
             recorder.show_open_step()
             recorder.returned_steps += 1
+            calls = max(calls, [identity for identity, _ in opened].count(id(optimizer)))
             while opened:
                 identity, name_id = opened.pop()
                 if identity == id(optimizer):
@@ -208,7 +211,8 @@ class OptimizerHook:
                         recorder.end(_OPTIMIZER, name_id)
                     break
             if not opened:
-                self._loop.on_optimizer_step(optimizer)
+                self._loop.on_optimizer_step(optimizer, calls=calls)
+                calls = 0
 
         construct = torch.optim.Optimizer.__init__
 

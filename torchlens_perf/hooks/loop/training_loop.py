@@ -267,13 +267,18 @@ class TrainingLoop:
                 self._recorder.optimizer_steps,
             )
 
-    def on_optimizer_step(self, optimizer: Optimizer, *, skipped: bool = False) -> None:
-        """Handle an optimizer step that has returned, or that GradScaler has skipped."""
+    def on_optimizer_step(
+        self, optimizer: Optimizer, *, skipped: bool = False, calls: int = 1
+    ) -> None:
+        """Handle an optimizer step that has returned, or that GradScaler has skipped.
+
+        calls: number of calls of the optimizer's step inside each other, such as of its base class.
+        """
         if not self._recorder.closed:
             with self._session.step.charged():
-                self._handle_step_of(optimizer, skipped=skipped)
+                self._handle_step_of(optimizer, skipped, calls)
 
-    def _handle_step_of(self, optimizer: Optimizer, *, skipped: bool) -> None:
+    def _handle_step_of(self, optimizer: Optimizer, skipped: bool, calls: int) -> None:
         recorder = self._recorder
         self._take_over()
         self._skipped |= skipped
@@ -293,7 +298,7 @@ class TrainingLoop:
         self._handle_optimizer_step(id(optimizer), known.position, optimizer, is_new=is_new)
         if not is_new:
             self._watch_trained_models()
-            self._hand_over(optimizer, known)
+            self._hand_over(optimizer, known, calls)
 
     def on_unrecorded_optimizer_step(self, optimizer: Optimizer) -> None:
         """Handle an optimizer step on a thread that is not recorded."""
@@ -378,7 +383,7 @@ class TrainingLoop:
 
     # -- helpers
 
-    def _hand_over(self, optimizer: Optimizer, known: _SteppedOptimizer) -> None:
+    def _hand_over(self, optimizer: Optimizer, known: _SteppedOptimizer, calls: int) -> None:
         """Let the native recorder end the next steps, if only this optimizer steps."""
         if (
             len(self.optimizers) > 1
@@ -392,7 +397,8 @@ class TrainingLoop:
         self._handed_over = [] if sample is None else [sample]
         state = (None, NO_GRADIENT, 0) if sample is None else sample.state
         name_id = self._session.intern(f"optimizer {known.class_name}")
-        self._recorder.settle(known.reference, (id(optimizer), name_id), *state)
+        entries = (id(optimizer), name_id), *[(id(optimizer), None)] * (calls - 1)
+        self._recorder.settle(known.reference, name_id, entries, *state)
 
     def _take_over(self) -> None:
         """Count in Python again, and take what the native recorder has counted."""
