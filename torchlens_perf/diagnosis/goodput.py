@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchlens_perf.analysis.statistics.step_mix import MEASURED
-from torchlens_perf.run.records import PARTS
+from torchlens_perf.analysis.statistics.step_mix import MEASURED, sum_time
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 
@@ -45,7 +44,8 @@ CLASSES = {
 """The name of each class on screens."""
 _REPEATED = ("productive", "data_stall", "straggler", "communication")
 """Classes of which a part is lost work if the steps are made again."""
-_WAITS = {"data_stall": PARTS.index("data"), "communication": PARTS.index("communication")}
+_WAITS = {"data_stall": "data", "communication": "communication"}
+"""The part of the steps whose time is in each class."""
 _EXCESS: Mapping[Flag, str] = {
     Flag.STOPPED: "idle",
     Flag.CAPTURED: "other",
@@ -308,10 +308,10 @@ def _account_rank(
     if process.judged_by == DEVICE and statistics.device_mix:
         timed = statistics.device_mix.bins.items()
         plain = [each for key, each in timed if not _excess_class(key >> 32)]
-    whole_ns = sum(each.duration_ns for each in plain)
+    usual = sum_time(plain)
     found["productive"] += rest_ns / 1e9
     for name, part in _WAITS.items():
-        share = sum(each.parts_ns[part] for each in plain) / whole_ns if whole_ns else 0.0
+        share = usual.sum_ns([part]) / usual.wall_ns if plain else 0.0
         _move(found, name, ("productive",), float(share) * rest_ns / 1e9)
     found[begin] += (first_ns - began_ns) / 1e9
     found[tail] += (ended_ns - last_ns) / 1e9

@@ -68,7 +68,9 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
         },
         "work_s": summarize_sketch(device.work) if device.judged.count else None,
         "parts": (
-            {} if typical is None else {part: typical.parts_ns[part] / 1e9 for part in device.parts}
+            {}
+            if typical is None
+            else {part: float(typical.account.sum_ns([part])) / 1e9 for part in device.parts}
         ),
         "behind_s": summarize_sketch(device.behind),
         "caught_up": device.caught_up_share,

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.step_mix import StepClass, classify_steps
+from torchlens_perf.analysis.statistics.time_account import CPU
 from torchlens_perf.report.waited_for import MAX_STEPS, AwaitedRankFinder
-from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.words.evidence import join_long_steps
 
@@ -131,19 +132,17 @@ def build_typical_step(statistics: RankStatistics) -> TypicalStep | None:
     typical = classify_steps([statistics.mix]).typical
     if typical is None:
         return None
-    own_s = sum(typical.parts_ns[part] for part in OWN_PARTS) / 1e9
+    account = typical.account
+    parts_s = {part: float(part_ns) / 1e9 for part, part_ns in account.parts_ns.items()}
+    own_s = sum(parts_s[part] for part in OWN_PARTS)
     lack_s = None
-    if typical.ready_ns is not None:
-        lack_s = {part: typical.ready_ns[part] / 1e9 for part in OWN_PARTS}
+    if account.is_measured:
+        lack_s = {part: float(account.sum_ns([part], [CPU])) / 1e9 for part in OWN_PARTS}
     return {
         "s": typical.duration_ns / 1e9,
         "own_s": own_s,
         "work_s": None if lack_s is None else own_s - sum(lack_s.values()),
-        "parts": {
-            part: typical.parts_ns[part] / 1e9
-            for part in PARTS
-            if statistics.parts[part].max_ns > 0
-        },
+        "parts": {part: s for part, s in parts_s.items() if statistics.parts[part].max_ns > 0},
         "lack_of_cpu": lack_s,
     }
 

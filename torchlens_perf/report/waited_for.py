@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_mix import Bin, StepMix, TypicalStep, classify_steps
+from torchlens_perf.analysis.statistics.time_account import CPU
 from torchlens_perf.run.records import PARTS
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ class AwaitedRankFinder:
     def _lacks_cpu(self, step: int, rank: int, more_ns: float) -> bool:
         """Return True if CPU contention explains most of a step's additional time on a rank."""
         its = self._find_bin(step, rank)
-        if its is None or not its.measured:
-            return False
-        return float(its.ready_ns.sum()) / its.measured >= _MIN_SHARE * more_ns
+        return its is not None and bool(its.account.sum_ns(states=[CPU]) >= _MIN_SHARE * more_ns)
 
     def _excess_over_typical(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
         """Return the excess of each part over the rank's typical step in ns; None if unknown."""
@@ -90,6 +89,9 @@ class AwaitedRankFinder:
         typical = self._typical[rank]
         if typical is None:
             return None
-        return np.asarray(
-            its.parts_ns / its.count - np.array([typical.parts_ns[part] for part in PARTS])
+        return np.array(
+            [
+                own_ns - typical.account.sum_ns([part])
+                for part, own_ns in its.account.parts_ns.items()
+            ]
         )

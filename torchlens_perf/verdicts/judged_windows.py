@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from torchlens_perf.analysis.statistics.robust import fast_median
+from torchlens_perf.analysis.statistics.time_account import TimeAccount
 from torchlens_perf.run.loader_period import move_hidden_data_waits
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import PARTS
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     WindowMask = npt.NDArray[np.bool_]
     """Shape [columns]."""
 
+_IN_GAP = np.isin(PARTS, ("data", "host"))
 # A condition still holds if it is absent in at most this many windows at the end of the run.
 _MAX_ABSENT_AT_END = 1
 
@@ -136,18 +138,14 @@ class JudgedWindows:
                 found.append(None)
                 continue
             measured = np.isfinite(windows.lack_ns[:, column, 0])
-            parts, lack = (
-                (
-                    dict(
-                        zip(PARTS, (values[some, column].mean(axis=0) / 1e9).tolist(), strict=True)
-                    )
-                    if some.any()
-                    else {}
-                )
-                for values, some in ((windows.parts_ns, there), (windows.lack_ns, measured))
-            )
-            step_s = float(windows.duration_ns[there, column].mean()) / 1e9
-            found.append(break_down_step(step_s, parts, lack, device=self.on_device))
+            lack_ns = np.zeros(len(PARTS))
+            if measured.any():
+                lack_ns = windows.lack_ns[measured, column].mean(axis=0)
+            if self.on_device:
+                # The device waits for its host between the phases only.
+                lack_ns = np.where(_IN_GAP, lack_ns, 0.0)
+            parts_ns = windows.parts_ns[there, column].mean(axis=0)
+            found.append(break_down_step(TimeAccount.from_parts(parts_ns, lack_ns)))
         return found
 
     def find_imbalanced_part(self) -> RunPart | None:

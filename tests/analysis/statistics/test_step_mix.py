@@ -21,6 +21,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
     StepMix,
     classify_steps,
 )
+from torchlens_perf.analysis.statistics.time_account import CPU
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.node_state import encode_json
@@ -59,11 +60,11 @@ def test_parts_of_the_typical_step_add_up_to_its_duration() -> None:
     """The typical step is close to the median, with any noise."""
     found = classes(loop(500), noise=0.1)
     assert found.typical is not None
-    assert sum(found.typical.parts_ns.values()) == pytest.approx(
+    assert sum(found.typical.account.parts_ns.values()) == pytest.approx(
         found.typical.duration_ns, rel=1e-9
     )
     assert found.typical.duration_ns == pytest.approx(16 * MS, rel=0.02)
-    assert found.typical.parts_ns["backward"] == pytest.approx(8 * MS, rel=0.02)
+    assert found.typical.account.parts_ns["backward"] == pytest.approx(8 * MS, rel=0.02)
     assert (found.count, found.long) == (500, ())
 
 
@@ -75,7 +76,7 @@ def test_single_long_step_does_not_change_the_typical_step(noise: float) -> None
     assert usual is not None
     assert odd.typical is not None
     assert odd.typical.duration_ns == pytest.approx(usual.duration_ns, rel=0.02)
-    assert odd.typical.parts_ns["host"] == pytest.approx(1 * MS, rel=0.1)
+    assert odd.typical.account.parts_ns["host"] == pytest.approx(1 * MS, rel=0.1)
     (long,) = odd.long
     assert (long.kinds, long.part, long.count, long.steps, long.period) == (
         (),
@@ -391,14 +392,14 @@ class TestLackOfCpu:
     def test_lack_of_a_cpu_is_counted_for_each_part_of_the_typical_step(self) -> None:
         found = classes([{**NORMAL, "forward": 24.0, "cpu": 20.0} for _ in range(30)])
         assert found.typical is not None
-        assert found.typical.ready_ns is not None
-        assert found.typical.ready_ns["forward"] == pytest.approx(20 * MS)
-        assert found.typical.parts_ns["forward"] == pytest.approx(24 * MS)
+        assert found.typical.account.is_measured
+        assert found.typical.account.sum_ns(["forward"], [CPU]) == pytest.approx(20 * MS)
+        assert found.typical.account.parts_ns["forward"] == pytest.approx(24 * MS)
 
     def test_lack_of_a_cpu_is_unknown_if_fewer_than_half_of_the_steps_measured_it(self) -> None:
         found = classes([*[{**NORMAL, "cpu": 1.0}] * 10, *loop(30)])
         assert found.typical is not None
-        assert found.typical.ready_ns is None
+        assert not found.typical.account.is_measured
 
     def test_class_of_long_steps_is_named_after_their_lack_of_a_cpu(self) -> None:
         """The class is named after the lack of a CPU, not after the part in which it occurred."""
@@ -504,7 +505,9 @@ def test_counts_and_times_of_classes_add_up_to_those_of_all_steps(
     found = classes(steps)
     typical = found.typical
     assert typical is not None
-    assert sum(typical.parts_ns.values()) == pytest.approx(typical.duration_ns, rel=1e-6, abs=100)
+    assert sum(typical.account.parts_ns.values()) == pytest.approx(
+        typical.duration_ns, rel=1e-6, abs=100
+    )
     assert (
         given_table.duration_ns.min() - 1
         <= typical.duration_ns

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount
 from torchlens_perf.run.records import OWN_PARTS, PARTS, StepTable
 from torchlens_perf.run.ring import Flag
 
@@ -49,7 +50,7 @@ _FEW = 4
 _REGULAR = 0.75
 # Fewest steps of an unknown kind that are called periodic.
 _MIN_PERIODIC = 4
-LACK_OF_CPU = "cpu"
+LACK_OF_CPU = CPU
 """Name of the part for time in which the thread was runnable but not scheduled."""
 STOPPED = "stopped process"
 WITHOUT_GRADIENTS = "forward passes without gradients"
@@ -119,6 +120,12 @@ class Bin:
         default_factory=lambda: np.zeros(len(MEASURED))
     )
     """Time of the steps in each section of MEASURED."""
+
+    @property
+    def account(self) -> TimeAccount:
+        """A mean step. Its waits for a CPU are a mean over the steps in which they were measured."""
+        lack_ns = self.ready_ns / self.measured if self.measured else np.full(len(PARTS), np.nan)
+        return TimeAccount.from_parts(self.parts_ns / self.count, lack_ns)
 
     def merge(self, other: Bin) -> None:
         self.count += other.count
@@ -220,15 +227,15 @@ class TypicalStep:
 
     count: int
     """Number of steps in the class."""
-    duration_ns: float
-    parts_ns: Mapping[str, float]
-    """Time of each part of the step. These times add up to the duration."""
-    ready_ns: Mapping[str, float] | None
-    """Time runnable but not scheduled in each part; None if not measured."""
+    account: TimeAccount
     flags: int
     """Flags that all steps in the class have."""
     range_ns: tuple[float, float]
     """Shortest and longest duration of the middle half."""
+
+    @property
+    def duration_ns(self) -> float:
+        return float(self.account.wall_ns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,7 +432,7 @@ def _may_explain(
         return False
     # Sampling has about the same overhead in all sampled steps.
     if kind == "sampled backward pass":
-        return share >= 0.5 and more_ns <= _MAX_SAMPLING * typical.parts_ns["backward"]
+        return share >= 0.5 and more_ns <= _MAX_SAMPLING * typical.account.sum_ns(["backward"])
     if kind not in _EXPLAINS or any(each.explained < each.count for each in bins):
         return True
     column, least = _EXPLAINS[kind]
@@ -552,17 +559,13 @@ def _compute_typical_step(bins: Sequence[Bin], flags: int) -> TypicalStep:
         )
 
     measured = np.array([each.measured for each in bins], np.float64)
-    parts_ns = mean((each.parts_ns for each in bins), counts)
-    ready_ns = None
+    lack_ns = np.full(len(PARTS), np.nan)
     if 2 * float((weights * measured).sum()) >= float((weights * counts).sum()):
-        ready_ns = dict(
-            zip(PARTS, mean((each.ready_ns for each in bins), measured).tolist(), strict=True)
-        )
+        lack_ns = mean((each.ready_ns for each in bins), measured)
+    parts_ns = mean((each.parts_ns for each in bins), counts)
     return TypicalStep(
         count=total,
-        duration_ns=float(mean((each.duration_ns for each in bins), counts)),
-        parts_ns=dict(zip(PARTS, parts_ns.tolist(), strict=True)),
-        ready_ns=ready_ns,
+        account=TimeAccount.from_parts(parts_ns, lack_ns),
         flags=flags,
         range_ns=(
             _mean_duration_ns(bins[int(np.argmax(weights > 0))]),
@@ -571,22 +574,33 @@ def _compute_typical_step(bins: Sequence[Bin], flags: int) -> TypicalStep:
     )
 
 
+def sum_time(bins: Iterable[Bin]) -> TimeAccount:
+    """Return the account of all steps in these bins. It has waits for a CPU of measured steps only."""
+    whole = Bin()
+    for each in bins:
+        whole.merge(each)
+    account = TimeAccount.from_parts(whole.parts_ns, whole.ready_ns)
+    return dataclasses.replace(account, is_measured=np.array(whole.measured == whole.count))
+
+
 def _part_with_most_difference(bins: Sequence[Bin], typical: TypicalStep) -> str:
     """Return the part that contributes most to the difference from the typical step."""
-    count = sum(each.count for each in bins)
-    sign = 1 if sum(each.duration_ns for each in bins) >= count * typical.duration_ns else -1
-    more = sign * (
-        sum(each.parts_ns for each in bins) / count
-        - np.array([typical.parts_ns[part] for part in PARTS])
-    )
-    lack_ns = 0.0
-    if typical.ready_ns is not None and all(each.measured == each.count for each in bins):
-        lack = sum(each.ready_ns for each in bins) / count - np.array(
-            [typical.ready_ns[part] for part in PARTS]
+    whole = Bin()
+    for each in bins:
+        whole.merge(each)
+    own, usual = whole.account, typical.account
+    # Waits for a CPU are only compared if they were measured in all steps.
+    divided = bool(usual.is_measured) and whole.measured == whole.count
+    more_ns = {
+        part: own_ns - usual_ns
+        for (part, own_ns), usual_ns in zip(
+            own.uses_ns(divided=divided).items(),
+            usual.uses_ns(divided=divided).values(),
+            strict=True,
         )
-        more, lack_ns = more - sign * lack, sign * float(lack.sum())
-    largest = int(np.argmax(more))
-    return LACK_OF_CPU if lack_ns > more[largest] else PARTS[largest]
+    }
+    sign = 1 if own.wall_ns >= usual.wall_ns else -1
+    return max(more_ns, key=lambda part: sign * more_ns[part])
 
 
 def _make_step_class(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
@@ -25,6 +25,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
     WITHOUT_GRADIENTS,
     find_lasting_period,
 )
+from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, mean_by_part
 from torchlens_perf.run.loader_period import hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -82,6 +83,7 @@ _FEWEST = 5
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
 """Kinds of long steps that are not reported while a rank is slow."""
 _GAP = ("data", "host")
+_DATA, _COMMUNICATION = PARTS.index("data"), PARTS.index("communication")
 # A device that is behind its host by this share of a step, at the ends of passes, has work queued
 # until the next pass is issued.
 _FAR_AHEAD = 0.5
@@ -152,37 +154,17 @@ class StepBreakdown:
         return [each for each in self.waits if each.seconds >= _WORTH_NAMING * self.step_s]
 
 
-def break_down_step(
-    step_s: float,
-    parts_s: Mapping[str, float],
-    lack_s: Mapping[str, float],
-    *,
-    device: bool,
-    look_at: str = "",
-) -> StepBreakdown:
-    """Return how a step spends its time.
-
-    parts_s: seconds of each part. lack_s: seconds of each part in which a thread was runnable but
-    had no CPU. look_at: the advice if computing limits the step.
-    device: True if parts are by the device's clock. Lack of a CPU then counts only between phases,
-    where the device waits for the host.
-    """
-    lack = {
-        part: min(parts_s.get(part, 0.0), lack_s.get(part, 0.0))
-        for part in (_GAP if device else OWN_PARTS)
-    }
-    left = {part: seconds - lack.get(part, 0.0) for part, seconds in parts_s.items()}
-    computing = {part: left[part] for part in COMPUTE if left.get(part, 0.0) > 0}
+def break_down_step(account: TimeAccount, *, look_at: str = "") -> StepBreakdown:
+    """Return how a step spends its time. look_at: the advice if computing limits the step."""
+    step_s, lack_s = account.wall_ns / 1e9, account.sum_ns(OWN_PARTS, [CPU]) / 1e9
+    left_s = {part: part_ns / 1e9 for part, part_ns in account.uses_ns().items()}
+    computing = {part: left_s[part] for part in COMPUTE if left_s[part] > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
     parts = sorted(computing.items(), key=lambda item: -item[1])
     shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for part, seconds in parts)
-    what = (
-        f"Computing ({shown})"
-        if shown and sum(lack.values()) < _WORTH_NAMING * step_s
-        else "Computing"
-    )
-    waits = [dataclasses.replace(_LACK, seconds=sum(lack.values()))]
-    waits += [dataclasses.replace(each, seconds=left.get(each.phase, 0.0)) for each in _WAITS]
+    what = f"Computing ({shown})" if shown and lack_s < _WORTH_NAMING * step_s else "Computing"
+    waits = [dataclasses.replace(_LACK, seconds=lack_s)]
+    waits += [dataclasses.replace(each, seconds=left_s[each.phase]) for each in _WAITS]
     waits.sort(key=lambda use: -use.seconds)
     use = TimeShare("compute_bound", largest, sum(computing.values()), what, look_at)
     return StepBreakdown(step_s, use, waits)
@@ -472,21 +454,12 @@ def _break_down_host_step(report: Facts) -> StepBreakdown:
     """
     steps = _collect_typical_steps(report)
     hidden_s = _hidden_data_wait_s(report, steps)
-    moved = {"data": hidden_s, "communication": -hidden_s}
-
-    def mean_s(values: Iterable[Mapping[str, float]], part: str) -> float:
-        return sum(each.get(part, 0.0) for each in values) / len(steps)
-
-    found = break_down_step(
-        sum(step["s"] for step in steps) / len(steps),
-        {
-            part: mean_s((step["parts"] for step in steps), part) + moved.get(part, 0.0)
-            for part in PARTS
-        },
-        {part: mean_s((step["lack_of_cpu"] or {} for step in steps), part) for part in PARTS},
-        device=False,
-        look_at=computing_action(report),
-    )
+    parts_s = mean_by_part(step["parts"] for step in steps)
+    parts_s[_DATA] += hidden_s
+    parts_s[_COMMUNICATION] -= hidden_s
+    lack_s = mean_by_part(step["lack_of_cpu"] or {} for step in steps)
+    account = TimeAccount.from_parts(1e9 * parts_s, 1e9 * lack_s)
+    found = break_down_step(account, look_at=computing_action(report))
     return dataclasses.replace(_name_waiting_for_ranks(report, found), hidden_data_s=hidden_s)
 
 
@@ -689,10 +662,14 @@ def _device_parts(report: Facts, timed: Sequence[DeviceTimes]) -> dict[str, floa
 
 
 def _break_down_device_step(report: Facts, parts: Mapping[str, float]) -> StepBreakdown:
-    step_s = sum(mean_parts(timed_devices(report)).values())
+    """Return how a step spends its time by the devices' clocks.
+
+    Lack of a CPU counts only between the phases, where a device waits for its host.
+    """
     lacks = [typical["lack_of_cpu"] or {} for typical in _collect_typical_steps(report)]
-    lack = {part: sum(each.get(part, 0.0) for each in lacks) / len(lacks) for part in _GAP}
-    found = break_down_step(step_s, parts, lack, device=True, look_at=computing_action(report))
+    in_gap = [{part: lack.get(part, 0.0) for part in _GAP} for lack in lacks]
+    account = TimeAccount.from_parts(1e9 * mean_by_part([parts]), 1e9 * mean_by_part(in_gap))
+    found = break_down_step(account, look_at=computing_action(report))
     return _name_waiting_for_ranks(report, found)
 
 
