@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.diagnosis.test_what_if import make_times
+from torchlens_perf.analysis.statistics.time_account import find_cells
 from torchlens_perf.diagnosis.actions.job import Job, Rule
 from torchlens_perf.diagnosis.actions.table import (
     ACTIONS,
@@ -402,11 +403,12 @@ def test_verdict_gets_a_precise_action_and_the_figures_behind_it() -> None:
 def test_correlation_with_lengths_is_within_steps() -> None:
     times = make_times(CLEAN, CLEAN)
     longer = np.random.default_rng(1).uniform(0, 10, (2, 64))
-    uses = times.uses_ns.copy()
-    uses[..., 1] += 1e6 * longer
+    cells = times.account.cells_ns.copy()
+    cells[..., find_cells(("forward",), ("running",))] += 1e6 * longer[..., None]
+    account = dataclasses.replace(times.account, cells_ns=cells)
     # All ranks have longer batches in some steps, which is no imbalance.
     common = np.arange(64) * 100.0
-    found = dataclasses.replace(times, uses_ns=uses, workload=longer + common)
+    found = dataclasses.replace(times, account=account, workload=longer + common)
     assert found.correlate_workload() == pytest.approx(1.0)
     assert (
         dataclasses.replace(found, workload=np.stack([common, common])).correlate_workload() is None

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchlens_perf.analysis.statistics.time_account import TimeAccount, find_cells, mean_by_part
 from torchlens_perf.diagnosis.lost_time import classify_time
 from torchlens_perf.diagnosis.step_times import (
     USES,
     StepTimes,
-    fill_contention,
-    split_contention,
 )
 from torchlens_perf.diagnosis.what_if import (
     MODEL_ERROR,
@@ -42,8 +41,14 @@ def make_times(*ranks: dict[str, float], rows: int = 64) -> StepTimes:
         ("",) * count,
         np.arange(rows),
         1,
-        np.repeat(uses[:, None], rows, axis=1),
+        account_of(np.repeat(uses[:, None], rows, axis=1)),
     )
+
+
+def account_of(uses_ns: Any) -> TimeAccount:
+    """Return the account of times by use: [ranks, rows, len(USES)]."""
+    lack, tool, communication = (uses_ns[..., at] for at in (-3, -2, -1))
+    return TimeAccount.from_work(uses_ns[..., :-3], lack, tool, communication)
 
 
 def make_facts(times: StepTimes, **changed: Any) -> Any:
@@ -79,7 +84,12 @@ def simulate(topology: Topology, fault: str) -> tuple[StepTimes, float]:
     ranks = range(topology.rank_count)
     populations = tuple(topology.placement(rank).population for rank in ranks)
     times = StepTimes(
-        tuple(ranks), populations, np.arange(uses.shape[1]), 1, uses, pipelined=topology.pp > 1
+        tuple(ranks),
+        populations,
+        np.arange(uses.shape[1]),
+        1,
+        account_of(uses),
+        pipelined=topology.pp > 1,
     )
     effect = simulation.fault_effects(uses.shape[1])[0]
     return times, float(effect.cost_ns.mean()) / 1e9
@@ -135,7 +145,7 @@ def test_gain_with_several_waits_in_a_step_is_that_of_each_segment() -> None:
 
     before_ns = duration_ns(parts)
     parts[..., USES.index("communication")] = before_ns - parts.sum(axis=2)
-    times = StepTimes((0, 1), ("", ""), np.arange(200), 1, parts)
+    times = StepTimes((0, 1), ("", ""), np.arange(200), 1, account_of(parts))
     changed = np.minimum(parts, parts[::-1])
     changed[1] = parts[1]
     truth_s = float((before_ns - duration_ns(changed)).mean()) / 1e9
@@ -313,7 +323,7 @@ def test_change_that_names_nothing_is_an_error(text: str, message: str) -> None:
 
 def test_no_gains_are_predicted_if_ranks_do_not_wait_for_each_other() -> None:
     times = make_times({"forward": 100}, {"forward": 50})
-    times.uses_ns[..., USES.index("communication")] = 0
+    times.account.cells_ns[..., find_cells(("communication",), ())] = 0
     changes, drift = predict_standard_changes(times, make_facts(times), [])
     assert (changes, drift > 0.3) == ([], True)
 
@@ -368,19 +378,48 @@ def test_sections_are_classes_of_host_code_and_the_inner_one_is_named() -> None:
     }  # fmt: skip
 
 
-def test_contention_is_subtracted_where_it_usually_occurs() -> None:
-    parts = np.array([[10.0, 20.0, 0.0]])
-    left = split_contention(parts, np.array([12.0]), np.array([1.0, 0.0, 0.0]))
-    assert left == pytest.approx(np.array([[0.0, 18.0, 0.0]]))
-    assert split_contention(parts, np.array([50.0]), np.zeros(3)) == pytest.approx(np.zeros((1, 3)))
+def contended(parts_ms: dict[str, float], lack_ms: dict[str, float], rows: int = 64) -> StepTimes:
+    """Return equal steps of one rank with CPU contention inside of their parts."""
+    parts, lack = (1e6 * mean_by_part([each]) for each in (parts_ms, lack_ms))
+    account = TimeAccount.from_parts(np.tile(parts, (1, rows, 1)), np.tile(lack, (1, rows, 1)))
+    return StepTimes((0,), ("",), np.arange(rows), 1, account)
 
 
-def test_steps_without_measured_contention_have_the_share_of_the_others_or_of_samples() -> None:
-    durations = np.array([[10.0, 10.0, 100.0], [10.0, 10.0, 10.0]])
-    measured = np.array([[6.0, 4.0, np.nan], [np.nan, np.nan, 10.0]])
-    filled = fill_contention(durations, measured, 0.2)
-    assert filled == pytest.approx(np.array([[6.0, 4.0, 50.0], [2.0, 2.0, 10.0]]))
-    assert fill_contention(durations, measured, None)[1].tolist() == [0.0, 0.0, 10.0]
+def test_work_that_waits_for_a_cpu_is_removed_with_its_waits() -> None:
+    """A loader in the training process works 20 of 72 ms. It gains 72 ms, and no part loses others'."""
+    times = contended({"data": 72, "forward": 20}, {"data": 52, "forward": 3})
+    assert predict(times, "data=0")["gain_s"] == pytest.approx(0.072)
+    assert predict(times, "forward=0")["gain_s"] == pytest.approx(0.020)
+    assert predict(times, "contention=0")["gain_s"] == pytest.approx(0.055)
+    classes = classify_time(times, make_facts(times), [])
+    assert {each["name"]: each["s_per_step"] for each in classes} == {
+        "cpu": pytest.approx(0.055), "data": pytest.approx(0.020), "forward": pytest.approx(0.017),
+    }  # fmt: skip
+
+
+def test_second_half_of_a_module_gains_as_much_as_the_first() -> None:
+    """The module's time and that of the forward pass are both wall time with waits for a CPU."""
+    times = contended({"forward": 100, "host": 20}, {"forward": 80, "host": 10})
+    modules = [make_module("extra", 0.06)]
+    half = predict(times, "module:extra x0.5", modules=modules)["gain_s"]
+    assert half == pytest.approx(0.03)
+    assert predict(times, "module:extra=0", modules=modules)["gain_s"] == pytest.approx(2 * half)
+
+
+def test_a_part_that_sleeps_keeps_its_time_beside_contention_of_other_parts() -> None:
+    times = contended({"data": 20, "forward": 80}, {"forward": 60})
+    classes = {each["name"]: each for each in classify_time(times, make_facts(times), [])}
+    assert classes["data"]["s_per_step"] == pytest.approx(0.020)
+    assert classes["forward"]["s_per_step"] == pytest.approx(0.020)
+
+
+def test_waits_that_were_not_measured_stay_in_their_part() -> None:
+    times = contended({"data": 20, "forward": 80}, {"data": float("nan")})
+    assert not times.account.is_measured.any()
+    classes = {
+        each["name"]: each["s_per_step"] for each in classify_time(times, make_facts(times), [])
+    }
+    assert classes == {"forward": pytest.approx(0.08), "data": pytest.approx(0.02)}
 
 
 @pytest.mark.long
@@ -388,7 +427,8 @@ def test_thousands_of_ranks_take_less_than_a_second_of_cpu_time() -> None:
     import time
 
     times, _ = simulate(Topology(4096), "constant:rank=37,share=0.1")
-    window = StepTimes(times.ranks, times.populations, times.steps[:64], 1, times.uses_ns[:, :64])
+    rows = times.account.select(np.s_[:, :64])
+    window = StepTimes(times.ranks, times.populations, times.steps[:64], 1, rows)
     facts = make_facts(window)
     predict_standard_changes(window, facts, [])
     begin_s = time.process_time()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,8 +18,6 @@ from torchlens_perf.diagnosis.step_times import USES, read_judged_rows
 from torchlens_perf.exporters import semantics
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
-
-FACTS: Any = {"steps": {"sampled_lack_of_cpu": None}, "ranks": []}
 
 
 def run_program(folder: Path, told: dict[str, str], *arguments: str) -> str:
@@ -76,7 +73,7 @@ def judged(topology: Topology, steps: int) -> StragglerDetector:
 def test_thousands_of_judged_ranks_take_less_than_a_second_of_cpu_time() -> None:
     detector = judged(Topology(4096), 192)
     begin_s = time.process_time()
-    times = read_judged_rows(detector, FACTS)
+    times = read_judged_rows(detector)
     assert times is not None
     path_ns = find_critical_path(times)
     # The bar is one second of a core. A slow or busy machine takes several times as long.
@@ -87,15 +84,15 @@ def test_thousands_of_judged_ranks_take_less_than_a_second_of_cpu_time() -> None
 
 
 def test_ranks_of_all_populations_are_in_the_judged_rows() -> None:
-    times = read_judged_rows(judged(Topology(2, pp=2), 64), FACTS)
+    times = read_judged_rows(judged(Topology(2, pp=2), 64))
     assert times is not None
     assert (times.ranks, len(set(times.populations)), times.pipelined) == ((0, 1, 2, 3), 2, True)
     assert times.uses_ns.shape == (4, len(times.steps), len(USES))
 
 
 def test_judged_rows_are_none_until_there_are_enough() -> None:
-    assert read_judged_rows(StragglerDetector(), FACTS) is None
-    assert read_judged_rows(judged(Topology(4), 8), FACTS) is None
+    assert read_judged_rows(StragglerDetector()) is None
+    assert read_judged_rows(judged(Topology(4), 8)) is None
 
 
 def test_names_of_classes_are_bounded() -> None:

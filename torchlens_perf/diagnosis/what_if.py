@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchlens_perf.analysis.statistics.time_account import CPU, NO_PART, TimeAccount, find_cells
 from torchlens_perf.diagnosis.lost_time import sum_transfers
-from torchlens_perf.diagnosis.step_times import USES, StepTimes
+from torchlens_perf.diagnosis.step_times import StepTimes
 from torchlens_perf.errors import ConfigError, unknown_word_text
+from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
 from torchlens_perf.verdicts.words.modules import find_largest_on_device
@@ -35,17 +37,15 @@ if TYPE_CHECKING:
 
 MAX_DRIFT = 0.05
 """Without a change, the replay may differ from the recorded steps by at most this share."""
-_COMMUNICATION = USES.index("communication")
-_FORWARD, _BACKWARD, _HOST = (USES.index(use) for use in ("forward", "backward", "host"))
-_ALL_PASSES = ("data", "forward", "recompute", "backward", "cpu", "tool")
+_ALL_PASSES = ("data", "forward", "recompute", "backward", NO_PART, "tool")
 _SEGMENTS = tuple(
-    tuple(np.array([USES.index(use) for use in segment]) for segment in segments)
+    tuple(find_cells(parts, ()) for parts in segments)
     for segments in (
         ((*_ALL_PASSES, "optimizer", "host"),),
         (_ALL_PASSES, ("optimizer", "host")),
         (("host", *_ALL_PASSES), ("optimizer",)),
-        (("data", "forward"), ("recompute", "backward", "cpu", "tool", "optimizer", "host")),
-        (("host", "data", "forward"), ("recompute", "backward", "cpu", "tool", "optimizer")),
+        (("data", "forward"), ("recompute", "backward", NO_PART, "tool", "optimizer", "host")),
+        (("host", "data", "forward"), ("recompute", "backward", NO_PART, "tool", "optimizer")),
     )
 )
 """Segments of a step at whose ends all ranks may wait for each other."""
@@ -59,10 +59,7 @@ MODEL_ERROR = 0.15
 _STANDARD_ERRORS = 2.0
 # A module that is called at most this often in a step is called once.
 _ABOUT_ONCE = 1.1
-_PARTS = {use: use for use in USES if use not in ("cpu", "communication")} | {
-    "contention": "cpu",
-    "communication": "communication",
-}
+_CONTENTION = "contention"
 _IRREGULAR = {
     "evaluation": ("evaluation", "forward passes without gradients"),
     "saving": ("saving",),
@@ -84,7 +81,7 @@ class Change:
     text: str
     """The form in which it is written on the command line."""
     subject: str
-    """A key of _PARTS or _IRREGULAR, or rank, module, section, bandwidth or overlap."""
+    """One of PARTS, a key of _IRREGULAR, contention, rank, module, section, bandwidth or overlap."""
     name: str = ""
     """Name or pattern of a module, section or group; a rank, or "all"."""
     factor: float = 0.0
@@ -104,7 +101,7 @@ def parse_change(text: str) -> Change:
     subject, _, name = found[1].strip().partition(":")
     factor = float(found[2])
     named = ("module", "section", "bandwidth")
-    known = (*_PARTS, *_IRREGULAR, *named)
+    known = (*PARTS, _CONTENTION, *_IRREGULAR, *named)
     if subject not in known or (subject in named) != bool(name):
         raise ConfigError(f"{text!r}: {unknown_word_text('subject', subject, known)}")
     if subject == "bandwidth" and factor <= 0:
@@ -119,32 +116,33 @@ class Replay:
         self._times = times
         self._facts = facts
         rows = np.arange(len(times.steps))
-        critical = find_critical_ranks(times.uses_ns[..., _COMMUNICATION])
-        self._critical_uses = times.uses_ns[critical, rows]
-        self._segments, self._rest_ns = _SEGMENTS[0], self._critical_uses[:, _COMMUNICATION]
+        critical = find_critical_ranks(times.account.sum_ns(["communication"]))
+        self._critical = times.account.select((critical, rows))
+        self._segments, self._rest_ns = _SEGMENTS[0], self._critical.sum_ns(["communication"])
         if not times.pipelined:
-            self._segments, self._rest_ns = _find_segments(times.uses_ns, self._rest_ns)
-        self._path_ns = _sum_segments(times.uses_ns, self._segments)
+            self._segments, self._rest_ns = _find_segments(times.account, self._rest_ns)
+        self._path_ns = _sum_segments(times.account.cells_ns, self._segments)
         self._end_ns = self._path_ns + self._rest_ns
         self.step_s = mean_per_step(facts["steps"]["total_s"], facts["steps"])
 
     @property
     def drift_share(self) -> float:
         """Difference between the replay without a change and the recorded steps, as a share."""
-        recorded = float(self._times.uses_ns.sum(axis=2).mean())
+        recorded = float(self._times.account.wall_ns.mean())
         return abs(float(self._end_ns.mean()) / recorded - 1)
 
     def predict(self, changes: Sequence[Change]) -> PredictedChange:
         """Return the gain of several changes together. Raise ConfigError if one names nothing."""
-        uses, rest_ns, irregular_s = self._times.uses_ns.copy(), self._rest_ns.copy(), 0.0
+        cells_ns, rest_ns = self._times.account.cells_ns.copy(), self._rest_ns.copy()
+        irregular_s = 0.0
         for change in changes:
             if change.subject in _IRREGULAR:
                 irregular_s += (1 - change.factor) * self._irregular_s(change)
             elif change.subject in ("bandwidth", "overlap", "bubble", "communication"):
                 rest_ns = self._change_communication(change, rest_ns)
             else:
-                self._change_uses(change, uses)
-        path_ns = _sum_segments(uses, self._segments)
+                self._change_cells(change, cells_ns)
+        path_ns = _sum_segments(cells_ns, self._segments)
         if self._times.pipelined:
             # The bubble of a pipeline is as long as the slowest stage's micro-batches.
             rest_ns = rest_ns * path_ns / self._path_ns
@@ -174,8 +172,7 @@ class Replay:
     @property
     def _contention_share(self) -> float:
         """Share of CPU contention on the critical path, which less work on any rank reduces too."""
-        uses = self._critical_uses.mean(axis=0)
-        return float(uses[USES.index("cpu")] / uses.sum())
+        return float(self._critical.sum_ns(states=[CPU]).sum() / self._critical.wall_ns.sum())
 
     def _irregular_s(self, change: Change) -> float:
         """Return the mean time per step that steps of these kinds take longer."""
@@ -189,7 +186,7 @@ class Replay:
         if change.subject == "communication":
             return np.multiply(rest_ns, change.factor, dtype=np.float64)
         if change.subject == "overlap":
-            computing_ns: Floats = self._critical_uses[:, [_FORWARD, _BACKWARD]].sum(axis=1)
+            computing_ns: Floats = self._critical.sum_ns(["forward", "backward"])
             return np.maximum(rest_ns - computing_ns, 0)
         rows = [
             row
@@ -206,22 +203,23 @@ class Replay:
             return np.minimum(rest_ns, transfer_ns)
         return np.maximum(rest_ns - (1 - 1 / change.factor) * transfer_ns, 0)
 
-    def _change_uses(self, change: Change, uses: Floats) -> None:
+    def _change_cells(self, change: Change, cells_ns: Floats) -> None:
         times = self._times
         if change.subject == "rank":
-            _set_to_median(change, times, uses, self._segments)
+            _set_to_median(change, times, cells_ns, self._segments)
         elif change.subject == "module":
-            less_s = _module_times(self._facts, change)
-            for use, seconds in less_s.items():
-                _shorten(uses, USES.index(use), times.ranks, seconds, 1 - change.factor)
+            for part, part_s in _module_times(self._facts, change).items():
+                _shorten(cells_ns, part, times.ranks, part_s, 1 - change.factor)
         elif change.subject == "section":
             row = next((r for r in self._facts["sections"] if r["name"] == change.name), None)
             if row is None or row["host_s_per_typical_step"] is None:
                 raise ConfigError(f"{change.text!r}: the run has no section {change.name!r}")
             part_s = {str(rank): row["host_s_per_typical_step"] for rank in times.ranks}
-            _shorten(uses, _HOST, times.ranks, part_s, 1 - change.factor)
+            _shorten(cells_ns, "host", times.ranks, part_s, 1 - change.factor)
+        elif change.subject == _CONTENTION:
+            cells_ns[..., find_cells((), (CPU,))] *= change.factor
         else:
-            uses[..., USES.index(_PARTS[change.subject])] *= change.factor
+            cells_ns[..., find_cells((change.subject,), ())] *= change.factor
 
 
 def predict_standard_changes(
@@ -259,46 +257,46 @@ def predict_standard_changes(
     return sorted(found, key=lambda each: -each["gain_s"])[:most], drift
 
 
-def _sum_segments(uses: Floats, segments: Segments) -> Floats:
+def _sum_segments(cells_ns: Floats, segments: Segments) -> Floats:
     """Return the sum over the segments of the longest own time of all ranks: [rows]."""
-    longest = [uses[..., segment].sum(axis=2).max(axis=0) for segment in segments]
+    longest = [cells_ns[..., segment].sum(axis=2).max(axis=0) for segment in segments]
     total: Floats = np.sum(longest, axis=0)
     return total
 
 
-def _find_segments(uses: Floats, wait_ns: Floats) -> tuple[Segments, Floats]:
+def _find_segments(account: TimeAccount, wait_ns: Floats) -> tuple[Segments, Floats]:
     """Return the segments of a step, and the communication for which even the last ranks wait.
 
     wait_ns: the communication of the critical ranks, which is what is left with one segment.
     """
     found, rest_ns, least = _SEGMENTS[0], wait_ns, _MIN_BETTER * wait_ns.std()
-    recorded_ns = uses.sum(axis=2).mean(axis=0)
+    recorded_ns = account.wall_ns.mean(axis=0)
     for segments in _SEGMENTS[1:]:
-        left_ns = recorded_ns - _sum_segments(uses, segments)
+        left_ns = recorded_ns - _sum_segments(account.cells_ns, segments)
         if left_ns.std() < least and left_ns.mean() > 0:
             found, rest_ns, least = segments, np.maximum(left_ns, 0), left_ns.std()
     return found, rest_ns
 
 
-def _set_to_median(change: Change, times: StepTimes, uses: Floats, segments: Segments) -> None:
+def _set_to_median(change: Change, times: StepTimes, cells_ns: Floats, segments: Segments) -> None:
     """Give ranks the median work of their population, where that is less than their own."""
     wanted = times.ranks if change.name == "all" else (int(change.name),)
     if not set(wanted) <= set(times.ranks):
         raise ConfigError(f"{change.text!r}: the run has no rank {change.name}")
-    populations, rows = np.array(times.populations), np.arange(uses.shape[1])
+    populations, rows = np.array(times.populations), np.arange(cells_ns.shape[1])
     for population in set(times.populations):
         members = np.flatnonzero(populations == population)
         chosen = [at for at in members if times.ranks[at] in wanted]
         if not chosen or len(members) < 2:
             continue
         for segment in segments:
-            own = uses[np.ix_(members, rows, segment)].sum(axis=2)
+            own = cells_ns[np.ix_(members, rows, segment)].sum(axis=2)
             # Which rank is at the median differs from row to row, and with it what it does.
             middle = np.argsort(own, axis=0)[(len(members) - 1) // 2]
-            median, median_ns = uses[members[middle], rows][:, segment], own[middle, rows]
+            median, median_ns = cells_ns[members[middle], rows][:, segment], own[middle, rows]
             for at in chosen:
-                slower = np.flatnonzero(uses[at][:, segment].sum(axis=1) > median_ns)
-                uses[at][np.ix_(slower, segment)] = median[slower]
+                slower = np.flatnonzero(cells_ns[at][:, segment].sum(axis=1) > median_ns)
+                cells_ns[at][np.ix_(slower, segment)] = median[slower]
 
 
 def _find_matching_part(name: str, pattern: str) -> str:
@@ -374,15 +372,23 @@ def _module_times(facts: Facts, change: Change) -> Mapping[str, Mapping[str, flo
 
 
 def _shorten(
-    uses: Floats,
-    use: int,
+    cells_ns: Floats,
+    part: str,
     ranks: Sequence[int],
     seconds: Mapping[str, float],
     share: float,
 ) -> None:
-    """Subtract a share of these seconds from a use on each rank, at most what is there."""
-    less_ns = np.array([1e9 * share * seconds.get(str(rank), 0.0) for rank in ranks])
-    uses[..., use] = np.maximum(0.0, uses[..., use] - less_ns[:, None])
+    """Subtract a share of these seconds from a part on each rank, at most what is there.
+
+    The seconds are wall time, and contain as large a share of waits for a CPU as the part.
+    """
+    cells = find_cells((part,), ())
+    whole_ns = cells_ns[..., cells].sum(axis=-1)
+    less_ns = np.array([1e9 * share * seconds.get(str(rank), 0.0) for rank in ranks])[:, None]
+    left = 1 - np.divide(
+        np.minimum(less_ns, whole_ns), whole_ns, where=whole_ns > 0, out=np.zeros_like(whole_ns)
+    )
+    cells_ns[..., cells] *= left[..., None]
 
 
 def _standard_error(values: Floats) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
+from torchlens_perf.analysis.statistics.time_account import TimeAccount
 from torchlens_perf.diagnosis.actions.job import Job
 from torchlens_perf.diagnosis.actions.table import choose_actions
 from torchlens_perf.diagnosis.lost_time import classify_time
@@ -18,14 +19,11 @@ from torchlens_perf.diagnosis.step_times import (
     MIN_ROWS,
     StepTimes,
     are_pipelined,
-    average_contention,
-    fill_contention,
-    split_contention,
 )
 from torchlens_perf.diagnosis.what_if import Replay, predict_standard_changes
 from torchlens_perf.report.trainings import shown_processes
 from torchlens_perf.run.loader_period import move_hidden_data_waits
-from torchlens_perf.run.records import OWN_COLUMNS, PARTS
+from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_collector, map_texts
 from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
@@ -45,12 +43,10 @@ if TYPE_CHECKING:
 _MOST_STEPS = 1024
 _MOST_RANK_STEPS = 1 << 18
 _UNUSUAL = OTHER_WORK | int(Flag.COLLECTED)
-_COLUMNS = ("duration_ns", *(f"{part}_ns" for part in PARTS), "ready_ns", "flags", "workload")
-_READY, _FLAGS, _WORKLOAD = (
-    _COLUMNS.index("ready_ns"),
-    _COLUMNS.index("flags"),
-    _COLUMNS.index("workload"),
-)
+_PARTS = tuple(f"{part}_ns" for part in PARTS)
+_READY = tuple(f"{part}_ready_ns" for part in PARTS)
+_COLUMNS = (*_PARTS, *_READY, "flags", "workload")
+_FLAGS, _WORKLOAD = _COLUMNS.index("flags"), _COLUMNS.index("workload")
 
 
 def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]) -> None:
@@ -121,10 +117,12 @@ def read_usual_steps(
         populations=tuple(processes[rank].placement.population for rank in ranks),
         steps=first + np.flatnonzero(usual),
         width=1,
-        uses_ns=_split_uses(
-            values[:, usual],
-            np.array([processes[rank].loader_period_ns for rank in ranks]),
-            facts,
+        account=TimeAccount.from_parts(
+            move_hidden_data_waits(
+                values[:, usual, : len(_PARTS)],
+                np.array([processes[rank].loader_period_ns for rank in ranks]),
+            ),
+            values[:, usual, len(_PARTS) : len(_PARTS) + len(_READY)],
         ),
         workload=values[:, usual, _WORKLOAD],
         pipelined=are_pipelined(each.placement for each in processes.values()),
@@ -142,14 +140,12 @@ def _read_windows(processes: Mapping[int, ProcessState]) -> StepTimes | None:
     if whole.sum() < MIN_ROWS:
         return None
     parts = with_hidden_data_waits(grid, processes).parts_ns[:, whole]
-    own, lack = parts[..., OWN_COLUMNS], np.nan_to_num(grid.lack_ns[:, whole])[..., OWN_COLUMNS]
-    without = own - np.minimum(own, lack)
     return StepTimes(
         grid.ranks,
         tuple(processes[rank].placement.population for rank in grid.ranks),
         grid.first_steps[whole],
         grid.width,
-        _join_uses(parts, own, without),
+        TimeAccount.from_parts(parts, grid.lack_ns[:, whole]),
         pipelined=are_pipelined(each.placement for each in processes.values()),
     )
 
@@ -179,19 +175,3 @@ def _read_columns(
 
     list(ParquetFolder(run.steps, unreadable=make_error_collector(notes)).read_each(place))
     return values
-
-
-def _split_uses(values: Floats, periods_ns: npt.NDArray[np.int64], facts: Facts) -> Floats:
-    parts = move_hidden_data_waits(values[..., 1 : 1 + len(PARTS)], periods_ns)
-    own, sampled = parts[..., OWN_COLUMNS], facts["steps"]["sampled_lack_of_cpu"]
-    ready = fill_contention(values[..., 0], values[..., _READY], sampled)
-    return _join_uses(parts, own, split_contention(own, ready, average_contention(facts)))
-
-
-def _join_uses(parts: Floats, own: Floats, without: Floats) -> Floats:
-    """Return the uses of a step. without: own parts without CPU contention."""
-    rest = [parts[..., PARTS.index(part)] for part in ("tool", "communication")]
-    return np.concatenate(
-        [without, (own - without).sum(axis=-1, keepdims=True), *(each[..., None] for each in rest)],
-        axis=-1,
-    )

@@ -244,7 +244,7 @@ class Sidecar:
             report = build_report(self.run.run_id, [self.state])
             crashes = (row for row in report["verdicts"] if row["kind"] in CRASH_KINDS)
             self._crash = next(crashes, None)
-            times = step_times.read_judged_rows(self.monitor.job.detector, report)
+            times = step_times.read_judged_rows(self.monitor.job.detector)
             if times is not None:
                 path = lost_time.classify_time(times, report, report["verdicts"])
                 self._critical_path_s = lost_time.join_classes(path)

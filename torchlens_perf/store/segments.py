@@ -351,6 +351,10 @@ def _build_step_table(chunk: RecordChunk) -> pa.Table:
             "workload": _null_if_negative(steps.workload),
             "cpu_ns": _sum_phases(steps.cpu_ns),
             "ready_ns": _sum_phases(steps.ready_ns),
+            **{
+                f"{part}_ready_ns": _null_if_negative(steps.ready_ns[:, i])
+                for i, part in enumerate(PARTS)
+            },
         }
     )
 

@@ -32,9 +32,9 @@ CPU = "cpu"
 _STATE_OF_PART = {**dict.fromkeys(PARTS, "running"), "data": "data", "communication": "ranks"}
 """The state of a part while it does not wait for a CPU."""
 STATES = ("running", CPU, "data", "ranks")
-_NO_PART = ""
+NO_PART = ""
 """Part of waits for a CPU of which only the sum over the parts is known."""
-CELLS = (*_STATE_OF_PART.items(), *((part, CPU) for part in (*OWN_PARTS, _NO_PART)))
+CELLS = (*_STATE_OF_PART.items(), *((part, CPU) for part in (*OWN_PARTS, NO_PART)))
 """The part and state of each cell."""
 
 
@@ -62,6 +62,26 @@ class TimeAccount:
         cells_ns[..., OWN_COLUMNS] -= cpu_ns
         cells_ns[..., len(PARTS) : -1] = cpu_ns
         return cls(cells_ns, is_measured)
+
+    @classmethod
+    def from_work(
+        cls,
+        work_ns: Floats,
+        lack_ns: Floats,
+        tool_ns: Floats | float,
+        communication_ns: Floats | float,
+    ) -> TimeAccount:
+        """Return the account of steps whose waits for a CPU are only known as their sum, `lack_ns`.
+
+        work_ns: [..., len(OWN_PARTS)], time of each own part without these waits. lack_ns: NaN where
+        the waits were not measured and are in the parts.
+        """
+        cells_ns = np.zeros((*work_ns.shape[:-1], len(CELLS)))
+        cells_ns[..., OWN_COLUMNS] = work_ns
+        cells_ns[..., PARTS.index("tool")] = tool_ns
+        cells_ns[..., PARTS.index("communication")] = communication_ns
+        cells_ns[..., -1] = np.nan_to_num(lack_ns)
+        return cls(cells_ns, np.isfinite(lack_ns))
 
     def sum_ns(self, parts: Sequence[str] = (), states: Sequence[str] = ()) -> Any:
         """Return the time in these parts and states; () stands for all."""
@@ -96,8 +116,9 @@ class TimeAccount:
 
 def mean_by_part(steps: Iterable[Mapping[str, float]]) -> Floats:
     """Return the mean time of each part; a missing part has taken no time."""
-    values: Floats = np.array([[each.get(part, 0.0) for part in PARTS] for each in steps])
-    return values.mean(axis=0)
+    values = np.array([[each.get(part, 0.0) for part in PARTS] for each in steps])
+    means: Floats = values.mean(axis=0)
+    return means
 
 
 @functools.cache
