@@ -39,6 +39,7 @@ def test_gain_without_the_slow_rank_is_the_step_of_a_run_without_it(
     assert steps is not None
     assert usual is not None
     found = predict(run, "rank=3@median", capsys=capsys)
+    assert {each["change"]: each for each in steps["changes"]}["rank=3@median"] == found
     measured_s = steps["step_s"] - usual["step_s"]
     assert found["low_s"] < measured_s < found["high_s"]
     assert found["gain_s"] == pytest.approx(measured_s, rel=0.1)

@@ -22,6 +22,7 @@ from torchlens_perf.diagnosis.what_if import (
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
+from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 
 BLOCKS = 4
 
@@ -268,10 +269,8 @@ def test_largest_modules_are_changed_if_their_device_time_is_known(
 
 @pytest.mark.parametrize("text", ["host=0", "forward=0", "saving=0", "saving=0, forward=0"])
 def test_gain_lies_within_its_bounds_and_is_no_longer_than_the_step(text: str) -> None:
-    """The recorded steps may be longer than the mean step of the run, as after a graph capture."""
     times = make_times({"forward": 30, "host": 10})
     facts = make_facts(times, long=[{"kinds": ["saving"], "total_s": 5.0}])
-    facts["steps"]["total_s"] /= 6
     found = Replay(times, facts).predict([parse_change(each) for each in text.split(", ")])
 
     assert found["low_s"] <= found["gain_s"] <= found["high_s"]
@@ -285,21 +284,22 @@ def test_irregular_steps_gain_their_mean_per_step() -> None:
     assert predict(times, "evaluation=0", long=[saving])["gain_s"] == 0
 
 
-@pytest.mark.parametrize("total_s", [0.01, 0.05, 0.1, 0.2])
+@pytest.mark.parametrize("saving_s", [0.0, 0.01, 2.0])
 @pytest.mark.parametrize(
     "changes",
     [["forward=0"], ["host=0"], ["forward=0", "saving=0"], ["forward=0", "host=0", "data=0"]],
 )
 def test_gain_is_inside_its_bounds_and_not_above_the_mean_step(
-    changes: list[str], total_s: float
+    changes: list[str], saving_s: float
 ) -> None:
-    """The replayed steps, which are the newest ones, take longer or shorter than the mean step."""
+    """The mean step is that of the replayed steps, with what irregular steps add."""
     times = make_times({"forward": 30.0, "host": 60.0, "data": 10.0})
-    saving = {"kinds": ["saving"], "total_s": 10 * total_s}
-    steps = {"count": 64, "warm_up": 0, "total_s": 64 * total_s, "long": [saving]}
-    gain = predict(times, *changes, steps=steps)
+    facts = make_facts(times, long=[{"kinds": ["saving"], "total_s": 64 * saving_s}])
+    replay = Replay(times, facts)
+    gain = replay.predict([parse_change(change) for change in changes])
 
-    assert gain["low_s"] <= gain["gain_s"] <= gain["high_s"] <= total_s
+    assert replay.step_s == pytest.approx(0.1 + saving_s)
+    assert gain["low_s"] <= gain["gain_s"] <= gain["high_s"] <= replay.step_s
     assert gain["share"] <= 1
 
 
@@ -328,25 +328,51 @@ def test_no_gains_are_predicted_if_ranks_do_not_wait_for_each_other() -> None:
     assert (changes, drift > 0.3) == ([], True)
 
 
-def test_gain_of_the_named_slow_rank_is_the_cost_of_its_verdict() -> None:
+def slow_verdict(ranks: tuple[int, ...], cost_s: float, *others: int) -> Any:
+    """Return the verdict on slow ranks. others: ranks that share its cost."""
+    evidence = StragglerEvidence(
+        "slow_compute", "rank", ranks, others, 0.03, 0.01, 0.02, 0.02, 1.0, 0.02, 9.0, 8, 0.0, (), 0.0, None
+    )  # fmt: skip
+    return {
+        "kind": "straggler", "is_over": False, "rank": ranks[0], "cost_s_per_step": cost_s,
+        "cost_share": 0.6, "phase": "forward", "since_step": 0, "evidence": evidence,
+    }  # fmt: skip
+
+
+def test_gain_of_the_named_slow_rank_is_the_cost_of_its_verdict_everywhere() -> None:
     times = make_times({"forward": 10}, {"forward": 30})
-    verdict: Any = {
-        "kind": "straggler",
-        "is_over": False,
-        "rank": 1,
-        "cost_s_per_step": 0.019,
-        "cost_share": 0.6,
-        "phase": "forward",
-    }
-    changes, _ = predict_standard_changes(times, make_facts(times), [verdict])
-    gains = {each["change"]: (each["gain_s"], each["share"]) for each in changes}
-    assert gains["rank=1@median"] == (0.019, 0.6)
-    classes = classify_time(times, make_facts(times), [verdict])
-    slow = next(each for each in classes if each["name"] == "slow rank")
-    assert (slow["rank"], slow["s_per_step"]) == (1, pytest.approx(0.019))
-    assert slow["share"] == pytest.approx(0.6)
-    assert sum(each["s_per_step"] for each in classes) == pytest.approx(0.03)
-    assert sum(each["share"] for each in classes) == pytest.approx(1)
+    facts, verdicts = make_facts(times), [slow_verdict((1,), 0.019)]
+    changes, _ = predict_standard_changes(times, facts, verdicts)
+    gains = {each["change"]: each for each in changes}
+    asked = Replay(times, facts, verdicts).predict([parse_change("rank=1@median")])
+    slow = next(each for each in classify_time(times, facts, verdicts) if each["ranks"])
+    assert gains["rank=1@median"] == asked
+    assert (asked["gain_s"], asked["share"]) == (0.019, 0.6)
+    assert (slow["ranks"], slow["s_per_step"]) == ([1], pytest.approx(0.019))
+    assert slow["share"] == pytest.approx(asked["share"])
+    # Repairing all ranks gains no less than repairing one of them.
+    assert gains["rank=all@median"]["gain_s"] >= asked["gain_s"]
+
+
+def test_cost_that_two_slow_parts_share_is_one_class_and_each_has_its_own_gain() -> None:
+    """Without rank 1, the job waits for rank 2. Without both, it gains 40 ms."""
+    times = make_times({"forward": 60}, {"forward": 100}, {"forward": 75}, {"forward": 60})
+    facts = make_facts(times)
+    verdicts = [slow_verdict((1,), 0.040, 2), slow_verdict((2,), 0.040, 1)]
+    slow = [each for each in classify_time(times, facts, verdicts) if each["ranks"]]
+    assert [(each["ranks"], each["s_per_step"]) for each in slow] == [([1, 2], pytest.approx(0.04))]
+    changes, _ = predict_standard_changes(times, facts, verdicts)
+    gains = {each["change"]: each["gain_s"] for each in changes}
+    assert gains["rank=1-2@median"] == pytest.approx(0.040)
+    assert gains["rank=1@median"] == pytest.approx(0.025)
+    assert "rank=2@median" not in gains  # It gains nothing alone.
+    assert gains["rank=all@median"] == pytest.approx(0.040)
+
+
+def test_steps_before_a_rank_became_slow_are_left_out() -> None:
+    times = make_times({"forward": 10}, {"forward": 30})
+    assert times.select_since(40).steps.tolist() == list(range(40, 64))
+    assert times.select_since(60) is times  # Too few steps would remain.
 
 
 def test_classes_add_up_to_the_mean_step_the_largest_first() -> None:

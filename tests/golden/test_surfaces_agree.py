@@ -48,6 +48,7 @@ from torchlens_perf.results.logged_verdicts import (
     check_log_arguments,
 )
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.verdicts import ENDED
 from torchlens_perf.serve.run_list import read_lines
 from torchlens_perf.simulate.faults import parse_fault
@@ -170,16 +171,23 @@ def lost_time_has_the_figures_of_the_rows(report: dict[str, Any]) -> None:
     if lost is None:
         return
     assert sum(each["share"] for each in lost["classes"]) == pytest.approx(1)
-    slow = {each["rank"]: each for each in lost["classes"] if each["name"] == SLOW_CLASS}
+    slow = {tuple(each["ranks"]): each for each in lost["classes"] if each["name"] == SLOW_CLASS}
     gains = {each["change"]: each for each in lost["changes"]}
     now = [row for row in report["verdicts"] if row["kind"] == "straggler"]
-    assert slow.keys() == {row["rank"] for row in now if row["cost_s_per_step"]}
-    for row in now:
+    of_rows = {
+        tuple(sorted({*row["evidence"].ranks, *row["evidence"].slow_too})): row
+        for row in now
+        if row["cost_s_per_step"]
+    }
+    assert slow.keys() == of_rows.keys()
+    for ranks, row in of_rows.items():
         cost_s, share = row["cost_s_per_step"], row["cost_share"]
-        gain = gains.get(f"rank={row['rank']}@median")
-        assert gain is None or (gain["gain_s"], gain["share"]) == (cost_s, share)
-        if row["rank"] in slow and slow[row["rank"]]["s_per_step"] == pytest.approx(cost_s):
-            assert slow[row["rank"]]["share"] == pytest.approx(share)
+        gain = gains.get(f"rank={format_ranges(ranks)}@median")
+        assert gain is None or gain["gain_s"] == cost_s
+        # Verdicts that share a cost compare it with steps of their own time.
+        if not row["evidence"].slow_too and slow[ranks]["s_per_step"] == pytest.approx(cost_s):
+            assert gain is None or gain["share"] == share
+            assert slow[ranks]["share"] == pytest.approx(share)
 
 
 def critical_path_agrees(run: RunDirectory, exporter: InMemoryExporter) -> None:

@@ -57,7 +57,9 @@ def _run_what_if(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return CANNOT_SAY
-    found = [Replay(times, report).predict(changes)] if changes else lost["changes"]
+    found = (
+        [Replay(times, report, report["verdicts"]).predict(changes)] if changes else lost["changes"]
+    )
     if options.json:
         report_json.write_json(
             {"step_s": lost["step_s"], "drift_share": lost["drift_share"], "changes": found},

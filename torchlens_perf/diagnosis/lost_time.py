@@ -7,6 +7,7 @@ avoid. What the critical rank computes longer than the median rank is imbalance,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from torchlens_perf.diagnosis.step_times import USES, StepTimes
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
+from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.host_code import divide_host_code
 from torchlens_perf.verdicts.words.report import mean_per_step
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.diagnosis.step_times import Floats
-    from torchlens_perf.verdicts.words.report import Collective, Facts, TimeClass, VerdictRow
+    from torchlens_perf.verdicts.words.report import Collective, Facts, Steps, TimeClass, VerdictRow
 
 SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 OTHER_SECTIONS = "other sections"
@@ -55,24 +57,64 @@ def find_critical_path(times: StepTimes) -> dict[str, float]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class SlowRanks:
+    """Ranks whose repair together shortens a step by the cost of current verdicts."""
+
+    ranks: tuple[int, ...]
+    cost_s: float
+    share: float
+    phase: str
+
+
+def find_slow_ranks(verdicts: Sequence[VerdictRow]) -> list[SlowRanks]:
+    """Return the slow ranks of current verdicts. Verdicts that share one cost are joined."""
+    found: dict[tuple[int, ...], SlowRanks] = {}
+    for row in verdicts:
+        if row["kind"] == "straggler" and not row["is_over"] and row["cost_s_per_step"]:
+            evidence = row["evidence"]
+            assert isinstance(evidence, StragglerEvidence)
+            ranks = tuple(sorted({*evidence.ranks, *evidence.slow_too}))
+            found.setdefault(
+                ranks,
+                SlowRanks(
+                    ranks, row["cost_s_per_step"], row["cost_share"] or 0.0, row["phase"] or ""
+                ),
+            )
+    return list(found.values())
+
+
+def begin_of_present(verdicts: Sequence[VerdictRow]) -> int:
+    """Return the first step in which all ranks that are slow now were slow; 0 without any."""
+    return max(
+        (
+            row["since_step"] or 0
+            for row in verdicts
+            if row["kind"] == "straggler" and not row["is_over"]
+        ),
+        default=0,
+    )
+
+
+def mean_step_s(times: StepTimes, steps: Steps) -> float:
+    """Return a mean of these usual steps, with what irregular steps add per step of the run."""
+    return float(times.account.wall_ns.mean()) / 1e9 + sum(_find_irregular(steps).values())
+
+
 def classify_time(
     times: StepTimes, facts: Facts, verdicts: Sequence[VerdictRow]
 ) -> list[TimeClass]:
     """Return the classes of time of a mean step, the largest first. They add up to the mean step.
 
-    Longer steps of a known kind, such as evaluation, are classes of their own. A slow rank that a
-    current verdict names has the cost of this verdict, and its share, which is of the steps in
-    which the rank was slow. The other classes divide the rest.
+    Longer steps of a known kind, such as evaluation, are classes of their own. Slow ranks that a
+    current verdict names have the cost and the share of this verdict. The other classes divide the
+    rest.
     """
-    steps, path_ns = facts["steps"], find_critical_path(times)
-    irregular: dict[str, float] = {}
-    for each in steps["long"]:
-        if each["kinds"]:
-            name = _AND.join(each["kinds"])
-            irregular[name] = irregular.get(name, 0.0) + mean_per_step(each["total_s"], steps)
-    step_s = mean_per_step(steps["total_s"], steps)
-    regular_s = max(0.0, step_s - sum(irregular.values()))
-    scale = regular_s / max(1.0, sum(path_ns.values()))
+    irregular = _find_irregular(facts["steps"])
+    step_s = mean_step_s(times, facts["steps"])
+    path_ns = find_critical_path(times)
+    # The critical rank's steps are as long as those of the mean rank, up to errors of the clocks.
+    scale = (step_s - sum(irregular.values())) / max(1.0, sum(path_ns.values()))
     uses_s = {name: used_ns * scale for name, used_ns in path_ns.items()}
     transfer_s = sum_transfers(facts, facts["collectives"]) if times.pipelined else None
     if transfer_s is not None:
@@ -81,23 +123,34 @@ def classify_time(
     sections = divide_host_code(facts["sections"], uses_s["host"])
     uses_s["host"] -= sum(sections.values())
     uses_s |= {f"{_SECTION}{name}": seconds for name, seconds in sections.items()}
-    found: list[tuple[str, float, float, int | None]] = []
+    found: list[tuple[str, float, float, tuple[int, ...]]] = []
+    for slow in find_slow_ranks(verdicts):
+        taken_s = _take_time(uses_s, slow.phase, slow.cost_s)
+        found.append((SLOW_RANK, taken_s, slow.share * taken_s / slow.cost_s, slow.ranks))
     for row in verdicts:
-        if row["kind"] in ("straggler", "imbalance") and not row["is_over"]:
-            cost_s, share = row["cost_s_per_step"] or 0.0, row["cost_share"] or 0.0
-            taken_s = _take_time(uses_s, row["phase"] or "", cost_s)
-            name = SLOW_RANK if row["kind"] == "straggler" else IMBALANCE
-            found.append((name, taken_s, share * taken_s / (cost_s or 1.0), row["rank"]))
-    rest_share = max(0.0, 1.0 - sum(share for _, _, share, _ in found))
+        if row["kind"] == "imbalance" and not row["is_over"]:
+            taken_s = _take_time(uses_s, row["phase"] or "", row["cost_s_per_step"] or 0.0)
+            found.append((IMBALANCE, taken_s, taken_s / step_s, ()))
     others_s = uses_s | irregular
     rest_s = sum(others_s.values())
-    found += [(name, s, s / rest_s * rest_share, None) for name, s in others_s.items() if s > 0]
+    rest_share = max(0.0, 1.0 - sum(share for _, _, share, _ in found))
+    found += [(name, s, s / rest_s * rest_share, ()) for name, s in others_s.items() if s > 0]
     classes: list[TimeClass] = [
-        {"name": name, "s_per_step": seconds, "share": share, "rank": rank}
-        for name, seconds, share, rank in found
+        {"name": name, "s_per_step": seconds, "share": share, "ranks": list(ranks)}
+        for name, seconds, share, ranks in found
         if seconds > 0
     ]
     return sorted(classes, key=lambda each: -each["s_per_step"])
+
+
+def _find_irregular(steps: Steps) -> dict[str, float]:
+    """Return what longer steps of known kinds add to a mean step of the run."""
+    found: dict[str, float] = {}
+    for each in steps["long"]:
+        if each["kinds"]:
+            name = _AND.join(each["kinds"])
+            found[name] = found.get(name, 0.0) + mean_per_step(each["total_s"], steps)
+    return found
 
 
 def join_classes(classes: Sequence[TimeClass]) -> dict[str, float]:

@@ -62,6 +62,18 @@ class StepTimes:
         scale = float(np.sqrt((work**2).sum() * (own**2).sum()))
         return float((work * own).sum()) / scale if scale else None
 
+    def select_since(self, step: int) -> StepTimes:
+        """Return the rows from a step on; all rows if these are fewer than MIN_ROWS."""
+        rows = self.steps >= step
+        if rows.sum() < MIN_ROWS:
+            return self
+        return dataclasses.replace(
+            self,
+            steps=self.steps[rows],
+            account=self.account.select(np.s_[:, rows]),
+            workload=None if self.workload is None else self.workload[:, rows],
+        )
+
     @functools.cached_property
     def uses_ns(self) -> Floats:
         """Times by use: [ranks, rows, len(USES)]."""

@@ -12,15 +12,16 @@ import dataclasses
 import fnmatch
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchlens_perf.analysis.statistics.time_account import CPU, NO_PART, TimeAccount, find_cells
-from torchlens_perf.diagnosis.lost_time import sum_transfers
+from torchlens_perf.diagnosis.lost_time import find_slow_ranks, mean_step_s, sum_transfers
 from torchlens_perf.diagnosis.step_times import StepTimes
 from torchlens_perf.errors import ConfigError, unknown_word_text
+from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
@@ -57,6 +58,8 @@ with one wait. Transfers take about the same time in each step, unlike waits for
 MODEL_ERROR = 0.15
 # Two standard errors are an interval of 95 %.
 _STANDARD_ERRORS = 2.0
+_FEW = 4
+"""Most ranks with one cost whose own gains are predicted."""
 # A module that is called at most this often in a step is called once.
 _ABOUT_ONCE = 1.1
 _CONTENTION = "contention"
@@ -70,7 +73,7 @@ _FORMS = (
     "data=0, forward x0.5, contention=0, saving=0, rank=3@median, rank=all@median,"
     ' "module:blocks.*.mlp x0.5", section:NAME=0, overlap=all, bubble=0, "bandwidth:GROUP x2"'
 )
-_AT_MEDIAN = re.compile(r"rank\s*=\s*(\d+|all)\s*@\s*median")
+_AT_MEDIAN = re.compile(r"rank\s*=\s*([\d,/-]+|all)\s*@\s*median")
 _FACTOR = re.compile(r"(.+?)(?:\s*=\s*|\s+x\s*|\s*=\s*x\s*)(\d+(?:\.\d+)?)")
 
 
@@ -112,9 +115,11 @@ def parse_change(text: str) -> Change:
 class Replay:
     """Recorded steps that can be replayed with changes."""
 
-    def __init__(self, times: StepTimes, facts: Facts) -> None:
+    def __init__(self, times: StepTimes, facts: Facts, verdicts: Sequence[VerdictRow] = ()) -> None:
+        """verdicts: the cost of a current one is the gain of repairing its ranks."""
         self._times = times
         self._facts = facts
+        self._slow = find_slow_ranks(verdicts)
         rows = np.arange(len(times.steps))
         critical = find_critical_ranks(times.account.sum_ns(["communication"]))
         self._critical = times.account.select((critical, rows))
@@ -123,7 +128,7 @@ class Replay:
             self._segments, self._rest_ns = _find_segments(times.account, self._rest_ns)
         self._path_ns = _sum_segments(times.account.cells_ns, self._segments)
         self._end_ns = self._path_ns + self._rest_ns
-        self.step_s = mean_per_step(facts["steps"]["total_s"], facts["steps"])
+        self.step_s = mean_step_s(times, facts["steps"])
 
     @property
     def drift_share(self) -> float:
@@ -152,13 +157,29 @@ class Replay:
         gain_s = min(usual_s + irregular_s, self.step_s)
         model_error = MODEL_ERROR + max(map(self._module_error, changes), default=0.0)
         around_s = _STANDARD_ERRORS * error_s + model_error * abs(gain_s)
+        low_s = gain_s - around_s
+        high_s = min(self.step_s, gain_s + around_s + self._contention_share * abs(usual_s))
+        share = gain_s / self.step_s
+        repaired = {rank for change in changes for rank in self._ranks_of(change)}
+        for slow in self._slow:
+            # One question has one answer: that of the verdict.
+            is_question = repaired == set(slow.ranks) and len(changes) == 1
+            if is_question or (slow.cost_s > gain_s and repaired.issuperset(slow.ranks)):
+                gain_s, share = slow.cost_s, slow.share
+                low_s, high_s = min(low_s, gain_s), max(high_s, gain_s)
         return {
             "change": ", ".join(change.text for change in changes),
             "gain_s": gain_s,
-            "low_s": gain_s - around_s,
-            "high_s": min(self.step_s, gain_s + around_s + self._contention_share * abs(usual_s)),
-            "share": gain_s / self.step_s,
+            "low_s": low_s,
+            "high_s": high_s,
+            "share": share,
         }
+
+    def _ranks_of(self, change: Change) -> Collection[int]:
+        """Return the ranks that a change repairs."""
+        if change.subject != "rank":
+            return ()
+        return self._times.ranks if change.name == "all" else parse_ranges(change.name)
 
     def _module_error(self, change: Change) -> float:
         """Return the relative error of the device time of modules, of which there are few samples."""
@@ -227,12 +248,10 @@ def predict_standard_changes(
 ) -> tuple[list[PredictedChange], float]:
     """Return the most valuable single changes, and the drift of the replay.
 
-    For a slow rank that a current verdict names, the gain is the cost of the verdict, also as a share.
-
     Work itself cannot be removed, so changes of computing are only predicted for its largest module
     at half its time. Return no changes if the replay does not reproduce the recorded steps.
     """
-    replay = Replay(times, facts)
+    replay = Replay(times, facts, verdicts)
     drift = replay.drift_share
     if drift > MAX_DRIFT:
         return [], drift
@@ -244,15 +263,13 @@ def predict_standard_changes(
         texts.append("bubble=0")
     largest = _find_largest_module(facts)
     texts += [f"module:{largest} x0.5"] if largest else []
+    slow = find_slow_ranks(verdicts)
+    texts += [f"rank={format_ranges(each.ranks)}@median" for each in slow]
+    # Ranks that share a cost also have their own ones.
+    texts += [
+        f"rank={rank}@median" for each in slow for rank in each.ranks if 1 < len(each.ranks) <= _FEW
+    ]
     found = [replay.predict([parse_change(text)]) for text in texts]
-    for row in verdicts:
-        cost_s, share = row["cost_s_per_step"], row["cost_share"]
-        if row["kind"] == "straggler" and not row["is_over"] and cost_s and share:
-            its = replay.predict([parse_change(f"rank={row['rank']}@median")])
-            low_s, high_s = min(its["low_s"], cost_s), max(its["high_s"], cost_s)
-            found.append(
-                {**its, "gain_s": cost_s, "low_s": low_s, "high_s": high_s, "share": share}
-            )
     found = [each for each in found if each["low_s"] > 0]
     return sorted(found, key=lambda each: -each["gain_s"])[:most], drift
 
@@ -280,7 +297,7 @@ def _find_segments(account: TimeAccount, wait_ns: Floats) -> tuple[Segments, Flo
 
 def _set_to_median(change: Change, times: StepTimes, cells_ns: Floats, segments: Segments) -> None:
     """Give ranks the median work of their population, where that is less than their own."""
-    wanted = times.ranks if change.name == "all" else (int(change.name),)
+    wanted = times.ranks if change.name == "all" else parse_ranges(change.name)
     if not set(wanted) <= set(times.ranks):
         raise ConfigError(f"{change.text!r}: the run has no rank {change.name}")
     populations, rows = np.array(times.populations), np.arange(cells_ns.shape[1])

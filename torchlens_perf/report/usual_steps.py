@@ -14,7 +14,7 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.time_account import TimeAccount
 from torchlens_perf.diagnosis.actions.job import Job
 from torchlens_perf.diagnosis.actions.table import choose_actions
-from torchlens_perf.diagnosis.lost_time import classify_time
+from torchlens_perf.diagnosis.lost_time import begin_of_present, classify_time, mean_step_s
 from torchlens_perf.diagnosis.step_times import (
     MIN_ROWS,
     StepTimes,
@@ -29,7 +29,6 @@ from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_c
 from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.verdicts.words.device_pace import replays_graphs
-from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -52,8 +51,7 @@ _FLAGS, _WORKLOAD = _COLUMNS.index("flags"), _COLUMNS.index("workload")
 def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]) -> None:
     """Add classes of time, predicted gains and precise actions, if all ranks have made enough steps."""
     times = read_usual_steps(run, report, states)
-    step_s = mean_per_step(report["steps"]["total_s"], report["steps"])
-    if times is None or not step_s:
+    if times is None:
         return
     changes, drift = predict_standard_changes(times, report, report["verdicts"])
     classes = classify_time(times, report, report["verdicts"])
@@ -61,7 +59,7 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         "first_step": int(times.steps[0]),
         "last_step": int(times.steps[-1]) + times.width - 1,
         "rows": len(times.steps),
-        "step_s": step_s,
+        "step_s": mean_step_s(times, report["steps"]),
         "classes": classes,
         "changes": changes,
         "drift_share": drift,
@@ -76,13 +74,24 @@ def build_job(report: Report, states: Sequence[NodeState], times: StepTimes) -> 
     return Job(
         report,
         processes[min(processes)].training,
-        Replay(times, report),
+        Replay(times, report, report["verdicts"]),
         max(sharing.values()),
         times.correlate_workload(),
     )
 
 
 def read_usual_steps(
+    run: RunDirectory, report: Report, states: Sequence[NodeState]
+) -> StepTimes | None:
+    """Return the newest steps that all ranks have made; None with fewer than MIN_ROWS.
+
+    Steps before the ranks became slow that are slow now are left out, if enough steps remain.
+    """
+    times = _read_newest_steps(run, report, states)
+    return None if times is None else times.select_since(begin_of_present(report["verdicts"]))
+
+
+def _read_newest_steps(
     run: RunDirectory, facts: Facts, states: Sequence[NodeState]
 ) -> StepTimes | None:
     """Return the newest steps that all ranks have made; None with fewer than MIN_ROWS.

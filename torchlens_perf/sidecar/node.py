@@ -246,6 +246,7 @@ class Sidecar:
             self._crash = next(crashes, None)
             times = step_times.read_judged_rows(self.monitor.job.detector)
             if times is not None:
+                times = times.select_since(lost_time.begin_of_present(report["verdicts"]))
                 path = lost_time.classify_time(times, report, report["verdicts"])
                 self._critical_path_s = lost_time.join_classes(path)
             goodput = report["goodput"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.quantities import format_percent
+from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.theme import PARTS
@@ -41,9 +42,10 @@ def build_critical_path_table(report: Report) -> Table | None:
     which = format_step_range(lost["first_step"], lost["last_step"] + 1)
     note = (
         f"{'In each step, the path follows the rank for which all others wait. ' if several else ''}"
-        f"Usual steps are divided as those {which}."
+        f"Mean of the usual steps {which}, with what other steps of the run add."
     )
-    return Table("critical_path", "Critical path of a mean step", columns, first=8, note=note, noun="class",
+    title = f"Critical path of a mean step ({format_duration(lost['step_s'])})"
+    return Table("critical_path", title, columns, first=8, note=note, noun="class",
                  ranged="per step")  # fmt: skip
 
 
@@ -73,9 +75,9 @@ def build_gain_table(changes: Sequence[PredictedChange], note: str = "") -> Tabl
 
 
 def _class_name(each: TimeClass, report: Report) -> str:
-    if each["rank"] is not None:
-        return f"{each['name']} {each['rank']}"
     name = each["name"]
+    if each["ranks"]:
+        return f"slow {format_rank_list(each['ranks'])}"
     shown = _NAMES.get(name) or (PARTS[name].name if name in PARTS else name)
     if name == "cpu":
         uses = [rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None]

@@ -473,8 +473,9 @@ class TimeClass(TypedDict):
     name: str
     s_per_step: float
     share: float
-    rank: int | None
-    """The rank, for the class "slow rank"."""
+    """Share of `LostTime.step_s`."""
+    ranks: list[int]
+    """The ranks of the class "slow rank"; [] for other classes."""
 
 
 class PredictedChange(TypedDict):
@@ -493,8 +494,9 @@ class PredictedChange(TypedDict):
 class LostTime(TypedDict):
     """The critical path of recorded steps over all ranks.
 
-    The classes add up to step_s, the mean of all steps after the warm-up. Steps from first_step to
-    last_step show how a usual step divides; all steps show how much irregular steps add.
+    The classes add up to step_s: a mean of the usual steps from first_step to last_step, with what
+    irregular steps add per step of the run. Ranks that are slow now are slow in all of these steps,
+    if there are enough.
     """
 
     first_step: int
