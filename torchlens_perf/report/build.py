@@ -38,6 +38,7 @@ from torchlens_perf.report.module_rows import module_rows, section_rows
 from torchlens_perf.report.overhead import estimate_overhead, largest_period
 from torchlens_perf.report.step_classes import (
     build_phases,
+    build_step_account,
     build_step_classes,
     build_typical_step,
     largest_own_step_time,
@@ -561,6 +562,7 @@ def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> 
         "own_s": summarize_sketch(statistics.own),
         "work_s": summarize_sketch(statistics.work) if statistics.work.count else None,
         "typical": typical,
+        "account": build_step_account(statistics),
         "loader_period_s": process.loader_period_ns / 1e9 or None,
         "phases": {} if typical is None else build_phases(statistics, typical),
         "other_threads": other_thread_times(statistics),

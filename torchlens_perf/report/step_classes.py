@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
-from torchlens_perf.analysis.statistics.step_mix import StepClass, classify_steps
-from torchlens_perf.analysis.statistics.time_account import CPU
+from torchlens_perf.analysis.statistics.step_mix import StepClass, classify_steps, sum_time
+from torchlens_perf.analysis.statistics.time_account import CELLS, CPU
 from torchlens_perf.report.waited_for import MAX_STEPS, AwaitedRankFinder
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.node_state import ProcessState
@@ -16,7 +16,13 @@ from torchlens_perf.verdicts.words.evidence import join_long_steps
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Findings
     from torchlens_perf.verdicts.words.evidence import LongSteps
-    from torchlens_perf.verdicts.words.report import OwnStepTime, Phase, StepClasses, TypicalStep
+    from torchlens_perf.verdicts.words.report import (
+        OwnStepTime,
+        Phase,
+        StepAccount,
+        StepClasses,
+        TypicalStep,
+    )
 
 
 def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) -> StepClasses:
@@ -144,6 +150,26 @@ def build_typical_step(statistics: RankStatistics) -> TypicalStep | None:
         "work_s": None if lack_s is None else own_s - sum(lack_s.values()),
         "parts": {part: s for part, s in parts_s.items() if statistics.parts[part].max_ns > 0},
         "lack_of_cpu": lack_s,
+    }
+
+
+def build_step_account(statistics: RankStatistics) -> StepAccount | None:
+    """Return the account of a rank's recorded steps after the warm-up; None without steps."""
+    bins = list(statistics.mix.bins.values())
+    if not bins or statistics.first_step is None or statistics.last_step is None:
+        return None
+    account = sum_time(bins)
+    cells_ns: dict[str, dict[str, int]] = {}
+    for (part, state), cell_ns in zip(CELLS, account.cells_ns.tolist(), strict=True):
+        if cell_ns:
+            cells_ns.setdefault(part, {})[state] = int(cell_ns)
+    return {
+        "first_step": statistics.first_step + WARM_UP_STEPS,
+        "last_step": statistics.last_step,
+        "steps": sum(each.count for each in bins),
+        "wall_ns": int(account.wall_ns),
+        "cells_ns": cells_ns,
+        "cpu_measured_steps": sum(each.measured for each in bins),
     }
 
 

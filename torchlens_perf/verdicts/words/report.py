@@ -174,6 +174,23 @@ class TypicalStep(TypedDict):
     lack_of_cpu: dict[str, float] | None
 
 
+class StepAccount(TypedDict):
+    """Where the time of a rank's recorded steps after the warm-up went.
+
+    cells_ns: for each part of the step, the time by state: running, cpu (runnable without a CPU), data
+    or ranks (waiting for them). All cells add up to wall_ns, the time of these steps.
+    """
+
+    first_step: int
+    last_step: int
+    steps: int
+    wall_ns: int
+    cells_ns: dict[str, dict[str, int]]
+    cpu_measured_steps: int
+    """Number of steps in which waits for a CPU were measured. In the other steps, they are in the other
+    state of their part."""
+
+
 class Phase(TypedDict):
     """One part of a step. typical_s and share are from typical steps, p50_s and mean_s from all."""
 
@@ -277,6 +294,8 @@ class Rank(TypedDict):
     own_s: Distribution
     work_s: Distribution | None
     typical: TypicalStep | None
+    account: StepAccount | None
+    """None until there is a step after the warm-up."""
     loader_period_s: float | None
     """Time in which the workers of its DataLoader make a batch; None if not measured."""
     phases: dict[str, Phase]
