@@ -11,6 +11,7 @@ import pytest
 from rich.text import Text
 
 from tests.top.reports import changed, report_of, verdict, view_of
+from torchlens_perf.run.failure import ProcessActivity
 from torchlens_perf.top import overview
 from torchlens_perf.top.pace import describe_pace
 from torchlens_perf.top.rank_screen import rank_lines
@@ -239,7 +240,7 @@ def test_ranks_are_listed_without_values_before_the_first_step(view: View) -> No
 
 def test_rank_screen_has_activity_phases_modules_and_collectives(view: View) -> None:
     """Phases and modules are compared with those of other ranks."""
-    now = {"step": 97, "step_s": 0.12, "inside": ["backward", "wait"], "inside_s": 0.1}
+    now = ProcessActivity(97, 0.12, ("backward", "wait"), 0.1)
     ranks: Any = [{**rank, "now": now} for rank in report_of(view)["ranks"]]
     lines = of_rank(with_report(view, ranks=ranks), 3)
     text = joined(lines)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.top.reports import changed, report_of, verdict, view_of
+from torchlens_perf.run.failure import ProcessActivity
 from torchlens_perf.top.ranks import build_rank_list, draw_blocks
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts.words.hang import HangEvidence
@@ -89,9 +90,9 @@ def test_rank_that_others_wait_for_in_a_hang_is_first(view: View) -> None:
     """The table also has the open spans of each rank."""
     hang = verdict("hang", "No step for 12 s.", rank=1, evidence=HANG)
     ranks: Any = [
-        {**rank, "now": {"step": 40, "step_s": 12.0, "inside": inside, "inside_s": 1.0}}
+        {**rank, "now": ProcessActivity(40, 12.0, inside, 1.0)}
         for rank, inside in zip(
-            report_of(view)["ranks"], (["backward", "wait"], [], ["x"], ["x"]), strict=True
+            report_of(view)["ranks"], (("backward", "wait"), (), ("x",), ("x",)), strict=True
         )
     ]
     table, order = build_rank_list(with_report(view, verdicts=[hang], ranks=ranks))

@@ -88,7 +88,6 @@ if TYPE_CHECKING:
         LastArrivals,
         Quality,
         Rank,
-        RankActivity,
         Report,
         Run,
         Startup,
@@ -309,6 +308,7 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         for p in processes.values()
         if p.statistics.ended_ns is not None
     ]
+    told = {process.total_steps for process in processes.values()} - {0}
     live = any(not process.ended for process in processes.values())
     died, failed = (
         sorted(rank for rank, process in processes.items() if process.ended == state)
@@ -330,7 +330,7 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
             if (saved := [node.saved_unix_ns for node in nodes if node.saved_unix_ns])
             else None
         ),
-        "total_steps": _common_total_steps(processes),
+        "total_steps": told.pop() if len(told) == 1 else None,
         "live": live,
         "state": run_state.run_state(live, died, failed),
         "died": died,
@@ -365,11 +365,6 @@ def _slowest_startup(processes: dict[int, ProcessState]) -> Startup | None:
                 }
             )
     return max(found, key=lambda each: (each["before_first_step_s"], -each["rank"]), default=None)
-
-
-def _common_total_steps(processes: dict[int, ProcessState]) -> int | None:
-    told = {process.total_steps for process in processes.values()} - {0}
-    return next(iter(told)) if len(told) == 1 else None
 
 
 def _node_names(nodes: list[NodeState]) -> list[str]:
@@ -554,7 +549,7 @@ def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> 
         "inside": process.open_spans,
         "failure": process.failure,
         "end": process.end,
-        "now": _current_activity(process),
+        "now": None if process.ended else process.now,
         "steps": statistics.counted_steps,
         "first_step": statistics.first_step,
         "last_step": statistics.last_step,
@@ -590,18 +585,6 @@ def _build_cpu_facts(process: ProcessState) -> CpuUse | None:
         "workers": found.workers if found.cpus else None,
         "others_share": others_share,
         "busiest_other": found.busiest_other,
-    }
-
-
-def _current_activity(process: ProcessState) -> RankActivity | None:
-    now = process.now
-    if now is None or process.ended:
-        return None
-    return {
-        "step": now.step,
-        "step_s": now.step_s,
-        "inside": list(now.inside),
-        "inside_s": now.inside_s,
     }
 
 
@@ -644,8 +627,8 @@ def _build_quality(nodes: list[NodeState], processes: dict[int, ProcessState]) -
         "overhead_share": overhead.share,
         "overhead_low": overhead.low,
         "overhead_high": overhead.high,
-        "module_period": largest_period(processes, "modules"),
-        "phase_period": largest_period(processes, "phases"),
+        "module_period": largest_period(processes, "module_period"),
+        "phase_period": largest_period(processes, "phase_period"),
         "sidecar_cpu_s": sum(node.sidecar_cpu_s for node in nodes),
         "notes": notes,
     }

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _DEVIATIONS = 3.0
 """Standard deviations above the expected count at which a rank is last to arrive too often."""
-_TIMES = tuple(name for name in TOTALS if name.endswith("_ns"))
+_TIMES = {name: f"{name.removesuffix('ns')}s" for name in TOTALS if name.endswith("_ns")}
+"""The name in seconds of each total in nanoseconds."""
 _OperationPlace = tuple[GroupKey, tuple[int, int] | None]
 
 
@@ -141,7 +142,7 @@ def _build_row(
         "slowest_rank": slowest,
         "by_rank": {
             str(rank): {
-                _name_in_seconds(name): value / 1e9 if name in _TIMES else value
+                _TIMES.get(name, name): value / 1e9 if name in _TIMES else value
                 for name, value in row.items()
             }
             for rank, row in by_rank.items()
@@ -167,7 +168,3 @@ def is_last_by_chance(last: float, joined: int, lags_ns: Mapping[int, float], ra
     often = last > joined * even + _DEVIATIONS * math.sqrt(joined * even * (1 - even))
     most = lags_ns[rank] >= (1 + even) / 2 * sum(lags_ns.values())
     return not (often or most)
-
-
-def _name_in_seconds(name: str) -> str:
-    return name.removesuffix("_ns") + "_s" if name in _TIMES else name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
@@ -57,15 +57,11 @@ def estimate_overhead(processes: Mapping[int, ProcessState]) -> Overhead:
     )
 
 
-def largest_period(processes: Mapping[int, ProcessState], of: str) -> int:
-    """Return n, if the rank that times least often does so in one of n steps.
-
-    of: "modules", or "phases" on the device.
-    """
-    costs = [each.recording for each in processes.values()]
-    if of == "modules":
-        return max((each.get("module_period", 1) for each in costs), default=1)
-    return max((each.get("phase_period", 1) for each in costs), default=1)
+def largest_period(
+    processes: Mapping[int, ProcessState], of: Literal["module_period", "phase_period"]
+) -> int:
+    """Return n, if the rank that times least often does so in one of n steps."""
+    return max((each.recording.get(of, 1) for each in processes.values()), default=1)
 
 
 def _mark_ns(process: ProcessState) -> float:

@@ -46,8 +46,7 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
             return all_ranks[each.only]
         if each.kinds or each.more_ns <= 0:
             return None
-        awaited = waits.find_awaited_rank(each.steps[-MAX_STEPS:], each.more_ns)
-        return None if awaited is None else awaited.rank
+        return waits.find_awaited_rank(each.steps[-MAX_STEPS:], each.more_ns)
 
     def build_rows(classes: Iterable[StepClass]) -> list[LongSteps]:
         return [

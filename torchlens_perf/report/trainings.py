@@ -14,7 +14,6 @@ import numpy as np
 from torchlens_perf.verdicts.latest_attempt import latest_processes
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.statistics.rank import RankStatistics
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState, Training
     from torchlens_perf.verdicts.stragglers.findings import Findings
 
@@ -46,7 +45,8 @@ def select_training(
         return None
     found: Processes = {}
     for rank, process in processes.items():
-        statistics = _find_statistics(process, first_step)
+        kept = {each.first_step: each.statistics for each in process.by_training}
+        statistics = kept.get(first_step)
         if statistics is None:
             return None
         found[rank] = dataclasses.replace(process, statistics=statistics, by_training=[])
@@ -75,9 +75,3 @@ def select_findings(findings: Findings, processes: Processes) -> Findings:
     ]
     groups = tuple(each for each in findings.groups if each.lead in kept)
     return findings.with_episodes(kept, groups=groups)
-
-
-def _find_statistics(process: ProcessState, first_step: int) -> RankStatistics | None:
-    return next(
-        (each.statistics for each in process.by_training if each.first_step == first_step), None
-    )

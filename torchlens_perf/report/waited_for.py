@@ -5,7 +5,7 @@ step. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,14 +30,6 @@ If there are more, the oldest may be lost (step_mix.py).
 _MIN_SHARE = 0.5
 
 
-class AwaitedRank(NamedTuple):
-    """A rank that all others waited for."""
-
-    rank: int
-    part: str
-    """The part of the step that took longer on this rank."""
-
-
 class AwaitedRankFinder:
     """Finds ranks that all others waited for. Each rank's typical step is computed on first use."""
 
@@ -46,7 +38,7 @@ class AwaitedRankFinder:
         self._mixes = mixes
         self._typical: dict[int, TypicalStep | None] = {}
 
-    def find_awaited_rank(self, steps: Sequence[int], more_ns: float) -> AwaitedRank | None:
+    def find_awaited_rank(self, steps: Sequence[int], more_ns: float) -> int | None:
         """Return the rank that all others waited for in these steps; None if it differs between
         steps.
 
@@ -57,27 +49,24 @@ class AwaitedRankFinder:
         found = {self._find_in_one_step(step, more_ns) for step in steps}
         return found.pop() if len(found) == 1 else None
 
-    def _find_in_one_step(self, step: int, more_ns: float) -> AwaitedRank | None:
-        busy = []
+    def _find_in_one_step(self, step: int, more_ns: float) -> int | None:
+        busy: list[int] = []
         for rank in self._mixes:
             more = self._excess_over_typical(step, rank)
             if more is None or more.sum() < _MIN_SHARE * more_ns:
                 return None
-            part = PARTS[int(np.argmax(more))]
-            if part not in _WAITS:
-                busy.append(AwaitedRank(rank, part))
-                if self._lacks_cpu(step, rank, more_ns):
-                    return None
+            if PARTS[int(np.argmax(more))] in _WAITS:
+                continue
+            busy.append(rank)
+            its = self._find_bin(step, rank)
+            # CPU contention explains most of the additional time.
+            if its is not None and its.account.sum_ns(states=[CPU]) >= _MIN_SHARE * more_ns:
+                return None
         return busy[0] if len(busy) == 1 else None
 
     def _find_bin(self, step: int, rank: int) -> Bin | None:
         """Return the bin of a rank that contains this step; None if the step was dropped."""
         return next((each for each in self._mixes[rank].bins.values() if step in each.steps), None)
-
-    def _lacks_cpu(self, step: int, rank: int, more_ns: float) -> bool:
-        """Return True if CPU contention explains most of a step's additional time on a rank."""
-        its = self._find_bin(step, rank)
-        return its is not None and bool(its.account.sum_ns(states=[CPU]) >= _MIN_SHARE * more_ns)
 
     def _excess_over_typical(self, step: int, rank: int) -> npt.NDArray[np.float64] | None:
         """Return the excess of each part over the rank's typical step in ns; None if unknown."""

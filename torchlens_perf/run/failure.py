@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import TypedDict
 
@@ -29,6 +30,20 @@ class Failure(TypedDict):
     after_watch: bool
     """True if the watch had ended before the exception."""
     unix_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessActivity:
+    """A snapshot of what a running process was doing, taken by the sidecar."""
+
+    step: int
+    """The step in progress."""
+    step_s: float
+    """Time since that step began."""
+    inside: tuple[str, ...]
+    """The open spans of its training thread, outermost first, without the step."""
+    inside_s: float | None
+    """Time since the innermost of these spans began; None without spans."""
 
 
 class ProcessEnd(TypedDict):

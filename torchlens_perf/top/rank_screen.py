@@ -101,11 +101,11 @@ def _state_lines(rank: Rank, report: Report) -> Iterator[str]:
     )
     now, last, memory = rank["now"], rank["arrived_last"], rank["memory"]
     if now is not None:
-        within = f" for {format_duration(now['inside_s'])}" if now["inside_s"] is not None else ""
+        within = f" for {format_duration(now.inside_s)}" if now.inside_s is not None else ""
         at = f"at {format_clock_time(as_of)}: " if (as_of := report["run"]["as_of"]) else ""
         yield (
-            f"{at}in step {now['step']} for {format_duration(now['step_s'])},"
-            f" {open_spans_phrase(now['inside'])}{within}"
+            f"{at}in step {now.step} for {format_duration(now.step_s)},"
+            f" {open_spans_phrase(now.inside)}{within}"
         )
     elif rank["failure"] is not None:
         yield (

@@ -144,7 +144,7 @@ def draw_blocks(excess: Sequence[float | None], width: int) -> str:
 def _open_span_columns(ranks: Sequence[int], report: Report) -> list[Column]:
     """Return the open spans of each rank, now or at the time when it died."""
     of = {
-        rank["rank"]: (rank["now"]["inside"] if rank["now"] else rank["inside"])[-2:]
+        rank["rank"]: (rank["now"].inside if rank["now"] else rank["inside"])[-2:]
         for rank in report["ranks"]
     }
     inside = [" > ".join(of[rank])[:_INSIDE] or "not timed" for rank in ranks]

@@ -28,7 +28,7 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.failure import Failure, ProcessEnd
+from torchlens_perf.run.failure import Failure, ProcessActivity, ProcessEnd
 from torchlens_perf.run.identity import (
     DeviceClockQuality,
     Gpu,
@@ -63,20 +63,6 @@ MAX_TRAININGS = 6
 """Most trainings of a process whose statistics are kept: the newest one, and those with the most
 steps."""
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessActivity:
-    """A snapshot of what a running process was doing, taken by the sidecar."""
-
-    step: int
-    """The step in progress."""
-    step_s: float
-    """Time since that step began."""
-    inside: tuple[str, ...]
-    """The open spans of its training thread, outermost first, without the step."""
-    inside_s: float | None
-    """Time since the innermost of these spans began; None without spans."""
 
 
 @dataclasses.dataclass

@@ -17,8 +17,6 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.run.ring import Flag
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from torchlens_perf.run.records import StepTable
 
 BLOCK_STEPS = 64
@@ -95,8 +93,9 @@ class ModuleCost:
         self.timed_ns, self.untimed_ns = [], []
         if not len(timed) or not len(untimed):
             return
-        median_ns = float(np.median(np.concatenate([timed, untimed])))
-        unclipped = _share_within(np.concatenate([timed, untimed]), median_ns)
+        durations_ns = np.concatenate([timed, untimed])
+        median_ns = float(np.median(durations_ns))
+        unclipped = float((np.abs(durations_ns / median_ns - 1) <= _MAX_DEVIATION).mean())
         if unclipped < _MIN_UNCLIPPED:
             return
         bounds_ns = (1 - _MAX_DEVIATION) * median_ns, (1 + _MAX_DEVIATION) * median_ns
@@ -110,7 +109,3 @@ class ModuleCost:
         self.weight += weight
         self.weighted_ns += weight * float(difference_ns)
         self.weighted_square_ns2 += weight * float(difference_ns) ** 2
-
-
-def _share_within(durations_ns: npt.NDArray[np.float64], median_ns: float) -> float:
-    return float((np.abs(durations_ns - median_ns) <= _MAX_DEVIATION * median_ns).mean())

@@ -186,7 +186,7 @@ class WindowHistory:
             self._warm_from = int(table.step[0]) + WARM_UP_STEPS
         compared = (table.flags & _OTHER_WORK) == 0
         uncompared_work = ((table.flags & OTHER_WORK) != 0) | (table.step < self._warm_from)
-        work_ns = np.where(uncompared_work, np.nan, _work_ns(table))
+        work_ns = np.where(uncompared_work, np.nan, table.work_ns)
         steps = _StepColumns(
             table.step, table.duration_ns, table.parts_ns, work_ns, table.start_ns, table.ready_ns
         )
@@ -197,7 +197,11 @@ class WindowHistory:
             # Adding complete windows may change the width.
             count = self.width * self._count_complete_windows(steps, begin)
             if count and not self._steps:
-                self._add_complete_windows(steps.select(slice(begin, begin + count)))
+                # Adding complete windows at once is faster than one by one.
+                whole = steps.select(slice(begin, begin + count)).change(
+                    lambda column: column.reshape(-1, self.width, *column.shape[1:])
+                )
+                self._append_rows(_make_rows(whole, self.width))
             else:
                 # First step of the next window.
                 end = (int(steps.step[begin]) // self.width + 1) * self.width
@@ -255,11 +259,6 @@ class WindowHistory:
         expected = steps.step[begin] + self.width * np.arange(most)
         complete = (firsts == expected) & (lasts == expected + self.width - 1)
         return most if complete.all() else int(complete.argmin())
-
-    def _add_complete_windows(self, steps: _StepColumns) -> None:
-        """Add windows that have all of their steps. This is faster than adding one by one."""
-        windows = steps.change(lambda column: column.reshape(-1, self.width, *column.shape[1:]))
-        self._append_rows(_make_rows(windows, self.width))
 
     def _append_rows(self, rows: _WindowRows) -> None:
         self._rows = self._rows.append(rows)
@@ -329,11 +328,6 @@ def expand_lack_ns(
     if lack_ns is None:
         return None
     return np.asarray(lack_ns, np.float64) if len(lack_ns) else np.zeros(len(PARTS))
-
-
-def _work_ns(table: StepTable) -> npt.NDArray[np.float64]:
-    work: npt.NDArray[np.float64] = table.work_ns.astype(np.float64)
-    return work
 
 
 def _group_by_kind_and_name(

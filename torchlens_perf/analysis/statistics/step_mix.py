@@ -396,7 +396,9 @@ def _add_bins_of_rank(
                 alike += [each.bin for each in similar]
                 continue
             part = _part_with_most_difference([each.bin for each in similar], typical)
-            kinds = _kinds_of_flags(flags & ~base)
+            kinds = tuple(name for flag, name in _NAMES.items() if flags & ~base & flag)
+            if "evaluation" in kinds:
+                kinds = tuple(kind for kind in kinds if kind != WITHOUT_GRADIENTS)
             if more_ns > 0:
                 share = count / counts[flags]
                 kinds = tuple(
@@ -409,15 +411,6 @@ def _add_bins_of_rank(
             similar = [dataclasses.replace(each, part=part) for each in similar]
             others.setdefault((kinds, "" if kinds else part, more_ns > 0), []).extend(similar)
     return base
-
-
-def _kinds_of_flags(flags: int) -> tuple[str, ...]:
-    names = tuple(name for flag, name in _NAMES.items() if flags & flag)
-    return (
-        tuple(name for name in names if name != WITHOUT_GRADIENTS)
-        if "evaluation" in names
-        else names
-    )
 
 
 def _may_explain(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torchlens_perf.run import ring
+from torchlens_perf.run.failure import ProcessActivity
 from torchlens_perf.run.processes import process_start_ticks
 from torchlens_perf.run.ring import Flag, Kind, RingReader, State
 from torchlens_perf.sidecar.stops import SHORTEST_NS, Stop
 from torchlens_perf.store.segments import RecordOrigin
-from torchlens_perf.verdicts.node_state import ProcessActivity
 
 if TYPE_CHECKING:
     import numpy.typing as npt

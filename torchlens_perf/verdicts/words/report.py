@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
-from torchlens_perf.run.failure import Failure, ProcessEnd
+from torchlens_perf.run.failure import Failure, ProcessActivity, ProcessEnd
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.words.evidence import Evidence, LongSteps
 from torchlens_perf.verdicts.words.report_goodput import Goodput
@@ -175,7 +175,7 @@ class TypicalStep(TypedDict):
 
 
 class StepAccount(TypedDict):
-    """Where the time of a rank's recorded steps after the warm-up went.
+    """Time of a rank's recorded steps after the warm-up, by part and state.
 
     cells_ns: for each part of the step, the time by state: running, cpu (runnable without a CPU), data
     or ranks (waiting for them). All cells add up to wall_ns, the time of these steps.
@@ -239,19 +239,6 @@ class LastArrivals(TypedDict):
     share: float
 
 
-class RankActivity(TypedDict):
-    """Activity of a running rank at the time when the state of its node was written."""
-
-    step: int
-    """The step in progress."""
-    step_s: float
-    """Time since that step began."""
-    inside: list[str]
-    """The open spans of the training thread, outermost first."""
-    inside_s: float | None
-    """Time since the innermost open span began."""
-
-
 class CpuUse(TypedDict):
     """Usage of the CPUs of one rank."""
 
@@ -285,7 +272,7 @@ class Rank(TypedDict):
     """The exception that ended the rank; None if it did not fail."""
     end: ProcessEnd | None
     """How its process ended, as the kernel shows it; None while it runs."""
-    now: RankActivity | None
+    now: ProcessActivity | None
     """None if the process has ended."""
     steps: int
     first_step: int | None

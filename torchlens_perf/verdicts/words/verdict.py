@@ -232,13 +232,13 @@ def _why_no_steps(report: Facts) -> tuple[str, str]:
             "run more steps, or put `with perf.watch(model):` around the loop.",
         )
     now = [
-        rank["now"] for rank in report["ranks"] if rank["now"] is not None and rank["now"]["inside"]
+        rank["now"] for rank in report["ranks"] if rank["now"] is not None and rank["now"].inside
     ]
     if report["run"]["live"] and now:
-        longest = max(now, key=lambda each: each["step_s"])
+        longest = max(now, key=lambda each: each.step_s)
         return (
-            f"No step has ended yet: the first one has taken {format_duration(longest['step_s'])} so far,"
-            f" and is in {' > '.join(longest['inside'])}.",
+            f"No step has ended yet: the first one has taken {format_duration(longest.step_s)} so far,"
+            f" and is in {' > '.join(longest.inside)}.",
             "wait for its end.",
         )
     return (
