@@ -258,6 +258,9 @@ def _copy_counters(source: RingSource) -> None:
         source.error_file = metadata.get("error_file", "")
         state.settings = metadata.get("run_settings", {})
         source.simulated = metadata.get("simulated", False)
+        if source.simulated:
+            # The ring's state was polled before its metadata. The node's clock is not the rank's.
+            state.seen_ns = 0
         source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
         source.settings = dict(metadata["settings"])
         state.trace_every = int(source.settings["trace_every"])
