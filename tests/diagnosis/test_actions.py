@@ -86,7 +86,7 @@ def make_job(
     report: Any = {
         "run": {"device": None, "world_size": len(uses), "settings": {}, **(run or {})},
         "steps": {"count": STEPS, "total_s": total_s, "warm_up": 0, "long": [], "micro_steps": 1, "alike": STEPS,
-                  "own_time": None, **(steps or {})},
+                  "own_time": None, "sampled_lack_of_cpu": None, **(steps or {})},
         "ranks": [{**row, "rank": number} for number in range(len(uses))],
         "modules": [], "sections": [], "collectives": [], "verdicts": [], "gpus": [],
         "device_sections": [], **facts,

@@ -59,6 +59,7 @@ def make_facts(times: StepTimes, **changed: Any) -> Any:
     long = changed.pop("long", [])
     total_s = step_s * count + sum(each["total_s"] for each in long)
     steps = {"total_s": total_s, "count": count, "warm_up": 0, "long": long}
+    steps["sampled_lack_of_cpu"] = changed.pop("sampled", None)
     return {
         "run": {"judged_by": "host"},
         "steps": steps,
@@ -437,6 +438,35 @@ def test_a_part_that_sleeps_keeps_its_time_beside_contention_of_other_parts() ->
     classes = {each["name"]: each for each in classify_time(times, make_facts(times), [])}
     assert classes["data"]["s_per_step"] == pytest.approx(0.020)
     assert classes["forward"]["s_per_step"] == pytest.approx(0.020)
+
+
+@pytest.mark.parametrize(
+    ("text", "carried"),
+    [
+        ("forward=0", False), ("optimizer x0.5", False), ("module:extra=0", False),
+        # The waits are in what is removed, or the work stays as it is.
+        ("data=0", True), ("contention=0", True), ("saving=0", True), ("overlap=all", True),
+    ],
+)  # fmt: skip
+def test_no_gain_is_predicted_beside_contention_that_it_changes(text: str, carried: bool) -> None:
+    times = contended({"data": 70, "forward": 20, "optimizer": 10}, {"data": 50, "forward": 5})
+    facts = make_facts(times, modules=[make_module("extra", 0.01)])
+    assert Replay(times, facts).can_predict([parse_change(text)]) is carried
+    changes, _ = predict_standard_changes(times, facts, [])
+    assert {each["change"] for each in changes} == {"data=0", "contention=0"}
+
+
+def test_sampled_contention_counts_where_it_was_not_measured() -> None:
+    times = contended({"forward": 20}, {"data": float("nan")})
+    for sampled, carried in ((0.5, False), (0.1, True), (None, True)):
+        facts = make_facts(times, sampled=sampled)
+        assert Replay(times, facts).can_predict([parse_change("forward=0")]) is carried
+
+
+def test_verdict_on_a_slow_rank_is_answered_beside_contention() -> None:
+    times = contended({"forward": 100}, {"forward": 50})
+    facts, verdicts = make_facts(times), [slow_verdict((0,), 0.019)]
+    assert Replay(times, facts, verdicts).can_predict([parse_change("rank=0@median")])
 
 
 def test_waits_that_were_not_measured_stay_in_their_part() -> None:

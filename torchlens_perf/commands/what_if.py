@@ -33,7 +33,7 @@ _EXAMPLES = """changes:
 
 def _run_what_if(options: argparse.Namespace) -> int:
     from torchlens_perf.diagnosis.step_times import MIN_ROWS
-    from torchlens_perf.diagnosis.what_if import MAX_DRIFT, Replay, parse_change
+    from torchlens_perf.diagnosis.what_if import MAX_CONTENTION, MAX_DRIFT, Replay, parse_change
     from torchlens_perf.report import report_json
     from torchlens_perf.report.run_report import load_report_and_states
     from torchlens_perf.report.usual_steps import read_usual_steps
@@ -57,9 +57,18 @@ def _run_what_if(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return CANNOT_SAY
-    found = (
-        [Replay(times, report, report["verdicts"]).predict(changes)] if changes else lost["changes"]
-    )
+    found = lost["changes"]
+    if changes:
+        replay = Replay(times, report, report["verdicts"])
+        found = [replay.predict(changes)]
+        if not replay.can_predict(changes):
+            print(
+                f"torchlens-perf: cannot say: after the change, the ranks still wait for a CPU for"
+                f" more than {MAX_CONTENTION:.0%} of a step, and less work also makes these waits"
+                " shorter. Run the job on idle CPUs",
+                file=sys.stderr,
+            )
+            return CANNOT_SAY
     if options.json:
         report_json.write_json(
             {"step_s": lost["step_s"], "drift_share": lost["drift_share"], "changes": found},

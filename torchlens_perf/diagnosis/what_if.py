@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.time_account import CPU, NO_PART, TimeAccount, find_cells
-from torchlens_perf.diagnosis.lost_time import find_slow_ranks, mean_step_s, sum_transfers
+from torchlens_perf.diagnosis.lost_time import (
+    SlowRanks,
+    find_slow_ranks,
+    mean_step_s,
+    sum_transfers,
+)
 from torchlens_perf.diagnosis.step_times import StepTimes
 from torchlens_perf.errors import ConfigError, unknown_word_text
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
@@ -36,6 +41,9 @@ if TYPE_CHECKING:
     Segments = tuple[npt.NDArray[np.int64], ...]
     from torchlens_perf.verdicts.words.report import Facts, Module, PredictedChange, VerdictRow
 
+MAX_CONTENTION = 0.2
+"""No gain of less work is predicted if CPU contention takes a larger share of the changed step."""
+_COMMUNICATION = ("bandwidth", "overlap", "bubble", "communication")
 MAX_DRIFT = 0.05
 """Without a change, the replay may differ from the recorded steps by at most this share."""
 _ALL_PASSES = ("data", "forward", "recompute", "backward", NO_PART, "tool")
@@ -122,8 +130,9 @@ class Replay:
         self._slow = find_slow_ranks(verdicts)
         rows = np.arange(len(times.steps))
         critical = find_critical_ranks(times.account.sum_ns(["communication"]))
-        self._critical = times.account.select((critical, rows))
-        self._segments, self._rest_ns = _SEGMENTS[0], self._critical.sum_ns(["communication"])
+        self._critical = critical, rows
+        account = times.account.select(self._critical)
+        self._segments, self._rest_ns = _SEGMENTS[0], account.sum_ns(["communication"])
         if not times.pipelined:
             self._segments, self._rest_ns = _find_segments(times.account, self._rest_ns)
         self._path_ns = _sum_segments(times.account.cells_ns, self._segments)
@@ -138,15 +147,13 @@ class Replay:
 
     def predict(self, changes: Sequence[Change]) -> PredictedChange:
         """Return the gain of several changes together. Raise ConfigError if one names nothing."""
-        cells_ns, rest_ns = self._times.account.cells_ns.copy(), self._rest_ns.copy()
+        cells_ns, rest_ns = self._change_cells(changes), self._rest_ns
         irregular_s = 0.0
         for change in changes:
             if change.subject in _IRREGULAR:
                 irregular_s += (1 - change.factor) * self._irregular_s(change)
-            elif change.subject in ("bandwidth", "overlap", "bubble", "communication"):
+            elif change.subject in _COMMUNICATION:
                 rest_ns = self._change_communication(change, rest_ns)
-            else:
-                self._change_cells(change, cells_ns)
         path_ns = _sum_segments(cells_ns, self._segments)
         if self._times.pipelined:
             # The bubble of a pipeline is as long as the slowest stage's micro-batches.
@@ -158,12 +165,14 @@ class Replay:
         model_error = MODEL_ERROR + max(map(self._module_error, changes), default=0.0)
         around_s = _STANDARD_ERRORS * error_s + model_error * abs(gain_s)
         low_s = gain_s - around_s
-        high_s = min(self.step_s, gain_s + around_s + self._contention_share * abs(usual_s))
+        high_s = min(
+            self.step_s, gain_s + around_s + self._contention_left(cells_ns) * abs(usual_s)
+        )
         share = gain_s / self.step_s
         repaired = {rank for change in changes for rank in self._ranks_of(change)}
         for slow in self._slow:
             # One question has one answer: that of the verdict.
-            is_question = repaired == set(slow.ranks) and len(changes) == 1
+            is_question = self._asks_for(changes, slow)
             if is_question or (slow.cost_s > gain_s and repaired.issuperset(slow.ranks)):
                 gain_s, share = slow.cost_s, slow.share
                 low_s, high_s = min(low_s, gain_s), max(high_s, gain_s)
@@ -174,6 +183,33 @@ class Replay:
             "high_s": high_s,
             "share": share,
         }
+
+    def can_predict(self, changes: Sequence[Change]) -> bool:
+        """Return False if waits for a CPU are left that less work also makes shorter.
+
+        By how much they get shorter is not known. What a verdict has judged is known.
+        """
+        if any(self._asks_for(changes, slow) for slow in self._slow):
+            return True
+        cells_ns = self._change_cells(changes)
+        is_less_work = bool((cells_ns != self._times.account.cells_ns).any())
+        return not is_less_work or self._contention_left(cells_ns) <= MAX_CONTENTION
+
+    def _asks_for(self, changes: Sequence[Change], slow: SlowRanks) -> bool:
+        """Return True if the change is the repair of these ranks."""
+        return len(changes) == 1 and set(self._ranks_of(changes[0])) == set(slow.ranks)
+
+    def _contention_left(self, cells_ns: Floats) -> float:
+        """Return the share of waits for a CPU in a step of the critical ranks after a change.
+
+        Where they were not measured, the share in one-second samples counts.
+        """
+        of_critical_ns = cells_ns[self._critical]
+        waits_ns = of_critical_ns[..., find_cells((), (CPU,))].sum()
+        account = self._times.account.select(self._critical)
+        sampled = self._facts["steps"]["sampled_lack_of_cpu"] or 0.0
+        unmeasured = 1 - float(account.is_measured.mean())
+        return float(waits_ns / account.wall_ns.sum()) + unmeasured * sampled
 
     def _ranks_of(self, change: Change) -> Collection[int]:
         """Return the ranks that a change repairs."""
@@ -190,11 +226,6 @@ class Replay:
         whole_s = sum(r["device_own_s_per_step"] or 0.0 for r in rows)
         return 0.5 * sum(widths) / whole_s if whole_s else 0.0
 
-    @property
-    def _contention_share(self) -> float:
-        """Share of CPU contention on the critical path, which less work on any rank reduces too."""
-        return float(self._critical.sum_ns(states=[CPU]).sum() / self._critical.wall_ns.sum())
-
     def _irregular_s(self, change: Change) -> float:
         """Return the mean time per step that steps of these kinds take longer."""
         steps, kinds = self._facts["steps"], _IRREGULAR[change.subject]
@@ -207,7 +238,8 @@ class Replay:
         if change.subject == "communication":
             return np.multiply(rest_ns, change.factor, dtype=np.float64)
         if change.subject == "overlap":
-            computing_ns: Floats = self._critical.sum_ns(["forward", "backward"])
+            account = self._times.account.select(self._critical)
+            computing_ns: Floats = account.sum_ns(["forward", "backward"])
             return np.maximum(rest_ns - computing_ns, 0)
         rows = [
             row
@@ -224,23 +256,26 @@ class Replay:
             return np.minimum(rest_ns, transfer_ns)
         return np.maximum(rest_ns - (1 - 1 / change.factor) * transfer_ns, 0)
 
-    def _change_cells(self, change: Change, cells_ns: Floats) -> None:
-        times = self._times
-        if change.subject == "rank":
-            _set_to_median(change, times, cells_ns, self._segments)
-        elif change.subject == "module":
-            for part, part_s in _module_times(self._facts, change).items():
-                _shorten(cells_ns, part, times.ranks, part_s, 1 - change.factor)
-        elif change.subject == "section":
-            row = next((r for r in self._facts["sections"] if r["name"] == change.name), None)
-            if row is None or row["host_s_per_typical_step"] is None:
-                raise ConfigError(f"{change.text!r}: the run has no section {change.name!r}")
-            part_s = {str(rank): row["host_s_per_typical_step"] for rank in times.ranks}
-            _shorten(cells_ns, "host", times.ranks, part_s, 1 - change.factor)
-        elif change.subject == _CONTENTION:
-            cells_ns[..., find_cells((), (CPU,))] *= change.factor
-        else:
-            cells_ns[..., find_cells((change.subject,), ())] *= change.factor
+    def _change_cells(self, changes: Sequence[Change]) -> Floats:
+        """Return the cells of all ranks and rows after changes of the ranks' own work."""
+        times, cells_ns = self._times, self._times.account.cells_ns.copy()
+        for change in changes:
+            if change.subject == "rank":
+                _set_to_median(change, times, cells_ns, self._segments)
+            elif change.subject == "module":
+                for part, part_s in _module_times(self._facts, change).items():
+                    _shorten(cells_ns, part, times.ranks, part_s, 1 - change.factor)
+            elif change.subject == "section":
+                row = next((r for r in self._facts["sections"] if r["name"] == change.name), None)
+                if row is None or row["host_s_per_typical_step"] is None:
+                    raise ConfigError(f"{change.text!r}: the run has no section {change.name!r}")
+                part_s = {str(rank): row["host_s_per_typical_step"] for rank in times.ranks}
+                _shorten(cells_ns, "host", times.ranks, part_s, 1 - change.factor)
+            elif change.subject == _CONTENTION:
+                cells_ns[..., find_cells((), (CPU,))] *= change.factor
+            elif change.subject in PARTS and change.subject not in _COMMUNICATION:
+                cells_ns[..., find_cells((change.subject,), ())] *= change.factor
+        return cells_ns
 
 
 def predict_standard_changes(
@@ -269,7 +304,8 @@ def predict_standard_changes(
     texts += [
         f"rank={rank}@median" for each in slow for rank in each.ranks if 1 < len(each.ranks) <= _FEW
     ]
-    found = [replay.predict([parse_change(text)]) for text in texts]
+    changes = [[parse_change(text)] for text in texts]
+    found = [replay.predict(each) for each in changes if replay.can_predict(each)]
     found = [each for each in found if each["low_s"] > 0]
     return sorted(found, key=lambda each: -each["gain_s"])[:most], drift
 
