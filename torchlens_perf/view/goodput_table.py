@@ -31,7 +31,7 @@ def build_goodput_table(report: Report) -> Table | None:
     columns = [
         Column("time", [CLASSES[name] for name in names], Quantity.TEXT),
         Column("duration", _known(each["seconds"] for each in rows), help="Mean over the ranks."),
-        Column("share", _known(each["share"] for each in rows), Quantity.SHARE),
+        Column("share of run", _known(each["share"] for each in rows), Quantity.SHARE),
         Column(
             "rank hours" if report["run"]["device"] is None else "device hours",
             _known(each["device_hours"] for each in rows),

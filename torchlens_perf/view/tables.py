@@ -113,7 +113,7 @@ def _compare_modules(report: Report, slow: VerdictRow) -> Table | None:
         Column(f"rank {rank}", [mine for _, mine, _ in found], unit_of=unit_of),
         Column("other ranks", [others for _, _, others in found], unit_of=unit_of, help="Median of the other ranks."),
         Column("difference", [mine - others for _, mine, others in found], unit_of=unit_of),
-        Column("share", [max(0.0, mine - others) / more_s for _, mine, others in found], Quantity.SHARE,
+        Column("share of difference", [max(0.0, mine - others) / more_s for _, mine, others in found], Quantity.SHARE,
                help=f"Share of the extra module time on rank {rank}."),
     ]  # fmt: skip
     marked = frozenset(row for row, (name, _, _) in enumerate(found) if name in evidence.modules)
@@ -155,7 +155,16 @@ def _list_all_modules(report: Report) -> Table | None:
                help="Mean over the ranks, without the module's inner modules."),
     ]  # fmt: skip
     if on_device and any(each["device_samples"] for each in rows):
-        device_columns = _device_columns(rows)
+        # Device times are from samples.
+        device_columns = [
+            Column("device per step", [each["device_own_s_per_step"] for each in rows],
+                   help="Without inner modules. Missing below 5 samples."),
+            Column("at least", [each["device_own_low_s"] for each in rows], optional=0.35),
+            Column("at most", [each["device_own_high_s"] for each in rows], optional=0.35),
+            Column("samples", [each["device_samples"] for each in rows], Quantity.NUMBER, 0.3,
+                   help="Steps in which the module was timed on the device while the device had work"
+                   " queued. Modules that do the same work share their samples."),
+        ]  # fmt: skip
         columns[1:1] = [each for each in device_columns if any(each.values)]
     if step_s and any(map(cost_s, rows)):
         share = [None if (cost := cost_s(each)) is None else cost / step_s for each in rows]
@@ -186,19 +195,6 @@ def _list_all_modules(report: Report) -> Table | None:
         else "forward per step"
     )
     return Table("modules", "Modules", columns, first=_FIRST_ROWS, noun="module", ranged=ranged)
-
-
-def _device_columns(rows: list[Module]) -> list[Column]:
-    """Return the device times of modules with their intervals. They are from samples."""
-    return [
-        Column("device per step", [each["device_own_s_per_step"] for each in rows],
-               help="Without inner modules. Missing below 5 samples."),
-        Column("at least", [each["device_own_low_s"] for each in rows], optional=0.35),
-        Column("at most", [each["device_own_high_s"] for each in rows], optional=0.35),
-        Column("samples", [each["device_samples"] for each in rows], Quantity.NUMBER, 0.3,
-               help="Steps in which the module was timed on the device while the device had work"
-               " queued. Modules that do the same work share their samples."),
-    ]  # fmt: skip
 
 
 def _module_name(module: Module) -> str:
@@ -321,7 +317,7 @@ def build_step_class_table(report: Report) -> Table | None:
             "excess", [each["more_s"] for each in rows], help="Mean excess over the typical step."
         ),
         Column(
-            "share",
+            "share of steps",
             [each["share"] for each in rows],
             Quantity.SHARE,
             help="Share of the total time of all steps.",

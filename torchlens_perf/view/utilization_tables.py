@@ -133,7 +133,7 @@ def build_roofline_table(report: Report) -> Table | None:
     columns = [
         Column("module", [each["name"] or "(outside of modules)" for each in rows], Quantity.TEXT),
         Column("FLOPs/step", [format_flops(each["flops"]) for each in rows], Quantity.TEXT),
-        Column("share", [each["share"] for each in rows], Quantity.SHARE),
+        Column("share of FLOPs", [each["share"] for each in rows], Quantity.SHARE),
         Column("FLOP/byte", [_rounded(each["flops_per_byte"]) for each in rows], Quantity.TEXT, 0.5,
                help="FLOPs per byte of operands and results in the forward pass."),
     ]  # fmt: skip
