@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,17 @@ import pytest
 
 from tests.diagnosis.test_goodput import process, state_of
 from tests.diagnosis.test_what_if import make_facts
+from tests.golden.test_recorded_runs import replayed
 from torchlens_perf.analysis.statistics.time_account import CELLS, CPU, TimeAccount
 from torchlens_perf.diagnosis.goodput import build_goodput
 from torchlens_perf.diagnosis.lost_time import classify_time
 from torchlens_perf.diagnosis.step_times import StepTimes
 from torchlens_perf.diagnosis.what_if import Replay, parse_change
 from torchlens_perf.report.build import build_report
+from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.verdicts import node_state
+from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.view.rank_tables import parts_by_rank
 
 RUNS = 500
@@ -129,3 +134,18 @@ def test_bar_goodput_report_and_account_give_one_answer(seed: int) -> None:
     for name, part in (("data_stall", "data"), ("communication", "communication")):
         shown_s = goodput["classes"][name]["seconds"]
         assert shown_s == pytest.approx(first.get(part, 0.0) * 40 / 1e3)
+
+
+@pytest.mark.parametrize("name", ["slow_data", "evaluates_and_saves", "host_code"])
+def test_account_of_a_recorded_run_is_its_wall_time_to_the_nanosecond(
+    name: str, tmp_path: Path
+) -> None:
+    report, _ = replayed(name, tmp_path)
+    processes = latest_processes(node_state.load_all(RunDirectory(tmp_path / name)))
+    for rank in report["ranks"]:
+        account, steps = rank["account"], processes[rank["rank"]].statistics.step
+        cells_ns = [ns for of_part in account["cells_ns"].values() for ns in of_part.values()]
+        assert sum(cells_ns) == account["wall_ns"] == steps.sum_ns
+        assert account["steps"] == steps.count
+        assert 0 < account["cpu_measured_steps"] <= account["steps"]
+        assert any(of_part.get(CPU) for of_part in account["cells_ns"].values())
