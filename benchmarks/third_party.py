@@ -155,7 +155,7 @@ def judge(script: Script, folder: Path) -> dict[str, Any]:
         "verdicts": [each["text"] for each in report["verdicts"]],
         "findings": [remove_action(each["text"], each["action"]) for each in report["verdicts"]],
         "kinds": [each["kind"] for each in report["verdicts"]],
-        "lost_time": lost and {each["name"]: each["share"] for each in lost["classes"]},
+        "lost_time": lost and {each.name: each.share for each in lost.classes},
         "actions": [each["action"] for each in report["verdicts"] if each["because"]],
         "parts": _read_parts(run_directory.path),
     }

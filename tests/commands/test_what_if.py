@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.simulated_runs import simulate_run
@@ -39,8 +40,10 @@ def test_gain_without_the_slow_rank_is_the_step_of_a_run_without_it(
     assert steps is not None
     assert usual is not None
     found = predict(run, "rank=3@median", capsys=capsys)
-    assert {each["change"]: each for each in steps["changes"]}["rank=3@median"] == found
-    measured_s = steps["step_s"] - usual["step_s"]
+    assert {each.change: msgspec.to_builtins(each) for each in steps.changes}[
+        "rank=3@median"
+    ] == found
+    measured_s = steps.step_s - usual.step_s
     assert found["low_s"] < measured_s < found["high_s"]
     assert found["gain_s"] == pytest.approx(measured_s, rel=0.1)
 
@@ -52,10 +55,10 @@ def test_report_shows_the_class_and_the_gain_of_a_slow_rank_with_the_cost_of_its
     lost = report["lost_time"]
     assert lost is not None
     (cost_s,) = [row["cost_s_per_step"] for row in report["verdicts"] if row["kind"] == "straggler"]
-    gains = {each["change"]: each["gain_s"] for each in lost["changes"]}
-    classes = {each["name"]: each for each in lost["classes"]}
-    assert gains["rank=3@median"] == classes["slow rank"]["s_per_step"] == cost_s
-    assert sum(each["s_per_step"] for each in lost["classes"]) == pytest.approx(lost["step_s"])
+    gains = {each.change: each.gain_s for each in lost.changes}
+    classes = {each.name: each for each in lost.classes}
+    assert gains["rank=3@median"] == classes["slow rank"].s_per_step == cost_s
+    assert sum(each.s_per_step for each in lost.classes) == pytest.approx(lost.step_s)
     assert main(["report", str(run)]) == 0
     text = capsys.readouterr().out
     assert "slow rank 3" in text
@@ -65,7 +68,7 @@ def test_report_shows_the_class_and_the_gain_of_a_slow_rank_with_the_cost_of_its
 def test_largest_class_of_a_healthy_job_is_computing(healthy: Path) -> None:
     lost = load_report(RunDirectory(healthy))["lost_time"]
     assert lost is not None
-    assert lost["classes"][0]["name"] == "backward"
+    assert lost.classes[0].name == "backward"
 
 
 def test_table_has_the_gain_and_the_drift_of_the_replay(

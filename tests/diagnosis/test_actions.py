@@ -34,6 +34,7 @@ from torchlens_perf.run.training_settings import (
 )
 from torchlens_perf.verdicts.words.bottleneck import DATA_ACTION
 from torchlens_perf.verdicts.words.modules import computing_action
+from torchlens_perf.verdicts.words.report import LostTime
 
 GB, STEPS = 1 << 30, 64
 CLEAN = {"forward": 20.0, "backward": 40.0}
@@ -92,7 +93,8 @@ def make_job(
         "device_sections": [], **facts,
     }  # fmt: skip
     classes = classify_time(times, report, report["verdicts"])
-    report["lost_time"] = {"step_s": report["steps"]["total_s"] / STEPS, "classes": classes}
+    mean_s = report["steps"]["total_s"] / STEPS
+    report["lost_time"] = LostTime(0, STEPS - 1, STEPS, mean_s, classes, [], 0.0)
     known = TrainingSettings(**{"cpu_count": CPU["cpus"], **(settings or {})})
     return Job(report, known, Replay(times, report), len(uses), lengths)
 

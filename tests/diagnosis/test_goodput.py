@@ -74,10 +74,10 @@ def state_of(*processes: ProcessState, **changed: Any) -> NodeState:
 def seconds(goodput: Goodput | None) -> dict[str, float]:
     """Return the classes that have time. They must add up to the wall clock."""
     assert goodput is not None
-    classes = {name: each["seconds"] or 0.0 for name, each in goodput["classes"].items()}
+    classes = {name: each.seconds or 0.0 for name, each in goodput.classes.items()}
     assert list(classes) == list(CLASSES)
-    assert sum(classes.values()) == pytest.approx(goodput["wall_s"])
-    assert sum(each["share"] or 0.0 for each in goodput["classes"].values()) == pytest.approx(1.0)
+    assert sum(classes.values()) == pytest.approx(goodput.wall_s)
+    assert sum(each.share or 0.0 for each in goodput.classes.values()) == pytest.approx(1.0)
     return {name: value for name, value in classes.items() if value > 1e-6}
 
 
@@ -156,7 +156,7 @@ def test_time_between_attempts_is_a_restart_only_if_the_launcher_lived(
     goodput = build_goodput([state_of(first, again)], [])
     assert goodput is not None
     assert seconds(goodput)[name] == pytest.approx(20.0)
-    hours = goodput["classes"][name]["device_hours"]
+    hours = goodput.classes[name].device_hours
     # The state of the second rank is missing.
     assert hours == pytest.approx(2 * 20 / 3600 if name == "restart" else 0.0)
     table = next(
@@ -172,7 +172,7 @@ def test_process_that_a_rank_started_is_no_attempt() -> None:
     child = process([TRAIN] * 5, world_size=1, launcher_pid=100, pid=300, after_s=1)
     goodput = build_goodput([state_of(*ranks, child)], [])
     assert goodput is not None
-    assert [each["devices"] for each in goodput["attempts"]] == [2]
+    assert [each.devices for each in goodput.attempts] == [2]
 
 
 def test_startup_of_a_notebook_is_idle() -> None:
@@ -198,8 +198,8 @@ def test_missing_records_are_other_time() -> None:
 def test_waits_of_an_untimed_device_are_not_measured_instead_of_zero() -> None:
     goodput = build_goodput([state_of(process([TRAIN] * 40, compute_device="cuda"))], [])
     assert goodput is not None
-    assert goodput["classes"]["communication"]["seconds"] is None
-    assert goodput["classes"]["data_stall"]["device_hours"] is None
+    assert goodput.classes["communication"].seconds is None
+    assert goodput.classes["data_stall"].device_hours is None
     assert seconds(goodput)["productive"] == pytest.approx(4.0)
 
 
@@ -207,7 +207,7 @@ def test_live_job_counts_until_its_last_step_and_needs_a_known_time() -> None:
     live = process([TRAIN] * 40, ended="", seen_ns=clock_ns(90))
     goodput = build_goodput([state_of(live)], [])
     assert goodput is not None
-    assert goodput["wall_s"] == pytest.approx(4.0)
+    assert goodput.wall_s == pytest.approx(4.0)
     waiting = ProcessState(identity(), BOOT, RankStatistics())
     assert build_goodput([state_of(waiting)], []) is None
     waiting.process_began_ns, waiting.seen_ns = 5 * S, 25 * S
@@ -220,11 +220,11 @@ def test_energy_is_divided_by_steps_and_tokens_or_not_measured() -> None:
     state = state_of(worker, telemetry=totals)
     found = build_report("run", [state])["goodput"]
     assert found is not None
-    assert (found["energy_j_per_step"], found["energy_j_per_token"]) == (20.0, None)
+    assert (found.energy_j_per_step, found.energy_j_per_token) == (20.0, None)
     worker.statistics.workload, worker.statistics.workload_steps = 1600, 40
     found = build_report("run", [state])["goodput"]
     assert found is not None
-    assert found["energy_j_per_token"] == 0.5
+    assert found.energy_j_per_token == 0.5
     table = next(
         each for each in build_tables(build_report("run", [state])) if each.key == "goodput"
     )
@@ -232,11 +232,11 @@ def test_energy_is_divided_by_steps_and_tokens_or_not_measured() -> None:
     worker.statistics.workload_steps = 39
     found = build_report("run", [state])["goodput"]
     assert found is not None
-    assert found["energy_j_per_token"] is None
+    assert found.energy_j_per_token is None
     totals.gpus["GPU-1"].grown.clear()
     found = build_report("run", [state])["goodput"]
     assert found is not None
-    assert found["energy_j"] is None
+    assert found.energy_j is None
 
 
 # -- attempts
@@ -252,52 +252,51 @@ def attempt(
     """Return an attempt of two ranks with a productive second per step and 10 s of start-up."""
     time_s = dict.fromkeys(CLASSES, 0.0)
     time_s["startup"], time_s["productive"] = 10.0, steps if productive_s is None else productive_s
-    return {
-        "attempt": 0, "devices": 2, "began_unix_s": began_s, "ended_unix_s": began_s + sum(time_s.values()),
-        "steps": steps, "first_step": first, "saved_step": saved, "lost_steps": 0, "seconds": time_s,
-        "not_measured": [],
-    }  # fmt: skip
+    return JobAttempt(
+        attempt=0, devices=2, began_unix_s=began_s, ended_unix_s=began_s + sum(time_s.values()), steps=steps,
+        first_step=first, saved_step=saved, lost_steps=0, seconds=time_s, not_measured=[],
+    )  # fmt: skip
 
 
 def test_steps_that_a_later_attempt_made_again_are_lost_work() -> None:
     goodput = combine_attempts([attempt(0, 75, 0), attempt(85, 40, 60)])
-    assert (goodput["lost_steps"], goodput["lost_steps_from"]) == (15, "step counter")
+    assert (goodput.lost_steps, goodput.lost_steps_from) == (15, "step counter")
     assert seconds(goodput) == {"productive": 100.0, "startup": 20.0, "lost_work": 15.0}
 
 
 def test_steps_are_lost_by_the_attempt_that_returns_furthest() -> None:
     """The third attempt starts from an older checkpoint than the second one."""
     goodput = combine_attempts([attempt(0, 75, 0), attempt(85, 40, 60), attempt(135, 60, 50)])
-    assert [each["lost_steps"] for each in goodput["attempts"]] == [25, 40, 0]
+    assert [each.lost_steps for each in goodput.attempts] == [25, 40, 0]
 
 
 def test_attempt_that_fails_before_its_first_step_loses_no_steps() -> None:
     goodput = combine_attempts([attempt(0, 75, 0), attempt(85, 0), attempt(95, 40, 60)])
-    assert goodput["lost_steps"] == 15
+    assert goodput.lost_steps == 15
 
 
 def test_lost_steps_are_estimated_from_checkpoints_without_a_step_counter() -> None:
     goodput = combine_attempts(
         [attempt(0, 75, saved=61), attempt(85, 40, saved=21), attempt(135, 9)]
     )
-    assert (goodput["lost_steps"], goodput["lost_steps_from"]) == (14 + 19, "checkpoints")
+    assert (goodput.lost_steps, goodput.lost_steps_from) == (14 + 19, "checkpoints")
 
 
 def test_lost_steps_are_not_measured_without_counter_and_checkpoint() -> None:
     goodput = combine_attempts([attempt(0, 75), attempt(85, 40)])
-    assert (goodput["lost_steps"], goodput["lost_steps_from"]) == (None, "")
-    assert goodput["classes"]["lost_work"]["seconds"] is None
+    assert (goodput.lost_steps, goodput.lost_steps_from) == (None, "")
+    assert goodput.classes["lost_work"].seconds is None
     assert seconds(goodput)["productive"] == 115.0
 
 
 def test_waiting_for_a_requeue_is_idle_and_uses_no_device() -> None:
     """A failed attempt saw its checkpoint at step 60, and the next one continues after a queue."""
     goodput = combine_attempts([attempt(0, 75, 0), attempt(1085, 40, 60)])
-    assert goodput["wall_s"] == 1135.0
+    assert goodput.wall_s == 1135.0
     assert seconds(goodput)["idle"] == 1000.0
-    assert goodput["classes"]["idle"]["device_hours"] == 0.0
-    assert goodput["classes"]["lost_work"]["device_hours"] == pytest.approx(2 * 15 / 3600)
-    assert goodput["lost_steps"] == 15
+    assert goodput.classes["idle"].device_hours == 0.0
+    assert goodput.classes["lost_work"].device_hours == pytest.approx(2 * 15 / 3600)
+    assert goodput.lost_steps == 15
 
 
 # -- simulated runs and commands
@@ -318,7 +317,7 @@ def test_simulated_straggler_has_its_planted_share(simulated: Path) -> None:
     found = seconds(report["goodput"])
 
     # The wall clock is the run's own, not that of the simulator.
-    assert report["goodput"]["wall_s"] == pytest.approx(report["steps"]["total_s"], rel=0.1)
+    assert report["goodput"].wall_s == pytest.approx(report["steps"]["total_s"], rel=0.1)
     assert found["straggler"] == pytest.approx(0.04 * 160, rel=0.25)
     assert found["straggler"] == pytest.approx(
         sum(row["lost_s"] for row in report["verdicts"] if row["kind"].startswith("straggler"))

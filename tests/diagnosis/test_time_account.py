@@ -84,14 +84,14 @@ def test_path_and_gains_of_random_runs_are_sums_of_cells(begin: int) -> None:
         facts = make_facts(times)
         replay, classes = Replay(times, facts), classify_time(times, facts, [])
         step_s = replay.step_s
-        assert sum(each["s_per_step"] for each in classes) == pytest.approx(step_s)
-        assert sum(each["share"] for each in classes) == pytest.approx(1)
-        assert all(0 <= each["s_per_step"] <= step_s * (1 + 1e-9) for each in classes)
+        assert sum(each.s_per_step for each in classes) == pytest.approx(step_s)
+        assert sum(each.share for each in classes) == pytest.approx(1)
+        assert all(0 <= each.s_per_step <= step_s * (1 + 1e-9) for each in classes)
 
         def gain_s(*texts: str, replay: Replay = replay) -> float:
             found = replay.predict([parse_change(text) for text in texts])
-            assert found["low_s"] <= found["gain_s"] <= found["high_s"] <= step_s * (1 + 1e-9)  # noqa: B023
-            return found["gain_s"]
+            assert found.low_s <= found.gain_s <= found.high_s <= step_s * (1 + 1e-9)  # noqa: B023
+            return found.gain_s
 
         both_s = gain_s("data=0", "forward=0")
         assert max(gain_s("data=0"), gain_s("forward=0")) <= both_s + 1e-12, seed
@@ -132,7 +132,7 @@ def test_bar_goodput_report_and_account_give_one_answer(seed: int) -> None:
         assert typical["parts"].get(part, 0.0) * 37 == pytest.approx(part_s)
         assert parts_by_rank(report)[0].get(part, 0.0) * 37 == pytest.approx(part_s)
     for name, part in (("data_stall", "data"), ("communication", "communication")):
-        shown_s = goodput["classes"][name]["seconds"]
+        shown_s = goodput.classes[name].seconds
         assert shown_s == pytest.approx(first.get(part, 0.0) * 40 / 1e3)
 
 

@@ -114,7 +114,7 @@ def test_gain_is_within_a_few_percent_of_the_simulated_truth(
     topology: Topology, error: float, fault: str, changes: list[str]
 ) -> None:
     times, truth_s = simulate(topology, fault)
-    gain_s = predict(times, *changes)["gain_s"]
+    gain_s = predict(times, *changes).gain_s
     # data=0 also removes the usual time of the data phase.
     assert gain_s == pytest.approx(truth_s, rel=error)
 
@@ -124,13 +124,13 @@ def test_gain_after_the_last_gradients_is_within_a_few_percent_of_the_truth(shar
     """The ranks wait for each other after the backward pass, and again after the optimizer."""
     fault = f"constant:rank=37,share={share},phase=optimizer"
     times, truth_s = simulate(Topology(1024), fault)
-    assert predict(times, "rank=37@median")["gain_s"] == pytest.approx(truth_s, rel=0.05)
+    assert predict(times, "rank=37@median").gain_s == pytest.approx(truth_s, rel=0.05)
 
 
 def test_work_that_other_ranks_wait_for_anyway_gains_nothing() -> None:
     times = make_times({"forward": 100}, {"forward": 70, "data": 25})
-    assert predict(times, "data=0")["gain_s"] == 0
-    assert predict(times, "forward x0.5")["gain_s"] == pytest.approx(0.04)
+    assert predict(times, "data=0").gain_s == 0
+    assert predict(times, "forward x0.5").gain_s == pytest.approx(0.04)
 
 
 def test_gain_with_several_waits_in_a_step_is_that_of_each_segment() -> None:
@@ -152,15 +152,15 @@ def test_gain_with_several_waits_in_a_step_is_that_of_each_segment() -> None:
     changed[1] = parts[1]
     truth_s = float((before_ns - duration_ns(changed)).mean()) / 1e9
     assert truth_s == pytest.approx(0.01, rel=0.1)
-    assert predict(times, "rank=0@median")["gain_s"] == pytest.approx(truth_s, rel=0.02)
+    assert predict(times, "rank=0@median").gain_s == pytest.approx(truth_s, rel=0.02)
 
 
 def test_gains_of_several_changes_are_not_summed() -> None:
     times = make_times({"forward": 100}, {"forward": 60, "host": 60})
-    both = predict(times, "host=0", "rank=0@median")["gain_s"]
+    both = predict(times, "host=0", "rank=0@median").gain_s
     assert both == pytest.approx(0.06)
-    assert predict(times, "host=0")["gain_s"] == pytest.approx(0.02)
-    assert predict(times, "rank=0@median")["gain_s"] == 0
+    assert predict(times, "host=0").gain_s == pytest.approx(0.02)
+    assert predict(times, "rank=0@median").gain_s == 0
 
 
 def test_faster_transfers_shorten_exposed_communication_only() -> None:
@@ -171,9 +171,9 @@ def test_faster_transfers_shorten_exposed_communication_only() -> None:
         "collectives": [row],
         "ranks": [{"rank": 0, "typical": None}, {"rank": 1, "typical": None}],
     }
-    assert predict(times, "bandwidth:dp x2", **facts)["gain_s"] == pytest.approx(0.015)
-    assert predict(times, "bandwidth:allreduce x100", **facts)["gain_s"] == pytest.approx(0.02)
-    assert predict(times, "overlap=all", **facts)["gain_s"] == pytest.approx(0.02)
+    assert predict(times, "bandwidth:dp x2", **facts).gain_s == pytest.approx(0.015)
+    assert predict(times, "bandwidth:allreduce x100", **facts).gain_s == pytest.approx(0.02)
+    assert predict(times, "overlap=all", **facts).gain_s == pytest.approx(0.02)
     with pytest.raises(ConfigError, match="no measured transfers of tp"):
         predict(times, "bandwidth:tp x2", **facts)
 
@@ -194,7 +194,7 @@ def test_module_gain_includes_its_share_of_the_backward_pass() -> None:
     times = make_times({"forward": 40, "backward": 80})
     modules = [make_module("blocks.0.mlp", 0.01)]
     found = predict(times, "module:blocks.*.mlp x0.5", modules=modules, ranks=FORWARD_AND_BACKWARD)
-    assert found["gain_s"] == pytest.approx(0.005 + 0.01)
+    assert found.gain_s == pytest.approx(0.005 + 0.01)
 
 
 @pytest.mark.parametrize(("passes", "backward_s"), [(1, 0.05), (2, 0.04)])
@@ -209,7 +209,7 @@ def test_module_gain_includes_modules_inside_and_sampled_backward_passes(
         make_module("wider", 0.01, passes, 0.01),
     ]
     found = predict(times, "module:wide x0.5", modules=modules, ranks=FORWARD_AND_BACKWARD)
-    assert found["gain_s"] == pytest.approx(0.01 + backward_s / 2)
+    assert found.gain_s == pytest.approx(0.01 + backward_s / 2)
 
 
 def make_device_module(name: str, *interval: float, samples: int = 7, equal: str = "") -> Any:
@@ -230,9 +230,9 @@ def test_bounds_of_a_module_gain_include_the_interval_of_its_time() -> None:
     modules = [make_device_module("head", 0.010, 0.008, 0.014)]
     found = predict(times, "module:head x0.5", modules=modules, **ON_DEVICE)
 
-    assert found["gain_s"] == pytest.approx(0.005 + 0.01)
-    assert found["high_s"] - found["gain_s"] == pytest.approx((MODEL_ERROR + 0.3) * 0.015)
-    assert found["gain_s"] - found["low_s"] == pytest.approx((MODEL_ERROR + 0.3) * 0.015)
+    assert found.gain_s == pytest.approx(0.005 + 0.01)
+    assert found.high_s - found.gain_s == pytest.approx((MODEL_ERROR + 0.3) * 0.015)
+    assert found.gain_s - found.low_s == pytest.approx((MODEL_ERROR + 0.3) * 0.015)
 
 
 def test_module_without_enough_samples_has_no_gain() -> None:
@@ -263,7 +263,7 @@ def test_largest_modules_are_changed_if_their_device_time_is_known(
               for i in range(3)]  # fmt: skip
     facts = make_facts(times, modules=[*blocks, *others], **ON_DEVICE)
     found, _ = predict_standard_changes(times, facts, [])
-    modules = [each["change"] for each in found if each["change"].startswith("module:")]
+    modules = [each.change for each in found if each.change.startswith("module:")]
 
     assert modules == ([] if changed is None else [changed])
 
@@ -274,15 +274,15 @@ def test_gain_lies_within_its_bounds_and_is_no_longer_than_the_step(text: str) -
     facts = make_facts(times, long=[{"kinds": ["saving"], "total_s": 5.0}])
     found = Replay(times, facts).predict([parse_change(each) for each in text.split(", ")])
 
-    assert found["low_s"] <= found["gain_s"] <= found["high_s"]
-    assert found["share"] <= 1
+    assert found.low_s <= found.gain_s <= found.high_s
+    assert found.share <= 1
 
 
 def test_irregular_steps_gain_their_mean_per_step() -> None:
     saving = {"kinds": ["saving"], "total_s": 0.64}
     times = make_times({"forward": 10})
-    assert predict(times, "saving=0", long=[saving])["gain_s"] == pytest.approx(0.01)
-    assert predict(times, "evaluation=0", long=[saving])["gain_s"] == 0
+    assert predict(times, "saving=0", long=[saving]).gain_s == pytest.approx(0.01)
+    assert predict(times, "evaluation=0", long=[saving]).gain_s == 0
 
 
 @pytest.mark.parametrize("saving_s", [0.0, 0.01, 2.0])
@@ -300,8 +300,8 @@ def test_gain_is_inside_its_bounds_and_not_above_the_mean_step(
     gain = replay.predict([parse_change(change) for change in changes])
 
     assert replay.step_s == pytest.approx(0.1 + saving_s)
-    assert gain["low_s"] <= gain["gain_s"] <= gain["high_s"] <= replay.step_s
-    assert gain["share"] <= 1
+    assert gain.low_s <= gain.gain_s <= gain.high_s <= replay.step_s
+    assert gain.share <= 1
 
 
 @pytest.mark.parametrize(
@@ -344,15 +344,15 @@ def test_gain_of_the_named_slow_rank_is_the_cost_of_its_verdict_everywhere() -> 
     times = make_times({"forward": 10}, {"forward": 30})
     facts, verdicts = make_facts(times), [slow_verdict((1,), 0.019)]
     changes, _ = predict_standard_changes(times, facts, verdicts)
-    gains = {each["change"]: each for each in changes}
+    gains = {each.change: each for each in changes}
     asked = Replay(times, facts, verdicts).predict([parse_change("rank=1@median")])
-    slow = next(each for each in classify_time(times, facts, verdicts) if each["ranks"])
+    slow = next(each for each in classify_time(times, facts, verdicts) if each.ranks)
     assert gains["rank=1@median"] == asked
-    assert (asked["gain_s"], asked["share"]) == (0.019, 0.6)
-    assert (slow["ranks"], slow["s_per_step"]) == ([1], pytest.approx(0.019))
-    assert slow["share"] == pytest.approx(asked["share"])
+    assert (asked.gain_s, asked.share) == (0.019, 0.6)
+    assert (slow.ranks, slow.s_per_step) == ([1], pytest.approx(0.019))
+    assert slow.share == pytest.approx(asked.share)
     # Repairing all ranks gains no less than repairing one of them.
-    assert gains["rank=all@median"]["gain_s"] >= asked["gain_s"]
+    assert gains["rank=all@median"].gain_s >= asked.gain_s
 
 
 def test_cost_that_two_slow_parts_share_is_one_class_and_each_has_its_own_gain() -> None:
@@ -360,10 +360,10 @@ def test_cost_that_two_slow_parts_share_is_one_class_and_each_has_its_own_gain()
     times = make_times({"forward": 60}, {"forward": 100}, {"forward": 75}, {"forward": 60})
     facts = make_facts(times)
     verdicts = [slow_verdict((1,), 0.040, 2), slow_verdict((2,), 0.040, 1)]
-    slow = [each for each in classify_time(times, facts, verdicts) if each["ranks"]]
-    assert [(each["ranks"], each["s_per_step"]) for each in slow] == [([1, 2], pytest.approx(0.04))]
+    slow = [each for each in classify_time(times, facts, verdicts) if each.ranks]
+    assert [(each.ranks, each.s_per_step) for each in slow] == [([1, 2], pytest.approx(0.04))]
     changes, _ = predict_standard_changes(times, facts, verdicts)
-    gains = {each["change"]: each["gain_s"] for each in changes}
+    gains = {each.change: each.gain_s for each in changes}
     assert gains["rank=1-2@median"] == pytest.approx(0.040)
     assert gains["rank=1@median"] == pytest.approx(0.025)
     assert "rank=2@median" not in gains  # It gains nothing alone.
@@ -381,13 +381,13 @@ def test_classes_add_up_to_the_mean_step_the_largest_first() -> None:
     saving = {"kinds": ["saving"], "total_s": 6.4}
     facts = make_facts(times, long=[saving])
     classes = classify_time(times, facts, [])
-    assert sum(each["s_per_step"] for each in classes) == pytest.approx(0.021 + 0.1)
-    seconds = {each["name"]: each["s_per_step"] for each in classes}
+    assert sum(each.s_per_step for each in classes) == pytest.approx(0.021 + 0.1)
+    seconds = {each.name: each.s_per_step for each in classes}
     assert seconds == {
         "saving": pytest.approx(0.1), "forward": pytest.approx(0.01), "data": pytest.approx(0.005),
         "imbalance": pytest.approx(0.004), "communication": pytest.approx(0.002),
     }  # fmt: skip
-    assert [each["name"] for each in classes[:2]] == ["saving", "forward"]
+    assert [each.name for each in classes[:2]] == ["saving", "forward"]
 
 
 def test_sections_are_classes_of_host_code_and_the_inner_one_is_named() -> None:
@@ -398,7 +398,7 @@ def test_sections_are_classes_of_host_code_and_the_inner_one_is_named() -> None:
         {"name": "log", "host_s_per_typical_step": 0.004},
     ]
     classes = classify_time(times, make_facts(times, sections=sections), [])
-    seconds = {each["name"]: each["s_per_step"] for each in classes}
+    seconds = {each.name: each.s_per_step for each in classes}
     assert seconds == {
         "section inner": pytest.approx(0.018), "section log": pytest.approx(0.004),
         "host": pytest.approx(0.008), "forward": pytest.approx(0.01),
@@ -415,11 +415,11 @@ def contended(parts_ms: dict[str, float], lack_ms: dict[str, float], rows: int =
 def test_work_that_waits_for_a_cpu_is_removed_with_its_waits() -> None:
     """A loader in the training process works 20 of 72 ms. It gains 72 ms, and no part loses others'."""
     times = contended({"data": 72, "forward": 20}, {"data": 52, "forward": 3})
-    assert predict(times, "data=0")["gain_s"] == pytest.approx(0.072)
-    assert predict(times, "forward=0")["gain_s"] == pytest.approx(0.020)
-    assert predict(times, "contention=0")["gain_s"] == pytest.approx(0.055)
+    assert predict(times, "data=0").gain_s == pytest.approx(0.072)
+    assert predict(times, "forward=0").gain_s == pytest.approx(0.020)
+    assert predict(times, "contention=0").gain_s == pytest.approx(0.055)
     classes = classify_time(times, make_facts(times), [])
-    assert {each["name"]: each["s_per_step"] for each in classes} == {
+    assert {each.name: each.s_per_step for each in classes} == {
         "cpu": pytest.approx(0.055), "data": pytest.approx(0.020), "forward": pytest.approx(0.017),
     }  # fmt: skip
 
@@ -428,16 +428,16 @@ def test_second_half_of_a_module_gains_as_much_as_the_first() -> None:
     """The module's time and that of the forward pass are both wall time with waits for a CPU."""
     times = contended({"forward": 100, "host": 20}, {"forward": 80, "host": 10})
     modules = [make_module("extra", 0.06)]
-    half = predict(times, "module:extra x0.5", modules=modules)["gain_s"]
+    half = predict(times, "module:extra x0.5", modules=modules).gain_s
     assert half == pytest.approx(0.03)
-    assert predict(times, "module:extra=0", modules=modules)["gain_s"] == pytest.approx(2 * half)
+    assert predict(times, "module:extra=0", modules=modules).gain_s == pytest.approx(2 * half)
 
 
 def test_a_part_that_sleeps_keeps_its_time_beside_contention_of_other_parts() -> None:
     times = contended({"data": 20, "forward": 80}, {"forward": 60})
-    classes = {each["name"]: each for each in classify_time(times, make_facts(times), [])}
-    assert classes["data"]["s_per_step"] == pytest.approx(0.020)
-    assert classes["forward"]["s_per_step"] == pytest.approx(0.020)
+    classes = {each.name: each for each in classify_time(times, make_facts(times), [])}
+    assert classes["data"].s_per_step == pytest.approx(0.020)
+    assert classes["forward"].s_per_step == pytest.approx(0.020)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ def test_no_gain_is_predicted_beside_contention_that_it_changes(text: str, carri
     facts = make_facts(times, modules=[make_module("extra", 0.01)])
     assert Replay(times, facts).can_predict([parse_change(text)]) is carried
     changes, _ = predict_standard_changes(times, facts, [])
-    assert {each["change"] for each in changes} == {"data=0", "contention=0"}
+    assert {each.change for each in changes} == {"data=0", "contention=0"}
 
 
 def test_sampled_contention_counts_where_it_was_not_measured() -> None:
@@ -472,9 +472,7 @@ def test_verdict_on_a_slow_rank_is_answered_beside_contention() -> None:
 def test_waits_that_were_not_measured_stay_in_their_part() -> None:
     times = contended({"data": 20, "forward": 80}, {"data": float("nan")})
     assert not times.account.is_measured.any()
-    classes = {
-        each["name"]: each["s_per_step"] for each in classify_time(times, make_facts(times), [])
-    }
+    classes = {each.name: each.s_per_step for each in classify_time(times, make_facts(times), [])}
     assert classes == {"forward": pytest.approx(0.08), "data": pytest.approx(0.02)}
 
 

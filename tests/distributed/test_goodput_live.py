@@ -35,7 +35,7 @@ def job(folder: Path, *arguments: str) -> tuple[dict[str, Any], list[dict[str, f
 
 
 def seconds(report: dict[str, Any]) -> dict[str, float]:
-    return {name: each["seconds"] for name, each in report["goodput"]["classes"].items()}
+    return {name: each.seconds for name, each in report["goodput"].classes.items()}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def test_lost_steps_are_exact_by_the_optimizer_counter(
     failed: tuple[dict[str, Any], list[dict[str, float]], float],
 ) -> None:
     goodput = failed[0]["goodput"]
-    assert [each["steps"] for each in goodput["attempts"]] == [FAIL, STEPS - SAVED]
-    assert [each["first_step"] for each in goodput["attempts"]] == [0, SAVED]
-    assert (goodput["lost_steps"], goodput["lost_steps_from"]) == (LOST, "step counter")
+    assert [each.steps for each in goodput.attempts] == [FAIL, STEPS - SAVED]
+    assert [each.first_step for each in goodput.attempts] == [0, SAVED]
+    assert (goodput.lost_steps, goodput.lost_steps_from) == (LOST, "step counter")
 
 
 def test_planted_times_are_measured_within_a_tenth(
@@ -83,7 +83,7 @@ def test_classes_add_up_to_the_wall_clock(
 ) -> None:
     """torchrun starts before the ranks and ends after them."""
     report, _, lasted_s = failed
-    found, wall_s = seconds(report), report["goodput"]["wall_s"]
+    found, wall_s = seconds(report), report["goodput"].wall_s
 
     assert sum(found.values()) == pytest.approx(wall_s, rel=1e-6)
     assert abs(found["other"]) < 0.01 * wall_s
@@ -98,7 +98,7 @@ def test_hang_in_which_the_job_fails_is_a_hang_and_not_a_restart(tmp_path: Path)
     found = seconds(report)
     assert hang_s - 5 < found["hang"] < hang_s + 2
     assert found["restart"] < 15
-    assert report["goodput"]["lost_steps"] == LOST
+    assert report["goodput"].lost_steps == LOST
 
 
 @pytest.mark.long
@@ -106,6 +106,6 @@ def test_lost_steps_are_estimated_from_checkpoints_without_a_counter(tmp_path: P
     """SGD counts no steps, so the last step that saved is where training continued."""
     report, _, _ = job(tmp_path, "--optimizer", "SGD", "--fail", str(FAIL), "--save", "0.05")
     goodput = report["goodput"]
-    assert [each["first_step"] for each in goodput["attempts"]] == [None, None]
-    assert goodput["lost_steps_from"] == "checkpoints"
-    assert goodput["lost_steps"] == pytest.approx(LOST, abs=1)
+    assert [each.first_step for each in goodput.attempts] == [None, None]
+    assert goodput.lost_steps_from == "checkpoints"
+    assert goodput.lost_steps == pytest.approx(LOST, abs=1)

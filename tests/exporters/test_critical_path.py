@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.otlp_receiver import Receiver
@@ -18,6 +19,7 @@ from torchlens_perf.diagnosis.step_times import USES, read_judged_rows
 from torchlens_perf.exporters import semantics
 from torchlens_perf.simulate.simulation import Topology
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
+from torchlens_perf.verdicts.words.report import PathClass
 
 
 def run_program(folder: Path, told: dict[str, str], *arguments: str) -> str:
@@ -46,13 +48,13 @@ def test_received_classes_equal_the_report(
 
     points = [each for each in receiver.points() if each.metric == semantics.CRITICAL_PATH]
     found = {each.attributes[semantics.CRITICAL_PATH_CLASS]: each.value for each in points}
-    classes = report["lost_time"]["classes"]
+    classes = msgspec.convert(report["lost_time"]["classes"], list[PathClass])
     assert {frozenset(each.attributes) for each in points} == {
         frozenset([semantics.CRITICAL_PATH_CLASS])
     }
-    assert sum(found.values()) == pytest.approx(sum(each["s_per_step"] for each in classes))
+    assert sum(found.values()) == pytest.approx(sum(each.s_per_step for each in classes))
     # Rounding may leave a few nanoseconds of a class.
-    wanted = join_classes([each for each in classes if each["s_per_step"] > 1e-6])
+    wanted = join_classes([each for each in classes if each.s_per_step > 1e-6])
     assert {name: value for name, value in found.items() if value > 1e-6} == pytest.approx(
         wanted, rel=1e-4
     )
@@ -97,8 +99,7 @@ def test_judged_rows_are_none_until_there_are_enough() -> None:
 
 def test_names_of_classes_are_bounded() -> None:
     names = [f"section {at}" for at in range(9)] + ["saving and evaluation", "slow rank"] * 2
-    rows = [{"name": name, "s_per_step": 1.0, "share": 0.1, "rank": None} for name in names]
-    assert join_classes(rows) == {  # type: ignore[arg-type]
+    assert join_classes([PathClass(name, 1.0, 0.1, []) for name in names]) == {
         **{f"section {at}": 1.0 for at in range(4)},
         "other sections": 5.0, "saving": 2.0, "slow rank": 2.0,
     }  # fmt: skip

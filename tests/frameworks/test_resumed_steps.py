@@ -40,6 +40,6 @@ def test_run_of_a_trainer_knows_the_step_from_which_it_continues(tmp_path: Path)
         done = run_warm([sys.executable, "train.py", str(steps), which], tmp_path)
         assert done.returncode == 0, done.stderr
     found = [load_report(run)["goodput"] for run in runs(tmp_path)]
-    attempts = [each["attempts"][0] for each in found if each is not None]
+    attempts = [each.attempts[0] for each in found if each is not None]
     # The Trainer also saves its last step.
-    assert [(each["first_step"], each["steps"]) for each in attempts] == [(0, 8), (8, 4)]
+    assert [(each.first_step, each.steps) for each in attempts] == [(0, 8), (8, 4)]

@@ -85,3 +85,16 @@ def test_every_screen_shows_the_joint_cost_of_slow_ranks(
         assert "Together with rank 0 it costs the job" in text
         assert not NO_COST.search(text)
     assert costs_s == pytest.approx(dict.fromkeys(SLOW, joint_ns / 1e9))
+
+
+def test_joint_cost_is_one_loss_of_goodput(run: RunDirectory, state: NodeState) -> None:
+    """Each rank's verdict has the joint cost, which the job has lost once."""
+    report = build_report(run.run_id, [state])
+    lost_s = [row["lost_s"] for row in report["verdicts"] if row["kind"] == "straggler"]
+    goodput = report["goodput"]
+
+    assert goodput is not None
+    assert len(lost_s) == len(SLOW)
+    assert goodput.classes["straggler"].seconds == pytest.approx(
+        max(map(float, filter(None, lost_s)))
+    )

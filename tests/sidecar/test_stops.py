@@ -261,7 +261,7 @@ def test_report_names_a_stopped_process_and_not_its_backward_pass(tmp_path: Path
     assert sum(each["count"] for each in others) == 2
     texts = [each["text"] for each in report["verdicts"] if each["kind"] == "long_steps"]
     assert any("the process was stopped by SIGSTOP" in text for text in texts)
-    idle_s = report["goodput"]["classes"]["idle"]["seconds"]
+    idle_s = report["goodput"].classes["idle"].seconds
     assert idle_s >= 0.9 * stopped[0]["total_s"]
 
 

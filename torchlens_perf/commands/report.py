@@ -112,11 +112,11 @@ def _write_trace(run: RunDirectory, options: argparse.Namespace) -> None:
 def _print_report(
     run: RunDirectory, report: Report, states: Sequence[NodeState], options: argparse.Namespace
 ) -> int:
-    from torchlens_perf.diagnosis.goodput import add_price
+    from torchlens_perf.diagnosis.goodput import with_price
     from torchlens_perf.report import report_json
     from torchlens_perf.view.terminal import print_report
 
-    add_price(report["goodput"], options.price_per_device_hour)
+    report["goodput"] = with_price(report["goodput"], options.price_per_device_hour)
     if options.json:
         report_json.write_json(report, sys.stdout)
     elif options.html is None:

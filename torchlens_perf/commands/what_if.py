@@ -50,14 +50,14 @@ def _run_what_if(options: argparse.Namespace) -> int:
             f"{run.path} has fewer than {MIN_ROWS} usual steps that all ranks have made and whose"
             " times are known"
         )
-    if lost["drift_share"] > MAX_DRIFT:
+    if lost.drift_share > MAX_DRIFT:
         print(
             f"torchlens-perf: cannot say: the replay differs from the recorded steps by"
-            f" {lost['drift_share']:.0%}, for example because ranks do not wait for each other",
+            f" {lost.drift_share:.0%}, for example because ranks do not wait for each other",
             file=sys.stderr,
         )
         return CANNOT_SAY
-    found = lost["changes"]
+    found = lost.changes
     if changes:
         replay = Replay(times, report, report["verdicts"])
         found = [replay.predict(changes)]
@@ -71,7 +71,7 @@ def _run_what_if(options: argparse.Namespace) -> int:
             return CANNOT_SAY
     if options.json:
         report_json.write_json(
-            {"step_s": lost["step_s"], "drift_share": lost["drift_share"], "changes": found},
+            {"step_s": lost.step_s, "drift_share": lost.drift_share, "changes": found},
             sys.stdout,
         )
     else:
@@ -85,8 +85,8 @@ def _print_gains(lost: LostTime, found: list[PredictedChange]) -> None:
     from torchlens_perf.view.terminal import print_lines, table_lines
 
     lines = [
-        f"A mean step takes {format_duration(lost['step_s'])}. Without a change, the replay differs"
-        f" from the recorded steps by {format_percent(lost['drift_share'])}."
+        f"A mean step takes {format_duration(lost.step_s)}. Without a change, the replay differs"
+        f" from the recorded steps by {format_percent(lost.drift_share)}."
     ]
     if not found:
         lines.append("No single change would gain more than the uncertainty of its prediction.")

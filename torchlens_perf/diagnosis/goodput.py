@@ -17,14 +17,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import structs
+
 from torchlens_perf.analysis.statistics.step_mix import MEASURED, sum_time
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.words.report_goodput import Goodput, JobAttempt, TimeClass
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.step_mix import Bin, StepMix
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-    from torchlens_perf.verdicts.words.report_goodput import Goodput, JobAttempt, TimeClass
     from torchlens_perf.verdicts.words.report_hardware import Gpu
 
 CLASSES = {
@@ -93,24 +95,29 @@ def build_goodput(
             launchers,
             {(each.identity.host, each.identity.launcher_pid) for each in world},
         )
-        gap_s = found["began_unix_s"] - attempts[-1]["ended_unix_s"] if attempts else 0.0
+        gap_s = found.began_unix_s - attempts[-1].ended_unix_s if attempts else 0.0
         if gap_s > 0 and before & launchers:
-            found["seconds"]["restart"] += gap_s
-            found["began_unix_s"] -= gap_s
+            seconds = {**found.seconds, "restart": found.seconds["restart"] + gap_s}
+            began_s = found.began_unix_s - gap_s
+            found = structs.replace(found, began_unix_s=began_s, seconds=seconds)
         attempts.append(found)
     if not attempts:
         return None
     goodput = combine_attempts(attempts)
     joules = [each["energy_j"] for each in gpus]
-    if joules and None not in joules:
-        energy_j = goodput["energy_j"] = sum(filter(None, joules))
-        steps = sum(each["steps"] for each in attempts)
-        goodput["energy_j_per_step"] = energy_j / steps if steps else None
-        ranks = [each.statistics for world in worlds for each in world]
-        if all(each.workload_steps == each.counted_steps for each in ranks):
-            tokens = sum(each.workload for each in ranks)
-            goodput["energy_j_per_token"] = energy_j / tokens if tokens else None
-    return goodput
+    if not joules or None in joules:
+        return goodput
+    energy_j = sum(filter(None, joules))
+    steps = sum(each.steps for each in attempts)
+    ranks = [each.statistics for world in worlds for each in world]
+    is_known = all(each.workload_steps == each.counted_steps for each in ranks)
+    tokens = sum(each.workload for each in ranks) if is_known else 0
+    return structs.replace(
+        goodput,
+        energy_j=energy_j,
+        energy_j_per_step=energy_j / steps if steps else None,
+        energy_j_per_token=energy_j / tokens if tokens else None,
+    )
 
 
 def combine_attempts(attempts: Iterable[JobAttempt]) -> Goodput:
@@ -118,21 +125,21 @@ def combine_attempts(attempts: Iterable[JobAttempt]) -> Goodput:
 
     Time between attempts, in which no process of the job existed, is idle.
     """
-    attempts = [{**each} for each in sorted(attempts, key=lambda each: each["began_unix_s"])]
-    source = _count_lost_steps(attempts)
+    in_order = sorted(attempts, key=lambda each: each.began_unix_s)
+    found, source = _count_lost_steps(in_order)
     total_s, device_s = dict.fromkeys(CLASSES, 0.0), dict.fromkeys(CLASSES, 0.0)
-    ended_s = attempts[0]["began_unix_s"]
-    for each in attempts:
-        total_s["idle"] += max(0.0, each["began_unix_s"] - ended_s)
-        ended_s = each["ended_unix_s"]
-        lost_share = (each["lost_steps"] or 0) / max(1, each["steps"])
-        for name, seconds in each["seconds"].items():
+    ended_s = found[0].began_unix_s
+    for each in found:
+        total_s["idle"] += max(0.0, each.began_unix_s - ended_s)
+        ended_s = each.ended_unix_s
+        lost_share = (each.lost_steps or 0) / max(1, each.steps)
+        for name, seconds in each.seconds.items():
             lost_s = lost_share * seconds if name in _REPEATED else 0.0
             for into, part_s in ((name, seconds - lost_s), ("lost_work", lost_s)):
                 total_s[into] += part_s
-                device_s[into] += part_s * each["devices"]
-    lost_steps = [each["lost_steps"] for each in attempts]
-    unknown = {name for each in attempts for name in each["not_measured"]}
+                device_s[into] += part_s * each.devices
+    lost_steps = [each.lost_steps for each in found]
+    unknown = {name for each in found for name in each.not_measured}
     unknown |= {"lost_work"} if None in lost_steps else set()
     for name in unknown:
         total_s["productive"] += total_s[name]
@@ -141,61 +148,64 @@ def combine_attempts(attempts: Iterable[JobAttempt]) -> Goodput:
 
     def build_class(name: str) -> TimeClass:
         if name in unknown:
-            return {"seconds": None, "share": None, "device_hours": None, "cost": None}
-        share, hours = total_s[name] / wall_s if wall_s else 0.0, device_s[name] / 3600
-        return {"seconds": total_s[name], "share": share, "device_hours": hours, "cost": None}
+            return TimeClass()
+        share = total_s[name] / wall_s if wall_s else 0.0
+        return TimeClass(total_s[name], share, device_s[name] / 3600)
 
-    return {
-        "wall_s": wall_s,
-        "classes": {name: build_class(name) for name in CLASSES},
-        "attempts": attempts,
-        "lost_steps": None if None in lost_steps else sum(filter(None, lost_steps)),
-        "lost_steps_from": source,
-        "energy_j": None,
-        "energy_j_per_step": None,
-        "energy_j_per_token": None,
-        "price_per_device_hour": None,
-        "cost": None,
-    }
+    return Goodput(
+        wall_s=wall_s,
+        classes={name: build_class(name) for name in CLASSES},
+        attempts=found,
+        lost_steps=None if None in lost_steps else sum(filter(None, lost_steps)),
+        lost_steps_from=source,
+    )
 
 
-def add_price(goodput: Goodput | None, price: float | None) -> None:
-    """Set the price of an hour of one device, and the cost of each class and of the job.
+def with_price(goodput: Goodput | None, price: float | None) -> Goodput | None:
+    """Return the goodput with the cost of each class and of the job.
 
-    Without a price or without goodput, do nothing.
+    price: that of an hour of one device. Without it, return the goodput as it is.
     """
     if goodput is None or price is None:
-        return
-    goodput["price_per_device_hour"] = price
-    for each in goodput["classes"].values():
-        each["cost"] = None if each["device_hours"] is None else price * each["device_hours"]
-    goodput["cost"] = sum(each["cost"] or 0.0 for each in goodput["classes"].values())
+        return goodput
+    costs = {
+        name: None if each.device_hours is None else price * each.device_hours
+        for name, each in goodput.classes.items()
+    }
+    classes = {
+        name: structs.replace(each, cost=costs[name]) for name, each in goodput.classes.items()
+    }
+    cost = sum(filter(None, costs.values()))
+    return structs.replace(goodput, price_per_device_hour=price, classes=classes, cost=cost)
 
 
-def _count_lost_steps(attempts: Sequence[JobAttempt]) -> str:
-    """Set the steps of each attempt that a later attempt made again. Return their source.
+def _count_lost_steps(attempts: Sequence[JobAttempt]) -> tuple[list[JobAttempt], str]:
+    """Return the attempts with the steps that a later one made again, and the source of these.
 
     An attempt without a step counter is assumed to continue with the last recorded checkpoint.
     """
-    training = [each for each in attempts if each["steps"]]
+    training = [each for each in attempts if each.steps]
     starts: list[int | None] = []
     saved: int | None = None
     source = "step counter" if len(training) > 1 else ""
     for each in training:
-        start = each["first_step"]
+        start = each.first_step
         if start is None and starts:
             start, source = saved, "checkpoints"
         starts.append(start or (0 if not starts else start))
-        if each["saved_step"] is not None and starts[-1] is not None:
-            saved = starts[-1] + each["saved_step"]
+        if each.saved_step is not None and starts[-1] is not None:
+            saved = starts[-1] + each.saved_step
+    found = [each for each in attempts if not each.steps]
     for place, (each, start) in enumerate(zip(training, starts, strict=True)):
         later = starts[place + 1 :]
         known = [of for of in later if of is not None]
+        lost: int | None = 0
         if start is None or len(known) < len(later):
-            each["lost_steps"], source = None, ""
+            lost, source = None, ""
         elif later:
-            each["lost_steps"] = min(each["steps"], max(0, start + each["steps"] - min(known)))
-    return source
+            lost = min(each.steps, max(0, start + each.steps - min(known)))
+        found.append(structs.replace(each, lost_steps=lost))
+    return sorted(found, key=lambda each: each.began_unix_s), source
 
 
 # -- one attempt
@@ -260,18 +270,18 @@ def _account_attempt(
     saved = [max(each.steps) for mix in mixes for each in _bins_with(mix, Flag.CHECKPOINT)]
     skipped = max(sum(each.count for each in _bins_with(mix, Flag.SKIPPED)) for mix in mixes)
     made = [each.statistics.last_step for each in processes]
-    return {
-        "attempt": processes[0].identity.attempt,
-        "devices": devices,
-        "began_unix_s": began_ns / 1e9,
-        "ended_unix_s": ended_ns / 1e9,
-        "steps": min(0 if step is None else step + 1 - skipped for step in made),
-        "first_step": firsts.pop() if len(firsts) == 1 else None,
-        "saved_step": max(saved, default=None),
-        "lost_steps": 0,
-        "seconds": means_s,
-        "not_measured": list(_WAITS) if is_untimed else [],
-    }
+    return JobAttempt(
+        attempt=processes[0].identity.attempt,
+        devices=devices,
+        began_unix_s=began_ns / 1e9,
+        ended_unix_s=ended_ns / 1e9,
+        steps=min(0 if step is None else step + 1 - skipped for step in made),
+        first_step=firsts.pop() if len(firsts) == 1 else None,
+        saved_step=max(saved, default=None),
+        lost_steps=0,
+        seconds=means_s,
+        not_measured=list(_WAITS) if is_untimed else [],
+    )
 
 
 def _account_rank(

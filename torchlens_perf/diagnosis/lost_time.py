@@ -17,13 +17,13 @@ from torchlens_perf.diagnosis.step_times import USES, StepTimes
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.host_code import divide_host_code
-from torchlens_perf.verdicts.words.report import mean_per_step
+from torchlens_perf.verdicts.words.report import PathClass, mean_per_step
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.diagnosis.step_times import Floats
-    from torchlens_perf.verdicts.words.report import Collective, Facts, Steps, TimeClass, VerdictRow
+    from torchlens_perf.verdicts.words.report import Collective, Facts, Steps, VerdictRow
 
 SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 OTHER_SECTIONS = "other sections"
@@ -103,7 +103,7 @@ def mean_step_s(times: StepTimes, steps: Steps) -> float:
 
 def classify_time(
     times: StepTimes, facts: Facts, verdicts: Sequence[VerdictRow]
-) -> list[TimeClass]:
+) -> list[PathClass]:
     """Return the classes of time of a mean step, the largest first. They add up to the mean step.
 
     Longer steps of a known kind, such as evaluation, are classes of their own. Slow ranks that a
@@ -135,12 +135,12 @@ def classify_time(
     rest_s = sum(others_s.values())
     rest_share = max(0.0, 1.0 - sum(share for _, _, share, _ in found))
     found += [(name, s, s / rest_s * rest_share, ()) for name, s in others_s.items() if s > 0]
-    classes: list[TimeClass] = [
-        {"name": name, "s_per_step": seconds, "share": share, "ranks": list(ranks)}
+    classes = [
+        PathClass(name, seconds, share, list(ranks))
         for name, seconds, share, ranks in found
         if seconds > 0
     ]
-    return sorted(classes, key=lambda each: -each["s_per_step"])
+    return sorted(classes, key=lambda each: -each.s_per_step)
 
 
 def _find_irregular(steps: Steps) -> dict[str, float]:
@@ -153,7 +153,7 @@ def _find_irregular(steps: Steps) -> dict[str, float]:
     return found
 
 
-def join_classes(classes: Sequence[TimeClass]) -> dict[str, float]:
+def join_classes(classes: Sequence[PathClass]) -> dict[str, float]:
     """Return seconds per step by a bounded number of names.
 
     Slow ranks are joined, steps of several kinds belong to the first kind, and all but the largest
@@ -162,13 +162,13 @@ def join_classes(classes: Sequence[TimeClass]) -> dict[str, float]:
     found: dict[str, float] = {}
     sections = 0
     for each in classes:
-        name = each["name"]
+        name = each.name
         if name.startswith(_SECTION):
             sections += 1
             name = name if sections <= _MAX_SECTIONS else OTHER_SECTIONS
         else:
             name = name.partition(_AND)[0]
-        found[name] = found.get(name, 0.0) + each["s_per_step"]
+        found[name] = found.get(name, 0.0) + each.s_per_step
     return found
 
 

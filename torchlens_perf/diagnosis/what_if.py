@@ -31,7 +31,7 @@ from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
 from torchlens_perf.verdicts.words.modules import find_largest_on_device
-from torchlens_perf.verdicts.words.report import mean_per_step
+from torchlens_perf.verdicts.words.report import PredictedChange, mean_per_step
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torchlens_perf.diagnosis.step_times import Floats
 
     Segments = tuple[npt.NDArray[np.int64], ...]
-    from torchlens_perf.verdicts.words.report import Facts, Module, PredictedChange, VerdictRow
+    from torchlens_perf.verdicts.words.report import Facts, Module, VerdictRow
 
 MAX_CONTENTION = 0.2
 """No gain of less work is predicted if CPU contention takes a larger share of the changed step."""
@@ -176,13 +176,8 @@ class Replay:
             if is_question or (slow.cost_s > gain_s and repaired.issuperset(slow.ranks)):
                 gain_s, share = slow.cost_s, slow.share
                 low_s, high_s = min(low_s, gain_s), max(high_s, gain_s)
-        return {
-            "change": ", ".join(change.text for change in changes),
-            "gain_s": gain_s,
-            "low_s": low_s,
-            "high_s": high_s,
-            "share": share,
-        }
+        text = ", ".join(change.text for change in changes)
+        return PredictedChange(text, gain_s, low_s, high_s, share)
 
     def can_predict(self, changes: Sequence[Change]) -> bool:
         """Return False if waits for a CPU are left that less work also makes shorter.
@@ -306,8 +301,8 @@ def predict_standard_changes(
     ]
     changes = [[parse_change(text)] for text in texts]
     found = [replay.predict(each) for each in changes if replay.can_predict(each)]
-    found = [each for each in found if each["low_s"] > 0]
-    return sorted(found, key=lambda each: -each["gain_s"])[:most], drift
+    found = [each for each in found if each.low_s > 0]
+    return sorted(found, key=lambda each: -each.gain_s)[:most], drift
 
 
 def _sum_segments(cells_ns: Floats, segments: Segments) -> Floats:

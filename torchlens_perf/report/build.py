@@ -10,8 +10,8 @@ from __future__ import annotations
 import datetime
 import functools
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -71,7 +71,7 @@ from torchlens_perf.verdicts.words import order, run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.cpu import replace_cpu_action
 from torchlens_perf.verdicts.words.device_pace import replays_graphs
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict
+from torchlens_perf.verdicts.words.evidence import JudgedVerdict, StragglerEvidence
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
 from torchlens_perf.verdicts.words.run_state import (
     build_uneven_steps_verdicts,
@@ -232,13 +232,22 @@ def _build_report(
         }
         for each, held, lost_s in times.build_rows(found)
     ]
-    losses = [
-        StragglerLoss(each["lost_s"], len(order.ranks_in_row(each)), each["phase"] == "data")
-        for each in rows
-        if each["kind"].startswith("straggler") and each["lost_s"]
-    ]
-    facts["goodput"] = build_goodput(nodes, losses, facts["gpus"])
+    facts["goodput"] = build_goodput(nodes, _find_losses(rows), facts["gpus"])
     return {**facts, "verdicts": cast("list[VerdictRow]", rows), "trainings": []}
+
+
+def _find_losses(rows: Sequence[Mapping[str, Any]]) -> list[StragglerLoss]:
+    """Return the losses by slow ranks. Verdicts that share one cost have one loss: the largest."""
+    found: dict[object, StragglerLoss] = {}
+    for place, row in enumerate(rows):
+        if not row["kind"].startswith("straggler") or not row["lost_s"]:
+            continue
+        ranks, evidence = set(order.ranks_in_row(row)), row["evidence"]
+        too = evidence.slow_too if isinstance(evidence, StragglerEvidence) else ()
+        loss = StragglerLoss(row["lost_s"], len(ranks.union(too)), row["phase"] == "data")
+        key = frozenset(ranks.union(too)) if too else place
+        found[key] = max(loss, found.get(key, loss))
+    return list(found.values())
 
 
 def _finding_records(nodes: list[NodeState], run: Run) -> FindingRecords:

@@ -29,6 +29,7 @@ from torchlens_perf.store.reader import ParquetFile, ParquetFolder, make_error_c
 from torchlens_perf.verdicts.judged_windows import with_hidden_data_waits
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST
 from torchlens_perf.verdicts.words.device_pace import replays_graphs
+from torchlens_perf.verdicts.words.report import LostTime
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -55,15 +56,15 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
         return
     changes, drift = predict_standard_changes(times, report, report["verdicts"])
     classes = classify_time(times, report, report["verdicts"])
-    report["lost_time"] = {
-        "first_step": int(times.steps[0]),
-        "last_step": int(times.steps[-1]) + times.width - 1,
-        "rows": len(times.steps),
-        "step_s": mean_step_s(times, report["steps"]),
-        "classes": classes,
-        "changes": changes,
-        "drift_share": drift,
-    }
+    report["lost_time"] = LostTime(
+        first_step=int(times.steps[0]),
+        last_step=int(times.steps[-1]) + times.width - 1,
+        rows=len(times.steps),
+        step_s=mean_step_s(times, report["steps"]),
+        classes=classes,
+        changes=changes,
+        drift_share=drift,
+    )
     choose_actions(build_job(report, states, times))
 
 

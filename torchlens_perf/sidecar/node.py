@@ -250,11 +250,9 @@ class Sidecar:
                 path = lost_time.classify_time(times, report, report["verdicts"])
                 self._critical_path_s = lost_time.join_classes(path)
             goodput = report["goodput"]
-            classes = {} if goodput is None else goodput["classes"]
+            classes = {} if goodput is None else goodput.classes
             self._goodput_s = {
-                name: each["seconds"]
-                for name, each in classes.items()
-                if each["seconds"] is not None
+                name: each.seconds for name, each in classes.items() if each.seconds is not None
             }
         cost_s = time.monotonic() - now_s
         self._classes_due_s = now_s + max(_CLASSES_PERIOD_S, _MIN_IDLE_RATIO * cost_s)

@@ -25,26 +25,26 @@ def build_goodput_table(report: Report) -> Table | None:
     goodput = report["goodput"]
     if goodput is None:
         return None
-    classes = goodput["classes"]
-    names = [name for name, each in classes.items() if each["seconds"] != 0.0]
+    classes = goodput.classes
+    names = [name for name, each in classes.items() if each.seconds != 0.0]
     rows = [classes[name] for name in names]
     columns = [
         Column("time", [CLASSES[name] for name in names], Quantity.TEXT),
-        Column("duration", _known(each["seconds"] for each in rows), help="Mean over the ranks."),
-        Column("share of run", _known(each["share"] for each in rows), Quantity.SHARE),
+        Column("duration", _known(each.seconds for each in rows), help="Mean over the ranks."),
+        Column("share of run", _known(each.share for each in rows), Quantity.SHARE),
         Column(
             "rank hours" if report["run"]["device"] is None else "device hours",
-            _known(each["device_hours"] for each in rows),
+            _known(each.device_hours for each in rows),
             Quantity.NUMBER,
             0.6,
         ),
     ]
     cost = ""
-    if goodput["cost"] is not None:
-        cost = f", cost {format_rounded(goodput['cost'])}"
-        columns.append(Column("cost", _known(each["cost"] for each in rows), Quantity.NUMBER))
-    share = classes["productive"]["share"] or 0.0
-    title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput['wall_s'])}{cost})"
+    if goodput.cost is not None:
+        cost = f", cost {format_rounded(goodput.cost)}"
+        columns.append(Column("cost", _known(each.cost for each in rows), Quantity.NUMBER))
+    share = classes["productive"].share or 0.0
+    title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput.wall_s)}{cost})"
     return Table("goodput", title, columns, note=_describe_job(goodput), noun="class")
 
 
@@ -56,17 +56,17 @@ def _describe_job(goodput: Goodput) -> str:
     """Return sentences on restarts, unmeasured classes and energy."""
     found = []
     count, lost, source = (
-        len(goodput["attempts"]),
-        goodput["lost_steps"],
-        goodput["lost_steps_from"],
+        len(goodput.attempts),
+        goodput.lost_steps,
+        goodput.lost_steps_from,
     )
     if count > 1:
         known = "an unknown number of steps" if lost is None else format_count(lost, "step")
         by = f" (by {source})" if source else ""
         found.append(f"{count} attempts, which made {known} again{by}.")
-    if any(each["seconds"] is None for each in goodput["classes"].values()):
+    if any(each.seconds is None for each in goodput.classes.values()):
         found.append("Time of classes that were not measured counts as productive.")
-    per_step, per_token = goodput["energy_j_per_step"], goodput["energy_j_per_token"]
+    per_step, per_token = goodput.energy_j_per_step, goodput.energy_j_per_token
     if per_step is not None:
         each = "" if per_token is None else f", {format_rounded(per_token)} J per token"
         found.append(f"Energy: {format_rounded(per_step)} J per step{each}.")

@@ -13,7 +13,7 @@ from torchlens_perf.view.theme import PARTS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchlens_perf.verdicts.words.report import PredictedChange, Report, TimeClass
+    from torchlens_perf.verdicts.words.report import PathClass, PredictedChange, Report
 
 _MIN_SHARE = 0.005
 """Smaller classes are left out."""
@@ -32,19 +32,19 @@ def build_critical_path_table(report: Report) -> Table | None:
     lost = report["lost_time"]
     if lost is None:
         return None
-    rows = [each for each in lost["classes"] if each["share"] >= _MIN_SHARE]
+    rows = [each for each in lost.classes if each.share >= _MIN_SHARE]
     columns = [
         Column("critical path", [_class_name(each, report) for each in rows], Quantity.TEXT),
-        Column("per step", [each["s_per_step"] for each in rows], help="Mean over all steps."),
-        Column("share of step", [each["share"] for each in rows], Quantity.SHARE),
+        Column("per step", [each.s_per_step for each in rows], help="Mean over all steps."),
+        Column("share of step", [each.share for each in rows], Quantity.SHARE),
     ]
     several = report["run"]["world_size"] > 1
-    which = format_step_range(lost["first_step"], lost["last_step"] + 1)
+    which = format_step_range(lost.first_step, lost.last_step + 1)
     note = (
         f"{'In each step, the path follows the rank for which all others wait. ' if several else ''}"
         f"Mean of the usual steps {which}, with what other steps of the run add."
     )
-    title = f"Critical path of a mean step ({format_duration(lost['step_s'])})"
+    title = f"Critical path of a mean step ({format_duration(lost.step_s)})"
     return Table("critical_path", title, columns, first=8, note=note, noun="class",
                  ranged="per step")  # fmt: skip
 
@@ -52,32 +52,32 @@ def build_critical_path_table(report: Report) -> Table | None:
 def build_change_table(report: Report) -> Table | None:
     """Return the predicted gains of the most valuable single changes."""
     lost = report["lost_time"]
-    if lost is None or not lost["changes"]:
+    if lost is None or not lost.changes:
         return None
     note = (
         "Each change alone; gains do not add up. Without a change, the replay differs from the"
-        f" recorded steps by {format_percent(lost['drift_share'])}."
+        f" recorded steps by {format_percent(lost.drift_share)}."
     )
-    return build_gain_table(lost["changes"], note)
+    return build_gain_table(lost.changes, note)
 
 
 def build_gain_table(changes: Sequence[PredictedChange], note: str = "") -> Table:
     """Return a table of predicted gains."""
-    unit_of = max((abs(each["gain_s"]) for each in changes), default=0.0)
+    unit_of = max((abs(each.gain_s) for each in changes), default=0.0)
     columns = [
-        Column("what if", [each["change"] for each in changes], Quantity.TEXT),
-        Column("gain per step", [each["gain_s"] for each in changes], unit_of=unit_of),
-        Column("at least", [each["low_s"] for each in changes], unit_of=unit_of),
-        Column("at most", [each["high_s"] for each in changes], unit_of=unit_of),
-        Column("share of step", [each["share"] for each in changes], Quantity.CHANGE),
+        Column("what if", [each.change for each in changes], Quantity.TEXT),
+        Column("gain per step", [each.gain_s for each in changes], unit_of=unit_of),
+        Column("at least", [each.low_s for each in changes], unit_of=unit_of),
+        Column("at most", [each.high_s for each in changes], unit_of=unit_of),
+        Column("share of step", [each.share for each in changes], Quantity.CHANGE),
     ]
     return Table("changes", "Predicted gains of changes", columns, note=note, noun="change")
 
 
-def _class_name(each: TimeClass, report: Report) -> str:
-    name = each["name"]
-    if each["ranks"]:
-        return f"slow {format_rank_list(each['ranks'])}"
+def _class_name(each: PathClass, report: Report) -> str:
+    name = each.name
+    if each.ranks:
+        return f"slow {format_rank_list(each.ranks)}"
     shown = _NAMES.get(name) or (PARTS[name].name if name in PARTS else name)
     if name == "cpu":
         uses = [rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None]

@@ -106,5 +106,5 @@ run.end()
 """)
     done = run_warm([sys.executable, str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
-    (attempt,) = only_report(tmp_path)["goodput"]["attempts"]
-    assert (attempt["first_step"], attempt["steps"]) == (SAVED, 8)
+    (attempt,) = only_report(tmp_path)["goodput"].attempts
+    assert (attempt.first_step, attempt.steps) == (SAVED, 8)

@@ -90,11 +90,11 @@ class Job:
 
     def seconds(self, *names: str) -> float:
         """Return the time of these classes of the critical path per step."""
-        return sum(each["s_per_step"] for each in self.lost["classes"] if each["name"] in names)
+        return sum(each.s_per_step for each in self.lost.classes if each.name in names)
 
     def share(self, *names: str) -> float:
         """Return the share of these classes in a step."""
-        return sum(each["share"] for each in self.lost["classes"] if each["name"] in names)
+        return sum(each.share for each in self.lost.classes if each.name in names)
 
     def describe(self, what: str, *names: str) -> str:
         """Return a clause such as "waiting for data takes 12 ms (23%) of a step"."""
@@ -102,7 +102,7 @@ class Job:
 
     def describe_seconds(self, what: str, seconds: float, share: float | None = None) -> str:
         """Like describe(), for a time per step that is no class."""
-        share = seconds / self.lost["step_s"] if share is None else share
+        share = seconds / self.lost.step_s if share is None else share
         return f"{what} {format_duration(seconds)} ({format_percent(share)}) of a step"
 
     def long_steps(self, *kinds: str) -> list[LongSteps]:

@@ -35,7 +35,7 @@ def add_workers(job: Job) -> Proposal | None:
     if loader is None or not loader.workers or not job.spare_cpus or not wait_s:
         return None
     # The workers return a batch in each step, so one worker needs this long for a batch.
-    workers, change = _plan_workers(job, loader.workers * job.lost["step_s"], loader.workers)
+    workers, change = _plan_workers(job, loader.workers * job.lost.step_s, loader.workers)
     return Proposal(
         f"{format_count(loader.workers, 'DataLoader worker')} cannot keep up:"
         f" {job.describe(_WAITING, 'data')}.",
@@ -47,7 +47,7 @@ def add_workers(job: Job) -> Proposal | None:
 def _plan_workers(job: Job, batch_s: float, present: int = 0) -> tuple[int, str]:
     """Return a number of workers, and the change of the wait. batch_s: time to load a batch."""
     wait_s = job.seconds("data")
-    rest_s = max(job.lost["step_s"] - wait_s, 1e-9)
+    rest_s = max(job.lost.step_s - wait_s, 1e-9)
     workers = min(present + job.spare_cpus, math.ceil(batch_s / rest_s))
     left = min(1.0, max(_HANDOVER_S, batch_s / workers - rest_s) / wait_s)
     return workers, f"data x{left:.2f}"
@@ -63,7 +63,7 @@ def prefetch_more(job: Job) -> Proposal | None:
     slow = [row for row in job.long_steps() if row["part"] == "data" and not row["period"]]
     slow = [row for row in slow if row["waited_for"] is None]
     cost_s = job.per_step(slow)
-    if cost_s < 0.05 * job.lost["step_s"] or job.share("data") - cost_s / job.lost["step_s"] > 0.02:
+    if cost_s < 0.05 * job.lost.step_s or job.share("data") - cost_s / job.lost.step_s > 0.02:
         return None
     return Proposal(
         job.describe_long_steps(slow, "waited for a slow batch"),

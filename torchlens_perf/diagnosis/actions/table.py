@@ -102,7 +102,7 @@ def _judge(job: Job, rule: Rule) -> Choice | None:
     if proposal is None:
         return None
     action = proposal.action[0].lower() + proposal.action[1:]
-    step_s = job.lost["step_s"]
+    step_s = job.lost.step_s
     if proposal.change is None and proposal.gain_s is None:
         return Choice(rule, action, proposal.because, None)
     if proposal.change is None:
@@ -118,7 +118,7 @@ def _judge(job: Job, rule: Rule) -> Choice | None:
             return None
         if not job.replay.can_predict(changes):
             return Choice(rule, action, proposal.because, None)
-        gain_s, low_s = predicted["gain_s"], predicted["low_s"]
+        gain_s, low_s = predicted.gain_s, predicted.low_s
     if not low_s >= MIN_GAIN * step_s:
         return None
     gain = f"{format_duration(gain_s)} ({format_percent(gain_s / step_s)}) per step"

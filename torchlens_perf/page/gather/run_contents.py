@@ -9,7 +9,7 @@ import datetime
 import math
 from typing import TYPE_CHECKING
 
-from torchlens_perf.diagnosis.goodput import add_price
+from torchlens_perf.diagnosis.goodput import with_price
 from torchlens_perf.page.contents import (
     SCHEMA,
     PageContents,
@@ -67,7 +67,7 @@ def gather_contents(
     training process.
     """
     report, states = load_report_and_states(run)
-    add_price(report["goodput"], price)
+    report["goodput"] = with_price(report["goodput"], price)
     processes, node_of, slow, uncomparable = collect_ranks(states)
     notes: list[str] = []
     plain: Report = report_json.to_json_types(report)

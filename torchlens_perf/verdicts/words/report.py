@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from msgspec import Struct
+
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.failure import Failure, ProcessActivity, ProcessEnd
 from torchlens_perf.run.oom_table import OutOfMemory
@@ -473,7 +475,7 @@ class Period(TypedDict):
     until: str | None
 
 
-class TimeClass(TypedDict):
+class PathClass(Struct, frozen=True):
     """A class of time on the critical path, such as "forward", "slow rank" or "evaluation"."""
 
     name: str
@@ -484,7 +486,7 @@ class TimeClass(TypedDict):
     """The ranks of the class "slow rank"; [] for other classes."""
 
 
-class PredictedChange(TypedDict):
+class PredictedChange(Struct, frozen=True):
     """The predicted gain of a change, see `torchlens-perf what-if`."""
 
     change: str
@@ -497,7 +499,7 @@ class PredictedChange(TypedDict):
     """Share of the gain in a mean step."""
 
 
-class LostTime(TypedDict):
+class LostTime(Struct, frozen=True):
     """The critical path of recorded steps over all ranks.
 
     The classes add up to step_s: a mean of the usual steps from first_step to last_step, with what
@@ -510,7 +512,7 @@ class LostTime(TypedDict):
     rows: int
     """Number of usual steps that all ranks have made."""
     step_s: float
-    classes: list[TimeClass]
+    classes: list[PathClass]
     changes: list[PredictedChange]
     """The most valuable single changes, the largest gain first."""
     drift_share: float

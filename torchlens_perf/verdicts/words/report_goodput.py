@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from msgspec import Struct
 
 
-class TimeClass(TypedDict):
+class TimeClass(Struct, frozen=True):
     """Time of a job in one class. All fields are None if the class was not measured."""
 
-    seconds: float | None
+    seconds: float | None = None
     """Mean over the ranks."""
-    share: float | None
+    share: float | None = None
     """Share of the wall clock."""
-    device_hours: float | None
+    device_hours: float | None = None
     """Without the time in which no process of the job existed."""
-    cost: float | None
+    cost: float | None = None
     """Device hours times the price; None without a price."""
 
 
-class JobAttempt(TypedDict):
+class JobAttempt(Struct, frozen=True, kw_only=True):
     """One attempt of a job: its processes from the first start to the last end.
 
     Steps count from 0 in each process. first_step is the number of earlier steps that the model had
@@ -46,7 +46,7 @@ class JobAttempt(TypedDict):
     """Classes whose time is part of `productive`, because it was not measured."""
 
 
-class Goodput(TypedDict):
+class Goodput(Struct, frozen=True, kw_only=True):
     """The life of a job in classes of time, which add up to the wall clock."""
 
     wall_s: float
@@ -57,12 +57,12 @@ class Goodput(TypedDict):
     lost_steps_from: str
     """Source of lost_steps: "step counter", "checkpoints" (an estimate), or "" without restarts and
     if not known."""
-    energy_j: float | None
+    energy_j: float | None = None
     """Energy of all GPUs; None if not measured."""
-    energy_j_per_step: float | None
-    energy_j_per_token: float | None
+    energy_j_per_step: float | None = None
+    energy_j_per_token: float | None = None
     """Per unit of work: `w.step(tokens=)`, else elements of the batches' first tensors."""
-    price_per_device_hour: float | None
+    price_per_device_hour: float | None = None
     """Without devices, the price of an hour of one rank."""
-    cost: float | None
+    cost: float | None = None
     """Cost of the job; None without a price."""
