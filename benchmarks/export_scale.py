@@ -33,7 +33,6 @@ from torchlens_perf.analysis.statistics.hardware import (
     LinkSample,
 )
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.config import Config
 from torchlens_perf.exporters import Assessment, ExportBatch
 from torchlens_perf.exporters.delivery.sender import metrics_of
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
@@ -41,6 +40,7 @@ from torchlens_perf.exporters.otlp_spans import SpanBuilder
 from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.rank_facts import SidecarSettings
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Kind, record_dtype
 from torchlens_perf.sidecar.cluster import ClusterLink
@@ -131,8 +131,10 @@ class Sources:
     def unfinished_rings(self) -> list[Source]:
         return self._sources
 
-    def read_setting(self, setting: str) -> int:
-        return self._settings.get(setting, int(getattr(Config(), setting)))
+    @property
+    def settings(self) -> SidecarSettings:
+        given = {name: value for name, value in self._settings.items() if name != "off"}
+        return SidecarSettings(**given)
 
 
 class Node:
@@ -344,9 +346,7 @@ def _process(rank: int, world_size: int, host: str, local_world_size: int) -> Pr
         local_world_size=local_world_size, attempt=0, host=host, pid=1, process_started=1, launcher_pid=1,
         elastic=False, program="train.py", traceparent="", attributes={}, node=host,
     )  # fmt: skip
-    return ProcessState(
-        identity, Anchor(0, _BEGIN_UNIX_NS, 0), RankStatistics(), trace_every=Config.trace_every
-    )
+    return ProcessState(identity, Anchor(0, _BEGIN_UNIX_NS, 0), RankStatistics())
 
 
 def _progress(rank: int, host: str, step: int) -> RankProgress:

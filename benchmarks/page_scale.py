@@ -21,6 +21,7 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistic
 from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind, record_dtype
@@ -36,7 +37,7 @@ from torchlens_perf.verdicts.stragglers.judged_steps import HOST
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.run.identity import ProcessGroup
+    from torchlens_perf.run.rank_facts import ProcessGroup
 
 SIZES = ("64x1000", "1024x1000")
 # Modules that are timed in each forward pass.
@@ -126,7 +127,9 @@ def write_run(
             table = assemble_steps(records)
             judge.add_steps(rank, process.placement, table)
             warm = records[records["step"] >= WARM_UP_STEPS]
-            state.join.add_records(rank, warm, _names(), process.groups, 0, process.identity.key)
+            state.join.add_records(
+                rank, warm, _names(), process.facts.groups, 0, process.identity.key
+            )
             for at, part in enumerate(_segments(records, steps, segments)):
                 origin = RecordOrigin(
                     process.identity.key, rank, 0, process.identity.host, process.anchor
@@ -176,8 +179,8 @@ def _process(
             }
     process = ProcessState(
         simulated_identity(run, topology, rank), Anchor(_BEGIN_NS, 1_790_000_000 * 10**9, 0), RankStatistics(),
-        counted=len(records) - 1, ended="closed", model=f"pp{topology.coordinates(rank)['pp']}", judged_by=HOST,
-        compute_device="cpu", groups=groups,
+        counted=len(records) - 1, ended="closed", judged_by=HOST,
+        facts=RankFacts(model=f"pp{topology.coordinates(rank)['pp']}", compute_device="cpu", groups=groups),
     )  # fmt: skip
     process.statistics.add_records(records, assemble_steps(records), _names(), 0)
     return process, records

@@ -36,11 +36,6 @@ in a file.
 _ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # Variables of this package that are not settings.
 _NOT_SETTINGS = {"TORCHLENS_PERF_RUN_ID", RAISE}
-SIDECAR_SETTINGS = (
-    "disk_bytes", "trace_every", "export_limit", "telemetry", "capture", "exchange", "prometheus", "writes_page",
-    "_total_steps", "_trace_slow",
-)  # fmt: skip
-"""Attributes of Config that the ring file hands to the sidecar."""
 
 # Patterns are compiled when they are used, which few programs do.
 _MASKED = r"(?<=\btoken=)[^&#'\"]*|(?<=://)[^/?#@'\"]*(?=@)"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torchlens_perf import config as configuration
 from torchlens_perf.config import ENVIRONMENT_PREFIX, Config
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
     from torchlens_perf.results.ask import RunHandle
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.rank_facts import ReportRequest
     from torchlens_perf.run.ring import RingFile
 
     P = ParamSpec("P")
@@ -293,7 +294,7 @@ class Watch(LiveResultMethods):
                     self._join_running_watch(_running)
         except BaseException:
             # An interruption may arrive when recording has already begun.
-            self._stop_recording({}, None)
+            self._stop_recording(None, None)
             raise
         return self
 
@@ -318,7 +319,7 @@ class Watch(LiveResultMethods):
         try:
             self._leave(error)
         finally:
-            self._stop_recording({}, error)
+            self._stop_recording(None, error)
 
     def _leave(self, error: BaseException | None) -> None:
         """End the watch. error: the exception that leaves the context or ends the program."""
@@ -405,7 +406,7 @@ class Watch(LiveResultMethods):
                 try:
                     self._start(in_the_middle=in_the_middle, after_step_of=after_step_of)
                 except BaseException:
-                    self._stop_recording({}, None)
+                    self._stop_recording(None, None)
                     raise
                 finally:
                     _session = None if self._session is None else _session
@@ -484,7 +485,7 @@ class Watch(LiveResultMethods):
                 # interpreter now.
                 children.find_interpreter()
             session = Session(config, identity, ring)
-            created.callback(session.close, {})
+            created.callback(session.close)
             session.publish()
             if folders is not None:
                 answer = folders.wait_for_answer(_FOLDERS_TIMEOUT_S)
@@ -524,7 +525,7 @@ class Watch(LiveResultMethods):
                 run = RunDirectory(self.run_dir, shared=self._config.is_shared)
                 self._close(session, run, changing, error)
 
-    def _stop_recording(self, report: Mapping[str, Any], error: BaseException | None) -> None:
+    def _stop_recording(self, report: ReportRequest | None, error: BaseException | None) -> None:
         """Detach everything and close the session. report: see Session.close().
 
         Further calls do nothing. After an exception, the next call completes the work.
@@ -553,7 +554,7 @@ class Watch(LiveResultMethods):
         identity, mailbox, began_s = session.identity, None, time.monotonic()
         is_removed = file_checks.is_missing(session.ring_path, follow_links=False)
         removed_ring = session.ring_path if is_removed else None
-        look: dict[str, Any] = {}
+        look: ReportRequest | None = None
         try:
             # The session is closed even if the user's own stderr raises KeyboardInterrupt: no
             # record is lost.
@@ -639,7 +640,7 @@ def _close_incomplete_session(session: Session) -> None:
     """
     with guard("noting that recording is off"):
         session.note("recording was switched off when it began: see the job's log")
-    session.close({})
+    session.close()
     session.ring.release()
 
 

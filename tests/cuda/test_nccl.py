@@ -328,7 +328,7 @@ def test_timing_ends_after_a_collective_in_a_graph_capture(
             assert nccl.mask == 0
         recording.watch.step()
         assert recording.watch._session.clocks.collective_listener is not None
-        assert sum(text in note for note in recording.watch._session.metadata.notes) == 1
+        assert sum(text in note for note in recording.watch._session.facts.notes) == 1
     (note,) = recording.notes
     assert "end times of asynchronous collectives are missing from here on" in note
     assert nccl.mask == 0
@@ -469,7 +469,7 @@ def test_operations_without_nccl_times_are_noted(
         for _ in range(3):
             nccl.collective(context, 0, 1)
         recording.watch.step()
-        at_once = list(recording.watch._session.metadata.notes)
+        at_once = list(recording.watch._session.facts.notes)
         nccl.collective(context, 0, 1)
     text = "NCCL operations were not issued through torch.distributed and are not recorded"
     assert f"some {text}" in at_once
@@ -518,7 +518,7 @@ def test_communicators_created_with_the_plugin_are_timed_without_events(
     nccl.load()
     context = nccl.communicator()
     with watched(tmp_path, monkeypatch) as recording:
-        recording.watch._session.metadata.add_device_group("0", "cuda")
+        recording.watch._session.metadata.device_groups.add(("0", "cuda"))
         recording.watch.step()
         assert recording.watch._session.clocks.collective_listener is None
         assert nccl.mask == ON

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.exporters.test_exporters import identity
+from tests.support.facts import take_facts
 from tests.support.reports import checked
 from tests.support.simulated_runs import simulate_run
 from tests.support.tables import mixed_table
@@ -51,18 +52,19 @@ def process(
 ) -> ProcessState:
     """Return an ended process.
 
-    after_s: start of the first step. changed: fields of the process, or of its identity.
+    after_s: start of the first step. changed: fields of the process, of its facts, or of its identity.
     """
     table = mixed_table(steps)
     table = dataclasses.replace(table, start_ns=table.start_ns + clock_ns(after_s))
     statistics = RankStatistics()
     statistics._add_steps(table, table.parts_ns[:, :2] * 0)
+    facts = take_facts(changed)
     fields = {field.name for field in dataclasses.fields(ProcessState)}
     of_state = {name: value for name, value in changed.items() if name in fields}
     others = {name: value for name, value in changed.items() if name not in fields}
     values = {"ended": "closed", "judged_by": HOST, **of_state}
     who = identity(rank, **{"pid": 100 + rank, **others})
-    return ProcessState(who, BOOT, statistics, **values)
+    return ProcessState(who, BOOT, statistics, facts=facts, **values)
 
 
 def state_of(*processes: ProcessState, **changed: Any) -> NodeState:
@@ -210,7 +212,7 @@ def test_live_job_counts_until_its_last_step_and_needs_a_known_time() -> None:
     assert goodput.wall_s == pytest.approx(4.0)
     waiting = ProcessState(identity(), BOOT, RankStatistics())
     assert build_goodput([state_of(waiting)], []) is None
-    waiting.process_began_ns, waiting.seen_ns = 5 * S, 25 * S
+    waiting.facts.process_began_ns, waiting.seen_ns = 5 * S, 25 * S
     assert seconds(build_goodput([state_of(waiting)], [])) == {"startup": pytest.approx(20.0)}
 
 

@@ -51,11 +51,12 @@ def trained(
     rank.session.metadata.add_modules(
         {"block": False}, device="cuda" if devices else "cpu", all_levels=True, unopened=()
     )
-    rank.session.publish(
-        gpus=[{"uuid": f"GPU-{number}-{index}", "name": name, "index": index}
-              for index, name in enumerate(devices or [])],
-        operators_missing=options.get("missing", ""),
-    )  # fmt: skip
+    rank.session.facts.gpus = [
+        {"uuid": f"GPU-{number}-{index}", "name": name, "index": index}
+        for index, name in enumerate(devices or [])
+    ]
+    rank.session.facts.operators_missing = options.get("missing", "")
+    rank.session.publish()
     for step in range(steps):
         recorder = rank.session.recorder
         rank.begin(Kind.FORWARD, "forward model")

@@ -50,7 +50,8 @@ def test_gpu_shared_by_two_ranks_is_reported_once(
     nvml.write()
     ranks = [Rank(run, rank, 3) for rank in range(3)]
     for rank, uuid in zip(ranks, (FIRST, FIRST, SECOND), strict=True):
-        rank.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": 0}])
+        rank.session.facts.gpus = [{"uuid": uuid, "name": "NVIDIA H200", "index": 0}]
+        rank.session.publish()
         rank.session.publish()
         rank.steps(5, forward=4)
     told = {

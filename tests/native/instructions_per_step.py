@@ -55,7 +55,7 @@ def main(ring_path: str, steps: int) -> None:
         [], list, "".format, Tensor, Tensor, "a".isalpha, threading.local(),
     )  # fmt: skip
     recorder.settle(
-        weakref.ref(optimizer), (id(optimizer), 1), weakref.ref(parameter), (0, 0, 0), 0
+        weakref.ref(optimizer), 1, ((id(optimizer), 1),), weakref.ref(parameter), (0, 0, 0), 0
     )
     recorder.due_ns = recorder.due_step = 1 << 62
     recorder.workload = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
@@ -75,7 +76,8 @@ def test_used_port_is_reported_and_opened_once_free(run: RunDirectory) -> None:
     assert first.address is not None
     taken = str(first.address.port)
     for source in sidecar.sources:
-        source.settings["prometheus"] = taken
+        facts = source.state.facts
+        facts.settings = dataclasses.replace(facts.settings, prometheus=taken)
     second = MetricsPort(clock=lambda: now_s[0])
     second.open_or_update(sidecar)
     assert second.address is None

@@ -327,7 +327,8 @@ def test_missing_tap_is_one_note_for_each_reason_of_the_last_attempt(
 ) -> None:
     for number, (reason, each) in enumerate(zip(missing, attempt, strict=True)):
         rank = Rank(run, 0 if attempt[1] else number, 2, identity={"attempt": each})
-        rank.session.publish(missing_tap=reason)
+        rank.session.facts.missing_tap = reason
+        rank.session.publish()
         if grouped:
             rank.session.metadata.add_group("0", [0, 1], "default")
         rank.steps(12, forward=4, host=1)

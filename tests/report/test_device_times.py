@@ -27,7 +27,7 @@ from torchlens_perf.exporters.otlp_spans import find_parents
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.identity import DeviceClockQuality
+from torchlens_perf.run.rank_facts import DeviceClockQuality
 from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag, Kind, record_dtype
 from torchlens_perf.run.sketch import Sketch, WindowSketch
@@ -146,18 +146,17 @@ def test_report_has_device_times_of_each_rank_and_their_quality(run: RunDirector
     """Times are per step and phase. Notes list missing ones."""
     ranks = [Gpu(run, rank) for rank in range(2)]
     for rank, scale in zip(ranks, (1.0, 1.5), strict=True):
-        rank.session.publish(
-            device=DeviceClockQuality(
-                clock="CUDA events",
-                error_ns=4000,
-                captured=3,
-                skipped=0,
-                crowded=5,
-                aside=6,
-                open_ended=7,
-                unread=2,
-            )
+        rank.session.facts.device = DeviceClockQuality(
+            clock="CUDA events",
+            error_ns=4000,
+            captured=3,
+            skipped=0,
+            crowded=5,
+            aside=6,
+            open_ended=7,
+            unread=2,
         )
+        rank.session.publish()
         rank.timed_steps(40, behind_ns=30 * MS, scale=scale)
     report = report_on(run, ranks)
     first, second = (rank["device"] for rank in report["ranks"])
@@ -196,7 +195,8 @@ def test_occasional_wait_for_the_device_makes_no_long_steps(told: bool, run: Run
     By the device's clock no step is long. Without device times, long steps are not reported.
     """
     rank = Gpu(run, 0, 1)
-    rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000} if told else {})
+    rank.session.facts.device = {"clock": "CUDA events", "error_ns": 4000} if told else {}
+    rank.session.publish()
     rank.session.metadata.add_modules({"0": False}, device="cuda", all_levels=True, unopened=[])
     for step in range(200):
         waits = step % 10 == 9
@@ -219,7 +219,8 @@ def test_two_kinds_of_steps_are_found_by_the_device_clock(run: RunDirectory) -> 
     kind.
     """
     rank = Gpu(run, 0, 1)
-    rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
+    rank.session.facts.device = {"clock": "CUDA events", "error_ns": 4000}
+    rank.session.publish()
     rank.session.metadata.add_modules({"0": False}, device="cuda", all_levels=True, unopened=[])
     for step in range(200):
         rank.steps(1, **HOST)
@@ -487,7 +488,8 @@ def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> 
     """
     exporter = InMemoryExporter()
     rank = Gpu(run, 0, world_size=1)
-    rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
+    rank.session.facts.device = {"clock": "CUDA events", "error_ns": 4000}
+    rank.session.publish()
     rank.session.publish()
     sidecar = Sidecar(run, rank.identity.host, exporter, lambda run, asked: None)
     for step in range(4):
@@ -520,7 +522,8 @@ def test_late_device_spans_are_in_the_trace_of_their_step(run: RunDirectory) -> 
 def test_last_ended_step_is_counted_during_a_long_one(run: RunDirectory) -> None:
     """The next step may take seconds: an evaluation, a checkpoint or a hang."""
     rank = Gpu(run, 0, world_size=1)
-    rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
+    rank.session.facts.device = {"clock": "CUDA events", "error_ns": 4000}
+    rank.session.publish()
     rank.session.publish()
     sidecar = Sidecar(run, rank.identity.host, None, lambda run, asked: None)
     rank.timed_steps(5, 30 * MS)

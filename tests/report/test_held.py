@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.facts import take_facts
 from tests.support.findings import PLACES, episode, findings, hang, hung, slow_links
 from tests.support.reports import checked
 from tests.verdicts.words.test_bottleneck import BASE, state_of
@@ -55,7 +56,8 @@ def node(
         if field.name in changed
     }
     states = [state_of(rank, len(loops), list(steps)) for rank, steps in enumerate(loops)]
-    states = [dataclasses.replace(state, **changed) for state in states]
+    facts = take_facts(changed)
+    states = [dataclasses.replace(state, facts=facts, **changed) for state in states]
     processes = {state.identity.key: state for state in states}
     if found is not None:
         groups = tuple(StragglerGroup("rank", "", (each.rank,), each) for each in found.slow_now)

@@ -24,6 +24,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.operators import OperatorKey, Pass, Work
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind, record_dtype
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.verdicts import node_state
@@ -57,7 +58,9 @@ def process_of(
     for name, count in (flops or {}).items():
         statistics.operators.counted[f"{key}:{name}"] = [count, 1, 1]
     identity = Identity("r", 0, 0, 1, 1, 0, "h", 10, 1, 1, False, "train.py", "", {})
-    return ProcessState(identity, Anchor(0, 0, 0), statistics, root_modules=list(roots))
+    return ProcessState(
+        identity, Anchor(0, 0, 0), statistics, facts=RankFacts(root_modules=list(roots))
+    )
 
 
 def times_us(process: ProcessState) -> dict[str, float]:

@@ -201,7 +201,7 @@ def test_rank_that_lost_a_rank_of_another_node_is_not_blamed(
         rank.steps(20, **WORK)
     for rank, is_lost in zip(ranks, lost, strict=False):
         failure = describe_failure(RuntimeError("Connection reset by peer"), 20)
-        rank.session.close({}, {**failure, "lost_peer": is_lost})
+        rank.session.close(None, {**failure, "lost_peer": is_lost})
     state = state_of(run, ranks, tuple(range(len(lost), len(ranks))))
     (verdict,) = (each for each in report_of(run, state)["verdicts"] if each["kind"] == "failed")
 
@@ -255,8 +255,8 @@ def test_long_start_of_a_job_is_a_verdict(
     state = state_of(run, [rank], (0,))
     (process,) = state.processes.values()
     assert process.statistics.started_ns is not None
-    process.process_began_ns = process.statistics.started_ns - int(before_s * 1e9)
-    process.compile_s, process.interactive = compile_s, interactive
+    process.facts.process_began_ns = process.statistics.started_ns - int(before_s * 1e9)
+    process.facts.compile_s, process.facts.interactive = compile_s, interactive
     report = report_of(run, state)
 
     kinds = [verdict["kind"] for verdict in report["verdicts"]]
@@ -281,8 +281,8 @@ def test_start_that_lacked_cpus_is_not_blamed_on_imports(
     state = state_of(run, [rank], (0,))
     (process,) = state.processes.values()
     assert process.statistics.started_ns is not None
-    process.process_began_ns = process.statistics.started_ns - int(200e9)
-    process.start_cpu_wait_ns = int(waited_s * 1e9)
+    process.facts.process_began_ns = process.statistics.started_ns - int(200e9)
+    process.facts.start_cpu_wait_ns = int(waited_s * 1e9)
     text = report_of(run, state)["verdicts"][0]["text"]
 
     assert f"the main thread waited {waited_s:.3g}" in text
@@ -298,7 +298,7 @@ def test_long_start_is_no_verdict_if_all_steps_are_warm_up(steps: int, run: RunD
     state = state_of(run, [rank], (0,))
     (process,) = state.processes.values()
     assert process.statistics.started_ns is not None
-    process.process_began_ns = process.statistics.started_ns - int(200e9)
+    process.facts.process_began_ns = process.statistics.started_ns - int(200e9)
     report = report_of(run, state)
 
     assert "startup" not in [verdict["kind"] for verdict in report["verdicts"]]

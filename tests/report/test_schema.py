@@ -17,6 +17,7 @@ from tests.report.test_report import WORK, report_on
 from tests.sidecar.telemetry.test_infiniband import port
 from tests.sidecar.telemetry.test_log import FIRST, SECOND_GPU, Rig
 from tests.support.collectives import Issued, joined
+from tests.support.facts import take_facts
 from tests.support.findings import episode, findings
 from tests.support.ranks import HOST, Rank
 from tests.support.reports import as_json, checked, problem
@@ -117,7 +118,10 @@ def node(
             state.judged_by = DEVICE
         state.statistics.device.behind.add(np.full(10, MS, np.int64))
         state.statistics.device.caught_up = caught_up
-    processes = {state.identity.key: dataclasses.replace(state, **changed) for state in states}
+    facts = take_facts(changed)
+    processes = {
+        state.identity.key: dataclasses.replace(state, facts=facts, **changed) for state in states
+    }
     return NodeState(HOST, processes, **of_node)
 
 
@@ -394,7 +398,8 @@ def test_report_with_device_times_conforms_to_the_schema(run: RunDirectory) -> N
     """Phases, modules, sections and device sections have times by the device's clock."""
     ranks = [device.Gpu(run, rank) for rank in range(2)]
     for rank in ranks:
-        rank.session.publish(device={"clock": "CUDA events", "error_ns": 4000})
+        rank.session.facts.device = {"clock": "CUDA events", "error_ns": 4000}
+        rank.session.publish()
         rank.timed_steps(40, 30 * MS)
         for kind, name in ((Kind.MODULE, "block"), (Kind.SECTION, "augment")):
             rank.session.recorder.record_span(kind, rank.session.intern(name), 0, 5)

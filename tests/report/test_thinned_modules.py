@@ -51,7 +51,8 @@ class ThinnedRank(Rank):
         noise = np.random.default_rng(self.identity.rank)
         names = {"Net": True, **dict.fromkeys(MODULES_MS, False)}
         self.session.metadata.add_modules(names, device="cpu", all_levels=True, unopened=[])
-        self.session.publish(recording={"mark_ns": calibrated_ns, "module_period": period})
+        self.session.facts.recording = {"mark_ns": calibrated_ns, "module_period": period}
+        self.session.publish()
         for step in range(STEPS):
             timed = CHOICE[step] < 1 / period
             recorder.begin(Kind.FORWARD, intern("forward Net"))

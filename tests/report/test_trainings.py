@@ -20,6 +20,7 @@ from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.records import StepTable
 from torchlens_perf.run.ring import Flag, record_dtype
 from torchlens_perf.verdicts import node_state
@@ -54,7 +55,12 @@ def process_of(
     firsts = [1, *itertools.accumulate((count for count, _ in trainings[:-1]), initial=1)][1:]
     names = [(first, f"Net{number}") for number, first in enumerate(firsts)]
     process = ProcessState(
-        identity, Anchor(0, 0, 0), RankStatistics(), ended="closed", trainings=names, **changed
+        identity,
+        Anchor(0, 0, 0),
+        RankStatistics(),
+        ended="closed",
+        facts=RankFacts(trainings=names),
+        **changed,
     )
     table, nothing = table_of(trainings), np.zeros(0, record_dtype())
     for part in np.array_split(np.arange(len(table)), pieces):
@@ -122,7 +128,7 @@ def test_several_ranks_agree() -> None:
 
 def test_trainings_that_were_taken_back_are_one() -> None:
     process = process_of(TRIALS)
-    process.trainings = []
+    process.facts.trainings = []
     report = report_on(process)
 
     assert report["trainings"] == []

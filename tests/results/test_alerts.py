@@ -111,7 +111,7 @@ def test_exception_of_a_callback_does_not_end_the_job(
         in record.message
     )
     assert "Heard" in record.message
-    assert session.metadata.notes == []
+    assert session.facts.notes == []
 
 
 def test_callback_may_end_the_job_with_system_exit_or_ctrl_c(session: Session) -> None:

@@ -23,6 +23,7 @@ from torchlens_perf.exporters import FIRST_TRACED_STEPS, steps_traced_by_number
 from torchlens_perf.exporters.in_memory import InMemoryExporter
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory, create_local_folders, sidecar_lock_path
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar.loop import run_sidecar
@@ -53,8 +54,8 @@ def sidecar(
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Sidecar, list[dict[str, Any]]]:
     """Return a sidecar and the list of the sidecar's report requests."""
-    asked: list[dict[str, Any]] = []
-    made = Sidecar(run, host, exporter, lambda run, settings: asked.append(settings), clock=clock)
+    asked: list[RankFacts] = []
+    made = Sidecar(run, host, exporter, lambda run, facts: asked.append(facts), clock=clock)
     return made, asked
 
 
@@ -107,7 +108,7 @@ def test_all_steps_of_two_ranks_are_saved_and_reported(run: RunDirectory) -> Non
     steps = pd.read_parquet(run.steps)
     assert steps.groupby("rank").size().to_dict() == {0: 50, 1: 50}
     assert set(steps["duration_ns"]) == {14_000_000, 19_000_000}
-    assert asked[0]["columns"] == 77
+    assert asked[0].report.columns == 77
     assert not any(rank.ring_path.exists() for rank in ranks)
     assert not sidecar_lock_path(run.run_id).exists()
 

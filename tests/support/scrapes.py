@@ -70,7 +70,8 @@ class ScrapedSimulation:
     def opened(self) -> None:
         sidecar = self.simulation.sidecar
         for source in sidecar.sources:
-            source.settings["prometheus"] = "0"
+            facts = source.state.facts
+            facts.settings = dataclasses.replace(facts.settings, prometheus="0")
         self.port.open_or_update(sidecar)
 
     def scraped(self) -> Scrape:

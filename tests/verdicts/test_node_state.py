@@ -22,7 +22,9 @@ from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.rank_facts import DeviceClockQuality
 from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.run.training_settings import LoaderSettings, TrainingSettings
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
@@ -56,17 +58,18 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     for rank in ranks:
         session, recorder = rank.session, rank.session.recorder
         session.metadata.add_group("0", range(2), "default_pg")
-        device = {
+        device: DeviceClockQuality = {
             "clock": "CUDA events",
             "error_ns": 4000,
             "captured": 1,
             "skipped": 0,
             "unread": 0,
         }
-        training = {"loader": {"workers": 2, "pin_memory": False, "persistent_workers": True}}
-        gpus = [{"uuid": FIRST, "name": "H200", "index": 0}]
-        recording = {"mark_ns": 90.5, "module_period": 2}
-        session.publish(gpus=gpus, device=device, training=training, recording=recording)
+        session.facts.device = device
+        session.facts.training = TrainingSettings(LoaderSettings(2, pin_memory=False))
+        session.facts.gpus = [{"uuid": FIRST, "name": "H200", "index": 0}]
+        session.facts.recording = {"mark_ns": 90.5, "module_period": 2}
+        session.publish()
         for number in range(40):
             recorder.begin(Kind.MODULE, session.intern("block"))
             recorder.end(Kind.MODULE, session.intern("block"))
@@ -140,8 +143,8 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
         {"saved_unix_ns", "traced"},
         {"lost_samples", "dropped_files", "slow_samples"},
     )
-    known = {"groups", "gpus", "device", "out_of_memory", "cpu_wait", "recording"}
-    assert known.isdisjoint(empty(process))
+    assert {"facts", "out_of_memory", "cpu_wait"}.isdisjoint(empty(process))
+    assert {"groups", "gpus", "device", "recording", "training"}.isdisjoint(empty(process["facts"]))
     assert empty(statistics) <= {
         "lost",
         "flags_seen",
@@ -175,18 +178,14 @@ def test_values_of_the_state_are_read_back_with_their_types(
     assert (loaded.findings, loaded.hang) == (state.findings, state.hang)
     assert (loaded.records, loaded.telemetry) == (state.records, state.telemetry)
     assert (process.identity, process.anchor) == (before.identity, before.anchor)
-    assert (process.groups, process.gpus, process.device) == (
-        before.groups,
-        before.gpus,
-        before.device,
-    )
+    assert process.facts == before.facts
     process.statistics.step.merge(before.statistics.step)
     process.statistics.mix.merge(before.statistics.mix)
     assert process.statistics.step.count == 2 * before.statistics.step.count
     assert loaded.findings.diagnosis(episode(5).key) == WHY
 
 
-@pytest.mark.parametrize("schema", [b"12", b"99"])
+@pytest.mark.parametrize("schema", [b"13", b"99"])
 def test_state_file_of_another_schema_is_refused(run: RunDirectory, schema: bytes) -> None:
     run.node_state_path(HOST).write_bytes(b'{"host":3,"schema":' + schema + b"}")
     with pytest.raises(

@@ -22,6 +22,7 @@ from tests.view.test_headline import simulated
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT, Mailbox
+from torchlens_perf.run.rank_facts import RankFacts, ReportRequest, SidecarSettings
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.start.process import write_report
 from torchlens_perf.verdicts.node_state import NodeState
@@ -64,7 +65,7 @@ def with_all(state: NodeState) -> NodeState:
         of._add_named_sections(records([(Kind.SECTION, 1, 20, 5)]), ["", "augment"])
         of.modules.update(dict.fromkeys(names, of.step))
         of.usual_steps, of.lost = 60, 20
-        process.notes += [
+        process.facts.notes += [
             f"note {place} that is as long as notes on what was not recorded are"
             for place in range(9)
         ]
@@ -334,9 +335,8 @@ def test_rank_0_prints_the_short_report(html: bool, run: RunDirectory, tmp_path:
     rank.close()
     read_to_end(run)
     mailbox = Mailbox(tmp_path / "rank.ring", REPORT)
-    write_report(
-        run, {"mailbox": str(mailbox.path), "columns": 80, "color": True, "writes_page": html}
-    )
+    request = ReportRequest(mailbox=str(mailbox.path), columns=80, color=True)
+    write_report(run, RankFacts(settings=SidecarSettings(writes_page=html), report=request))
     text = mailbox.wait_for_message(5)
     mailbox.close()
 

@@ -144,7 +144,8 @@ class DeviceTimesHook:
             name = f"{self._kind.upper() if self._kind == 'cuda' else self._kind} events"
             counts: Any = dict(zip(_COUNTERS, missing, strict=True))
             counts |= {"clock": name, "error_ns": clock.error_ns}
-            session.publish(device=counts)
+            session.facts.device = counts
+            session.publish()
 
 
 def _is_capturing(kind: str) -> bool:

@@ -35,7 +35,8 @@ def record_device_memory(session: Session, name: str, *, history: bool) -> Itera
 
     name: name of the hook. The allocator's peak, which the job may read, is never reset.
     """
-    session.publish(memory_source="device allocator, peak")
+    session.facts.memory_source = "device allocator, peak"
+    session.publish()
     with (
         session.run_throttled(name, AllocatorReader(session).record_if_due),
         ExitStack() as attached,

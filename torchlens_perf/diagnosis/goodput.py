@@ -244,7 +244,8 @@ def _account_attempt(
     last_step = min(each.statistics.last_step or 0 for each in processes)
     fatal_s = sum(seconds for step, seconds in hung_s.items() if step > last_step)
     began = [
-        _to_unix_ns(each, each.process_began_ns or each.statistics.started_ns) for each in processes
+        _to_unix_ns(each, each.facts.process_began_ns or each.statistics.started_ns)
+        for each in processes
     ]
     ended = [_to_unix_ns(each, each.statistics.ended_ns) for each in processes]
     # The step in progress of a live job does not count before its end, unless it hangs.
@@ -264,8 +265,8 @@ def _account_attempt(
     _claim(means_s, "hang", StragglerLoss(sum(hung_s.values()) - fatal_s, 1, False), devices)
     for loss in losses:
         _claim(means_s, "straggler", loss, devices)
-    is_untimed = any(each.on_device and each.judged_by != DEVICE for each in processes)
-    firsts = {each.step_offset for each in processes}
+    is_untimed = any(each.facts.on_device and each.judged_by != DEVICE for each in processes)
+    firsts = {each.facts.step_offset for each in processes}
     mixes = [each.statistics.mix for each in processes]
     saved = [max(each.steps) for mix in mixes for each in _bins_with(mix, Flag.CHECKPOINT)]
     skipped = max(sum(each.count for each in _bins_with(mix, Flag.SKIPPED)) for mix in mixes)
@@ -289,7 +290,7 @@ def _account_rank(
 ) -> dict[str, float]:
     """Return a rank's time in an attempt by class. tail: the class of the time after its steps."""
     statistics, found = process.statistics, dict.fromkeys(CLASSES, 0.0)
-    begin = "idle" if process.interactive else "startup"
+    begin = "idle" if process.facts.interactive else "startup"
     first_ns = _to_unix_ns(process, statistics.started_ns)
     last_ns = _to_unix_ns(process, statistics.ended_ns)
     if first_ns is None or last_ns is None:

@@ -178,13 +178,13 @@ def _merge(work: Iterable[_RankWork], step_s: float) -> _RankWork:
 
 def _find_peak(process: ProcessState) -> _Peak | None:
     """Return the peak of a rank's devices. None for CPUs and for devices that are not listed."""
-    names = {gpu["name"] for gpu in process.gpus}
-    if process.compute_device == "cpu" or len(names) != 1:
+    names = {gpu["name"] for gpu in process.facts.gpus}
+    if process.facts.compute_device == "cpu" or len(names) != 1:
         return None
     found = find_device_peak(names.pop())
     if found is None:
         return None
-    devices = len(process.gpus)
+    devices = len(process.facts.gpus)
     rates = {precision: devices * rate for precision, rate in found.flops_per_s.items()}
     return _Peak(rates, devices * found.bytes_per_s, f"{found.name}, dense ({found.source})")
 
@@ -231,7 +231,7 @@ def _why_not_counted(
     missing = [process for rank, process in processes.items() if rank not in work]
     if not missing:
         return "no rank was recorded"
-    reasons = [each.operators_missing for each in missing if each.operators_missing]
+    reasons = [each.facts.operators_missing for each in missing if each.facts.operators_missing]
     if reasons:
         return reasons[0]
     if any(each.statistics.operators.steps for each in missing):
@@ -267,7 +267,7 @@ def _sum_over_replicas(
     """Return a rate of the job. Ranks that share one replica of the model load the same batch."""
     replica = {rank: rank for rank in processes}
     for process in processes.values():
-        for group in process.groups.values():
+        for group in process.facts.groups.values():
             if _MODEL_PARALLEL.search(group["description"].lower()):
                 together = {
                     replica[rank] for rank in parse_ranges(group["ranks"]) if rank in replica

@@ -34,13 +34,12 @@ class BudgetHook:
                 publish()
 
         def publish() -> None:
-            session.publish(
-                recording={
-                    "mark_ns": budget.mark_ns,
-                    "module_period": budget.module_period,
-                    "phase_period": budget.phase_period,
-                }
-            )
+            session.facts.recording = {
+                "mark_ns": budget.mark_ns,
+                "module_period": budget.module_period,
+                "phase_period": budget.phase_period,
+            }
+            session.publish()
 
         try:
             with session.run_throttled("the budget of recording", update):

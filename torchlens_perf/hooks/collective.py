@@ -93,7 +93,8 @@ class CollectiveHook:
             return
         if session.identity.has_other_ranks:
             with guard("describing the native tap that is missing"):
-                session.publish(missing_tap=native_tap.describe_missing_tap())
+                session.facts.missing_tap = native_tap.describe_missing_tap()
+                session.publish()
         recording = PythonRecording(groups, session)
         with ExitStack() as attached:
             if hooked:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchlens_perf.config import Config
     from torchlens_perf.cuda.device import CudaDevice
     from torchlens_perf.recorder.session import Hook, Session
-    from torchlens_perf.run.identity import Gpu
+    from torchlens_perf.run.rank_facts import Gpu
 
 # Prefix of GPU UUIDs in NVML. torch's UUIDs lack it.
 _PREFIX = "GPU-"
@@ -128,7 +128,8 @@ class GpuIdentityHook:
             return False
         gpus = [read_gpu_identity(index) for index in find_cuda_devices_in_use()]
         if gpus:
-            session.publish(gpus=gpus)
+            session.facts.gpus = gpus
+            session.publish()
         return bool(gpus)
 
 

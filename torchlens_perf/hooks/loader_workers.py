@@ -85,7 +85,8 @@ class LoaderWorkersHook:
             period_ns = self._read_period_ns()
             if abs(period_ns - self._published_ns) > _CHANGED * self._published_ns:
                 self._published_ns = period_ns
-                session.publish(loader_period_ns=period_ns)
+                session.facts.loader_period_ns = period_ns
+                session.publish()
 
         with session.run_throttled(self.name, publish):
             yield

@@ -39,7 +39,8 @@ class MemoryHook:
                 "memory history is not recorded: there is no device with an allocator that"
                 " supports it"
             )
-        session.publish(memory_source="resident memory of the process")
+        session.facts.memory_source = "resident memory of the process"
+        session.publish()
         page_bytes = os.sysconf("SC_PAGE_SIZE")
 
         def read_resident() -> None:

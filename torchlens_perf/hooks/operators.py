@@ -49,7 +49,8 @@ class OperatorHook:
             reason = "this torch is a debug build"
         else:
             reason = ""
-        session.publish(operators_missing=reason)
+        session.facts.operators_missing = reason
+        session.publish()
         if reason:
             yield
             return

@@ -86,7 +86,8 @@ class FaulthandlerHook:
             session.run_throttled("faulthandler", remove_file_if_handler_replaced),
         ):
             faulthandler.register(SIGNAL, file=file, all_threads=False)
-            session.publish(stack_file=str(path))
+            session.facts.stack_file = str(path)
+            session.publish()
             try:
                 yield
             finally:

@@ -73,8 +73,8 @@ class TrainingSettingsHook:
                     return
                 zeroes = self._keeps_gradients() if reads_gradients else None
             session.step_callbacks.remove(on_step_end)
-            found = dataclasses.asdict(dataclasses.replace(self._found, zeroes_gradients=zeroes))
-            session.publish(training={key: each for key, each in found.items() if each is not None})
+            session.facts.training = dataclasses.replace(self._found, zeroes_gradients=zeroes)
+            session.publish()
 
         with session.running_each_step("reading the training settings", on_step_end):
             yield

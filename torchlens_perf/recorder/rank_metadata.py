@@ -5,37 +5,29 @@ The facts are JSON in the ring file.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol
 
-from torchlens_perf.config import SIDECAR_SETTINGS, public_fields
+from torchlens_perf.config import public_fields
 from torchlens_perf.errors import guard
 from torchlens_perf.interruption import suppress
 from torchlens_perf.output import logger
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.run.identity import digest_module_names, job_store_address
 from torchlens_perf.run.processes import main_thread_cpu_wait_ns, process_age_s
+from torchlens_perf.run.rank_facts import RankFacts, ReportRequest, SidecarSettings
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import MAX_GROUPS
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from torchlens_perf.config import Config
-    from torchlens_perf.run.clock import Anchor, HostClock
+    from torchlens_perf.run.clock import Anchor
     from torchlens_perf.run.failure import Failure
-    from torchlens_perf.run.identity import (
-        DeviceClockQuality,
-        Gpu,
-        Identity,
-        ProcessGroup,
-        RecordingCost,
-    )
+    from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.ring import RingFile
 
 # Notes share 8 KB with all other metadata.
@@ -52,35 +44,6 @@ _start_reported_by = 0
 """Id of the process whose first watch has already reported the process's start time."""
 
 
-class RankFacts(TypedDict, total=False):
-    """Facts that hooks report, by their keys in the metadata."""
-
-    memory_source: str
-    """Source of the memory readings, such as the device's allocator."""
-    device: DeviceClockQuality
-    gpus: list[Gpu]
-    """GPUs that this process computes on."""
-    stack_file: str
-    """File into which the process writes its stack on a signal."""
-    missing_tap: str
-    """Why the native tap is missing, and how to build it; empty if it is used or not needed."""
-    operators_missing: str
-    """Reason why operators are not counted; "" if they are."""
-    settings: dict[str, Any]
-    training: dict[str, Any]
-    """Known fields of TrainingSettings."""
-    loader_period_ns: int
-    """Time in which the workers of the rank's DataLoader make a batch."""
-    recording: RecordingCost
-    step_offset: int | None
-    """Number of steps that the model had made before this process; None if not known."""
-    trainings: list[tuple[int, str]]
-    """First step and model of each training, if the process trains several models one after the
-    other."""
-    failure: Failure | None
-    """The exception that ended the run; None if it ended well."""
-
-
 class StepCounter(Protocol):
     """The recorder whose facts are published: the native one, or that of a simulated rank."""
 
@@ -91,7 +54,7 @@ class StepCounter(Protocol):
 
 
 class RankMetadata:
-    """Collects and publishes facts about the rank. Methods may be called on any thread."""
+    """Publishes facts about the rank. Methods may be called on any thread."""
 
     def __init__(
         self,
@@ -99,65 +62,51 @@ class RankMetadata:
         identity: Identity,
         ring: RingFile,
         recorder: StepCounter,
-        host_clock: HostClock,
+        anchor: Anchor,
         *,
         reports_start: bool = False,
-        simulated_from: Anchor | None = None,
+        simulated: bool = False,
     ) -> None:
-        """reports_start: True if the process's start is part of the run. simulated_from: the
-        wall-clock time at which a simulated rank's clock starts; else None.
+        """anchor: the start of the recording by both clocks. reports_start: True if the process's
+        start is part of the run.
         """
         self._ring = ring
         self._recorder = recorder
-        self._host_clock = host_clock
-        self._simulated_from = simulated_from
+        self._identity = identity
+        self._anchor = anchor
         self._may_have_store = config.exchange != "off"
         self._module_names: set[str] = set()
-        # The digest of many names takes milliseconds.
-        self._model_digest = digest_module_names(())
-        self.notes: list[str] = []
-        self.groups: dict[str, ProcessGroup] = {}
-        """Used process groups, by name."""
+        self.groups: set[str] = set()
+        """Names of used process groups."""
         self.device_groups: set[tuple[str, str]] = set()
         """(name, device type) of process groups with tensors on a device."""
-        self._facts: dict[str, Any] = {
-            "identity": dataclasses.asdict(identity),
-            "simulated": simulated_from is not None,
-            "notes": self.notes,
-            "not_measured": [],
-            "compute_device": "",
-            "deeper_modules": False,
-            "root_modules": [],
-            "unopened_modules": [],
-            "process_began_ns": _compute_process_start_ns(identity) if reports_start else 0,
-            "start_cpu_wait_ns": None,
-            "step_offset": None,
-            "memory_source": "",
-            "device": {},
-            "gpus": [],
-            "stack_file": "",
-            "error_file": "" if simulated_from else _find_error_file(),
-            "missing_tap": "",
-            "training": {},
-            "operators_missing": "",
-            "settings": {name: getattr(config, name) for name in SIDECAR_SETTINGS},
-            "run_settings": {} if simulated_from else _collect_run_settings(config),
-            "folder": "" if simulated_from else _find_program_folder(),
-        }
+        self.facts = RankFacts(
+            settings=SidecarSettings.from_config(config),
+            simulated=simulated,
+            run_settings={} if simulated else _collect_run_settings(config),
+            total_steps=config._total_steps,
+            folder="" if simulated else _find_program_folder(),
+            error_file="" if simulated else _find_error_file(),
+            interactive=hasattr(sys, "ps1") or bool(sys.flags.interactive),
+            process_began_ns=_compute_process_start_ns(identity) if reports_start else 0,
+            model=digest_module_names(()),
+        )
+        """The facts. After a change, call publish()."""
 
     def note(self, text: str) -> None:
         """Add a note on data quality to the report, for example what is not measured and why."""
-        if text not in self.notes and len(self.notes) < _MAX_NOTES:
-            full = len(self.notes) == _MAX_NOTES - 1
-            self.notes.append("further notes are left out: see the job's log" if full else text)
+        notes = self.facts.notes
+        if text not in notes and len(notes) < _MAX_NOTES:
+            full = len(notes) == _MAX_NOTES - 1
+            notes.append("further notes are left out: see the job's log" if full else text)
             if full:
                 logger.warning("torchlens_perf: %s", text)
             self.publish()
 
     def note_unmeasured_part(self, part: str) -> None:
         """Note that a part of the step cannot be measured separately."""
-        if part not in self._facts["not_measured"]:
-            self._facts["not_measured"].append(part)
+        if part not in self.facts.not_measured:
+            self.facts.not_measured.append(part)
             self.publish()
 
     def set_model_steps(self, model_steps: int, steps: int) -> None:
@@ -165,16 +114,20 @@ class RankMetadata:
 
         model_steps: the model's step counter after `steps` steps of this process.
         """
-        if self._facts["step_offset"] is None:
-            self.publish(step_offset=max(0, model_steps - steps))
+        if self.facts.step_offset is None:
+            self.facts.step_offset = max(0, model_steps - steps)
+            self.publish()
 
     def forget_model_steps(self) -> None:
         """Publish that it is not known how many steps the model had made before this process."""
-        if self._facts["step_offset"] is not None:
-            self.publish(step_offset=None)
+        if self.facts.step_offset is not None:
+            self.facts.step_offset = None
+            self.publish()
 
     def add_group(self, name: str, members: Sequence[int], description: str) -> None:
-        self.groups[name] = {"ranks": format_ranges(members), "description": description}
+        self.groups.add(name)
+        if len(self.facts.groups) < MAX_GROUPS:
+            self.facts.groups[name] = {"ranks": format_ranges(members), "description": description}
         self.publish()
 
     def add_device_group(self, name: str, device: str) -> None:
@@ -184,7 +137,7 @@ class RankMetadata:
         """Return True if watched models or tensors of a process group are on a device
         of this type.
         """
-        return self._facts["compute_device"] == device or any(
+        return self.facts.compute_device == device or any(
             kind == device for _, kind in self.device_groups
         )
 
@@ -202,46 +155,43 @@ class RankMetadata:
         modules are also timed.
         unopened: timed modules whose inner modules are not timed.
         """
-        facts = self._facts
-        if are_roots.keys() <= self._module_names:
+        facts = self.facts
+        new = are_roots.keys() - self._module_names
+        if not new:
             return False
-        are_roots = {
-            name: is_root for name, is_root in are_roots.items() if name not in self._module_names
-        }
-        self._module_names.update(are_roots)
-        self._model_digest = digest_module_names(self._module_names)
-        facts["root_modules"] += [name for name, is_root in are_roots.items() if is_root]
-        facts["unopened_modules"] += unopened
-        facts["deeper_modules"] |= not all_levels
-        facts["compute_device"] = facts["compute_device"] or device
+        self._module_names.update(new)
+        # The digest of many names takes milliseconds.
+        facts.model = digest_module_names(self._module_names)
+        facts.root_modules += [
+            name for name, is_root in are_roots.items() if is_root and name in new
+        ]
+        facts.unopened_modules += unopened
+        facts.deeper_modules |= not all_levels
+        facts.compute_device = facts.compute_device or device
         return True
 
-    def publish(self, **news: Unpack[RankFacts]) -> None:
-        """Add or replace facts, and write all facts into the ring file."""
-        self._facts.update(news)
-        recorder = self._recorder
+    def publish(self) -> None:
+        """Write all facts into the ring file."""
+        facts, recorder = self.facts, self._recorder
         if recorder.closed:
             return
         # Measure CPU contention of the start-up, which includes compilation in the first step.
-        if recorder.step <= 1 and self._facts["process_began_ns"]:
-            self._facts["start_cpu_wait_ns"] = main_thread_cpu_wait_ns(os.getpid())
-        self._ring.set_metadata(
-            {
-                **self._facts,
-                "anchor": (self._simulated_from or self._host_clock.anchor())._asdict(),
-                "run_dir": self._ring.run_dir,
-                "model": self._model_digest,
-                "groups": dict(list(self.groups.items())[:MAX_GROUPS]),
-                "threads": _count_torch_threads(has_computed=recorder.step > 0),
-                "job_store": job_store_address(os.environ) if self._may_have_store else None,
-                "compile_s": _read_compile_s(),
-                "interactive": hasattr(sys, "ps1") or bool(sys.flags.interactive),
-            }
-        )
+        if recorder.step <= 1 and facts.process_began_ns:
+            facts.start_cpu_wait_ns = main_thread_cpu_wait_ns(os.getpid())
+        facts.threads = _count_torch_threads(has_computed=recorder.step > 0)
+        facts.job_store = job_store_address(os.environ) if self._may_have_store else None
+        facts.compile_s = _read_compile_s()
+        place = {
+            "identity": vars(self._identity),
+            "anchor": self._anchor._asdict(),
+            "run_dir": self._ring.run_dir,
+        }
+        self._ring.set_metadata(place | vars(facts))
 
-    def publish_end(self, report: Mapping[str, Any], failure: Failure | None) -> None:
-        """Publish all facts for the last time. report: the format that rank 0 requests."""
-        self.publish(settings=self._facts["settings"] | report, failure=failure)
+    def publish_end(self, report: ReportRequest | None, failure: Failure | None) -> None:
+        """Publish all facts for the last time. report: the report that rank 0 requests."""
+        self.facts.report, self.facts.failure = report, failure
+        self.publish()
 
 
 def _compute_process_start_ns(identity: Identity) -> int:

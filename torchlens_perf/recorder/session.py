@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torchlens_perf.errors import guard, swallowed
 from torchlens_perf.recorder import torch_private
@@ -21,12 +21,10 @@ from torchlens_perf.recorder.training_thread import TrainingThread
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from typing_extensions import Unpack
-
     from torchlens_perf.config import Config
-    from torchlens_perf.recorder.rank_metadata import RankFacts
     from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.rank_facts import ReportRequest
     from torchlens_perf.run.ring import RingFile
 
 
@@ -56,8 +54,10 @@ class Session:
         self.recorder = Recorder(ring.buffer, self.intern, now_ns)
         self.clocks = Clocks()
         self.metadata = RankMetadata(
-            config, identity, ring, self.recorder, self.clocks.host, reports_start=now_ns is None
+            config, identity, ring, self.recorder, self.clocks.host.anchor(),
+            reports_start=now_ns is None,
         )  # fmt: skip
+        self.facts = self.metadata.facts
         self.thread = TrainingThread(self.recorder, self.note)
         self.hooks = AttachedHooks(self.note)
         self.step_callbacks = StepCallbacks(self.note, self.recorder)
@@ -84,9 +84,9 @@ class Session:
         """See RankMetadata.note()."""
         self.metadata.note(text)
 
-    def publish(self, **news: Unpack[RankFacts]) -> None:
+    def publish(self) -> None:
         """See RankMetadata.publish()."""
-        self.metadata.publish(**news)
+        self.metadata.publish()
 
     def running_each_step(
         self, name: str, work: Callable[[], object]
@@ -121,10 +121,10 @@ class Session:
                     self.hooks.attach(hook.name, functools.partial(hook.attach, self))
                 self.publish()
 
-    def close(self, report: Mapping[str, Any], failure: Failure | None = None) -> None:
+    def close(self, report: ReportRequest | None = None, failure: Failure | None = None) -> None:
         """Detach all hooks, and end the ring file.
 
-        report: format of the report that rank 0 requests. failure: how the run failed, if it did.
+        report: the report that rank 0 requests. failure: how the run failed, if it did.
         Further calls do nothing. After an exception, the next call completes the work.
         """
         try:
@@ -134,7 +134,7 @@ class Session:
             self._end(report, failure)
             raise
 
-    def _end(self, report: Mapping[str, Any], failure: Failure | None) -> None:
+    def _end(self, report: ReportRequest | None, failure: Failure | None) -> None:
         self.hooks.detach()
         if not self.recorder.closed:
             with guard("telling the sidecar of the end"):

@@ -121,7 +121,7 @@ def _build_trainings(
     run_id: str, nodes: list[NodeState], whole: dict[int, ProcessState], report: Report
 ) -> list[Training]:
     shown = find_shown_training(whole)
-    models = next(iter(whole.values())).trainings if whole else []
+    models = next(iter(whole.values())).facts.trainings if whole else []
     rows: list[Training] = []
     for number, each in enumerate(list_trainings(whole), 1):
         is_shown = each.first_step == shown
@@ -317,7 +317,7 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         for p in processes.values()
         if p.statistics.ended_ns is not None
     ]
-    told = {process.total_steps for process in processes.values()} - {0}
+    told = {process.facts.total_steps for process in processes.values()} - {0}
     live = any(not process.ended for process in processes.values())
     died, failed = (
         sorted(rank for rank, process in processes.items() if process.ended == state)
@@ -348,8 +348,8 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         "startup": _slowest_startup(processes),
         "device": _device_kind(processes),
         "judged_by": _judging_clocks(processes),
-        "deeper_modules": any(process.deeper_modules for process in processes.values()),
-        "settings": commit | (processes[min(processes)].settings if processes else {}),
+        "deeper_modules": any(process.facts.deeper_modules for process in processes.values()),
+        "settings": commit | (processes[min(processes)].facts.run_settings if processes else {}),
     }
 
 
@@ -357,20 +357,20 @@ def _slowest_startup(processes: dict[int, ProcessState]) -> Startup | None:
     """Return the start-up times of the rank that took longest until its first recorded step."""
     found: list[Startup] = []
     for rank, process in processes.items():
-        began_ns, first_ns = process.process_began_ns, process.statistics.started_ns
+        began_ns, first_ns = process.facts.process_began_ns, process.statistics.started_ns
         if began_ns and first_ns is not None:
             found.append(
                 {
                     "rank": rank,
                     "before_first_step_s": max(0, first_ns - began_ns) / 1e9,
                     "warm_up_s": process.statistics.warm_up.sum_ns / 1e9,
-                    "compile_s": process.compile_s,
+                    "compile_s": process.facts.compile_s,
                     "cpu_wait_s": (
                         None
-                        if process.start_cpu_wait_ns is None
-                        else process.start_cpu_wait_ns / 1e9
+                        if process.facts.start_cpu_wait_ns is None
+                        else process.facts.start_cpu_wait_ns / 1e9
                     ),
-                    "interactive": process.interactive,
+                    "interactive": process.facts.interactive,
                 }
             )
     return max(found, key=lambda each: (each["before_first_step_s"], -each["rank"]), default=None)
@@ -391,7 +391,7 @@ def _node_names(nodes: list[NodeState]) -> list[str]:
 
 def _device_kind(processes: dict[int, ProcessState]) -> str | None:
     """Return the kind of device that ranks compute on: "GPU" or torch's name; None for the CPU."""
-    kinds = {process.compute_device for process in processes.values()} - {"", "cpu"}
+    kinds = {process.facts.compute_device for process in processes.values()} - {"", "cpu"}
     if not kinds and any(process.statistics.device.timed_steps for process in processes.values()):
         # No model was found, but kernels were timed.
         kinds.add("cuda")
@@ -567,10 +567,10 @@ def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> 
         "work_s": summarize_sketch(statistics.work) if statistics.work.count else None,
         "typical": typical,
         "account": build_step_account(statistics),
-        "loader_period_s": process.loader_period_ns / 1e9 or None,
+        "loader_period_s": process.facts.loader_period_ns / 1e9 or None,
         "phases": {} if typical is None else build_phases(statistics, typical),
         "other_threads": other_thread_times(statistics),
-        "not_measured": process.not_measured,
+        "not_measured": process.facts.not_measured,
         "memory": memory_row(process),
         "out_of_memory": process.out_of_memory,
         "device": device,
@@ -585,12 +585,12 @@ def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> 
 def _build_cpu_facts(process: ProcessState) -> CpuUse | None:
     """Return the CPUs of a rank and the programs that use them; None without data."""
     found = process.cpu_users
-    if not found.cpus and not process.threads:
+    if not found.cpus and not process.facts.threads:
         return None
     others_share = found.others[0] / found.others[1] if found.others[1] else None
     return {
         "cpus": found.cpus or None,
-        "threads": process.threads or None,
+        "threads": process.facts.threads or None,
         "workers": found.workers if found.cpus else None,
         "others_share": others_share,
         "busiest_other": found.busiest_other,
@@ -653,7 +653,7 @@ def _count_notes(*counts: tuple[object, str], about: str = "") -> list[str]:
 
 def _rank_notes(process: ProcessState) -> list[str]:
     about = f"rank {process.identity.rank}: "
-    notes = [*process.notes]
+    notes = [*process.facts.notes]
     if process.names_lost:
         notes.append(
             f"{about}too many distinct names were recorded. Further names are shown as (other)"

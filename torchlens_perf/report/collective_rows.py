@@ -89,7 +89,9 @@ def python_tap_notes(processes: Iterable[ProcessState]) -> list[str]:
     processes: the processes of the reported attempt.
     """
     # Only ranks with a group have collectives.
-    missing = dict.fromkeys(process.missing_tap for process in processes if process.groups)
+    missing = dict.fromkeys(
+        process.facts.missing_tap for process in processes if process.facts.groups
+    )
     means = (
         "collectives were recorded from Python, which costs up to 50 us each and records no end"
         " times of asynchronous collectives"

@@ -47,11 +47,11 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
     if not device.timed_steps:
         return None
     error_ns, typical = (
-        process.device.get("error_ns"),
+        process.facts.device.get("error_ns"),
         classify_steps([process.statistics.device_mix]).typical,
     )
     return {
-        "clock": process.device.get("clock"),
+        "clock": process.facts.device.get("clock"),
         "error_s": None if error_ns is None else error_ns / 1e9,
         "steps": device.timed_steps,
         "step_s": summarize_sketch(device.phases["step"]),
@@ -74,7 +74,7 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
         ),
         "behind_s": summarize_sketch(device.behind),
         "caught_up": device.caught_up_share,
-        "captured": process.device.get("captured", 0),
+        "captured": process.facts.device.get("captured", 0),
     }
 
 
@@ -120,5 +120,5 @@ def count_missing_device_times(process: ProcessState) -> list[tuple[object, str]
             device.stray_records,
             "records of device sections belong to incomplete windows and were dropped",
         ),
-        *((process.device.get(field, 0), reason) for field, reason in _NOT_TIMED.items()),
+        *((process.facts.device.get(field, 0), reason) for field, reason in _NOT_TIMED.items()),
     ]

@@ -34,7 +34,7 @@ def gpu_rows(nodes: list[NodeState], processes: dict[int, ProcessState]) -> list
             ranks = [
                 rank
                 for rank in sorted(processes)
-                if uuid in [gpu["uuid"] for gpu in processes[rank].gpus]
+                if uuid in [gpu["uuid"] for gpu in processes[rank].facts.gpus]
             ]
             known = telemetry.facts.get(uuid)
             row = {

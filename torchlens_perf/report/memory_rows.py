@@ -22,7 +22,7 @@ def memory_row(process: ProcessState) -> Memory:
     return {
         "last_bytes": statistics.memory_bytes or None,
         "max_bytes": statistics.memory_max_bytes or None,
-        "source": process.memory_source or None,
+        "source": process.facts.memory_source or None,
         "device": _device_memory_row(statistics.memory, statistics.last_step),
         "growth": statistics.memory.estimate_growth(),
     }

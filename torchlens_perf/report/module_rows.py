@@ -42,9 +42,11 @@ def module_rows(processes: dict[int, ProcessState]) -> list[Module]:
         rows.append(
             {
                 "name": name,
-                "is_root": any(name in process.root_modules for process in processes.values()),
+                "is_root": any(
+                    name in process.facts.root_modules for process in processes.values()
+                ),
                 "has_untimed": any(
-                    name in process.unopened_modules for process in processes.values()
+                    name in process.facts.unopened_modules for process in processes.values()
                 ),
                 "calls": whole.count,
                 "calls_per_step": whole.count

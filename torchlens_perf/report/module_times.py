@@ -53,7 +53,7 @@ def estimate_device_self_times(process: ProcessState) -> dict[str, ModuleTime]:
     whole = _estimate_times(statistics, calls)
     own: dict[str, ModuleTime] = {}
     for name, found in whole.items():
-        inside = _find_nearest_inside(name, calls, process.root_modules)
+        inside = _find_nearest_inside(name, calls, process.facts.root_modules)
         if all(each in whole for each in inside):
             own[name] = _subtract(found, [whole[each] for each in inside])
     return own

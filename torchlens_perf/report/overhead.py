@@ -61,11 +61,11 @@ def largest_period(
     processes: Mapping[int, ProcessState], of: Literal["module_period", "phase_period"]
 ) -> int:
     """Return n, if the rank that times least often does so in one of n steps."""
-    return max((each.recording.get(of, 1) for each in processes.values()), default=1)
+    return max((each.facts.recording.get(of, 1) for each in processes.values()), default=1)
 
 
 def _mark_ns(process: ProcessState) -> float:
-    return process.recording.get("mark_ns") or MARK_NS
+    return process.facts.recording.get("mark_ns") or MARK_NS
 
 
 def _compare_with_measurement(processes: Mapping[int, ProcessState]) -> tuple[float, float]:
@@ -81,7 +81,7 @@ def _compare_with_measurement(processes: Mapping[int, ProcessState]) -> tuple[fl
         calls = sum(
             sketch.count
             for name, sketch in statistics.modules.items()
-            if name not in process.root_modules
+            if name not in process.facts.root_modules
         )
         if cost is not None and calls:
             calibrated_ns += _mark_ns(process) * calls / statistics.module_steps

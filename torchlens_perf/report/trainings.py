@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def list_trainings(processes: Mapping[int, ProcessState]) -> Sequence[Training]:
     """Return the trainings of the first rank; () for one training, or if ranks have others."""
-    found = [each.by_training if each.trainings else [] for each in processes.values()]
+    found = [each.by_training if each.facts.trainings else [] for each in processes.values()]
     if len({tuple(each.first_step for each in trainings) for trainings in found}) != 1:
         return ()
     return found[0]

@@ -71,10 +71,10 @@ def add_lost_time(run: RunDirectory, report: Report, states: Sequence[NodeState]
 def build_job(report: Report, states: Sequence[NodeState], times: StepTimes) -> Job:
     """Return the facts that rules for actions look at."""
     processes = shown_processes(states)
-    sharing = Counter((each.identity.host, each.training.cpus) for each in processes.values())
+    sharing = Counter((each.identity.host, each.facts.training.cpus) for each in processes.values())
     return Job(
         report,
-        processes[min(processes)].training,
+        processes[min(processes)].facts.training,
         Replay(times, report, report["verdicts"]),
         max(sharing.values()),
         times.correlate_workload(),
@@ -130,7 +130,7 @@ def _read_newest_steps(
         account=TimeAccount.from_parts(
             move_hidden_data_waits(
                 values[:, usual, : len(_PARTS)],
-                np.array([processes[rank].loader_period_ns for rank in ranks]),
+                np.array([processes[rank].facts.loader_period_ns for rank in ranks]),
             ),
             values[:, usual, len(_PARTS) : len(_PARTS) + len(_READY)],
         ),

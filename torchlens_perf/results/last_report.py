@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchlens_perf import output
 from torchlens_perf.errors import printable
 from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.run.directory import describe_removed_ring
+from torchlens_perf.run.rank_facts import ReportRequest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,7 +39,6 @@ _STANDING_S = 0.5  # Longest time without progress after the short timeout.
 _POLL_INTERVAL_S = 0.1
 _WARNING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGXCPU)
 
-CELL = "cell"
 """Name of the report format for notebooks (page/notebook.py). The default format is text."""
 
 
@@ -51,16 +51,16 @@ def is_in_notebook() -> bool:
     return notebook.find_notebook_shell() is not None
 
 
-def build_report_request(mailbox: Mailbox | None, *, in_cell: bool) -> dict[str, Any]:
+def build_report_request(mailbox: Mailbox | None, *, in_cell: bool) -> ReportRequest:
     """Return the format in which the sidecar should write the report for rank 0's terminal or cell."""
     terminal = output.is_terminal()
     color = terminal and "NO_COLOR" not in os.environ
-    return {
-        "columns": _count_columns() if terminal else 0,
-        "color": color and not in_cell,
-        "mailbox": "" if mailbox is None else str(mailbox.path),
-        "form": CELL if in_cell else "",
-    }
+    return ReportRequest(
+        mailbox="" if mailbox is None else str(mailbox.path),
+        columns=_count_columns() if terminal else 0,
+        color=color and not in_cell,
+        in_cell=in_cell,
+    )
 
 
 def _count_columns() -> int:

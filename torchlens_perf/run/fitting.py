@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 # Only long texts in these fields are removed. A ring file cannot be read without most of them.
-_KEPT = ("identity", "anchor", "settings", "run_settings", "run_dir")
+_KEPT = ("identity", "anchor", "settings", "run_settings", "run_dir", "report")
 _BY_MEMBER = ("notes", "groups", "gpus")
 _LONG_TEXT = 256
 # Space for the note that lists the removed parts.
@@ -25,8 +25,8 @@ class _RemovablePart(NamedTuple):
     name: str
     container: Any
     place: Any
-    # True to remove the part with its key. False to replace its value by an empty one.
-    by_itself: bool
+    # True if readers need the text, so it is replaced by an empty one.
+    is_required: bool = False
 
 
 def fit_metadata(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
@@ -53,10 +53,10 @@ def fit_metadata(metadata: Mapping[str, Any], limit_bytes: int) -> bytes:
             chosen, key=lambda part: part.place if isinstance(part.place, int) else 0, reverse=True
         ):
             left_out[part.name] += 1
-            if part.by_itself:
-                del part.container[part.place]
+            if part.is_required:
+                part.container[part.place] = ""
             else:
-                part.container[part.place] = type(part.container[part.place])()
+                del part.container[part.place]
     summary = ", ".join(
         f"{name} ({count})" if count > 1 else name for name, count in sorted(left_out.items())
     )
@@ -73,27 +73,30 @@ def _removable_parts(value: dict[str, Any]) -> Iterator[_RemovablePart]:
     for name, field in value.items():
         if name in _BY_MEMBER and isinstance(field, (dict, list)):
             for place in field if isinstance(field, dict) else range(len(field)):
-                yield _RemovablePart(name, field, place, True)
+                yield _RemovablePart(name, field, place)
         elif name not in _KEPT:
             if field and isinstance(field, (dict, list, str)):
-                yield _RemovablePart(name, value, name, False)
+                yield _RemovablePart(name, value, name)
         elif isinstance(field, dict):
             for key, inner in field.items():
                 if isinstance(inner, str) and len(inner) > _LONG_TEXT:
-                    yield _RemovablePart(f"{name}.{key}", field, key, False)
+                    yield _RemovablePart(f"{name}.{key}", field, key, is_required=True)
                 elif key == "attributes" and isinstance(inner, dict):
                     yield from (
-                        _RemovablePart(f"{name}.{key}", inner, attribute, True)
-                        for attribute in inner
+                        _RemovablePart(f"{name}.{key}", inner, attribute) for attribute in inner
                     )
 
 
 def _encoded_size(part: _RemovablePart) -> int:
-    named = part.by_itself and isinstance(part.place, str)
-    return len(_encode_json(part.container[part.place])) + (
-        len(_encode_json(part.place)) if named else 0
-    )
+    is_named = isinstance(part.place, str) and not part.is_required
+    name_bytes = len(_encode_json(part.place)) if is_named else 0
+    return len(_encode_json(part.container[part.place])) + name_bytes
 
 
 def _encode_json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return json.dumps(value, separators=(",", ":"), default=_known_fields).encode()
+
+
+def _known_fields(part: object) -> dict[str, Any]:
+    """Return the fields of a dataclass that are not None."""
+    return {name: value for name, value in vars(part).items() if value is not None}

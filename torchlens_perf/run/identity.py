@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import TypedDict
 
 from torchlens_perf.interruption import ours
 from torchlens_perf.run import location
@@ -107,51 +106,6 @@ class Identity:
     def key(self) -> str:
         """Stem of the names of this process's files, which is unique on the node."""
         return f"rank{self.rank:05d}-attempt{self.restarts}-{self.pid}-{self.process_started}"
-
-
-class ProcessGroup(TypedDict):
-    """A process group that a rank has used, as published in the metadata of its ring file."""
-
-    ranks: str
-    """Member ranks, such as "0-7"."""
-    description: str
-
-
-class Gpu(TypedDict):
-    """A GPU that a process computes on, as published in the metadata of its ring file."""
-
-    uuid: str
-    """UUID in NVML's format."""
-    name: str
-    index: int
-    """torch's device index in the process."""
-
-
-class DeviceClockQuality(TypedDict, total=False):
-    """Accuracy of the device's times, and the number of missing times by reason.
-
-    The dictionary is empty if no device is used.
-    """
-
-    clock: str
-    error_ns: int | None
-    captured: int
-    skipped: int
-    crowded: int
-    aside: int
-    open_ended: int
-    unread: int
-
-
-class RecordingCost(TypedDict, total=False):
-    """Cost of recording on a rank, and how often the rank times calls of modules."""
-
-    mark_ns: float | None
-    """Measured cost of timing the call of a module; None without a measurement."""
-    module_period: int
-    """Modules are timed in one step of this many."""
-    phase_period: int
-    """Phases are timed on the device in one step of this many."""
 
 
 def detect_identity(

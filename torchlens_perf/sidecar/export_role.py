@@ -78,7 +78,7 @@ class ExportRole:
         return NodeRole(
             part=self.part,
             share=min(1.0, max(1, here) / world_size),
-            max_series=sources.read_setting("export_limit") or sys.maxsize,
+            max_series=sources.settings.export_limit or sys.maxsize,
             standing=standing,
             spread_s=rows.rank_quantiles_s() if self.part is CoveredRanks.WHOLE else {},
             tallies=tallies,

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from torchlens_perf.analysis.collectives.device_progress import RankProgress
     from torchlens_perf.analysis.statistics.step_bins import StepBins
-    from torchlens_perf.run.identity import Identity, ProcessGroup
+    from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.rank_facts import ProcessGroup
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.nodes.endpoints import Endpoints
     from torchlens_perf.sidecar.nodes.messages import ReceivedPost

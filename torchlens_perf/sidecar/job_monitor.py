@@ -135,11 +135,10 @@ class JobMonitor:
 
     def _add_judged_steps(self, source: RingSource, judged: StepTable | None) -> None:
         if judged is not None:
-            exchange, token = (
-                source.settings.get("exchange", "auto"),
-                os.environ.get(EXCHANGE_TOKEN, ""),
+            facts, token = source.state.facts, os.environ.get(EXCHANGE_TOKEN, "")
+            places = Endpoints.from_setting(
+                facts.job_store, facts.settings.exchange, self._folder, token
             )
-            places = Endpoints.from_setting(source.job_store, exchange, self._folder, token)
             self.job.add_steps(source.state.identity, source.state.placement, judged, places)
 
     def judge_job(self, sources: RingSources, now_s: float, *, final: bool = False) -> None:
@@ -155,8 +154,8 @@ class JobMonitor:
                     state.identity,
                     state.placement,
                     progress,
-                    state.groups,
-                    source.stack_file,
+                    state.facts.groups,
+                    state.facts.stack_file,
                     modules_ns,
                 )
         with self._errors.contain(SIGNALS):

@@ -72,7 +72,12 @@ class MetricsPort:
             self._exporter.update_node_points(sidecar.state)
         elif not self._given_up and self._clock() >= self._due_s:
             wanted = next(
-                (text for each in sidecar.sources if (text := each.settings.get("prometheus"))), ""
+                (
+                    text
+                    for each in sidecar.sources
+                    if (text := each.state.facts.settings.prometheus)
+                ),
+                "",
             )
             if wanted:
                 with guard("opening the port for /metrics"):

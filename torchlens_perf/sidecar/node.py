@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.errors import RunStoreError, guard, printable
@@ -33,6 +33,7 @@ from torchlens_perf.verdicts import node_state
 
 if TYPE_CHECKING:
     from torchlens_perf.exporters import ExportBatch
+    from torchlens_perf.run.rank_facts import RankFacts
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.verdicts.words.report import VerdictRow
 
@@ -52,7 +53,7 @@ class Sidecar:
         run: RunDirectory,
         host: str,
         exporter: Exporter | None,
-        report: Callable[[RunDirectory, dict[str, Any]], None],
+        report: Callable[[RunDirectory, RankFacts], None],
         waiting: Mapping[str, WaitingRing] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -135,14 +136,14 @@ class Sidecar:
         """Sample live processes, their GPUs and the node's network ports when a sample is due."""
         sources = self.sources.unfinished_rings()
         live = [source.state for source in sources]
-        if not live or not self.sources.read_setting("telemetry"):
+        if not live or not self.sources.settings.telemetry:
             return
         with self.contain_errors("reading the hardware's telemetry"):
-            uuids = dict.fromkeys(gpu["uuid"] for state in live for gpu in state.gpus)
+            uuids = dict.fromkeys(gpu["uuid"] for state in live for gpu in state.facts.gpus)
             pids = {
                 each.state.identity.rank: each.state.identity.pid
                 for each in sources
-                if not each.simulated
+                if not each.state.facts.simulated
             }
             found = self.telemetry.sample_due_sources(uuids, pids)
             if found is not None:
@@ -167,7 +168,7 @@ class Sidecar:
         with self.contain_errors("capturing"):
             ranks, on_verdict = {}, False
             for source in self.sources.newest_rings():
-                identity, setting = source.state.identity, source.settings["capture"]
+                identity, setting = source.state.identity, source.state.facts.settings.capture
                 if not source.read_to_end:
                     ranks[identity.rank] = LiveRank(
                         source.path,
@@ -273,7 +274,7 @@ class Sidecar:
                 source.path.with_suffix(".stack").unlink(missing_ok=True)
                 self.run.remove_ring(source.path)
         self.telemetry.write_if_due(
-            self.sources.read_setting("disk_bytes"), final=not self.sources.unfinished_rings()
+            self.sources.settings.disk_bytes, final=not self.sources.unfinished_rings()
         )
 
     def save_state(self, *, durably: bool = False) -> None:
@@ -345,7 +346,7 @@ class Sidecar:
                         f" {printable(self.run.describe_write_error(error))}"
                         f"{describe_kept_records(self.run)}\n"
                     )
-                    deliver_text(source.settings.get("mailbox", ""), message)
+                    deliver_text(source.state.facts.mailbox, message)
                     raise
                 write_status("is writing the report")
                 self.write_report()
@@ -353,7 +354,7 @@ class Sidecar:
 
     def write_report(self) -> None:
         """Write report.txt with rank 0's settings, if rank 0 is on this node."""
-        asked = [source.settings for source in self.sources if source.state.identity.rank == 0]
+        asked = [source.state.facts for source in self.sources if source.state.identity.rank == 0]
         if asked:
             try:
                 self.save_state()
@@ -361,7 +362,7 @@ class Sidecar:
                     self._write_report(self.run, asked[-1])
             except (OSError, RunStoreError) as error:
                 why = printable(self.run.describe_write_error(error))
-                deliver_text(asked[-1].get("mailbox", ""), f"torchlens_perf: no report: {why}\n")
+                deliver_text(asked[-1].mailbox, f"torchlens_perf: no report: {why}\n")
                 raise
 
     def set_delivery_notes(self, notes: list[str]) -> None:

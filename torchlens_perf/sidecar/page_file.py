@@ -46,9 +46,7 @@ def write_page_if_wanted(sidecar: Sidecar) -> None:
     Called after the last report. Raises OSError if the state cannot be saved.
     """
     sources = sidecar.sources
-    if sources.read_setting("writes_page") and any(
-        source.state.identity.rank == 0 for source in sources
-    ):
+    if sources.settings.writes_page and any(source.state.identity.rank == 0 for source in sources):
         why_not = write_page_in_child_process(sidecar.run, sources.has_unread_rings)
         if why_not:
             sidecar.state.notes.append(f"report.html could not be written: {why_not}")

@@ -16,7 +16,7 @@ from torchlens_perf.verdicts.causes.metrics import METRICS
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.memory import MemoryStatistics
-    from torchlens_perf.run.identity import Gpu
+    from torchlens_perf.run.rank_facts import Gpu
     from torchlens_perf.run.records import StepTable
     from torchlens_perf.sidecar.rings.source import RingSource
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
@@ -155,7 +155,7 @@ class RankMetrics:
             }
             # A rank computes on one GPU. Ranks may share a GPU, but its samples can be used only
             # once.
-            for gpu in state.gpus[:1]:
+            for gpu in state.facts.gpus[:1]:
                 if gpu["uuid"] not in gpus:
                     gpus[gpu["uuid"]] = self._hardware.take_gpu_signals(gpu["uuid"], now_ns)
                 signals.update(gpus[gpu["uuid"]])
@@ -186,7 +186,7 @@ class RankMetrics:
         found = {
             "neighbour": self._host.busiest_neighbour(pid),
             "control_group": self._host.control_group_path(pid),
-            "gpu": self._hardware.gpu_name(source.state.gpus),
+            "gpu": self._hardware.gpu_name(source.state.facts.gpus),
         }
         details = self._details.setdefault(pid, {})
         details.update({name: text for name, text in found.items() if text})
@@ -195,7 +195,9 @@ class RankMetrics:
 
 def _select_measurable(sources: Iterable[RingSource]) -> Iterator[RingSource]:
     """Select the rings of running processes that are not simulated."""
-    return (source for source in sources if not (source.read_to_end or source.simulated))
+    return (
+        source for source in sources if not (source.read_to_end or source.state.facts.simulated)
+    )
 
 
 def _memory_signals(memory: MemoryStatistics) -> dict[str, float]:

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.analysis.statistics.steps import assemble_steps
+from torchlens_perf.errors import RingError
 from torchlens_perf.exporters import ExportBatch, build_export_batch
 from torchlens_perf.run import ring
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.sidecar.rings.error_files import add_reported_failures
 from torchlens_perf.sidecar.rings.oom_files import OomTableReader
 from torchlens_perf.sidecar.schedule import MAX_UNKEPT_RECORDS
@@ -38,17 +38,6 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
 
 _ENCODED_AT_ONCE = 1 << 15  # records
-# Fields of ProcessState: words of the ring's header, and keys of its metadata.
-_COUNTERS = {
-    "unbalanced": ring.UNBALANCED, "too_deep": ring.TOO_DEEP, "names_lost": ring.NAMES_LOST,
-    "internal_errors": ring.INTERNAL_ERRORS, "tool_ns": ring.TOOL_NS, "made_steps": ring.STEP,
-}  # fmt: skip
-_FACTS = {
-    "notes", "not_measured", "compute_device", "deeper_modules", "root_modules", "unopened_modules", "model",
-    "memory_source", "device", "gpus", "missing_tap", "threads", "groups", "process_began_ns", "compile_s",
-    "interactive", "start_cpu_wait_ns", "step_offset", "operators_missing", "loader_period_ns",
-    "recording", "failure", "trainings",
-}  # fmt: skip
 
 
 class RecordProcessor:
@@ -100,7 +89,7 @@ class RecordProcessor:
             with self._errors.contain(f"counting the records of rank {source.state.identity.rank}"):
                 if not source.read_to_end:
                     self._sources.read_new_records(source)
-                _copy_counters(source)
+                self._update_process(source)
                 self._count_steps(source)
                 # Encoded records take less memory. While the disk fails, the next segment must not
                 # grow.
@@ -121,6 +110,32 @@ class RecordProcessor:
             while len(self._unkept) > 1 and self._unencoded_records > MAX_UNKEPT_RECORDS:
                 older = 0 if self._writer is None else self._writer.discard_added()
                 self._state.unwritten_records += older or len(self._unkept.pop(0).records)
+
+    def _update_process(self, source: RingSource) -> None:
+        """Copy the ring's counters, and read the facts that the process has published since."""
+        reader, state = source.reader, source.state
+        with reader.frozen_header():
+            state.unbalanced = reader.read_counter(ring.UNBALANCED)
+            state.too_deep = reader.read_counter(ring.TOO_DEEP)
+            state.names_lost = reader.read_counter(ring.NAMES_LOST)
+            state.internal_errors = reader.read_counter(ring.INTERNAL_ERRORS)
+            state.tool_ns = reader.read_counter(ring.TOOL_NS)
+            state.made_steps = reader.read_counter(ring.STEP)
+        metadata = reader.read_changed_metadata()
+        if metadata:
+            try:
+                state.facts = RankFacts.from_metadata(metadata)
+            except RingError as error:
+                # The facts that were read before stay.
+                self._state.notes.append(f"ring file {source.path.name}: {error}")
+        if state.facts.simulated:
+            # The ring's state was polled before its facts. The node's clock is not the rank's.
+            state.seen_ns = 0
+        state.failure = state.facts.failure or state.failure
+        if state.ended == "closed" and state.failure is not None:
+            state.ended = "failed"
+        if state.ended == "died":
+            state.open_spans = [span.name for span in reader.read_open_spans()[1:]]
 
     def write_segment(self) -> None:
         """Write all counted records that are not in a segment yet.
@@ -161,7 +176,7 @@ class RecordProcessor:
 
     def _open_writer(self) -> SegmentWriter:
         if self._writer is None:
-            disk_bytes = self._sources.read_setting("disk_bytes")
+            disk_bytes = self._sources.settings.disk_bytes
             self._writer = SegmentWriter(
                 self._run, self._state.host, disk_bytes - telemetry_disk_share(disk_bytes)
             )
@@ -220,7 +235,7 @@ class RecordProcessor:
         # Leave out collectives of warm-up steps, which are not typical.
         records = records[records["step"] >= (state.statistics.first_step or 0) + WARM_UP_STEPS]
         self._state.join.add_records(
-            identity.rank, records, names, state.groups, source.generation, identity.key,
+            identity.rank, records, names, state.facts.groups, source.generation, identity.key,
             np.isin(records["step"], delayed),
         )  # fmt: skip
 
@@ -241,31 +256,3 @@ class RecordProcessor:
             if not ranks <= block:
                 return ranks
         return ranks | block
-
-
-def _copy_counters(source: RingSource) -> None:
-    """Copy the ring's counters and the process's metadata into the state."""
-    reader, state = source.reader, source.state
-    with reader.frozen_header():
-        for name, word in _COUNTERS.items():
-            setattr(state, name, reader.read_counter(word))
-    metadata = reader.read_changed_metadata()
-    if metadata:
-        for name in _FACTS & metadata.keys():
-            setattr(state, name, metadata[name])
-        state.training = msgspec.convert(metadata.get("training", {}), TrainingSettings)
-        source.stack_file = metadata["stack_file"]
-        source.error_file = metadata.get("error_file", "")
-        state.settings = metadata.get("run_settings", {})
-        source.simulated = metadata.get("simulated", False)
-        if source.simulated:
-            # The ring's state was polled before its metadata. The node's clock is not the rank's.
-            state.seen_ns = 0
-        source.job_store = tuple(metadata["job_store"]) if metadata["job_store"] else None
-        source.settings = dict(metadata["settings"])
-        state.trace_every = int(source.settings["trace_every"])
-        state.total_steps = int(source.settings.get("_total_steps", 0))
-    if state.ended == "closed" and state.failure is not None:
-        state.ended = "failed"
-    if state.ended == "died":
-        state.open_spans = [span.name for span in reader.read_open_spans()[1:]]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
 from torchlens_perf.analysis.statistics.steps import assemble_steps
-from torchlens_perf.config import Config
 from torchlens_perf.exporters import (
     ITEM_NAMES,
     UNDELIVERED,
@@ -94,7 +93,7 @@ def replay(
         replaced = _find_replaced_processes(saved)
         rebuilt = NodeState(host)
         as_live = trace_every is None or {
-            each.trace_every for each in saved.processes.values()
+            each.facts.settings.trace_every for each in saved.processes.values()
         } == {trace_every}
         traced = saved.traced if as_live else []
         for origin, kept, names, lost in segments.read_chunks(
@@ -102,12 +101,11 @@ def replay(
         ):
             process = rebuilt.processes.get(origin.key)
             if process is None:
-                process = rebuilt.processes[origin.key] = _new_process_state(
-                    run, origin, saved, trace_every
-                )
+                process = rebuilt.processes[origin.key] = _new_process_state(run, origin, saved)
             table = assemble_steps(kept)
             process.add_records(kept, table, names, lost)
-            process.model = process.model or digest_module_names(process.statistics.modules)
+            facts = process.facts
+            facts.model = facts.model or digest_module_names(process.statistics.modules)
             judged = judged_steps.setdefault(origin.key, JudgedSteps(process.judged_by))
             newly = process.add_judged_steps(judged, kept, table)
             # As in a live run, judge only the newest attempt.
@@ -127,7 +125,10 @@ def replay(
                 elif traced:
                     sent = set(chosen)
                 else:
-                    sent = steps_traced_by_number(table.step.tolist(), process.trace_every)
+                    every = trace_every
+                    if every is None:
+                        every = process.facts.settings.trace_every
+                    sent = steps_traced_by_number(table.step.tolist(), every)
                 sending.send(build_export_batch(process, kept, names, table, sent, chosen))
         for key, process in rebuilt.processes.items():
             rest = process.add_judged_steps(judged_steps[key])
@@ -189,23 +190,14 @@ def _select_undelivered(pending: Undelivered, key: str) -> tuple[dict[int, Trace
     return {each.step: each.chosen for each in steps if each.chosen}, {each.step for each in steps}
 
 
-def _new_process_state(
-    run: RunDirectory, origin: RecordOrigin, saved: NodeState, trace_every: int | None
-) -> ProcessState:
+def _new_process_state(run: RunDirectory, origin: RecordOrigin, saved: NodeState) -> ProcessState:
     """Return a process without statistics. The saved state provides data that records lack."""
     known = saved.processes.get(origin.key)
     if known is None:
-        process = ProcessState(
-            _derive_identity(run, origin),
-            origin.anchor,
-            RankStatistics(),
-            trace_every=Config.trace_every,
-        )
+        process = ProcessState(_derive_identity(run, origin), origin.anchor, RankStatistics())
     else:
         process = dataclasses.replace(known, anchor=origin.anchor, statistics=RankStatistics())
     process.ended = "closed"
-    if trace_every is not None:
-        process.trace_every = trace_every
     return process
 
 

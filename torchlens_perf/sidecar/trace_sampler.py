@@ -52,7 +52,7 @@ class TraceSampler:
         Only steps of other process generations are sent at once: every n-th step, by its number.
         now_s: CLOCK_MONOTONIC.
         """
-        every = source.state.trace_every
+        every = source.state.facts.settings.trace_every
         if not every or not len(steps):
             return set()
         if source.generation != self._generation or not sources.is_newest(source):
@@ -68,8 +68,8 @@ class TraceSampler:
         if identity.rank == min(here):
             if self._sampler is None:
                 share = min(1.0, len(here) / identity.world_size)
-                spans_per_s = sources.read_setting("export_limit") / _SERIES_PER_SPAN * share
-                samples_slow = bool(sources.read_setting("_trace_slow"))
+                spans_per_s = sources.settings.export_limit / _SERIES_PER_SPAN * share
+                samples_slow = sources.settings.trace_slow
                 self._sampler = StepSampler(
                     spans_per_s, samples_slow=samples_slow, first_rank=identity.rank
                 )

@@ -23,10 +23,10 @@ import numpy as np
 
 from torchlens_perf.config import Config
 from torchlens_perf.recorder.rank_metadata import RankMetadata
-from torchlens_perf.run.clock import HostClock
 from torchlens_perf.run.directory import create_ring
-from torchlens_perf.run.identity import DeviceClockQuality, Identity
+from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
+from torchlens_perf.run.rank_facts import DeviceClockQuality
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.run.ring import WORKLOAD_SHIFT, Flag, Kind
 from torchlens_perf.simulate.launch_bound import AHEAD, PHASES, LaunchBoundTimes
@@ -153,7 +153,7 @@ class SimulatedRank:
         self._recorder = SimulatedRecorder(self._ring, begin.monotonic_ns)
         self._intern = self._ring.intern
         self._metadata = RankMetadata(
-            config, self.identity, self._ring, self._recorder, HostClock(), simulated_from=begin
+            config, self.identity, self._ring, self._recorder, begin, simulated=True
         )
         self._ids = {part: (kind, self._intern(name)) for part, (kind, name) in _PHASES.items()}
         self._wait_id = self._intern("wait")
@@ -176,7 +176,7 @@ class SimulatedRank:
             unopened=[],
         )
         if device is not None:
-            self._metadata.publish(device=_CLOCK)
+            self._metadata.facts.device = _CLOCK
         self._metadata.note(note)
         run.register_ring(sidecar_host, self._ring.path)
 
@@ -198,7 +198,7 @@ class SimulatedRank:
         self._end_device_step(self._recorder.now_ns)
         self._report_device_times(self._recorder.step)
         self._recorder.flush()
-        self._metadata.publish_end({}, None)
+        self._metadata.publish_end(None, None)
         self._ring.close()
 
     def _divide_step(self, timeline: Timeline, index: int) -> dict[str, list[_Piece]]:

@@ -40,7 +40,7 @@ def with_hidden_data_waits(
     windows: RunWindows, processes: Mapping[int, ProcessState]
 ) -> RunWindows:
     """Return the windows with the waits for data that waits for other ranks hide."""
-    periods_ns = np.array([processes[rank].loader_period_ns for rank in windows.ranks])
+    periods_ns = np.array([processes[rank].facts.loader_period_ns for rank in windows.ranks])
     parts_ns = move_hidden_data_waits(windows.parts_ns, periods_ns)
     hidden_ns = (parts_ns - windows.parts_ns)[..., PARTS.index("data")]
     return dataclasses.replace(windows, parts_ns=parts_ns, work_ns=windows.work_ns + hidden_ns)

@@ -29,19 +29,13 @@ from torchlens_perf.run import ownership
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.failure import Failure, ProcessActivity, ProcessEnd
-from torchlens_perf.run.identity import (
-    DeviceClockQuality,
-    Gpu,
-    Identity,
-    ProcessGroup,
-    RecordingCost,
-)
+from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.loader_period import move_hidden_data_wait
 from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.records import TracedStep
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.run.sketch import Sketch
-from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.run.undelivered import Undelivered
 from torchlens_perf.verdicts.stragglers.detector import build_placement
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
@@ -55,7 +49,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.records import StepTable
 from torchlens_perf.verdicts.finding_log import FindingRecords
 
-SCHEMA = 13
+SCHEMA = 14
 
 MAX_BYTES = 1 << 28
 """Size of the largest node state that is read. A rank needs 13 to 100 KB."""
@@ -111,90 +105,37 @@ class ProcessState:
     """Sequence number of the last record that is included in the statistics."""
     ended: str = ""
     """"closed" by its watch, "failed" by an exception, "died", or "" while it runs."""
+    facts: RankFacts = dataclasses.field(default_factory=RankFacts)
+    """What the process has published about itself."""
     failure: Failure | None = None
     """The exception that ended the process; None if it did not fail, or died without one."""
     end: ProcessEnd | None = None
     """How the process ended, as the kernel shows it; None while it runs."""
-    trace_every: int = 0
-    gpus: list[Gpu] = dataclasses.field(default_factory=list)
-    model: str = ""
-    """Digest of the model's structure, see identity.digest_module_names."""
-    memory_source: str = ""
-    compute_device: str = ""
-    """The device of its models: "cpu", "cuda", ...; "" if not known."""
-    deeper_modules: bool = False
-    """True if timed modules of its models have submodules that are not timed."""
-    root_modules: list[str] = dataclasses.field(default_factory=list)
-    """The names of its models themselves."""
-    unopened_modules: list[str] = dataclasses.field(default_factory=list)
-    """Timed modules whose submodules are not timed."""
-    device: DeviceClockQuality = dataclasses.field(default_factory=DeviceClockQuality)
     judged_by: str = ""
     """The clock by which its steps are judged, "host" or "device"; "" while undecided."""
-    notes: list[str] = dataclasses.field(default_factory=list)
     unbalanced: int = 0
     too_deep: int = 0
     names_lost: int = 0
     internal_errors: int = 0
     tool_ns: int = 0
-    recording: RecordingCost = dataclasses.field(default_factory=RecordingCost)
     made_steps: int = 0
     """Number of finished steps, including those that were not recorded or were lost."""
-    process_began_ns: int = 0
-    """Start of the process by the clock of its records; 0 if not known, or if it is not the start
-    of the run, as in a notebook."""
-    compile_s: float | None = None
-    """Time spent in torch.compile so far; None if not measured."""
-    start_cpu_wait_ns: int | None = None
-    """Time until training began in which the main thread was runnable but had no CPU; None if not
-    measured."""
-    interactive: bool = False
-    """True if a person types code into the process, as in a notebook."""
     open_spans: list[str] = dataclasses.field(default_factory=list)
     """The spans that were open when the process died."""
     now: ProcessActivity | None = None
     """Activity of a running process when the state was saved; None if ended or simulated."""
-    total_steps: int = 0
-    """Total number of steps of the run, as configured in watch(); 0 if not known."""
-    groups: dict[str, ProcessGroup] = dataclasses.field(default_factory=dict)
-    """The process groups that the process has used, by name."""
-    not_measured: list[str] = dataclasses.field(default_factory=list)
-    """Parts of the step that cannot be measured separately."""
     cpu_wait: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     """Two sums over the sidecar's samples: the share of time in which the main thread was runnable
     but had no CPU, and the number of samples."""
-    threads: int = 0
-    """Number of threads that torch uses for one operation; 0 if not known."""
     cpu_users: CpuUsage = dataclasses.field(default_factory=CpuUsage)
-    missing_tap: str = ""
-    """The missing shared library that records collectives; "" if loaded or not needed."""
-    training: TrainingSettings = dataclasses.field(default_factory=TrainingSettings)
     seen_ns: int = 0
     """Newest time at which the sidecar saw the process run, by the clock of its records; 0 if it did
     not, as in a simulation."""
-    step_offset: int | None = None
-    """Steps that the model had made before step 0 of this process, by the step counter of its
-    framework or optimizer; None if not known."""
-    operators_missing: str = ""
-    """Reason why operators are not counted; "" if they are."""
-    loader_period_ns: int = 0
-    """Time in which the workers of its DataLoader make a batch; 0 if not measured."""
     out_of_memory: OutOfMemory | None = None
     """The memory table of the newest failed allocation on its device, see
     cuda/out_of_memory.py."""
-    trainings: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    """First step and model of each training, as published by the process."""
     by_training: list[Training] = dataclasses.field(default_factory=list)
     """Statistics of each training; [] if there is only one."""
-    settings: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Versions, settings of watch() and variables that change the speed, as text by name."""
-
-    @property
-    def on_device(self) -> bool | None:
-        """True if the process computes on a device other than the CPU; None if unknown."""
-        if self.device:
-            return True
-        return None if not self.compute_device else self.compute_device != "cpu"
 
     def add_records(
         self, records: npt.NDArray[np.void], steps: StepTable, names: list[str], lost: int
@@ -242,7 +183,7 @@ class ProcessState:
         if records is None or steps is None:
             newly = judged.decide_for_host()
         else:
-            newly = judged.add_records(records, steps, on_device=self.on_device)
+            newly = judged.add_records(records, steps, on_device=self.facts.on_device)
         self.judged_by = judged.by
         if newly is not None and judged.by == DEVICE:
             _add_device_steps(self.statistics, newly)
@@ -252,9 +193,9 @@ class ProcessState:
                         newly.step <= training.last_step
                     )
                     _add_device_steps(training.statistics, newly.select_rows(inside))
-        if newly is None or not self.loader_period_ns:
+        if newly is None or not self.facts.loader_period_ns:
             return newly
-        parts_ns = move_hidden_data_wait(newly.parts_ns, self.loader_period_ns)
+        parts_ns = move_hidden_data_wait(newly.parts_ns, self.facts.loader_period_ns)
         return dataclasses.replace(newly, parts_ns=parts_ns)
 
     def judged_windows(self) -> Windows:
@@ -267,7 +208,7 @@ class ProcessState:
     @property
     def placement(self) -> Placement:
         """The rank's placement, which determines the ranks with which it is compared."""
-        return build_placement(self.identity, self.model, self.groups, self.judged_by)
+        return build_placement(self.identity, self.facts.model, self.facts.groups, self.judged_by)
 
 
 def _add_device_steps(statistics: RankStatistics, steps: StepTable) -> None:

@@ -105,7 +105,8 @@ def test_verdict_names_gpu_throttling_as_the_cause(run: RunDirectory, rig: Rig) 
     sidecar.monitor.metrics = RankMetrics(rig.log)
     ranks = [Rank(run, rank) for rank in range(2)]
     for index, (rank, uuid) in enumerate(zip(ranks, (FIRST, SECOND_GPU), strict=True)):
-        rank.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": index}])
+        rank.session.facts.gpus = [{"uuid": uuid, "name": "NVIDIA H200", "index": index}]
+        rank.session.publish()
         rank.session.publish()
     rig.gpus.values = {FIRST: HEALTHY, SECOND_GPU: HEALTHY}
     for second in range(40):

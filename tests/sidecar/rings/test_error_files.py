@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 
 from torchlens_perf.run.processes import process_start_ticks
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.sidecar.rings.error_files import add_reported_failures
 
 
 def rank(ended: str, error_file: str | Path = "") -> Any:
     identity = SimpleNamespace(process_started=process_start_ticks(os.getpid()))
-    state = SimpleNamespace(identity=identity, ended=ended, failure=None, made_steps=10, end=None)
+    facts = RankFacts(error_file=str(error_file))
+    state = SimpleNamespace(
+        identity=identity, facts=facts, ended=ended, failure=None, made_steps=10, end=None
+    )
     observer = SimpleNamespace(read_end=lambda: {"signal": 9, "exit_code": None})
     return SimpleNamespace(
-        settled=bool(ended),
-        state=state,
-        error_file=str(error_file),
-        progress=SimpleNamespace(end_observer=observer),
+        settled=bool(ended), state=state, progress=SimpleNamespace(end_observer=observer)
     )
 
 

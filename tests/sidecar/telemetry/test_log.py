@@ -312,7 +312,8 @@ def with_gpu(
 ) -> Rank:
     """Return a rank that has published that it computes on the given GPUs."""
     made = Rank(run, rank, world_size, **settings)
-    made.session.publish(gpus=[{"uuid": uuid, "name": "NVIDIA H200", "index": 0} for uuid in uuids])
+    made.session.facts.gpus = [{"uuid": uuid, "name": "NVIDIA H200", "index": 0} for uuid in uuids]
+    made.session.publish()
     made.session.publish()
     made.steps(5, forward=4)
     return made
@@ -473,7 +474,7 @@ def test_state_of_an_older_version_without_telemetry_can_be_read(
     path.write_text(json.dumps(value))
     loaded = node_state.load(path)
 
-    assert (loaded.telemetry, [process.gpus for process in loaded.processes.values()]) == (
+    assert (loaded.telemetry, [process.facts.gpus for process in loaded.processes.values()]) == (
         HardwareTotals(),
         [[]],
     )

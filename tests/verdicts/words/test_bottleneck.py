@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tests.support.facts import take_facts
 from tests.support.reports import checked
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
@@ -45,7 +46,10 @@ def state_of(rank: int, ranks: int, steps: list[dict[str, Any]], **changed: Any)
     identity = Identity(
         "r", rank, rank, ranks, ranks, 0, "h", 10 + rank, 1, 1, False, "train.py", "", {}
     )
-    return ProcessState(identity, Anchor(0, 0, 0), statistics, ended="closed", **changed)
+    facts = take_facts(changed)
+    return ProcessState(
+        identity, Anchor(0, 0, 0), statistics, ended="closed", facts=facts, **changed
+    )
 
 
 def report_on(*ranks: list[dict[str, Any]], **changed: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from torchlens_perf.run.ring import Flag, Kind
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.run.identity import ProcessGroup
+    from torchlens_perf.run.rank_facts import ProcessGroup
 
 _ANY_SOURCE = "recv_any_source"
 _NOT_LEARNT, _NONE = -2, -1

@@ -206,7 +206,7 @@ class TrainingLoop:
         self._inside: list[Optimizer] = []
         self._skipped = False
         # First step of each training, and the class of its first model; see _begin_training().
-        self._trainings: list[tuple[int, str]] = []
+        self._trainings = session.facts.trainings
         self._begins_training = False
         # True if an optimizer of an earlier training has stepped again.
         self._takes_turns = False
@@ -576,12 +576,13 @@ class TrainingLoop:
         self._begins_training = True
         self._training_since = known.first_at
         self._trainings.append((self._recorder.step, self._find_class_name(known.first_at)))
-        self._session.publish(trainings=self._trainings)
+        self._session.publish()
 
     def _join_trainings(self) -> None:
         """Take back that there were several trainings, because they take turns."""
-        self._takes_turns, self._training_since, self._trainings = True, 0, []
-        self._session.publish(trainings=[])
+        self._takes_turns, self._training_since = True, 0
+        self._trainings.clear()
+        self._session.publish()
 
     def _find_class_name(self, since: int) -> str:
         """Return the class of the first model that was watched since then; "" without any."""
@@ -664,7 +665,7 @@ class TrainingLoop:
             self._classes.append((now, unwrapped_class_name(models[0].module)))
             if self._trainings and not self._trainings[-1][1]:
                 self._trainings[-1] = self._trainings[-1][0], self._classes[-1][1]
-                self._session.publish(trainings=self._trainings)
+                self._session.publish()
 
 
 def _shares_parameters(model: Module, watched: set[int]) -> bool:

@@ -98,7 +98,7 @@ def read_hardware_series(
         ParquetFolder(run.path / folder, nodes, make_error_collector(notes))
         for folder in (GPUS, LINKS, PROCESSES)
     )
-    rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].gpus}
+    rank_of = {gpu["uuid"]: rank for rank in ranks for gpu in processes[rank].facts.gpus}
     found, hosts = list[TimeSeries](), set[str]()
 
     def add_series(

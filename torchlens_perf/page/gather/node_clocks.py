@@ -24,7 +24,7 @@ from torchlens_perf.run.ring import Flag, Kind
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from torchlens_perf.run.identity import ProcessGroup
+    from torchlens_perf.run.rank_facts import ProcessGroup
     from torchlens_perf.store.segments import ProcessRecords
 
 # The lower 32 bits of a collective record's value1 are its sequence number.

@@ -115,7 +115,7 @@ def read_rank_records(
             rank,
             node_of[rank],
             processes[rank].anchor.offset_ns,
-            processes[rank].groups,
+            processes[rank].facts.groups,
             read[keys[rank]],
         )
         for rank in ranks

@@ -41,7 +41,7 @@ def add_reported_failures(sources: Iterable[RingSource]) -> None:
         end = source.state.end
         if end is None or end["signal"] is end["exit_code"] is None:
             source.state.end = source.progress.end_observer.read_end()
-        if source.error_file and source.state.failure is None:
+        if source.state.facts.error_file and source.state.failure is None:
             failure = _read_failure(source)
             if failure is not None:
                 source.state.failure, source.state.ended = failure, "failed"
@@ -51,8 +51,8 @@ def _read_failure(source: RingSource) -> Failure | None:
     """Return the failure in the rank's error file; None without one."""
     state = source.state
     try:
-        written_ns = os.stat(source.error_file, follow_symlinks=False).st_mtime_ns
-        content = ownership.read_regular_file(source.error_file, _MAX_BYTES)
+        written_ns = os.stat(source.state.facts.error_file, follow_symlinks=False).st_mtime_ns
+        content = ownership.read_regular_file(source.state.facts.error_file, _MAX_BYTES)
         text = _find_text(msgspec.json.decode(content))
     except (OSError, ValueError, RecursionError):
         # ValueError: of an invalid path, of JSON, and of Unicode.

@@ -7,7 +7,7 @@ import functools
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,7 +43,6 @@ class RingSource:
     path: Path
     reader: RingReader
     state: ProcessState
-    settings: dict[str, Any]
     kept: int  # sequence number of the last saved record
     generation: int  # the node's process generation, see analysis/statistics/restarts.py
     judged: JudgedSteps
@@ -56,13 +55,7 @@ class RingSource:
     read_to_end: bool = False
     settled: bool = False  # the ring is read to its end, and all records are counted
     ended_monotonic_s: float = 0.0
-    job_store: tuple[str, int] | None = None
-    stack_file: str = ""
-    error_file: str = ""  # file in which torchrun's @record describes an exception; "" without one
     folder: str = ""  # folder of a program that runs or has just ended
-    # True if a simulation writes the ring. The kernel's data then describes the simulation, not a
-    # rank.
-    simulated: bool = False
     joins: bool = False  # True once the process takes part in the join of collectives
     delayed_until: int = -1  # last step that a capture delayed
     durations_ns: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=USUAL_STEPS))
@@ -106,7 +99,9 @@ class RingSource:
         """
         head, step, state = self.reader.read_progress()
         moves = self.progress.update(step, head, now_s)
-        due_s = float("inf") if self.simulated else self.progress.observer.poll(moves=moves)
+        due_s = (
+            float("inf") if self.state.facts.simulated else self.progress.observer.poll(moves=moves)
+        )
         return state, (head - max(0, self.head)) / self.reader.capacity, due_s
 
     def poll_progress(self, now_s: float) -> tuple[str, float]:
@@ -144,7 +139,7 @@ class RingSource:
     def note_if_running(self, end_state: str, now_ns: int) -> None:
         """Note that the process runs, or that it has just ended. end_state: poll_end_state()."""
         is_new = 0 <= now_ns - self.state.seen_ns < _MAX_ROUND_NS
-        if not self.simulated and (is_new or not end_state):
+        if not self.state.facts.simulated and (is_new or not end_state):
             self.state.seen_ns = now_ns
 
     def current_activity(self, now_ns: int) -> ProcessActivity | None:
@@ -152,7 +147,7 @@ class RingSource:
 
         now_ns: CLOCK_MONOTONIC.
         """
-        if self.read_to_end or self.simulated:
+        if self.read_to_end or self.state.facts.simulated:
             return None
         step, spans = self.reader.read_counter(ring.STEP), self.reader.read_open_spans()
         if not spans:
@@ -175,7 +170,7 @@ class RingSource:
         records = np.concatenate([records for records, _ in self.waiting])
         sequences = np.concatenate([sequences for _, sequences in self.waiting])
         ends = np.flatnonzero(records["kind"] == Kind.STEP)
-        held = 1 if self.state.device and now_s - self.progress.step_s < HOLD_S else 0
+        held = 1 if self.state.facts.device and now_s - self.progress.step_s < HOLD_S else 0
         cut = (
             len(records)
             if self.read_to_end

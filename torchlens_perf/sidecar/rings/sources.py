@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics
 from torchlens_perf.analysis.statistics.restarts import UNRELATED
-from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError
 from torchlens_perf.run import ring
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import is_writer_running
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
+from torchlens_perf.run.rank_facts import RankFacts, SidecarSettings
 from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.rings.source import MAX_UNREAD_SHARE, RingSource
 from torchlens_perf.sidecar.rings.waiting import RingProgress, WaitingRing
@@ -141,12 +141,10 @@ class RingSources:
         """Return the highest RingSource.unsaved_share, or 0 without rings."""
         return max((source.unsaved_share for source in self), default=0.0)
 
-    def read_setting(self, name: str) -> int:
-        """Return the ranks' value of a setting, or its default if no ring has it."""
-        for source in self:
-            if name in source.settings:
-                return int(source.settings[name])
-        return int(getattr(Config(), name))
+    @property
+    def settings(self) -> SidecarSettings:
+        """The settings of the first rank, or the defaults without a ring."""
+        return next((source.state.facts.settings for source in self), SidecarSettings())
 
     def find_source(self, key: str) -> RingSource:
         """Return the ring of a process. key: its Identity.key."""
@@ -279,15 +277,16 @@ class RingSources:
     def _create_source(
         self, path: Path, reader: RingReader, metadata: dict[str, Any]
     ) -> RingSource:
-        identity = Identity(**metadata["identity"])
+        identity, facts = Identity(**metadata["identity"]), RankFacts.from_metadata(metadata)
         before, generation = self._generations.newest, self._generations.generation_of(identity)
         if generation > before:
             self._began(identity, generation)
         state = self._state.processes.get(identity.key)
         if state is None:
-            state = ProcessState(identity, Anchor(*metadata["anchor"].values()), RankStatistics())
+            state = ProcessState(identity, Anchor(**metadata["anchor"]), RankStatistics())
             self._drop_oldest_processes()
             self._state.processes[identity.key] = state
+        state.facts = facts
         kept, waited = self._saved_before.get(identity.key, -1), self._waiting.get(str(path))
         reader.cursor = min(kept, state.counted) + 1
         logger.info("reading %s from record %d", path, reader.cursor)
@@ -295,7 +294,6 @@ class RingSources:
             path,
             reader,
             state,
-            dict(metadata["settings"]),
             kept,
             generation,
             JudgedSteps(state.judged_by),
@@ -307,5 +305,5 @@ class RingSources:
         if waited is not None:
             waited.close()
         if waited is not None or is_writer_running(path):
-            source.folder = metadata.get("folder", "")
+            source.folder = facts.folder
         return source

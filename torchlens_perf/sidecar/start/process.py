@@ -33,6 +33,7 @@ from torchlens_perf.store.file_names import list_nodes
 from torchlens_perf.store.without_pandas import block_pandas_import
 
 if TYPE_CHECKING:
+    from torchlens_perf.run.rank_facts import RankFacts
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.sidecar.wake import Wake
 
@@ -280,27 +281,28 @@ def _replay_records(
     return 1 if notes else 0
 
 
-def write_report(run: RunDirectory, asked: dict[str, Any]) -> None:
+def write_report(run: RunDirectory, facts: RankFacts) -> None:
     """Send the short report to rank 0 if it waits for one, and write report.txt.
 
-    asked: rank 0's settings, for a terminal or for a notebook's cell.
+    facts: what rank 0 has published.
     """
     from torchlens_perf.report.run_report import load_report
     from torchlens_perf.view.terminal import render_full, render_short
 
     report = load_report(run)
-    mailbox = asked.get("mailbox", "")
+    asked = facts.report
     # Send the report to rank 0 before writing report.txt, because the run directory's disk may be
     # slow.
-    if mailbox:
-        page = str(run.report.with_suffix(".html")) if asked.get("writes_page") else ""
-        style = {"columns": asked.get("columns", 0), "color": asked.get("color", False)}
-        short = render_short(report, str(run.path), page=page, **style)
-        if asked.get("form") == "cell":
+    if asked is not None and asked.mailbox:
+        page = str(run.report.with_suffix(".html")) if facts.settings.writes_page else ""
+        short = render_short(
+            report, str(run.path), page=page, columns=asked.columns, color=asked.color
+        )
+        if asked.in_cell:
             from torchlens_perf.page.notebook import results_as_json
 
             short = results_as_json(report, str(run.path), short)
-        deliver_text(mailbox, short)
+        deliver_text(asked.mailbox, short)
     partial = run.report.with_suffix(".partial")
     ownership.write_private_file(
         partial, render_full(report, str(run.path), columns=0, color=False), like=run.nodes

@@ -39,7 +39,8 @@ from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.stragglers.window import BinBatch
 
 if TYPE_CHECKING:
-    from torchlens_perf.run.identity import Identity, ProcessGroup
+    from torchlens_perf.run.identity import Identity
+    from torchlens_perf.run.rank_facts import ProcessGroup
     from torchlens_perf.run.records import StepTable
 
 _NOT_DIMENSIONS = ("", "undefined", "default_pg")
