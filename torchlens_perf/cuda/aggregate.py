@@ -177,7 +177,7 @@ class WindowMerger:
                 largest[:sections, : len(LargestColumn)].copy_(own_largest)
                 medians[:sections].copy_(exact[:, ExactColumn.MEDIAN])
                 self._driver.record_event(self._rows_read, stream)
-                self._ring.set_readers_done_event(self._rows_read)
+                self._ring.readers_done = self._rows_read
             with guard("the device's steps of all ranks"):
                 if known is not None and self._steps.enqueue_reduction(known, stream):
                     own, own_largest, exact = self._steps.tables

@@ -90,14 +90,18 @@ class CudaDriver:
         if status:
             raise DeviceError(f"{name} failed with CUDA error {status}")
 
+    def _call_with_result(self, kind: type[Any], name: str, *arguments: Any) -> int:
+        """Call a function whose first parameter receives its result, and return the result."""
+        result = kind()
+        self._call(name, ctypes.byref(result), *arguments)
+        return int(result.value or 0)
+
     def allocate(self, size: int) -> int:
         """Allocate device memory and return its address.
 
         Used only during setup, because it may wait for the device. Not allowed during a capture.
         """
-        address = _ADDRESS()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), size)
-        return address.value
+        return self._call_with_result(_ADDRESS, "cuMemAlloc_v2", size)
 
     def free(self, address: int) -> None:
         """Free device memory. This call may wait for the device."""
@@ -108,9 +112,7 @@ class CudaDriver:
 
         A copy to other host memory would wait for the device.
         """
-        address = ctypes.c_void_p()
-        self._call("cuMemAllocHost_v2", ctypes.byref(address), size)
-        return address.value or 0
+        return self._call_with_result(_HANDLE, "cuMemAllocHost_v2", size)
 
     def free_host(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
@@ -130,9 +132,7 @@ class CudaDriver:
 
     def create_stream(self) -> int:
         """Create a stream that exists until the process ends."""
-        stream = ctypes.c_void_p()
-        self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
-        return stream.value or 0
+        return self._call_with_result(_HANDLE, "cuStreamCreate", _STREAM_NON_BLOCKING)
 
     @contextmanager
     def temporary_stream(self) -> Iterator[int]:
@@ -170,9 +170,7 @@ class CudaDriver:
 
     def create_event(self) -> int:
         """Create an event without timing, for synchronization."""
-        event = ctypes.c_void_p()
-        self._call("cuEventCreate", ctypes.byref(event), _EVENT_DISABLE_TIMING)
-        return event.value or 0
+        return self._call_with_result(_HANDLE, "cuEventCreate", _EVENT_DISABLE_TIMING)
 
     def record_event(self, event: int, stream: int) -> None:
         self._call("cuEventRecord", event, stream)

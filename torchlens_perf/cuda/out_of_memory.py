@@ -193,7 +193,9 @@ class _OomTableWriter:
                 value = {**self._last, "untold": self._unreported}
             self._write_file(path, value)
             return
-        places = AllocationSites(find_forward_methods(), _hidden_package_folders())
+        # Frames of torch and of this package are left out of stacks.
+        hidden = f"{Path(torch.__file__).parent}{os.sep}", _own_package_folder()
+        places = AllocationSites(find_forward_methods(), hidden)
         module, stack = places.find_site(_find_requesting_frames())
         table = build_live_table(torch_instruments.take_memory_snapshot(), device, places)
         took_s = (self._now_ns() - begin_ns) / 1e9
@@ -268,13 +270,6 @@ def _find_requesting_frames() -> list[dict[str, Any]]:
         for each, line in frames
     ]
     return [frame for frame in found if not frame["filename"].startswith(_own_package_folder())]
-
-
-def _hidden_package_folders() -> tuple[str, ...]:
-    """Return the folders of torch and of this package, whose frames are left out of stacks."""
-    import torch
-
-    return f"{Path(torch.__file__).parent}{os.sep}", _own_package_folder()
 
 
 def _own_package_folder() -> str:

@@ -78,7 +78,7 @@ class DeviceRing:
         self.leftovers: list[ReusableMemory] = []
         """Memory of earlier watches that cuda/aggregate.py can use again."""
         # Event after which no other stream reads the rows.
-        self._readers_done: int | None = None
+        self.readers_done: int | None = None
         sizes = {
             "opened": 8 * slots,
             "head": 4 * slots,
@@ -138,10 +138,6 @@ class DeviceRing:
         """Names of the sections by slot."""
         return list(self._names)
 
-    def set_readers_done_event(self, event: int) -> None:
-        """Set the event after which the rows are no longer read, for the next reduction."""
-        self._readers_done = event
-
     def discard_earlier_stamps(self, stream: int) -> None:
         """Discard all earlier stamps, and the result of a reduction that has not been collected."""
         if self._on_the_way:
@@ -173,8 +169,8 @@ class DeviceRing:
         """
         if self._on_the_way or self._driver.is_capturing(stream):
             return False
-        if self._readers_done is not None:
-            self._driver.wait_for_event(stream, self._readers_done)
+        if self.readers_done is not None:
+            self._driver.wait_for_event(stream, self.readers_done)
         self._driver.launch_kernel(
             self._reduce,
             self.slots,

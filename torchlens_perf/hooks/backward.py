@@ -159,14 +159,6 @@ class _ModuleBackward:
         if self.start is None:
             self.start = self.clock.mark()
 
-    def measure_span(self) -> tuple[int, int] | None:
-        """Return start and duration in ns, or None while they are not known."""
-        return (
-            None
-            if self.start is None or self.end is None
-            else self.clock.span(self.start, self.end)
-        )
-
 
 def iterate_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yield all tensors in a module's arguments or result.
@@ -206,7 +198,7 @@ class BackwardHook:
     name = "backward"
 
     def __init__(self, loop: TrainingLoop, recompute: RecomputeHook) -> None:
-        self._loop = loop
+        self.loop = loop
         self._recompute = recompute
         self._tail: _BackwardTail | None = None  # Tail of the innermost engine call.
         self._passes: list[_ModuleBackward] = []
@@ -243,8 +235,10 @@ class BackwardHook:
 
         @guard("tail of a backward pass")
         def end_tail(tail: _BackwardTail, outermost: bool) -> None:
-            if outermost:
-                self._end_open_passes(tail.mark)
+            for each in self._passes if outermost else ():
+                # The inputs of this module need no gradient.
+                if each.start is not None and each.end is None:
+                    each.end = tail.mark
             tail.record()
 
         def backward_on_other_thread(*args: Any, **kwargs: Any) -> Any:
@@ -268,9 +262,9 @@ class BackwardHook:
             tail, outer = None, self._tail
             handles: list[RemovableHandle] = []
             if outermost:
-                self._loop.on_backward_begin()
+                self.loop.on_backward_begin()
             elif not self._recompute.running:
-                self._loop.on_nested_backward()
+                self.loop.on_nested_backward()
             recorder.begin(_BACKWARD, name_id)
             try:
                 # On a single rank, the tail's begin is only needed as the end of modules' backward
@@ -304,7 +298,7 @@ class BackwardHook:
                     )
                 # Reentrant checkpointing runs a backward pass inside another backward pass.
                 if not recorder.backwards:
-                    self._loop.on_backward_end()
+                    self.loop.on_backward_end()
 
         torch_private.break_graph_at(timed_backward)
         self._record = functools.partial(self._record_passes, session)
@@ -318,7 +312,7 @@ class BackwardHook:
                 recorder,
                 run_backward,
                 name_id,
-                self._loop.on_backward_end,
+                self.loop.on_backward_end,
             )
         )
         with patched(torch.autograd, "_engine_run_backward", timed):
@@ -328,12 +322,6 @@ class BackwardHook:
             finally:
                 with guard("the last backward passes of modules"):
                     self._record_last_passes(session)
-
-    def _end_open_passes(self, mark: int | None) -> None:
-        """End modules' backward passes at the tail's begin if their inputs need no gradient."""
-        for each in self._passes:
-            if each.start is not None and each.end is None:
-                each.end = mark
 
     def _record_passes(self, session: Session) -> None:
         """Record backward passes of modules whose times are known. Called at the end of a step.
@@ -353,7 +341,7 @@ class BackwardHook:
                     later.append(each)
                 # Drop a backward pass that has not begun by the end of the next step.
                 continue
-            times = each.measure_span()
+            times = each.clock.span(each.start, each.end)
             if times is None:
                 if recorder.step - each.step < MAX_UNREAD_STEPS:
                     later.append(each)
@@ -386,19 +374,11 @@ class BackwardHook:
         """False if the backward passes of modules are not timed, because recording them failed."""
         return self._record is not None
 
-    def create_module_observer(
-        self, watched: WatchedModule, name_id: int, session: Session
-    ) -> ModuleObserver:
-        return ModuleObserver(self, watched, name_id, session)
-
     def add_pass(self, returned: _ModuleBackward, session: Session) -> None:
         """Add a module's backward pass, whose forward call has returned, to record its times."""
         if not self._passes and self._record is not None:
             session.step_callbacks.add(self.name, self._record)
         self._passes.append(returned)
-
-    def on_forward_end(self, *, with_gradient: bool, identity: int, is_root: bool) -> None:
-        self._loop.on_forward_end(with_gradient, identity, is_root)
 
     @_guard_tensor_hook("gradient hook of the model")
     def requeue_on_first_gradient(self, _: Tensor) -> None:
@@ -451,9 +431,7 @@ class ModuleObserver:
         if not session.thread.note_work(Work.FORWARD):
             return False
         with_gradient, communicates = torch.is_grad_enabled(), session.identity.has_other_ranks
-        self._hook.on_forward_end(
-            with_gradient=with_gradient, identity=self._identity, is_root=self._is_root
-        )
+        self._hook.loop.on_forward_end(with_gradient, self._identity, self._is_root)
         if not with_gradient or not communicates:
             return not communicates or self._holds_fsdp2 is False
         if self._holds_fsdp2 is None:

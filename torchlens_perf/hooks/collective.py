@@ -63,7 +63,10 @@ class CollectiveHook:
         session.recorder.start_collectives(session.intern("wait"))
         with ExitStack() as attached:
             attached.enter_context(self._attach_tap(session))
-            attached.enter_context(self._time_work_wait())
+            torch_private.require("torch._C._distributed_c10d.Work.wait")
+            work = torch.distributed.Work
+            timed = torch_private.break_graph_at(timed_wait(work.wait))
+            attached.enter_context(patched(work, "wait", timed))
             yield
 
     @contextmanager
@@ -100,14 +103,6 @@ class CollectiveHook:
             if hooked:
                 attached.enter_context(process_group_hooks.attach_hooks(recording))
             attached.enter_context(python_tap.attach_tap(taps, recording, session))
-            yield
-
-    @contextmanager
-    def _time_work_wait(self) -> Iterator[None]:
-        torch_private.require("torch._C._distributed_c10d.Work.wait")
-        from torch._C._distributed_c10d import Work
-
-        with patched(Work, "wait", torch_private.break_graph_at(timed_wait(Work.wait))):
             yield
 
 

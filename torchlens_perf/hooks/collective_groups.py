@@ -43,7 +43,7 @@ class CollectiveGroups:
         with guard("naming a collective"):
             on_cpu = device == "cpu"
             if not on_cpu:
-                self._session.metadata.add_device_group(group, device)
+                self._session.metadata.device_groups.add((group, device))
             calls_back = (
                 on_cpu and torch_groups.get_group_backend(group, device) in _FUTURE_IS_COMPLETION
             )

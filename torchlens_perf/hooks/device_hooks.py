@@ -113,24 +113,19 @@ class GpuIdentityHook:
 
     @contextmanager
     def attach(self, session: Session) -> Iterator[None]:
+        import torch
+
         def publish_once() -> None:
-            if self._publish_gpus(session):
+            if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+                return
+            gpus = [read_gpu_identity(index) for index in find_cuda_devices_in_use()]
+            if gpus:
+                session.facts.gpus = gpus
+                session.publish()
                 session.step_callbacks.remove(publish_once)
 
         with session.run_throttled(self.name, publish_once):
             yield
-
-    def _publish_gpus(self, session: Session) -> bool:
-        """Publish the GPUs that torch uses. Return True if torch uses a GPU."""
-        import torch
-
-        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-            return False
-        gpus = [read_gpu_identity(index) for index in find_cuda_devices_in_use()]
-        if gpus:
-            session.facts.gpus = gpus
-            session.publish()
-        return bool(gpus)
 
 
 def read_gpu_identity(index: int) -> Gpu:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import HookUnavailable, guard
+from torchlens_perf.hooks.backward import BackwardHook, ModuleObserver
 from torchlens_perf.hooks.loop.selection import has_parameters
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.recorder.recorder import (
@@ -22,7 +23,6 @@ from torchlens_perf.recorder.recorder import (
 if TYPE_CHECKING:
     from torch.nn import Module
 
-    from torchlens_perf.hooks.backward import BackwardHook
     from torchlens_perf.hooks.loop.selection import WatchedModule
     from torchlens_perf.recorder.session import Session
 
@@ -169,7 +169,7 @@ class ModuleHook:
 
     def _time_module(self, watched: WatchedModule, session: Session) -> None:
         name_id = session.intern(f"forward {watched.name}" if watched.is_root else watched.name)
-        observer = self._observers.create_module_observer(watched, name_id, session)
+        observer = ModuleObserver(self._observers, watched, name_id, session)
         # The backward pass of a root is timed as a whole.
         before, after = (
             (None, None)

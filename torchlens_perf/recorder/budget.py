@@ -148,14 +148,11 @@ class Budget:
         if now.phase_steps > last.phase_steps:
             self._phases_ns.append(in_phases_ns / (now.phase_steps - last.phase_steps))
         whole_ns = _MEASURED_SHARE * self._share * statistics.median(self._steps_ns)
-        others_ns, phases_ns = statistics.median(self._others_ns), self._phase_cost_ns
+        others_ns = statistics.median(self._others_ns)
+        # Cost of phases in a step in which they are timed on the device.
+        phases_ns = statistics.median(self._phases_ns) if self._phases_ns else 0.0
         fixed_ns = others_ns + phases_ns / self.phase_period
         limit_ns = max(whole_ns - fixed_ns, _LEAST_SHARE * fixed_ns)
         changed = self._modules.choose(limit_ns, mark_ns * self._calls_per_step)
         limit_ns = max(whole_ns - others_ns, _LEAST_SHARE_OF_PHASES * others_ns)
         return self._phases.choose(limit_ns, phases_ns) or changed
-
-    @property
-    def _phase_cost_ns(self) -> float:
-        """Cost of phases in a step in which they are timed on the device."""
-        return statistics.median(self._phases_ns) if self._phases_ns else 0.0

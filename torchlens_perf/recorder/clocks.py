@@ -20,8 +20,6 @@ CollectiveListener = Callable[[int, int], None]
 class Clock(Protocol):
     """Records marks, whose times are read later. No method may block or synchronize a device."""
 
-    name: str
-
     def mark(self) -> int | None:
         """Mark the current instant.
 
@@ -63,6 +61,3 @@ class Clocks:
     def use_clock(self, clock: Clock | None, stalls: StallMarks | None = None) -> None:
         """Record later marks with this clock, or with the host's clock if `clock` is None."""
         self.current, self.stalls = clock or self.host, stalls
-
-    def set_collective_listener(self, listener: CollectiveListener | None) -> None:
-        self.collective_listener = listener

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torchlens_perf.errors import guard
 from torchlens_perf.recorder.sampling import SamplingSchedule, StepBoundary
@@ -21,21 +21,14 @@ _COMPILED = int(Flag.COMPILED)
 _SAMPLED, _MANUAL, _INFERENCE = (int(flag) for flag in (Flag.SAMPLED, Flag.MANUAL, Flag.INFERENCE))
 
 
-class StepContent(NamedTuple):
-    """Flags and number of micro-steps of one step."""
-
-    flags: int
-    micro_steps: int
-
-
 class UserLoop(Protocol):
     """The user's training loop, as observed by hooks."""
 
     def on_manual_step(self) -> bool:
         """Note that the user has called w.step(). Return True if the call ends a step."""
 
-    def finish_step(self, *, inference: bool) -> StepContent:
-        """Return the content of the step that ends now."""
+    def finish_step(self, *, inference: bool) -> tuple[int, int]:
+        """Return the flags and the number of micro-steps of the step that ends now."""
 
 
 class StepObserver(Protocol):
@@ -74,7 +67,8 @@ class CurrentStep:
         self._sampling = sampling
         self._loop: UserLoop | None = None
         self._overhead_ns = self._late_ns = 0
-        self._observer: StepObserver | None = None
+        self.observer: StepObserver | None = None
+        """Observer of sampled steps."""
         # Samples in the batches of a sampled step, and True if the workload is in tokens.
         self._samples, self._are_tokens = 0, False
 
@@ -99,18 +93,10 @@ class CurrentStep:
     def add_workload(self, elements: int) -> None:
         self._recorder.workload = max(0, self._recorder.workload) + elements
 
-    def set_observer(self, observer: StepObserver | None) -> None:
-        """Set the observer of sampled steps, or remove it."""
-        self._observer = observer
-
     def add_batch(self, samples: int, *, are_tokens: bool) -> None:
         """Add a batch of a sampled step. are_tokens: True if its elements are tokens."""
         self._samples += samples
         self._are_tokens = are_tokens
-
-    def set_memory(self, memory_bytes: int) -> None:
-        """Set the memory of this and later steps in bytes. 0 means unknown."""
-        self._recorder.memory_bytes = memory_bytes
 
     def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
         """Charge to this step overhead that only some steps have. ours: True for overhead of this
@@ -172,15 +158,13 @@ class CurrentStep:
         sampled = recorder.sampled
         if sampled:
             flags |= _SAMPLED
-            if self._observer is not None:
-                self._observer.end_step(self._samples, are_tokens=self._are_tokens)
+            if self.observer is not None:
+                self.observer.end_step(self._samples, are_tokens=self._are_tokens)
             self._samples = 0
-        content = loop.finish_step(inference=bool(flags & _INFERENCE))
-        micro_steps, workload = min(content.micro_steps, MICRO_STEPS_MASK), recorder.workload + 1
-        tags = recorder.step_flags | content.flags
-        step = recorder.next_step(
-            flags | tags, recorder.memory_bytes, micro_steps | workload << WORKLOAD_SHIFT
-        )
+        found, passes = loop.finish_step(inference=bool(flags & _INFERENCE))
+        tags = recorder.step_flags | found
+        content = min(passes, MICRO_STEPS_MASK) | (recorder.workload + 1) << WORKLOAD_SHIFT
+        step = recorder.next_step(flags | tags, recorder.memory_bytes, content)
         if tags & _COMPILED:
             # Publish early, because the process may be killed before the watch ends.
             self._metadata.publish()
@@ -197,8 +181,8 @@ class CurrentStep:
             self._begin_sampled_step(step)
 
     def _begin_sampled_step(self, step: int) -> None:
-        if self._recorder.sampled and self._observer is not None:
-            self._observer.begin_step(step)
+        if self._recorder.sampled and self.observer is not None:
+            self.observer.begin_step(step)
 
     def _read_boundary(self) -> StepBoundary:
         """Return the current step, time, and time in hooks.

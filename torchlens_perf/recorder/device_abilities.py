@@ -56,10 +56,6 @@ def _has_timed_events(device: Any) -> bool:
     return _wait_for_event(second) and first.elapsed_time(second) >= 0
 
 
-def _can_query_events(device: Any) -> bool:
-    return _record_event(device).query() in (True, False)
-
-
 def _can_compare_streams(device: Any) -> bool:
     import torch
 
@@ -79,7 +75,9 @@ def _can_wait_for_events(device: Any) -> bool:
 ABILITIES = (
     Ability("timed events", _has_timed_events, "the device is not timed"),
     Ability(
-        "events that tell whether they were reached", _can_query_events, "the device is not timed"
+        "events that tell whether they were reached",
+        lambda device: _record_event(device).query() in (True, False),
+        "the device is not timed",
     ),
     Ability("streams that can be distinguished", _can_compare_streams, "the device is not timed"),
     Ability(

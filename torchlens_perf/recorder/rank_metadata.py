@@ -130,9 +130,6 @@ class RankMetadata:
             self.facts.groups[name] = {"ranks": format_ranges(members), "description": description}
         self.publish()
 
-    def add_device_group(self, name: str, device: str) -> None:
-        self.device_groups.add((name, device))
-
     def computes_on(self, device: str) -> bool:
         """Return True if watched models or tensors of a process group are on a device
         of this type.
@@ -180,7 +177,8 @@ class RankMetadata:
             facts.start_cpu_wait_ns = main_thread_cpu_wait_ns(os.getpid())
         facts.threads = _count_torch_threads(has_computed=recorder.step > 0)
         facts.job_store = job_store_address(os.environ) if self._may_have_store else None
-        facts.compile_s = _read_compile_s()
+        with guard("asking torch how long it compiled"):
+            facts.compile_s = torch_private.read_compile_s()
         place = {
             "identity": vars(self._identity),
             "anchor": self._anchor._asdict(),
@@ -249,9 +247,3 @@ def _count_torch_threads(*, has_computed: bool) -> int:
         return int(torch.get_num_threads())
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     return int(chosen) if chosen.isdecimal() else 0
-
-
-def _read_compile_s() -> float | None:
-    with guard("asking torch how long it compiled"):
-        return torch_private.read_compile_s()
-    return None

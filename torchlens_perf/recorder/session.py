@@ -58,9 +58,9 @@ class Session:
             reports_start=now_ns is None,
         )  # fmt: skip
         self.facts = self.metadata.facts
-        self.thread = TrainingThread(self.recorder, self.note)
-        self.hooks = AttachedHooks(self.note)
-        self.step_callbacks = StepCallbacks(self.note, self.recorder)
+        self.thread = TrainingThread(self.recorder, self.metadata.note)
+        self.hooks = AttachedHooks(self.metadata.note)
+        self.step_callbacks = StepCallbacks(self.metadata.note, self.recorder)
         self.step = CurrentStep(
             self.recorder,
             self.thread,
@@ -70,7 +70,11 @@ class Session:
             SamplingSchedule(config.backward_every, config.budget),
         )
 
-    # Shortcuts to methods that nearly every hook needs.
+        # Shortcuts to methods that nearly every hook needs.
+        self.note, self.publish = self.metadata.note, self.metadata.publish
+        self.running_each_step = self.step_callbacks.running_each_step
+        self.run_throttled = self.step_callbacks.run_throttled
+        self.add_overhead = self.step.add_overhead
 
     @property
     def ring_path(self) -> Path:
@@ -79,28 +83,6 @@ class Session:
     def intern(self, name: str) -> int:
         """Return the id of a name, or 0 after the recorder has been closed."""
         return 0 if self.recorder.closed else self.ring.intern(name)
-
-    def note(self, text: str) -> None:
-        """See RankMetadata.note()."""
-        self.metadata.note(text)
-
-    def publish(self) -> None:
-        """See RankMetadata.publish()."""
-        self.metadata.publish()
-
-    def running_each_step(
-        self, name: str, work: Callable[[], object]
-    ) -> AbstractContextManager[None]:
-        """See StepCallbacks.run_each_step()."""
-        return self.step_callbacks.running_each_step(name, work)
-
-    def run_throttled(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
-        """See StepCallbacks.run_throttled()."""
-        return self.step_callbacks.run_throttled(name, work)
-
-    def add_overhead(self, duration_ns: int, *, ours: bool = True) -> None:
-        """See CurrentStep.add_overhead()."""
-        self.step.add_overhead(duration_ns, ours=ours)
 
     # The life of a watch, in this order.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
@@ -42,34 +42,34 @@ class StepCallbacks:
             works.pop(work, None)
         self._recorder.busy = len(self._each_step)
 
-    @contextmanager
-    def running_each_step(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+    def running_each_step(
+        self, name: str, work: Callable[[], object]
+    ) -> AbstractContextManager[None]:
         """Run `work` at the end of each step while the context is active."""
-        self.add(name, work)
-        try:
-            yield
-        finally:
-            self.remove(work)
+        return self._running(self._each_step, name, work)
 
-    @contextmanager
-    def running_if_compiled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+    def running_if_compiled(
+        self, name: str, work: Callable[[], object]
+    ) -> AbstractContextManager[None]:
         """Run `work` at the end of a step in which Dynamo was imported or compiled a frame.
 
         `work` may also run at the end of other steps.
         """
-        self._compiled[work] = name
-        try:
-            yield
-        finally:
-            self.remove(work)
+        return self._running(self._compiled, name, work)
 
-    @contextmanager
-    def run_throttled(self, name: str, work: Callable[[], object]) -> Iterator[None]:
+    def run_throttled(self, name: str, work: Callable[[], object]) -> AbstractContextManager[None]:
         """Run `work` at the ends of steps while the context is active, at most every 50 ms and later every 0.5 s.
 
         Use this method for slow callbacks.
         """
-        self._throttled[work] = name
+        return self._running(self._throttled, name, work)
+
+    @contextmanager
+    def _running(
+        self, works: dict[Callable[[], object], str], name: str, work: Callable[[], object]
+    ) -> Iterator[None]:
+        works[work] = name
+        self._recorder.busy = len(self._each_step)
         try:
             yield
         finally:

@@ -96,7 +96,8 @@ class StepRule:
         self._learns = False  # True if a backward pass has run since the last boundary.
         self._called: int | None = None  # The module whose calls are the steps of inference.
         self._ended = 0  # Number of steps that ended before the first w.step().
-        self._learned = False  # True if a backward pass has run since the last of these steps.
+        self.learned = False
+        """True if a backward pass has run since the last of these steps."""
         self.trains = passed > 0
         self.manual = False
         self.ignores_passed = False
@@ -107,7 +108,7 @@ class StepRule:
     def on_manual_step(self) -> bool:
         # In the first turn of several optimizers, a step may have ended in the middle of the turn.
         ended_already = not self.manual and (
-            self._ended == 1 or (self._ended > 1 and not self._learned)
+            self._ended == 1 or (self._ended > 1 and not self.learned)
         )
         self.manual = self.trains = True
         self._others.clear()
@@ -125,14 +126,10 @@ class StepRule:
             and (passed is None or self._turns.is_known)
         )
 
-    def restore_learned(self, learned: bool) -> None:
-        """Set whether a backward pass has run since the last step, after native code ended steps."""
-        self._learned = learned
-
     def _count_step_end(self) -> bool:
         """Count a step that has ended. Return False if only w.step() ends steps."""
         if not self.manual:
-            self._ended, self._learned = self._ended + 1, False
+            self._ended, self.learned = self._ended + 1, False
         return not self.manual
 
     def on_optimizer_step(
@@ -201,7 +198,7 @@ class StepRule:
         return self.ending is None or self._others[optimizer] >= _GONE_AFTER_UNPASSED
 
     def on_backward_end(self) -> None:
-        self._learns = self._learned = True
+        self._learns = self.learned = True
         self._unused = None
         if not self._stepped:
             self._backwards += 1
@@ -252,22 +249,19 @@ class EvaluationRule:
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self.steps = 0
+        """Number of steps so far."""
         self._without_gradient = 0
 
     def restart(self) -> None:
         """Start again after the end of steps has moved to another event."""
-        self._steps = self._without_gradient = 1
-
-    def count_plain_steps(self, steps: int) -> None:
-        """Count steps without such passes that have ended before."""
-        self._steps += steps
+        self.steps = self._without_gradient = 1
 
     def decide_step_end(self, *, without_gradient: bool) -> bool:
         """Return True if the ending step contains an evaluation. without_gradient: True if the step
         had forward passes without gradients.
         """
-        usual = self._steps > 0 and 2 * self._without_gradient >= self._steps
-        self._steps += 1
+        usual = self.steps > 0 and 2 * self._without_gradient >= self.steps
+        self.steps += 1
         self._without_gradient += without_gradient
         return without_gradient and not usual

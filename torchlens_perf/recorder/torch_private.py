@@ -86,6 +86,16 @@ def _create_callable_check(name: str, without: str) -> PrivateName:
     return PrivateName(name, lambda: callable(pkgutil.resolve_name(name)), without)
 
 
+def _create_context_check(name: str, without: str) -> PrivateName:
+    """Return an entry whose check enters the context manager of this name."""
+
+    def works() -> bool:
+        with pkgutil.resolve_name(name)():
+            return True
+
+    return PrivateName(name, works, without)
+
+
 def _check_module_call() -> bool:
     from torch.nn import Module
 
@@ -117,26 +127,6 @@ def _check_recomputation() -> bool:
     return uses_it and all(map(callable, (*contexts, checkpoint.CheckpointFunction.backward)))
 
 
-def _check_no_torch_function() -> bool:
-    import torch
-
-    with torch._C.DisableTorchFunction():
-        return True
-
-
-def _check_no_torch_dispatch() -> bool:
-    import torch
-
-    with torch._C._DisableTorchDispatch():
-        return True
-
-
-def _check_compile_times() -> bool:
-    from torch._dynamo import utils
-
-    return isinstance(utils.calculate_time_spent()["total_wall_time"], (int, float))
-
-
 def _check_dispatcher_tap() -> bool:
     import torch
 
@@ -153,20 +143,6 @@ def _check_work_wait() -> bool:
     original = Work.wait
     setattr(Work, "wait", original)  # noqa: B010 -- checks that the class can be patched
     return callable(original)
-
-
-def _check_group_registration() -> bool:
-    from torch.distributed import distributed_c10d
-
-    return callable(distributed_c10d._register_process_group) and isinstance(
-        distributed_c10d._world.pg_map, dict
-    )
-
-
-def _check_tracing_context() -> bool:
-    from torch._guards import TracingContext
-
-    return TracingContext.try_get() is None
 
 
 def _check_skip_code() -> bool:
@@ -231,12 +207,6 @@ def _check_fsdp2() -> bool:
     )
 
 
-def _check_local_tensor() -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return "_local_tensor" in DTensor.__slots__
-
-
 PRIVATE_NAMES = (
     PrivateName(
         MODULE_CALL,
@@ -261,16 +231,13 @@ PRIVATE_NAMES = (
         "recomputation is distinguished from the backward pass only where watched modules are run"
         " again",
     ),
-    PrivateName(
+    _create_context_check(
         "torch._C.DisableTorchFunction",
-        _check_no_torch_function,
         "the user's own torch function modes and tensor classes see the hooks that are attached to"
         " tensors",
     ),
-    PrivateName(
-        "torch._C._DisableTorchDispatch",
-        _check_no_torch_dispatch,
-        "a restored checkpoint's count of steps is not read",
+    _create_context_check(
+        "torch._C._DisableTorchDispatch", "a restored checkpoint's count of steps is not read"
     ),
     _create_callable_check(
         "torch.utils.data.dataloader._BaseDataLoaderIter", "waiting for data is not timed"
@@ -292,12 +259,17 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         GROUP_REGISTRATION,
-        _check_group_registration,
+        lambda: (
+            callable(pkgutil.resolve_name(GROUP_REGISTRATION))
+            and isinstance(
+                pkgutil.resolve_name("torch.distributed.distributed_c10d._world").pg_map, dict
+            )
+        ),
         "without the native tap, collectives are not recorded",
     ),
     PrivateName(
         "torch._guards.TracingContext",
-        _check_tracing_context,
+        lambda: pkgutil.resolve_name("torch._guards.TracingContext").try_get() is None,
         "backward passes of the compiler count as the job's",
     ),
     PrivateName(
@@ -311,7 +283,9 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         LOCAL_TENSOR,
-        _check_local_tensor,
+        lambda: (
+            "_local_tensor" in pkgutil.resolve_name("torch.distributed.tensor.DTensor").__slots__
+        ),
         "gradients that FSDP2 accumulates count as one micro-step",
     ),
     PrivateName(
@@ -336,7 +310,9 @@ PRIVATE_NAMES = (
         "memory history is off, and tables of device memory have no stacks",
     ),
     PrivateName(
-        COMPILE_TIMES, _check_compile_times, "the report does not show how long torch.compile took"
+        COMPILE_TIMES,
+        lambda: isinstance(pkgutil.resolve_name(COMPILE_TIMES)()["total_wall_time"], (int, float)),
+        "the report does not show how long torch.compile took",
     ),
     PrivateName(PROFILER, _check_profiler, "nothing is captured"),
     _create_callable_check(FLIGHT_RECORDER, "captures contain no flight-recorder entries"),

@@ -30,8 +30,6 @@ class Anchor(NamedTuple):
 class HostClock:
     """Step clock that reads CLOCK_MONOTONIC. A mark is a time in nanoseconds."""
 
-    name = "host"
-
     def mark(self) -> int:
         return time.monotonic_ns()
 

@@ -175,12 +175,11 @@ def collect_job_attributes(environ: Mapping[str, str]) -> dict[str, str]:
         # The file is missing if the pod runs without a service account.
         if namespace:
             found.setdefault("k8s.namespace.name", namespace)
-    return {name: _replace_invalid_utf8(value) for name, value in found.items()}
-
-
-def _replace_invalid_utf8(value: str) -> str:
-    """Replace the bytes of an environment value that are invalid UTF-8, so it can be exported."""
-    return value.encode(errors="surrogateescape").decode(errors="replace")
+    # Bytes of an environment value that are invalid UTF-8 could not be exported.
+    return {
+        name: value.encode(errors="surrogateescape").decode(errors="replace")
+        for name, value in found.items()
+    }
 
 
 def run_id_from_environment(environ: Mapping[str, str], place: JobPlace) -> str:

@@ -30,7 +30,8 @@ _CONTAINER = {
     # The folder name distinguishes the container's id from digests of image layers.
     "mountinfo": re.compile(r"/containers/([0-9a-f]{64})/"),
 }
-_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+# Providers by the chassis' asset tag.
+_PROVIDERS = {"7783-7084-3265-9085-8269-3286-77": "azure", "OracleCloud.com": "oracle_cloud"}
 
 
 def detect_location_attributes(
@@ -82,11 +83,8 @@ def _detect_cloud(dmi: Path) -> dict[str, str]:
         return {**found, "host.id": instance} if instance.startswith("i-") else found
     if product == "Google Compute Engine":
         return {"cloud.provider": "gcp"}
-    if read_kernel_text(dmi / "chassis_asset_tag") == _AZURE_TAG:
-        return {"cloud.provider": "azure"}
-    if read_kernel_text(dmi / "chassis_asset_tag") == "OracleCloud.com":
-        return {"cloud.provider": "oracle_cloud"}
-    return {}
+    provider = _PROVIDERS.get(read_kernel_text(dmi / "chassis_asset_tag"))
+    return {} if provider is None else {"cloud.provider": provider}
 
 
 def _detect_container(proc: Path) -> dict[str, str]:

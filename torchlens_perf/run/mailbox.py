@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torchlens_perf.interruption import ours
 from torchlens_perf.output import above_standard_streams
+from torchlens_perf.run import ownership
 from torchlens_perf.run.kept_file import KeptFile
 
 REPORT = ".report"
@@ -123,6 +124,5 @@ def deliver_text(mailbox: str, text: str) -> None:
     except FileNotFoundError:
         return
     with open(descriptor, "wb", buffering=0) as file:
-        rest = text.replace("\0", "").encode(errors="backslashreplace") + _END
-        while rest:
-            rest = rest[file.write(rest) or 0 :]
+        content = text.replace("\0", "").encode(errors="backslashreplace")
+        ownership.write_all(file, content + _END)

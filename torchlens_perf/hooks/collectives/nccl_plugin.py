@@ -81,9 +81,11 @@ class NcclPlugin:
         self._attach = library.torchlens_perf_nccl_attach
         self._attach.argtypes = [ctypes.c_void_p]
         self._switch = library.torchlens_perf_nccl_switch
-        self._capture_begins = library.torchlens_perf_nccl_capture_begins
-        self._unseen_graph = library.torchlens_perf_nccl_unseen_graph
-        self._forked = library.torchlens_perf_nccl_forked
+        self.note_capture = library.torchlens_perf_nccl_capture_begins
+        self.note_unseen_graph = library.torchlens_perf_nccl_unseen_graph
+        """Notes that the job replays a CUDA graph whose operations were not captured in a watch."""
+        self.reset_after_fork = library.torchlens_perf_nccl_forked
+        """Resets the plugin in a forked child, where the parent's operations never end."""
         self._counters = library.torchlens_perf_nccl_counters
         self._values = (ctypes.c_uint64 * len(PluginCounters._fields))()
 
@@ -107,17 +109,6 @@ class NcclPlugin:
     def switch_timing(self, *, on: bool) -> None:
         """Switch timing of later NCCL kernels on or off. After a GiveUpCause, it stays off."""
         self._switch(int(on))
-
-    def note_capture(self) -> None:
-        self._capture_begins()
-
-    def note_unseen_graph(self) -> None:
-        """Note that the job replays a CUDA graph whose operations were not captured in a watch."""
-        self._unseen_graph()
-
-    def reset_after_fork(self) -> None:
-        """Reset the plugin in a forked child, where the parent's operations never end."""
-        self._forked()
 
     def counters(self) -> PluginCounters:
         self._counters(self._values)

@@ -43,15 +43,12 @@ class OptimizerHookRelay:
     def __init__(self) -> None:
         self.before: Listener | None = None
         self.after: Listener | None = None
-        self._hooks: list[Callable[..., Any]] = []
-
-    @property
-    def is_installed(self) -> bool:
-        return bool(self._hooks)
+        self.hooks: list[Callable[..., Any]] = []
+        """The installed hooks."""
 
     def install_hooks(self) -> None:
         """Register the hooks once. This method must not be called inside an optimizer's step."""
-        if self._hooks:
+        if self.hooks:
             return
         from torch.optim.optimizer import (
             register_optimizer_step_post_hook,
@@ -72,15 +69,15 @@ class OptimizerHookRelay:
             native_hook("optimizer_begins", torch_private.break_graph_at(step_begins))
         )
         after = _in_python(native_hook("optimizer_ended", torch_private.break_graph_at(step_ended)))
-        self._hooks = [before, after]
+        self.hooks = [before, after]
         register_optimizer_step_pre_hook(before)
         register_optimizer_step_post_hook(after)
 
     def remove_hooks(self) -> None:
         """Remove the hooks. This method must not be called inside an optimizer's step."""
         # An interruption may have taken the handles that torch returned, so look for the hooks.
-        torch_private.remove_optimizer_step_hooks(self._hooks)
-        self._hooks = []
+        torch_private.remove_optimizer_step_hooks(self.hooks)
+        self.hooks = []
 
 
 def _in_python(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +236,7 @@ class OptimizerHook:
                 optimizer, skipped=isinstance(optimizer, torch.optim.Optimizer)
             )
 
-        installs_hooks = not relay.is_installed
+        installs_hooks = not relay.hooks
         try:
             relay.install_hooks()
             relay.before, relay.after = on_step_begin, on_step_end

@@ -62,12 +62,17 @@ class PassedOptimizers:
         These optimizers neither derive from torch's class nor contain such an optimizer. An object
         whose step() is not defined in its class is left out, because it usually wraps an optimizer.
         """
-        unseen = (
+        from torch.optim import Optimizer
+
+        return [
             each
             for each in self.list_alive()
-            if not any(_calls_torch_hooks(part) for part in iterate_parts(each))
-        )
-        return [each for each in unseen if callable(getattr(type(each), "step", None))]
+            if callable(getattr(type(each), "step", None))
+            and not any(
+                isinstance(part, Optimizer) and getattr(type(part).step, "hooked", False)
+                for part in iterate_parts(each)
+            )
+        ]
 
     def format_class_names(self) -> str:
         """Return the class names for messages, such as "AdamW" or "AdamW and SGD"."""
@@ -114,12 +119,6 @@ def _iterate_attribute_values(owner: Any) -> Iterator[Any]:
             yield from list(value.values())
         else:
             yield value
-
-
-def _calls_torch_hooks(optimizer: Any) -> bool:
-    from torch.optim import Optimizer
-
-    return isinstance(optimizer, Optimizer) and bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def _collect_parameter_ids(optimizers: Iterable[Any]) -> set[int]:

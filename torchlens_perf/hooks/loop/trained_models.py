@@ -10,7 +10,7 @@ from torchlens_perf.interruption import ours
 from torchlens_perf.recorder import torch_private
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.nn import Module
 
@@ -41,12 +41,9 @@ class CalledModules:
             trained = [
                 each for each in self.list_alive() if any(map(is_trained, _list_parameters(each)))
             ]
-        inside = {id(part) for each in trained for part in _iterate_parts(each)}
+        parts = (part for each in trained for part in module_tree.modules(each) if part is not each)
+        inside = set(map(id, parts))
         return [each for each in trained if id(each) not in inside]
-
-
-def _iterate_parts(module: Module) -> Iterator[Module]:
-    return (part for part in module_tree.modules(module) if part is not module)
 
 
 def _list_parameters(module: Module) -> list[Any]:

@@ -27,7 +27,6 @@ from torchlens_perf.hooks.loop.selection import NamedModel, name_models, unwrapp
 from torchlens_perf.hooks.loop.trained_models import CalledModules, has_optimizer_class
 from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import torch_private
-from torchlens_perf.recorder.current_step import StepContent
 from torchlens_perf.recorder.steps import NEVER, EvaluationRule, StepRule
 from torchlens_perf.recorder.training_thread import Work
 from torchlens_perf.run.ring import Flag
@@ -57,11 +56,11 @@ _COUNTED_STEPS, _MAX_COUNTERS = 2, 8
 class _GradientSample:
     """One parameter of an optimizer, whose gradient is observed."""
 
-    __slots__ = ("_optimizer", "last_gradient", "passes", "place")
+    __slots__ = ("last_gradient", "optimizer", "passes", "place")
 
     def __init__(self, optimizer: Any, place: tuple[int, int]) -> None:
         """place: group and position in the optimizer's `param_groups`."""
-        self._optimizer = create_reference(optimizer)
+        self.optimizer = create_reference(optimizer)
         self.place = place
         # Id and versions of the gradient after the last backward pass. Zeros without a gradient.
         self.last_gradient = NO_GRADIENT
@@ -71,16 +70,8 @@ class _GradientSample:
         group, position = self.place
         # The optimizer is gone, or it has other parameters now.
         with suppress(AttributeError, KeyError, IndexError, TypeError):
-            return read_gradient_version(self._optimizer().param_groups[group]["params"][position])
+            return read_gradient_version(self.optimizer().param_groups[group]["params"][position])
         return NO_GRADIENT
-
-    @property
-    def is_alive(self) -> bool:
-        return self._optimizer() is not None
-
-    @property
-    def state(self) -> tuple[tuple[int, int], tuple[int, int, int], int]:
-        return self.place, self.last_gradient, self.passes
 
     def compare_gradient(self, *, ended: bool) -> None:
         """Compare the gradient with its state at the last call. Called when a backward pass begins
@@ -110,7 +101,9 @@ class AccumulationCounter:
         self._max_passes = 0  # Maximum over all optimizers in the current step.
 
     def add_optimizer(self, optimizer: Any) -> None:
-        self._samples = {key: each for key, each in self._samples.items() if each.is_alive}
+        self._samples = {
+            key: each for key, each in self._samples.items() if each.optimizer() is not None
+        }
         if len(self._samples) < _MAX_OPTIMIZERS:
             with self._out_of_sight():
                 place = find_trained_parameter(optimizer)
@@ -365,7 +358,7 @@ class TrainingLoop:
 
     # -- called by the session
 
-    def finish_step(self, *, inference: bool) -> StepContent:
+    def finish_step(self, *, inference: bool) -> tuple[int, int]:
         recorder = self._recorder
         flags = (_SKIPPED if self._skipped else 0) | (_NEW_TRAINING if self._begins_training else 0)
         if not inference and self._evaluations.decide_step_end(
@@ -379,7 +372,7 @@ class TrainingLoop:
         )
         recorder.forward_passes = recorder.backward_passes = recorder.without_gradient = 0
         self._skipped = self._begins_training = False
-        return StepContent(flags, max(1, passes))
+        return flags, max(1, passes)
 
     # -- helpers
 
@@ -395,7 +388,9 @@ class TrainingLoop:
             return
         sample = self._accumulation.find_sample(optimizer)
         self._handed_over = [] if sample is None else [sample]
-        state = (None, NO_GRADIENT, 0) if sample is None else sample.state
+        state: tuple[Any, ...] = (None, NO_GRADIENT, 0)
+        if sample is not None:
+            state = (sample.place, sample.last_gradient, sample.passes)
         name_id = self._session.intern(f"optimizer {known.class_name}")
         entries = (id(optimizer), name_id), *[(id(optimizer), None)] * (calls - 1)
         self._recorder.settle(known.reference, name_id, entries, *state)
@@ -408,9 +403,9 @@ class TrainingLoop:
         gradient, passes = recorder.unsettle()
         for sample in samples:
             sample.last_gradient, sample.passes = gradient, passes
-        self._evaluations.count_plain_steps(recorder.quiet_steps)
+        self._evaluations.steps += recorder.quiet_steps
         recorder.quiet_steps = 0
-        self._rule.restore_learned(recorder.backward_passes > 0)
+        self._rule.learned = recorder.backward_passes > 0
 
     def _handle_optimizer_step(
         self,
@@ -628,7 +623,10 @@ class TrainingLoop:
         """Watch called models with trained parameters, or note why they are not watched."""
         watched = self._watched_parameters()
         found = self._called.find_models(is_trained)
-        models = [each for each in found if not _shares_parameters(each, watched)]
+        # A watched model, its wrapper or a part of it shares parameters.
+        models = [
+            each for each in found if watched.isdisjoint(map(id, module_tree.parameters(each)))
+        ]
         if not self._models_given:
             self._add_and_watch(self._name_found(models))
             return
@@ -666,11 +664,6 @@ class TrainingLoop:
             if self._trainings and not self._trainings[-1][1]:
                 self._trainings[-1] = self._trainings[-1][0], self._classes[-1][1]
                 self._session.publish()
-
-
-def _shares_parameters(model: Module, watched: set[int]) -> bool:
-    """Return True for a watched model, its wrapper, or a part of it."""
-    return any(id(parameter) in watched for parameter in module_tree.parameters(model))
 
 
 def _read_counters(optimizer: Any) -> list[int]:

@@ -179,6 +179,7 @@ def detect_place(
         local_world_size = None
     if local_world_size == world_size:
         nodes = 1
+    known = [environ.get(name, "") for name in (*_STORE, "TORCHELASTIC_RUN_ID")]
     return JobPlace(
         launcher=row.name,
         rank=rank,
@@ -189,7 +190,7 @@ def detect_place(
         attempt=_first_number(environ, row.restarts) or 0,
         elastic=row.name == "torchrun",
         job=_job_name(environ, row, parent),
-        facts=_join_job_variables(environ, world_size),
+        facts="\n".join([*known, str(world_size)]) if known[1] else "",
     )
 
 
@@ -243,13 +244,6 @@ def _rendezvous_backend(environ: Mapping[str, str], parent: Sequence[str]) -> st
 
 def _hash_texts(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode(errors="surrogateescape")).hexdigest()[:8]
-
-
-def _join_job_variables(environ: Mapping[str, str], world_size: int) -> str:
-    known = [
-        environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-    ]
-    return "\n".join([*known, str(world_size)]) if known[1] else ""
 
 
 def _ranks_on_node(per_node: str, node: int | None) -> int | None:
