@@ -69,17 +69,16 @@ def test_gpu_shared_by_two_ranks_is_reported_once(
 
     try:
         assert (
-            wait_for(lambda: newest(semantics.GPU_CLOCK, semantics.GPU_CLOCK_OF, "sm"), 20) == 990e6
+            wait_for(lambda: newest("hw.gpu.clock.frequency", semantics.GPU_CLOCK_OF, "sm"), 20)
+            == 990e6
         )
         nvml.gpus[1].update({"field 83": 5_000_900_000, "field 270": 400_000_000, "field 94": 3})
         nvml.write("gpu 1 xid 79")
         # The library may reread its script in the middle of a sample, so only the next sample is
         # complete. On a busy machine a sample takes long, and the sidecar waits longer before the
         # next sample.
-        assert wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "xid"), 60) == 1
-        assert (
-            wait_for(lambda: newest(semantics.ERRORS, semantics.ERROR_TYPE, "pcie_replay"), 60) == 3
-        )
+        assert wait_for(lambda: newest("hw.errors", semantics.ERROR_TYPE, "xid"), 60) == 1
+        assert wait_for(lambda: newest("hw.errors", semantics.ERROR_TYPE, "pcie_replay"), 60) == 3
         for rank in ranks:
             rank.close()
         assert process.wait(30) == 0, (tmp_path / "log").read_text()
@@ -94,15 +93,15 @@ def test_gpu_shared_by_two_ranks_is_reported_once(
         (point.resource["host.name"], point.resource.get(semantics.RANK)) for point in hardware
     } == {(HOST, None)}
     for metric, attributes, wanted in (
-        (semantics.ENERGY, {}, 900),
-        (semantics.GPU_THROTTLED, {semantics.THROTTLE_REASON: "hw_thermal"}, 0.4),
-        (semantics.ERRORS, {semantics.ERROR_TYPE: "ecc_uncorrected"}, 0),
-        (semantics.TEMPERATURE, {semantics.SENSOR: "gpu"}, 88),
-        (semantics.POWER, {}, 498.123),
-        (semantics.GPU_MEMORY, {}, 100 << 30),
-        (semantics.GPU_MEMORY_LIMIT, {}, 141 << 30),
-        (semantics.GPU_TENSOR_ACTIVE, {}, 0.55),
-        (semantics.GPU_BUSY, {semantics.GPU_TASK: "general"}, 0.98),
+        ("hw.energy", {}, 900),
+        ("hw.gpu.throttle.duration", {semantics.THROTTLE_REASON: "hw_thermal"}, 0.4),
+        ("hw.errors", {semantics.ERROR_TYPE: "ecc_uncorrected"}, 0),
+        ("hw.temperature", {semantics.SENSOR: "gpu"}, 88),
+        ("hw.power", {}, 498.123),
+        ("hw.gpu.memory.usage", {}, 100 << 30),
+        ("hw.gpu.memory.limit", {}, 141 << 30),
+        ("hw.gpu.tensor.utilization", {}, 0.55),
+        ("hw.gpu.utilization", {semantics.GPU_TASK: "general"}, 0.98),
     ):
         assert values(points, metric, SECOND, attributes)[-1] == pytest.approx(wanted), metric
     samples = read_gpus(run, HOST)
@@ -141,7 +140,7 @@ def test_missing_hardware_value_has_no_point() -> None:
     exported.metrics.record_samples(
         HardwareSamples((GpuSample("GPU-1", 0, 0, temperature_c=61),), (), {})
     )
-    assert exported.points() == {(semantics.TEMPERATURE, "gpu"): 61}
+    assert exported.points() == {("hw.temperature", "gpu"): 61}
     exported.now_s = 40.0
     assert exported.points() == {}
 
@@ -157,8 +156,8 @@ def test_fast_changing_gauges_are_means_since_the_last_export() -> None:
                 {"GPU-1": "H200"},
             )
         )
-    assert exported.points() == {(semantics.POWER, ""): 200, (semantics.TEMPERATURE, "gpu"): 70}
-    assert exported.points()[semantics.POWER, ""] == 300
+    assert exported.points() == {("hw.power", ""): 200, ("hw.temperature", "gpu"): 70}
+    assert exported.points()["hw.power", ""] == 300
 
 
 def test_port_metrics_have_growth_rate_and_link_state() -> None:
@@ -171,9 +170,9 @@ def test_port_metrics_have_growth_rate_and_link_state() -> None:
     for _ in range(2):
         exported.metrics.record_samples(HardwareSamples((), (link,), {}))
     assert exported.points() == {
-        (semantics.NETWORK_IO, "transmit"): 8000,
-        (semantics.ERRORS, "symbol_error"): 4,
-        (semantics.ERRORS, "ack_timeout"): 0,
-        (semantics.NETWORK_UP, ""): 1,
-        (semantics.NETWORK_LIMIT, ""): 5e10,
+        ("hw.network.io", "transmit"): 8000,
+        ("hw.errors", "symbol_error"): 4,
+        ("hw.errors", "ack_timeout"): 0,
+        ("hw.network.up", ""): 1,
+        ("hw.network.bandwidth.limit", ""): 5e10,
     }

@@ -23,7 +23,6 @@ from torchlens_perf.analysis.statistics.hardware import GpuSample, HardwareSampl
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.diagnosis.utilization import StepFlops
 from torchlens_perf.exporters import CoveredRanks, NodeRole, node_semantics, semantics
-from torchlens_perf.exporters.otlp_hardware import _GPU_GROWS, _LINK_GROWS
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.series import ArrayMeter
 from torchlens_perf.run import identity as run_identity
@@ -132,8 +131,9 @@ def of_many_ranks() -> Sent:
 def hardware() -> HardwareSamples:
     """Return samples of a GPU and a port with all values."""
     plain = {field.name: 1 for field in dataclasses.fields(GpuSample)}
-    gpu = GpuSample(**{**plain, "uuid": "GPU-1", "grown": {each.field: 1.0 for each in _GPU_GROWS}})
-    grown = {each.field: 1.0 for each in _LINK_GROWS}
+    grown = dict.fromkeys(plain, 1.0)
+    gpu = GpuSample(**{**plain, "uuid": "GPU-1", "grown": grown})
+    grown = {field.name: 1.0 for field in dataclasses.fields(LinkSample)}
     link = LinkSample("mlx5_0", 1, 0, 0, active=True, rate_bits=400_000_000_000, grown=grown)
     return HardwareSamples((gpu,), (link,), {"GPU-1": "H200"})
 

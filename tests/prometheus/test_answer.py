@@ -18,7 +18,11 @@ from torchlens_perf.exporters.prometheus.names import prometheus_name, prometheu
 from torchlens_perf.exporters.series import ArrayMeter
 
 RANKS, SLOW = 4, 2
-NAMES = (*vars(semantics).values(), *vars(node_semantics).values())
+NAMES = (
+    *vars(semantics).values(),
+    *vars(node_semantics).values(),
+    *(each.name for each in semantics.METRICS),
+)
 RANK = "torch_distributed_rank"
 
 
@@ -228,7 +232,7 @@ def test_metrics_are_rendered_at_most_once_a_second(
         now_s[0] += 1.5
         scrape(one.address)
     finally:
-        one.shutdown(0)
+        one.close()
     assert len(made) == 2
 
 

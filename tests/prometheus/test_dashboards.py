@@ -26,7 +26,11 @@ from torchlens_perf.exporters import node_semantics, semantics
 from torchlens_perf.exporters.prometheus.names import prometheus_name
 
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
-NAMES = (*vars(semantics).values(), *vars(node_semantics).values())
+NAMES = (
+    *vars(semantics).values(),
+    *vars(node_semantics).values(),
+    *(each.name for each in semantics.METRICS),
+)
 SDK = importlib.util.find_spec("grafana_foundation_sdk") is not None
 # Queries without data for a healthy CPU job, with the reason. GPU panels use a target with
 # simulated hardware.

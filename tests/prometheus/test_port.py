@@ -10,7 +10,6 @@ import threading
 import time
 import urllib.error
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.support.live_ranks import LiveRanks
 from tests.support.ranks import Rank
 from tests.support.scrapes import Scrape, ScrapedSimulation, scrape
 from tests.support.servers import free_port, wait_for
+from torchlens_perf.exporters import Exporter, Receiver
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.run.ring import Kind
@@ -157,11 +157,11 @@ def test_only_steps_sent_to_a_tracing_backend_are_exemplars(tmp_path: Path) -> N
         simulation.add_blocks(2)
         assert "trace_id" not in simulation.scraped().text
     with ScrapedSimulation(tmp_path / "sent", 2) as simulation:
-        simulation.port = MetricsPort(lambda: sent)
+        tracing = Exporter()
+        tracing.spans_sent = sent
+        simulation.port = MetricsPort(tracing)
         # With another receiver, steps are exported before the port is open.
-        methods = ("export", "on_assessment", "record_hardware")
-        other = SimpleNamespace(**dict.fromkeys(methods, lambda *args: None))
-        simulation.simulation.sidecar.receivers.append(other)
+        simulation.simulation.sidecar.receivers.append(Receiver())
         simulation.add_blocks(2)
         found = [sample for sample in simulation.scraped().all() if sample.exemplar]
     assert {sample.name for sample in found} == {

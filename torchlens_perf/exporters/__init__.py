@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.device import phase_durations_ns
 from torchlens_perf.analysis.statistics.memory import find_newest_reading
@@ -112,8 +112,11 @@ ITEM_NAMES = {"traces": "spans", "metrics": "metric points", "logs": "alerts"}
 """What each signal consists of, in these notes."""
 
 
-class Receiver(Protocol):
-    """Receives steps, assessments and hardware samples on the sidecar's main thread."""
+class Receiver:
+    """Receives steps, assessments and hardware samples on the sidecar's main thread.
+
+    The methods of this class drop all data. A subclass overrides the methods that it needs.
+    """
 
     def export(self, batch: ExportBatch) -> None:
         """Accept a batch without waiting for its delivery. Count undelivered items."""
@@ -128,8 +131,12 @@ class Receiver(Protocol):
         """
 
 
-class Exporter(Receiver, Protocol):
+class Exporter(Receiver):
     """A receiver that sends them elsewhere."""
+
+    spans_sent: Mapping[int, tuple[int, int]] = {}
+    """Ids of the trace and of the rank's span, for each step of the last batch that is sent as
+    spans."""
 
     def update_role(self, part: NodeRole) -> bytes:
         """Accept this node's role and the other nodes' messages. Called before export() in each
@@ -137,15 +144,19 @@ class Exporter(Receiver, Protocol):
 
         Return a message of at most MAX_TALLY_BYTES for the sidecar of node 0; b"" if none is due.
         """
+        return b""
 
     def wait_for_room(self, timeout_s: float) -> bool:
         """Wait until little undelivered data is left. Return True if data is accepted."""
+        return True
 
     def shutdown(self, timeout_s: float) -> list[str]:
         """Stop within about `timeout_s`. Return notes for the report about undelivered data."""
+        return []
 
     def find_undelivered(self) -> Undelivered | None:
         """Return the data to send again after an outage; None if that has not changed."""
+        return None
 
 
 # Largest number of slow ranks of a large job that have metric series of their own.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.exporters import Assessment, ExportBatch, NodeRole
+from torchlens_perf.exporters import Assessment, ExportBatch, Exporter, NodeRole
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.hardware import HardwareSamples
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchlens_perf.run.verdicts import Alert
 
 
-class InMemoryExporter:
+class InMemoryExporter(Exporter):
     """Stores all batches, alerts and hardware samples, and the newest assessment."""
 
     def __init__(self) -> None:
@@ -43,12 +43,3 @@ class InMemoryExporter:
     def update_role(self, part: NodeRole) -> bytes:
         self.part = part
         return b""
-
-    def wait_for_room(self, timeout_s: float) -> bool:
-        return True
-
-    def shutdown(self, timeout_s: float) -> list[str]:
-        return []
-
-    def find_undelivered(self) -> None:
-        return None

@@ -8,11 +8,9 @@ large jobs, only the ranks with the largest lags have series.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchlens_perf.analysis.collectives.semantics import WaitRelation, semantics_of
 from torchlens_perf.exporters import NodeRole, node_semantics, semantics
@@ -21,7 +19,6 @@ from torchlens_perf.exporters.series_room import max_ranks_with_own_series
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.join import CollectiveJoin
     from torchlens_perf.exporters import ExportBatch
-    from torchlens_perf.exporters.series import ArrayMeter
     from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.verdicts.node_state import NodeState
 
@@ -30,6 +27,13 @@ MAX_ALERTS = 32
 MAX_RANKS = 8
 _LARGEST_SMALL_JOB = max_ranks_with_own_series(NodeRole().max_series)
 _OWN_TIME_WINDOW = 32
+_SCALES: Mapping[str, float] = {
+    node_semantics.COLLECTIVE_COMPARED: 1,
+    node_semantics.COLLECTIVE_ARRIVED_LAST: 1,
+    node_semantics.COLLECTIVE_LAG: 1e-9,
+    node_semantics.COLLECTIVE_WAIT: 1e-9,
+}
+"""Factor from the totals of the join to the unit of each metric."""
 _HOW_PROCESSES_END = ("closed", "failed", "died")
 
 Labels = Mapping[str, Any]
@@ -97,39 +101,32 @@ def _points_by_operation(join: CollectiveJoin) -> dict[str, Points]:
 
 def _points_by_rank(join: CollectiveJoin, most: int) -> dict[str, Points]:
     """Return the waits of this node's ranks, and their lags in groups within this node."""
-    compared: dict[int, int] = {}
-    last: dict[int, int] = {}
-    lag_ns: dict[int, int] = {}
-    wait_ns: dict[int, int] = {}
+    totals: dict[str, Counter[int]] = defaultdict(Counter)
     for each in join.operations():
         known = (
             join.has_all_ranks(each.key.members)
             and semantics_of(each.key.operation).waits is WaitRelation.ALL
         )
-        for rank, totals in each.totals_by_rank().items():
-            wait_ns[rank] = wait_ns.get(rank, 0) + totals["exposed_wait_ns"]
+        for rank, of_rank in each.totals_by_rank().items():
+            totals[node_semantics.COLLECTIVE_WAIT][rank] += of_rank["exposed_wait_ns"]
             if known and each.joined:
-                compared[rank] = compared.get(rank, 0) + each.joined
-                last[rank] = last.get(rank, 0) + totals["last"]
-                lag_ns[rank] = (
-                    lag_ns.get(rank, 0) + totals["exposed_lag_ns"] + totals["overlapped_lag_ns"]
-                )
-    shown = sorted(wait_ns, key=lambda rank: (-lag_ns.get(rank, 0), -last.get(rank, 0), rank))[
-        :most
-    ]
-    by_metric: dict[str, tuple[dict[int, int], float]] = {
-        node_semantics.COLLECTIVE_COMPARED: (compared, 1),
-        node_semantics.COLLECTIVE_ARRIVED_LAST: (last, 1),
-        node_semantics.COLLECTIVE_LAG: (lag_ns, 1e-9),
-        node_semantics.COLLECTIVE_WAIT: (wait_ns, 1e-9),
-    }
+                totals[node_semantics.COLLECTIVE_COMPARED][rank] += each.joined
+                totals[node_semantics.COLLECTIVE_ARRIVED_LAST][rank] += of_rank["last"]
+                lag_ns = of_rank["exposed_lag_ns"] + of_rank["overlapped_lag_ns"]
+                totals[node_semantics.COLLECTIVE_LAG][rank] += lag_ns
+
+    def importance(rank: int) -> tuple[int, int, int]:
+        lag_ns = totals[node_semantics.COLLECTIVE_LAG][rank]
+        return -lag_ns, -totals[node_semantics.COLLECTIVE_ARRIVED_LAST][rank], rank
+
+    shown = sorted(sorted(totals[node_semantics.COLLECTIVE_WAIT], key=importance)[:most])
     return {
         name: tuple(
-            (values[rank] * scale, {semantics.RANK: rank})
-            for rank in sorted(shown)
-            if rank in values
+            (totals[name][rank] * scale, {semantics.RANK: rank})
+            for rank in shown
+            if rank in totals[name]
         )
-        for name, (values, scale) in by_metric.items()
+        for name, scale in _SCALES.items()
     }
 
 
@@ -178,22 +175,3 @@ def _labels_of_alert(alert: Alert) -> Labels:
         semantics.STRAGGLER_SCOPE: alert.scope,
     }
     return {name: value for name, value in labels.items() if value not in (None, "")}
-
-
-def create_instruments(meter: ArrayMeter, points: Callable[[str], Points]) -> None:
-    """Create the node's instruments.
-
-    points: returns the current points of a metric.
-    """
-    for metric in node_semantics.METRICS:
-        meter.create_number(metric.name, _make_callback(metric.name, points))
-
-
-def _make_callback(
-    name: str, points: Callable[[str], Points]
-) -> Callable[[CallbackOptions], Iterator[Observation]]:
-    def observe(options: CallbackOptions) -> Iterator[Observation]:
-        for value, attributes in points(name):
-            yield Observation(value, attributes)
-
-    return observe

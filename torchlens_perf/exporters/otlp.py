@@ -6,11 +6,11 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.exporters import ITEM_NAMES
+from torchlens_perf.exporters import ITEM_NAMES, UNDELIVERED, Exporter
 from torchlens_perf.exporters.delivery.sender import QueueLimits, Sender
 from torchlens_perf.exporters.otlp_alerts import build_log_record
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
@@ -47,7 +47,7 @@ class SignalDelivery:
     """Seconds between exports of metrics. Other signals do not use it."""
 
 
-class OtlpExporter:
+class OtlpExporter(Exporter):
     """Sends traced steps as spans, all steps as metrics, and alerts as log records.
 
     Use it on the sidecar's thread only.
@@ -98,8 +98,6 @@ class OtlpExporter:
         # Traced steps by (attempt, step), and the ranks of this node.
         self._traced: dict[tuple[int, int], TracedStep | None] = {}
         self._ranks: set[int] = set()
-        self.spans_sent: Mapping[int, tuple[int, int]] = {}
-        """For each traced step of the last batch, the ids of the trace and of the rank's span."""
 
     # -- called by the sidecar
 
@@ -109,7 +107,9 @@ class OtlpExporter:
             if self._spans is not None:
                 for step, (spans, in_trace, in_rank) in self._spans.build_spans(batch).items():
                     sampled[step] = in_trace, in_rank
-                    self._senders["traces"].queue_items(spans, _source_of_spans(batch, step, spans))
+                    chosen = batch.chosen.get(step)
+                    source = UndeliveredStep(batch.identity.key, step, len(spans), chosen)
+                    self._senders["traces"].queue_items(spans, source)
                 if self._run is not None:
                     self._run.add_batch(batch, sampled)
             self.spans_sent = sampled
@@ -266,37 +266,25 @@ class OtlpExporter:
         return min(filter(alert.covers, steps), default=None)
 
 
-def _source_of_spans(batch: ExportBatch, step: int, spans: Sequence[object]) -> UndeliveredStep:
-    return UndeliveredStep(batch.identity.key, step, len(spans), batch.chosen.get(step))
-
-
 def describe_undelivered(sender: Sender, *, keeps_sources: bool) -> list[str]:
     """Return notes for the report on the undelivered items of a signal.
 
     keeps_sources: True if a replay can build these items from the run directory.
     """
-    what, found = ITEM_NAMES[sender.signal], []
-    waiting = sender.waiting
-    missing = waiting + sender.lost + sender.refused + sender.rejected
-    if missing:
-        found.append(f"OTLP: {missing} of {sender.put} {what} were not delivered")
-    if waiting and keeps_sources and sender.can_rebuild:
-        found.append(
-            f"OTLP: {waiting} of these {what} wait in the run directory; to send them:"
-            " torchlens-perf sidecar RUN_DIR"
-        )
-    elif waiting:
-        found.append(f"OTLP: {waiting} of these {what} were lost with the sidecar's memory")
-    if sender.rejected:
-        found.append(f"OTLP: {sender.rejected} of these {what} were rejected by the endpoint")
-    if sender.refused:
-        found.append(
-            f"OTLP: {sender.refused} of these {what} were in requests that the endpoint refused for"
-            " good"
-        )
-    if sender.lost:
-        found.append(
-            f"OTLP: {sender.lost} of these {what} were dropped, because the queue was full or their"
-            " records are no longer in the run directory"
-        )
+    what, fate = ITEM_NAMES[sender.signal], "were lost with the sidecar's memory"
+    if keeps_sources and sender.can_rebuild:
+        fate = "wait in the run directory; to send them: torchlens-perf sidecar RUN_DIR"
+    missing = {
+        fate: sender.waiting,
+        "were rejected by the endpoint": sender.rejected,
+        "were in requests that the endpoint refused for good": sender.refused,
+        "were dropped, because the queue was full or their records are no longer in the run"
+        " directory": sender.lost,
+    }
+    found = [
+        f"{UNDELIVERED}{count} of these {what} {why}" for why, count in missing.items() if count
+    ]
+    if found:
+        total = f"{sum(missing.values())} of {sender.put} {what} were not delivered"
+        found.insert(0, f"{UNDELIVERED}{total}")
     return found

@@ -91,7 +91,7 @@ class NodeMetrics:
         self._part = part
         for node, data in part.tallies:
             self._received.add_message(node, data)
-        self._status.set_rank_quantiles(part.spread_s if self._is_large_job else {})
+        self._status.spread_s = part.spread_s if self._is_large_job else {}
         self._update_shown_ranks()
         if part.left_out > self._counted_left_out:
             self._not_traced.add(part.left_out - self._counted_left_out, {})
@@ -190,7 +190,12 @@ class StepInstruments:
         self._memory = meter.create_number(semantics.MEMORY)
         self._memory_bytes: dict[int, int] = {}
         self._others_bytes = 0
-        self._device_memory = DeviceMemoryInstruments(meter)
+        self._device_bytes = meter.create_number(semantics.DEVICE_MEMORY)
+        self._memory_counters = {
+            "alloc_retries": meter.create_number(semantics.ALLOC_RETRIES),
+            "ooms": meter.create_number(semantics.OUT_OF_MEMORY),
+        }
+        self._counted: dict[tuple[str, str], int] = {}
         self._ranks_with_series: frozenset[int] = frozenset()
 
     @property
@@ -199,7 +204,7 @@ class StepInstruments:
 
     @property
     def counters(self) -> tuple[NumberInstrument, ...]:
-        return (self._steps, self._tokens, self._flops, *self._device_memory.counters.values())
+        return (self._steps, self._tokens, self._flops, *self._memory_counters.values())
 
     @property
     def largest_shared_memory_bytes(self) -> int:
@@ -254,7 +259,7 @@ class StepInstruments:
             self._phase.record_ns(had, {**attributes, semantics.PHASE: part})
         for phase, durations_ns in batch.device_ns.items():
             self._device.record_ns(durations_ns, {**attributes, semantics.PHASE: phase})
-        self._device_memory.record_reading(batch, attributes, per_rank=per_rank)
+        self._record_device_memory(batch, attributes, per_rank=per_rank)
         self._steps.add(len(steps), attributes)
         self._record_utilization(batch, attributes, per_rank=per_rank)
         if steps.memory_bytes[-1]:
@@ -288,30 +293,16 @@ class StepInstruments:
         ended_ns = int(steps.start_ns[row] + steps.duration_ns[row]) + anchor.offset_ns
         return ExemplarValue(value, ended_ns, *sampled[int(steps.step[row])])
 
-
-class DeviceMemoryInstruments:
-    """The instruments of device memory. Use it on the sidecar's thread only."""
-
-    def __init__(self, meter: ArrayMeter) -> None:
-        self._bytes = meter.create_number(semantics.DEVICE_MEMORY)
-        self.counters = {
-            "alloc_retries": meter.create_number(semantics.ALLOC_RETRIES),
-            "ooms": meter.create_number(semantics.OUT_OF_MEMORY),
-        }
-        self._counted: dict[tuple[str, str], int] = {}
-
-    def record_reading(
+    def _record_device_memory(
         self, batch: ExportBatch, attributes: Mapping[str, Any], *, per_rank: bool
     ) -> None:
-        """Record the batch's memory reading. per_rank: True if the rank has its own series."""
-        reading = batch.memory
-        if reading is None:
+        if batch.memory is None:
             return
-        values = reading._asdict()
+        values = batch.memory._asdict()
         for state, field in _MEMORY_STATES.items():
             if per_rank and values[field] is not None:
-                self._bytes.set(values[field], {**attributes, semantics.MEMORY_STATE: state})
-        for field, counter in self.counters.items():
+                self._device_bytes.set(values[field], {**attributes, semantics.MEMORY_STATE: state})
+        for field, counter in self._memory_counters.items():
             count = values[field]
             if count is not None:
                 before = self._counted.get((batch.identity.key, field), 0)

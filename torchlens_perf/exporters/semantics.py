@@ -106,28 +106,6 @@ GOODPUT_CLASS = "torch.train.goodput.class"
 CRITICAL_PATH = "torch.train.critical_path.time"
 CRITICAL_PATH_CLASS = "torch.train.critical_path.class"
 
-# Metrics of the node's hardware: first names from OpenTelemetry's conventions, then our names for
-# metrics that the conventions lack.
-GPU_BUSY = "hw.gpu.utilization"
-GPU_MEMORY = "hw.gpu.memory.usage"
-GPU_MEMORY_LIMIT = "hw.gpu.memory.limit"
-GPU_IO = "hw.gpu.io"
-POWER = "hw.power"
-ENERGY = "hw.energy"
-TEMPERATURE = "hw.temperature"
-ERRORS = "hw.errors"
-NETWORK_IO = "hw.network.io"
-NETWORK_PACKETS = "hw.network.packets"
-NETWORK_UP = "hw.network.up"
-NETWORK_LIMIT = "hw.network.bandwidth.limit"
-GPU_CLOCK = "hw.gpu.clock.frequency"
-GPU_CLOCK_LIMIT = "hw.gpu.clock.limit"
-GPU_THROTTLED = "hw.gpu.throttle.duration"
-GPU_SM_ACTIVE = "hw.gpu.sm.utilization"
-GPU_SM_OCCUPANCY = "hw.gpu.sm.occupancy"
-GPU_TENSOR_ACTIVE = "hw.gpu.tensor.utilization"
-GPU_DRAM_ACTIVE = "hw.gpu.dram.utilization"
-POWER_LIMIT = "hw.power.limit"
 # Attributes of the hardware metrics.
 HARDWARE_ID = "hw.id"
 HARDWARE_NAME = "hw.name"
@@ -172,6 +150,13 @@ class Metric(NamedTuple):
     source: str = OURS
     when: str = ""
     """Condition under which the metric is sent; "" if it is always sent."""
+    fields: tuple[tuple[str, ...], ...] = ()
+    """For metrics of hardware: each field of a sample (analysis/statistics/hardware.py) that is a
+    point, and the values of the point's last attributes."""
+    is_mean: bool = False
+    """True for fast-changing gauges of hardware, which are sent as means since the last export."""
+    scale: float = 1
+    """Factor from the fields' unit to the metric's unit."""
 
 
 class Attribute(NamedTuple):
@@ -241,39 +226,64 @@ METRICS = (
     Metric(GOODPUT, "gauge", "s", (GOODPUT_CLASS,), "time of the job by class, as a mean over the ranks of node 0"),
     Metric(CRITICAL_PATH, "gauge", "s", (CRITICAL_PATH_CLASS,), "critical path of a mean step by class",
         when=_ROWS),
-    Metric(GPU_BUSY, "gauge", "1", (*_OF_GPU, GPU_TASK), "share of time with a running kernel", OPENTELEMETRY, _GPU),
-    Metric(GPU_MEMORY, "up-down counter", "By", _OF_GPU, "memory in use by all processes", OPENTELEMETRY, _GPU),
-    Metric(GPU_MEMORY_LIMIT, "up-down counter", "By", _OF_GPU, "total memory", OPENTELEMETRY, _GPU),
-    Metric(GPU_IO, "counter", "By", (*_OF_GPU, DIRECTION, GPU_LINK), "bytes over PCIe or NVLink", OPENTELEMETRY, _GPU),
-    Metric(POWER, "gauge", "W", _OF_GPU, "power draw", OPENTELEMETRY, _GPU),
-    Metric(POWER_LIMIT, "gauge", "W", _OF_GPU, "enforced power limit", when=_GPU),
-    Metric(ENERGY, "counter", "J", _OF_GPU, "energy", OPENTELEMETRY, _GPU),
-    Metric(TEMPERATURE, "gauge", "Cel", (*_OF_GPU, SENSOR), "temperature", OPENTELEMETRY, _GPU),
-    Metric(ERRORS, "counter", "{error}", (*_OF_GPU, ERROR_TYPE), "errors by type", OPENTELEMETRY,
-        f"{_GPU}, or {_PORT}"),
-    Metric(GPU_CLOCK, "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "clock frequency", when=_GPU),
-    Metric(GPU_CLOCK_LIMIT, "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "highest clock", when=_GPU),
-    Metric(GPU_THROTTLED, "counter", "s", (*_OF_GPU, THROTTLE_REASON),
-        "time with reduced clocks; reasons may overlap", when=_GPU),
-    Metric(GPU_SM_ACTIVE, "gauge", "1", _OF_GPU, "share of SM time with work", when=_GPU),
-    Metric(GPU_SM_OCCUPANCY, "gauge", "1", _OF_GPU, "resident warps as a share of the maximum", when=_GPU),
-    Metric(GPU_TENSOR_ACTIVE, "gauge", "1", _OF_GPU, "share of time with tensor core work", when=_GPU),
-    Metric(GPU_DRAM_ACTIVE, "gauge", "1", _OF_GPU, "share of memory bandwidth in use", when=_GPU),
-    Metric(NETWORK_IO, "counter", "By", (*_OF_PART, DIRECTION), "bytes sent and received", OPENTELEMETRY, _PORT),
-    Metric(NETWORK_PACKETS, "counter", "{packet}", (*_OF_PART, DIRECTION), "packets", OPENTELEMETRY, _PORT),
-    Metric(NETWORK_UP, "up-down counter", "1", _OF_PART, "1 if the port is up, else 0", OPENTELEMETRY, _PORT),
-    Metric(NETWORK_LIMIT, "up-down counter", "By/s", _OF_PART, "link bandwidth", OPENTELEMETRY, _PORT),
+    # Hardware: names of OpenTelemetry's conventions, and our names for metrics that these lack.
+    Metric("hw.gpu.utilization", "gauge", "1", (*_OF_GPU, GPU_TASK), "share of time with a running kernel",
+        OPENTELEMETRY, _GPU, (("busy", "general"),), is_mean=True),
+    Metric("hw.gpu.memory.usage", "up-down counter", "By", _OF_GPU, "memory in use by all processes", OPENTELEMETRY,
+        _GPU, (("memory_used_bytes",),)),
+    Metric("hw.gpu.memory.limit", "up-down counter", "By", _OF_GPU, "total memory", OPENTELEMETRY, _GPU,
+        (("memory_total_bytes",),)),
+    Metric("hw.gpu.io", "counter", "By", (*_OF_GPU, DIRECTION, GPU_LINK), "bytes over PCIe or NVLink", OPENTELEMETRY,
+        _GPU, (
+            ("pcie_transmitted_bytes", "transmit", "pcie"), ("pcie_received_bytes", "receive", "pcie"),
+            ("nvlink_transmitted_bytes", "transmit", "nvlink"), ("nvlink_received_bytes", "receive", "nvlink"),
+        )),
+    Metric("hw.power", "gauge", "W", _OF_GPU, "power draw", OPENTELEMETRY, _GPU, (("power_w",),), is_mean=True),
+    Metric("hw.power.limit", "gauge", "W", _OF_GPU, "enforced power limit", when=_GPU, fields=(("power_limit_w",),)),
+    Metric("hw.energy", "counter", "J", _OF_GPU, "energy", OPENTELEMETRY, _GPU, (("energy_j",),)),
+    Metric("hw.temperature", "gauge", "Cel", (*_OF_GPU, SENSOR), "temperature", OPENTELEMETRY, _GPU,
+        (("temperature_c", "gpu"), ("memory_temperature_c", "memory"))),
+    Metric("hw.errors", "counter", "{error}", (*_OF_GPU, ERROR_TYPE), "errors by type", OPENTELEMETRY,
+        f"{_GPU}, or {_PORT}", (
+            ("xids", "xid"), ("ecc_corrected", "ecc_corrected"), ("ecc_uncorrected", "ecc_uncorrected"),
+            ("remapped_rows", "remapped_row"), ("pcie_replays", "pcie_replay"), ("nvlink_replays", "nvlink_replay"),
+            ("nvlink_recoveries", "nvlink_recovery"), ("nvlink_errors", "nvlink_error"),
+            ("symbol_errors", "symbol_error"), ("link_recoveries", "link_recovery"), ("link_downs", "link_down"),
+            ("receive_errors", "receive_error"), ("transmit_discards", "transmit_discard"),
+            ("integrity_errors", "link_integrity"), ("out_of_sequence", "out_of_sequence"),
+            ("sequence_errors", "packet_sequence"), ("ack_timeouts", "ack_timeout"),
+            ("rnr_retries", "receiver_not_ready"), ("retries_exceeded", "retries_exceeded"),
+        )),
+    Metric("hw.gpu.clock.frequency", "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "clock frequency", when=_GPU,
+        fields=(("sm_clock_hz", "sm"), ("memory_clock_hz", "memory")), is_mean=True),
+    Metric("hw.gpu.clock.limit", "gauge", "Hz", (*_OF_GPU, GPU_CLOCK_OF), "highest clock", when=_GPU,
+        fields=(("sm_clock_max_hz", "sm"),)),
+    Metric("hw.gpu.throttle.duration", "counter", "s", (*_OF_GPU, THROTTLE_REASON),
+        "time with reduced clocks; reasons may overlap", when=_GPU, scale=1e-9, fields=tuple(
+            (f"throttle_{reason}_ns", reason)
+            for reason in ("power", "thermal", "sync_boost", "board_limit", "reliability", "sw_thermal", "hw_thermal",
+                "hw_power_brake")
+        )),
+    Metric("hw.gpu.sm.utilization", "gauge", "1", _OF_GPU, "share of SM time with work", when=_GPU,
+        fields=(("sm_active",),), is_mean=True),
+    Metric("hw.gpu.sm.occupancy", "gauge", "1", _OF_GPU, "resident warps as a share of the maximum", when=_GPU,
+        fields=(("sm_occupancy",),), is_mean=True),
+    Metric("hw.gpu.tensor.utilization", "gauge", "1", _OF_GPU, "share of time with tensor core work", when=_GPU,
+        fields=(("tensor_active",),), is_mean=True),
+    Metric("hw.gpu.dram.utilization", "gauge", "1", _OF_GPU, "share of memory bandwidth in use", when=_GPU,
+        fields=(("dram_active",),), is_mean=True),
+    Metric("hw.network.io", "counter", "By", (*_OF_PART, DIRECTION), "bytes sent and received", OPENTELEMETRY, _PORT,
+        (("transmitted_bytes", "transmit"), ("received_bytes", "receive"))),
+    Metric("hw.network.packets", "counter", "{packet}", (*_OF_PART, DIRECTION), "packets", OPENTELEMETRY, _PORT,
+        (("transmitted_packets", "transmit"), ("received_packets", "receive"))),
+    Metric("hw.network.up", "up-down counter", "1", _OF_PART, "1 if the port is up, else 0", OPENTELEMETRY, _PORT,
+        (("active",),)),
+    Metric("hw.network.bandwidth.limit", "up-down counter", "By/s", _OF_PART, "link bandwidth", OPENTELEMETRY, _PORT,
+        (("rate_bits",),), scale=1 / 8),
 )  # fmt: skip
 
-_SPAN, _ROOT, _STEP_SPAN, _BELOW, _EVENT, _POINT, _RESOURCE = (
-    "spans",
-    "root",
-    "rank's step",
-    "all but root",
-    "events",
-    "points",
-    "resource",
-)
+_SPAN, _EVENT, _POINT, _RESOURCE = "spans", "events", "points", "resource"
+_ROOT, _STEP_SPAN, _BELOW = "root", "rank's step", "all but root"
 
 ATTRIBUTES = (
     Attribute(RUN_ID, "string", f"{_SPAN}, {_EVENT}, {_RESOURCE}", "name of the run directory"),

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import Exemplar
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
@@ -44,7 +43,8 @@ _DEFINITIONS = {each.name: each for each in (*semantics.METRICS, *node_semantics
 CUMULATIVE, DELTA = AggregationTemporality.CUMULATIVE, AggregationTemporality.DELTA
 
 Attributes = Mapping[str, Any]
-Callback = Callable[[CallbackOptions], Iterable[Observation]]
+Points = Iterable[tuple[float, Attributes]]
+"""The value and the attributes of each series of a number instrument."""
 
 
 class ExemplarValue(NamedTuple):
@@ -181,9 +181,10 @@ class NumberInstrument:
     """A counter, up-down counter or gauge, with one value per set of attributes."""
 
     def __init__(
-        self, meter: ArrayMeter, definition: semantics.Metric, callback: Callback | None
+        self, meter: ArrayMeter, definition: semantics.Metric, *, is_observed: bool
     ) -> None:
-        self._meter, self.definition, self._callback = meter, definition, callback
+        """is_observed: True if the meter's observers set the values."""
+        self._meter, self.definition, self.is_observed = meter, definition, is_observed
         self._values: dict[tuple[tuple[str, Any], ...], float] = {}
 
     def add(self, value: float, attributes: Attributes) -> None:
@@ -200,12 +201,9 @@ class NumberInstrument:
         with self._meter.lock:
             return sum(self._values.values())
 
-    def update_from_callback(self) -> None:
-        """Update the values from the callback, which acquires locks of its own."""
-        if self._callback is not None:
-            observed = list(self._callback(CallbackOptions()))
-            with self._meter.lock:
-                self._values = {_series_key(each.attributes or {}): each.value for each in observed}
+    def replace(self, points: Points) -> None:
+        """Replace the values of all series. The caller must hold the meter's lock."""
+        self._values = {_series_key(attributes): value for value, attributes in points}
 
     def to_metric(self, unix_ns: int) -> Metric | None:
         """Return the metric, or None if it has no points. The caller must hold the meter's lock."""
@@ -216,7 +214,7 @@ class NumberInstrument:
         points = [
             NumberDataPoint(dict(key), since_ns, unix_ns, value)
             for key, value in self._values.items()
-            if self._callback is not None or self._meter.is_series_sent(key)
+            if self.is_observed or self._meter.is_series_sent(key)
         ]
         if counts and self._meter.grows == DELTA:
             self._values.clear()
@@ -265,6 +263,7 @@ class ArrayMeter:
         self._clock_ns = clock_ns
         self._began_ns = self._last_ns = clock_ns()
         self._instruments: list[ArrayHistogram | NumberInstrument] = []
+        self._observers: list[Callable[[], Mapping[str, Points]]] = []
 
     def is_series_sent(self, key: tuple[tuple[str, Any], ...]) -> bool:
         """Return True if the series with this key is sent."""
@@ -287,22 +286,34 @@ class ArrayMeter:
         self._instruments.append(found)
         return found
 
-    def create_number(self, name: str, callback: Callback | None = None) -> NumberInstrument:
-        """Create a counter, up-down counter or gauge.
-
-        callback: returns the current values. The counter of a callback has no delta temporality.
-        """
-        found = NumberInstrument(self, _DEFINITIONS[name], callback)
+    def create_number(self, name: str, *, is_observed: bool = False) -> NumberInstrument:
+        """Create a counter, up-down counter or gauge. is_observed: see NumberInstrument."""
+        found = NumberInstrument(self, _DEFINITIONS[name], is_observed=is_observed)
         self._instruments.append(found)
         return found
 
+    def add_observer(
+        self, names: Iterable[str], observe: Callable[[], Mapping[str, Points]]
+    ) -> None:
+        """Create instruments whose values are read at each export.
+
+        names: names of the metrics. observe: returns the current points by metric. It is called
+        with the meter's lock, on the sender's thread. Counters have no delta temporality.
+        """
+        for name in names:
+            self.create_number(name, is_observed=True)
+        self._observers.append(observe)
+
     def collect(self) -> list[Metric]:
         """Return all metrics that have data points."""
-        for instrument in self._instruments:
-            if isinstance(instrument, NumberInstrument):
-                instrument.update_from_callback()
         unix_ns = self._clock_ns()
         with self.lock:
+            observed: dict[str, Points] = {}
+            for observe in self._observers:
+                observed.update(observe())
+            for each in self._instruments:
+                if isinstance(each, NumberInstrument) and each.is_observed:
+                    each.replace(observed.get(each.definition.name, ()))
             found = [each.to_metric(unix_ns) for each in self._instruments]
             self._last_ns = unix_ns
             self._collected = True

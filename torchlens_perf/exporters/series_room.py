@@ -27,11 +27,11 @@ _IMPORTANT = (
     semantics.STEP_DURATION, semantics.STEPS, semantics.HANG_DURATION, semantics.STEP_OWN_TIME, semantics.MEMORY,
     semantics.OUT_OF_MEMORY, semantics.PHASE_DURATION, semantics.DEVICE_DURATION, semantics.ALLOC_RETRIES,
     semantics.TOKENS, semantics.MODEL_FLOPS, semantics.MFU,
-    semantics.ERRORS, semantics.GPU_THROTTLED, semantics.TEMPERATURE, semantics.GPU_BUSY, semantics.GPU_MEMORY,
-    semantics.POWER, semantics.GPU_TENSOR_ACTIVE, semantics.GPU_SM_ACTIVE, semantics.NETWORK_IO, semantics.GPU_CLOCK,
-    semantics.GPU_DRAM_ACTIVE, semantics.ENERGY, semantics.GPU_IO, semantics.NETWORK_UP, semantics.GPU_SM_OCCUPANCY,
-    semantics.NETWORK_PACKETS, semantics.GPU_MEMORY_LIMIT, semantics.POWER_LIMIT, semantics.GPU_CLOCK_LIMIT,
-    semantics.NETWORK_LIMIT,
+    "hw.errors", "hw.gpu.throttle.duration", "hw.temperature", "hw.gpu.utilization", "hw.gpu.memory.usage",
+    "hw.power", "hw.gpu.tensor.utilization", "hw.gpu.sm.utilization", "hw.network.io", "hw.gpu.clock.frequency",
+    "hw.gpu.dram.utilization", "hw.energy", "hw.gpu.io", "hw.network.up", "hw.gpu.sm.occupancy",
+    "hw.network.packets", "hw.gpu.memory.limit", "hw.power.limit", "hw.gpu.clock.limit",
+    "hw.network.bandwidth.limit",
 )  # fmt: skip
 _COMPONENT = (semantics.HARDWARE_ID, semantics.HARDWARE_NAME)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from opentelemetry.metrics import CallbackOptions, Observation
-
 from torchlens_perf.exporters import Assessment, semantics
-from torchlens_perf.exporters.series import ArrayMeter, Callback
+from torchlens_perf.exporters.series import ArrayMeter, Points
 from torchlens_perf.verdicts.finding_log import count_stragglers_by_class
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings
 
 # Number of zeros that are sent after the end of a problem. Without zeros, backends extend the last
 # value.
@@ -23,97 +20,86 @@ class StatusGauges:
     """Gauges of the newest assessment. The sidecar's thread writes, the sender's thread reads."""
 
     def __init__(self, meter: ArrayMeter, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._meter, self._clock = meter, clock
         self._newest: Assessment | None = None
         self._hang_found_s = 0.0
-        self._hangs_s: Mapping[Any, float] = {}
+        self._hang_s = 0.0
         # Zeros that are still to be sent, by gauge and key.
         self._pending_zeros: dict[tuple[str, Any], int] = {}
-        self._spread_s: Mapping[tuple[str, str], float] = {}
-        for name, callback in (
-            (semantics.STRAGGLER_COST, self._observe_slow_rank_costs),
-            (semantics.STRAGGLERS, self._observe_straggler_counts),
-            (semantics.DETECTABLE, self._observe_detectable_slowdown),
-            (semantics.HANG_DURATION, self._observe_hang_duration),
-            (semantics.GOODPUT, self._observe_goodput),
-            (semantics.CRITICAL_PATH, self._observe_critical_path),
-            (semantics.RANKS_WORK, self._make_quantile_callback("work")),
-            (semantics.RANKS_WAIT, self._make_quantile_callback("wait")),
-        ):
-            meter.create_number(name, callback)
-
-    def set_rank_quantiles(self, spread_s: Mapping[tuple[str, str], float]) -> None:
-        """Set the quantiles over ranks (NodeRole.spread_s)."""
-        self._spread_s = spread_s
+        self.spread_s: Mapping[tuple[str, str], float] = {}
+        """Quantiles over ranks, see NodeRole."""
+        names = (
+            semantics.STRAGGLER_COST, semantics.STRAGGLERS, semantics.DETECTABLE, semantics.HANG_DURATION,
+            semantics.GOODPUT, semantics.CRITICAL_PATH, semantics.RANKS_WORK, semantics.RANKS_WAIT,
+        )  # fmt: skip
+        meter.add_observer(names, self._observe)
 
     def on_assessment(self, assessment: Assessment) -> None:
-        with self._lock:
+        with self._meter.lock:
             hang, now_s = assessment.hang, self._clock()
             if self._newest is None or hang is not self._newest.hang:
                 self._hang_found_s = now_s
             self._newest = assessment
-            self._hangs_s = (
-                {hang.kind: hang.since_s + now_s - self._hang_found_s} if hang is not None else {}
-            )
+            if hang is not None:
+                self._hang_s = hang.since_s + now_s - self._hang_found_s
 
-    @property
-    def _findings(self) -> Findings:
-        return NOTHING if self._newest is None else self._newest.findings
-
-    def _make_quantile_callback(self, what: str) -> Callback:
-        def read(options: CallbackOptions) -> Iterator[Observation]:
-            for (of, quantile), value in self._spread_s.items():
-                if of == what:
-                    yield Observation(value, {semantics.OVER_RANKS: quantile})
-
-        return read
-
-    def _observe_slow_rank_costs(self, options: CallbackOptions) -> Iterator[Observation]:
-        findings = self._findings
-        # The job only becomes faster if all ranks of a slow group do, so each rank's point shows
-        # the cost of the group.
-        joint_ns = {rank: group.cost_ns for group in findings.groups for rank in group.ranks}
-        costs_ns = {
-            (each.rank, each.phase): joint_ns.get(each.rank, each.cost_ns)
-            for each in findings.slow_now
+    def _observe(self) -> Mapping[str, Points]:
+        found: dict[str, Points] = {
+            name: [
+                (value, {semantics.OVER_RANKS: quantile})
+                for (of, quantile), value in self.spread_s.items()
+                if of == what
+            ]
+            for name, what in ((semantics.RANKS_WORK, "work"), (semantics.RANKS_WAIT, "wait"))
         }
-        known_s = {key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None}
-        costliest = sorted(known_s, key=lambda key: -known_s[key])[:MAX_COSTS]
-        for (rank, phase), value in self._append_zeros(
-            "cost", {key: known_s[key] for key in costliest}
-        ):
-            yield Observation(value, {semantics.RANK: rank, semantics.PHASE: phase})
+        return found if self._newest is None else {**found, **self._observe_problems(self._newest)}
 
-    def _observe_straggler_counts(self, options: CallbackOptions) -> Iterator[Observation]:
-        findings = self._findings
-        for name, count in count_stragglers_by_class(findings).items() if findings.compared else ():
-            yield Observation(count, {semantics.STRAGGLER_CLASS: name})
-
-    def _observe_detectable_slowdown(self, options: CallbackOptions) -> Iterator[Observation]:
-        findings = self._findings
-        if findings.compared and findings.detectable_ns is not None:
-            yield Observation(findings.detectable_ns / 1e9)
-
-    def _observe_hang_duration(self, options: CallbackOptions) -> Iterator[Observation]:
-        for kind, value in self._append_zeros("hang", self._hangs_s):
-            yield Observation(value, {semantics.HANG_KIND: kind})
-
-    def _observe_goodput(self, options: CallbackOptions) -> Iterator[Observation]:
-        for name, value in (self._newest.goodput_s if self._newest else {}).items():
-            yield Observation(value, {semantics.GOODPUT_CLASS: name})
-
-    def _observe_critical_path(self, options: CallbackOptions) -> Iterator[Observation]:
-        for name, value in (self._newest.critical_path_s if self._newest else {}).items():
-            yield Observation(value, {semantics.CRITICAL_PATH_CLASS: name})
+    def _observe_problems(self, newest: Assessment) -> Mapping[str, Points]:
+        hang, findings = newest.hang, newest.findings
+        costs = self._append_zeros(semantics.STRAGGLER_COST, _largest_costs_s(findings))
+        hangs = self._append_zeros(
+            semantics.HANG_DURATION, {} if hang is None else {hang.kind: self._hang_s}
+        )
+        found: dict[str, Points] = {
+            semantics.STRAGGLER_COST: [
+                (value, {semantics.RANK: rank, semantics.PHASE: phase})
+                for (rank, phase), value in costs
+            ],
+            semantics.HANG_DURATION: _label(hangs, semantics.HANG_KIND),
+            semantics.GOODPUT: _label(newest.goodput_s.items(), semantics.GOODPUT_CLASS),
+            semantics.CRITICAL_PATH: _label(
+                newest.critical_path_s.items(), semantics.CRITICAL_PATH_CLASS
+            ),
+        }
+        if findings.compared:
+            counts = count_stragglers_by_class(findings).items()
+            found[semantics.STRAGGLERS] = _label(counts, semantics.STRAGGLER_CLASS)
+            if findings.detectable_ns is not None:
+                found[semantics.DETECTABLE] = [(findings.detectable_ns / 1e9, {})]
+        return found
 
     def _append_zeros(self, gauge: str, values: Mapping[Any, float]) -> list[tuple[Any, float]]:
         """Return the values, and a zero for each key that had a value in a recent export."""
-        with self._lock:
-            ended = [key for of, key in self._pending_zeros if of == gauge and key not in values]
-            for key in ended:
-                self._pending_zeros[gauge, key] -= 1
-                if not self._pending_zeros[gauge, key]:
-                    del self._pending_zeros[gauge, key]
-            self._pending_zeros.update(((gauge, key), _ZERO_POINTS) for key in values)
-            return [*values.items(), *((key, 0.0) for key in ended)][:MAX_COSTS]
+        ended = [key for of, key in self._pending_zeros if of == gauge and key not in values]
+        for key in ended:
+            self._pending_zeros[gauge, key] -= 1
+            if not self._pending_zeros[gauge, key]:
+                del self._pending_zeros[gauge, key]
+        self._pending_zeros.update(((gauge, key), _ZERO_POINTS) for key in values)
+        return [*values.items(), *((key, 0.0) for key in ended)][:MAX_COSTS]
+
+
+def _label(values: Iterable[tuple[str, float]], name: str) -> Points:
+    return [(value, {name: key}) for key, value in values]
+
+
+def _largest_costs_s(findings: Findings) -> dict[tuple[int, str], float]:
+    """Return the cost of each slow rank and phase, largest first."""
+    # The job only becomes faster if all ranks of a slow group do, so each rank's point shows the
+    # cost of the group.
+    joint_ns = {rank: group.cost_ns for group in findings.groups for rank in group.ranks}
+    costs_ns = {
+        (each.rank, each.phase): joint_ns.get(each.rank, each.cost_ns) for each in findings.slow_now
+    }
+    known_s = {key: cost_ns / 1e9 for key, cost_ns in costs_ns.items() if cost_ns is not None}
+    return {key: known_s[key] for key in sorted(known_s, key=lambda key: -known_s[key])[:MAX_COSTS]}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
+from torchlens_perf.exporters import Exporter, Receiver
 from torchlens_perf.run.installation import build_install_command
 from torchlens_perf.sidecar import termination
 
@@ -28,11 +29,8 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 _RETRY_INTERVAL_S = 5.0
 _POLL_INTERVAL_S = 0.1
 
-Spans = Mapping[int, tuple[int, int]]
-"""Trace id and id of the rank's span, for each step that is sent as spans."""
 
-
-class MetricsPort:
+class MetricsPort(Receiver):
     """The HTTP port for /metrics of a sidecar, which receives what the sidecar exports.
 
     A scraper reads the port of each node, so the port always serves this node's own ranks. Not
@@ -41,17 +39,17 @@ class MetricsPort:
 
     def __init__(
         self,
-        sent: Callable[[], Spans] = dict,
+        tracing: Exporter | None = None,
         clock: Callable[[], float] = time.monotonic,
         last_scrape_timeout_s: float = 70.0,
     ) -> None:
-        """sent: returns the ids of the last batch of spans that was sent to a tracing backend.
+        """tracing: the exporter that sends spans, to which the metrics link; None without one.
 
         clock: a clock in seconds. last_scrape_timeout_s: longest time to wait for another scrape
         after the run's end. Few scrapers have an interval of more than a minute.
         """
         self._last_scrape_timeout_s = last_scrape_timeout_s
-        self._sent = sent
+        self._tracing = tracing or Exporter()
         self._clock = clock
         self._exporter: PrometheusExporter | None = None
         self._due_s = float("-inf")
@@ -86,7 +84,7 @@ class MetricsPort:
     def export(self, batch: ExportBatch) -> None:
         """Count steps, with links to the spans that a tracing backend has received."""
         if self._exporter is not None:
-            self._exporter.export_with_spans(batch, self._sent())
+            self._exporter.export(batch, self._tracing.spans_sent)
 
     def on_assessment(self, assessment: Assessment) -> None:
         if self._exporter is not None:
@@ -110,18 +108,17 @@ class MetricsPort:
         if self._exporter is None:
             return
         scrapes, began_s = self._exporter.scrapes, self._clock()
-        longest_s = self._last_scrape_timeout_s
         if scrapes and lingers:
             # After a single scrape, the interval is not known, so the whole timeout is used.
-            interval_s = scrapes[-1] - scrapes[0]
-            until_s = began_s + min(longest_s, 2 * interval_s + 1 if interval_s else longest_s)
+            interval_s = (scrapes[-1] - scrapes[0]) or self._last_scrape_timeout_s
+            until_s = began_s + min(self._last_scrape_timeout_s, 2 * interval_s + 1)
             while (
                 self._exporter.scrapes[-1] < began_s
                 and self._clock() < until_s
                 and not termination.is_requested()
             ):
                 time.sleep(_POLL_INTERVAL_S)
-        self._exporter.shutdown(0)
+        self._exporter.close()
         self._exporter = None
 
     def _open_port(self, wanted: str, sidecar: Sidecar) -> None:

@@ -7,12 +7,14 @@ a limit.
 from __future__ import annotations
 
 import contextlib
+import email
 import logging
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from email.message import Message
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -122,9 +124,12 @@ class MetricsServer:
             return
         # The timeout limits the whole of sendall().
         connection.settimeout(self._answer_timeout_s)
-        method, path, headers = _parse_head(head)
-        status, answer = self._make_response(method, path, headers)
-        lines = [
+        # The names of the headers are case-insensitive, and their lines may be malformed.
+        first, _, lines = head.decode("latin-1").partition("\r\n")
+        method, _, rest = first.partition(" ")
+        path = rest.partition(" ")[0]
+        status, answer = self._make_response(method, path, email.message_from_string(lines))
+        found = [
             f"HTTP/1.1 {status.value} {status.phrase}",
             f"Content-Type: {answer.content_type}",
             f"Content-Length: {len(answer.body)}",
@@ -132,14 +137,14 @@ class MetricsServer:
             "X-Content-Type-Options: nosniff",
         ]
         connection.sendall(
-            "\r\n".join([*lines, "", ""]).encode() + (answer.body if method != "HEAD" else b"")
+            "\r\n".join([*found, "", ""]).encode() + (answer.body if method != "HEAD" else b"")
         )
         connection.shutdown(socket.SHUT_WR)
         if status is HTTPStatus.OK:
             self.scrapes = [*self.scrapes[-1:], began_s]
 
     def _make_response(
-        self, method: str, path: str, headers: Mapping[str, str]
+        self, method: str, path: str, headers: Message
     ) -> tuple[HTTPStatus, MetricsResponse]:
         if method not in ("GET", "HEAD"):
             return HTTPStatus.METHOD_NOT_ALLOWED, _text_response("GET /metrics\n")
@@ -171,17 +176,6 @@ def _read_head(connection: socket.socket, deadline_s: float) -> bytes:
             return b""
         found += more
     return found.partition(b"\r\n\r\n")[0]
-
-
-def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
-    """Return the method, the path and the headers. Names of headers are in lower case."""
-    first, *lines = head.decode("latin-1").split("\r\n")
-    method, _, rest = first.partition(" ")
-    headers = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        headers[name.strip().lower()] = value.strip()
-    return method, rest.partition(" ")[0], headers
 
 
 def _text_response(text: str) -> MetricsResponse:

@@ -21,7 +21,6 @@ from torchlens_perf.exporters.node_figures import (
     NodePoints,
     Points,
     RecentOwnTimes,
-    create_instruments,
     points_of_open_alerts,
     read_node_points,
 )
@@ -49,8 +48,8 @@ _UPDATE_INTERVAL_S = 2.0
 _MIN_IDLE_RATIO = 100.0
 
 
-class PrometheusExporter:
-    """Serves /metrics. Methods are called on the sidecar's thread, except _render()."""
+class PrometheusExporter(Collector):
+    """Serves /metrics. Methods are called on the sidecar's thread, except collect()."""
 
     def __init__(self, address: ListenAddress, clock: Callable[[], float] = time.monotonic) -> None:
         """Start the server. Raises OSError if it cannot listen. clock: returns seconds."""
@@ -59,7 +58,8 @@ class PrometheusExporter:
         self._metrics = NodeMetrics(self._meter, clock)
         self._figures = NodePoints({}, frozenset())
         self._own = RecentOwnTimes()
-        create_instruments(self._meter, self._current_points)
+        names = [each.name for each in node_semantics.METRICS]
+        self._meter.add_observer(names, lambda: self._figures.points)
         self._process = prometheus_client.ProcessCollector(registry=None)
         self._identity: Identity | None = None
         self._state: NodeState | None = None
@@ -83,10 +83,7 @@ class PrometheusExporter:
 
     # -- from the sidecar
 
-    def export(self, batch: ExportBatch) -> None:
-        self.export_with_spans(batch, {})
-
-    def export_with_spans(self, batch: ExportBatch, spans: Sampled) -> None:
+    def export(self, batch: ExportBatch, spans: Sampled) -> None:
         """Export a batch. spans: ids of the batch's spans, for exemplars."""
         with guard("counting steps for /metrics"):
             self._identity = batch.identity
@@ -129,20 +126,11 @@ class PrometheusExporter:
             return {node_semantics.OPEN_ALERT: ()}
         return points_of_open_alerts(self._state, self._identity.run_id)
 
-    def wait_for_room(self, timeout_s: float) -> bool:
-        return True
-
-    def shutdown(self, timeout_s: float) -> list[str]:
+    def close(self) -> None:
+        """Close the port."""
         self._endpoint.close()
-        return []
-
-    def find_undelivered(self) -> None:
-        return None
 
     # -- on the endpoint's thread
-
-    def _current_points(self, metric: str) -> Points:
-        return self._figures.points.get(metric, ())
 
     def _render(self, accept: str) -> MetricsResponse:
         encode, content_type = choose_encoder(accept)
@@ -150,24 +138,15 @@ class PrometheusExporter:
         made_s, answer = self._answers.get(what, (float("-inf"), None))
         now_s = self._clock()
         if answer is None or now_s - made_s >= CACHE_S:
-            answer = MetricsResponse(content_type, encode(_FamilyCollector(self._collect_families)))
+            answer = MetricsResponse(content_type, encode(self))
             self._answers = {what: (now_s, answer)}
         return answer
 
-    def _collect_families(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of a response, for prometheus_client's encoders."""
         identity = self._identity
         if identity is not None:
             yield from convert_to_families(
                 self._meter.collect(), build_node_resource(identity).attributes, self._figures.gone
             )
         yield from self._process.collect()
-
-
-class _FamilyCollector(Collector):
-    """An adapter that passes metric families to prometheus_client's encoders."""
-
-    def __init__(self, found: Callable[[], Iterator[Metric]]) -> None:
-        self._found = found
-
-    def collect(self) -> Iterator[Metric]:
-        return self._found()

@@ -214,7 +214,7 @@ def _run_sidecar_until_end(
             if wanted
             else None
         )
-        sidecar, port = None, MetricsPort(exporter.spans_sent if exporter is not None else dict)
+        sidecar, port = None, MetricsPort(exporter)
         try:
             sidecar = Sidecar(run, host, exporter, write_report, rings)
             again = run_sidecar(
