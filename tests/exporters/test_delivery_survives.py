@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -141,7 +141,7 @@ def test_endless_response_is_cut_off(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", f"x-status={status}")
     with serving(Endless) as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
-        transport = sdk_exporters.create_http_transport("traces")
+        transport = sdk_exporters.create_transport("traces", "http/protobuf")
         answer = transport.send(spans_of("a"))
         transport.close()
     assert answer.outcome is outcome
@@ -152,22 +152,22 @@ def test_endless_response_is_cut_off(
 
 
 @pytest.mark.parametrize(
-    ("over", "header"),
+    ("protocol", "header"),
     [
-        (sdk_exporters.create_http_transport, "key=%E2%82%AC-token"),
-        (sdk_exporters.create_http_transport, "key=a%0Atoken"),
-        (sdk_exporters.create_grpc_transport, "key=t%C3%B6-token"),
-        (sdk_exporters.create_grpc_transport, "key=a%0Atoken"),
+        ("http/protobuf", "key=%E2%82%AC-token"),
+        ("http/protobuf", "key=a%0Atoken"),
+        ("grpc", "key=t%C3%B6-token"),
+        ("grpc", "key=a%0Atoken"),
     ],
 )
 def test_request_with_invalid_headers_is_retried(
-    over: Callable[[str], sdk_exporters.SdkTransport], header: str, monkeypatch: pytest.MonkeyPatch
+    protocol: str, header: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The data is kept, because the user can correct the headers."""
     with refusing() as address:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
-        sender = Sender("traces", over("traces"), QueueLimits())
+        sender = Sender("traces", sdk_exporters.create_transport("traces", protocol), QueueLimits())
         sender.queue_items(spans_of("a"))
         assert eventually(lambda: sender.is_failing)
         sender.close(10)

@@ -189,13 +189,13 @@ def test_requests_are_sent_by_the_session_of_the_credential_provider(
         serving(Redirects) as address,
         variables({"OTEL_EXPORTER_OTLP_ENDPOINT": address, variable: "mine"}),
     ):
-        transport = sdk_exporters.create_http_transport("traces")
+        transport = sdk_exporters.create_transport("traces", "http/protobuf")
         assert transport.send(spans_of("a")).outcome is SendOutcome.LATER
         transport.close()
     assert seen == ["of the provider"]
     for name in ("empty", "missing"):
         with variables({variable: name}), pytest.raises(RuntimeError, match=name):
-            sdk_exporters.create_http_transport("traces")
+            sdk_exporters.create_transport("traces", "http/protobuf")
 
 
 # -- gRPC

@@ -10,7 +10,7 @@ from torchlens_perf.exporters import Exporter
 from torchlens_perf.exporters.delivery import sdk_exporters
 from torchlens_perf.exporters.delivery.answer import SendResult
 from torchlens_perf.exporters.delivery.sender import Item
-from torchlens_perf.exporters.otlp_environment import GRPC, create_exporter_from_environment
+from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
 from torchlens_perf.run.directory import RunDirectory
 
 
@@ -41,11 +41,7 @@ def exporter_for(
 def transport_for(protocol: str, signal: str = "traces", **told: str) -> sdk_exporters.SdkTransport:
     """Return the transport for the given variables, whose names lack OTEL_EXPORTER_OTLP_."""
     with variables({f"OTEL_EXPORTER_OTLP_{name}": value for name, value in told.items()}):
-        return (
-            sdk_exporters.create_grpc_transport(signal)
-            if protocol == GRPC
-            else sdk_exporters.create_http_transport(signal)
-        )
+        return sdk_exporters.create_transport(signal, protocol)
 
 
 def sent(protocol: str, items: Sequence[Item], signal: str = "traces", **told: str) -> SendResult:

@@ -16,7 +16,6 @@ from torchlens_perf.exporters.otlp_alerts import build_log_record
 from torchlens_perf.exporters.otlp_metrics import NodeMetrics
 from torchlens_perf.exporters.otlp_resource import build_node_resource
 from torchlens_perf.exporters.otlp_run_span import RunSpanCollector
-from torchlens_perf.exporters.otlp_spans import SpanBuilder
 from torchlens_perf.exporters.trace_sampling import FIRST, NUMBER
 from torchlens_perf.run.undelivered import Undelivered, UndeliveredStep, WholeRun
 from torchlens_perf.run.verdicts import Alert
@@ -72,8 +71,7 @@ class OtlpExporter(Exporter):
         """
         self._clock = clock
         self._resource: Resource | None = None
-        self._spans = SpanBuilder(environ) if "traces" in signals else None
-        self._run = RunSpanCollector(environ) if "traces" in signals else None
+        self._traces = RunSpanCollector(environ) if "traces" in signals else None
         self._metrics = NodeMetrics(meter, clock) if "metrics" in signals else None
         self._senders: dict[str, Sender] = {}
         self._metrics_due_s = math.inf
@@ -104,14 +102,14 @@ class OtlpExporter(Exporter):
     def export(self, batch: ExportBatch) -> None:
         with guard("exporting steps over OTLP"):
             sampled: dict[int, tuple[int, int]] = {}
-            if self._spans is not None:
-                for step, (spans, in_trace, in_rank) in self._spans.build_spans(batch).items():
+            if self._traces is not None:
+                built = self._traces.steps.build_spans(batch)
+                for step, (spans, in_trace, in_rank) in built.items():
                     sampled[step] = in_trace, in_rank
                     chosen = batch.chosen.get(step)
                     source = UndeliveredStep(batch.identity.key, step, len(spans), chosen)
                     self._senders["traces"].queue_items(spans, source)
-                if self._run is not None:
-                    self._run.add_batch(batch, sampled)
+                self._traces.add_batch(batch, sampled)
             self.spans_sent = sampled
             self._ranks.add(batch.identity.rank)
             self._traced.update(
@@ -126,8 +124,8 @@ class OtlpExporter(Exporter):
     def on_assessment(self, assessment: Assessment) -> None:
         with guard("exporting alerts over OTLP"):
             resource = self._ensure_resource(assessment.identity)
-            if self._run is not None:
-                self._run.on_assessment(assessment)
+            if self._traces is not None:
+                self._traces.on_assessment(assessment)
             if self._metrics is not None:
                 self._metrics.on_assessment(assessment)
             if "logs" in self._senders:
@@ -165,8 +163,8 @@ class OtlpExporter(Exporter):
     def shutdown(self, timeout_s: float) -> list[str]:
         deadline_s = self._clock() + timeout_s
         with guard("exporting the run's span over OTLP"):
-            if self._run is not None:
-                self._senders["traces"].queue_items(self._run.pop_spans(), WholeRun.SPAN)
+            if self._traces is not None:
+                self._senders["traces"].queue_items(self._traces.pop_spans(), WholeRun.SPAN)
         with guard("exporting the last metrics over OTLP"):
             if "metrics" in self._senders:
                 self._queue_metrics(self._senders["metrics"])

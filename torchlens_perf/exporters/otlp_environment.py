@@ -32,9 +32,10 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 SIGNALS = ("traces", "metrics", "logs")
 HTTP, GRPC = _PROTOCOLS = ("http/protobuf", "grpc")
 _LOCAL = ("console", "otlp_json_file")
-_EXPONENTIAL, _EXPLICIT = "base2_exponential_bucket_histogram", "explicit_bucket_histogram"
+_AGGREGATION = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"
+_TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
+_EXPLICIT = "explicit_bucket_histogram"
 _DELTA = ("delta", "lowmemory")
-_TEMPORALITIES = ("cumulative", *_DELTA)
 # For each signal, the prefix of the batch processor's variables and OpenTelemetry's default delay
 # in ms.
 _BATCHES = {"traces": ("OTEL_BSP", 5000), "logs": ("OTEL_BLRP", 1000)}
@@ -48,7 +49,7 @@ def read_enabled_signals(environ: Mapping[str, str]) -> dict[str, str]:
     OTEL_*_EXPORTER. A signal is disabled by OTEL_SDK_DISABLED, by OTEL_*_EXPORTER=none, or by an
     unknown exporter or protocol, which is logged.
     """
-    if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    if _read_word(environ, "OTEL_SDK_DISABLED") == "true":
         return {}
     signals = {}
     for signal in SIGNALS:
@@ -127,7 +128,7 @@ def _make_signal(
     transport = _make_transport(name, way, None if run is None else run.path, owner)
     if name not in _BATCHES:
         interval_s = _read_positive_integer(environ, *_EXPORT_INTERVAL_MS) / 1e3
-        replaces = _read_temporality(environ) not in _DELTA
+        replaces = _read_word(environ, _TEMPORALITY) not in _DELTA
         return SignalDelivery(transport, QueueLimits(batch_items=1, replaces=replaces), interval_s)
     prefix, delay_ms = _BATCHES[name]
     items = _read_positive_integer(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", _BATCH_ITEMS)
@@ -143,15 +144,9 @@ def _make_transport(name: str, way: str, folder: Path | None, owner: str) -> Tra
         return FileTransport(
             name, (folder or Path()) / "otlp" / f"{owner or 'replay'}-{name}.jsonl"
         )
-    from torchlens_perf.exporters.delivery import sdk_exporters
+    from torchlens_perf.exporters.delivery.sdk_exporters import create_transport
 
-    if way == "console":
-        return sdk_exporters.create_console_transport(name)
-    return (
-        sdk_exporters.create_grpc_transport(name)
-        if way == GRPC
-        else sdk_exporters.create_http_transport(name)
-    )
+    return create_transport(name, way)
 
 
 def _make_exporter(
@@ -164,22 +159,15 @@ def _make_exporter(
     from torchlens_perf.exporters.otlp_catch_up import StepReader
     from torchlens_perf.exporters.series import ArrayMeter
 
-    aggregation = (
-        environ.get("OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION", "").strip().lower()
-    )
-    if aggregation not in ("", _EXPONENTIAL, _EXPLICIT):
-        logger.warning(
-            "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION=%s is unknown, using %s",
-            aggregation,
-            _EXPONENTIAL,
-        )
-    temporality = _read_temporality(environ)
-    if temporality not in ("", *_TEMPORALITIES):
-        logger.warning(
-            "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=%s is unknown, using cumulative",
-            temporality,
-        )
-    exemplars = environ.get("OTEL_METRICS_EXEMPLAR_FILTER", "").strip().lower() != "always_off"
+    aggregation = _read_word(environ, _AGGREGATION)
+    temporality = _read_word(environ, _TEMPORALITY)
+    for name, word, known in (
+        (_AGGREGATION, aggregation, ("base2_exponential_bucket_histogram", _EXPLICIT)),
+        (_TEMPORALITY, temporality, ("cumulative", *_DELTA)),
+    ):
+        if word not in ("", *known):
+            logger.warning("%s=%s is unknown, using %s", name, word, known[0])
+    exemplars = _read_word(environ, "OTEL_METRICS_EXEMPLAR_FILTER") != "always_off"
     meter = ArrayMeter(
         explicit_bounds=aggregation == _EXPLICIT,
         delta=temporality in _DELTA,
@@ -197,8 +185,7 @@ def _make_exporter(
     )
 
 
-def _read_temporality(environ: Mapping[str, str]) -> str:
-    name = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
+def _read_word(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip().lower()
 
 

@@ -20,9 +20,9 @@ from torchlens_perf.exporters import Assessment, ExportBatch, semantics
 from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.exporters.otlp_spans import (
+    SpanBuilder,
     context_with_span,
     is_sampled,
-    read_sampler,
     span_context_of_path,
     step_trace_id,
 )
@@ -55,7 +55,8 @@ class RunSpanCollector:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Read the sampler. Raises ValueError if OTEL_TRACES_SAMPLER_ARG is invalid."""
-        self._sampler = read_sampler(environ)
+        self.steps = SpanBuilder(environ)
+        """Builds the spans of the run's traced steps."""
         # Attempts by Identity.key of rank 0.
         self._attempts: dict[str, _AttemptSteps] = {}
         self._ended = False
@@ -104,7 +105,10 @@ class RunSpanCollector:
                 parent is not None
                 and parent.trace_flags.sampled
                 and is_sampled(
-                    self._sampler, context_with_span(parent), parent.trace_id, semantics.SPAN_RUN
+                    self.steps.sampler,
+                    context_with_span(parent),
+                    parent.trace_id,
+                    semantics.SPAN_RUN,
                 )
             ):
                 crash = self._crash if run.identity.attempt == self._attempt else None

@@ -68,7 +68,9 @@ class SpanBuilder:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         """Read the sampler. Raises ValueError if OTEL_TRACES_SAMPLER_ARG is invalid."""
-        self._sampler = read_sampler(environ)
+        self.sampler: Sampler = ALWAYS_ON
+        if environ.get(_SAMPLER, "").strip().lower() not in _TAKES_ALL:
+            self.sampler = TracerProvider(shutdown_on_exit=False).sampler
         self._ranks: dict[str, _RankSpanBuilder] = {}
 
     def build_spans(self, batch: ExportBatch) -> dict[int, tuple[list[ReadableSpan], int, int]]:
@@ -91,19 +93,12 @@ class SpanBuilder:
         for trace in batch.traces:
             in_trace = step_trace_id(batch.identity.run_id, batch.identity.attempt, trace.step)
             # The sampler decides by the trace's id, which gives the same result on all ranks.
-            if is_sampled(self._sampler, Context(), in_trace, _name_of_root(trace)):
+            if is_sampled(self.sampler, Context(), in_trace, _name_of_root(trace)):
                 chosen = batch.chosen.get(trace.step)
                 found[trace.step] = rank.build_step(
                     trace, in_trace, offset_ns, of_steps.get(trace.step, {}), chosen
                 )
         return found
-
-
-def read_sampler(environ: Mapping[str, str]) -> Sampler:
-    """Return the sampler of OTEL_TRACES_SAMPLER."""
-    if environ.get(_SAMPLER, "").strip().lower() in _TAKES_ALL:
-        return ALWAYS_ON
-    return TracerProvider(shutdown_on_exit=False).sampler
 
 
 def is_sampled(sampler: Sampler, parent: Context, trace_id: int, name: str) -> bool:

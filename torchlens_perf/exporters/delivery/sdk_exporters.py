@@ -61,11 +61,26 @@ class SdkTransport:
         return self._observer is None or self._observer.answer is None
 
 
-def create_http_transport(signal: str) -> SdkTransport:
-    """Create a transport over HTTP. Raises RuntimeError if the credential provider is missing."""
+def create_transport(signal: str, way: str) -> SdkTransport:
+    """Create a transport.
+
+    way: "http/protobuf", "grpc", or "console" for standard output. Raises RuntimeError if the
+    credential provider is missing. The SDK's errors about invalid variables propagate.
+    """
+    module, name, console_module, console_name = _EXPORTERS[signal]
+    if way == "console":
+        exporters = importlib.import_module(f"opentelemetry.sdk.{console_module}")
+        return SdkTransport(signal, getattr(exporters, console_name)())
+    if way == "grpc":
+        from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ClassifyingStub
+
+        exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.grpc.{module}")
+        exporter = getattr(exporters, name)(channel_options=OPTIONS)
+        # The SDK has no public way to see responses. An AttributeError here disables the signal.
+        exporter._client = ClassifyingStub(exporter._client)
+        return SdkTransport(signal, exporter, exporter._client)
     from torchlens_perf.exporters.delivery.http_session import ClassifyingSession
 
-    module, name, _, _ = _EXPORTERS[signal]
     provider = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}CREDENTIAL_PROVIDER"
     session = ClassifyingSession(
         os.environ.get(provider.format(f"{signal.upper()}_"), "")
@@ -73,23 +88,3 @@ def create_http_transport(signal: str) -> SdkTransport:
     )
     exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.http.{module}")
     return SdkTransport(signal, getattr(exporters, name)(session=session), session)
-
-
-def create_grpc_transport(signal: str) -> SdkTransport:
-    """Create a transport over gRPC. The SDK's errors about invalid variables propagate."""
-    from torchlens_perf.exporters.delivery.grpc_calls import OPTIONS, ClassifyingStub
-
-    module, name, _, _ = _EXPORTERS[signal]
-    exporters = importlib.import_module(f"opentelemetry.exporter.otlp.proto.grpc.{module}")
-    exporter = getattr(exporters, name)(channel_options=OPTIONS)
-    # The SDK has no public way to see responses. An AttributeError here disables the signal.
-    exporter._client = ClassifyingStub(exporter._client)
-    return SdkTransport(signal, exporter, exporter._client)
-
-
-def create_console_transport(signal: str) -> SdkTransport:
-    """Create a transport that prints items to standard output in the SDK's format."""
-    _, _, module, name = _EXPORTERS[signal]
-    return SdkTransport(
-        signal, getattr(importlib.import_module(f"opentelemetry.sdk.{module}"), name)()
-    )
