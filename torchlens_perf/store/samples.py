@@ -19,18 +19,12 @@ _LEFT_OUT = ("grown", "monotonic_ns", "unix_ns")
 _TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 
 
-class SampleWriter:
+class SampleWriter(TableWriter):
     """Writer of one node's samples, which removes the oldest files above a size limit."""
 
     def __init__(self, run: RunDirectory, node: str) -> None:
+        super().__init__([run.path / folder for folder in (GPUS, LINKS, PROCESSES)], node)
         self._run = run
-        self._node = node
-        self._writer = TableWriter([run.path / folder for folder in (GPUS, LINKS, PROCESSES)], node)
-
-    @property
-    def dropped_files(self) -> int:
-        """Number of files that were removed to make space for newer files."""
-        return self._writer.removed_files
 
     def write(self, samples: Mapping[str, Sequence[Any]], cap_bytes: int) -> None:
         """Write one file of samples to each folder, such as GPUS. Raise OSError on a full disk.
@@ -42,7 +36,7 @@ class SampleWriter:
         for path, file in files.items():
             file.add_rows(_build_table(host, samples[path.name]))
         if files:
-            self._writer.write(files, cap_bytes)
+            self.write_files(files, cap_bytes)
 
 
 def build_schema(kind: type[Any]) -> pa.Schema:

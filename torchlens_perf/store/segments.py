@@ -89,22 +89,16 @@ class ProcessRecords(NamedTuple):
     names: list[str]
 
 
-class SegmentWriter:
+class SegmentWriter(TableWriter):
     """Writer of one node's segments, which removes the oldest segments above a size limit."""
 
     def __init__(self, run: RunDirectory, node: str, cap_bytes: int) -> None:
-        self._run = run
-        self._cap_bytes = cap_bytes
-        self._writer = TableWriter([run.spans, run.steps], node)
+        super().__init__([run.spans, run.steps], node)
+        self._run, self._cap_bytes = run, cap_bytes
         self._spans, self._steps = EncodedFile(), list[pa.Table]()
         self._footer: dict[str, dict[str, Any]] = {}
         self.encoded_records = 0
         """Number of records that add_chunks() has encoded and that are not in a file yet."""
-
-    @property
-    def dropped_segments(self) -> int:
-        """Number of segments that were removed to make space for newer segments."""
-        return self._writer.removed_numbers
 
     def add_chunks(self, chunks: list[RecordChunk]) -> None:
         """Encode chunks for the next segment. After an error, the next segment is empty."""
@@ -132,7 +126,7 @@ class SegmentWriter:
             return {}
         steps = EncodedFile()
         steps.add_rows(pa.concat_tables(self._steps))
-        self._writer.write(
+        self.write_files(
             {self._run.spans: self._spans, self._run.steps: steps}, self._cap_bytes, self._footer
         )
         written = {key: int(each["last_sequence"]) for key, each in self._footer.items()}

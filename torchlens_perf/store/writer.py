@@ -34,11 +34,12 @@ class TableWriter:
             with contextlib.suppress(FileNotFoundError):
                 self._sizes[path] = path.stat().st_size
         self._number = max(map(parse_file_number, self._sizes), default=0)
-        self.removed_numbers = 0
-        """Number of file numbers whose files were removed to stay below the size limit."""
-        self.removed_files = 0
+        self.dropped_segments = 0
+        """Number of file numbers whose files were removed to make space for newer files."""
+        self.dropped_files = 0
+        """Number of files that were removed to make space for newer files."""
 
-    def write(
+    def write_files(
         self,
         files: Mapping[Path, EncodedFile],
         cap_bytes: int,
@@ -83,8 +84,8 @@ class TableWriter:
             for path in numbered[each]:
                 path.unlink(missing_ok=True)
                 total -= self._sizes.pop(path)
-            self.removed_numbers += 1
-            self.removed_files += len(numbered[each])
+            self.dropped_segments += 1
+            self.dropped_files += len(numbered[each])
 
 
 def text_columns(schema: pa.Schema) -> list[str]:
