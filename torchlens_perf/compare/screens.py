@@ -49,7 +49,11 @@ def build_headline(compared: Comparison) -> Headline:
         sentence=" ".join(sentences),
         cause="",
         action=_suggest_action(compared, step),
-        command=_suggest_command(compared, step),
+        command=(
+            f"torchlens-perf report {compared.after[-1].run.path}"
+            if step.outcome is Outcome.CHANGED
+            else ""
+        ),
         is_over=False,
     )
 
@@ -102,12 +106,6 @@ def _suggest_action(compared: Comparison, step: Change) -> str:
         more = "5 runs of each side" if fewest < 5 else f"{2 * fewest} runs of each side"
         return f"record {more}, in turn, on the same machines"
     return ""
-
-
-def _suggest_command(compared: Comparison, step: Change) -> str:
-    if step.outcome is not Outcome.CHANGED:
-        return ""
-    return f"torchlens-perf report {compared.after[-1].run.path}"
 
 
 def build_tables(compared: Comparison) -> list[Table]:

@@ -92,9 +92,7 @@ def _create_verdicts(connection: duckdb.DuckDBPyConnection, runs: Sequence[str])
 
     columns = ", ".join(f"{name} {kind}" for name, kind in VERDICTS.items())
     connection.execute(f"CREATE TABLE verdicts ({columns})")
-    for run in runs:
-        if REMOTE.match(run):
-            continue
+    for run in (each for each in runs if not REMOTE.match(each)):
         report = load_report(RunDirectory(Path(run)), lost_time=False)
         for row, headline in zip(report["verdicts"], build_headlines(report), strict=True):
             values = [
