@@ -20,8 +20,8 @@ from tests.support.recorded_run import TRACEPARENT, Sidecar
 from torchlens_perf.errors import swallowed
 from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.delivery.local import build_message
-from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_run_span import MAX_LINKS
+from torchlens_perf.exporters.otlp_spans import parse_caller
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.place.caller import read_calling_span
 from torchlens_perf.verdicts.words.evidence import DiedEvidence, FailedEvidence

@@ -15,10 +15,19 @@ from torchlens_perf.exporters import semantics
 from torchlens_perf.exporters.series import ArrayMeter, Attributes, Points
 
 _MAX_SAMPLE_AGE_S = 30.0
-_HARDWARE = [each for each in semantics.METRICS if each.fields]
-_COUNTERS = [each for each in _HARDWARE if each.instrument == "counter"]
-_GAUGES = [each for each in _HARDWARE if each.instrument != "counter"]
-_MEANS = [field for each in _GAUGES if each.is_mean for field, *_ in each.fields]
+# Metric, field of a sample, and the attributes of the point that differ from those of the hardware.
+_POINTS = [
+    (
+        metric,
+        field,
+        dict(zip(metric.attributes[len(metric.attributes) - len(values) :], values, strict=True)),
+    )
+    for metric in semantics.METRICS
+    for field, *values in metric.fields
+]
+_COUNTERS = [each for each in _POINTS if each[0].instrument == "counter"]
+_GAUGES = [each for each in _POINTS if each[0].instrument != "counter"]
+_MEANS = [field for metric, field, _ in _GAUGES if metric.is_mean]
 
 
 class HardwareMetrics:
@@ -30,19 +39,19 @@ class HardwareMetrics:
         self._newest: dict[str, tuple[float, GpuSample | LinkSample, Attributes]] = {}
         # Sum and number of the values since the last export, by (id, field).
         self._recent: dict[tuple[str, str], tuple[float, int]] = {}
-        self._counters = {each.name: meter.create_number(each.name) for each in _COUNTERS}
-        meter.add_observer([each.name for each in _GAUGES], self._observe)
+        counters = dict.fromkeys(metric.name for metric, _, _ in _COUNTERS)
+        self._counters = {name: meter.create_number(name) for name in counters}
+        meter.add_observer(dict.fromkeys(metric.name for metric, _, _ in _GAUGES), self._observe)
 
     def record_samples(self, hardware: HardwareSamples) -> None:
         samples: tuple[GpuSample | LinkSample, ...] = (*hardware.gpus, *hardware.links)
         for sample in samples:
             attributes = _describe(sample, hardware.names)
             key = attributes[semantics.HARDWARE_ID]
-            for metric in _COUNTERS:
-                for field, *values in metric.fields:
-                    if field in sample.grown:
-                        point = _add_attributes(attributes, metric, values)
-                        self._counters[metric.name].add(sample.grown[field] * metric.scale, point)
+            for metric, field, more in _COUNTERS:
+                if field in sample.grown:
+                    grown = sample.grown[field] * metric.scale
+                    self._counters[metric.name].add(grown, {**attributes, **more})
             with self._meter.lock:
                 self._newest[key] = self._clock(), sample, attributes
                 for field in _MEANS:
@@ -55,14 +64,12 @@ class HardwareMetrics:
         found: dict[str, list[tuple[float, Attributes]]] = defaultdict(list)
         now_s = self._clock()
         for key, (came_s, sample, attributes) in self._newest.items():
-            for metric in _GAUGES if now_s - came_s <= _MAX_SAMPLE_AGE_S else ():
-                for field, *values in metric.fields:
-                    value = getattr(sample, field, None)
-                    if recent := self._recent.pop((key, field), None):
-                        value = recent[0] / recent[1]
-                    if value is not None:
-                        point = _add_attributes(attributes, metric, values)
-                        found[metric.name].append((value * metric.scale, point))
+            for metric, field, more in _GAUGES if now_s - came_s <= _MAX_SAMPLE_AGE_S else ():
+                value = getattr(sample, field, None)
+                if recent := self._recent.pop((key, field), None):
+                    value = recent[0] / recent[1]
+                if value is not None:
+                    found[metric.name].append((value * metric.scale, {**attributes, **more}))
         return found
 
 
@@ -74,11 +81,3 @@ def _describe(sample: GpuSample | LinkSample, names: Mapping[str, str]) -> dict[
     if sample.uuid in names:
         found[semantics.HARDWARE_NAME] = names[sample.uuid]
     return found
-
-
-def _add_attributes(
-    attributes: Attributes, metric: semantics.Metric, values: list[str]
-) -> Attributes:
-    """Add the attributes of one point. values: those of the metric's last attributes."""
-    names = metric.attributes[len(metric.attributes) - len(values) :]
-    return {**attributes, **dict(zip(names, values, strict=True))}

@@ -17,12 +17,12 @@ from opentelemetry.trace import Link
 from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.exporters import Assessment, ExportBatch, semantics
-from torchlens_perf.exporters.otlp_caller import parse_caller
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.exporters.otlp_spans import (
     SpanBuilder,
     context_with_span,
     is_sampled,
+    parse_caller,
     span_context_of_path,
     step_trace_id,
 )

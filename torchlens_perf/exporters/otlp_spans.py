@@ -6,7 +6,9 @@ communication between nodes, and a replay sends the same ids again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,20 +16,29 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Decision
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    TraceFlags,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.trace.status import Status, StatusCode
 
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.otlp_caller import links_to_caller
 from torchlens_perf.exporters.otlp_resource import SCOPE, build_rank_resource
 from torchlens_perf.run.ring import Flag, kind_name
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
-    from opentelemetry.trace import Link, TraceState
+    from opentelemetry.trace import TraceState
 
     from torchlens_perf.run.identity import Identity
     from torchlens_perf.run.records import Span, StepTrace, TracedStep
+
+logger = logging.getLogger("torchlens_perf.sidecar")
 
 _SAMPLER = "OTEL_TRACES_SAMPLER"
 _TAKES_ALL = ("", "always_on", "parentbased_always_on")
@@ -107,11 +118,31 @@ def is_sampled(sampler: Sampler, parent: Context, trace_id: int, name: str) -> b
     return decision is Decision.RECORD_AND_SAMPLE
 
 
+# Cached, so a warning is only logged once per caller.
+@functools.lru_cache(maxsize=64)
+def parse_caller(traceparent: str, tracestate: str = "") -> SpanContext | None:
+    """Return the caller's span context; None if `traceparent` is empty or invalid."""
+    if not traceparent:
+        return None
+    carrier = {"traceparent": traceparent, "tracestate": tracestate}
+    found = get_current_span(
+        TraceContextTextMapPropagator().extract(carrier, Context())
+    ).get_span_context()
+    if not found.is_valid:
+        logger.warning(
+            "TRACEPARENT=%.80s is not a valid W3C traceparent: steps are not linked to it",
+            traceparent,
+        )
+        return None
+    return found
+
+
 class _RankSpanBuilder:
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self._resource = build_rank_resource(identity)
-        self._links = links_to_caller(identity.traceparent, identity.tracestate)
+        caller = parse_caller(identity.traceparent, identity.tracestate)
+        self._links = [] if caller is None else [Link(caller)]
 
     def build_step(
         self,

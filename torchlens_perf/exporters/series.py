@@ -100,8 +100,7 @@ class ArrayHistogram:
         """Add exemplars, whose values are in seconds."""
         if self._meter.exemplars:
             with self._meter.lock:
-                for example in examples:
-                    self._series_of(attributes).add_exemplars([example])
+                self._series_of(attributes).add_exemplars(examples)
 
     def sketches(self) -> list[tuple[Attributes, Sketch]]:
         """Return the attributes and sketch of each series."""
