@@ -375,26 +375,30 @@ def bar_lines(
     ]
     if not seen:
         return []
-    shade = {part: _SHADES[0 if color else at % len(_SHADES)] for at, part in enumerate(seen)}
-    style = {part: PARTS[part].color.terminal for part in seen}
+    looks = {
+        part: (_SHADES[0 if color else at % len(_SHADES)], PARTS[part].color.terminal)
+        for at, part in enumerate(seen)
+    }
     room, lines = max(10, width - 2 - _LABEL), []
     for label, found in bars.items():
         line, filled = _labelled_line(label, ""), 0
         shown = Bar(label, {part: found.get(part, 0.0) for part in seen})
         for part, begin, length in shown.segments(longest):
+            shade, style = looks[part]
             cells = max(0, round(room * (begin + length)) - filled)
             filled += cells
-            line.append(shade[part] * cells, style=style[part])
+            line.append(shade * cells, style=style)
         lines.append(line)
-    names = {part: PARTS[part].name for part in seen}
-    if "time" in bars:
-        times = {part: bars["time"].get(part, 0.0) for part in seen}
-        names = {
-            part: f"{part_name(report, part, seconds)} {format_percent(seconds / longest)}"
-            for part, seconds in times.items()
-        }
+    mean = bars.get("time")
+    names = [
+        PARTS[part].name
+        if mean is None
+        else f"{part_name(report, part, mean.get(part, 0.0))} {format_percent(mean.get(part, 0.0) / longest)}"
+        for part in seen
+    ]
     legend = [
-        Text.assemble((shade[part], style[part]), f" {printable(names[part])}") for part in seen
+        Text.assemble(looks[part], f" {printable(name)}")
+        for part, name in zip(seen, names, strict=True)
     ]
     return lines + [_labelled_line("", "").append_text(row) for row in _join(legend, room, "   ")]
 
@@ -415,10 +419,13 @@ def _choose_bars(report: Report, main: Headline | None, each: int) -> dict[str, 
 
 def _is_spread_notable(table: Table) -> bool:
     """Return True if the compute times of the ranks differ by more than _NOTABLE_SPREAD."""
-    column = next((column for column in table.columns if column.title == table.ranged), None)
-    values = (
-        [value for value in column.values if isinstance(value, float)] if column is not None else []
-    )
+    values = [
+        value
+        for column in table.columns
+        if column.title == table.ranged
+        for value in column.values
+        if isinstance(value, float)
+    ]
     return len(values) > 1 and max(values) - min(values) > _NOTABLE_SPREAD * statistics.median(
         values
     )
@@ -567,13 +574,11 @@ def _wrap_field(
     first, *rest = textwrap.wrap(
         sanitize_line(text), max(20, width - 2 - begin), break_on_hyphens=False
     ) or [""]
-    lines = [_labelled_line(label, first, style, text_style)]
-    if rest:
-        room = max(20, width - 2 - _LABEL)
-        lines += [
-            _labelled_line("", each, "", text_style) for each in textwrap.wrap(" ".join(rest), room)
-        ]
-    return lines
+    rows = textwrap.wrap(" ".join(rest), max(20, width - 2 - _LABEL))
+    return [
+        _labelled_line(label, first, style, text_style),
+        *(_labelled_line("", row, "", text_style) for row in rows),
+    ]
 
 
 def _wrap_pieces(
