@@ -142,15 +142,15 @@ def build_rank_series(
                 _average_series(NO_CPU_TITLE, "%", f"rank {rank}", rank, started, 100 * shares)
             )
         readings = processes[rank].statistics.memory.readings
-        if not readings or not known.any():
-            continue
-        at = np.interp([each.step for each in readings], first_steps[known], started[known])
-        for name, title in (
-            ("allocated_bytes", "Device memory allocated"),
-            ("reserved_bytes", "Device memory reserved"),
-        ):
-            values = np.array([getattr(each, name) for each in readings], np.float64)
-            if np.isfinite(values).any():
+        bytes_of = {
+            "Device memory allocated": [each.allocated_bytes for each in readings],
+            "Device memory reserved": [each.reserved_bytes for each in readings],
+        }
+        for title, measured in bytes_of.items():
+            values = np.array(measured, np.float64)
+            if np.isfinite(values).any() and known.any():
+                steps = [each.step for each in readings]
+                at = np.interp(steps, first_steps[known], started[known])
                 found.append(_average_series(title, "By", f"rank {rank}", rank, at, values))
     return found
 

@@ -88,39 +88,35 @@ class NodeClocks:
 
     def common_clock(self, ranks: Collection[RankRecords]) -> CommonClock:
         """Return the common clock for one step of these ranks."""
-        nodes = list(dict.fromkeys(each.node for each in ranks))
-        if len(nodes) < 2:
-            offset_ns = {each.rank: each.unix_offset_ns for each in ranks}
-            return CommonClock(offset_ns, "")
+        first, *others = dict.fromkeys(each.node for each in ranks)
         at_ns = min(
             int(each.records.records["start_ns"].min(initial=1 << 62)) + each.unix_offset_ns
             for each in ranks
         )
-        shift_ns, spread_ns, fewest = {nodes[0]: 0}, 0.0, _MAX_ENDS
-        for node in nodes[1:]:
-            apart = self._clock_offsets_ns(nodes[0], node, at_ns)
+        shift_ns, spread_ns, fewest = {first: 0}, 0.0, _MAX_ENDS
+        for node in others:
+            apart = self._clock_offsets_ns(first, node, at_ns)
             if len(apart) >= MIN_ENDS:
                 middle = float(np.median(apart))
                 deviation = float(np.median(np.abs(apart - middle)))
                 if deviation <= _MAX_SPREAD_NS:
                     shift_ns[node], spread_ns = -round(middle), max(spread_ns, deviation)
                     fewest = min(fewest, len(apart))
+        aligned = (
+            f"The clocks of {len(shift_ns)} nodes are aligned by the ends of {fewest} or more"
+            f" collectives, to within about {max(spread_ns / 1e6, 0.001):.3f} ms."
+        )
+        left = len(others) + 1 - len(shift_ns)
+        words = [aligned] if len(shift_ns) > 1 else []
+        if left:
+            which = f"{left} other" if words else f"{left + 1}"
+            words.append(f"The clocks of {which} nodes cannot be compared.")
         offset_ns = {
             each.rank: each.unix_offset_ns + shift_ns[each.node]
             for each in ranks
             if each.node in shift_ns
         }
-        if len(shift_ns) < 2:
-            return CommonClock(offset_ns, f"The clocks of {len(nodes)} nodes cannot be compared.")
-        words = (
-            f"The clocks of {len(shift_ns)} nodes are aligned by the ends of {fewest} or more"
-            f" collectives, to within about {max(spread_ns / 1e6, 0.001):.3f} ms."
-        )
-        left = len(nodes) - len(shift_ns)
-        return CommonClock(
-            offset_ns,
-            words + (f" The clocks of {left} other nodes cannot be compared." if left else ""),
-        )
+        return CommonClock(offset_ns, " ".join(words))
 
     def _clock_offsets_ns(self, one: str, other: str, at_ns: int) -> npt.NDArray[np.float64]:
         """Return the offset of the other node's clock, measured at the collectives around this

@@ -66,23 +66,20 @@ def read_whole_steps(
                 of_steps[step].append(each._replace(records=records))
     collectives = join_collectives_by_step(of_ranks, ranks, uncomparable)
     clocks = NodeClocks(of_steps.values(), uncomparable)
-    index_of, rows, used_bytes, left_out = dict[str, int](), list[StepTrace](), 0, 0
-    for step, why in steps:
-        if not of_steps[step]:
-            continue
+    recorded = [(step, why) for step, why in steps if of_steps[step]]
+    index_of, rows, used_bytes = dict[str, int](), list[StepTrace](), 0
+    for step, why in recorded:
         with_its_own = dict(index_of)
         row = _build_step_trace(step, why, of_steps[step], len(processes), with_its_own, clocks)
         row["collectives"] = collectives.get(step, [])
         size = size_of(row) + size_of(list(with_its_own)[len(index_of) :])
-        if used_bytes + size > budget_bytes:
-            left_out += 1
-            continue
-        index_of, used_bytes = with_its_own, used_bytes + size
-        rows.append(row)
+        if used_bytes + size <= budget_bytes:
+            index_of, used_bytes = with_its_own, used_bytes + size
+            rows.append(row)
+    left_out = len(recorded) - len(rows)
     if left_out:
         notes.append(
-            f"Of {left_out + len(rows)} chosen steps, {left_out} do not fit into the page and are"
-            " left out."
+            f"Of {len(recorded)} chosen steps, {left_out} do not fit into the page and are left out."
         )
     if len(ranks) < len(processes):
         notes.append(

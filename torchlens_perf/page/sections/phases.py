@@ -15,7 +15,7 @@ from torchlens_perf.page.sections.section import (
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.view.html import build_section
 from torchlens_perf.view.markup import Element, tag
-from torchlens_perf.view.rank_tables import part_name, step_parts
+from torchlens_perf.view.rank_tables import mean_parts, part_name, step_parts
 from torchlens_perf.view.specs import Bar
 from torchlens_perf.view.theme import PARTS as NAMES
 
@@ -85,26 +85,20 @@ def _phase_caption(rows: list[Bar], report: Report, *, hidden: bool) -> str:
     """
     if hidden:
         return _HIDDEN
-    parts = list(dict.fromkeys(part for row in rows for part in row.seconds))
-    total = sum(sum(row.seconds.values()) for row in rows)
-    if not total:
+    means = mean_parts(row.seconds for row in rows)
+    if not any(means.values()):
         return "No part was measured."
     slow = next((row for row in rows if row.slow), None)
     others = [row for row in rows if not row.slow]
     if slow is not None and others:
-        usual = {
-            part: sum(row.seconds.get(part, 0.0) for row in others) / len(others) for part in parts
-        }
-        own = [part for part in parts if part != "communication"]
-        more = max(own, key=lambda part: slow.seconds.get(part, 0.0) - usual[part], default=None)
-        if more is not None and slow.seconds.get(more, 0.0) - usual[more] > _MIN_GAP * sum(
-            slow.seconds.values()
-        ):
+        usual = mean_parts(row.seconds for row in others)
+        own = {part: s for part, s in slow.seconds.items() if part != "communication"}
+        most = max(own, key=lambda part: own[part] - usual[part], default="")
+        if most and own[most] - usual[most] > _MIN_GAP * slow.total:
             return (
-                f"Largest gap: {slow.label} spends {format_duration(slow.seconds[more])} in"
-                f" {NAMES[more].name}; the other ranks average {format_duration(usual[more])}."
+                f"Largest gap: {slow.label} spends {format_duration(own[most])} in"
+                f" {NAMES[most].name}; the other ranks average {format_duration(usual[most])}."
             )
-    sums = {part: sum(row.seconds.get(part, 0.0) for row in rows) for part in parts}
-    largest = max(sums, key=lambda part: sums[part])
-    name = part_name(report, largest, sums[largest] / len(rows))
-    return f"Largest part: {name}, {format_percent(sums[largest] / total)}."
+    largest = max(means, key=lambda part: means[part])
+    share = format_percent(means[largest] / sum(means.values()))
+    return f"Largest part: {part_name(report, largest, means[largest])}, {share}."
