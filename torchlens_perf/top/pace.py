@@ -66,8 +66,8 @@ def describe_pace(report: Report, seen_s: float | None) -> list[str]:
         words += [
             f"p50 {format_duration(steps['p50_s'])}",
             f"p95 {format_duration_or_dash(steps['p95_s'])}",
+            f"max {format_duration_or_dash(steps['max_s'])}",
         ]
-        words += [f"max {format_duration_or_dash(steps['max_s'])}"]
     return [*words, *["device clock"] * (steps["by"] == DEVICE)]
 
 

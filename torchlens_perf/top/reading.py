@@ -17,6 +17,7 @@ from torchlens_perf.errors import DAMAGED_DATA, RunStoreError
 from torchlens_perf.report.run_report import report_from_states
 from torchlens_perf.top.pace import RecentStepRate
 from torchlens_perf.verdicts import node_state
+from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.verdicts.words.run_state import SILENT_S, format_age
 from torchlens_perf.view.headline import Headline, build_headlines
 
@@ -135,13 +136,8 @@ class RunReader:
         if not states:
             raise RunStoreError(problems[-1])
         report, states = report_from_states(self._run, states, problems)
-        shown = {(rank["rank"], rank["attempt"], rank["pid"]) for rank in report["ranks"]}
-        every = [process for state in states for process in state.processes.values()]
-        processes = {
-            who.rank: each
-            for each in every
-            if ((who := each.identity).rank, who.attempt, who.pid) in shown
-        }
+        shown = {rank["rank"] for rank in report["ranks"]}
+        processes = {rank: each for rank, each in latest_processes(states).items() if rank in shown}
         self._is_made = True
         return View(
             self._run.run_id,
