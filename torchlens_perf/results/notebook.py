@@ -86,23 +86,20 @@ class NotebookCell:
         if find_notebook_shell() is None:
             raise NotImplementedError
         session = recorded.session
-        if session is None or not recorded.has_sidecar:
-            self._display(request_results(recorded))
-            return
-        with count_as_overhead(session):
-            if self._mailbox is None:
-                with guard("showing the run while it goes on"):
-                    attach(self._update_live(recorded))
-            if self._newest is None:
-                self._read_results(_FIRST_S if session.step.training_steps else 0.0)
-        if self._newest is not None and self._newest.missing == TOO_MANY:
-            self._display(request_results(recorded))
-            return
-        with count_as_overhead(session):
-            self._display(
-                self._newest
-                or missing_results("recording; the first results come with the next steps")
-            )
+        if session is not None and recorded.has_sidecar:
+            with count_as_overhead(session):
+                if self._mailbox is None:
+                    with guard("showing the run while it goes on"):
+                        attach(self._update_live(recorded))
+                if self._newest is None:
+                    self._read_results(_FIRST_S if session.step.training_steps else 0.0)
+                found = self._newest or missing_results(
+                    "recording; the first results come with the next steps"
+                )
+                if found.missing != TOO_MANY:
+                    self._display(found)
+                    return
+        self._display(request_results(recorded))
 
     @contextmanager
     def _update_live(self, recorded: RunHandle) -> Iterator[None]:
