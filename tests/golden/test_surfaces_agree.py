@@ -358,7 +358,8 @@ def the_list_of_runs_has_the_first_verdict(report: dict[str, Any], folder: Path)
     lost_time_has_the_figures_of_the_rows(cast("Any", loaded))
     verdict = choose_headline(build_headlines(loaded))
     assert verdict is not None
-    assert (line.status, line.sentence, line.cost) == (
+    head = line.headline
+    assert (head.status, head.sentence, head.cost) == (
         verdict.status,
         verdict.sentence,
         verdict.cost,
