@@ -88,20 +88,26 @@ def test_path_and_gains_of_random_runs_are_sums_of_cells(begin: int) -> None:
         assert sum(each.share for each in classes) == pytest.approx(1)
         assert all(0 <= each.s_per_step <= step_s * (1 + 1e-9) for each in classes)
 
-        def gain_s(*texts: str, replay: Replay = replay) -> float:
+        def gain_s(*texts: str, replay: Replay = replay, step_s: float = step_s) -> float | None:
             found = replay.predict([parse_change(text) for text in texts])
-            assert found.low_s <= found.gain_s <= found.high_s <= step_s * (1 + 1e-9)  # noqa: B023
+            if found is None:
+                return None
+            assert found.low_s <= found.gain_s <= found.high_s <= step_s * (1 + 1e-9)
             return found.gain_s
 
-        both_s = gain_s("data=0", "forward=0")
-        assert max(gain_s("data=0"), gain_s("forward=0")) <= both_s + 1e-12, seed
-        everything_s = gain_s("rank=all@median")
+        both_s, everything_s = gain_s("data=0", "forward=0"), gain_s("rank=all@median")
+        for text in ("data=0", "forward=0"):
+            one_s = gain_s(text)
+            # Where both are known to remove most of the contention, one of them may not.
+            assert one_s is None or (both_s is not None and one_s <= both_s + 1e-12), seed
         for rank in times.ranks:
-            assert gain_s(f"rank={rank}@median") <= everything_s + 1e-12, (seed, rank)
+            of_rank_s = gain_s(f"rank={rank}@median")
+            assert None in (of_rank_s, everything_s) or of_rank_s <= everything_s + 1e-12, seed
         if len(times.ranks) == 1:
             for text in _GAINS:
                 part_ns = times.account.sum_ns([text.removesuffix("=0")]).mean()
-                assert gain_s(text) == pytest.approx(part_ns / 1e9), (seed, text)
+                found_s = gain_s(text)
+                assert found_s is None or found_s == pytest.approx(part_ns / 1e9), (seed, text)
 
 
 def steps_of(run: Planted, rank: int) -> list[dict[str, Any]]:

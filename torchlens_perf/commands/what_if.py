@@ -59,9 +59,8 @@ def _run_what_if(options: argparse.Namespace) -> int:
         return CANNOT_SAY
     found = lost.changes
     if changes:
-        replay = Replay(times, report, report["verdicts"])
-        found = [replay.predict(changes)]
-        if not replay.can_predict(changes):
+        predicted = Replay(times, report, report["verdicts"]).predict(changes)
+        if predicted is None:
             print(
                 f"torchlens-perf: cannot say: after the change, the ranks still wait for a CPU for"
                 f" more than {MAX_CONTENTION:.0%} of a step, and less work also makes these waits"
@@ -69,6 +68,7 @@ def _run_what_if(options: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
             return CANNOT_SAY
+        found = [predicted]
     if options.json:
         report_json.write_json(
             {"step_s": lost.step_s, "drift_share": lost.drift_share, "changes": found},

@@ -19,7 +19,6 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.time_account import CPU, NO_PART, TimeAccount, find_cells
 from torchlens_perf.diagnosis.lost_time import (
-    SlowRanks,
     find_slow_ranks,
     mean_step_s,
     sum_transfers,
@@ -145,9 +144,24 @@ class Replay:
         recorded = float(self._times.account.wall_ns.mean())
         return abs(float(self._end_ns.mean()) / recorded - 1)
 
-    def predict(self, changes: Sequence[Change]) -> PredictedChange:
-        """Return the gain of several changes together. Raise ConfigError if one names nothing."""
+    def predict(self, changes: Sequence[Change]) -> PredictedChange | None:
+        """Return the gain of several changes together. Raise ConfigError if one names nothing.
+
+        Return None if CPU contention takes much of the changed step: less work makes it shorter, by
+        how much is not known. A verdict has judged what its ranks cost.
+        """
         cells_ns, rest_ns = self._change_cells(changes), self._rest_ns
+        repaired = {rank for change in changes for rank in self._ranks_of(change)}
+        slow = max(
+            (each for each in self._slow if repaired.issuperset(each.ranks)),
+            key=lambda each: (repaired == set(each.ranks), each.cost_s),
+            default=None,
+        )
+        is_judged = slow is not None and repaired == set(slow.ranks) and len(changes) == 1
+        contention = self._contention_left(cells_ns)
+        is_less_work = (cells_ns != self._times.account.cells_ns).any()
+        if contention > MAX_CONTENTION and is_less_work and not is_judged:
+            return None
         irregular_s = 0.0
         for change in changes:
             if change.subject in _IRREGULAR:
@@ -160,47 +174,25 @@ class Replay:
             rest_ns = rest_ns * path_ns / self._path_ns
         gain_ns = self._end_ns - (path_ns + rest_ns)
         usual_s, error_s = float(gain_ns.mean()) / 1e9, _standard_error(gain_ns) / 1e9
-        # The replayed steps may be longer than the run's mean step, which no gain exceeds.
         gain_s = min(usual_s + irregular_s, self.step_s)
         model_error = MODEL_ERROR + max(map(self._module_error, changes), default=0.0)
         around_s = _STANDARD_ERRORS * error_s + model_error * abs(gain_s)
         low_s = gain_s - around_s
-        high_s = min(
-            self.step_s, gain_s + around_s + self._contention_left(cells_ns) * abs(usual_s)
-        )
+        high_s = min(self.step_s, gain_s + around_s + contention * abs(usual_s))
         share = gain_s / self.step_s
-        repaired = {rank for change in changes for rank in self._ranks_of(change)}
-        for slow in self._slow:
+        if slow is not None and (is_judged or slow.cost_s > gain_s):
             # One question has one answer: that of the verdict.
-            is_question = self._asks_for(changes, slow)
-            if is_question or (slow.cost_s > gain_s and repaired.issuperset(slow.ranks)):
-                gain_s, share = slow.cost_s, slow.share
-                low_s, high_s = min(low_s, gain_s), max(high_s, gain_s)
+            gain_s, share = slow.cost_s, slow.share
+            low_s, high_s = min(low_s, gain_s), max(high_s, gain_s)
         text = ", ".join(change.text for change in changes)
         return PredictedChange(text, gain_s, low_s, high_s, share)
-
-    def can_predict(self, changes: Sequence[Change]) -> bool:
-        """Return False if waits for a CPU are left that less work also makes shorter.
-
-        By how much they get shorter is not known. What a verdict has judged is known.
-        """
-        if any(self._asks_for(changes, slow) for slow in self._slow):
-            return True
-        cells_ns = self._change_cells(changes)
-        is_less_work = bool((cells_ns != self._times.account.cells_ns).any())
-        return not is_less_work or self._contention_left(cells_ns) <= MAX_CONTENTION
-
-    def _asks_for(self, changes: Sequence[Change], slow: SlowRanks) -> bool:
-        """Return True if the change is the repair of these ranks."""
-        return len(changes) == 1 and set(self._ranks_of(changes[0])) == set(slow.ranks)
 
     def _contention_left(self, cells_ns: Floats) -> float:
         """Return the share of waits for a CPU in a step of the critical ranks after a change.
 
         Where they were not measured, the share in one-second samples counts.
         """
-        of_critical_ns = cells_ns[self._critical]
-        waits_ns = of_critical_ns[..., find_cells((), (CPU,))].sum()
+        waits_ns = cells_ns[self._critical][..., find_cells((), (CPU,))].sum()
         account = self._times.account.select(self._critical)
         sampled = self._facts["steps"]["sampled_lack_of_cpu"] or 0.0
         unmeasured = 1 - float(account.is_measured.mean())
@@ -299,9 +291,8 @@ def predict_standard_changes(
     texts += [
         f"rank={rank}@median" for each in slow for rank in each.ranks if 1 < len(each.ranks) <= _FEW
     ]
-    changes = [[parse_change(text)] for text in texts]
-    found = [replay.predict(each) for each in changes if replay.can_predict(each)]
-    found = [each for each in found if each.low_s > 0]
+    predicted = [replay.predict([parse_change(text)]) for text in texts]
+    found = [each for each in predicted if each is not None and each.low_s > 0]
     return sorted(found, key=lambda each: -each.gain_s)[:most], drift
 
 

@@ -111,12 +111,11 @@ def _judge(job: Job, rule: Rule) -> Choice | None:
     elif job.replay is None or job.replay.drift_share > MAX_DRIFT:
         return None
     else:
-        changes = [parse_change(proposal.change)]
         try:
-            predicted = job.replay.predict(changes)
+            predicted = job.replay.predict([parse_change(proposal.change)])
         except ConfigError:  # The run does not have what the change names.
             return None
-        if not job.replay.can_predict(changes):
+        if predicted is None:
             return Choice(rule, action, proposal.because, None)
         gain_s, low_s = predicted.gain_s, predicted.low_s
     if not low_s >= MIN_GAIN * step_s:
