@@ -149,10 +149,8 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
 
         The value is None if the operation moves no data.
         """
-        factor, median_ns = (
-            bus_bandwidth_factor(self.key.operation, len(self.members)),
-            self.transfer_ns[1],
-        )
+        factor = bus_bandwidth_factor(self.key.operation, len(self.members))
+        median_ns = self.transfer_ns[1]
         if factor is None or not self.bytes or not median_ns > 0:
             return None
         return self.mean_bytes / median_ns * 1e9 * factor
@@ -222,13 +220,6 @@ def merge_links(nodes: Iterable[Iterable[LinkStatistics]]) -> list[LinkStatistic
     return list(found.values())
 
 
-@dataclasses.dataclass
-class _LinkCandidate:
-    row: LinkStatistics
-    members: tuple[int, ...]
-    slow: bool = False
-
-
 def find_slow_links(
     rows: Iterable[LinkStatistics], hosts: Mapping[int, str] | None = None
 ) -> LinkFindings:
@@ -238,8 +229,8 @@ def find_slow_links(
     `hosts` count as being on one node.
     """
     hosts = hosts or {}
-    # Candidates by the properties that peers must share.
-    kinds: dict[tuple[object, ...], list[_LinkCandidate]] = {}
+    # Rows by the properties that peers must share.
+    kinds: dict[tuple[object, ...], list[LinkStatistics]] = {}
     groups, few = set(), False
     for row in rows:
         if row.transfers < MIN_OPERATIONS:
@@ -249,7 +240,7 @@ def find_slow_links(
         nodes = len({hosts.get(rank, "") for rank in members})
         groups.add(key.group_or_pair)
         kind = key.operation, key.dtype, key.description, len(members), nodes, key.octave
-        kinds.setdefault(kind, []).append(_LinkCandidate(row, members))
+        kinds.setdefault(kind, []).append(row)
     compared = [alike for alike in kinds.values() if len(alike) > MIN_PEERS]
     if not compared:
         undecided = (
@@ -261,18 +252,17 @@ def find_slow_links(
         )
         return LinkFindings((), (), (), 0, undecided if groups or few else "")
     found: dict[tuple[str, tuple[int, ...]], SlowLink] = {}
+    slow: set[LinkKey] = set()
     for alike in compared:
         # This lower bound of the median over any candidate's peers excludes most of the candidates
         # fast, which matters with thousands of groups.
-        usual_ns = sorted(each.row.transfer_ns[1] for each in alike)[len(alike) // 2 - 1]
+        usual_ns = sorted(each.transfer_ns[1] for each in alike)[len(alike) // 2 - 1]
         for index, each in enumerate(alike):
-            if each.row.transfer_ns[1] < MIN_RATIO * usual_ns:
+            if each.transfer_ns[1] < MIN_RATIO * usual_ns:
                 continue
-            link = _judge_candidate(
-                each, [peer.row for peer in (*alike[:index], *alike[index + 1 :])]
-            )
+            link = _judge_candidate(each, [*alike[:index], *alike[index + 1 :]])
             if link is not None:
-                each.slow = True
+                slow.add(each.key)
                 known = found.get((link.group, link.ranks))
                 if known is not None:
                     cost_ns = known.cost_ns + link.cost_ns
@@ -281,15 +271,14 @@ def find_slow_links(
                     )
                 found[link.group, link.ranks] = link
     links = tuple(sorted(found.values(), key=lambda link: -link.cost_ns))
-    judged = {each.row.key.group_or_pair for alike in compared for each in alike}
-    return LinkFindings(
-        links, *_find_shared_ranks_or_nodes(links, compared, hosts), len(judged), ""
-    )
+    judged = {each.key.group_or_pair for alike in compared for each in alike}
+    alike_slow = [alike for alike in compared if any(each.key in slow for each in alike)]
+    peers = [each.members for alike in alike_slow for each in alike if each.key not in slow]
+    return LinkFindings(links, *_find_shared_ranks_or_nodes(links, peers, hosts), len(judged), "")
 
 
-def _judge_candidate(candidate: _LinkCandidate, peers: Sequence[LinkStatistics]) -> SlowLink | None:
-    """Return a SlowLink if the candidate is significantly slower than its peers, else None."""
-    each = candidate.row
+def _judge_candidate(each: LinkStatistics, peers: Sequence[LinkStatistics]) -> SlowLink | None:
+    """Return a SlowLink if a link is significantly slower than its peers, else None."""
     low_ns, transfer_ns, _ = each.transfer_ns
     medians = np.array([peer.transfer_ns[1] for peer in peers])
     usual_ns = float(np.median(medians))
@@ -320,7 +309,7 @@ def _judge_candidate(candidate: _LinkCandidate, peers: Sequence[LinkStatistics])
     return SlowLink(
         group=each.key.group,
         description=each.key.description,
-        ranks=candidate.members,
+        ranks=each.members,
         pair=each.key.pair is not None,
         operation=each.key.operation,
         dtype=each.key.dtype,
@@ -339,14 +328,15 @@ def _judge_candidate(candidate: _LinkCandidate, peers: Sequence[LinkStatistics])
 
 def _find_shared_ranks_or_nodes(
     links: Sequence[SlowLink],
-    compared: Sequence[Sequence[_LinkCandidate]],
+    peers: Sequence[tuple[int, ...]],
     hosts: Mapping[int, str],
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the ranks, or else the nodes, that only the slow links have in common."""
+    """Return the ranks, or else the nodes, that only the slow links have in common.
+
+    peers: members of the links of the same kinds that are not slow.
+    """
     if len(links) < 2:
         return (), ()
-    with_slow = [alike for alike in compared if any(each.slow for each in alike)]
-    peers = [each.members for alike in with_slow for each in alike if not each.slow]
     slow = [link.ranks for link in links]
     ranks = _elements_only_in_slow([set(each) for each in slow], [set(each) for each in peers])
     if ranks:
