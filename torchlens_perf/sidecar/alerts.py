@@ -77,10 +77,8 @@ class SlowLinkMonitor:
     def _judge_links(
         self, state: NodeState, cluster: ClusterLink, job: JobGeneration
     ) -> JudgedVerdict | None:
-        attempt, rows = (
-            cluster.membership.generation_number(job.generation),
-            build_link_statistics(state.join.operations()),
-        )
+        attempt = cluster.membership.generation_number(job.generation)
+        rows = build_link_statistics(state.join.operations())
         reported = [rows]
         if not cluster.judges_alone:
             own, left_out = link_report.encode_link_report(attempt, rows)

@@ -152,10 +152,8 @@ class Channel:
 
     def restore(self, earlier: ChannelState) -> None:
         """Continue from the saved state of a channel with the same group and pair."""
-        self.counts, self.ordered = (
-            dataclasses.replace(earlier.counts),
-            self.ordered and earlier.ordered,
-        )
+        self.counts = dataclasses.replace(earlier.counts)
+        self.ordered = self.ordered and earlier.ordered
         self._floor = self._newest = earlier.floor
 
     def ranks_on_node(self, local: set[int]) -> tuple[int, ...]:

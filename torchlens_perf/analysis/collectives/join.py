@@ -246,10 +246,8 @@ class CollectiveJoin:
     def _locate_operation(
         self, rank: int, operation: CollectiveName, group: GroupKey
     ) -> tuple[int, int, int]:
-        pair, meaning = (
-            _sender_and_receiver(rank, operation, group),
-            semantics_of(operation.operation),
-        )
+        pair = _sender_and_receiver(rank, operation, group)
+        meaning = semantics_of(operation.operation)
         dtype = operation.dtype if meaning.equal_dtype else ""
         key = OperationKey(SEND_RECV if pair else operation.operation, dtype, group, pair)
         row = self._row_of.setdefault(key, len(self._rows))
@@ -430,15 +428,11 @@ class CollectiveJoin:
         join = cls()
         join._reset(earlier.generation)
         join.outdated_records = earlier.outdated_records
-        join._local, join._left, join._from_any = (
-            set(earlier.local),
-            set(earlier.left),
-            set(earlier.from_any),
-        )
-        join._rows, join._row_of = (
-            earlier.operations,
-            {row.key: at for at, row in enumerate(earlier.operations)},
-        )
+        join._local = set(earlier.local)
+        join._left = set(earlier.left)
+        join._from_any = set(earlier.from_any)
+        join._rows = earlier.operations
+        join._row_of = {row.key: at for at, row in enumerate(earlier.operations)}
         for each in earlier.channels:
             join._channels[join._channel_index(each.group, each.pair)].restore(each)
             if each.group.ranks:

@@ -30,13 +30,11 @@ logging.getLogger("grpc").setLevel(logging.CRITICAL)
 # The number in the name is the protocol version. Node 0 answers UNIMPLEMENTED to other versions.
 REPORT = "/torchlens_perf.Exchange3/Report"
 NONCE_BYTES, INSTANCE_BYTES = 16, 8
-NONCE, PROOF, SENDER, NODE, INSTANCE = (
-    "nonce-bin",
-    "proof-bin",
-    "sender",
-    "node-bin",
-    "instance-bin",
-)
+NONCE = "nonce-bin"
+PROOF = "proof-bin"
+SENDER = "sender"
+NODE = "node-bin"
+INSTANCE = "instance-bin"
 MAX_CONNECTIONS = 8192
 IDLE_S = 10  # Node 0 closes connections without a call after this time.
 _KEEPALIVE_S = 60
