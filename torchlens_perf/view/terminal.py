@@ -16,6 +16,7 @@ from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_coverage,
+    format_duration,
     format_percent,
     format_run_duration,
     printable,
@@ -267,7 +268,7 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
     places = _verdict_location(head)
     seen = f" Seen {facts['seen']}." if "seen" in facts and not held else ""
     fields = {
-        "cost": _cost_text(head),
+        "cost": _with_others(head.cost, head),
         "evidence": f"{head.sentence}{seen}" if places else "",
         "cause": head.cause if places else "",
         "held": held.removeprefix("Held "),
@@ -301,9 +302,10 @@ def _verdict_location(head: Headline) -> list[str]:
     return [each for each in (*ranks, ", ".join(parts), facts.get("steps", "")) if each]
 
 
-def _cost_text(head: Headline) -> str:
+def _with_others(cost: str, head: Headline) -> str:
+    """Return the cost with the other ranks that cause it together; "" without a cost."""
     others = dict(head.facts).get("together with")
-    return f"{head.cost}, together with {others}" if others and head.cost else head.cost
+    return f"{cost}, together with {others}" if others and cost else cost
 
 
 def headline_line(head: Headline, width: int, label: str = "", more: str = "") -> Text:
@@ -315,9 +317,9 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
     if {"rank", "ranks", "in", "bound by"}.intersection(dict(head.facts)):
-        places[1:1] = [_cost_text(head).replace(" = ", " (").replace(" of step time", ")")] * bool(
-            head.cost
-        )
+        cost_s, share = head.cost_s_per_step or 0.0, head.cost_share or 0.0
+        cost = f"{format_duration(cost_s)} per step ({format_percent(share)})"
+        places[1:1] = [_with_others(cost, head)] if head.cost else []
         text = f"{', '.join(places)}{more}"
     else:
         text = f"{head.sentence}{more}"
