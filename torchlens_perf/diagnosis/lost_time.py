@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.diagnosis.step_times import USES, StepTimes
-from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
 from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.host_code import divide_host_code
 from torchlens_perf.verdicts.words.report import PathClass, mean_per_step
@@ -29,16 +28,14 @@ SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 OTHER_SECTIONS = "other sections"
 _SECTION, _AND = "section ", " and "
 _MAX_SECTIONS = 4
-_COMMUNICATION = USES.index("communication")
 COMPUTE = ("forward", "recompute", "backward", "optimizer")
 _COMPUTE = [USES.index(use) for use in COMPUTE]
 
 
 def find_critical_path(times: StepTimes) -> dict[str, float]:
     """Return the critical path by use and imbalance in ns, as the mean over all rows."""
-    rows = np.arange(len(times.steps))
-    critical = find_critical_ranks(times.uses_ns[..., _COMMUNICATION])
-    path = times.uses_ns[critical, rows]
+    critical, _ = times.critical
+    path = times.uses_ns[times.critical]
     median = np.empty_like(path)
     populations = np.array(times.populations)
     for population in set(times.populations):
@@ -65,6 +62,7 @@ class SlowRanks:
     cost_s: float
     share: float
     phase: str
+    since_step: int
 
 
 def find_slow_ranks(verdicts: Sequence[VerdictRow]) -> list[SlowRanks]:
@@ -75,30 +73,21 @@ def find_slow_ranks(verdicts: Sequence[VerdictRow]) -> list[SlowRanks]:
             evidence = row["evidence"]
             assert isinstance(evidence, StragglerEvidence)
             ranks = tuple(sorted({*evidence.ranks, *evidence.slow_too}))
-            found.setdefault(
-                ranks,
-                SlowRanks(
-                    ranks, row["cost_s_per_step"], row["cost_share"] or 0.0, row["phase"] or ""
-                ),
-            )
+            cost_s, share = row["cost_s_per_step"], row["cost_share"] or 0.0
+            slow = SlowRanks(ranks, cost_s, share, row["phase"] or "", row["since_step"] or 0)
+            found.setdefault(ranks, slow)
     return list(found.values())
 
 
 def begin_of_present(verdicts: Sequence[VerdictRow]) -> int:
     """Return the first step in which all ranks that are slow now were slow; 0 without any."""
-    return max(
-        (
-            row["since_step"] or 0
-            for row in verdicts
-            if row["kind"] == "straggler" and not row["is_over"]
-        ),
-        default=0,
-    )
+    return max((each.since_step for each in find_slow_ranks(verdicts)), default=0)
 
 
 def mean_step_s(times: StepTimes, steps: Steps) -> float:
     """Return a mean of these usual steps, with what irregular steps add per step of the run."""
-    return float(times.account.wall_ns.mean()) / 1e9 + sum(_find_irregular(steps).values())
+    path_ns = times.account.select(times.critical).wall_ns
+    return float(path_ns.mean()) / 1e9 + sum(_find_irregular(steps).values())
 
 
 def classify_time(
@@ -112,10 +101,7 @@ def classify_time(
     """
     irregular = _find_irregular(facts["steps"])
     step_s = mean_step_s(times, facts["steps"])
-    path_ns = find_critical_path(times)
-    # The critical rank's steps are as long as those of the mean rank, up to errors of the clocks.
-    scale = (step_s - sum(irregular.values())) / max(1.0, sum(path_ns.values()))
-    uses_s = {name: used_ns * scale for name, used_ns in path_ns.items()}
+    uses_s = {name: used_ns / 1e9 for name, used_ns in find_critical_path(times).items()}
     transfer_s = sum_transfers(facts, facts["collectives"]) if times.pipelined else None
     if transfer_s is not None:
         uses_s[BUBBLE] = max(0.0, uses_s["communication"] - transfer_s)
@@ -123,24 +109,25 @@ def classify_time(
     sections = divide_host_code(facts["sections"], uses_s["host"])
     uses_s["host"] -= sum(sections.values())
     uses_s |= {f"{_SECTION}{name}": seconds for name, seconds in sections.items()}
-    found: list[tuple[str, float, float, tuple[int, ...]]] = []
+    found: list[PathClass] = []
     for slow in find_slow_ranks(verdicts):
         taken_s = _take_time(uses_s, slow.phase, slow.cost_s)
-        found.append((SLOW_RANK, taken_s, slow.share * taken_s / slow.cost_s, slow.ranks))
+        share = slow.share * taken_s / slow.cost_s
+        found.append(PathClass(SLOW_RANK, taken_s, share, list(slow.ranks)))
     for row in verdicts:
         if row["kind"] == "imbalance" and not row["is_over"]:
             taken_s = _take_time(uses_s, row["phase"] or "", row["cost_s_per_step"] or 0.0)
-            found.append((IMBALANCE, taken_s, taken_s / step_s, ()))
+            found.append(PathClass(IMBALANCE, taken_s, taken_s / step_s, []))
     others_s = uses_s | irregular
-    rest_s = sum(others_s.values())
-    rest_share = max(0.0, 1.0 - sum(share for _, _, share, _ in found))
-    found += [(name, s, s / rest_s * rest_share, ()) for name, s in others_s.items() if s > 0]
-    classes = [
-        PathClass(name, seconds, share, list(ranks))
-        for name, seconds, share, ranks in found
+    rest_s, rest_share = sum(others_s.values()), 1.0 - sum(each.share for each in found)
+    found += [
+        PathClass(name, seconds, seconds / rest_s * max(0.0, rest_share), [])
+        for name, seconds in others_s.items()
         if seconds > 0
     ]
-    return sorted(classes, key=lambda each: -each.s_per_step)
+    return sorted(
+        (each for each in found if each.s_per_step > 0), key=lambda each: -each.s_per_step
+    )
 
 
 def _find_irregular(steps: Steps) -> dict[str, float]:

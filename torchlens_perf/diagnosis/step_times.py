@@ -11,6 +11,7 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount
 from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
 from torchlens_perf.verdicts.stragglers.placement import STAGES
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ class StepTimes:
         work, own = (each - each.mean(axis=0) for each in (self.workload, self.own_ns))
         scale = float(np.sqrt((work**2).sum() * (own**2).sum()))
         return float((work * own).sum()) / scale if scale else None
+
+    @functools.cached_property
+    def critical(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Index of the critical rank of each row, for which the others wait, and of the row."""
+        ranks = find_critical_ranks(self.account.sum_ns(["communication"]))
+        return ranks, np.arange(len(self.steps))
 
     def select_since(self, step: int) -> StepTimes:
         """Return the rows from a step on; all rows if these are fewer than MIN_ROWS."""

@@ -28,7 +28,6 @@ from torchlens_perf.errors import ConfigError, unknown_word_text
 from torchlens_perf.run.rank_ranges import format_ranges, parse_ranges
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.stragglers.own_time import find_critical_ranks
 from torchlens_perf.verdicts.words.modules import find_largest_on_device
 from torchlens_perf.verdicts.words.report import PredictedChange, mean_per_step
 
@@ -127,11 +126,8 @@ class Replay:
         self._times = times
         self._facts = facts
         self._slow = find_slow_ranks(verdicts)
-        rows = np.arange(len(times.steps))
-        critical = find_critical_ranks(times.account.sum_ns(["communication"]))
-        self._critical = critical, rows
-        account = times.account.select(self._critical)
-        self._segments, self._rest_ns = _SEGMENTS[0], account.sum_ns(["communication"])
+        self._critical = times.account.select(times.critical)
+        self._segments, self._rest_ns = _SEGMENTS[0], self._critical.sum_ns(["communication"])
         if not times.pipelined:
             self._segments, self._rest_ns = _find_segments(times.account, self._rest_ns)
         self._path_ns = _sum_segments(times.account.cells_ns, self._segments)
@@ -192,11 +188,10 @@ class Replay:
 
         Where they were not measured, the share in one-second samples counts.
         """
-        waits_ns = cells_ns[self._critical][..., find_cells((), (CPU,))].sum()
-        account = self._times.account.select(self._critical)
+        waits_ns = cells_ns[self._times.critical][..., find_cells((), (CPU,))].sum()
         sampled = self._facts["steps"]["sampled_lack_of_cpu"] or 0.0
-        unmeasured = 1 - float(account.is_measured.mean())
-        return float(waits_ns / account.wall_ns.sum()) + unmeasured * sampled
+        unmeasured = 1 - float(self._critical.is_measured.mean())
+        return float(waits_ns / self._critical.wall_ns.sum()) + unmeasured * sampled
 
     def _ranks_of(self, change: Change) -> Collection[int]:
         """Return the ranks that a change repairs."""
@@ -225,8 +220,7 @@ class Replay:
         if change.subject == "communication":
             return np.multiply(rest_ns, change.factor, dtype=np.float64)
         if change.subject == "overlap":
-            account = self._times.account.select(self._critical)
-            computing_ns: Floats = account.sum_ns(["forward", "backward"])
+            computing_ns: Floats = self._critical.sum_ns(["forward", "backward"])
             return np.maximum(rest_ns - computing_ns, 0)
         rows = [
             row
