@@ -76,17 +76,22 @@ def _plain_stream_descriptor(stream: Any) -> int | None:
     return descriptor
 
 
+def wait_until_ready(descriptor: int, event: int, deadline_s: float) -> int:
+    """Return the events of a descriptor once there is one; 0 at a deadline by the monotonic clock."""
+    waiting = select.poll()
+    waiting.register(descriptor, event)
+    found = waiting.poll(1000 * max(0.0, deadline_s - time.monotonic()))
+    return found[0][1] if found else 0
+
+
 def _write(descriptor: int, content: bytes) -> None:
     """Write as much as is accepted in time.
 
     Stop if the reader is gone: writing then may raise SIGPIPE.
     """
-    ready = select.poll()
-    ready.register(descriptor, select.POLLOUT)
     deadline_s = time.monotonic() + _WRITE_TIMEOUT_S
     while content:
-        events = ready.poll(1000 * max(0.0, deadline_s - time.monotonic()))
-        if not events or events[0][1] & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
+        if wait_until_ready(descriptor, select.POLLOUT, deadline_s) != select.POLLOUT:
             return
         with suppress(BlockingIOError):
             content = content[os.write(descriptor, content[:_CHUNK_BYTES]) :]

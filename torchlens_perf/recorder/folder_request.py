@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.interruption import ours, suppress
+from torchlens_perf.output import wait_until_ready
 from torchlens_perf.run import children, make_folders
 
 MADE = "made"
@@ -54,10 +55,7 @@ class FolderRequest:
     def wait_for_answer(self, timeout_s: float) -> str:
         """Return MADE, the system's error message, or "" without an answer in time."""
         deadline_s, ended = time.monotonic() + timeout_s, bool(self._text) or not self._pipes
-        ready = select.poll()
-        if not ended:
-            ready.register(self._pipes[1], select.POLLIN)
-        while not ended and ready.poll(max(0.0, 1000 * (deadline_s - time.monotonic()))):
+        while not ended and wait_until_ready(self._pipes[1], select.POLLIN, deadline_s):
             chunk = os.read(self._pipes[1], 4096)
             self._text += chunk
             ended = not chunk or chunk.endswith(b"\n")
@@ -65,7 +63,8 @@ class FolderRequest:
 
     def keep_folders(self) -> None:
         """Keep the folders that were created, or that a slow disk still creates."""
-        if self._pipes and not _has_no_reader(self._pipes[0]):
+        # Without a reader, a write may raise SIGPIPE.
+        if self._pipes and not wait_until_ready(self._pipes[0], select.POLLOUT, 0) & select.POLLERR:
             with suppress(OSError):
                 os.write(self._pipes[0], make_folders.KEEP)
         self.close()
@@ -79,17 +78,8 @@ class FolderRequest:
         for each in pipes:
             if self._text and each == pipes[-1]:
                 # The other process closes its end when it has removed its folders.
-                ended = select.poll()
-                ended.register(each, select.POLLIN)
-                ended.poll(1000 * _END_TIMEOUT_S)
+                wait_until_ready(each, select.POLLIN, time.monotonic() + _END_TIMEOUT_S)
             os.close(each)
-
-
-def _has_no_reader(pipe: int) -> bool:
-    """Return True if no process reads a pipe. A write to it may raise SIGPIPE."""
-    state = select.poll()
-    state.register(pipe, select.POLLOUT)
-    return any(events & select.POLLERR for _, events in state.poll(0))
 
 
 def find_folder_problem(folder: Path, timeout_s: float = 1.0, *, shared: bool = False) -> str:
