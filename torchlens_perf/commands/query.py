@@ -71,7 +71,7 @@ def _print_table(found: Rows) -> None:
 
     values = list(zip(*found.rows, strict=True)) or [()] * len(found.names)
     columns = [
-        Column(name, [_to_cell(value) for value in column], Quantity.NUMBER)
+        Column(name, list(map(_to_cell, column)), Quantity.NUMBER)
         for name, column in zip(found.names, values, strict=True)
     ]
     table = Table("query", format_count(len(found.rows), "row"), columns, first=_SHOWN_ROWS)

@@ -63,10 +63,7 @@ class TorchlensCallback(TrainerCallback):  # type: ignore[misc,unused-ignore]
     ) -> None:
         self._run.tag("evaluation")
 
-    def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._run.tag("evaluation")
+    on_predict = on_evaluate
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.errors import RunStoreError, guard, printable
@@ -15,6 +15,7 @@ from torchlens_perf.recorder import sidecar
 from torchlens_perf.results import child
 from torchlens_perf.run.directory import find_sidecar_lock
 from torchlens_perf.run.mailbox import ANSWER, RESULTS, Mailbox
+from torchlens_perf.run.verdicts import Summary, Verdict
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
@@ -50,7 +51,7 @@ class Results(NamedTuple):
     html: str
     """The report for a notebook cell."""
     summary: dict[str, Any]
-    """Values for summary.py; {} if results are missing."""
+    """Values of a Summary; {} if results are missing."""
     missing: str
     """Reason why results are missing; "" if results are available."""
 
@@ -96,6 +97,15 @@ def request_results(recorded: RunHandle) -> Results:
             return missing_results(why)
 
 
+def request_summary(recorded: RunHandle) -> Summary:
+    """Return the values of the current results, see Watch.summary()."""
+    found = request_results(recorded)
+    if not found.summary:
+        return Summary(missing=found.missing, html=found.html)
+    verdicts = tuple(Verdict(**row) for row in found.summary["verdicts"])
+    return Summary(**{**found.summary, "verdicts": verdicts, "html": found.html})
+
+
 def ask_sidecar(recorded: RunHandle, question: str) -> str | None:
     """Return the sidecar's answer to a question; None without a sidecar or after a timeout.
 
@@ -105,19 +115,14 @@ def ask_sidecar(recorded: RunHandle, question: str) -> str | None:
     if run is None or session is None or not recorded.has_sidecar:
         return None
     with guard("asking the sidecar"):
-        box, deadline_s = (
-            Mailbox(session.ring_path, ANSWER, question),
-            time.monotonic() + ANSWER_TIMEOUT_S,
-        )
-        try:
+        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        with closing(Mailbox(session.ring_path, ANSWER, question)) as box:
             text = None
             while text is None and (left_s := deadline_s - time.monotonic()) > 0:
                 # Try repeatedly: a sidecar that is being killed may hold its lock a little longer.
                 ensure_sidecar_runs(recorded)
                 text = box.wait_for_message(min(left_s, _WAKE_INTERVAL_S))
             return text
-        finally:
-            box.close()
     return None
 
 

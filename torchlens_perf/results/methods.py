@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchlens_perf.results.ask import RunHandle
     from torchlens_perf.results.live_views import LiveViews
     from torchlens_perf.results.notebook import NotebookCell
-    from torchlens_perf.results.summary import Summary
+    from torchlens_perf.run.verdicts import Summary
 
 Backend = Literal["pandas", "polars", "pyarrow"]
 _PAGE_TIMEOUT_S = 120.0
@@ -39,9 +39,9 @@ class ResultMethods(abc.ABC):
         the call counts as this package's overhead. Missing values are None; `missing` gives the
         reason.
         """
-        from torchlens_perf.results.summary import build_summary
+        from torchlens_perf.results.ask import request_summary
 
-        return build_summary(self._get_run_handle())
+        return request_summary(self._get_run_handle())
 
     def step_table(self, backend: Backend | None = None) -> Any:
         """Return a frame with a row per step and rank; docs/reference/run-directory.md describes

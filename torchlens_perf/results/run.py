@@ -13,7 +13,7 @@ from torchlens_perf.results.methods import Backend, ResultMethods
 from torchlens_perf.run.directory import RunDirectory, is_recording
 
 if TYPE_CHECKING:
-    from torchlens_perf.results.summary import Verdict
+    from torchlens_perf.run.verdicts import Verdict
 
 
 class Run(ResultMethods):
@@ -46,10 +46,8 @@ class Run(ResultMethods):
         """
         from torchlens_perf.results import child
 
-        found: dict[str, Any] = json.loads(
-            child.run_and_capture("report", str(self.run_dir), "--json")
-        )
-        return found
+        text = child.run_and_capture("report", str(self.run_dir), "--json")
+        return dict(json.loads(text))
 
     def table(
         self,
