@@ -17,8 +17,8 @@ what to do.
 The training process only writes marks into a memory-mapped file; one sidecar process per node does
 everything else::
 
-    training process: hooks ──mark──▶ Recorder ──▶ ring file ─▶ sidecar: statistics ─▶ verdict ─▶
-    run directory, OTLP
+    training process                        sidecar process
+    hooks ──mark──▶ recorder ─▶ ring file ─▶ statistics ─▶ verdicts ─▶ run directory, OTLP
 
 Importing the package does nothing: no thread, no patch, no file, and torch is not imported. Each
 public name is imported when it is first used, so processes that record nothing start as fast as

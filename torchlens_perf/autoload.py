@@ -2,10 +2,9 @@
 
 ::
 
-    torchrun --logs-specs torchlens_perf train.py      torchrun.py sets TORCHLENS_PERF=1 for the
-    workers TORCHLENS_PERF=1 python train.py                   autoload(): entry point
-    torch.backends, at `import torch` python -m torchlens_perf run train.py ARGS
-    commands/run.py: the same, also where torch loads no entry points
+    torchrun --logs-specs torchlens_perf train.py    torchrun.py sets TORCHLENS_PERF=1 in the workers
+    TORCHLENS_PERF=1 python train.py                 torch calls autoload(), an entry point
+    python -m torchlens_perf run train.py ARGS       the same, also if torch loads no entry points
 
 Recording starts after the first training step (hooks/loop/first_step.py), because data loader
 workers, compile workers, launchers and tools import torch too and are not ranks.
@@ -117,11 +116,8 @@ def _rearm_in_children() -> None:
 # Cached, because the entry point and `run` both call autoload(), and the line must appear once.
 @functools.cache
 def _print_not_recording(reason: str) -> None:
-    from torchlens_perf.errors import printable
-    from torchlens_perf.output import write_to_stderr
+    from torchlens_perf.errors import print_off
     from torchlens_perf.watching import already_printed
 
     already_printed.add(reason)
-    # One line per node is enough.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        write_to_stderr(f"torchlens_perf is off: {printable(reason)}\n")
+    print_off(reason, os.environ)

@@ -8,12 +8,12 @@ import functools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from torchlens_perf.interruption import is_interruption, ours
-from torchlens_perf.output import logger
+from torchlens_perf.output import logger, write_to_stderr
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -97,6 +97,12 @@ def printable(text: str) -> str:
     import unicodedata
 
     return "".join("?" if unicodedata.category(c) in _NOT_PRINTED else c for c in text)
+
+
+def print_off(reason: str, environ: Mapping[str, str]) -> None:
+    """Print on stderr, once per node, why nothing is recorded."""
+    if environ.get("LOCAL_RANK", "0") == "0":
+        write_to_stderr(f"torchlens_perf is off: {printable(reason)}\n")
 
 
 class LazyPrintable:

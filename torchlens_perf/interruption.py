@@ -75,8 +75,12 @@ def is_interruption(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return True
     entries = list(_entries(error.__traceback__))
-    frames = [each.tb_frame for each in entries if not _is_ours(each.tb_frame)]
-    if any(map(_is_signal_handler, frames)) or _is_debugger_exit(error):
+    # Frames of this package are no signal handlers.
+    every = [each.tb_frame for each in entries]
+    frames = [each for each in every if not each.f_code.co_filename.startswith(_PACKAGE)]
+    bdb = sys.modules.get("bdb")
+    is_debugger_exit = bdb is not None and isinstance(error, bdb.BdbQuit)
+    if is_debugger_exit or any(map(_is_signal_handler, frames)):
         return True
     if frames and not _installed_handlers().isdisjoint(each.f_code for each in frames):
         return True
@@ -87,10 +91,6 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
     while traceback is not None:
         yield traceback
         traceback = traceback.tb_next
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _is_signal_handler(frame: FrameType) -> bool:
@@ -137,11 +137,6 @@ def _codes_of(function: Any) -> Iterator[CodeType]:
             function = function.func
         else:
             function = vars(type(function)).get("__call__")
-
-
-def _is_debugger_exit(error: Exception) -> bool:
-    bdb = sys.modules.get("bdb")
-    return bdb is not None and isinstance(error, bdb.BdbQuit)
 
 
 def _is_asynchronous(error: Exception, innermost: TracebackType) -> bool:

@@ -3,9 +3,9 @@ here.
 
 ::
 
-    watch(model) ─▶ Session (recorder + hooks) ──marks──▶ ring file ──▶ sidecar process ─▶ run
-         directory, OTLP │                                                                    │ └──
-         on leaving: detaches, ends the ring, and on rank 0 prints ◀── report.txt
+    watch(model) ─▶ Session (recorder, hooks) ──marks──▶ ring file ─▶ sidecar ─▶ run directory, OTLP
+      │                                                                  │
+      └─ on leaving: detaches, ends the ring, prints on rank 0 ◀─report──┘
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Watch(LiveResultMethods):
     ) -> None:
         self._config = config
         self._models = models
-        self._optimizers = optimizers
+        self._optimizers = list(optimizers)
         self._enabled = enabled
         self._identity: Identity | None = None
         self._session: Session | None = None
@@ -192,9 +192,8 @@ class Watch(LiveResultMethods):
         self._entered = False
         self._finalizer: Finalize | None = None
         self._earlier_exceptions: tuple[BaseException | None, ...] = ()
-        names = [type(each.module).__name__ for each in models or ()] + [
-            type(each).__name__ for each in optimizers
-        ]
+        watched = [*(each.module for each in models or ()), *optimizers]
+        names = [type(each).__name__ for each in watched]
         self._what = ", ".join(names) or "what is trained"
         self.run_dir: Path | None = None
         """The run directory; None before the watch is entered and if nothing is recorded."""
@@ -216,26 +215,19 @@ class Watch(LiveResultMethods):
         Raise ConfigError for a coroutine or a generator function, whose body runs after the call
         has returned.
         """
-        kinds = (
-            inspect.iscoroutinefunction,
-            inspect.isgeneratorfunction,
-            inspect.isasyncgenfunction,
-        )
-        if not callable(function) or any(kind(function) for kind in kinds):
+        suspends = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        if not callable(function) or suspends or inspect.isgeneratorfunction(function):
             raise ConfigError(
                 f"@watch() on {function!r}: must be a plain function; use `with watch():` inside"
                 " of it"
             )
-        config, models, optimizers, enabled = (
-            self._config,
-            self._models,
-            self._optimizers,
-            self._enabled,
+        start = functools.partial(
+            Watch, self._config, self._models, self._optimizers, enabled=self._enabled
         )
 
         @functools.wraps(function)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> _T:
-            with Watch(config, models, list(optimizers), enabled=enabled):
+            with start():
                 return function(*args, **kwargs)
 
         return recorded
@@ -316,17 +308,14 @@ class Watch(LiveResultMethods):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """End the watch. error: the exception that leaves the context or ends the program."""
         try:
-            self._leave(error)
+            if self._joined is not None:
+                self._joined = None
+            else:
+                self._end(error)
         finally:
             self._stop_recording(None, error)
-
-    def _leave(self, error: BaseException | None) -> None:
-        """End the watch. error: the exception that leaves the context or ends the program."""
-        if self._joined is not None:
-            self._joined = None
-        else:
-            self._end(error)
 
     def step(self, tokens: int | None = None) -> None:
         """End a step. After the first call, only step() ends steps.
@@ -376,18 +365,12 @@ class Watch(LiveResultMethods):
     def _get_run_handle(self) -> RunHandle:
         from torchlens_perf.results.ask import RunHandle
 
-        watch, why = (
-            self._recording_watch(),
-            "nothing is recorded: it has not begun, or the log says why not",
-        )
-        if not self._enabled:
-            why = "nothing is recorded: it is switched off"
-        run = (
-            None
-            if self.run_dir is None
-            else RunDirectory(self.run_dir, shared=watch._config.is_shared)
-        )
-        return RunHandle(run, watch._session, watch._config.sidecar, why)
+        watch = self._recording_watch()
+        off = "it has not begun, or the log says why not" if self._enabled else "it is switched off"
+        run = None
+        if self.run_dir is not None:
+            run = RunDirectory(self.run_dir, shared=watch._config.is_shared)
+        return RunHandle(run, watch._session, watch._config.sidecar, f"nothing is recorded: {off}")
 
     @above_standard_streams()
     def _record(
@@ -409,7 +392,8 @@ class Watch(LiveResultMethods):
                     self._stop_recording(None, None)
                     raise
                 finally:
-                    _session = None if self._session is None else _session
+                    if self._session is None:
+                        _session = None
             return self._session is not None
 
     def _start(self, *, in_the_middle: bool, after_step_of: Optimizer | None) -> None:

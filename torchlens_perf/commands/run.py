@@ -14,14 +14,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from torchlens_perf import config
 from torchlens_perf.autoload import AUTOLOAD_SWITCH, is_autoload_off
 from torchlens_perf.commands.command import Command
-from torchlens_perf.errors import ConfigError, printable
-from torchlens_perf.output import write_to_stderr
+from torchlens_perf.errors import ConfigError, print_off
 from torchlens_perf.run import children
 from torchlens_perf.startup import sitecustomize
 
@@ -118,7 +117,7 @@ def _switch_recording_on(
         if quiet:
             return
         off = config.CHILD if config.CHILD in environment else config.SWITCH
-        _warn_not_recording(environment, f"{off}={environment[off]}")
+        print_off(f"{off}={environment[off]}", environment)
         return
     environment.setdefault(config.SWITCH, "1")
     path = environment.get("PYTHONPATH")
@@ -126,10 +125,10 @@ def _switch_recording_on(
     if any(map(_NO_SITECUSTOMIZE.match, options)) or os.pathsep in sitecustomize.FOLDER:
         # With -E, -I or -S, Python does not run sitecustomize. Only torch's entry point can record.
         if is_autoload_off(environment):
-            _warn_not_recording(
-                environment,
+            print_off(
                 f"{AUTOLOAD_SWITCH} is off, and with -E, -I or -S Python does not run sitecustomize,"
                 " the other way to start recording",
+                environment,
             )
     elif (
         first != sitecustomize.FOLDER
@@ -139,11 +138,6 @@ def _switch_recording_on(
         environment["PYTHONPATH"] = (
             f"{sitecustomize.FOLDER}{os.pathsep}{path}" if path else sitecustomize.FOLDER
         )
-
-
-def _warn_not_recording(environment: Mapping[str, str], reason: str) -> None:
-    if environment.get("LOCAL_RANK", "0") == "0":  # Print once per node.
-        write_to_stderr(f"torchlens_perf is off: {printable(reason)}\n")
 
 
 COMMAND = Command(
