@@ -223,7 +223,8 @@ def test_energy_is_divided_by_steps_and_tokens_or_not_measured() -> None:
     found = build_report("run", [state])["goodput"]
     assert found is not None
     assert (found.energy_j_per_step, found.energy_j_per_token) == (20.0, None)
-    worker.statistics.workload, worker.statistics.workload_steps = 1600, 40
+    operators = worker.statistics.operators
+    operators.workload, operators.workload_steps = 1600, 40
     found = build_report("run", [state])["goodput"]
     assert found is not None
     assert found.energy_j_per_token == 0.5
@@ -231,7 +232,7 @@ def test_energy_is_divided_by_steps_and_tokens_or_not_measured() -> None:
         each for each in build_tables(build_report("run", [state])) if each.key == "goodput"
     )
     assert table.note == "Energy: 20 J per step, 0.5 J per token."
-    worker.statistics.workload_steps = 39
+    operators.workload_steps = 39
     found = build_report("run", [state])["goodput"]
     assert found is not None
     assert found.energy_j_per_token is None

@@ -33,7 +33,6 @@ from torchlens_perf.run import captures as capture_files
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
@@ -106,9 +105,6 @@ def node(
     ]
     for state in states:
         state.statistics.other_threads_ns = other_threads_ns
-        for part, each_ms in device_ms.items():
-            sketch = state.statistics.device.parts[part] = Sketch()
-            sketch.add(np.full(10, each_ms * MS, np.int64))
         if device_ms:
             state.statistics.device_mix.add_steps(mixed_table([device_ms] * 10))
             step_ns = np.full(10, sum(device_ms.values()) * MS, np.int64)

@@ -152,8 +152,6 @@ def test_saved_state_is_read_back_unchanged(run: RunDirectory, state: NodeState)
         "memory_bytes",
         "memory_max_bytes",
         "work",
-        "workload",
-        "workload_steps",
     }
     assert empty(statistics["device"]) <= {
         "caught_up",

@@ -110,8 +110,8 @@ def build_goodput(
     energy_j = sum(filter(None, joules))
     steps = sum(each.steps for each in attempts)
     ranks = [each.statistics for world in worlds for each in world]
-    is_known = all(each.workload_steps == each.counted_steps for each in ranks)
-    tokens = sum(each.workload for each in ranks) if is_known else 0
+    is_known = all(each.operators.workload_steps == each.counted_steps for each in ranks)
+    tokens = sum(each.operators.workload for each in ranks) if is_known else 0
     return structs.replace(
         goodput,
         energy_j=energy_j,

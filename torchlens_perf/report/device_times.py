@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.analysis.statistics.step_mix import classify_steps
+from torchlens_perf.analysis.statistics.step_mix import classify_steps, sum_time
 from torchlens_perf.report.distribution import summarize_sketch
 from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
@@ -46,10 +46,8 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
     device = process.statistics.device
     if not device.timed_steps:
         return None
-    error_ns, typical = (
-        process.facts.device.get("error_ns"),
-        classify_steps([process.statistics.device_mix]).typical,
-    )
+    error_ns, mix = process.facts.device.get("error_ns"), process.statistics.device_mix
+    typical, seen = classify_steps([mix]).typical, sum_time(mix.bins.values())
     return {
         "clock": process.facts.device.get("clock"),
         "error_s": None if error_ns is None else error_ns / 1e9,
@@ -70,7 +68,11 @@ def build_device_times(process: ProcessState) -> DeviceTimes | None:
         "parts": (
             {}
             if typical is None
-            else {part: float(typical.account.sum_ns([part])) / 1e9 for part in device.parts}
+            else {
+                part: float(part_ns) / 1e9
+                for part, part_ns in typical.account.parts_ns.items()
+                if seen.sum_ns([part]) > 0
+            }
         ),
         "behind_s": summarize_sketch(device.behind),
         "caught_up": device.caught_up_share,

@@ -9,7 +9,6 @@ import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, unpack_row
-from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind, lookup_name
 from torchlens_perf.run.sketch import Sketch, decode_windows
 
@@ -76,8 +75,6 @@ class DeviceStatistics:
     """Durations of training steps for which all device times are known."""
     work: Sketch = dataclasses.field(default_factory=Sketch)
     """The durations in `judged` without the stalls of the device's compute stream."""
-    parts: dict[str, Sketch] = dataclasses.field(default_factory=dict)
-    """Times of the parts of the steps in `judged`, see device_steps.py."""
     behind: Sketch = dataclasses.field(default_factory=Sketch)
     """Delay from the end of a forward or backward pass on the host to its end on the device."""
     caught_up: int = 0
@@ -131,9 +128,6 @@ class DeviceStatistics:
         Steps with OTHER_WORK are skipped.
         """
         steps = steps.select_rows((steps.flags & OTHER_WORK) == 0)
-        for part, durations_ns in zip(PARTS, steps.parts_ns.T, strict=True):
-            if durations_ns.any():
-                self.parts.setdefault(part, Sketch()).add(durations_ns)
         self.judged.add(steps.duration_ns)
         self.work.add(steps.own_ns)
 

@@ -47,6 +47,7 @@ class OperatorStatistics:
     others: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """Calls and ns of operators that have no formula, by name."""
     workload: int = 0
+    """Sum of the steps' workloads, see StepTable."""
     workload_steps: int = 0
     """Number of steps whose workload is known."""
     counted_workload: int = 0

@@ -491,10 +491,6 @@ class RankStatistics:
     memory_bytes: int = 0
     memory_max_bytes: int = 0
     micro_steps: int = 1
-    workload: int = 0
-    """Sum of the steps' workloads, see StepTable."""
-    workload_steps: int = 0
-    """Number of steps whose workload is known."""
     flags_seen: int = 0
     history: WindowHistory = field(default_factory=WindowHistory)
     device_history: WindowHistory = field(default_factory=WindowHistory)
@@ -564,9 +560,6 @@ class RankStatistics:
         self.memory_max_bytes = max(self.memory_max_bytes, int(table.memory_bytes.max()))
         self.micro_steps = int(np.median(table.micro_steps))
         self.flags_seen |= int(np.bitwise_or.reduce(table.flags))
-        known = table.workload[table.workload >= 0]
-        self.workload += int(known.sum())
-        self.workload_steps += len(known)
         self.history.add_steps(table)
 
     def _mask_usual_steps(self, steps: StepTable) -> npt.NDArray[np.bool_]:

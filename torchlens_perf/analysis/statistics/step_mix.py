@@ -569,11 +569,11 @@ def _compute_typical_step(bins: Sequence[Bin], flags: int) -> TypicalStep:
 
 def sum_time(bins: Iterable[Bin]) -> TimeAccount:
     """Return the account of all steps in these bins. It has waits for a CPU of measured steps only."""
-    whole = Bin()
-    for each in bins:
-        whole.merge(each)
-    account = TimeAccount.from_parts(whole.parts_ns, whole.ready_ns)
-    return dataclasses.replace(account, is_measured=np.array(whole.measured == whole.count))
+    found, nothing = list(bins), np.zeros(len(PARTS))
+    parts_ns = sum((each.parts_ns for each in found), nothing)
+    account = TimeAccount.from_parts(parts_ns, sum((each.ready_ns for each in found), nothing))
+    is_measured = all(each.measured == each.count for each in found)
+    return dataclasses.replace(account, is_measured=np.array(is_measured))
 
 
 def _part_with_most_difference(bins: Sequence[Bin], typical: TypicalStep) -> str:
