@@ -29,6 +29,7 @@ from torchlens_perf.diagnosis.what_if import Replay, parse_change
 from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.report.usual_steps import read_usual_steps
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.verdicts.words.evidence import LongStepsEvidence
 from torchlens_perf.verdicts.words.report import Report, mean_per_step
 
 RANKS, RUN_TIMEOUT_S = 2, 180
@@ -115,19 +116,19 @@ def _run_of(folder: Path) -> RunDirectory:
 
 def _first_named(report: Report) -> str:
     """Return what the first verdict names. Where a job computes, that is what it should change."""
-    row = next(row for row in report["verdicts"] if row["kind"] != "none")
-    if row["kind"] == "long_steps" and isinstance(row["evidence"], dict):
-        return " and ".join(row["evidence"]["kinds"]) or "long steps"
-    if row["text"].startswith("Waiting for other ranks"):
+    row = next(row for row in report["verdicts"] if row.kind != "none")
+    if isinstance(row.evidence, LongStepsEvidence):
+        return " and ".join(row.evidence.long["kinds"]) or "long steps"
+    if row.text.startswith("Waiting for other ranks"):
         return "imbalance"
-    if row["text"].startswith("Section"):
-        return " ".join(row["text"].split()[:2]).lower()
-    if row["kind"] in _BY_KIND:
-        return _BY_KIND[row["kind"]]
-    action = row["text"].rpartition(" Next: ")[2]
+    if row.text.startswith("Section"):
+        return " ".join(row.text.split()[:2]).lower()
+    if row.kind in _BY_KIND:
+        return _BY_KIND[row.kind]
+    action = row.action
     start = re.match(r"start with ([^,;]+),", action)
     if start is not None:
-        return start[1] if start[1] == "wide" else row["phase"] or "?"
+        return start[1] if start[1] == "wide" else row.phase or "?"
     named = [name for name, words in _BY_ACTION.items() if any(word in action for word in words)]
     return named[0] if named else action
 
@@ -145,10 +146,10 @@ def judge(out: Path) -> None:
         report, _ = load_report_and_states(_run_of(folder))
         if kind in KINDS:
             found[kind].append(_first_named(report))
-            sentences[kind].append(report["verdicts"][0]["text"])
+            sentences[kind].append(report["verdicts"][0].sentence)
         else:
             clean += 1
-            actions += [row["action"] for row in report["verdicts"] if row["because"]]
+            actions += [row.action for row in report["verdicts"] if row.because]
     table = Table("kind", "right", "others")
     for kind, firsts in found.items():
         right = [first for first in firsts if first in KINDS[kind][0]]

@@ -122,7 +122,7 @@ def find_slow_rank() -> Table:
         )  # fmt: skip
         (run,) = Path(folder).iterdir()
         report = perf.open_run(run).report()
-    named = [each["rank"] for each in report["verdicts"] if each["kind"] == "straggler"]
+    named = [each.rank for each in report["verdicts"] if each.kind == "straggler"]
     quality = report["quality"]
     table = Table("two ranks, rank 1 waits for 0.3 steps", "named", "modules timed in 1 of", "")
     table.row("slow ranks", str(named), str(quality["module_period"]), table.bar(named == [1]))

@@ -24,7 +24,6 @@ from benchmarks.planted_faults import seeds, started
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.node_state import load_all
-from torchlens_perf.verdicts.words.evidence import PastStragglerEvidence, StragglerEvidence
 
 RANKS = 2
 KINDS = ("memory_pressure", "busy_neighbour", "slow_storage", "gc", "clean")
@@ -56,15 +55,10 @@ def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
     suspect, _, path = (folder / "truth").read_text().partition(" ")
     run = RunDirectory(Path(path))
     verdict = build_report(run.run_id, load_all(run))["verdicts"][0]
-    evidence = verdict["evidence"]
-    diagnosis = (
-        evidence.diagnosis
-        if isinstance(evidence, StragglerEvidence | PastStragglerEvidence)
-        else None
-    )
+    diagnosis = verdict.evidence.diagnosis
     causes = () if diagnosis is None else diagnosis.causes
-    named = verdict["rank"] if verdict["kind"] == "straggler" else None
-    return int(suspect), named, [cause.kind for cause in causes], verdict["text"]
+    named = verdict.rank if verdict.kind == "straggler" else None
+    return int(suspect), named, [cause.kind for cause in causes], verdict.sentence
 
 
 def main() -> int:

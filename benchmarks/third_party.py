@@ -47,7 +47,6 @@ from tests.support.processes import wait_for_sidecar
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
-from torchlens_perf.run.verdicts import remove_action
 
 _TIMEOUT_S = 240
 _PARTS = ("data", "forward", "recompute", "backward", "optimizer", "communication", "host", "tool")
@@ -152,11 +151,11 @@ def judge(script: Script, folder: Path) -> dict[str, Any]:
         "ranks": report["run"]["world_size"],
         "steps": report["steps"]["count"],
         "p50_s": report["steps"]["p50_s"],
-        "verdicts": [each["text"] for each in report["verdicts"]],
-        "findings": [remove_action(each["text"], each["action"]) for each in report["verdicts"]],
-        "kinds": [each["kind"] for each in report["verdicts"]],
+        "verdicts": [each.sentence for each in report["verdicts"]],
+        "findings": [each.text for each in report["verdicts"]],
+        "kinds": [each.kind for each in report["verdicts"]],
         "lost_time": lost and {each.name: each.share for each in lost.classes},
-        "actions": [each["action"] for each in report["verdicts"] if each["because"]],
+        "actions": [each.action for each in report["verdicts"] if each.because],
         "parts": _read_parts(run_directory.path),
     }
 

@@ -61,7 +61,7 @@ def _first_verdict(model: Any, step: Callable[[], None], steps: int) -> dict[str
         assert watch.run_dir is not None
         wait_for_sidecar(watch.run_dir)
         report = load_report(RunDirectory(Path(watch.run_dir)))
-    return dict(next(iter(report["verdicts"]), {}))
+    return next(({"text": each.text, "kind": each.kind} for each in report["verdicts"]), {})
 
 
 def _busy_share(step: Callable[[], None], steps: int) -> float:

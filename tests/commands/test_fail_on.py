@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.support.findings import findings, hang, hung
 from tests.support.live_simulation import LiveSimulation
 from tests.support.ranks import Rank, make_run, read_to_end
 from torchlens_perf.commands.cli import main
 from torchlens_perf.commands.fail_on import KINDS, choose_exit_code
+from torchlens_perf.report.report_json import EVIDENCE, kinds_with
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts.node_state import NodeState
-from torchlens_perf.verdicts.words.evidence import EVIDENCE, NoSlowRankEvidence, NotComparedEvidence
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import (
+    NoSlowRankEvidence,
+    NotComparedEvidence,
+    WarmUpEvidence,
+)
 
 EVERY = ",".join(KINDS)
 ENDED_FAULT = "constant:rank=2,share=0.3,since=32,until=96"
@@ -131,7 +138,7 @@ def test_fail_on_ignores_an_ended_hang_unless_costly_or_at_the_end(
 def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code: int) -> None:
     """A verdict of the kind `not_compared` states that the ranks were not compared."""
     evidence = NoSlowRankEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
-    row = {"kind": kind, "rank": None, "is_over": False, "evidence": evidence}
+    row = Verdict(kind=kind, confidence=0.9, evidence=evidence)
     report: Any = {
         "verdicts": [row],
         "steps": {"count": 60, "p50_s": 0.1},
@@ -144,13 +151,16 @@ def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code:
 
 def test_fail_on_finds_a_slow_rank_even_if_all_ranks_lack_cpus() -> None:
     """If all ranks lack CPUs and one rank lacks them more, both problems are one verdict."""
-    row = {"kind": "lack_of_cpu", "rank": 2, "is_over": False, "evidence": None}
+    row = Verdict(kind="lack_of_cpu", rank=2, confidence=0.9, evidence=WarmUpEvidence())
     for changed, slow_rank, contention in (
         ({}, 1, 1),
         ({"rank": None}, 3, 1),
         ({"is_over": True}, 3, 3),
     ):
-        report: Any = {"verdicts": [{**row, **changed}], "steps": {"count": 2, "p50_s": None}}
+        report: Any = {
+            "verdicts": [structs.replace(row, **changed)],
+            "steps": {"count": 2, "p50_s": None},
+        }
         assert choose_exit_code(["slow-rank"], report, [NodeState("node")])[0] == slow_rank
         assert choose_exit_code(["cpu-contention"], report, [NodeState("node")])[0] == contention
 
@@ -225,5 +235,5 @@ def test_fail_on_a_missing_run_exits_with_2(tmp_path: Path) -> None:
 
 
 def test_every_name_accepted_by_fail_on_is_a_kind_of_verdict() -> None:
-    assert set(KINDS.values()) <= set(EVIDENCE)
+    assert set(KINDS.values()) <= {kind for each in EVIDENCE for kind in kinds_with(each)}
     assert all(name == name.lower() and "_" not in name for name in KINDS)

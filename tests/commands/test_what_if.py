@@ -54,7 +54,7 @@ def test_report_shows_the_class_and_the_gain_of_a_slow_rank_with_the_cost_of_its
     report = load_report(RunDirectory(run))
     lost = report["lost_time"]
     assert lost is not None
-    (cost_s,) = [row["cost_s_per_step"] for row in report["verdicts"] if row["kind"] == "straggler"]
+    (cost_s,) = [row.cost_s_per_step for row in report["verdicts"] if row.kind == "straggler"]
     gains = {each.change: each.gain_s for each in lost.changes}
     classes = {each.name: each for each in lost.classes}
     assert gains["rank=3@median"] == classes["slow rank"].s_per_step == cost_s

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.diagnosis.test_what_if import make_times
 from torchlens_perf.analysis.statistics.time_account import find_cells
@@ -32,7 +33,9 @@ from torchlens_perf.run.training_settings import (
     OptimizerSettings,
     TrainingSettings,
 )
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.bottleneck import DATA_ACTION
+from torchlens_perf.verdicts.words.evidence import LongStepsEvidence, NotComparedEvidence
 from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.verdicts.words.report import LostTime
 
@@ -288,9 +291,9 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 def verdict(job: Job, kind: str, cause: str) -> Any:
     """Return a verdict of this kind and cause."""
     action = computing_action(job.report) if cause == COMPUTING else cause
-    long_steps = {"kinds": [], "part": cause} if kind == "long_steps" else None
-    return {"kind": kind, "text": f"It is so. Next: {action}", "action": action, "because": "", "is_over": False,
-            "evidence": long_steps}  # fmt: skip
+    long_steps: Any = {"kinds": [], "part": cause}
+    evidence = LongStepsEvidence(long_steps) if kind == "long_steps" else NotComparedEvidence(0)
+    return Verdict(kind=kind, confidence=0.9, text="It is so.", action=action, evidence=evidence)
 
 
 def choices(job: Job) -> list[Choice]:
@@ -389,17 +392,15 @@ def test_verdict_gets_a_precise_action_and_the_figures_behind_it() -> None:
     verdicts = [
         verdict(job, "data_bound", DATA_ACTION),
         verdict(job, "host_bound", "wait."),
-        {**verdict(job, "data_bound", DATA_ACTION), "is_over": True},
+        structs.replace(verdict(job, "data_bound", DATA_ACTION), is_over=True),
     ]
     job.report["verdicts"] = verdicts
     choose_actions(job)
 
-    assert verdicts[0]["text"] == "It is so. Next: start more workers: DataLoader(num_workers=3)."
-    assert verdicts[0]["because"].startswith(
-        "2 DataLoader workers cannot keep up: waiting for data"
-    )
-    assert [each["action"] for each in verdicts[1:]] == ["wait.", DATA_ACTION]
-    assert [each["because"] for each in verdicts[1:]] == ["", ""]
+    assert verdicts[0].sentence == "It is so. Next: start more workers: DataLoader(num_workers=3)."
+    assert verdicts[0].because.startswith("2 DataLoader workers cannot keep up: waiting for data")
+    assert [each.action for each in verdicts[1:]] == ["wait.", DATA_ACTION]
+    assert [each.because for each in verdicts[1:]] == ["", ""]
 
 
 def test_correlation_with_lengths_is_within_steps() -> None:

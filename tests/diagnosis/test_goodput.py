@@ -323,7 +323,7 @@ def test_simulated_straggler_has_its_planted_share(simulated: Path) -> None:
     assert report["goodput"].wall_s == pytest.approx(report["steps"]["total_s"], rel=0.1)
     assert found["straggler"] == pytest.approx(0.04 * 160, rel=0.25)
     assert found["straggler"] == pytest.approx(
-        sum(row["lost_s"] for row in report["verdicts"] if row["kind"].startswith("straggler"))
+        sum(row.lost_s for row in report["verdicts"] if row.kind.startswith("straggler"))
     )
     waits_s = [rank["phases"]["communication"]["mean_s"] * 200 for rank in report["ranks"]]
     waited_s = sum(waits_s) / 4

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from tests.support.findings import episode, findings
 from torchlens_perf.analysis.statistics.time_account import TimeAccount, find_cells, mean_by_part
 from torchlens_perf.diagnosis.lost_time import classify_time
 from torchlens_perf.diagnosis.step_times import (
@@ -22,7 +24,8 @@ from torchlens_perf.diagnosis.what_if import (
 from torchlens_perf.errors import ConfigError
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
-from torchlens_perf.verdicts.words.evidence import StragglerEvidence
+from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_slow_verdict
 
 BLOCKS = 4
 
@@ -331,13 +334,11 @@ def test_no_gains_are_predicted_if_ranks_do_not_wait_for_each_other() -> None:
 
 def slow_verdict(ranks: tuple[int, ...], cost_s: float, *others: int) -> Any:
     """Return the verdict on slow ranks. others: ranks that share its cost."""
-    evidence = StragglerEvidence(
-        "slow_compute", "rank", ranks, others, 0.03, 0.01, 0.02, 0.02, 1.0, 0.02, 9.0, 8, 0.0, (), 0.0, None
-    )  # fmt: skip
-    return {
-        "kind": "straggler", "is_over": False, "rank": ranks[0], "cost_s_per_step": cost_s,
-        "cost_share": 0.6, "phase": "forward", "since_step": 0, "evidence": evidence,
-    }  # fmt: skip
+    group = StragglerGroup("rank", "", ranks, episode(ranks[0]), slow_too=others)
+    verdict = build_slow_verdict(SlowRankContext(), group, findings())
+    return structs.replace(
+        verdict, cost_s_per_step=cost_s, cost_share=0.6, phase="forward", since_step=0
+    )
 
 
 def test_gain_of_the_named_slow_rank_is_the_cost_of_its_verdict_everywhere() -> None:

@@ -88,7 +88,7 @@ def test_report_blames_no_rank_and_misses_none_after_a_rank_leaves(tmp_path: Pat
 
     assert {rank["state"] for rank in value["ranks"]} == {"closed"}
     assert [rank["steps"] for rank in value["ranks"]] == [STEPS, STEPS, BEFORE]
-    assert "hang" not in {verdict["kind"] for verdict in value["verdicts"]}
+    assert "hang" not in {verdict.kind for verdict in value["verdicts"]}
     assert value["quality"]["lost"] == 0
 
 
@@ -193,7 +193,7 @@ def test_report_has_all_steps_after_a_restart_in_a_smaller_world(
     assert (value["run"]["attempt"], value["run"]["live"]) == (1, False)
     assert (first["attempt"], first["steps"], first["state"]) == (1, STEPS, "closed")
     assert value["quality"]["lost"] == 0
-    assert "hang" not in {verdict["kind"] for verdict in value["verdicts"]}
+    assert "hang" not in {verdict.kind for verdict in value["verdicts"]}
 
 
 @pytest.mark.long

@@ -17,12 +17,13 @@ from torch import nn
 from tests.device import device
 from tests.support.device_ranks import DEVICE, begin
 from tests.support.gloo import run_ranks
+from tests.support.hangs import hang_text
 from tests.support.progress import rank as progress
 from tests.support.recording import recorded
 from torchlens_perf.analysis.collectives.hang import find_hang
 from torchlens_perf.run.clock import DeviceMark, read_device_mark
 from torchlens_perf.run.ring import RingReader
-from torchlens_perf.verdicts.words.hang import device_place_from_mark, hang_text
+from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
 pytestmark = pytest.mark.skipif(device.missing() is not None, reason=str(device.missing()))
 HUNG_AT, STEPS, STUCK, STEP_S = 16, 22, 1, 0.05

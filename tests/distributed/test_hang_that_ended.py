@@ -58,7 +58,11 @@ def test_ended_hang_with_the_highest_cost_is_the_first_verdict(tmp_path: Path) -
     earlier = text.partition("earlier in this run")[2]
     assert "hung" not in earlier
     assert "did not enter" not in earlier
-    long = [row["evidence"]["steps"] for row in report["verdicts"] if row["kind"] == "long_steps"]
+    long = [
+        row["evidence"]["long"]["steps"]
+        for row in report["verdicts"]
+        if row["kind"] == "long_steps"
+    ]
     assert [STALL_STEP] not in long
 
 
@@ -67,11 +71,11 @@ def test_stall_shorter_than_a_hang_is_reported_with_its_rank(tmp_path: Path) -> 
     verdict = next(
         row
         for row in report["verdicts"]
-        if row["kind"] == "long_steps" and STALL_STEP in row["evidence"]["steps"]
+        if row["kind"] == "long_steps" and STALL_STEP in row["evidence"]["long"]["steps"]
     )
 
     assert verdict["rank"] == 1
-    assert verdict["evidence"]["steps"] == [STALL_STEP]
+    assert verdict["evidence"]["long"]["steps"] == [STALL_STEP]
     assert f"Step {STALL_STEP}: " in verdict["text"]
     assert "waited" in verdict["text"]
     assert "for rank 1" in verdict["text"]

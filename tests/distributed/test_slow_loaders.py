@@ -76,13 +76,13 @@ def test_no_rank_is_slow_if_all_loaders_are_too_slow(folder: Path) -> None:
     assert changes["data=0"] > 0.04
     assert changes.get("rank=all@median", 0.0) < 0.5 * changes["data=0"]
     # On a busy machine, a rank may be slower by some milliseconds.
-    costs_s = [row["cost_s_per_step"] for row in report["verdicts"] if row["kind"] == "straggler"]
+    costs_s = [row.cost_s_per_step for row in report["verdicts"] if row.kind == "straggler"]
     assert sum(costs_s) < 0.25 * changes["data=0"]
-    first = next(row for row in report["verdicts"] if row["kind"] == "data_bound")
-    assert "is spent in communication with a rank that waits for data" in first["text"]
+    first = next(row for row in report["verdicts"] if row.kind == "data_bound")
+    assert "is spent in communication with a rank that waits for data" in first.sentence
 
 
 def test_rank_with_a_slow_loader_is_named(folder: Path) -> None:
     report = report_on(folder / "one")
-    (slow,) = [row for row in report["verdicts"] if row["kind"] == "straggler"]
-    assert (slow["rank"], slow["phase"]) == (1, "data")
+    (slow,) = [row for row in report["verdicts"] if row.kind == "straggler"]
+    assert (slow.rank, slow.phase) == (1, "data")

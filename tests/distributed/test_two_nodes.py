@@ -237,5 +237,5 @@ def test_other_node_keeps_its_data_and_says_that_node_0_is_gone(tmp_path: Path) 
     # Both ranks lost a connection, so neither is blamed.
     (verdict,) = (each for each in report["verdicts"] if each["kind"] == "failed")
     assert "Another rank ended before, or the network failed: only 2 of 4" in verdict["text"]
-    assert verdict["text"].endswith("Next: read the logs of the other ranks.")
+    assert verdict["action"] == "read the logs of the other ranks."
     assert (report["run"]["state"], report["run"]["ranks_seen"]) == ("failed", 2)

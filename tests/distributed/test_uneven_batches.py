@@ -69,6 +69,6 @@ def test_time_of_longer_sequences_is_explained_by_the_workload(name: str, folder
     (nodes,) = (folder / name).glob("*/nodes")
     run = RunDirectory(nodes.parent)
     wait_for_sidecar(run, 120)
-    stragglers = [row for row in load_report(run)["verdicts"] if row["kind"] == "straggler"]
+    stragglers = [row for row in load_report(run)["verdicts"] if row.kind == "straggler"]
 
-    assert [row["evidence"].more_workload for row in stragglers] in ([], [1.0])
+    assert [row.evidence.more_workload for row in stragglers] in ([], [1.0])

@@ -24,6 +24,7 @@ from torchlens_perf.exporters.otlp_run_span import MAX_LINKS
 from torchlens_perf.exporters.otlp_spans import parse_caller
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.place.caller import read_calling_span
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.evidence import DiedEvidence, FailedEvidence
 
 TRACE_ID, SPAN_ID = (int(part, 16) for part in TRACEPARENT.split("-")[1:3])
@@ -133,10 +134,10 @@ def test_run_span_is_sent_after_the_ranks_have_ended() -> None:
     assert runs_of(sent(TRACEPARENT, ended=False)) == []
 
 
-def crash_of(kind: str, failure: Failure | None) -> dict[str, Any]:
+def crash_of(kind: str, failure: Failure | None) -> Verdict:
     evidence = DiedEvidence((0,), 4, ())
     found = FailedEvidence(failure, (), (), (), (), ()) if failure else evidence
-    return {"kind": kind, "explanation": "Rank 0 (h) failed.", "evidence": found}
+    return Verdict(kind=kind, confidence=1.0, text="Rank 0 (h) failed.", evidence=found)
 
 
 @pytest.mark.parametrize(

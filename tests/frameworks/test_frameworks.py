@@ -153,7 +153,7 @@ def test_script_of_a_framework_is_recorded_and_its_losses_are_unchanged(
     assert not script.wrong_modules & names
     assert report["steps"]["micro_steps"] == script.micro_steps
     assert report["steps"]["inference"] is (name == "inference")
-    assert {verdict["kind"] for verdict in report["verdicts"]} <= SENSIBLE
+    assert {verdict.kind for verdict in report["verdicts"]} <= SENSIBLE
     forward_s = rank["phases"]["forward"]["typical_s"]
     assert sum(row["own_s_per_step"] for row in report["modules"]) <= forward_s * 1.001, (
         "modules exceed their phase"

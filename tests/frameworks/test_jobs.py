@@ -146,15 +146,15 @@ def test_job_of_a_framework_names_the_fault_and_keeps_its_losses(name: str, tmp_
     report = only_report(tmp_path / "with")
     kind, rank, phase = job.verdict
     # On a busy machine, a verdict about CPU contention may be added.
-    first = next(each for each in report["verdicts"] if each["kind"] != "lack_of_cpu")
+    first = next(each for each in report["verdicts"] if each.kind != "lack_of_cpu")
 
     assert not (tmp_path / "without" / "torchlens-perf").exists()
     assert found == expected, "the losses are not the same"
     assert [row["steps"] for row in report["ranks"]] == [expected["steps"]] * job.ranks
     assert report["quality"]["lost"] == 0
     assert report["steps"]["micro_steps"] == job.micro_steps
-    assert (first["kind"], first["rank"], first["phase"]) == (kind, rank, phase), first["text"]
-    assert job.says in first["text"]
+    assert (first.kind, first.rank, first.phase) == (kind, rank, phase), first.sentence
+    assert job.says in first.sentence
     assert job.modules <= {row["name"] for row in report["modules"]}
     assert job.sections <= {row["name"] for row in report["sections"]}
     found_in = tagged(tmp_path / "with")

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from torchlens_perf.run.verdicts import Alert
 
 _CLOCK_TIMES = re.compile(r"\d\d:\d\d:\d\d UTC")
@@ -17,12 +19,9 @@ def golden_text(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()
     """Return all verdicts with their figures, and all alerts with their ids."""
     lines = [title, ""]
     for row in report["verdicts"]:
-        held = {
-            name: value
-            for name, value in (row["held"] or {}).items()
-            if name not in ("since", "until")
-        }
-        lines += [row["text"], f"  {_figures(held)}", f"  {_figures(row)}", ""]
+        held = {} if row.held is None else structs.asdict(row.held)
+        figures = structs.asdict(row)
+        lines += [row.sentence, f"  {_figures(held)}", f"  {_figures(figures)}", ""]
     for alert in alerts:
         lines += [
             f"alert {alert.id[:8]} {alert.change} {alert.kind} of {alert.about}: {alert.sentence}",
@@ -33,7 +32,9 @@ def golden_text(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()
 
 def _figures(row: dict[str, Any]) -> str:
     """Return the other fields of a verdict, with three digits."""
-    left_out = ("text", "action", "explanation", "cause", "held", "evidence", "where")
+    left_out = (
+        "text", "action", "explanation", "cause", "held", "evidence", "where", "since", "until", "advice",
+    )  # fmt: skip
     values = (
         (name, value)
         for name, value in row.items()

@@ -62,13 +62,13 @@ def test_verdicts_are_those_that_the_measurements_allow(
     case: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     expected, report = case
-    verdicts = [each for each in report["verdicts"] if not each["is_over"]]
+    verdicts = [each for each in report["verdicts"] if not each.is_over]
     first = choose_headline(build_headlines(report))
 
     assert first is not None
     assert first.kind in expected["first"], first.sentence
-    assert {each["kind"] for each in verdicts} >= set(expected.get("kinds", ()))
-    launch_bound = any(isinstance(each["evidence"], LaunchBoundEvidence) for each in verdicts)
+    assert {each.kind for each in verdicts} >= set(expected.get("kinds", ()))
+    launch_bound = any(isinstance(each.evidence, LaunchBoundEvidence) for each in verdicts)
     assert launch_bound is expected["launch_bound"]
     if "cost_share" in expected:
         if expected["cost_share"] is None:
@@ -76,7 +76,7 @@ def test_verdicts_are_those_that_the_measurements_allow(
         else:
             assert_between(first.cost_share, expected["cost_share"], "cost")
     if "action" in expected:
-        assert verdicts[0]["action"] == expected["action"]
+        assert verdicts[0].action == expected["action"]
     if expected.get("others_first"):
         assert first.action.lower().startswith("see whether other programs used the gpu")
 
@@ -124,13 +124,13 @@ def test_gains_lie_inside_their_bounds_and_below_the_step(
 
 def test_actions_suit_the_loop(case: tuple[dict[str, Any], dict[str, Any]]) -> None:
     expected, report = case
-    actions = [row["action"] for row in report["verdicts"]]
+    actions = [row.action for row in report["verdicts"]]
     given = {rule for rule, words in ACTIONS.items() if any(words in each for each in actions)}
 
     assert given >= set(expected.get("actions", ()))
     assert not given & set(expected.get("no_actions", ()))
     for row in report["verdicts"]:
-        assert any(letter.isdigit() for letter in row["because"]) == bool(row["because"])
+        assert any(letter.isdigit() for letter in row.because) == bool(row.because)
 
 
 def test_parts_of_a_replayed_graph_have_no_names(

@@ -129,20 +129,20 @@ def check_all_surfaces_agree(
 
 
 def sentence_has_the_figures_of_its_row(row: dict[str, Any]) -> None:
-    cost, share = format_duration(row["cost_s_per_step"] or 0), format_percent(row["cost_share"])
-    if row["kind"].startswith("straggler"):
-        since, until = row["since_step"], row["held"]["until_step"]
+    cost, share = format_duration(row.cost_s_per_step or 0), format_percent(row.cost_share)
+    if row.kind.startswith("straggler"):
+        since, until = row.since_step, row.held.until_step
         start = f"step {since}" if since else "the start"
         when = f", since {start}" if until is None else f"from {start} to step {until - 1}"
-        assert since == row["held"]["since_step"], row
-        assert when in row["text"], row
-        assert f"the job {cost} a step ({share})" in row["text"], row
-        assert re.search(rf"\b{row['rank']}\b", row["text"]), row
+        assert since == row.held.since_step, row
+        assert when in row.sentence, row
+        assert f"the job {cost} a step ({share})" in row.sentence, row
+        assert re.search(rf"\b{row.rank}\b", row.sentence), row
     if (
-        row["kind"] in ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
-        and row["cost_share"]
+        row.kind in ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
+        and row.cost_share
     ):
-        assert f"{share} ({cost})" in row["text"], row
+        assert f"{share} ({cost})" in row.sentence, row
 
 
 def goodput_has_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemoryExporter) -> None:
@@ -153,13 +153,13 @@ def goodput_has_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
         if each.seconds is not None
     }
     assert sum(found.values()) == pytest.approx(report["goodput"].wall_s)
-    rows = [row for row in report["verdicts"] if row["kind"].startswith("straggler")]
+    rows = [row for row in report["verdicts"] if row.kind.startswith("straggler")]
     of_costs: dict[object, float] = {}
     for place, row in enumerate(rows):
-        too = getattr(row["evidence"], "slow_too", ())
+        too = getattr(row.evidence, "slow_too", ())
         # Verdicts that share one cost have one loss.
-        shared = frozenset({*row["evidence"].ranks, *too}) if too else place
-        of_costs[shared] = max(of_costs.get(shared, 0.0), row["lost_s"] or 0.0)
+        shared = frozenset({*row.evidence.ranks, *too}) if too else place
+        of_costs[shared] = max(of_costs.get(shared, 0.0), row.lost_s or 0.0)
     assert found["straggler"] == pytest.approx(sum(of_costs.values()), abs=1e-9)
     table = next(each for each in build_tables(cast("Any", report)) if each.key == "goodput")
     shown = dict(zip(table.columns[0].values, table.columns[1].values, strict=True))
@@ -178,19 +178,19 @@ def lost_time_has_the_figures_of_the_rows(report: dict[str, Any]) -> None:
     assert sum(each.share for each in lost.classes) == pytest.approx(1)
     slow = {tuple(each.ranks): each for each in lost.classes if each.name == SLOW_CLASS}
     gains = {each.change: each for each in lost.changes}
-    now = [row for row in report["verdicts"] if row["kind"] == "straggler"]
+    now = [row for row in report["verdicts"] if row.kind == "straggler"]
     of_rows = {
-        tuple(sorted({*row["evidence"].ranks, *row["evidence"].slow_too})): row
+        tuple(sorted({*row.evidence.ranks, *row.evidence.slow_too})): row
         for row in now
-        if row["cost_s_per_step"]
+        if row.cost_s_per_step
     }
     assert slow.keys() == of_rows.keys()
     for ranks, row in of_rows.items():
-        cost_s, share = row["cost_s_per_step"], row["cost_share"]
+        cost_s, share = row.cost_s_per_step, row.cost_share
         gain = gains.get(f"rank={format_ranges(ranks)}@median")
         assert gain is None or gain.gain_s == cost_s
         # Verdicts that share a cost compare it with steps of their own time.
-        if not row["evidence"].slow_too and slow[ranks].s_per_step == pytest.approx(cost_s):
+        if not row.evidence.slow_too and slow[ranks].s_per_step == pytest.approx(cost_s):
             assert gain is None or gain.share == share
             assert slow[ranks].share == pytest.approx(share)
 
@@ -225,11 +225,11 @@ def parts_add_up(report: dict[str, Any]) -> None:
             1.0, rel=1e-6
         )
     for row in report["verdicts"]:
-        if hasattr(row["evidence"], "uses_s"):
-            parts_s = sum(row["evidence"].uses_s.values())
+        if hasattr(row.evidence, "uses_s"):
+            parts_s = sum(row.evidence.uses_s.values())
             tool_s = max(rank["typical"]["parts"].get("tool", 0.0) for rank in report["ranks"])
-            assert row["evidence"].typical_step_s - tool_s <= parts_s * (1 + 1e-6)
-            assert parts_s <= row["evidence"].typical_step_s * (1 + 1e-6)
+            assert row.evidence.typical_step_s - tool_s <= parts_s * (1 + 1e-6)
+            assert parts_s <= row.evidence.typical_step_s * (1 + 1e-6)
 
 
 def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ def every_surface_has_the_verdicts(report: dict[str, Any]) -> None:
     of_summary = [
         (each["cost_s_per_step"], each["cost_share"]) for each in in_cell["summary"]["verdicts"]
     ]
-    assert of_summary == [(row["cost_s_per_step"], row["cost_share"]) for row in report["verdicts"]]
+    assert of_summary == [(row.cost_s_per_step, row.cost_share) for row in report["verdicts"]]
     found = build_headlines(cast("Any", report))
     in_top = " ".join(
         line.plain for line in all_finding_lines(View("x", cast("Any", report), tuple(found)), 4000)
@@ -282,11 +282,11 @@ def ends_of_sentences(report: dict[str, Any]) -> list[str]:
 def check_alerts_have_the_figures_of_the_rows(
     report: dict[str, Any], exporter: InMemoryExporter
 ) -> None:
-    now = {row["rank"]: row for row in report["verdicts"] if row["kind"] == "straggler"}
+    now = {row.rank: row for row in report["verdicts"] if row.kind == "straggler"}
     before = {
-        (row["rank"], row["since_step"]): row
+        (row.rank, row.since_step): row
         for row in report["verdicts"]
-        if row["kind"] in ("straggler_ended", "straggler_transient")
+        if row.kind in ("straggler_ended", "straggler_transient")
     }
     newest = {alert.about: alert for alert in exporter.alerts if alert.kind == "straggler"}
     for alert in newest.values():
@@ -295,19 +295,19 @@ def check_alerts_have_the_figures_of_the_rows(
             # A later verdict on several ranks contains this rank.
             assert any(alert.rank in each["evidence"].ranks for each in now.values()), alert
             continue
-        assert (alert.phase, alert.since_step) == (row["phase"], row["since_step"]), (alert, row)
+        assert (alert.phase, alert.since_step) == (row.phase, row.since_step), (alert, row)
         if alert.change == ENDED:
             assert (alert.cost_s_per_step, alert.cost_share) == (
-                row["cost_s_per_step"],
-                row["cost_share"],
+                row.cost_s_per_step,
+                row.cost_share,
             )
-            assert alert.until_step == row["held"]["until_step"]
-            assert alert.sentence == row["text"] or len(alert.ranks) > 1
+            assert alert.until_step == row.held.until_step
+            assert alert.sentence == row.sentence or len(alert.ranks) > 1
     assert exporter.assessment is not None
     for group in exporter.assessment.findings.groups:
         row = now[group.lead.rank]
-        assert row["cost_s_per_step"] == (None if group.cost_ns is None else group.cost_ns / 1e9)
-        assert (group.lead.since_step, group.lead.phase) == (row["since_step"], row["phase"])
+        assert row.cost_s_per_step == (None if group.cost_ns is None else group.cost_ns / 1e9)
+        assert (group.lead.since_step, group.lead.phase) == (row.since_step, row.phase)
     gauges_have_the_figures_of_the_rows(report, exporter)
 
 
@@ -317,21 +317,21 @@ def gauges_have_the_figures_of_the_rows(report: dict[str, Any], exporter: InMemo
     meter = ArrayMeter()
     NodeMetrics(meter, time.monotonic).on_assessment(exporter.assessment)
     points = {metric.name: list(metric.data.data_points) for metric in meter.collect()}
-    rows = [row for row in report["verdicts"] if row["kind"] == "straggler"]
+    rows = [row for row in report["verdicts"] if row.kind == "straggler"]
     costs_s = {
         point.attributes[semantics.RANK]: point.value
         for point in points.get(semantics.STRAGGLER_COST, ())
     }
     for row in rows:
-        if row["cost_s_per_step"] is not None:
-            assert costs_s[row["rank"]] == row["cost_s_per_step"], row
+        if row.cost_s_per_step is not None:
+            assert costs_s[row.rank] == row.cost_s_per_step, row
     assert set(costs_s) == {
-        rank for row in rows for rank in row["evidence"].ranks if row["cost_s_per_step"] is not None
+        rank for row in rows for rank in row.evidence.ranks if row.cost_s_per_step is not None
     }
     for row in report["verdicts"]:
-        if hasattr(row["evidence"], "detectable_s"):
+        if hasattr(row.evidence, "detectable_s"):
             (point,) = points[semantics.DETECTABLE]
-            assert point.value == row["evidence"].detectable_s
+            assert point.value == row.evidence.detectable_s
 
 
 def loggers_have_the_sentences_of_the_rows(
@@ -381,9 +381,7 @@ def each_change_has_one_step(report: dict[str, Any], contents: PageContents | No
         json.dumps(report_json.to_json_types(cast("Any", report))),
     ]
     slow = {
-        (row["rank"], row["since_step"])
-        for row in report["verdicts"]
-        if row["kind"].startswith("straggler")
+        (row.rank, row.since_step) for row in report["verdicts"] if row.kind.startswith("straggler")
     }
     if contents is not None:
         assert contents["steps"] is not None
@@ -400,8 +398,8 @@ def each_change_has_one_step(report: dict[str, Any], contents: PageContents | No
 def find_first_step(row: dict[str, Any], headline: Headline) -> int | None:
     """Return the step since which a verdict holds: it is the same in its row, its period, its
     sentence and its headline."""
-    held = row["held"] or {"since_step": None}
-    words = f"{row['text']} {dict(headline.facts).get('steps')}"
-    steps = {row["since_step"], held["since_step"], *map(int, SINCE.findall(words))} - {None}
+    held = row.held or {"since_step": None}
+    words = f"{row.sentence} {dict(headline.facts).get('steps')}"
+    steps = {row.since_step, held.since_step, *map(int, SINCE.findall(words))} - {None}
     assert len(steps) <= 1, row
     return next(iter(steps), None)

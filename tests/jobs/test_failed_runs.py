@@ -57,13 +57,13 @@ def test_run_has_failed_if_an_exception_leaves_its_watch(way: str, tmp_path: Pat
     source, fails = WAYS[way]
     run_program(source, tmp_path)
     value = only_report(tmp_path)
-    failed = [row for row in value["verdicts"] if row["kind"] == "failed"]
+    failed = [row for row in value["verdicts"] if row.kind == "failed"]
 
     assert (value["run"]["state"], len(failed)) == (("failed", 1) if fails else ("ended", 0))
     assert [rank["failure"] is not None for rank in value["ranks"]] == [fails]
     if fails:
         assert value["verdicts"][0] == failed[0]
-        assert {"none", "compute_bound"}.isdisjoint(row["kind"] for row in value["verdicts"])
+        assert {"none", "compute_bound"}.isdisjoint(row.kind for row in value["verdicts"])
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_automatically_recorded_program_has_failed(
     first = only_report(tmp_path)["verdicts"][0]
 
     assert done.returncode == 1
-    assert (first["kind"], first["evidence"].failure["type"]) == ("failed", kind)
-    assert f"failed in {place}: {kind}" in first["text"]
-    assert "train.py:" in first["text"]
+    assert (first.kind, first.evidence.failure["type"]) == ("failed", kind)
+    assert f"failed in {place}: {kind}" in first.sentence
+    assert "train.py:" in first.sentence
 
 
 def test_failure_is_in_the_printed_report_and_in_the_exit_code(tmp_path: Path) -> None:
@@ -156,10 +156,10 @@ def test_rank_that_failed_first_is_named_before_ranks_that_lost_it(
     first = value["verdicts"][0]
 
     assert done.returncode != 0
-    assert (first["kind"], first["rank"]) == (kind, rank)
-    assert text in first["text"]
+    assert (first.kind, first.rank) == (kind, rank)
+    assert text in first.sentence
     if kind == "failed" and rank == 1:
-        assert "rank 0" in first["text"].partition("Then the job ended: ")[2]
+        assert "rank 0" in first.sentence.partition("Then the job ended: ")[2]
     (run,) = runs(tmp_path)
     assert ("FAILED" if kind == "failed" else "CRASH") in run.report.read_text()
 
@@ -194,7 +194,7 @@ def test_rank_that_the_kernel_ended_for_lack_of_memory_is_told_from_others(
     group = memory_group(512_000_000)
     run_program("import subprocess\n" + IN_GROUP.format(group=group, end=end), tmp_path)
 
-    assert words in only_report(tmp_path)["verdicts"][0]["text"]
+    assert words in only_report(tmp_path)["verdicts"][0].sentence
 
 
 RECORDED = """
@@ -221,6 +221,6 @@ def test_exception_after_the_watch_is_read_from_torchruns_error_file(tmp_path: P
     run_warm(torchrun("--log-dir", "logs", "train.py"), tmp_path)
     first = only_report(tmp_path)["verdicts"][0]
 
-    assert (first["kind"], first["rank"]) == ("failed", 1)
-    assert "failed after watch() had ended with 10 steps: ValueError: no checkp" in first["text"]
-    assert "Then the job ended: rank 0 by a lost connection." in first["text"]
+    assert (first.kind, first.rank) == ("failed", 1)
+    assert "failed after watch() had ended with 10 steps: ValueError: no checkp" in first.sentence
+    assert "Then the job ended: rank 0 by a lost connection." in first.sentence

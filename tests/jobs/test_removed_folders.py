@@ -72,8 +72,8 @@ def test_ring_that_is_removed_before_it_is_read_is_named(
         f"torchlens_perf: there is no report: {rings[0]} {REMOVED}. Records that the sidecar had"
         f" not read are lost. Next: torchlens-perf report {watch.run_dir}\n"
     )
-    assert value["verdicts"][0]["kind"] == "no_steps"
-    assert re.search("No rank's records were read: .*removed", value["verdicts"][0]["text"])
+    assert value["verdicts"][0].kind == "no_steps"
+    assert re.search("No rank's records were read: .*removed", value["verdicts"][0].text)
 
 
 @pytest.mark.parametrize("removed", ["ring", "folder", "folder just before the end"])

@@ -72,7 +72,7 @@ def test_process_that_ends_inside_the_watch_is_reported_as_died(how: str, tmp_pa
 
     assert code == (3 if how == "_exit" else -getattr(signal, how))
     assert (report["run"]["state"], report["run"]["died"]) == ("died", [0])
-    assert report["verdicts"][0]["kind"] == "died"
+    assert report["verdicts"][0].kind == "died"
 
 
 @pytest.mark.parametrize("how", ["", "compile", *long("compile SIGKILL"), "fork"])

@@ -103,7 +103,7 @@ def test_planted_slow_rank_is_in_verdict_and_matrices(shown: PageContents) -> No
     excess = Steps(matrices).excess()
     others = [rank for rank in range(RANKS) if rank != SLOW_RANK]
 
-    assert shown["report"]["verdicts"][0]["rank"] == slow["rank"] == SLOW_RANK
+    assert shown["report"]["verdicts"][0].rank == slow["rank"] == SLOW_RANK
     assert (slow["phase"], slow["until_step"]) == ("forward", None)
     assert abs(slow["since_step"] - SINCE_STEP) <= 2
     assert np.nanmean(excess[SLOW_RANK, SINCE_STEP + 2 :]) > 0.2

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
 
 from tests.page.conftest import SLOW_RANK, recorded
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
@@ -362,7 +363,8 @@ def test_rank_cards_have_the_location_of_the_rank(shown: PageContents) -> None:
         "slurm.job.id": "77",
         "host.rack": "rack 12",
     }
-    placed["report"]["verdicts"][0]["where"] = places
+    verdicts = placed["report"]["verdicts"]
+    verdicts[0] = structs.replace(verdicts[0], where=places)
     text = build_document(placed).partition('id="heat"')[0]
 
     assert "host.rack rack 12" in text

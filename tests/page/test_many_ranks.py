@@ -13,6 +13,7 @@ from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.document.html import build_document, contents_as_json
 from torchlens_perf.page.gather.run_contents import gather_contents
 from torchlens_perf.page.gather.thinning import trim_report, widen_grid
+from torchlens_perf.report import report_json
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.simulation import Topology
 
@@ -32,7 +33,7 @@ def test_page_of_many_ranks_is_within_its_size_budget(many: PageContents) -> Non
     assert len(contents_as_json(many)) <= BUDGET_BYTES
     assert many["steps"] is not None
     assert len(many["steps"]["places"]) == RANKS
-    assert many["report"]["verdicts"][0]["rank"] == SLOW_RANK
+    assert many["report"]["verdicts"][0].rank == SLOW_RANK
 
 
 def test_page_data_have_the_slow_rank_and_ranks_of_whole_steps(many: PageContents) -> None:
@@ -81,7 +82,7 @@ def test_size_of_the_document_does_not_grow_with_ranks(many: PageContents) -> No
 
 def test_row_of_a_collective_keeps_its_last_rank(many: PageContents) -> None:
     """Sentences quote the numbers of this rank, even if no table shows it."""
-    report = many["report"]
+    report = report_json.to_json_types(many["report"])
     (row,) = report["collectives"]
     shown = {rank["rank"] for rank in trim_report(report, {SLOW_RANK}, 0, [])["ranks"]}
     last = max(rank for rank in map(int, row["by_rank"]) if rank not in shown)

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from msgspec import structs
 
 from tests.report.test_report import report_on
 from tests.support.ranks import Rank, make_run
@@ -24,6 +25,8 @@ from torchlens_perf.page.small_charts import (
     draw_parts_chart,
     draw_step_chart,
 )
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import WarmUpEvidence
 from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.markup import to_html
 from torchlens_perf.view.rank_tables import step_parts
@@ -115,7 +118,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ranks[0].steps(100, **WORK)
     ranks[1].steps(100, **{**WORK, "forward": 9, "communication": 0.1})
     found = report_on(run, ranks)
-    assert found["verdicts"][0]["kind"] == "straggler"
+    assert found["verdicts"][0].kind == "straggler"
     return found
 
 
@@ -200,9 +203,10 @@ def test_hostile_names_are_inert_in_a_cell(report: dict[str, Any]) -> None:
             else value
         )
 
-    def bad_verdict(row: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: row[name] for name in ("kind", "evidence")}
-        return {**planted({name: value for name, value in row.items() if name not in kept}), **kept}
+    def bad_verdict(row: Verdict) -> Verdict:
+        kept = ("kind", "evidence", "held")
+        texts = {name: value for name, value in structs.asdict(row).items() if name not in kept}
+        return structs.replace(row, **planted(texts), evidence=WarmUpEvidence())
 
     for field in ("run", "verdicts", "quality"):
         bad = {
@@ -241,7 +245,7 @@ def test_cell_stays_below_its_size_limit(report: dict[str, Any]) -> None:
     large = copy.deepcopy(report)
     large["ranks"] = [{**report["ranks"][0], "rank": rank} for rank in range(4096)]
     large["verdicts"] = [
-        {**large["verdicts"][0], "explanation": "x" * 5000, "action": "y" * 5000}
+        structs.replace(large["verdicts"][0], text="x" * 5000, action="y" * 5000)
     ] * 100
     large["quality"]["notes"] = ["z" * 5000] * 100
     columns = range(64)
@@ -311,11 +315,11 @@ def test_summary_object_has_the_numbers_of_the_report(report: dict[str, Any]) ->
     assert value["text"] == "the text"
     assert summary["verdicts"][0] == {
         **{
-            name: verdict[name]
+            name: getattr(verdict, name)
             for name in ("kind", "rank", "phase", "cost_s_per_step", "cost_share", "since_step")
         },
-        "text": verdict["text"].partition(" Next: ")[0],
-        "next": verdict["text"].partition(" Next: ")[2],
+        "text": verdict.text,
+        "next": verdict.action,
     }
     assert summary["step_p50_s"] == report["steps"]["p50_s"]
     assert (summary["steps"], summary["ranks"], summary["running"]) == (100, 2, False)

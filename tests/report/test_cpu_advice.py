@@ -30,8 +30,8 @@ STARVED = {**BASE, "forward": 24.0, "cpu": 20.0}
 
 def action(loops: list[list[dict[str, Any]]], users: CpuUsage, threads: int = 0) -> str:
     report = checked(build_report("r", [node(loops, cpu_users=users, threads=threads)]))
-    row = next(row for row in report["verdicts"] if row["kind"] == "lack_of_cpu")
-    return str(row["text"].partition(" Next: ")[2])
+    row = next(row for row in report["verdicts"] if row.kind == "lack_of_cpu")
+    return str(row.action)
 
 
 def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
@@ -119,8 +119,8 @@ def test_flagged_long_steps_keep_their_verdict_despite_cpu_contention(flag: Flag
     loop[55] = {**STARVED, "forward": 924.0, "cpu": 900.0}
     rows = checked(build_report("r", [node([loop])]))["verdicts"]
 
-    assert [row["kind"] for row in rows] == ["lack_of_cpu", "long_steps"]
-    assert "1 other step waits 900 ms longer: 900 ms in total." in rows[0]["text"]
+    assert [row.kind for row in rows] == ["lack_of_cpu", "long_steps"]
+    assert "1 other step waits 900 ms longer: 900 ms in total." in rows[0].sentence
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_steps_with_longer_cpu_contention_are_counted_without_a_verdict(
         loop[step] = {**STARVED, "forward": 24.0 + more, "cpu": 20.0 + more}
     (row,) = checked(build_report("r", [node([loop])]))["verdicts"]
 
-    assert words in row["text"]
+    assert words in row.sentence
 
 
 def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
@@ -155,7 +155,7 @@ def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
     state.findings = dataclasses.replace(
         state.findings, groups=(StragglerGroup("rank", "", (1,), slow, diagnosis=why),)
     )
-    texts = [row["text"] for row in checked(build_report("r", [state]))["verdicts"]]
+    texts = [row.sentence for row in checked(build_report("r", [state]))["verdicts"]]
 
     assert texts[0].startswith("Waiting for a CPU takes ")
     assert "No cause found (checked: garbage collection, waits for a disk). " in texts[1]

@@ -207,9 +207,7 @@ def test_occasional_wait_for_the_device_makes_no_long_steps(told: bool, run: Run
     text = text_of(report)
 
     assert report["steps"]["by"] == ("device" if told else "host")
-    assert [
-        verdict["kind"] for verdict in report["verdicts"] if verdict["kind"] == "long_steps"
-    ] == []
+    assert [verdict["kind"] for verdict in report["verdicts"] if verdict.kind == "long_steps"] == []
     (line,) = [line for line in text.splitlines() if "p50" in line and "steps/s" in line]
     assert ("33.0 ms" in line, "device clock" in line) == (told, told)
 
@@ -231,7 +229,7 @@ def test_two_kinds_of_steps_are_found_by_the_device_clock(run: RunDirectory) -> 
 
     assert sum(device["parts"].values()) == pytest.approx(0.033, rel=0.02)
     assert long["period"] == 5
-    text = " ".join(each["text"] for each in report["verdicts"])
+    text = " ".join(each.sentence for each in report["verdicts"])
     assert (
         f"Two kinds of steps: {steps['alike']} take 33.0 ms, {long['count']} take 99.0 ms." in text
     )
@@ -253,11 +251,11 @@ def test_launch_bound_device_has_a_verdict_without_a_cost(
     report = report_on(run, [rank])
     verdict = report["verdicts"][-1]
     assert report["ranks"][0]["device"]["caught_up"] == float(waits)
-    assert (verdict["kind"] == "host_bound") is waits
+    assert (verdict.kind == "host_bound") is waits
     if waits:
-        assert "no work left at the end of 100% of the forward" in verdict["text"]
-        assert "reduce-overhead" in verdict["text"]
-        assert verdict["cost_s_per_step"] is None
+        assert "no work left at the end of 100% of the forward" in verdict.sentence
+        assert "reduce-overhead" in verdict.sentence
+        assert verdict.cost_s_per_step is None
 
 
 def test_tables_have_device_times_of_modules_and_sections(run: RunDirectory) -> None:
@@ -379,8 +377,8 @@ def test_waiting_for_the_device_is_not_blamed_on_host_code(run: RunDirectory) ->
         rank.steps(1, **HOST, host=30.0)
         rank.device_step(step, 28 * MS)
     verdict = report_on(run, [rank])["verdicts"][-1]
-    assert verdict["kind"] == "compute_bound"
-    assert verdict["text"].startswith(
+    assert verdict.kind == "compute_bound"
+    assert verdict.sentence.startswith(
         "Computing takes 97% of a step on the GPU (33.0 ms: the backward pass 20.0 ms, the forward"
         " pass 10.0 ms, the optimizer 2.00 ms). The host is ahead, and waits for the GPU. Next: "
     )
@@ -399,8 +397,8 @@ def test_verdict_on_an_idle_device_has_the_host_code_that_it_waits_for(run: RunD
             step, 20 * MS, began_ns=began_ns + 30 * MS, idle_ns=idle_ns, step_ns=64 * MS
         )
     verdict = report_on(run, [rank])["verdicts"][-1]
-    assert verdict["kind"] == "data_bound"
-    assert verdict["text"].startswith(
+    assert verdict.kind == "data_bound"
+    assert verdict.sentence.startswith(
         "Waiting for data takes 47% (30.0 ms) of a step on the GPU (64.0 ms); computing 50% (32.0"
         " ms). Next: raise "
     )
@@ -413,8 +411,8 @@ def test_slow_rank_is_found_by_its_device_times(run: RunDirectory) -> None:
         rank.timed_steps(200, 30 * MS, scale)
     report = report_on(run, ranks)
     verdict = report["verdicts"][0]
-    assert (verdict["kind"], verdict["rank"], verdict["phase"]) == ("straggler", 1, "compute")
-    assert "host time" not in verdict["text"]
+    assert (verdict.kind, verdict.rank, verdict.phase) == ("straggler", 1, "compute")
+    assert "host time" not in verdict.sentence
     assert report["run"]["judged_by"] == "device"
 
 
@@ -434,8 +432,8 @@ def test_ranks_on_devices_without_device_times_are_not_compared(
             rank.steps(80, **HOST)
     verdict = report_on(run, ranks)["verdicts"][0]
     why = "device times of rank 1 are missing" if timed else "only host time is known"
-    assert verdict["kind"] == "not_compared"
-    assert verdict["text"].startswith(
+    assert verdict.kind == "not_compared"
+    assert verdict.sentence.startswith(
         f"The ranks were not compared: their work is on a device (GPU), and {why}. Next: "
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from tests.support.facts import take_facts
 from tests.support.findings import PLACES, episode, findings, hang, hung, slow_links
@@ -32,6 +33,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     UsualTimes,
 )
 from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.verdict import Period
 from torchlens_perf.verdicts.words.hang import RankStack
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.view.terminal import render_full
@@ -68,7 +70,7 @@ def node(
 def rows(state: NodeState) -> dict[str, dict[str, Any]]:
     """Return the report's verdicts by kind, the first of each kind."""
     verdicts = checked(build_report("r", [state]))["verdicts"]
-    return {row["kind"]: row for row in reversed(verdicts)}
+    return {row.kind: row for row in reversed(verdicts)}
 
 
 def usual(count: int) -> list[dict[str, Any]]:
@@ -104,37 +106,37 @@ def test_first_step_end_and_windows_of_a_verdict_equal_those_of_its_episode(
             if until is None
             else next(kind for kind in found if kind.startswith("straggler_"))
         )
-    ]["held"]
+    ].held
     begin, end = 0 if from_start else since, steps if until is None else until
     firsts = range(0, steps - WIDTH // 2 + 1, WIDTH)
     middles = [(first + min(first + WIDTH, steps)) / 2 for first in firsts]
 
-    assert (held["since_step"], held["until_step"]) == (begin, until)
-    assert held["windows_judged"] == len(middles)
-    assert held["windows_held"] == max(1, sum(begin <= middle < end for middle in middles))
-    assert held["window_steps"] == WIDTH
-    assert seconds(held["since"]) == pytest.approx(begin * STEP_S, abs=1e-3)
-    assert (held["until"] is None) == (until is None)
+    assert (held.since_step, held.until_step) == (begin, until)
+    assert held.windows_judged == len(middles)
+    assert held.windows_held == max(1, sum(begin <= middle < end for middle in middles))
+    assert held.window_steps == WIDTH
+    assert seconds(held.since) == pytest.approx(begin * STEP_S, abs=1e-3)
+    assert (held.until is None) == (until is None)
     if until is not None:
-        assert seconds(held["until"]) == pytest.approx(until * STEP_S, abs=1e-3)
+        assert seconds(held.until) == pytest.approx(until * STEP_S, abs=1e-3)
 
 
 def test_slow_rank_without_data_on_this_node_uses_the_windows_of_others() -> None:
     found = rows(node([usual(80), usual(80)], findings(episode(7, 40, last_step=79))))
 
-    assert found["straggler"]["held"]["windows_held"] == 5
-    assert found["straggler"]["held"]["windows_judged"] == 10
+    assert found["straggler"].held.windows_held == 5
+    assert found["straggler"].held.windows_judged == 10
 
 
 def test_verdict_of_no_slow_rank_is_valid_since_the_last_episode() -> None:
     """The bottleneck is judged in the windows outside the episode."""
     found = rows(node([usual(160), usual(160)], findings(episode(1, 40, 80), last_step=159)))
-    nobody, limit = found["none"]["held"], found["compute_bound"]["held"]
+    nobody, limit = found["none"].held, found["compute_bound"].held
 
-    assert (nobody["since_step"], nobody["until_step"]) == (80, None)
-    assert (nobody["windows_held"], nobody["windows_judged"]) == (10, 20)
-    assert (limit["since_step"], limit["windows_held"], limit["windows_judged"]) == (0, 15, 15)
-    assert found["straggler_ended"]["held"]["until_step"] == 80
+    assert (nobody.since_step, nobody.until_step) == (80, None)
+    assert (nobody.windows_held, nobody.windows_judged) == (10, 20)
+    assert (limit.since_step, limit.windows_held, limit.windows_judged) == (0, 15, 15)
+    assert found["straggler_ended"].held.until_step == 80
 
 
 def test_ended_verdicts_come_last() -> None:
@@ -142,7 +144,7 @@ def test_ended_verdicts_come_last() -> None:
         "r", [node([usual(160), usual(160)], findings(episode(1, 40, 80), last_step=159))]
     )["verdicts"]
 
-    assert [row["kind"] for row in verdicts] == ["none", "compute_bound", "straggler_ended"]
+    assert [row.kind for row in verdicts] == ["none", "compute_bound", "straggler_ended"]
 
 
 # -- bottlenecks of the step
@@ -161,28 +163,28 @@ def test_bottleneck_of_a_part_of_the_run_is_reported() -> None:
     row = found["data_bound_ended"]
 
     assert (
-        row["text"]
+        row.sentence
         == "Waiting for data took 57% (20.0 ms) of a step of 35.0 ms from step 64 to 127; in the"
         " rest of the run, 1.00 ms."
     )
-    assert (row["held"]["since_step"], row["held"]["until_step"]) == (64, 128)
-    assert (row["held"]["windows_held"], row["held"]["windows_judged"]) == (8, 50)
-    assert seconds(row["held"]["since"]) == pytest.approx(64 * STEP_S, abs=1e-3)
-    assert row["cost_s_per_step"] == pytest.approx(0.020)
-    limit = found["compute_bound"]["held"]
-    assert (limit["since_step"], limit["until_step"], limit["windows_held"]) == (128, None, 34)
+    assert (row.held.since_step, row.held.until_step) == (64, 128)
+    assert (row.held.windows_held, row.held.windows_judged) == (8, 50)
+    assert seconds(row.held.since) == pytest.approx(64 * STEP_S, abs=1e-3)
+    assert row.cost_s_per_step == pytest.approx(0.020)
+    limit = found["compute_bound"].held
+    assert (limit.since_step, limit.until_step, limit.windows_held) == (128, None, 34)
 
 
 def test_bottleneck_of_the_newest_steps_is_reported() -> None:
     """The bottleneck of the whole run is reported as well."""
     found = rows(node([slow_data(320, 400, 400)] * 2))
 
-    assert found["data_bound"]["text"].startswith(
+    assert found["data_bound"].sentence.startswith(
         "Since step 320, waiting for data takes 57% (20.0 ms) of a step of 35.0 ms; before, 1.00"
         " ms. Next: raise"
     )
-    assert found["data_bound"]["held"]["until_step"] is None
-    assert found["compute_bound"]["held"]["until_step"] == 320
+    assert found["data_bound"].held.until_step is None
+    assert found["compute_bound"].held.until_step == 320
 
 
 def test_cpu_contention_in_a_part_of_the_run_is_reported() -> None:
@@ -194,7 +196,7 @@ def test_cpu_contention_in_a_part_of_the_run_is_reported() -> None:
         starved[step]["forward"] = 4.0
     row = rows(node([starved] * 2))["lack_of_cpu_ended"]
 
-    assert row["text"].startswith(
+    assert row.sentence.startswith(
         "Waiting for a CPU took 56% (20.0 ms) of a step of 36.0 ms from step 80 to 159; "
     )
 
@@ -208,8 +210,8 @@ def test_cpu_contention_is_not_reported_if_later_steps_have_no_measurement() -> 
     loop = [{**lacking, "cpu": 20.0} if step < 80 else dict(lacking) for step in range(400)]
     report = checked(build_report("r", [node([loop])]))
 
-    assert "0 ns" not in " ".join(row["text"] for row in report["verdicts"])
-    assert not [row for row in report["verdicts"] if row["kind"].startswith("lack_of_cpu")]
+    assert "0 ns" not in " ".join(row.sentence for row in report["verdicts"])
+    assert not [row for row in report["verdicts"] if row.kind.startswith("lack_of_cpu")]
 
 
 def test_cpu_contention_in_varying_phases_is_one_finding() -> None:
@@ -225,8 +227,8 @@ def test_cpu_contention_in_varying_phases_is_one_finding() -> None:
         loop.append({**BASE, part: BASE[part] + 12.0, "cpu": 12.0, "cpu_in": part})
     row = rows(node([loop]))["lack_of_cpu"]
 
-    assert row["held"]["until_step"] is None
-    assert row["held"]["windows_held"] >= 0.9 * row["held"]["windows_judged"]
+    assert row.held.until_step is None
+    assert row.held.windows_held >= 0.9 * row.held.windows_judged
 
 
 @pytest.mark.parametrize(
@@ -245,9 +247,9 @@ def test_short_or_constant_bottlenecks_are_not_reported_as_changes(
 ) -> None:
     """Some bottlenecks last for a few windows, others hardly differ from the rest of the run."""
     kinds = [
-        row["kind"]
+        row.kind
         for row in build_report("r", [node([loop] * 2)])["verdicts"]
-        if row["kind"] != "long_steps"
+        if row.kind != "long_steps"
     ]
     assert sorted(kinds) in (["compute_bound", "not_compared"], ["data_bound", "not_compared"])
 
@@ -255,10 +257,10 @@ def test_short_or_constant_bottlenecks_are_not_reported_as_changes(
 def test_bottleneck_that_ended_has_its_last_step() -> None:
     """The run waited for data in most of its steps and now computes."""
     found = rows(node([slow_data(0, 320, 400)] * 2))
-    held = found["data_bound"]["held"]
+    held = found["data_bound"].held
 
-    assert (held["since_step"], held["until_step"]) == (0, 320)
-    assert (held["windows_held"], held["windows_judged"]) == (40, 50)
+    assert (held.since_step, held.until_step) == (0, 320)
+    assert (held.windows_held, held.windows_judged) == (40, 50)
     text = " ".join(
         render_full(
             build_report("r", [node([slow_data(0, 320, 400)] * 2)]), "x", columns=110, color=False
@@ -281,10 +283,10 @@ def test_windows_with_long_evaluation_steps_are_counted() -> None:
     loop = usual(200)
     for step in (60, 100, 140):
         loop[step] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION}
-    held = rows(node([loop]))["long_steps"]["held"]
+    held = rows(node([loop]))["long_steps"].held
 
-    assert (held["since_step"], held["windows_held"], held["windows_judged"]) == (56, 3, 25)
-    assert held["until_step"] is None, "the next is due in step 180"
+    assert (held.since_step, held.windows_held, held.windows_judged) == (56, 3, 25)
+    assert held.until_step is None, "the next is due in step 180"
 
 
 def test_all_steps_of_an_unusual_kind_count_for_its_windows() -> None:
@@ -293,11 +295,11 @@ def test_all_steps_of_an_unusual_kind_count_for_its_windows() -> None:
     for step, host in ((1, 901.0), (60, 901.0), (150, 9001.0)):
         loop[step] = {**BASE, "host": host, "flags": Flag.EVALUATION}
     found = [
-        row for row in build_report("r", [node([loop])])["verdicts"] if row["kind"] == "long_steps"
+        row for row in build_report("r", [node([loop])])["verdicts"] if row.kind == "long_steps"
     ]
 
     assert found
-    assert [row["held"] for row in found] == [None] * len(found)
+    assert [row.held for row in found] == [None] * len(found)
 
 
 def test_unknown_validity_of_a_verdict_is_null() -> None:
@@ -311,8 +313,8 @@ def test_unknown_validity_of_a_verdict_is_null() -> None:
         node([usual(60)], cpu_wait=[12.0, 20.0]),
         node([usual(60)], compute_device="xpu"),
     ):
-        assert rows(state).popitem()[1]["held"] is None
-    assert rows(node([unknown]))["long_steps"]["held"] is None
+        assert rows(state).popitem()[1].held is None
+    assert rows(node([unknown]))["long_steps"].held is None
 
 
 def test_only_windows_of_the_current_slow_stage_count() -> None:
@@ -344,11 +346,11 @@ def test_only_windows_of_the_current_slow_stage_count() -> None:
 def test_hang_in_progress_has_the_time_of_its_start() -> None:
     """The start is the alert's time minus the time without a step at that moment."""
     state = node([usual(57)] * 2, hang=hang(57), records=hung(), ended="")
-    held = rows(state)["hang"]["held"]
+    held = rows(state)["hang"].held
 
-    assert (held["since_step"], held["until_step"], held["windows_judged"]) == (57, None, None)
-    assert (seconds(held["since"]), held["until"]) == (100.0, None)
-    assert rows(node([usual(57)] * 2, hang=hang(57), ended=""))["hang"]["held"]["since_step"] == 57
+    assert (held.since_step, held.until_step, held.windows_judged) == (57, None, None)
+    assert (seconds(held.since), held.until) == (100.0, None)
+    assert rows(node([usual(57)] * 2, hang=hang(57), ended=""))["hang"].held.since_step == 57
 
 
 def test_past_hang_is_the_first_verdict_if_it_cost_most() -> None:
@@ -362,17 +364,17 @@ def test_past_hang_is_the_first_verdict_if_it_cost_most() -> None:
     row = report["verdicts"][0]
 
     assert (
-        row["text"]
+        row.sentence
         == "The job hung in step 57 for 60.0 s, and went on: 95% of all step time. Rank 2 did not"
         " enter it. Next: look at it."
     )
-    assert (row["kind"], row["rank"], row["evidence"].went_on) == ("hang_ended", 2, True)
-    assert (row["held"]["since_step"], row["held"]["until_step"]) == (57, 58)
-    assert (seconds(row["held"]["since"]), seconds(row["held"]["until"])) == (100.0, 160.0)
-    assert row["lost_s"] == pytest.approx(60.0)
-    assert row["cost_share"] == pytest.approx(60 / report["steps"]["total_s"], abs=0.01)
-    assert row["evidence"].stacks == stacks
-    assert [each["kind"] for each in report["verdicts"]] == [
+    assert (row.kind, row.rank, row.evidence.went_on) == ("hang_ended", 2, True)
+    assert (row.held.since_step, row.held.until_step) == (57, 58)
+    assert (seconds(row.held.since), seconds(row.held.until)) == (100.0, 160.0)
+    assert row.lost_s == pytest.approx(60.0)
+    assert row.cost_share == pytest.approx(60 / report["steps"]["total_s"], abs=0.01)
+    assert row.evidence.stacks == stacks
+    assert [each.kind for each in report["verdicts"]] == [
         "hang_ended",
         "compute_bound",
     ], "its step is no second one"
@@ -387,7 +389,7 @@ def test_short_past_hang_is_listed_as_earlier() -> None:
     report = checked(build_report("r", [node([loop], records=hung(12.0, over=True))]))
 
     assert (
-        report["verdicts"][-1]["text"]
+        report["verdicts"][-1].sentence
         == "The job hung in step 57 for 12.0 s, and went on. Rank 2 did not enter it."
     )
     assert "  earlier " in render_full(report, "x", columns=200, color=False)
@@ -402,10 +404,10 @@ def test_hang_comes_before_the_death_of_its_ranks(seen_to_end: bool, ended: str)
     )
     row = report["verdicts"][0]
 
-    assert row["kind"] == "hang_ended"
-    assert ("died" in [each["kind"] for each in report["verdicts"]]) is (ended == "died")
+    assert row.kind == "hang_ended"
+    assert ("died" in [each.kind for each in report["verdicts"]]) is (ended == "died")
     assert (
-        row["text"]
+        row.sentence
         == "The job hung in step 57 for 60.0 s, and ended in it. Rank 2 did not enter it. Next:"
         " look at it."
     )
@@ -421,9 +423,9 @@ def test_recovered_slow_link_is_listed_as_earlier() -> None:
         log.record_changes(0, NOTHING, None, PLACES, at_s * SECOND_NS, last_step=at_s)
     row = rows(node([usual(200)] * 2, records=log.records))["slow_link_ended"]
 
-    assert row["text"] == "No longer: It is slow."
-    assert row["evidence"].ranks == (3, 4)
-    assert (row["held"]["since_step"], row["held"]["until_step"]) == (40, 90)
+    assert row.sentence == "No longer: It is slow."
+    assert row.evidence.ranks == (3, 4)
+    assert (row.held.since_step, row.held.until_step) == (40, 90)
 
 
 def test_findings_of_earlier_attempts_are_ignored() -> None:
@@ -437,12 +439,12 @@ def test_findings_of_earlier_attempts_are_ignored() -> None:
 def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
     """A time on another day than the run's first has its date."""
     started = "2026-11-23T09:00:00.000+00:00"
-    whole: Any = {
-        "since_step": 64, "until_step": None, "windows_held": 14, "windows_judged": 15, "window_steps": 64,
-        "since": "2026-11-23T09:14:02.500+00:00", "until": None,
-    }  # fmt: skip
-    over = {**whole, "until_step": 200, "until": "2026-11-24T01:02:03.000+00:00"}
-    at_step = {**whole, "windows_held": None, "windows_judged": None, "since": None}
+    whole = Period(
+        since_step=64, until_step=None, windows_held=14, windows_judged=15, window_steps=64,
+        since="2026-11-23T09:14:02.500+00:00", until=None,
+    )  # fmt: skip
+    over = structs.replace(whole, until_step=200, until="2026-11-24T01:02:03.000+00:00")
+    at_step = structs.replace(whole, windows_held=None, windows_judged=None, since=None)
 
     assert (
         describe_period(whole, started)
@@ -454,7 +456,7 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
         " 01:02:03 UTC)."
     )
     assert describe_period(
-        {**whole, "windows_held": 1, "windows_judged": 1, "window_steps": 8}, started
+        structs.replace(whole, windows_held=1, windows_judged=1, window_steps=8), started
     ).startswith("Held in 1 of 1 window of 8 steps, ")
     assert describe_period(at_step, started) == "Held since step 64."
     assert describe_period(None, started) == ""

@@ -170,14 +170,14 @@ def test_rank_that_ran_out_of_memory_is_the_first_verdict(run: RunDirectory) -> 
     report = report_on(run, ranks)
     verdict = report["verdicts"][0]
 
-    assert (verdict["kind"], verdict["rank"], verdict["since_step"]) == ("out_of_memory", 1, 40)
+    assert (verdict.kind, verdict.rank, verdict.since_step) == ("out_of_memory", 1, 40)
     assert (
         f"Rank 1 ({HOST}) ran out of device memory in step 40, in forward Net > blocks.3: 6.4 GB"
-        in verdict["text"]
+        in verdict.sentence
     )
-    assert "42.9 GB in 96 blocks, Net > Block > Mlp, train.py:12 forward" in verdict["text"]
-    assert "Next: checkpoint the activations of Mlp" in verdict["text"]
-    assert verdict["evidence"]["file"] == "oom/rank00001-40.json"
+    assert "42.9 GB in 96 blocks, Net > Block > Mlp, train.py:12 forward" in verdict.sentence
+    assert "Next: checkpoint the activations of Mlp" in verdict.sentence
+    assert verdict.evidence.oom["file"] == "oom/rank00001-40.json"
     assert len(report["verdicts"]) > 1
     text = shown(report)
     assert "Memory of rank 1 when it ran out" in text
@@ -194,7 +194,7 @@ def test_out_of_memory_in_the_first_step_is_the_verdict(run: RunDirectory) -> No
     rank.session.recorder.record_span(Kind.SECTION, rank.session.intern("x"), 0, 5)
     ran_out(run, rank, step=0)
     (verdict,) = report_on(run, [rank])["verdicts"]
-    assert verdict["kind"] == "out_of_memory"
+    assert verdict.kind == "out_of_memory"
 
 
 def test_first_of_several_ranks_out_of_memory_is_reported(run: RunDirectory) -> None:
@@ -204,9 +204,9 @@ def test_first_of_several_ranks_out_of_memory_is_reported(run: RunDirectory) -> 
         rank.steps(40, **WORK)
         ran_out(run, rank, time_unix_ns=time_unix_ns)
     verdict = report_on(run, ranks)["verdicts"][0]
-    assert verdict["rank"] == 1
-    assert "So did 2 other ranks." in verdict["text"]
-    assert verdict["evidence"]["ranks"] == [1, 0, 2]
+    assert verdict.rank == 1
+    assert "So did 2 other ranks." in verdict.sentence
+    assert verdict.evidence.ranks == (1, 0, 2)
 
 
 def test_out_of_memory_error_that_was_caught_is_only_a_note(run: RunDirectory) -> None:
@@ -215,7 +215,7 @@ def test_out_of_memory_error_that_was_caught_is_only_a_note(run: RunDirectory) -
     rank.steps(60, **WORK)
     ran_out(run, rank)
     report = report_on(run, [rank])
-    assert report["verdicts"][0]["kind"] != "out_of_memory"
+    assert report["verdicts"][0].kind != "out_of_memory"
     (note,) = [note for note in report["quality"]["notes"] if "ran out of device memory" in note]
     assert "rank 0 ran out of device memory in step 40" in note
     assert "and went on: see oom/rank00000-40.json" in note
@@ -230,7 +230,7 @@ def test_out_of_memory_error_after_the_last_step_is_a_verdict_if_the_run_died(
         rank.steps(40, **WORK)
         ran_out(run, rank, step=40, caught=caught)
         report = report_on(run, [rank])
-        assert (report["verdicts"][0]["kind"] == "out_of_memory") is not caught
+        assert (report["verdicts"][0].kind == "out_of_memory") is not caught
         notes = [
             note
             for note in report["quality"]["notes"]
@@ -248,10 +248,10 @@ def test_out_of_memory_error_without_a_table_refers_to_the_earlier_table(run: Ru
     report = report_on(run, [rank])
     verdict = report["verdicts"][0]
 
-    assert (verdict["kind"], verdict["since_step"]) == ("out_of_memory", 40)
+    assert (verdict.kind, verdict.since_step) == ("out_of_memory", 40)
     assert (
         "No table was written, because memory had run out shortly before: see oom/rank00000-3.json"
-        in verdict["text"]
+        in verdict.sentence
     )
     assert "errors without a table: 2" in (run.oom / "rank00000-40.txt").read_text()
     assert "when it ran out" not in shown(report)
@@ -261,7 +261,7 @@ def test_process_limit_and_free_device_memory_are_both_in_the_verdict(run: RunDi
     rank = Rank(run, 0, 1)
     rank.steps(40, **WORK)
     ran_out(run, rank, free_bytes=38 * GB, **SHARE)
-    text = report_on(run, [rank])["verdicts"][0]["text"]
+    text = report_on(run, [rank])["verdicts"][0].sentence
     assert (
         "6.4 GB requested; the process may use 42.9 GB of the device's 85.9 GB, and had reserved"
         " 40.8 GB; 40.8 GB were" in text
@@ -323,7 +323,7 @@ def test_newest_memory_table_is_kept_over_a_sidecar_restart(run: RunDirectory) -
     second = Sidecar(run, HOST, None, lambda run, asked: None)
     second.read_rings()
     second.count_records()
-    assert build_report(run.run_id, [second.state])["verdicts"][0]["since_step"] == 50
+    assert build_report(run.run_id, [second.state])["verdicts"][0].since_step == 50
     second.close()
     assert sorted(path.name for path in run.oom.glob("*.txt")) == [
         "rank00000-30.txt",

@@ -31,7 +31,7 @@ def report_on(state: NodeState) -> dict[str, Any]:
 
 
 def heads(report: dict[str, Any]) -> list[str]:
-    return [row["text"].partition(" Next: ")[0] for row in report["verdicts"]]
+    return [row.text for row in report["verdicts"]]
 
 
 def shown_in_order(text: str, parts: list[str]) -> bool:
@@ -58,8 +58,8 @@ def several() -> NodeState:
 def test_every_screen_sorts_verdicts_by_cost() -> None:
     """The screens are JSON, terminal, short report, page, notebook, summary and `top`."""
     report = report_on(several())
-    kinds = [(row["kind"], row["phase"]) for row in report["verdicts"]]
-    lost = [row["lost_s"] for row in report["verdicts"]]
+    kinds = [(row.kind, row.phase) for row in report["verdicts"]]
+    lost = [row.lost_s for row in report["verdicts"]]
     first_words = [head[:40] for head in heads(report)]
 
     assert [kind for kind, _ in kinds] == ["long_steps", "data_bound", "long_steps", "none"]
@@ -98,16 +98,14 @@ def test_verdicts_on_random_faults_are_sorted_by_lost_time(seed: int) -> None:
             if "flags" not in loop[step]:
                 loop[step] = {**loop[step], "host": loop[step]["host"] + more, "flags": int(flag)}
     report = report_on(node([loop]))
-    lost = [row["lost_s"] for row in report["verdicts"]]
+    lost = [row.lost_s for row in report["verdicts"]]
     of_kind = {
-        row["evidence"]["kinds"][0]: row
-        for row in report["verdicts"]
-        if row["kind"] == "long_steps"
+        row.evidence.long["kinds"][0]: row for row in report["verdicts"] if row.kind == "long_steps"
     }
 
     assert lost == sorted(lost, reverse=True)
     for kind, row in of_kind.items():
-        assert row["lost_s"] == pytest.approx(planted[kind], rel=0.05)
+        assert row.lost_s == pytest.approx(planted[kind], rel=0.05)
 
 
 def test_ended_verdict_is_not_first_although_it_cost_most() -> None:
@@ -117,12 +115,12 @@ def test_ended_verdict_is_not_first_although_it_cost_most() -> None:
     """
     report = report_on(node([slow_data(0, 320, 400)]))
 
-    assert [row["kind"] for row in report["verdicts"]] == ["compute_bound", "data_bound"]
+    assert [row.kind for row in report["verdicts"]] == ["compute_bound", "data_bound"]
     assert heads(report)[0].startswith("Since step 320, computing takes 8")
     assert heads(report)[0].endswith(
         "% (14.0 ms) of a step of 16.0 ms; before, a step took 35.0 ms."
     )
-    assert report["verdicts"][0]["text"].endswith(" Next: time modules: watch(model).")
+    assert report["verdicts"][0].sentence.endswith(" Next: time modules: watch(model).")
 
 
 def test_verdict_on_one_of_two_equal_waits_is_valid_to_the_end() -> None:
@@ -131,8 +129,8 @@ def test_verdict_on_one_of_two_equal_waits_is_valid_to_the_end() -> None:
     loop = [{**BASE, "data": 10 + rng.normal(), "host": 10 + rng.normal()} for _ in range(200)]
     (row,) = report_on(node([loop]))["verdicts"]
 
-    assert row["held"]["until_step"] is None
-    assert row["held"]["windows_held"] >= 0.9 * row["held"]["windows_judged"]
+    assert row.held.until_step is None
+    assert row.held.windows_held >= 0.9 * row.held.windows_judged
 
 
 class TestOneCause:
@@ -171,9 +169,9 @@ class TestOneCause:
         )
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
 
-        assert [row["kind"] for row in report["verdicts"]] == ["lack_of_cpu"]
+        assert [row.kind for row in report["verdicts"]] == ["lack_of_cpu"]
         assert heads(report)[0].endswith(" Rank 1 waits longest.")
-        assert report["verdicts"][0]["rank"] == 1
+        assert report["verdicts"][0].rank == 1
 
     def test_cpu_contention_of_one_rank_is_reported_as_a_slow_rank(self) -> None:
         """The mean contention over all ranks is only due to this rank."""
@@ -186,7 +184,7 @@ class TestOneCause:
         )
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
 
-        assert [row["kind"] for row in report["verdicts"]] == ["straggler"]
+        assert [row.kind for row in report["verdicts"]] == ["straggler"]
 
     @pytest.mark.parametrize("until", [None, 180])
     def test_waiting_for_a_slow_rank_is_no_separate_verdict(self, until: int | None) -> None:
@@ -198,7 +196,7 @@ class TestOneCause:
         slow = episode(1, 0, until, from_start=True, last_step=199)
         report = report_on(node(loops, findings(slow, last_step=199, compared=2)))
 
-        assert "communication_bound" not in {row["kind"] for row in report["verdicts"]}
+        assert "communication_bound" not in {row.kind for row in report["verdicts"]}
         assert not any("aiting in communication" in head for head in heads(report))
 
     def test_waiting_for_another_pipeline_stage_is_no_separate_verdict(self) -> None:
@@ -214,7 +212,7 @@ class TestOneCause:
         report = report_on(
             node(loops, findings(last_step=99, compared=0, usual=usual_of, step_ns=46 * MS))
         )
-        kinds = [row["kind"] for row in report["verdicts"]]
+        kinds = [row.kind for row in report["verdicts"]]
 
         assert "not_compared" in kinds
         assert "communication_bound" not in kinds
@@ -234,7 +232,7 @@ class TestOneCause:
         slow = episode(1, 0, from_start=True, last_step=99, excess_ns=2 * MS, cost_ns=2 * MS)
         report = report_on(node(loops, findings(slow, last_step=99, compared=2)))
 
-        assert [row["kind"] for row in report["verdicts"]] == ["data_bound", "straggler"]
+        assert [row.kind for row in report["verdicts"]] == ["data_bound", "straggler"]
 
 
 @pytest.mark.parametrize(
@@ -243,9 +241,7 @@ class TestOneCause:
 def test_cost_of_a_verdict_equals_the_first_figure_of_its_sentence(parts: dict[str, float]) -> None:
     """The cost is not a sum of several figures."""
     (row,) = report_on(node([[{**BASE, **parts} for _ in range(60)]]))["verdicts"]
-    share = float(row["text"].partition(" takes ")[2].partition("%")[0]) / 100
+    share = float(row.sentence.partition(" takes ")[2].partition("%")[0]) / 100
 
-    assert row["cost_share"] == pytest.approx(share if parts else 0.0, abs=0.006)
-    assert row["cost_s_per_step"] == pytest.approx(
-        row["cost_share"] * row["evidence"].typical_step_s
-    )
+    assert row.cost_share == pytest.approx(share if parts else 0.0, abs=0.006)
+    assert row.cost_s_per_step == pytest.approx(row.cost_share * row.evidence.typical_step_s)

@@ -20,7 +20,7 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.words.report import VerdictRow
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.view.terminal import print_report, render_full
 
 WORK = {"data": 1, "forward": 4, "communication": 2, "backward": 6, "host": 1}
@@ -73,7 +73,7 @@ def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> No
     assert set(value["ranks"][0]["phases"]["forward"]) == {"typical_s", "p50_s", "mean_s", "share"}
     assert set(value["ranks"][0]["typical"]) == {"s", "own_s", "work_s", "parts", "lack_of_cpu"}
     assert {"arrived_last", "wait_s_per_step"} <= set(value["ranks"][0])
-    assert set(value["verdicts"][0]) == {*VerdictRow.__annotations__}
+    assert set(value["verdicts"][0]) == {*Verdict.__struct_fields__}
     assert {"records", "lost", "coverage", "overhead_share", "notes"} <= set(value["quality"])
     assert {"name", "calls", "own_s", "by_rank"} <= set(value["modules"][0])
     assert {"operation", "group", "count", "bytes"} <= set(value["collectives"][0])
@@ -118,10 +118,10 @@ def test_verdict_on_a_single_rank_is_its_bottleneck(
     rank.steps(60, **parts)
     (verdict,) = report_on(run, [rank])["verdicts"]
 
-    assert (verdict["kind"], verdict["phase"], verdict["rank"]) == (kind, phase, None)
-    assert verdict["evidence"].uses_s[kind] == pytest.approx(parts[phase] / 1e3)
-    assert word in verdict["text"].partition(" Next: ")[2]
-    assert (verdict["cost_share"] > 0) == (kind != "compute_bound")
+    assert (verdict.kind, verdict.phase, verdict.rank) == (kind, phase, None)
+    assert verdict.evidence.uses_s[kind] == pytest.approx(parts[phase] / 1e3)
+    assert word in verdict.action
+    assert (verdict.cost_share > 0) == (kind != "compute_bound")
 
 
 def test_straggler_verdict_has_rank_phase_cost_step_and_action(run: RunDirectory) -> None:
@@ -131,17 +131,17 @@ def test_straggler_verdict_has_rank_phase_cost_step_and_action(run: RunDirectory
     ranks[1].steps(80, **{**WORK, "backward": 16})
     (verdict,) = report_on(run, ranks)["verdicts"]
 
-    assert (verdict["kind"], verdict["rank"], verdict["phase"], verdict["since_step"]) == (
+    assert (verdict.kind, verdict.rank, verdict.phase, verdict.since_step) == (
         "straggler",
         1,
         "backward",
         0,
     )
-    assert verdict["cost_s_per_step"] == pytest.approx(0.010, rel=0.01)
-    assert verdict["cost_share"] == pytest.approx(10 / 24, rel=0.01)
-    assert verdict["confidence"] > 0.8
+    assert verdict.cost_s_per_step == pytest.approx(0.010, rel=0.01)
+    assert verdict.cost_share == pytest.approx(10 / 24, rel=0.01)
+    assert verdict.confidence > 0.8
     assert (
-        verdict["text"]
+        verdict.sentence
         == f"Rank 1 ({HOST}) is slow in the backward pass: it computes 22.0 ms per step, the other"
         " rank 12.0 ms. It costs the job 10.0 ms a step (42%), since the start. Next: compare"
         " the input sizes of the model on rank 1 with other ranks', then the clock speed and"
@@ -164,10 +164,10 @@ def test_straggler_verdict_has_the_slow_module(run: RunDirectory) -> None:
             recorder.next_step()
     (verdict,) = report_on(run, ranks)["verdicts"]
 
-    assert verdict["evidence"].modules == ("block",)
-    assert verdict["evidence"].module_excess_s == pytest.approx(0.008, rel=0.01)
-    assert "most of the difference is in block (+8.00 ms a step)" in verdict["text"]
-    assert "Next: compare the input sizes of block on rank 1" in verdict["text"]
+    assert verdict.evidence.modules == ("block",)
+    assert verdict.evidence.module_excess_s == pytest.approx(0.008, rel=0.01)
+    assert "most of the difference is in block (+8.00 ms a step)" in verdict.sentence
+    assert "Next: compare the input sizes of block on rank 1" in verdict.sentence
 
 
 def test_sixty_short_steps_are_too_few_for_a_comparison(run: RunDirectory) -> None:
@@ -179,7 +179,7 @@ def test_sixty_short_steps_are_too_few_for_a_comparison(run: RunDirectory) -> No
     short = {part: value / 10 for part, value in WORK.items()}
     for rank in ranks:
         rank.steps(60, **short)
-    text = report_on(run, ranks)["verdicts"][0]["text"]
+    text = report_on(run, ranks)["verdicts"][0].sentence
 
     assert text.startswith("Too few steps to compare the ranks (60): ")
     assert "they do different work" not in text
@@ -189,7 +189,7 @@ def test_sixty_short_steps_are_too_few_for_a_comparison(run: RunDirectory) -> No
     ranks = [Rank(again, 0), Rank(again, 1)]
     for rank in ranks:
         rank.steps(needed, **short)
-    assert report_on(again, ranks)["verdicts"][0]["text"].startswith(
+    assert report_on(again, ranks)["verdicts"][0].sentence.startswith(
         f"No slow rank in {needed} steps"
     )
 
@@ -200,12 +200,12 @@ def test_verdict_without_slow_ranks_has_the_smallest_detectable_slowdown(run: Ru
         rank.steps(80, **WORK)
     verdict = report_on(run, ranks)["verdicts"][0]
 
-    assert verdict["kind"] == "none"
+    assert verdict.kind == "none"
     assert (
-        verdict["text"]
+        verdict.sentence
         == "No slow rank in 80 steps. The smallest detectable slowdown is 1.74 ms per step (12%)."
     )
-    assert verdict["evidence"].detectable_s == pytest.approx(0.1 / 57.6)
+    assert verdict.evidence.detectable_s == pytest.approx(0.1 / 57.6)
 
 
 def test_overhead_share_excludes_a_first_step_that_compiles(run: RunDirectory) -> None:
@@ -232,8 +232,8 @@ def test_few_or_no_steps_are_explained_without_zeros(
         rank.steps(steps, **WORK)
     value = report_on(run, ranks)
 
-    assert value["verdicts"][0]["text"].startswith(text)
-    assert "Next: " in value["verdicts"][0]["text"]
+    assert value["verdicts"][0].sentence.startswith(text)
+    assert "Next: " in value["verdicts"][0].sentence
     assert text in render_full(value, "/runs/1", columns=100, color=False)
     if steps <= 2:
         assert value["steps"]["p50_s"] is None
@@ -278,7 +278,7 @@ def test_report_has_ranks_of_several_nodes_with_their_hosts(run: RunDirectory) -
     text = render_full(value, "/runs/1", columns=130, color=False)
 
     assert value["run"]["nodes"] == ["node-a", "node-b"]
-    assert [row["kind"] for row in value["verdicts"]].count("not_compared") == 1
+    assert [row.kind for row in value["verdicts"]].count("not_compared") == 1
     assert "2 ranks on 2 nodes" in text
     assert re.search(r"^ +1  node-b ", text, re.MULTILINE)
 

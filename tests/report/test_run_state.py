@@ -95,12 +95,12 @@ def test_rank_that_died_is_in_the_title_of_every_screen(
     assert line.state == words.partition(", ")[2]
     assert (report["run"]["state"], report["run"]["died"]) == ("died" if died else "ended", died)
     assert row.state == report["run"]["state"]
-    kinds = [verdict["kind"] for verdict in report["verdicts"]]
+    kinds = [verdict.kind for verdict in report["verdicts"]]
     assert ("died" in kinds) is bool(died)
     if died:
         assert kinds[0] == "died"
-        assert "after step 11, in layer" in report["verdicts"][0]["text"]
-        assert report["verdicts"][0]["evidence"].ranks == tuple(died)
+        assert "after step 11, in layer" in report["verdicts"][0].sentence
+        assert report["verdicts"][0].evidence.ranks == tuple(died)
 
 
 KILLED = {"signal": 9, "exit_code": None, "oom_kills": 1, "memory_limit_bytes": 2_000_000_000}
@@ -133,8 +133,8 @@ def test_death_is_described_as_the_kernel_shows_it(
         process.end = {**KILLED, "signal": 15, "oom_kills": 0, **end}  # type: ignore[typeddict-item]
     first = report_of(run, state)["verdicts"][0]
 
-    assert (first["kind"], first["rank"]) == ("died", rank)
-    assert words in first["text"]
+    assert (first.kind, first.rank) == ("died", rank)
+    assert words in first.sentence
 
 
 @pytest.mark.parametrize(("identity", "crash"), [(_GONE, "died"), ({}, None)])
@@ -153,7 +153,8 @@ def test_exporters_receive_the_verdict_on_a_crash(
     sidecar.close()
 
     assert exporter.assessment is not None
-    assert (exporter.assessment.crash or {}).get("kind") == crash
+    found = exporter.assessment.crash
+    assert (None if found is None else found.kind) == crash
 
 
 def test_rank_that_died_is_in_the_title_while_others_run(run: RunDirectory) -> None:
@@ -203,10 +204,10 @@ def test_rank_that_lost_a_rank_of_another_node_is_not_blamed(
         failure = describe_failure(RuntimeError("Connection reset by peer"), 20)
         rank.session.close(None, {**failure, "lost_peer": is_lost})
     state = state_of(run, ranks, tuple(range(len(lost), len(ranks))))
-    (verdict,) = (each for each in report_of(run, state)["verdicts"] if each["kind"] == "failed")
+    (verdict,) = (each for each in report_of(run, state)["verdicts"] if each.kind == "failed")
 
-    assert ("Another rank ended before" in verdict["text"]) == is_unseen
-    assert verdict["text"].endswith("read the logs of the other ranks.") == is_unseen
+    assert ("Another rank ended before" in verdict.sentence) == is_unseen
+    assert verdict.sentence.endswith("read the logs of the other ranks.") == is_unseen
 
 
 def test_ranks_that_were_never_seen_are_not_in_the_title(run: RunDirectory) -> None:
@@ -225,7 +226,7 @@ def test_ranks_that_were_never_seen_are_not_in_the_title(run: RunDirectory) -> N
         "only 1 of 8 ranks seen" in build_document(gather_contents(run)).partition("</header>")[0]
     )
     assert (line.seen, line.ranks) == (1, 8)
-    text = " ".join(verdict["text"] for verdict in report["verdicts"])
+    text = " ".join(verdict.sentence for verdict in report["verdicts"])
     assert "Only 1 of 8 ranks was seen" in text
     assert "The ranks were not compared: they do different work" not in text
     assert "No slow rank" not in text
@@ -259,7 +260,7 @@ def test_long_start_of_a_job_is_a_verdict(
     process.facts.compile_s, process.facts.interactive = compile_s, interactive
     report = report_of(run, state)
 
-    kinds = [verdict["kind"] for verdict in report["verdicts"]]
+    kinds = [verdict.kind for verdict in report["verdicts"]]
     assert ("startup" in kinds) is bool(first)
     line = describe_startup(report["run"])
     assert line.startswith(f"startup {words}")
@@ -267,7 +268,7 @@ def test_long_start_of_a_job_is_a_verdict(
     assert ("torch.compile took" in line) is bool(compile_s)
     if first:
         assert kinds[0] == "startup"
-        text = report["verdicts"][0]["text"]
+        text = report["verdicts"][0].sentence
         assert "The start takes 100% of the run (200 s of 201 s)" in text
         assert ("TORCHINDUCTOR_CACHE_DIR" in text) is bool(compile_s)
 
@@ -283,7 +284,7 @@ def test_start_that_lacked_cpus_is_not_blamed_on_imports(
     assert process.statistics.started_ns is not None
     process.facts.process_began_ns = process.statistics.started_ns - int(200e9)
     process.facts.start_cpu_wait_ns = int(waited_s * 1e9)
-    text = report_of(run, state)["verdicts"][0]["text"]
+    text = report_of(run, state)["verdicts"][0].sentence
 
     assert f"the main thread waited {waited_s:.3g}" in text
     assert advice in text.partition(" Next: ")[2]
@@ -301,7 +302,7 @@ def test_long_start_is_no_verdict_if_all_steps_are_warm_up(steps: int, run: RunD
     process.facts.process_began_ns = process.statistics.started_ns - int(200e9)
     report = report_of(run, state)
 
-    assert "startup" not in [verdict["kind"] for verdict in report["verdicts"]]
+    assert "startup" not in [verdict.kind for verdict in report["verdicts"]]
     assert "more than usual" not in render_full(report, "/r", columns=100, color=False)
     assert describe_startup(report["run"]).startswith("startup 200 s")
 
@@ -350,7 +351,7 @@ def test_report_on_few_steps_shows_their_phases(
     report = report_of(run, state_of(run, [rank], () if live else (0,)))
     text = render_full(report, "/r", columns=200, color=False)
 
-    assert report["verdicts"][0]["text"].startswith(words)
+    assert report["verdicts"][0].sentence.startswith(words)
     assert "1 steps" not in text
     # The table would contain only dashes.
     assert "Typical step" not in text
@@ -368,9 +369,9 @@ def test_run_without_steps_is_explained_by_lost_records(run: RunDirectory) -> No
     report = report_of(run, state_of(run, [rank], (0,)))
 
     (verdict,) = report["verdicts"]
-    assert verdict["kind"] == "no_steps"
-    assert verdict["text"].startswith("All records of 60 finished steps were lost: ")
-    assert "watch()" not in verdict["text"]
+    assert verdict.kind == "no_steps"
+    assert verdict.sentence.startswith("All records of 60 finished steps were lost: ")
+    assert "watch()" not in verdict.sentence
 
 
 def test_single_step_before_recording_began_is_noted(run: RunDirectory) -> None:
@@ -379,7 +380,7 @@ def test_single_step_before_recording_began_is_noted(run: RunDirectory) -> None:
     report = report_of(run, state_of(run, [rank], (0,)))
 
     (verdict,) = report["verdicts"]
-    assert verdict["text"].startswith(
+    assert verdict.sentence.startswith(
         "The only step that ended is not measured: recording began after"
     )
 
@@ -391,8 +392,8 @@ def test_first_step_in_progress_is_not_reported_as_a_missing_watch(run: RunDirec
     report = report_of(run, state)
 
     (verdict,) = report["verdicts"]
-    assert verdict["text"].startswith("No step has ended yet: the first one has taken ")
-    assert "LBFGS.step" in verdict["text"]
+    assert verdict.sentence.startswith("No step has ended yet: the first one has taken ")
+    assert "LBFGS.step" in verdict.sentence
 
 
 @pytest.mark.parametrize("around", [70, 1000])
@@ -406,7 +407,7 @@ def test_phases_nested_deeper_than_the_limit_do_not_count_as_host_code(
     rank.steps(60, **WORK)
     report = report_of(run, state_of(run, [rank], (0,)))
 
-    text = report["verdicts"][0]["text"]
+    text = report["verdicts"][0].sentence
     assert "Host code" not in text
     assert text.startswith("It is not known where the step's time goes: ")
     assert "nested deeper than 64 levels were not recorded" in text

@@ -61,7 +61,7 @@ def report_on(run: RunDirectory, *ranks: Loop) -> dict[str, Any]:
 
 def first(report: dict[str, Any]) -> str:
     """Return the first verdict, after comparing its figure on a section with the table."""
-    text = str(report["verdicts"][0]["text"])
+    text = str(report["verdicts"][0].sentence)
     if text.startswith("Section "):
         columns = columns_of(report)
         sections = zip(columns["section"], columns["outside phases"], strict=True)
@@ -95,8 +95,8 @@ def test_section_that_takes_most_of_the_step_is_the_verdict(run: RunDirectory) -
     )
     assert ' Next: make section "tokenize" cheaper' in text
     assert "wrap parts" not in text
-    assert (verdict["kind"], verdict["phase"]) == ("host_bound", "host")
-    assert verdict["cost_s_per_step"] == pytest.approx(0.0434, rel=0.02)
+    assert (verdict.kind, verdict.phase) == ("host_bound", "host")
+    assert verdict.cost_s_per_step == pytest.approx(0.0434, rel=0.02)
 
 
 def test_section_in_other_steps_takes_no_time_of_a_typical_step(run: RunDirectory) -> None:

@@ -90,7 +90,7 @@ def test_every_screen_shows_the_joint_cost_of_slow_ranks(
 def test_joint_cost_is_one_loss_of_goodput(run: RunDirectory, state: NodeState) -> None:
     """Each rank's verdict has the joint cost, which the job has lost once."""
     report = build_report(run.run_id, [state])
-    lost_s = [row["lost_s"] for row in report["verdicts"] if row["kind"] == "straggler"]
+    lost_s = [row.lost_s for row in report["verdicts"] if row.kind == "straggler"]
     goodput = report["goodput"]
 
     assert goodput is not None

@@ -143,13 +143,13 @@ def test_steps_without_module_times_are_no_class_of_steps(tmp_path: Path) -> Non
 def test_slow_module_is_named_though_periods_differ(tmp_path: Path, slow_rank: int) -> None:
     (verdict,) = report_on(tmp_path, (1, 4), slow_rank)["verdicts"]
 
-    assert (verdict["kind"], verdict["rank"], verdict["phase"]) == (
+    assert (verdict.kind, verdict.rank, verdict.phase) == (
         "straggler",
         slow_rank,
         "forward",
     )
-    assert verdict["evidence"].modules == ("block",)
-    assert verdict["evidence"].module_excess_s == pytest.approx(0.002, rel=0.15)
+    assert verdict.evidence.modules == ("block",)
+    assert verdict.evidence.module_excess_s == pytest.approx(0.002, rel=0.15)
 
 
 def test_report_has_the_period_and_an_interval_of_the_cost(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_each_training_has_its_own_typical_step_and_verdict(pieces: int) -> None
     assert [each["total_s"] for each in rows] == pytest.approx([0.78, 3.18, 0.21])
     assert [each["model"] for each in rows] == ["Net0", "Net1", "Net2"]
     assert [each["is_shown"] for each in rows] == [False, True, False]
-    assert [each["verdict"]["kind"] for each in rows] == [
+    assert [each["verdict"].kind for each in rows] == [
         "compute_bound",
         "data_bound",
         "compute_bound",
@@ -101,7 +101,7 @@ def test_report_covers_the_training_that_takes_the_most_time() -> None:
     assert report["steps"]["count"] == report["ranks"][0]["steps"] == 60
     assert report["ranks"][0]["typical"]["s"] == pytest.approx(0.053)
     assert report["ranks"][0]["first_step"] == 61
-    assert report["verdicts"][0]["kind"] == "data_bound"
+    assert report["verdicts"][0].kind == "data_bound"
     assert report["history"]["median_s"] == pytest.approx(
         [0.053] * len(report["history"]["median_s"])
     )

@@ -19,7 +19,7 @@ def uneven(*states: ProcessState) -> list[dict[str, Any]]:
     """Return the verdicts on uneven steps of the report on some ranks."""
     node = NodeState(HOST, {state.identity.key: state for state in states})
     verdicts = checked(build_report("run", [node]))["verdicts"]
-    return [each for each in verdicts if each["kind"] == "uneven_steps"]
+    return [each for each in verdicts if each.kind == "uneven_steps"]
 
 
 def rank(number: int, steps: int, world: int = 3, **flags: int) -> ProcessState:
@@ -30,10 +30,10 @@ def test_ranks_whose_data_ended_first_are_named() -> None:
     """The steps that the other ranks made without these ranks are visible."""
     (found,) = uneven(rank(0, 40), rank(1, 70), rank(2, 40))
 
-    assert found["text"].startswith(
+    assert found.sentence.startswith(
         "Ranks 0,2 ended normally after 40 steps, but rank 1 made 70: from step 40 on"
     )
-    assert (found["evidence"].ranks, found["evidence"].fewest, found["evidence"].most) == (
+    assert (found.evidence.ranks, found.evidence.fewest, found.evidence.most) == (
         (0, 2),
         40,
         70,
@@ -47,8 +47,8 @@ def long_steps(at: Sequence[int], most: int = 70, flags: int = 0) -> list[list[i
     states = [state_of(0, 2, steps[:40]), state_of(1, 2, steps)]
     node = NodeState(HOST, {state.identity.key: state for state in states})
     verdicts = checked(build_report("run", [node]))["verdicts"]
-    assert any(each["kind"] == "uneven_steps" for each in verdicts) is (most > 41)
-    return [each["evidence"]["steps"] for each in verdicts if each["kind"] == "long_steps"]
+    assert any(each.kind == "uneven_steps" for each in verdicts) is (most > 41)
+    return [each.evidence.long["steps"] for each in verdicts if each.kind == "long_steps"]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def report_on(loops: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def long(report: dict[str, Any]) -> list[str]:
-    return [row["text"] for row in report["verdicts"] if row["kind"] == "long_steps"]
+    return [row.sentence for row in report["verdicts"] if row.kind == "long_steps"]
 
 
 @pytest.mark.parametrize("wait", ["communication", "backward"])
@@ -47,7 +47,7 @@ def test_verdict_on_long_steps_has_the_awaited_rank_and_the_steps(part: str, wai
     assert text.startswith(
         "Steps 24 and 66: all other ranks waited 372 ms each time for rank 4 (744 ms in total, "
     )
-    assert report["verdicts"][0]["rank"] == 4
+    assert report["verdicts"][0].rank == 4
     assert report["steps"]["long"][0]["waited_for"] == 4
 
 
@@ -75,13 +75,15 @@ def test_loss_of_the_job_includes_the_waiting_rank() -> None:
     loops[0][90] = {**USUAL, "communication": 374.0}
     loops[1][90] = {**USUAL, "host": 374.0}
     report = checked(build_report("r", [node(loops, findings(last_step=127, compared=2))]))
-    (row,) = (row for row in report["verdicts"] if row["kind"] == "long_steps")
-    waited = format_duration(row["evidence"]["more_s"])
+    (row,) = (row for row in report["verdicts"] if row.kind == "long_steps")
+    waited = format_duration(row.evidence.long["more_s"])
 
     assert (
-        row["evidence"]["total_s"] == row["evidence"]["more_s"] == pytest.approx(0.373, abs=0.003)
+        row.evidence.long["total_s"]
+        == row.evidence.long["more_s"]
+        == pytest.approx(0.373, abs=0.003)
     )
-    assert row["text"].startswith(
+    assert row.sentence.startswith(
         f"Step 90: the other rank waited {waited} for rank 1 ({waited} in"
     )
 

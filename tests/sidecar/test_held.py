@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.support.findings import hang
 from tests.support.long import long_except
@@ -65,7 +66,10 @@ def validity_of_verdicts(run: RunDirectory) -> dict[tuple[str, int | None], Held
     """Return the validity of verdicts by kind and rank. Times are seconds since the first step."""
     report = checked(build_report(run.run_id, node_state.load_all(run)))
     began = datetime.datetime.fromisoformat(report["run"]["started"])
-    found = {(row["kind"], row["rank"]): dict(row["held"] or {}) for row in report["verdicts"]}
+    found = {
+        (row.kind, row.rank): {} if row.held is None else structs.asdict(row.held)
+        for row in report["verdicts"]
+    }
     for each in found.values():
         for name in ("since", "until"):
             if each.get(name):

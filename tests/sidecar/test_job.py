@@ -31,7 +31,7 @@ from torchlens_perf.sidecar.nodes.endpoints import Endpoints
 from torchlens_perf.sidecar.nodes.messages import CollectedPosts, ReceivedPost
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
-from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
+from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, build_hang_verdict
 
 MEETING = Endpoints(("127.0.0.1", 1))
 
@@ -269,8 +269,8 @@ def test_stacks_of_a_hang_are_read_again_only_if_the_finding_changes(
 
     first, later = hang_at(12.0), hang_at(312.0)
     assert (first.since_s, later.since_s) == (12.0, 312.0)
-    assert first.text.startswith("No step for 12.0 s")
-    assert later.text.startswith("No step for 312 s")
+    assert first.opening.startswith("No step for 12.0 s")
+    assert later.opening.startswith("No step for 312 s")
     assert first.stacks == later.stacks == {2: RankStack(("frame 1",), "")}
     # A different finding must be found twice.
     assert hang_at(318.0, state="stopped").stacks == later.stacks
@@ -293,7 +293,7 @@ def test_end_of_a_hang_is_not_reported_as_a_new_hang(
 
     def texts(local: Mapping[int, progress.Progress], *, age_s: float, now_s: float) -> str:
         watch.update_hang(local, waiting, dict.fromkeys(waiting, age_s), {}, {}, now_s)
-        return "" if watch.hang is None else watch.hang.text
+        return "" if watch.hang is None else build_hang_verdict(watch.hang).text
 
     named = texts({0: entered, 1: stuck}, age_s=0.5, now_s=100.0)
     assert "rank 1 (node-0) did not enter it" in named

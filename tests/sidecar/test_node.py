@@ -103,8 +103,8 @@ def test_all_steps_of_two_ranks_are_saved_and_reported(run: RunDirectory) -> Non
         False,
     )
     assert value["quality"]["records"] == 2 * 50 * 5
-    assert value["verdicts"][0]["kind"] == "straggler"
-    assert (value["verdicts"][0]["rank"], value["verdicts"][0]["phase"]) == (1, "forward")
+    assert value["verdicts"][0].kind == "straggler"
+    assert (value["verdicts"][0].rank, value["verdicts"][0].phase) == (1, "forward")
     steps = pd.read_parquet(run.steps)
     assert steps.groupby("rank").size().to_dict() == {0: 50, 1: 50}
     assert set(steps["duration_ns"]) == {14_000_000, 19_000_000}

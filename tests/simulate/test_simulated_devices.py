@@ -84,7 +84,7 @@ def test_report_without_device_times_says_that_ranks_were_not_compared(tmp_path:
         simulation(FAULTS[0], noise=0.05), STEPS, run, "note", SimulatedDevice(missing=1.0)
     )
     report = build_report(run.run_id, node_state.load_all(run))
-    kinds = [verdict["kind"] for verdict in report["verdicts"]]
+    kinds = [verdict.kind for verdict in report["verdicts"]]
 
     assert "straggler" not in kinds
     assert kinds[0] == "not_compared"
@@ -136,9 +136,9 @@ def test_no_rank_is_reported_when_hosts_run_ahead_of_their_devices(tmp_path: Pat
     bottleneck = report["verdicts"][-1]
 
     assert found.episodes == ()
-    assert bottleneck["kind"] == "host_bound"
-    assert 0.4 < bottleneck["evidence"].idle_s / report["steps"]["mean_s"] < 1
-    assert "% of a step (201 ms), the GPU for which the others wait is idle." in bottleneck["text"]
+    assert bottleneck.kind == "host_bound"
+    assert 0.4 < bottleneck.evidence.idle_s / report["steps"]["mean_s"] < 1
+    assert "% of a step (201 ms), the GPU for which the others wait is idle." in bottleneck.sentence
     assert report["steps"]["own_time"]["hidden_share"] > 0.5
     # Most ranks are idle by device time, so the report has no heat map.
     assert report["heat"] is None

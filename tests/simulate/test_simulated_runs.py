@@ -208,9 +208,9 @@ def test_slow_link_is_found_in_simulated_files(tmp_path: Path) -> None:
     record_simulation(simulation("link:rank=3,share=0.2", topology=Topology(4, 4)), 96, run, "note")
     report = build_report(run.run_id, node_state.load_all(run))
 
-    assert report["verdicts"][0]["kind"] == "slow_link"
-    assert "3-15/4" in report["verdicts"][0]["text"]
-    assert not [verdict for verdict in report["verdicts"] if verdict["kind"] == "straggler"]
+    assert report["verdicts"][0].kind == "slow_link"
+    assert "3-15/4" in report["verdicts"][0].sentence
+    assert not [verdict for verdict in report["verdicts"] if verdict.kind == "straggler"]
 
 
 @pytest.mark.parametrize(
@@ -237,12 +237,12 @@ def test_slow_link_or_imbalance_raises_one_alert(
     record_simulation(simulation(fault, topology=topology), 96, run, "note")
     replay(run, again)
     report = build_report(run.run_id, node_state.load_all(run))
-    (verdict,) = [each for each in report["verdicts"] if each["kind"] == kind]
+    (verdict,) = [each for each in report["verdicts"] if each.kind == kind]
     (alert,) = [each for each in live.alerts if each.kind == kind]
 
     assert (alert.change, alert.ranks) == ("started", where)
-    assert alert.text.partition(":")[0] == verdict["text"].partition(":")[0]
-    assert alert.cost_s_per_step == pytest.approx(verdict["cost_s_per_step"], rel=0.5)
+    assert alert.text.partition(":")[0] == verdict.sentence.partition(":")[0]
+    assert alert.cost_s_per_step == pytest.approx(verdict.cost_s_per_step, rel=0.5)
     assert [each.id for each in again.alerts if each.kind == kind] == [alert.id]
 
 

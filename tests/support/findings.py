@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torchlens_perf.analysis.collectives.slow_link import SlowLink
+from msgspec import structs
+
+from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.verdicts.finding_log import FindingLog, FindingRecords
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, SlowLinkEvidence, make_verdict
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import SlowLinkEvidence
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 MS = 1e6
@@ -47,7 +50,7 @@ def findings(*episodes: Episode, **changed: Any) -> Findings:
     return dataclasses.replace(NOTHING, episodes=episodes, **values)
 
 
-def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
+def slow_links(*groups: tuple[int, ...]) -> Verdict:
     """Return findings with slow links between the ranks of the given groups, the
     costliest first.
     """
@@ -72,9 +75,15 @@ def slow_links(*groups: tuple[int, ...]) -> JudgedVerdict:
         )
         for group in groups
     )
-    evidence = SlowLinkEvidence(links, (), (), len(links), "")
-    return make_verdict(
-        "slow_link", None, "communication", 0.01, 0.1, None, 0.8, "It is slow.", "see.", evidence
+    return Verdict(
+        kind="slow_link",
+        phase="communication",
+        cost_s_per_step=0.01,
+        cost_share=0.1,
+        confidence=0.8,
+        text="It is slow.",
+        action="see.",
+        evidence=SlowLinkEvidence(LinkFindings(links, (), (), len(links), "")),
     )
 
 
@@ -82,8 +91,8 @@ def hang(
     step: int = 57, kind: str = "missing", ranks: tuple[int, ...] = (2,), since_s: float = 12.0
 ) -> OpenHang:
     """Return a hang in the form in which a node's state stores it."""
-    text = f"No step for {since_s:.0f} s. Rank 2 did not enter it."
-    return OpenHang(kind, since_s, step, ranks, (0, 1), {}, text=text, next="look at it.")
+    opening, finding = f"No step for {since_s:.0f} s", "Rank 2 did not enter it."
+    return OpenHang(kind, since_s, step, ranks, (0, 1), {}, opening, finding, "look at it.")
 
 
 def hung(
@@ -99,7 +108,7 @@ def hung(
     """
     log = FindingLog("run")
     for since_s in (12.0, lasted_s):
-        now = dataclasses.replace(hang(57, since_s=since_s), stacks=stacks or {})
+        now = structs.replace(hang(57, since_s=since_s), stacks=stacks or {})
         log.record_changes(attempt, NOTHING, now, PLACES, round((100 + since_s) * 1e9))
     if over:
         log.record_changes(attempt, NOTHING, None, PLACES, round((100 + lasted_s) * 1e9))

@@ -23,6 +23,7 @@ from tests.support.warm_python import WarmPython
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.verdicts import node_state
+from torchlens_perf.verdicts.verdict import Verdict
 
 SCRIPT = str(SCRIPTS / "launched.py")
 NODES = ("node-a", "node-b")
@@ -90,11 +91,9 @@ class Done:
         (run,) = self.runs
         return checked(build_report(run.run_id, node_state.load_all(run)))
 
-    def straggler(self) -> dict[str, Any] | None:
-        verdicts = [
-            each for each in self.report()["verdicts"] if each["kind"].startswith("straggler")
-        ]
-        return next((each for each in verdicts if each["rank"] == SLOW_RANK), None)
+    def straggler(self) -> Verdict | None:
+        verdicts = [each for each in self.report()["verdicts"] if each.kind.startswith("straggler")]
+        return next((each for each in verdicts if each.rank == SLOW_RANK), None)
 
 
 def run(

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from torchlens_perf.page.contents import PageContents, SlowPeriod, StepMatrices
 from torchlens_perf.page.matrix import encode_durations
@@ -76,10 +77,17 @@ def enlarged(
         "nodes": [_host(rank) for rank in range(0, ranks, NODE_SIZE)],
     }
     report["steps"]["count"] = steps
-    for verdict in report["verdicts"]:
-        if verdict["kind"] == "straggler":
-            verdict |= {"rank": slow_rank, "since_step": since}
-            verdict["evidence"]["ranks"] = [slow_rank]
+    report["verdicts"] = [
+        structs.replace(
+            each,
+            rank=slow_rank,
+            since_step=since,
+            evidence=structs.replace(each.evidence, ranks=(slow_rank,)),
+        )
+        if each.kind == "straggler"
+        else each
+        for each in report["verdicts"]
+    ]
     made["tables"] = [
         build_rank_table(report),
         *(each for each in made["tables"] if each.key != "ranks"),

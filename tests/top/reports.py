@@ -12,6 +12,8 @@ from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.top.reading import RunReader, View
 from torchlens_perf.verdicts import node_state
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
 from torchlens_perf.verdicts.words.report import Report
 
 
@@ -41,16 +43,12 @@ def changed(report: Report, **parts: Any) -> Report:
     return value  # type: ignore[no-any-return]
 
 
-def verdict(kind: str, text: str, **facts: Any) -> dict[str, Any]:
+def verdict(kind: str, text: str, **facts: Any) -> Verdict:
     """Return a row of `verdicts`."""
     finding, _, action = text.partition(" Next: ")
-    values: dict[str, Any] = {
-        "kind": kind, "rank": None, "phase": None, "cost_s_per_step": None, "cost_share": None,
-        "lost_s": None, "since_step": None, "confidence": 0.9, "text": text, "explanation": finding, "action": action,
-        "because": "", "cause": "",
-        "evidence": {}, "where": None, "held": None, "is_over": kind.endswith(("_ended", "_transient")),
-    }  # fmt: skip
-    return {**values, **facts}
+    facts.setdefault("evidence", NotComparedEvidence(0))
+    is_over = kind.endswith(("_ended", "_transient"))
+    return Verdict(kind=kind, confidence=0.9, text=finding, action=action, is_over=is_over, **facts)
 
 
 def add_node(run: RunDirectory, number: int) -> Path:

@@ -13,13 +13,12 @@ from tests.top.reports import changed, report_of, verdict, view_of
 from torchlens_perf.run.failure import ProcessActivity
 from torchlens_perf.top.ranks import build_rank_list, draw_blocks
 from torchlens_perf.top.reading import View
-from torchlens_perf.verdicts.words.hang import HangEvidence
-from torchlens_perf.verdicts.words.order import ranks_in_row
+from torchlens_perf.verdicts.words.hang import OpenHang
 from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.rank_tables import build_rank_table
 from torchlens_perf.view.specs import Column, Table
 
-HANG = HangEvidence("missing", 12.0, 40, (1,), (0, 2), {})
+HANG = OpenHang("missing", 12.0, 40, (1,), (0, 2), {}, "", "")
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +180,6 @@ def test_4096_ranks_are_ordered_in_less_than_two_seconds(view: View) -> None:
 
 def test_ranks_of_a_verdict_are_those_of_its_evidence() -> None:
     """Without evidence, the rank is that of the verdict. A verdict on the job has no rank."""
-    assert ranks_in_row(verdict("hang", "No step.", rank=3, evidence=HANG)) == (1,)
-    assert ranks_in_row(verdict("straggler", "Rank 3 is slow.", rank=3)) == (3,)
-    assert ranks_in_row(verdict("none", "No rank is slow.")) == ()
+    assert verdict("hang", "No step.", rank=3, evidence=HANG).ranks == (1,)
+    assert verdict("straggler", "Rank 3 is slow.", rank=3).ranks == (3,)
+    assert verdict("none", "No rank is slow.").ranks == ()

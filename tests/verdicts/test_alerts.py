@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 
 import pytest
+from msgspec import structs
 
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.saved import save_and_load
@@ -21,7 +22,9 @@ from torchlens_perf.verdicts.stragglers.findings import (
     UsualTimes,
 )
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
-from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence, make_verdict
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import ImbalanceEvidence
+from torchlens_perf.verdicts.words.hang import build_hang_verdict
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext
 
 NOW_NS = 1_700_000_000_000_000_000
@@ -327,7 +330,7 @@ def test_hang_raises_its_start_its_updates_and_its_end() -> None:
     assert (updated.cause, updated.since_step, updated.text) == (
         "dead",
         57,
-        hang(since_s=20).text,
+        build_hang_verdict(hang(since_s=20)).text,
     )
     # The alert at the end has the duration that was measured last, which does not grow until the
     # end.
@@ -437,10 +440,11 @@ def test_verdict_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
     """Changed numbers raise no alert."""
     log = FindingLog("run")
     evidence = ImbalanceEvidence("imbalance", "stage", (6, 7))
-    verdict = make_verdict(
-        "imbalance", None, None, 0.01, 0.1, None, 0.9, "The stage is slow.", "see.", evidence
-    )
-    changed = dataclasses.replace(verdict, cost_s_per_step=0.02, text="The stage is slower.")
+    verdict = Verdict(
+        kind="imbalance", cost_s_per_step=0.01, cost_share=0.1, confidence=0.9,
+        text="The stage is slow.", action="see.", evidence=evidence,
+    )  # fmt: skip
+    changed = structs.replace(verdict, cost_s_per_step=0.02, text="The stage is slower.")
     raised = [
         [(alert.kind, alert.change, alert.ranks, alert.sentence) for alert in alerts]
         for alerts in (

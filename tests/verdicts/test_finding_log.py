@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+from msgspec import structs
+
 from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from torchlens_perf.verdicts.finding_log import MAX_KEPT, Finding, FindingLog, FindingRecords
 from torchlens_perf.verdicts.node_state import decode_json, encode_json
 from torchlens_perf.verdicts.stragglers.findings import NOTHING
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict
-from torchlens_perf.verdicts.words.hang import OpenHang
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.hang import OpenHang, build_hang_verdict
 
 S = 1_000_000_000
 
@@ -25,7 +27,7 @@ class Rig:
         at_s: float,
         step: int,
         hung: OpenHang | None = None,
-        *verdicts: JudgedVerdict,
+        *verdicts: Verdict,
         attempt: int = 0,
     ) -> list[Finding]:
         alerts = self.log.record_changes(
@@ -63,10 +65,10 @@ def test_hang_is_recorded_with_start_end_duration_and_last_sentence() -> None:
     (noted,) = rig.look(161, 57)
 
     assert (noted.since_unix_ns, noted.until_unix_ns) == (100 * S, 161 * S)
-    assert (noted.until_step, noted.duration_s, noted.alert.text) == (
+    assert (noted.until_step, noted.alert.duration_s, noted.alert.text) == (
         58,
         50.0,
-        hang(57, since_s=50).text,
+        build_hang_verdict(hang(57, since_s=50)).text,
     )
     assert rig.log.records.find_open("hang") is None
 
@@ -108,7 +110,11 @@ def _without_duration(finding: Finding) -> Finding:
 
     The longest duration may occur while no sidecar runs.
     """
-    hang = None if finding.hang is None else dataclasses.replace(finding.hang, since_s=0.0, text="")
+    hang = (
+        None
+        if finding.hang is None
+        else structs.replace(finding.hang, since_s=0.0, opening="", finding="")
+    )
     alert = dataclasses.replace(finding.alert, duration_s=None, text="", unix_ns=0)
     return dataclasses.replace(finding, hang=hang, alert=alert, seen_ns=0)
 

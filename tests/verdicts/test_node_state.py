@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from tests.report import test_memory_table as memory
 from tests.report.test_device_times import HOST as PARTS_MS
@@ -117,7 +118,7 @@ def state(run: RunDirectory, tmp_path: Path) -> NodeState:
     log.record_changes(0, slow, None, PLACES, 0, verdicts=[slow_links((0, 1))])
     return dataclasses.replace(
         sidecar.state, dropped_segments=2, unwritten_records=3, notes=["one"], passing_notes=["two"], findings=found,
-        hang=dataclasses.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}),
+        hang=structs.replace(hang(), stacks={2: RankStack(("train.py:3",), "")}),
         records=dataclasses.replace(log.records, hung_s={0: {57: 12.5}}),
         telemetry=rig.log.run_totals(), sidecar_cpu_s=1.25, commit="3fa9c1d25d41",
     )  # fmt: skip

@@ -6,14 +6,17 @@ import uuid
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from torchlens_perf.commands.simulate import record_simulation
 from torchlens_perf.report.build import build_report
+from torchlens_perf.report.report_json import EVIDENCE, kinds_with
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.simulate.faults import parse_fault
 from torchlens_perf.simulate.simulation import Simulation, Topology
 from torchlens_perf.verdicts import node_state
-from torchlens_perf.verdicts.words.evidence import EVIDENCE, OVER
+from torchlens_perf.verdicts.verdict import OVER
+from torchlens_perf.verdicts.words.evidence import WarmUpEvidence
 from torchlens_perf.verdicts.words.report import Report
 from torchlens_perf.view import headline as module
 from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
@@ -106,13 +109,15 @@ def test_first_finding_gives_the_status_of_the_run(tmp_path: Path) -> None:
     assert choose_headline([over]) is None
 
 
-@pytest.mark.parametrize("kind", EVIDENCE)
+@pytest.mark.parametrize("kind", sorted({kind for each in EVIDENCE for kind in kinds_with(each)}))
 def test_each_kind_of_verdict_has_a_status(kind: str) -> None:
     assert kind.startswith("straggler_") or kind.removesuffix(OVER) in module._STATUS
 
 
 def test_unknown_kind_of_verdict_has_a_status(tmp_path: Path) -> None:
     report = simulated(tmp_path, "constant:rank=2,share=0.3")
-    row = {**report["verdicts"][0], "kind": "kind_of_a_later_version_ended", "evidence": {}}
-    (head,) = build_headlines({**report, "verdicts": [row]}, "")  # type: ignore[typeddict-item, list-item]
+    row = structs.replace(
+        report["verdicts"][0], kind="kind_of_a_later_version_ended", evidence=WarmUpEvidence()
+    )
+    (head,) = build_headlines({**report, "verdicts": [row]}, "")  # type: ignore[typeddict-item]
     assert (head.status, head.severity) == ("OTHER", WARNING)

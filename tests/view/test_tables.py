@@ -11,8 +11,8 @@ from tests.verdicts.words.test_bottleneck import BASE
 from tests.view.test_headline import simulated
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
-from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.specs import Column, Quantity, Table
 from torchlens_perf.view.tables import build_tables
 
@@ -151,14 +151,14 @@ def test_table_notes_the_mean_work_of_a_rank_since_it_is_slow(tmp_path: Path) ->
     report = simulated(tmp_path, "constant:rank=3,share=0.25,since=60")
     row = report["verdicts"][0]
 
-    assert isinstance(row["evidence"], StragglerEvidence)
-    assert row["held"] is not None
+    assert isinstance(row.evidence, StragglerEvidence)
+    assert row.held is not None
     expected = (
-        f"Since step {row['held']['since_step']}, rank 3 computes"
-        f" {format_duration(row['evidence'].work_s)} on average."
+        f"Since step {row.held.since_step}, rank 3 computes"
+        f" {format_duration(row.evidence.work_s)} on average."
     )
     assert expected in found(report, "ranks").note
 
-    same = {"work_s": row["evidence"].work_s}
+    same = {"work_s": row.evidence.work_s}
     report["ranks"] = [{**rank, "typical": {**rank["typical"], **same}} for rank in report["ranks"]]  # type: ignore[typeddict-item]
     assert found(report, "ranks").note == ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.report import test_memory_table as memory
 from tests.report.test_held import node, usual
@@ -280,7 +281,7 @@ def test_ranks_that_differ_are_shown_without_a_verdict() -> None:
 
 
 def test_stacks_of_a_hang_are_shown() -> None:
-    waiting = dataclasses.replace(hang(57), stacks={2: RankStack(("train.py:3",), "")})
+    waiting = structs.replace(hang(57), stacks={2: RankStack(("train.py:3",), "")})
     text = short(node([usual(57)] * 2, hang=waiting, ended=""))
 
     assert (
@@ -293,7 +294,7 @@ def test_stacks_of_a_hang_are_shown() -> None:
 
 def test_long_stacks_of_a_hang_leave_room_for_the_rest() -> None:
     stack = RankStack(tuple(f"function_{at} (train.py:{at})" for at in range(15)), "")
-    waiting = dataclasses.replace(hang(57), stacks=dict.fromkeys(range(4), stack))
+    waiting = structs.replace(hang(57), stacks=dict.fromkeys(range(4), stack))
     state = node([usual(57)] * 2, hang=waiting, ended="")
 
     assert short(state).count("\n") <= SHORT_LINES

@@ -12,7 +12,8 @@ from torchlens_perf.errors import unknown_word_text
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
     from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.words.report import Report, VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
+    from torchlens_perf.verdicts.words.report import Report
 
 _STOPS_THE_JOB = {"hang": "hang", "crash": "died", "out-of-memory": "out_of_memory"}
 _CRASHES = ("died", "failed")
@@ -64,17 +65,15 @@ def choose_exit_code(
     return (UNKNOWN, f"--fail-on: not enough data for {'; '.join(reasons)}") if reasons else (0, "")
 
 
-def _is_current_verdict(row: VerdictRow, kind: str) -> bool:
+def _is_current_verdict(row: Verdict, kind: str) -> bool:
     """Return True if a row is a current verdict of this kind.
 
     A hang that has ended stays current while it costs enough for the report (order.py). A verdict
     on CPU contention of one rank replaces the verdict on that slow rank.
     """
-    from torchlens_perf.verdicts.words.evidence import OVER
-
-    slow = kind == "straggler" and row["kind"] == "lack_of_cpu" and row["rank"] is not None
-    crashed = kind in _CRASHES and row["kind"] in _CRASHES
-    return not row["is_over"] and (slow or crashed or row["kind"].removesuffix(OVER) == kind)
+    slow = kind == "straggler" and row.kind == "lack_of_cpu" and row.rank is not None
+    crashed = kind in _CRASHES and row.kind in _CRASHES
+    return not row.is_over and (slow or crashed or row.base_kind == kind)
 
 
 def _why_unknown(name: str, report: Report, findings: Findings) -> str:
@@ -86,12 +85,12 @@ def _why_unknown(name: str, report: Report, findings: Findings) -> str:
         return "no step was recorded"
     if name in _STOPS_THE_JOB:
         return ""
-    if any(row["kind"] == "hang" for row in rows):
+    if any(row.kind == "hang" for row in rows):
         return "the job hangs, so this was not judged"
     if steps["p50_s"] is None:
         return "all steps are warm-up steps"
     if name == "slow-rank":
-        not_compared = any(isinstance(row["evidence"], NotComparedEvidence) for row in rows)
+        not_compared = any(isinstance(row.evidence, NotComparedEvidence) for row in rows)
         if not_compared or findings.compared < 2 or findings.detectable_ns is None:
             return (
                 "only one rank"
@@ -106,6 +105,6 @@ def _why_unknown(name: str, report: Report, findings: Findings) -> str:
         typical = [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
         if all(each["lack_of_cpu"] is None for each in typical):
             return "CPU contention was not measured"
-    if name in _LIMITS_THE_STEP and any(row["kind"] == "not_known" for row in rows):
+    if name in _LIMITS_THE_STEP and any(row.kind == "not_known" for row in rows):
         return "the parts of the step's time are unknown"
     return ""

@@ -231,9 +231,9 @@ def _simulate_without_files(
     with Progress("simulating", quiet=options.quiet) as progress:
         findings, judged_s = _judge_steps(simulation, steps, progress)
     now, before = build_straggler_verdicts(SlowRankContext(), findings)
-    rows = to_json_types([each.to_report_row() for each in (*now, *before)])
+    rows = to_json_types([*now, *before])
     detectable_s = _detectable_s(findings)
-    lines = [row["text"] for row in rows[:_MAX_LINES]]
+    lines = [each.sentence for each in (*now, *before)[:_MAX_LINES]]
     if len(rows) > _MAX_LINES:
         lines.append(f"and {len(rows) - _MAX_LINES} more verdicts")
     if detectable_s is None:

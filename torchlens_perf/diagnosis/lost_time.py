@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.diagnosis.step_times import USES, StepTimes
-from torchlens_perf.verdicts.words.evidence import StragglerEvidence
 from torchlens_perf.verdicts.words.host_code import divide_host_code
 from torchlens_perf.verdicts.words.report import PathClass, mean_per_step
 
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from torchlens_perf.diagnosis.step_times import Floats
-    from torchlens_perf.verdicts.words.report import Collective, Facts, Steps, VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
+    from torchlens_perf.verdicts.words.report import Collective, Facts, Steps
 
 SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 OTHER_SECTIONS = "other sections"
@@ -65,21 +65,19 @@ class SlowRanks:
     since_step: int
 
 
-def find_slow_ranks(verdicts: Sequence[VerdictRow]) -> list[SlowRanks]:
+def find_slow_ranks(verdicts: Sequence[Verdict]) -> list[SlowRanks]:
     """Return the slow ranks of current verdicts. Verdicts that share one cost are joined."""
     found: dict[tuple[int, ...], SlowRanks] = {}
     for row in verdicts:
-        if row["kind"] == "straggler" and not row["is_over"] and row["cost_s_per_step"]:
-            evidence = row["evidence"]
-            assert isinstance(evidence, StragglerEvidence)
-            ranks = tuple(sorted({*evidence.ranks, *evidence.slow_too}))
-            cost_s, share = row["cost_s_per_step"], row["cost_share"] or 0.0
-            slow = SlowRanks(ranks, cost_s, share, row["phase"] or "", row["since_step"] or 0)
+        if row.kind == "straggler" and not row.is_over and row.cost_s_per_step:
+            ranks = tuple(sorted({*row.ranks, *row.evidence.slow_too}))
+            cost_s, share = row.cost_s_per_step, row.cost_share or 0.0
+            slow = SlowRanks(ranks, cost_s, share, row.phase or "", row.since_step or 0)
             found.setdefault(ranks, slow)
     return list(found.values())
 
 
-def begin_of_present(verdicts: Sequence[VerdictRow]) -> int:
+def begin_of_present(verdicts: Sequence[Verdict]) -> int:
     """Return the first step in which all ranks that are slow now were slow; 0 without any."""
     return max((each.since_step for each in find_slow_ranks(verdicts)), default=0)
 
@@ -90,9 +88,7 @@ def mean_step_s(times: StepTimes, steps: Steps) -> float:
     return float(path_ns.mean()) / 1e9 + sum(_find_irregular(steps).values())
 
 
-def classify_time(
-    times: StepTimes, facts: Facts, verdicts: Sequence[VerdictRow]
-) -> list[PathClass]:
+def classify_time(times: StepTimes, facts: Facts, verdicts: Sequence[Verdict]) -> list[PathClass]:
     """Return the classes of time of a mean step, the largest first. They add up to the mean step.
 
     Longer steps of a known kind, such as evaluation, are classes of their own. Slow ranks that a
@@ -115,8 +111,8 @@ def classify_time(
         share = slow.share * taken_s / slow.cost_s
         found.append(PathClass(SLOW_RANK, taken_s, share, list(slow.ranks)))
     for row in verdicts:
-        if row["kind"] == "imbalance" and not row["is_over"]:
-            taken_s = _take_time(uses_s, row["phase"] or "", row["cost_s_per_step"] or 0.0)
+        if row.kind == "imbalance" and not row.is_over:
+            taken_s = _take_time(uses_s, row.phase or "", row.cost_s_per_step or 0.0)
             found.append(PathClass(IMBALANCE, taken_s, taken_s / step_s, []))
     others_s = uses_s | irregular
     rest_s, rest_share = sum(others_s.values()), 1.0 - sum(each.share for each in found)

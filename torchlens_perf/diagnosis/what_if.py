@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from torchlens_perf.diagnosis.step_times import Floats
 
     Segments = tuple[npt.NDArray[np.int64], ...]
-    from torchlens_perf.verdicts.words.report import Facts, Module, VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
+    from torchlens_perf.verdicts.words.report import Facts, Module
 
 MAX_CONTENTION = 0.2
 """No gain of less work is predicted if CPU contention takes a larger share of the changed step."""
@@ -121,7 +122,7 @@ def parse_change(text: str) -> Change:
 class Replay:
     """Recorded steps that can be replayed with changes."""
 
-    def __init__(self, times: StepTimes, facts: Facts, verdicts: Sequence[VerdictRow] = ()) -> None:
+    def __init__(self, times: StepTimes, facts: Facts, verdicts: Sequence[Verdict] = ()) -> None:
         """verdicts: the cost of a current one is the gain of repairing its ranks."""
         self._times = times
         self._facts = facts
@@ -260,7 +261,7 @@ class Replay:
 
 
 def predict_standard_changes(
-    times: StepTimes, facts: Facts, verdicts: Sequence[VerdictRow], most: int = 5
+    times: StepTimes, facts: Facts, verdicts: Sequence[Verdict], most: int = 5
 ) -> tuple[list[PredictedChange], float]:
     """Return the most valuable single changes, and the drift of the replay.
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torchlens_perf.run.verdicts import Alert
     from torchlens_perf.verdicts.node_state import ProcessState
     from torchlens_perf.verdicts.stragglers.findings import Findings
+    from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.hang import OpenHang
-    from torchlens_perf.verdicts.words.report import VerdictRow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Assessment:
     """
     critical_path_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Critical path of a mean step by class, see diagnosis/lost_time.py; empty if not known."""
-    crash: VerdictRow | None = None
+    crash: Verdict | None = None
     """The verdict on the rank that failed or died first; None without one, or while ranks run."""
 
 

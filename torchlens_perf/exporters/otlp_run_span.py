@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
     from torchlens_perf.run.identity import Identity
-    from torchlens_perf.verdicts.words.report import VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
 
 # OpenTelemetry's default limit of links per span.
 MAX_LINKS = 128
@@ -60,7 +60,7 @@ class RunSpanCollector:
         # Attempts by Identity.key of rank 0.
         self._attempts: dict[str, _AttemptSteps] = {}
         self._ended = False
-        self._crash: VerdictRow | None = None
+        self._crash: Verdict | None = None
         self._attempt = 0
 
     def add_batch(self, batch: ExportBatch, sampled: Collection[int]) -> None:
@@ -116,9 +116,7 @@ class RunSpanCollector:
         return found
 
 
-def _build_run_span(
-    run: _AttemptSteps, parent: SpanContext, crash: VerdictRow | None
-) -> ReadableSpan:
+def _build_run_span(run: _AttemptSteps, parent: SpanContext, crash: Verdict | None) -> ReadableSpan:
     identity, status, events = run.identity, _UNSET, list[Event]()
     attributes: dict[str, str | int] = {
         semantics.RUN_ID: identity.run_id,
@@ -126,11 +124,11 @@ def _build_run_span(
         semantics.RUN_STEPS: run.steps,
     }
     if crash is not None:
-        status = Status(StatusCode.ERROR, crash["explanation"])
-        attributes[semantics.ERROR_TYPE] = crash["kind"]
-        failure = getattr(crash["evidence"], "failure", None)
+        status = Status(StatusCode.ERROR, crash.explanation)
+        attributes[semantics.ERROR_TYPE] = crash.kind
+        failure = getattr(crash.evidence, "failure", None)
         if failure is not None:
-            attributes[semantics.ERROR_TYPE] = failure["type"] or crash["kind"]
+            attributes[semantics.ERROR_TYPE] = failure["type"] or crash.kind
             # The event of OpenTelemetry's conventions for exceptions.
             said = {
                 semantics.EXCEPTION_TYPE: failure["type"],

@@ -17,7 +17,7 @@ from torchlens_perf.errors import printable
 from torchlens_perf.page.sections.section import ranks_in_verdicts
 from torchlens_perf.page.small_charts import build_image, draw_parts_chart, draw_step_chart
 from torchlens_perf.report.run_report import load_report
-from torchlens_perf.run.verdicts import Summary, Verdict, remove_action
+from torchlens_perf.run.verdicts import Summary, Verdict
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
 from torchlens_perf.view.headline import build_headlines, choose_headline
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchlens_perf.run.directory import RunDirectory
-    from torchlens_perf.verdicts.words.report import Report, VerdictRow
+    from torchlens_perf.verdicts import verdict
+    from torchlens_perf.verdicts.words.report import Report
     from torchlens_perf.view.headline import Headline
 
 MAX_BYTES = 64 << 10
@@ -171,11 +172,10 @@ def _build_summary(report: Report, run_dir: str) -> Summary:
     )
 
 
-def _verdict_from_row(row: VerdictRow) -> Verdict:
-    text, action = printable(remove_action(row["text"], row["action"])), printable(row["action"])
+def _verdict_from_row(row: verdict.Verdict) -> Verdict:
     return Verdict(
-        row["kind"], text, action, row["rank"], row["phase"], row["cost_s_per_step"], row["cost_share"],
-        row["since_step"],
+        row.kind, printable(row.text), printable(row.action), row.rank, row.phase, row.cost_s_per_step,
+        row.cost_share, row.since_step,
     )  # fmt: skip
 
 

@@ -96,8 +96,8 @@ def _create_verdicts(connection: duckdb.DuckDBPyConnection, runs: Sequence[str])
         report = load_report(RunDirectory(Path(run)), lost_time=False)
         for row, headline in zip(report["verdicts"], build_headlines(report), strict=True):
             values = [
-                report["run"]["id"], row["kind"], headline.status, row["rank"], row["phase"], row["since_step"],
-                row["cost_s_per_step"], row["cost_share"], headline.sentence, headline.action,
+                report["run"]["id"], row.kind, headline.status, row.rank, row.phase, row.since_step,
+                row.cost_s_per_step, row.cost_share, headline.sentence, headline.action,
             ]  # fmt: skip
             connection.execute(
                 f"INSERT INTO verdicts VALUES ({', '.join('?' * len(values))})", values

@@ -10,10 +10,11 @@ from __future__ import annotations
 import datetime
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import align_windows
@@ -66,12 +67,12 @@ from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.verdict_periods import VerdictPeriods
-from torchlens_perf.verdicts.words import order, run_state, verdict
+from torchlens_perf.verdicts.words import run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import other_threads_note
 from torchlens_perf.verdicts.words.cpu import replace_cpu_action
 from torchlens_perf.verdicts.words.device_pace import replays_graphs
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, StragglerEvidence
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
 from torchlens_perf.verdicts.words.run_state import (
     build_uneven_steps_verdicts,
@@ -94,7 +95,6 @@ if TYPE_CHECKING:
         Steps,
         Training,
         Trend,
-        VerdictRow,
     )
 
 SCHEMA = 2
@@ -222,30 +222,22 @@ def _build_report(
         verdict.build_verdicts(facts, findings, hang, links), processes, by_device=by_device
     )
     rows = [
-        {
-            **replace_cpu_action(each, facts).to_report_row(),
-            "lost_s": lost_s,
-            "where": _location_names(each, processes),
-            "because": "",
-            "held": held,
-            "is_over": order.is_over(each, held),
-        }
-        for each, held, lost_s in times.build_rows(found)
+        structs.replace(replace_cpu_action(each, facts), where=_location_names(each, processes))
+        for each in times.add_periods(found)
     ]
     facts["goodput"] = build_goodput(nodes, _find_losses(rows), facts["gpus"])
-    return {**facts, "verdicts": cast("list[VerdictRow]", rows), "trainings": []}
+    return {**facts, "verdicts": rows, "trainings": []}
 
 
-def _find_losses(rows: Sequence[Mapping[str, Any]]) -> list[StragglerLoss]:
+def _find_losses(rows: Sequence[Verdict]) -> list[StragglerLoss]:
     """Return the losses by slow ranks. Verdicts that share one cost have one loss: the largest."""
     found: dict[object, StragglerLoss] = {}
     for place, row in enumerate(rows):
-        if not row["kind"].startswith("straggler") or not row["lost_s"]:
+        if not row.kind.startswith("straggler") or not row.lost_s:
             continue
-        ranks, evidence = set(order.ranks_in_row(row)), row["evidence"]
-        too = evidence.slow_too if isinstance(evidence, StragglerEvidence) else ()
-        loss = StragglerLoss(row["lost_s"], len(ranks.union(too)), row["phase"] == "data")
-        key = frozenset(ranks.union(too)) if too else place
+        ranks, too = frozenset((*row.ranks, *row.evidence.slow_too)), row.evidence.slow_too
+        loss = StragglerLoss(row.lost_s, len(ranks), row.phase == "data")
+        key = ranks if too else place
         found[key] = max(loss, found.get(key, loss))
     return list(found.values())
 
@@ -277,9 +269,7 @@ def _step_begin_time(
     return _format_utc(_to_unix_ns(process, int(min(max(at_ns, first_ns), last_ns))))
 
 
-def _location_names(
-    each: JudgedVerdict, processes: dict[int, ProcessState]
-) -> dict[str, str] | None:
+def _location_names(each: Verdict, processes: dict[int, ProcessState]) -> dict[str, str] | None:
     """Return attributes that locate a verdict's rank: host, scheduler, container and cloud.
 
     Return None if the verdict has no rank, or if the rank's node shares no disk with this one.
@@ -483,8 +473,8 @@ def _comparable_step_counts(processes: dict[int, ProcessState]) -> dict[int, int
 
 
 def _add_uneven_steps(
-    found: list[JudgedVerdict], processes: dict[int, ProcessState], *, by_device: bool
-) -> list[JudgedVerdict]:
+    found: list[Verdict], processes: dict[int, ProcessState], *, by_device: bool
+) -> list[Verdict]:
     """Return the verdicts with that on uneven steps, and without those that it explains."""
     steps = _comparable_step_counts(processes)
     uneven = build_uneven_steps_verdicts(steps)

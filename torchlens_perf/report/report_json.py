@@ -8,15 +8,9 @@ from typing import IO, Any
 
 import msgspec
 
-from torchlens_perf.verdicts.words.evidence import EVIDENCE
-from torchlens_perf.verdicts.words.report import (
-    Facts,
-    Report,
-    Training,
-    TrainingFacts,
-    VerdictFacts,
-    VerdictRow,
-)
+from torchlens_perf.verdicts.verdict import Evidence
+from torchlens_perf.verdicts.words.report import Report
+from torchlens_perf.verdicts.words.verdict import EVIDENCE
 
 
 def write_json(value: Mapping[str, Any], file: IO[str]) -> None:
@@ -33,53 +27,29 @@ def to_json_types(value: object) -> Any:
     return msgspec.to_builtins(value, enc_hook=lambda number: number.item(), str_keys=True)
 
 
+def kinds_with(evidence: type[Evidence]) -> list[str]:
+    """Return the kinds of verdicts that have evidence of this type."""
+    return list(evidence.kinds) or [str(evidence.__struct_config__.tag)]
+
+
 def build_schema() -> dict[str, Any]:
     """Return the JSON schema of a report.
 
-    The schema of a verdict's evidence depends on the verdict's kind.
-
-    msgspec rejects unions of classes without a tag field in their JSON, so this function builds
-    these unions.
+    A verdict of a kind has evidence of one of the types that list this kind.
     """
-    classes = list(dict.fromkeys(each for of_kind in EVIDENCE.values() for each in of_kind))
-    (_, _, _, *evidence), definitions = msgspec.json.schema_components(
-        [Facts, VerdictFacts, TrainingFacts, *classes], ref_template="#/$defs/{name}"
+    (report, *evidence), definitions = msgspec.json.schema_components(
+        [Report, *EVIDENCE], ref_template="#/$defs/{name}"
     )
-    refs = dict(zip(classes, evidence, strict=True))
-    kinds = [
-        {
-            "properties": {
-                "kind": {"const": kind},
-                "evidence": {"anyOf": [refs[each] for each in of_kind]},
-            }
-        }
-        for kind, of_kind in EVIDENCE.items()
+    del definitions["Evidence"]
+    for each in definitions.values():
+        # Fields with a default value are always written.
+        written = [name for name, of in each["properties"].items() if "default" in of]
+        each["required"] += written
+        for name in written:
+            del each["properties"][name]["default"]
+    definitions["Verdict"]["properties"]["evidence"] = {}
+    definitions["Verdict"]["anyOf"] = [
+        {"properties": {"kind": {"enum": kinds_with(each)}, "evidence": reference}}
+        for each, reference in zip(EVIDENCE, evidence, strict=True)
     ]
-    definitions["VerdictRow"] = {
-        **_extend_definition(definitions.pop("VerdictFacts"), VerdictRow, evidence={}),
-        "anyOf": kinds,
-    }
-    row = {"$ref": "#/$defs/VerdictRow"}
-    definitions["Training"] = _extend_definition(
-        definitions.pop("TrainingFacts"), Training, verdict={"anyOf": [row, {"type": "null"}]}
-    )
-    report = _extend_definition(
-        definitions.pop("Facts"),
-        Report,
-        verdicts={"type": "array", "items": row},
-        trainings={"type": "array", "items": {"$ref": "#/$defs/Training"}},
-    )
-    return {"$ref": "#/$defs/Report", "$defs": {"Report": report, **definitions}}
-
-
-def _extend_definition(
-    definition: dict[str, Any], kind: type, **more: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the definition of a base class, extended by the properties of a derived class."""
-    return {
-        **definition,
-        "title": kind.__name__,
-        "description": kind.__doc__,
-        "properties": {**definition["properties"], **more},
-        "required": [*definition["required"], *more],
-    }
+    return {**report, "$defs": definitions}

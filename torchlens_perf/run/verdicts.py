@@ -17,11 +17,6 @@ def join_sentence_and_action(text: str, action: str) -> str:
     return f"{text}{_ACTION}{action}" if action else text
 
 
-def remove_action(text: str, action: str) -> str:
-    """Return the finding of a text that join_sentence_and_action() has made with this action."""
-    return text.removesuffix(f"{_ACTION}{action}") if action else text
-
-
 def range_end(until_step: int | None) -> float:
     """Return the end of a range of steps; infinity if it is None, because the range lasts."""
     return math.inf if until_step is None else until_step

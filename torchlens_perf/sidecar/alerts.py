@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchlens_perf.verdicts.node_state import NodeState
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings
     from torchlens_perf.verdicts.stragglers.placement import Placement
-    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
+    from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.hang import OpenHang
 
 logger = logging.getLogger("torchlens_perf.sidecar")
@@ -47,7 +47,7 @@ class SlowLinkMonitor:
     """Periodic search for slow links. Node 0 judges the links of all nodes. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._verdict: JudgedVerdict | None = None
+        self._verdict: Verdict | None = None
         self._due_s = float("-inf")
         self._was_final = False
 
@@ -59,7 +59,7 @@ class SlowLinkMonitor:
         now_s: float,
         *,
         final: bool,
-    ) -> JudgedVerdict | None:
+    ) -> Verdict | None:
         """Send this node's link statistics to node 0.
 
         Return the verdict on the links of which this node has statistics.
@@ -76,7 +76,7 @@ class SlowLinkMonitor:
 
     def _judge_links(
         self, state: NodeState, cluster: ClusterLink, job: JobGeneration
-    ) -> JudgedVerdict | None:
+    ) -> Verdict | None:
         attempt = cluster.membership.generation_number(job.generation)
         rows = build_link_statistics(state.join.operations())
         reported = [rows]
@@ -117,7 +117,7 @@ class AlertManager:
         nodes: list[NodeState],
         unix_ns: int,
         *,
-        links: JudgedVerdict | None,
+        links: Verdict | None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None],
         hang: OpenHang | None = None,
         at_step: int | None = None,

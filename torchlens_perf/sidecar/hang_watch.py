@@ -12,7 +12,12 @@ from torchlens_perf.analysis.collectives.device_progress import RankProgress
 from torchlens_perf.analysis.collectives.hang import ENDED, MIN_S, Hang, find_hang
 from torchlens_perf.sidecar.device_waits import DeviceWaitSampler
 from torchlens_perf.sidecar.host.stacks import Stack, read_main_stack, request_stack_by_signal
-from torchlens_perf.verdicts.words.hang import OpenHang, RankStack, describe_hang
+from torchlens_perf.verdicts.words.hang import (
+    OpenHang,
+    RankStack,
+    build_hang_verdict,
+    describe_hang,
+)
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
@@ -101,7 +106,7 @@ class HangDetector:
                 rank: RankStack(tuple(each.lines), each.reason) for rank, each in stacks.items()
             }
             self.hang = describe_hang(hang, reported, self._user_lines)
-            logger.warning("%s Next: %s", self.hang.text, self.hang.next)
+            logger.warning("%s", build_hang_verdict(self.hang).sentence)
 
     def _is_confirmed(self, hang: Hang, ranks: Mapping[int, RankProgress], now_s: float) -> bool:
         """Return True if all other reports are newer than the first finding of this hang.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.sources import RingSources
     from torchlens_perf.sidecar.telemetry.log import TelemetryLog
     from torchlens_perf.verdicts.node_state import NodeState
-    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
+    from torchlens_perf.verdicts.verdict import Verdict
 
 _JUDGING = "judging the ranks"
 SIGNALS = "looking for causes"
@@ -218,7 +218,7 @@ class JobMonitor:
         identity, alone = newest[0].state.identity, self.cluster.judges_alone
         found = Assessment(identity, self._state.findings, self._state.hang, (), alone)
         judge = "" if alone else self._state.host if self.cluster.is_cut_off else None
-        links: JudgedVerdict | None = None
+        links: Verdict | None = None
         with self._errors.contain("looking for slow links"):
             links = self._links.update_verdict(
                 self._state, self.cluster, self.job, self._clock(), final=not live

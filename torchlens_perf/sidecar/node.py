@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters import ExportBatch
     from torchlens_perf.run.rank_facts import RankFacts
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
-    from torchlens_perf.verdicts.words.report import VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
@@ -93,7 +93,7 @@ class Sidecar:
         self._joined = run.run_id
         self._goodput_s: dict[str, float] = {}
         self._critical_path_s: dict[str, float] = {}
-        self._crash: VerdictRow | None = None
+        self._crash: Verdict | None = None
         self._classes_due_s, self._classes_are_live = clock() + _CLASSES_PERIOD_S, True
 
     @property
@@ -243,7 +243,7 @@ class Sidecar:
 
             self._classes_are_live = live
             report = build_report(self.run.run_id, [self.state])
-            crashes = (row for row in report["verdicts"] if row["kind"] in CRASH_KINDS)
+            crashes = (row for row in report["verdicts"] if row.kind in CRASH_KINDS)
             self._crash = next(crashes, None)
             times = step_times.read_judged_rows(self.monitor.job.detector)
             if times is not None:

@@ -14,7 +14,6 @@ from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.simulate.faults import LinkFault
-from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.verdicts.words.stragglers import MAX_NAMED
 
 if TYPE_CHECKING:
@@ -225,15 +224,15 @@ def _fault_mask(fault: Fault, topology: Topology, steps: int) -> npt.NDArray[np.
 
 
 def _to_naming_verdict(row: Row) -> NamingVerdict:
-    evidence = row["evidence"]
+    evidence = row["evidence"].get("long") or row["evidence"]
     since, until = row["since_step"], None
     if row["kind"] == "slow_link":
-        ranks = sorted({rank for link in evidence["links"] for rank in link["ranks"]})
+        ranks = sorted({rank for link in evidence["found"]["links"] for rank in link["ranks"]})
     elif row["kind"] == "long_steps":
         ranks = [] if evidence["waited_for"] is None else [evidence["waited_for"]]
         since, until = min(evidence["steps"]), max(evidence["steps"]) + 1
     else:
-        ranks = list(ranks_in_row(row))
+        ranks = evidence.get("ranks") or ([] if row["rank"] is None else [row["rank"]])
         until = evidence.get("until_step")
     return NamingVerdict(
         row["kind"],
@@ -252,17 +251,17 @@ def _is_match(row: Row, named: NamingVerdict, case: _Case) -> bool:
     members = set(np.flatnonzero(mask.any(axis=1)).tolist())
     if isinstance(case.fault, LinkFault):
         is_link = named.kind == "slow_link"
-        links = [each["ranks"] for each in evidence["links"]] if is_link else [named.ranks]
+        links = [each["ranks"] for each in evidence["found"]["links"]] if is_link else [named.ranks]
         is_inside = any(members.issuperset(each) for each in links if each)
         return named.kind.startswith("slow_link") and is_inside
     if named.kind.startswith("imbalance"):
         return bool(named.ranks) and members.issuperset(named.ranks)
     if named.kind == "long_steps":
-        steps = [step for step in evidence["steps"] if step < mask.shape[1]]
+        steps = [step for step in evidence["long"]["steps"] if step < mask.shape[1]]
         if not members.intersection(named.ranks) or not steps:
             return False
         work_ns = case.effect.work_ns[named.ranks[0], steps].mean()
-        return bool(work_ns >= _EXPLAINS * 1e9 * evidence["more_s"])
+        return bool(work_ns >= _EXPLAINS * 1e9 * evidence["long"]["more_s"])
     return named.kind.startswith("straggler") and bool(mask[named.place].any())
 
 

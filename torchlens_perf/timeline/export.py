@@ -24,7 +24,6 @@ from torchlens_perf.page.gather.run_contents import collect_ranks
 from torchlens_perf.page.gather.step_choice import choose_ranks
 from torchlens_perf.page.gather.step_collectives import join_collectives_by_step
 from torchlens_perf.page.gather.whole_steps import read_rank_records
-from torchlens_perf.report import report_json
 from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.samples import GPUS
@@ -80,10 +79,9 @@ def write_trace(
     write Chrome traces into a new folder.
     """
     report, states = load_report_and_states(run)
-    plain: Report = report_json.to_json_types(report)
     processes, node_of, slow, uncomparable = collect_ranks(states)
     notes: list[str] = []
-    chosen = _choose_ranks(plain, slow, node_of, ranks, notes)
+    chosen = _choose_ranks(report, slow, node_of, ranks, notes)
     kept = find_kept_step_range(run, {node_of[rank] for rank in chosen})
     if kept is None:
         raise RunStoreError(f"{run.path} has no recorded steps of these ranks")
@@ -104,7 +102,7 @@ def write_trace(
         if per_rank:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-        _write_events(writer_type, partial, source, plain, heads, first, last, advanced)
+        _write_events(writer_type, partial, source, report, heads, first, last, advanced)
         size = sum(file.stat().st_size for file in (partial.iterdir() if per_rank else [partial]))
         # An existing folder is replaced only if it is empty.
         os.replace(partial, path)
@@ -307,8 +305,7 @@ def _write_findings(
     writer: TraceWriter, heads: Sequence[Headline], report: Report, begin_ns: int
 ) -> None:
     for head, row in zip(heads, report["verdicts"], strict=True):
-        held = row["held"]
-        since = held["since"] if held is not None else None
+        since = row.held.since if row.held is not None else None
         at_ns = begin_ns
         if since is not None:
             unix_s = datetime.datetime.fromisoformat(since).timestamp()

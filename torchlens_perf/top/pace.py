@@ -16,7 +16,6 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.top.text import BLOCKS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.view.step_words import step_count_text
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ def describe_pace(report: Report, seen_s: float | None) -> list[str]:
         words = [describe_progress(made, total)]
     else:
         words = [step_count_text(report) if steps["count"] else "no step yet"]
-    if report["run"]["live"] and not any(
-        isinstance(row["evidence"], HangEvidence) for row in report["verdicts"]
-    ):
+    if report["run"]["live"] and not any(row.kind == "hang" for row in report["verdicts"]):
         means = [mean for rank in report["ranks"] if (mean := rank["step_s"]["mean_s"]) is not None]
         left = estimate_time_left_s(
             made, total, sum(means) / len(means) if means else None, windows_s

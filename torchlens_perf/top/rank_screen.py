@@ -24,7 +24,6 @@ from torchlens_perf.top.ranks import draw_blocks
 from torchlens_perf.top.text import build_difference_column, unwrapped_line
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.hang import open_spans_phrase
-from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.verdicts.words.run_state import describe_exception, describe_failure_time
 from torchlens_perf.view.collective_table import build_collective_table
 from torchlens_perf.view.hardware_tables import build_gpu_table
@@ -57,7 +56,7 @@ def rank_lines(view: View, number: int, width: int) -> list[Text]:
         ]
     lines = [Text(f"  {sanitize_line(text)}") for text in _state_lines(rank, report)]
     for row, of in zip(report["verdicts"], view.headlines, strict=True):
-        if number in ranks_in_row(row):
+        if number in row.ranks:
             lines += [unwrapped_line(), *held_verdict_lines(of, row, report, width)]
     others = {
         each for each in view.populations if view.populations[each] == view.populations.get(number)

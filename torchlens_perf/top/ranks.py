@@ -15,7 +15,6 @@ import numpy as np
 from torchlens_perf.top.text import BLOCKS, build_difference_column, draw_bar, select_rows
 from torchlens_perf.verdicts.stragglers.excess import excess_over_others
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.view.rank_tables import build_device_table, build_rank_table
 from torchlens_perf.view.specs import Column, Quantity, Table, Value
 from torchlens_perf.view.theme import BAD, FULL_EXCESS
@@ -41,7 +40,7 @@ def build_rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list
         rank
         for row, of in zip(report["verdicts"], view.headlines, strict=True)
         if of.severity == BAD
-        for rank in ranks_in_row(row)
+        for rank in row.ranks
     }
     table = (build_device_table if report["run"]["judged_by"] == DEVICE else build_rank_table)(
         report
@@ -60,7 +59,7 @@ def build_rank_list(view: View, *, by_number: bool = False) -> tuple[Table, list
         columns.append(dataclasses.replace(column, values=[*column.values, *blank], marks=marks))
         if column.title == "compute" and len(ranks) > 1:
             columns += _excess_columns(ranks, columns[-1], view.populations, report)
-    if any(row["kind"] in ("hang", "died", "failed") for row in report["verdicts"]):
+    if any(row.kind in ("hang", "died", "failed") for row in report["verdicts"]):
         columns[1:1] = _open_span_columns(ranks, report)
     rows = range(len(ranks))
     order = sorted(rows, key=lambda row: ranks[row] if by_number else (ranks[row] not in bad, row))

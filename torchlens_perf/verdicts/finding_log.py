@@ -19,16 +19,24 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from torchlens_perf.run.rank_ranges import format_ranges
-from torchlens_perf.run.verdicts import STARTED, UPDATED, Alert
-from torchlens_perf.verdicts.alert import AlertBuilder, Straggler
+from torchlens_perf.run.verdicts import ENDED, UPDATED, Alert
+from torchlens_perf.verdicts.alert import AlertBuilder
 from torchlens_perf.verdicts.causes.straggler_groups import find_straggler_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, SlowLinkEvidence
-from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, cause_class
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.hang import OpenHang, build_hang_verdict
+from torchlens_perf.verdicts.words.stragglers import (
+    SlowRankContext,
+    build_past_verdict,
+    build_slow_verdict,
+    cause_class,
+    phase_name,
+)
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Diagnosis, StragglerGroup
@@ -53,7 +61,10 @@ class Finding:
     until_step: int | None = None
     """The first step after the end; None while the finding is open."""
     until_unix_ns: int | None = None
-    straggler: Straggler | None = None
+    episodes: tuple[Episode, ...] = ()
+    """For a straggler, the episodes of its ranks, including ended episodes."""
+    name: str = ""
+    """For a straggler, the name of its StragglerGroup."""
     hang: OpenHang | None = None
     """The newest state of the hang, with its longest duration and with the stacks that were
     read."""
@@ -71,14 +82,12 @@ class Finding:
         return self.until_unix_ns is not None
 
     @property
-    def duration_s(self) -> float | None:
-        """Time for which a hang has lasted without a finished step; None for other kinds."""
-        return None if self.hang is None else self.hang.since_s
+    def slowest_episode(self) -> Episode:
+        return max(self.episodes, key=lambda episode: episode.excess_ns)
 
     @property
-    def stacks(self) -> Mapping[int, RankStack]:
-        """Python stacks that were read during a hang, by rank."""
-        return {} if self.hang is None else self.hang.stacks
+    def slow_ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({episode.rank for episode in self.episodes}))
 
 
 @dataclasses.dataclass
@@ -141,7 +150,7 @@ class FindingLog:
         at_step: int | None = None,
         last_step: int | None = None,
         judge: str | None = "",
-        verdicts: Sequence[JudgedVerdict] = (),
+        verdicts: Sequence[Verdict] = (),
         context: Callable[[], SlowRankContext] | None = None,
         diagnosed: Callable[[StragglerGroup], Diagnosis | None] | None = None,
     ) -> tuple[Alert, ...]:
@@ -196,7 +205,7 @@ class FindingLog:
         return self.records.findings[-1]
 
     def _close_finding(self, now: AlertBuilder, finding: Finding, alert: Alert) -> Alert:
-        if finding.straggler is not None:
+        if finding.episodes:
             self.records.findings.remove(finding)
             return alert
         finding.until_unix_ns = now.unix_ns
@@ -205,17 +214,17 @@ class FindingLog:
 
     def _close_all(self, now: AlertBuilder, why: str) -> Iterator[Alert]:
         """End all open findings, because ranks have new processes or another node judges them."""
-        before = dataclasses.replace(now, attempt=self.records.attempt, alone=self.records.alone)
+        before = dataclasses.replace(now, alone=self.records.alone)
         order = {"straggler": 0, "hang": 1}
         for each in sorted(
             self.records.open_findings, key=lambda finding: order.get(finding.kind, 2)
         ):
-            if each.straggler is not None:
-                alert = before.build_lost_straggler_alert(each.straggler, why)
+            if each.episodes:
+                alert = _end_lost_straggler(before, each, why)
             elif each.hang is not None:
-                alert = before.build_hang_end_alert(each.hang, why)
+                alert = _end_hang(before, each, each.hang, why)
             else:
-                alert = before.build_verdict_end_alert(each.alert, why)
+                alert = before.end(each.alert, why)
             yield self._close_finding(now, each, alert)
         self._alerted.clear()
 
@@ -223,38 +232,31 @@ class FindingLog:
 
     def _record_straggler_changes(self, now: AlertBuilder) -> Iterator[Alert]:
         episodes = {each.key: each for each in now.findings.episodes}
-        for finding, straggler in self._open_stragglers:
+        for finding in self._open_stragglers:
             # Episodes are immutable. An updated episode is a new object with the same key.
-            known = tuple(episodes[each.key] for each in straggler.episodes if each.key in episodes)
+            known = [episodes[each.key] for each in finding.episodes if each.key in episodes]
             if known:
-                finding.straggler = dataclasses.replace(straggler, episodes=known)
+                finding.episodes = tuple(known)
             else:
                 # Findings keep the episodes of all processes that run. If all episodes of the
                 # straggler are missing, its processes were replaced.
-                yield self._close_finding(
-                    now,
-                    finding,
-                    now.build_lost_straggler_alert(
-                        straggler, "It is over: the ranks were started again."
-                    ),
+                lost = _end_lost_straggler(
+                    now, finding, "It is over: the ranks were started again."
                 )
+                yield self._close_finding(now, finding, lost)
         self._alerted &= episodes.keys()
         new = [each for key, each in episodes.items() if key not in self._alerted]
         by_step = operator.attrgetter("named_step")
         self._alerted |= episodes.keys()
         for step, named in itertools.groupby(sorted(new, key=by_step), by_step):
             yield from self._record_newly_named(now, step, list(named))
-        for finding, straggler in self._open_stragglers:
-            if all(episode.is_over for episode in straggler.episodes):
-                yield self._close_finding(now, finding, now.build_straggler_end_alert(straggler))
+        for finding in self._open_stragglers:
+            if all(episode.is_over for episode in finding.episodes):
+                yield self._close_finding(now, finding, _end_straggler(now, finding))
 
     @property
-    def _open_stragglers(self) -> list[tuple[Finding, Straggler]]:
-        return [
-            (each, each.straggler)
-            for each in self.records.open_findings
-            if each.straggler is not None
-        ]
+    def _open_stragglers(self) -> list[Finding]:
+        return [each for each in self.records.open_findings if each.episodes]
 
     def _record_newly_named(
         self, now: AlertBuilder, step: int, named: Sequence[Episode]
@@ -271,38 +273,31 @@ class FindingLog:
             new = tuple(episode for episode in named if episode.rank in group.ranks)
             if group.kind == "rank":
                 for episode in new:
-                    yield self._open_straggler(now, group, episode.key, (episode,))
+                    of_rank = dataclasses.replace(group, lead=episode)
+                    yield self._open_straggler(now, of_rank, (episode,))
             elif new:
                 together = {episode.key for episode in then if episode.rank in group.ranks}
-                open_now = self._open_stragglers
                 joined = [
                     each
-                    for each in open_now
-                    if together & {episode.key for episode in each[1].episodes}
+                    for each in self._open_stragglers
+                    if together & {episode.key for episode in each.episodes}
                 ]
-                if joined:
-                    finding, straggler = min(joined, key=lambda each: each[1].key[::-1])
-                    finding.straggler = Straggler(
-                        straggler.key, group.kind, group.name, (*straggler.episodes, *new)
-                    )
-                    finding.alert = now.build_straggler_alert(
-                        finding.straggler, group, UPDATED, step, format_ranges(group.ranks)
-                    )
-                    yield finding.alert
-                else:
-                    yield self._open_straggler(now, group, min(episode.key for episode in new), new)
+                if not joined:
+                    yield self._open_straggler(now, group, new)
+                    continue
+                finding = min(joined, key=lambda each: min(e.key[::-1] for e in each.episodes))
+                finding.name, finding.episodes = group.name, (*finding.episodes, *new)
+                parts = UPDATED, step, format_ranges(group.ranks)
+                finding.alert = now.follow(finding.alert, _judge(now, group), *parts)
+                yield finding.alert
 
     def _open_straggler(
-        self,
-        now: AlertBuilder,
-        group: StragglerGroup,
-        key: tuple[int, int],
-        episodes: tuple[Episode, ...],
+        self, now: AlertBuilder, group: StragglerGroup, episodes: tuple[Episode, ...]
     ) -> Alert:
-        straggler = Straggler(key, group.kind, group.name, episodes)
-        lead = episodes[0] if group.kind == "rank" else group.lead
-        alert = now.build_straggler_alert(straggler, dataclasses.replace(group, lead=lead))
-        self._open_finding(now, alert).straggler = straggler
+        key = min(episode.key for episode in episodes)
+        alert = now.start("straggler", _judge(now, group), "straggler", *key)
+        finding = self._open_finding(now, alert)
+        finding.name, finding.episodes = group.name, episodes
         return alert
 
     # -- hangs and other verdicts
@@ -316,20 +311,21 @@ class FindingLog:
                 return
             if hang is None or hang.step != before.hang.step:
                 why = "It is over: steps continue, or the processes have ended."
-                yield self._close_finding(now, before, now.build_hang_end_alert(before.hang, why))
+                yield self._close_finding(now, before, _end_hang(now, before, before.hang, why))
                 before = None
         self._hang_is_saved = False
         if hang is None:
             return
         if before is None or before.hang is None:
-            alert = now.build_hang_alert(hang, STARTED)
+            alert = now.start("hang", build_hang_verdict(hang), "hang", hang.step)
             self._open_finding(now, alert).hang = hang
             self._note_hang_duration(hang.step, hang.since_s)
             yield alert
             return
         was, longest_s = before.hang, max(hang.since_s, before.hang.since_s)
-        before.hang = dataclasses.replace(hang, since_s=longest_s, stacks=hang.stacks or was.stacks)
-        before.alert = now.build_hang_alert(before.hang, UPDATED)
+        before.hang = structs.replace(hang, since_s=longest_s, stacks=hang.stacks or was.stacks)
+        parts = UPDATED, hang.kind, format_ranges(hang.ranks)
+        before.alert = now.follow(before.alert, build_hang_verdict(before.hang), *parts)
         self._note_hang_duration(hang.step, longest_s)
         if (hang.kind, hang.ranks) != (was.kind, was.ranks):
             yield before.alert
@@ -340,17 +336,19 @@ class FindingLog:
             of_attempt[step] = duration_s
 
     def _record_other_changes(
-        self, now: AlertBuilder, verdicts: Sequence[JudgedVerdict]
+        self, now: AlertBuilder, verdicts: Sequence[Verdict]
     ) -> Iterator[Alert]:
         stand = {
             each.alert.about: each
             for each in self.records.open_findings
-            if not (each.straggler or each.hang)
+            if not (each.episodes or each.hang)
         }
         for verdict in verdicts:
-            alert, evidence = now.build_verdict_alert(verdict), verdict.evidence
-            links = evidence.links if isinstance(evidence, SlowLinkEvidence) else ()
-            subjects = {f"{link.group} {format_ranges(sorted(link.ranks))}" for link in links}
+            # All slow links share one finding, because the costliest link changes over time. When
+            # another link becomes slow, the finding is updated.
+            about = format_ranges(sorted(verdict.ranks)) if verdict.evidence.scope else ""
+            key = verdict.kind, verdict.rank, verdict.phase, verdict.since_step, about
+            alert, subjects = now.start(verdict.kind, verdict, *key), verdict.evidence.subjects
             known = stand.pop(alert.about, None)
             if known is None:
                 self._open_finding(now, alert).subjects = sorted(subjects)
@@ -359,11 +357,54 @@ class FindingLog:
             known.alert, known.seen_ns = alert, now.unix_ns
             if not subjects.issubset(known.subjects):
                 known.subjects = sorted(subjects.union(known.subjects))
-                yield now.build_verdict_alert(verdict, UPDATED, *known.subjects)
+                yield now.follow(alert, verdict, UPDATED, *known.subjects)
         for missed in stand.values():
             missed.seen_ns = missed.seen_ns or now.unix_ns
             if now.unix_ns - missed.seen_ns >= _MAX_ABSENCE_NS:
-                yield self._close_finding(now, missed, now.build_verdict_end_alert(missed.alert))
+                yield self._close_finding(now, missed, now.end(missed.alert))
+
+
+def _judge(now: AlertBuilder, group: StragglerGroup) -> Verdict:
+    """Return the verdict on ranks that are slow together."""
+    if now.diagnosed is not None:
+        group = dataclasses.replace(group, diagnosis=now.diagnosed(group))
+    return build_slow_verdict(now.context(), group, now.findings)
+
+
+def _end_straggler(now: AlertBuilder, slow: Finding) -> Alert:
+    """Return the alert on the end of a straggler whose episodes have all ended."""
+    until_step = max(episode.until_step or 0 for episode in slow.episodes)
+    verdict, text = build_past_verdict(slow.slowest_episode), ""
+    if len(slow.episodes) > 1:
+        text = f"{_subject_and_verb(slow)} slow up to step {until_step - 1}. {verdict.text}"
+    alert = now.follow(slow.alert, verdict, ENDED, text=text)
+    return dataclasses.replace(alert, ranks=slow.slow_ranks, until_step=until_step)
+
+
+def _end_lost_straggler(now: AlertBuilder, slow: Finding, why: str) -> Alert:
+    """Return the alert on the end of a straggler whose last slow step is not known.
+
+    why: the reason for the end, as a sentence.
+    """
+    lead = slow.slowest_episode
+    where = f"in {phase_name(lead.phase)} from step {lead.since_step} on"
+    verdict = build_past_verdict(dataclasses.replace(lead, until_step=lead.last_step + 1))
+    text = f"{_subject_and_verb(slow)} slow {where}. {why}"
+    alert = now.follow(slow.alert, verdict, ENDED, text=text)
+    return dataclasses.replace(alert, ranks=slow.slow_ranks)
+
+
+def _end_hang(now: AlertBuilder, finding: Finding, hang: OpenHang, why: str) -> Alert:
+    text = f"The job hung in step {hang.step}. {why}"
+    return now.follow(finding.alert, build_hang_verdict(hang), ENDED, text=text)
+
+
+def _subject_and_verb(slow: Finding) -> str:
+    if slow.alert.scope == "node":
+        return f"Node {slow.name} (ranks {format_ranges(slow.slow_ranks)}) was"
+    if slow.alert.scope == "position":
+        return f"The ranks at {slow.name} ({format_ranges(slow.slow_ranks)}) were"
+    return f"Rank {slow.slowest_episode.rank} was"
 
 
 def count_stragglers_by_class(findings: Findings) -> dict[str, int]:

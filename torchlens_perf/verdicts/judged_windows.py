@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from torchlens_perf.analysis.statistics.run_windows import RunWindows
     from torchlens_perf.verdicts.node_state import ProcessState
-    from torchlens_perf.verdicts.stragglers.episodes import Episode
     from torchlens_perf.verdicts.stragglers.placement import Placement
 
     WindowMask = npt.NDArray[np.bool_]
@@ -91,20 +90,20 @@ class JudgedWindows:
         """The windows in which any rank was slow."""
         slow = np.zeros(len(self.windows), bool)
         for episode in self.findings.episodes:
-            slow |= self.windows_of_episode(episode)
+            slow |= self.windows_of_episode(episode.since_step, episode.until_step)
         return slow
 
-    def windows_of_episode(self, episode: Episode) -> WindowMask:
+    def windows_of_episode(self, since_step: int, until_step: int | None) -> WindowMask:
         """Return the windows of an episode.
 
         For an episode shorter than a window, return the window in which it began.
         """
-        covered = self.windows.columns_between(episode.since_step, episode.until_step)
+        covered = self.windows.columns_between(since_step, until_step)
         if not covered.any():
             covered[
                 max(
                     0,
-                    int(np.searchsorted(self.windows.first_steps, episode.since_step, "right")) - 1,
+                    int(np.searchsorted(self.windows.first_steps, since_step, "right")) - 1,
                 )
             ] = True
         return covered

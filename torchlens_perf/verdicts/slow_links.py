@@ -10,12 +10,12 @@ from torchlens_perf.run.sketch import merge_sketches
 if TYPE_CHECKING:
     from torchlens_perf.analysis.collectives.slow_link import LinkFindings
     from torchlens_perf.analysis.statistics.rank import RankStatistics
-    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
+    from torchlens_perf.verdicts.verdict import Verdict
 
 
 def build_slow_link_verdict(
     found: LinkFindings, ranks: Collection[RankStatistics]
-) -> JudgedVerdict | None:
+) -> Verdict | None:
     """Return the verdict on slow links; None if no link is slow.
 
     ranks: statistics of the ranks. The verdict's cost is a share of the steps of `ranks`.

@@ -12,33 +12,36 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.analysis.statistics.step_mix import STOPPED, WITHOUT_GRADIENTS
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
-from torchlens_perf.verdicts.words import order, past
-from torchlens_perf.verdicts.words.bottleneck import drop_wait_clause, named_kinds
-from torchlens_perf.verdicts.words.evidence import (
+from torchlens_perf.verdicts.verdict import (
     NOT_COMPUTING_KINDS,
     OVER,
-    DeviceStepEvidence,
     Evidence,
-    JudgedVerdict,
-    LongSteps,
-    NoSlowRankEvidence,
-    PastEvidence,
-    StragglerEvidence,
-    TypicalStepEvidence,
+    Period,
+    RunLength,
+    Verdict,
 )
-from torchlens_perf.verdicts.words.hang import HangEvidence
+from torchlens_perf.verdicts.words import past
+from torchlens_perf.verdicts.words.bottleneck import named_kinds, without_wait
+from torchlens_perf.verdicts.words.evidence import (
+    LongSteps,
+    LongStepsEvidence,
+    NoSlowRankEvidence,
+    OutOfMemoryEvidence,
+)
+from torchlens_perf.verdicts.words.hang import OpenHang
 from torchlens_perf.verdicts.words.modules import computing_action
+from torchlens_perf.verdicts.words.stragglers import PastStragglerEvidence, StragglerEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
     from torchlens_perf.verdicts.judged_windows import WindowMask
-    from torchlens_perf.verdicts.stragglers.episodes import Episode
-    from torchlens_perf.verdicts.words.report import Facts, Period
+    from torchlens_perf.verdicts.words.report import Facts
 
 # A limit of a part of the run has a verdict if the part has at least this many windows, and if the
 # limit takes at least this many times as long as in the rest of the run.
@@ -48,7 +51,6 @@ _TAGS = {
     "capture": Flag.CAPTURED, "compilation": Flag.COMPILED, "evaluation": Flag.EVALUATION,
     WITHOUT_GRADIENTS: Flag.EVALUATION, "saving": Flag.CHECKPOINT, STOPPED: Flag.STOPPED,
 }  # fmt: skip
-_PeriodVerdict = tuple[JudgedVerdict, "Period | None"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,64 +69,57 @@ class VerdictPeriods:
     first_step: int
     last_step: int | None
 
-    def build_rows(self, verdicts: Sequence[JudgedVerdict]) -> list[order.Row]:
+    def add_periods(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Return the report's verdicts in order, each with its period and lost time.
 
         verdicts: the verdicts on the run as a whole. The result also has verdicts on its parts.
         """
         noted = self._collect_past_findings({each.kind for each in verdicts})
-        hung = {each.since_step for each, _ in noted if each.kind == f"hang{OVER}"}
+        hung = {each.since_step for each in noted if each.kind == f"hang{OVER}"}
         found = [
-            (each, self._find_period(each))
+            structs.replace(each, held=self._find_period(each))
             for each in verdicts
             if not _are_all_hangs(each.evidence, hung)
         ]
         stretches = self._find_temporary_limits(found)
         # A wait with a separate verdict is not also named by the verdict on the typical step.
-        for kind in {each.kind for each, _ in stretches}:
-            found = [
-                (drop_wait_clause(each, kind) if _is_on_typical_step(each) else each, held)
-                for each, held in found
-            ]
-        found += [*stretches, *noted]
-        steps, alike, end = (
-            self.facts["steps"]["count"],
-            self.facts["steps"]["alike"],
-            self.last_step,
-        )
+        for kind in {each.kind for each in stretches}.intersection(NOT_COMPUTING_KINDS):
+            found = [without_wait(each, kind) for each in found]
+        steps = self.facts["steps"]
+        run = RunLength(steps["count"], steps["alike"], self.last_step)
         rows = (
-            (each, held, order.compute_lost_s(each, held, steps=steps, alike=alike, last_step=end))
-            for each, held in found
+            structs.replace(
+                each,
+                lost_s=each.evidence.compute_lost_s(each, run),
+                is_over=each.judge_is_over(),
+            )
+            for each in (*found, *stretches, *noted)
         )
-        return sorted(rows, key=order.sort_key)
+        return sorted(rows, key=lambda row: row.sort_key)
 
     # -- verdicts on the run as a whole
 
-    def _find_period(self, verdict: JudgedVerdict) -> Period | None:
+    def _find_period(self, verdict: Verdict) -> Period | None:
         """Return the period of a verdict on the whole run; None if it is not known."""
         evidence = verdict.evidence
-        if verdict.episode is not None:
-            return self._period_of_episode(verdict.episode)
-        if isinstance(evidence, HangEvidence):
+        if isinstance(evidence, StragglerEvidence | PastStragglerEvidence):
+            return self._period_of_episode(verdict, evidence.until_step)
+        if isinstance(evidence, OpenHang):
             noted = self.records.find_open("hang", evidence.step)
             return (
                 self._period_between(evidence.step, None)
                 if noted is None
                 else self._period_of_finding(noted)
             )
-        if isinstance(evidence, dict) and "time_unix_ns" in evidence:
-            return {
-                **self._period_between(evidence["step"], None),
-                "since": self.time(evidence["time_unix_ns"]),
-            }
-        if isinstance(evidence, dict) and "kinds" in evidence:
-            return self._period_of_long_steps(evidence)
+        if isinstance(evidence, OutOfMemoryEvidence):
+            since = self.time(evidence.oom["time_unix_ns"])
+            return structs.replace(self._period_between(evidence.oom["step"], None), since=since)
+        if isinstance(evidence, LongStepsEvidence):
+            return self._period_of_long_steps(evidence.long)
         if isinstance(evidence, NoSlowRankEvidence):
             return self._period_without_slow_rank()
         found = None
-        if self.windows is not None and isinstance(
-            evidence, TypicalStepEvidence | DeviceStepEvidence
-        ):
+        if self.windows is not None and evidence.is_of_run:
             found = self.windows.find_part_limited_by(verdict.kind)
         elif self.windows is not None and verdict.kind == "imbalance":
             found = self.windows.find_imbalanced_part()
@@ -133,14 +128,14 @@ class VerdictPeriods:
         noted = self.records.find_open(verdict.kind)
         return None if noted is None else self._period_of_finding(noted)
 
-    def _period_of_episode(self, episode: Episode) -> Period:
-        period = episode.since_step, episode.until_step, episode.rank
+    def _period_of_episode(self, slow: Verdict, until: int | None) -> Period:
+        assert slow.since_step is not None
+        assert slow.rank is not None
         if self.windows is None:
-            return self._period_between(*period)
-        judged = self.windows.windows_comparing_rank(episode.rank)
-        return self._period_between(
-            *period, self.windows.windows_of_episode(episode) & judged, judged
-        )
+            return self._period_between(slow.since_step, until, slow.rank)
+        judged = self.windows.windows_comparing_rank(slow.rank)
+        held = self.windows.windows_of_episode(slow.since_step, until) & judged
+        return self._period_between(slow.since_step, until, slow.rank, held, judged)
 
     def _period_without_slow_rank(self) -> Period | None:
         """Return the period since the last slow rank recovered, or since the start."""
@@ -180,19 +175,16 @@ class VerdictPeriods:
 
     # -- verdicts on a part of the run
 
-    def _find_temporary_limits(self, whole: Sequence[_PeriodVerdict]) -> list[_PeriodVerdict]:
+    def _find_temporary_limits(self, whole: Sequence[Verdict]) -> list[Verdict]:
         """Return verdicts on parts of the run that were limited by something else than the rest.
 
         Limits that the verdict on the whole run names are left out, unless that verdict is over.
         """
-        of_run = [row for row in whole if _is_on_typical_step(row[0])]
-        if not of_run:
+        typical = next((each for each in whole if each.evidence.is_of_run), None)
+        if typical is None:
             return []
-        (typical, held), slow = (
-            of_run[0],
-            any(isinstance(each.evidence, StragglerEvidence) for each, _ in whole),
-        )
-        is_over = order.has_ended(held)
+        slow = any(each.kind == "straggler" for each in whole)
+        is_over = typical.has_ended
         named = {typical.kind} if is_over else named_kinds(typical)
         kinds = [
             kind
@@ -200,11 +192,11 @@ class VerdictPeriods:
             if kind not in named and not (slow and kind == "communication_bound")
         ]
         found = [row for row in map(self._find_temporary_limit, kinds) if row is not None]
-        if is_over and all(order.has_ended(held) for _, held in found):
+        if is_over and all(each.has_ended for each in found):
             found += self._find_present_compute_limit()
         return found
 
-    def _find_present_compute_limit(self) -> list[_PeriodVerdict]:
+    def _find_present_compute_limit(self) -> list[Verdict]:
         """Return a verdict if computing limits the newest steps but not the earlier ones."""
         found = None if self.windows is None else self.windows.find_part_limited_by("compute_bound")
         if self.windows is None or found is None or found.until_step is not None:
@@ -217,11 +209,10 @@ class VerdictPeriods:
         computing = dataclasses.replace(
             inside[0].computing, seconds=computing_s, action=computing_action(self.facts)
         )
-        assert held["since_step"] is not None
         before_s = _mean([each.step_s for each in rest])
-        return [(past.build_compute_verdict(computing, step_s, before_s, held["since_step"]), held)]
+        return [past.build_compute_verdict(computing, step_s, before_s, held)]
 
-    def _find_temporary_limit(self, kind: str) -> _PeriodVerdict | None:
+    def _find_temporary_limit(self, kind: str) -> Verdict | None:
         if self.windows is None:
             return None
         found = self.windows.find_part_limited_by(kind)
@@ -244,13 +235,9 @@ class VerdictPeriods:
             return None
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         use = dataclasses.replace(inside[0].wait_of_kind(kind), seconds=use_s)
-        assert held["since_step"] is not None
-        verdict = past.build_run_part_verdict(
-            use, step_s, rest_s, held["since_step"], held["until_step"], everywhere=everywhere
-        )
-        return verdict, held
+        return past.build_run_part_verdict(use, step_s, rest_s, held, everywhere=everywhere)
 
-    def _collect_past_findings(self, shown: set[str]) -> list[_PeriodVerdict]:
+    def _collect_past_findings(self, shown: set[str]) -> list[Verdict]:
         """Return verdicts on the sidecar's ended findings, the newest first.
 
         After the run, findings that were open at its end are included if they have no verdict.
@@ -262,23 +249,24 @@ class VerdictPeriods:
             for each in found
             if each.is_over or (not self.facts["run"]["live"] and each.kind not in shown)
         ]
-        return [(self._build_past_verdict(each), self._period_of_finding(each)) for each in past]
+        return [
+            structs.replace(self._build_past_verdict(each), held=self._period_of_finding(each))
+            for each in past
+        ]
 
-    def _build_past_verdict(self, noted: Finding) -> JudgedVerdict:
-        if noted.kind != "hang" or noted.since_step is None:
+    def _build_past_verdict(self, noted: Finding) -> Verdict:
+        if noted.hang is None:
             return past.build_ended_verdict(
                 noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step
             )
-        went_on = None if self.last_step is None else self.last_step >= noted.since_step
+        step, last = noted.hang.step, self.last_step
         # The total time of steps excludes the warm-up, but a run may hang in the warm-up.
         total_s = self.facts["steps"]["total_s"]
-        if noted.since_step < self.first_step + WARM_UP_STEPS:
-            total_s += noted.duration_s or 0.0
-        found = PastEvidence(noted.alert.ranks, noted.duration_s, went_on, noted.stacks)
+        if step < self.first_step + WARM_UP_STEPS:
+            total_s += noted.hang.since_s
         return past.build_ended_hang_verdict(
-            noted.since_step,
-            noted.alert,
-            found,
+            noted.hang,
+            went_on=None if last is None else last >= step,
             steps=self.facts["steps"]["count"],
             total_s=total_s,
         )
@@ -292,8 +280,11 @@ class VerdictPeriods:
 
     def _period_of_finding(self, noted: Finding) -> Period:
         until = None if noted.until_unix_ns is None else self.time(noted.until_unix_ns)
-        return _make_period(
-            noted.since_step, noted.until_step, self.time(noted.since_unix_ns), until
+        return Period(
+            since_step=noted.since_step,
+            until_step=noted.until_step,
+            since=self.time(noted.since_unix_ns),
+            until=until,
         )
 
     def _period_between(
@@ -310,35 +301,29 @@ class VerdictPeriods:
         true. judged: windows in which it could be true or false. `held` and `judged` are None
         without windows.
         """
-        until_time = None if until is None else self.step_time(until, rank)
-        value = _make_period(since, until, self.step_time(since, rank), until_time)
-        if self.windows is not None and held is not None and judged is not None:
-            value["windows_held"], value["windows_judged"] = int(held.sum()), int(judged.sum())
-            value["window_steps"] = self.windows.windows.width
-        return value
-
-
-def _is_on_typical_step(verdict: JudgedVerdict) -> bool:
-    """Return True for the verdict on the typical step of the whole run."""
-    return isinstance(verdict.evidence, TypicalStepEvidence | DeviceStepEvidence)
+        period = Period(
+            since_step=since,
+            until_step=until,
+            since=self.step_time(since, rank),
+            until=None if until is None else self.step_time(until, rank),
+        )
+        if self.windows is None or held is None or judged is None:
+            return period
+        return structs.replace(
+            period,
+            windows_held=int(held.sum()),
+            windows_judged=int(judged.sum()),
+            window_steps=self.windows.windows.width,
+        )
 
 
 def _are_all_hangs(evidence: Evidence, hung: set[int | None]) -> bool:
     """Return True for evidence on long steps if all of them are in `hung`, the steps of hangs."""
-    if not isinstance(evidence, dict) or "kinds" not in evidence:
+    if not isinstance(evidence, LongStepsEvidence):
         return False
-    steps = evidence["steps"]
-    return len(steps) == evidence["count"] and hung.issuperset(steps)
+    steps = evidence.long["steps"]
+    return len(steps) == evidence.long["count"] and hung.issuperset(steps)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _make_period(
-    since_step: int | None, until_step: int | None, since: str | None, until: str | None
-) -> Period:
-    return {
-        "since_step": since_step, "until_step": until_step, "windows_held": None, "windows_judged": None,
-        "window_steps": None, "since": since, "until": until,
-    }  # fmt: skip

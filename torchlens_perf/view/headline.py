@@ -18,20 +18,19 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
+from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS
 from torchlens_perf.verdicts.words.evidence import (
-    NOT_COMPUTING_KINDS,
-    OVER,
     FailedEvidence,
     NoSlowRankEvidence,
-    StragglerEvidence,
 )
-from torchlens_perf.verdicts.words.order import is_fatal_hang, ranks_in_row
 from torchlens_perf.verdicts.words.run_state import describe_failure_time
+from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.rank_tables import find_largest_section
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS, WARNING
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Report, VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
+    from torchlens_perf.verdicts.words.report import Report
 
 _STATUS: dict[str, tuple[str, str]] = {
     "hang": ("HANG", BAD),
@@ -141,83 +140,76 @@ def describe_others(found: Sequence[Headline], first: Headline | None) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def build_headline(row: VerdictRow, report: Report, run_dir: str = "") -> Headline:
+def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
     """Return the headline of one verdict. run_dir: the path for the command to copy."""
     status, severity = _status_and_severity(row)
     return Headline(
-        kind=row["kind"],
+        kind=row.kind,
         status=status,
-        severity=NEUTRAL if row["is_over"] else severity,
+        severity=NEUTRAL if row.is_over else severity,
         facts=tuple((name, printable(text)) for name, text in _verdict_facts(row, report) if text),
-        cost_s_per_step=row["cost_s_per_step"] or None,
-        cost_share=row["cost_share"] or None,
-        sentence=printable(row["explanation"]),
-        cause=printable(row["cause"]),
-        action=printable(f"{row['action']} {row['because']}".rstrip()),
+        cost_s_per_step=row.cost_s_per_step or None,
+        cost_share=row.cost_share or None,
+        sentence=printable(row.explanation),
+        cause=printable(row.cause),
+        action=printable(f"{row.action} {row.because}".rstrip()),
         command=_suggested_command(row, report, run_dir),
-        is_over=row["is_over"],
+        is_over=row.is_over,
     )
 
 
-def _status_and_severity(row: VerdictRow) -> tuple[str, str]:
-    kind, evidence = row["kind"], row["evidence"]
-    if is_fatal_hang(evidence):
+def _status_and_severity(row: Verdict) -> tuple[str, str]:
+    kind, evidence = row.kind, row.evidence
+    if evidence.stops_run:
         return _STATUS["hang"]
     if kind in ("straggler_ended", "straggler_transient"):
         return "SLOW RANK", WARNING
     # The state file of another version, or a damaged file, can contain other kinds.
-    status, severity = _STATUS.get(kind.removesuffix(OVER), ("OTHER", WARNING))
-    if isinstance(evidence, StragglerEvidence):
-        return _SCOPES.get(evidence.scope, status), severity
-    if kind == "long_steps" and row["rank"] is not None:
+    status, severity = _STATUS.get(row.base_kind, ("OTHER", WARNING))
+    if evidence.scope in _SCOPES:
+        return _SCOPES[evidence.scope], severity
+    if kind == "long_steps" and row.rank is not None:
         return _STALLS, severity
     if kind == "none" and not isinstance(evidence, NoSlowRankEvidence):
         return "NOT COMPARED", NEUTRAL
     return status, severity
 
 
-def _verdict_facts(row: VerdictRow, report: Report) -> list[tuple[str, str]]:
+def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
     """Return pairs of name and text for the facts of a verdict, such as rank and phase."""
-    kind, evidence, ranks, held = (
-        row["kind"].removesuffix(OVER),
-        row["evidence"],
-        ranks_in_row(row),
-        row["held"],
-    )
+    kind, evidence, ranks, held = row.base_kind, row.evidence, row.ranks, row.held
     found: list[tuple[str, str]] = []
     if ranks:
-        host = (row["where"] or {}).get("host.name")
-        of_one_host = len(ranks) == 1 or getattr(evidence, "scope", "") == "node"
+        host = (row.where or {}).get("host.name")
+        of_one_host = len(ranks) == 1 or evidence.scope == "node"
         at = f" ({host})" if host and of_one_host else ""
         found.append(("rank" if len(ranks) == 1 else "ranks", f"{format_ranges(ranks)}{at}"))
     if kind in _BOTTLENECKS:
         section = (
-            find_largest_section(report, row["cost_s_per_step"] or 0.0)
-            if kind == "host_bound"
-            else ""
+            find_largest_section(report, row.cost_s_per_step or 0.0) if kind == "host_bound" else ""
         )
         where = f"section {section}" if section else _BOTTLENECKS[kind]
         found.append(("bound by" if kind == "lack_of_cpu" else "in", where))
-    elif row["phase"] is not None and kind != "long_steps":
-        found.append(("phase", phase_name(row["phase"])))
+    elif row.phase is not None and kind != "long_steps":
+        found.append(("phase", phase_name(row.phase)))
     # These verdicts describe the whole run, so they have no first step.
     if kind in ("none", "compute_bound", "not_compared"):
         return []
-    modules = getattr(evidence, "modules", ())
+    modules = evidence.modules
     if modules:
         found.append(("module" if len(modules) == 1 else "modules", ", ".join(modules)))
-    if isinstance(evidence, StragglerEvidence) and evidence.slow_too:
+    if evidence.slow_too:
         found.append(("together with", format_rank_list(evidence.slow_too)))
     if isinstance(evidence, FailedEvidence):
         found.append(("steps", describe_failure_time(evidence.failure)))
-    elif held is not None and held["since_step"] is not None:
-        found.append(("steps", format_step_range(held["since_step"], held["until_step"])))
+    elif held is not None and held.since_step is not None:
+        found.append(("steps", format_step_range(held.since_step, held.until_step)))
         if isinstance(evidence, StragglerEvidence):
             found.append(("seen", f"in {format_percent(evidence.share_of_steps)} of these steps"))
-        elif held["windows_judged"]:
-            found.append(("seen", f"in {held['windows_held']} of {held['windows_judged']} windows"))
-    elif row["since_step"] is not None:
-        found.append(("steps", format_step_range(row["since_step"], None)))
+        elif held.windows_judged:
+            found.append(("seen", f"in {held.windows_held} of {held.windows_judged} windows"))
+    elif row.since_step is not None:
+        found.append(("steps", format_step_range(row.since_step, None)))
     return found
 
 
@@ -231,23 +223,21 @@ def phase_name(phase: str) -> str:
     return _PHASES.get(phase) or (PARTS[phase].name if phase in PARTS else phase)
 
 
-def _suggested_command(row: VerdictRow, report: Report, run_dir: str) -> str:
+def _suggested_command(row: Verdict, report: Report, run_dir: str) -> str:
     """Return the command that profiles the rank of a verdict, now or in the next run."""
-    if row["is_over"] or row["kind"] not in (
+    if row.is_over or row.kind not in (
         "straggler",
         "long_steps",
         "compute_bound",
         *NOT_COMPUTING_KINDS,
     ):
         return ""
-    rank = (
-        row["rank"]
-        if row["rank"] is not None
-        else min((each["rank"] for each in report["ranks"]), default=0)
-    )
+    rank = row.rank
+    if rank is None:
+        rank = min((each["rank"] for each in report["ranks"]), default=0)
     if report["run"]["live"]:
         return f"torchlens-perf capture {shlex.quote(run_dir)} --rank {rank}" if run_dir else ""
-    if row["kind"] != "straggler" or any(each["rank"] == rank for each in report["captures"]):
+    if row.kind != "straggler" or any(each["rank"] == rank for each in report["captures"]):
         return ""
     return (
         "export TORCHLENS_PERF_CAPTURE=verdict  # then rerun the job: the slow rank is profiled"

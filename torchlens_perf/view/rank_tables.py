@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.evidence import StragglerEvidence
-from torchlens_perf.verdicts.words.order import ranks_in_row
+from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
 from torchlens_perf.view.theme import PARTS
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import DeviceTimes, Rank, Report, VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
+    from torchlens_perf.verdicts.words.report import DeviceTimes, Rank, Report
 
 FIRST_ROWS = 8
 _FIRST_SLOW, _FIRST_EQUAL = 5, 4
@@ -34,22 +34,22 @@ _HOST_HELP = {
 }
 
 
-def current_stragglers(report: Report) -> list[VerdictRow]:
+def current_stragglers(report: Report) -> list[Verdict]:
     """Return the verdicts on ranks that are slow now, costliest first."""
-    return [row for row in report["verdicts"] if row["kind"] == "straggler" and not row["is_over"]]
+    return [row for row in report["verdicts"] if row.kind == "straggler" and not row.is_over]
 
 
 def slow_ranks(report: Report) -> dict[int, int]:
     """Return the ranks that are currently slow, each with the index of its verdict."""
     slow: dict[int, int] = {}
     for place, row in enumerate(current_stragglers(report)):
-        slow |= {rank: place for rank in ranks_in_row(row) if rank not in slow}
+        slow |= {rank: place for rank in row.ranks if rank not in slow}
     return slow
 
 
 def slowest_ranks(report: Report) -> list[int]:
     """Return the slowest rank of each current verdict on slow ranks, costliest first."""
-    return [row["rank"] for row in current_stragglers(report) if row["rank"] is not None]
+    return [row.rank for row in current_stragglers(report) if row.rank is not None]
 
 
 def build_rank_table(report: Report) -> Table | None:
@@ -149,8 +149,8 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
     the table's values by rank.
     """
     for row in current_stragglers(report):
-        evidence, rank, held = row["evidence"], row["rank"], row["held"]
-        since = None if held is None else held["since_step"]
+        evidence, rank = row.evidence, row.rank
+        since = None if row.held is None else row.held.since_step
         if isinstance(evidence, StragglerEvidence) and rank is not None and since is not None:
             mean = format_duration(evidence.work_s)
             if mean == format_duration_or_dash(compute_s.get(rank)):

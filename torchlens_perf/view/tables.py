@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.evidence import StragglerEvidence
+from torchlens_perf.verdicts.words.evidence import OutOfMemoryEvidence
 from torchlens_perf.verdicts.words.oom import allocation_place
+from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.collective_table import build_collective_table, build_slow_link_table
 from torchlens_perf.view.goodput_table import build_goodput_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
@@ -31,8 +32,9 @@ from torchlens_perf.view.training_table import build_training_table
 from torchlens_perf.view.utilization_tables import build_roofline_table, build_utilization_table
 
 if TYPE_CHECKING:
+    from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.evidence import LongSteps
-    from torchlens_perf.verdicts.words.report import Capture, Module, Report, VerdictRow
+    from torchlens_perf.verdicts.words.report import Capture, Module, Report
 
 _FIRST_ROWS, _FIRST_SITES = 8, 5
 _MIN_SHARE = 0.001
@@ -90,12 +92,12 @@ def build_module_table(report: Report) -> Table | None:
     )
 
 
-def _compare_modules(report: Report, slow: VerdictRow) -> Table | None:
+def _compare_modules(report: Report, slow: Verdict) -> Table | None:
     """Compare the slow rank's modules with the median of the other ranks, largest gap first."""
-    rank, evidence = str(slow["rank"]), slow["evidence"]
+    rank, evidence = str(slow.rank), slow.evidence
     if not isinstance(evidence, StragglerEvidence):
         return None
-    field, what = _module_times_field(slow["phase"], on_device=report["run"]["judged_by"] == DEVICE)
+    field, what = _module_times_field(slow.phase, on_device=report["run"]["judged_by"] == DEVICE)
     found: list[tuple[str, float, float]] = []
     for module in report["modules"]:
         others = [seconds for other, seconds in module[field].items() if other != rank]
@@ -364,13 +366,12 @@ def _step_numbers_text(steps: Sequence[int]) -> str:
 def build_cause_table(report: Report) -> Table | None:
     """Compare measurements on the first slow rank, while it is slow, with those on the other ranks."""
     for row in current_stragglers(report):
-        evidence = row["evidence"]
-        diagnosis = evidence.diagnosis if isinstance(evidence, StragglerEvidence) else None
+        diagnosis = row.evidence.diagnosis
         if diagnosis is not None and diagnosis.signals:
             missing = ", ".join(diagnosis.not_measured)
             note = f"Not measured: {missing}." if missing else ""
             return build_signal_table(
-                "causes", row["rank"], diagnosis.signals, diagnosis.others_signals, note
+                "causes", row.rank, diagnosis.signals, diagnosis.others_signals, note
             )
     return None
 
@@ -398,11 +399,10 @@ def build_out_of_memory_table(report: Report) -> Table | None:
     memory.
     """
     for row in report["verdicts"]:
-        evidence = row["evidence"]
+        evidence = row.evidence
         if (
-            isinstance(evidence, dict)
-            and "table" in evidence
-            and (held := evidence["table"]) is not None
+            isinstance(evidence, OutOfMemoryEvidence)
+            and (held := evidence.oom["table"]) is not None
         ):
             blocks, events = held["rows"], held["history_events"]
             columns = [
@@ -410,7 +410,7 @@ def build_out_of_memory_table(report: Report) -> Table | None:
                 Column("size", [each["bytes"] for each in blocks], Quantity.BYTES),
                 Column("blocks", [each["blocks"] for each in blocks], Quantity.NUMBER),
             ]
-            note = f"The full list is in {evidence['file']}."
+            note = f"The full list is in {evidence.oom['file']}."
             if events:
                 columns.append(
                     Column(
@@ -420,7 +420,7 @@ def build_out_of_memory_table(report: Report) -> Table | None:
                 note = (
                     f"New blocks are those within the last {events} allocations and frees. {note}"
                 )
-            title = f"Memory of rank {evidence['rank']} when it ran out"
+            title = f"Memory of rank {evidence.oom['rank']} when it ran out"
             return Table(
                 "out_of_memory",
                 title,

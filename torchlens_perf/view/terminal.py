@@ -22,8 +22,6 @@ from torchlens_perf.analysis.statistics.quantities import (
     printable,
 )
 from torchlens_perf.run.captures import TRACE
-from torchlens_perf.verdicts.words.evidence import PastEvidence
-from torchlens_perf.verdicts.words.hang import HangEvidence
 from torchlens_perf.verdicts.words.past import describe_period
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
 from torchlens_perf.verdicts.words.startup import describe_startup
@@ -35,7 +33,8 @@ from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.theme import BAD, EXCESS_BOUNDS, EXCESS_STYLES, GOOD, PARTS, SEVERITIES
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Heat, HeatMapRow, Report, VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
+    from torchlens_perf.verdicts.words.report import Heat, HeatMapRow, Report
 
 SHORT_LINES = 30
 """The most lines of the short report."""
@@ -192,7 +191,7 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
     yield _title_line(report)
     for each, row in zip(found, report["verdicts"], strict=True):
         if each.is_over:
-            over.append(f"{each.sentence} {describe_period(row['held'], started)}")
+            over.append(f"{each.sentence} {describe_period(row.held, started)}")
         else:
             yield Text("")
             yield from held_verdict_lines(each, row, report, width)
@@ -284,11 +283,9 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
     return [*lines, _labelled_line("", head.command)] if head.command else lines
 
 
-def held_verdict_lines(
-    head: Headline, row: VerdictRow, report: Report, width: int
-) -> Iterator[Text]:
+def held_verdict_lines(head: Headline, row: Verdict, report: Report, width: int) -> Iterator[Text]:
     """Yield the lines of a verdict with the time for which it has been true, and its stacks."""
-    yield from verdict_lines(head, width, describe_period(row["held"], report["run"]["started"]))
+    yield from verdict_lines(head, width, describe_period(row.held, report["run"]["started"]))
     yield from stack_lines(row, width)
 
 
@@ -336,11 +333,8 @@ def _first_sentence(text: str) -> str:
     return f"{head}." if point and rest else text
 
 
-def stack_lines(row: VerdictRow, width: int) -> Iterator[Text]:
-    evidence = row["evidence"]
-    for rank, stack in (
-        evidence.stacks.items() if isinstance(evidence, HangEvidence | PastEvidence) else ()
-    ):
+def stack_lines(row: Verdict, width: int) -> Iterator[Text]:
+    for rank, stack in row.evidence.stacks.items():
         lines = stack.lines or [f"none: {stack.reason}"]
         yield from _wrap_field("stack", f"rank {rank}, innermost call first", width)
         for line in lines:

@@ -9,7 +9,8 @@ from torchlens_perf.view.headline import build_headline, fact_text
 from torchlens_perf.view.specs import Column, Quantity, Table
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.report import Report, VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
+    from torchlens_perf.verdicts.words.report import Report
 
 # Facts that other columns show.
 _STEPS = ("steps", "seen")
@@ -37,7 +38,7 @@ def build_training_table(report: Report) -> Table | None:
                  noun="training")  # fmt: skip
 
 
-def _describe(verdict: VerdictRow | None, report: Report) -> str | None:
+def _describe(verdict: Verdict | None, report: Report) -> str | None:
     if verdict is None:
         return None
     found = build_headline(verdict, report)

@@ -11,6 +11,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.support.hangs import hang_text
 from tests.support.progress import (
     USUAL_S,
     WORLD,
@@ -32,7 +33,6 @@ from torchlens_perf.analysis.collectives.hang import (
 )
 from torchlens_perf.run.ring import CAPTURING, Kind, record_dtype
 from torchlens_perf.sidecar.progress import count_passes
-from torchlens_perf.verdicts.words.hang import hang_text
 
 # -- when a hang is reported
 

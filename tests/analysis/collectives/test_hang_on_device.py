@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hangs import hang_text
 from tests.support.progress import USUAL_S, WORLD, behind, every, found, job, named, rank
 from torchlens_perf.analysis.collectives.device_progress import (
     LastDeviceMark,
@@ -15,7 +16,7 @@ from torchlens_perf.analysis.collectives.device_progress import (
 from torchlens_perf.analysis.collectives.hang import Collective
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.verdicts.words.hang import device_place_from_mark, hang_text
+from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
 FORWARD, BACKWARD = "the beginning of the forward pass", "the beginning of the backward pass"
 ITEM = "`loss.item()`, train (gpt.py:31)"

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.hangs import hang_text
 from tests.support.progress import FORWARD, SINCE_S, WORLD, named, rank
 from torchlens_perf.analysis.collectives.device_progress import RankProgress
 from torchlens_perf.analysis.collectives.hang import MIN_S, SILENT_S, find_hang
-from torchlens_perf.verdicts.words.hang import hang_text
 
 STATES = ["running", "stopped", "traced", "uninterruptible", "dead", "closed", "unknown"]
 PLACES: list[tuple[str, ...]] = [

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from tests.support.hangs import hang_text
 from tests.support.progress import WORLD, behind, every, found, job, named, rank
 from torchlens_perf.analysis.collectives.hang import Collective, Hang
-from torchlens_perf.verdicts.words.hang import hang_text
 
 # -- no rank is behind
 

@@ -55,4 +55,4 @@ def test_node_0_judges_all_ranks_of_one_run_after_a_worker_fails(tmp_path: Path)
     assert {each.restarts for each in processes if each.attempt == 1} in ({0, 1}, {1})
     assert max(node.findings.compared for node in nodes) == 4
     assert done.straggler() is not None, value["verdicts"]
-    assert "hang" not in {verdict["kind"] for verdict in value["verdicts"]}
+    assert "hang" not in {verdict.kind for verdict in value["verdicts"]}

@@ -15,6 +15,7 @@ from tests.support.page_contents import enlarged
 from torchlens_perf.page.contents import PageContents
 from torchlens_perf.page.document.html import build_document
 from torchlens_perf.page.gather.run_contents import gather_contents
+from torchlens_perf.report import report_json
 from torchlens_perf.run.directory import RunDirectory
 
 TabOf = Callable[..., Tab]
@@ -62,7 +63,7 @@ def written(folder: Path, name: str, of: PageContents) -> Path:
     Scripts on the page use the report as changed by the test.
     """
     path = folder / f"{name}.html"
-    thinned: Any = {**of["report"], "heat": None}
+    thinned: Any = report_json.to_json_types({**of["report"], "heat": None})
     path.write_text(build_document({**of, "thinned_report": thinned}), "utf-8")
     return path
 

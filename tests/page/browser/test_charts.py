@@ -28,6 +28,8 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
 )
 from torchlens_perf.page.contents import PageContents
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import NoSlowRankEvidence
 from torchlens_perf.view.theme import FULL_EXCESS, MIN_EXCESS
 
 need_browser()
@@ -185,12 +187,7 @@ def test_heat_map_colours_only_a_detectable_excess(
     """Slower is orange and faster is blue, with stronger colours for a larger excess."""
     quiet: Any = copy.deepcopy(wide)
     quiet["report"]["verdicts"] = [
-        {
-            **quiet["report"]["verdicts"][0],
-            "kind": "none",
-            "rank": None,
-            "evidence": {"detectable_s": 0.025},
-        }
+        Verdict(kind="none", confidence=0.9, evidence=NoSlowRankEvidence(64, 0.025, 8))
     ]
     of: Any = {}
     for name, contents in (("slow", wide), ("quiet", quiet)):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.page.browser.conftest import TabOf, written
 from tests.page.browser.tab import need_browser
@@ -53,7 +54,8 @@ def hostile(of: PageContents) -> PageContents:
         row["ranks"] = row["ranks_seen"] = HOSTILE[0]
     for at, rank in enumerate(report["ranks"]):
         rank["host"] = HOSTILE[at % len(HOSTILE)]
-    report["verdicts"][0]["text"] = " ".join(HOSTILE)
+    first = report["verdicts"][0]
+    report["verdicts"][0] = structs.replace(first, action=" ".join(HOSTILE))
     return made  # type: ignore[no-any-return]
 
 

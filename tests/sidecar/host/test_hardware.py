@@ -133,14 +133,14 @@ def test_verdict_names_gpu_throttling_as_the_cause(run: RunDirectory, rig: Rig) 
     verdict = build_report(run.run_id, [sidecar.state])["verdicts"][0]
     sidecar.close()
 
-    assert (verdict["kind"], verdict["rank"]) == ("straggler", 1)
-    (cause,) = verdict["evidence"].diagnosis.causes
+    assert (verdict.kind, verdict.rank) == ("straggler", 1)
+    (cause,) = verdict.evidence.diagnosis.causes
     assert cause.kind == "gpu_throttled"
     assert cause.explains == pytest.approx(1.0, abs=0.1)
-    assert "Because GPU 00000000:1B:00.0 (NVIDIA H200)'s SM clock is 1.2" in verdict["text"]
+    assert "Because GPU 00000000:1B:00.0 (NVIDIA H200)'s SM clock is 1.2" in verdict.sentence
     assert (
         "below the usual; it was throttled for 77% of the time, for temperature at 9"
-        in verdict["text"]
+        in verdict.sentence
     )
-    assert "Next: look at the cooling of that GPU" in verdict["text"]
-    assert verdict["where"] == {"host.name": HOST}
+    assert "Next: look at the cooling of that GPU" in verdict.sentence
+    assert verdict.where == {"host.name": HOST}

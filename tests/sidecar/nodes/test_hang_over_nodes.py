@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tests.support.hangs import hang_text
 from tests.support.progress import WORLD, found, named, rank
 from torchlens_perf.analysis.collectives.device_progress import RankProgress
 from torchlens_perf.analysis.collectives.hang import Hang
@@ -13,7 +14,7 @@ from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.nodes import summary
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.words.hang import device_place_from_mark, hang_text
+from torchlens_perf.verdicts.words.hang import device_place_from_mark
 
 MS = 1_000_000
 

@@ -21,7 +21,7 @@ from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag, record_dtype
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.words.evidence import TypicalStepEvidence
+from torchlens_perf.verdicts.words.bottleneck import TypicalStepEvidence
 from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.view.specs import Quantity
 from torchlens_perf.view.tables import build_tables
@@ -68,8 +68,8 @@ def mean_times(report: dict[str, Any]) -> dict[str, float]:
 
 def holds_typical(report: dict[str, Any]) -> str:
     """Check the verdict on the typical step against the table, and return its kind."""
-    (row,) = [row for row in report["verdicts"] if isinstance(row["evidence"], TypicalStepEvidence)]
-    means, evidence, text = mean_times(report), row["evidence"], row["text"]
+    (row,) = [row for row in report["verdicts"] if isinstance(row.evidence, TypicalStepEvidence)]
+    means, evidence, text = mean_times(report), row.evidence, row.sentence
     step_s, uses_s = evidence.typical_step_s, evidence.uses_s
     assert step_s == pytest.approx(means["step"], rel=ROUNDING)
     assert f"of a typical step of {format_duration(step_s)}" in text
@@ -78,25 +78,29 @@ def holds_typical(report: dict[str, Any]) -> str:
         is_split = column != "CPU contention" and "CPU contention" in means
         if kind in uses_s and column in means and not is_split:
             assert uses_s[kind] == pytest.approx(means[column], rel=ROUNDING), row
-    used_s = uses_s[row["kind"]]
+    used_s = uses_s[row.kind]
     assert f"{format_percent(used_s / step_s)} ({format_duration(used_s)})" in text
-    return str(row["kind"])
+    return str(row.kind)
 
 
 def holds_long(row: dict[str, Any], report: dict[str, Any]) -> None:
     """Check count, excess, total, and share of all time of a verdict on long steps."""
-    steps, evidence = report["steps"], row["evidence"]
-    count, each_s, total_s = evidence["count"], evidence["more_s"], evidence["total_s"]
-    assert evidence["share"] == pytest.approx(total_s / steps["total_s"])
-    if evidence["period"] is None:
+    steps, evidence = report["steps"], row.evidence
+    count, each_s, total_s = (
+        evidence.long["count"],
+        evidence.long["more_s"],
+        evidence.long["total_s"],
+    )
+    assert evidence.long["share"] == pytest.approx(total_s / steps["total_s"])
+    if evidence.long["period"] is None:
         assert total_s == pytest.approx(count * each_s)
     else:
         # One of the periodic steps may have been replaced by a step of another kind.
-        expected = steps["count"] / evidence["period"]
+        expected = steps["count"] / evidence.long["period"]
         assert total_s / each_s == pytest.approx(expected, rel=0.5, abs=2)
     for figure in (each_s, total_s):
-        assert format_duration(figure) in row["text"]
-    assert f"{format_percent(evidence['share'])} of all step time" in row["text"]
+        assert format_duration(figure) in row.sentence
+    assert f"{format_percent(evidence.long['share'])} of all step time" in row.sentence
 
 
 def random_steps(rng: np.random.Generator, count: int, ranks: int) -> list[list[dict[str, Any]]]:
@@ -148,7 +152,7 @@ def test_numbers_in_sentences_equal_those_in_the_table_for_random_steps(seed: in
     report = report_on(*loops)
     holds_typical(report)
     for row in report["verdicts"]:
-        if "of all step time" in row["text"]:
+        if "of all step time" in row.sentence:
             holds_long(row, report)
 
 
@@ -197,13 +201,13 @@ def test_one_evaluation_does_not_change_the_share_of_host_code() -> None:
         loop[number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION | Flag.EVALUATED}
     long, typical = report_on(loop)["verdicts"]
 
-    assert long["kind"] == "long_steps"
+    assert long.kind == "long_steps"
     assert (
-        long["text"]
+        long.sentence
         == "2 of 103 steps (steps 50, 100) take 900 ms longer on average (evaluation): 1.80 s in"
         " total, 53% of all step time. Next: evaluate less often, or on fewer batches."
     )
-    assert typical["text"].startswith(
+    assert typical.sentence.startswith(
         "Computing (the backward pass 8.00 ms, the forward pass 4.00 ms, the optimizer 2.00 ms)"
         " takes 88% (14.0 ms) of a typical step of 16.0 ms. Next: "
     )
@@ -225,7 +229,7 @@ class TestKindsOfSteps:
         (long,) = report["steps"]["long"]
 
         assert "Two kinds of steps: 55 take 60.0 ms, 45 take 16.0 ms." in " ".join(
-            each["text"] for each in report["verdicts"]
+            each.sentence for each in report["verdicts"]
         )
 
         assert (long["count"], long["more_s"]) == (55, pytest.approx(0.044))
@@ -237,7 +241,7 @@ class TestKindsOfSteps:
     def test_shorter_steps_are_mentioned_without_a_verdict(self) -> None:
         report = report_on([dict(BASE)] * 83 + [{**BASE, "backward": 1.0}] * 20)
         (verdict,) = report["verdicts"]
-        assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict["text"]
+        assert "Two kinds of steps: 80 take 16.0 ms, 20 take 9.00 ms." in verdict.sentence
         assert outliers(report) == (
             {"shorter": 20},
             "80 of 103 steps are typical, 3 are warm-up steps.",
@@ -248,7 +252,7 @@ class TestKindsOfSteps:
         for number in (20, 33, 34, 41, 50, 58, 59, 60, 77, 80, 81, 93):
             loop[number] = {**BASE, "forward": 24.0, "cpu": 20.0}
         report = report_on(loop)
-        texts = [each["text"] for each in report["verdicts"]]
+        texts = [each.sentence for each in report["verdicts"]]
 
         assert [(each["count"], each["part"]) for each in report["steps"]["long"]] == [(12, "cpu")]
         assert any("(waiting for a CPU)" in text for text in texts)
@@ -270,7 +274,7 @@ class TestKindsOfSteps:
     def test_longer_steps_with_a_period_are_a_kind_of_steps(self, part: str, advice: str) -> None:
         """The loop does additional work in every second step, such as training another model."""
         loop = [{**BASE, part: 60.0 if number % 2 else BASE[part]} for number in range(103)]
-        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+        texts = [each.sentence for each in report_on(loop)["verdicts"]]
         assert any(f"Next: {advice}" in text for text in texts), texts
 
     def test_outlier_table_counts_evaluations_and_other_long_steps(self) -> None:
@@ -282,14 +286,14 @@ class TestKindsOfSteps:
             {"evaluation": 1, "unknown cause": 1},
             "145 of 150 steps are typical, 3 are warm-up steps.",
         )
-        assert "kinds of steps" not in " ".join(each["text"] for each in report["verdicts"])
+        assert "kinds of steps" not in " ".join(each.sentence for each in report["verdicts"])
 
     def test_longer_steps_that_may_have_waited_for_a_cpu_are_no_kind_of_steps(self) -> None:
         """Waits for a CPU are not measured in steps this short."""
         rng = np.random.default_rng(7)
         longer = set(rng.choice(np.arange(5, 200), 40, replace=False).tolist())
         loop = [{**BASE, "host": 30.0} if step in longer else dict(BASE) for step in range(200)]
-        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+        texts = [each.sentence for each in report_on(loop)["verdicts"]]
 
         assert any("whether they waited for a CPU is not measured" in text for text in texts)
         assert "kinds of steps" not in " ".join(texts)
@@ -297,7 +301,7 @@ class TestKindsOfSteps:
     def test_three_longer_steps_are_too_few_for_a_kind_of_steps(self) -> None:
         loop = [*[dict(BASE)] * 17, *[{**BASE, "backward": 40.0}] * 3]
         assert "kinds of steps" not in " ".join(
-            each["text"] for each in report_on(loop)["verdicts"]
+            each.sentence for each in report_on(loop)["verdicts"]
         )
 
     @pytest.mark.parametrize(("typical", "named"), [(1, False), (4, False), (5, True)])
@@ -305,7 +309,7 @@ class TestKindsOfSteps:
         self, typical: int, named: bool
     ) -> None:
         loop = [*[dict(BASE)] * (WARM_UP_STEPS + typical), {**BASE, "backward": 60.0}]
-        texts = [each["text"] for each in report_on(loop)["verdicts"]]
+        texts = [each.sentence for each in report_on(loop)["verdicts"]]
         assert any(" longer" in text for text in texts) == named, texts
 
     @pytest.mark.parametrize("seed", range(30))
@@ -332,7 +336,7 @@ class TestLongStepsAndCpus:
         usual: dict[str, float], longer: dict[str, float], steps: list[int], **changed: Any
     ) -> str:
         loop = [{**usual, **longer} if step in steps else dict(usual) for step in range(200)]
-        texts = [each["text"] for each in report_on(loop, **changed)["verdicts"]]
+        texts = [each.sentence for each in report_on(loop, **changed)["verdicts"]]
         return next(str(text) for text in texts if "longer on" in text or "longer (" in text)
 
     @pytest.mark.parametrize(
@@ -380,7 +384,7 @@ class TestLongStepsAndCpus:
 def test_regular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> None:
     loop = [{**BASE, "communication": 60.0 if step % 4 == 0 else 0.01} for step in range(100)]
     (text,) = [
-        each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"
+        each.sentence for each in report_on(loop, loop)["verdicts"] if each.kind == "long_steps"
     ]
     assert text.endswith(
         "Next: find out what only one step in 4 does (steps 84, 88, 92, 96): all ranks exchange"
@@ -395,7 +399,7 @@ def test_irregular_communication_of_local_sgd_is_not_blamed_on_one_rank() -> Non
         for step in range(100)
     ]
     (text,) = [
-        each["text"] for each in report_on(loop, loop)["verdicts"] if each["kind"] == "long_steps"
+        each.sentence for each in report_on(loop, loop)["verdicts"] if each.kind == "long_steps"
     ]
     assert text.endswith(
         "Next: see what is different at steps 32, 36, 52, 56: all ranks exchange data, or one rank"
@@ -409,7 +413,7 @@ def test_very_long_step_has_a_separate_verdict() -> None:
     loop[130] = {**BASE, "communication": 60.0}
     loop[300] = {**BASE, "communication": 45_000.0}
     sentences = [
-        each["text"] for each in report_on(loop, [dict(step) for step in loop])["verdicts"]
+        each.sentence for each in report_on(loop, [dict(step) for step in loop])["verdicts"]
     ]
     (long,) = [text for text in sentences if " longer" in text]
     assert long.startswith(
@@ -435,12 +439,12 @@ def test_forward_passes_without_gradients_are_not_called_evaluation(part: str, a
         {**BASE, part: 65.0, "flags": Flag.EVALUATION} if step % 8 == 7 else dict(BASE)
         for step in range(160)
     ]
-    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
-    assert "(forward passes without gradients: evaluation, rollouts or sampling" in long["text"]
-    assert ("sampling, mostly " in long["text"]) is (part != "forward"), (
+    (long,) = [each for each in report_on(loop)["verdicts"] if each.kind == "long_steps"]
+    assert "(forward passes without gradients: evaluation, rollouts or sampling" in long.sentence
+    assert ("sampling, mostly " in long.sentence) is (part != "forward"), (
         "what took the time is said where it is another part"
     )
-    assert long["text"].endswith(f"Next: {action}")
+    assert long.sentence.endswith(f"Next: {action}")
 
 
 def test_long_steps_of_one_kind_are_one_verdict() -> None:
@@ -457,11 +461,11 @@ def test_long_steps_of_one_kind_are_one_verdict() -> None:
         }
         for step in range(200)
     ]
-    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
+    (long,) = [each for each in report_on(loop)["verdicts"] if each.kind == "long_steps"]
 
-    assert long["evidence"]["steps"] == [40, 80, 120, 160]
-    assert long["lost_s"] == pytest.approx(0.2, rel=0.05)
-    assert long["text"].startswith("One step in 40 takes 50.0 ms longer on average")
+    assert long.evidence.long["steps"] == [40, 80, 120, 160]
+    assert long.lost_s == pytest.approx(0.2, rel=0.05)
+    assert long.sentence.startswith("One step in 40 takes 50.0 ms longer on average")
 
 
 def test_rollouts_of_two_lengths_are_periodic_although_old_steps_are_not_listed() -> None:
@@ -469,9 +473,9 @@ def test_rollouts_of_two_lengths_are_periodic_although_old_steps_are_not_listed(
     for step in range(16, 640, 16):
         longer = 60.0 if step % 48 == 0 else 10.0
         loop[step] = {**BASE, "forward": 4.0 + longer, "flags": Flag.EVALUATION}
-    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
-    assert len(long["evidence"]["steps"]) < long["evidence"]["count"] == 39
-    assert long["text"].startswith("One step in 16 takes ")
+    (long,) = [each for each in report_on(loop)["verdicts"] if each.kind == "long_steps"]
+    assert len(long.evidence.long["steps"]) < long.evidence.long["count"] == 39
+    assert long.sentence.startswith("One step in 16 takes ")
 
 
 def test_evaluations_of_two_lengths_that_stopped_are_not_periodic() -> None:
@@ -479,15 +483,15 @@ def test_evaluations_of_two_lengths_that_stopped_are_not_periodic() -> None:
     for step in range(16, 200, 16):
         longer = 120.0 if step % 48 == 0 else 20.0
         loop[step] = {**BASE, "forward": 4.0 + longer, "flags": Flag.EVALUATION}
-    (long,) = [each for each in report_on(loop)["verdicts"] if each["kind"] == "long_steps"]
-    assert long["text"].startswith("12 of 640 steps take ")
+    (long,) = [each for each in report_on(loop)["verdicts"] if each.kind == "long_steps"]
+    assert long.sentence.startswith("12 of 640 steps take ")
 
 
 def test_unmeasured_wait_for_a_cpu_is_not_reported_as_zero() -> None:
     """Steps of a few milliseconds do not record this wait, but samples may show it."""
-    evidence = report_on([dict(BASE)] * 60)["verdicts"][-1]["evidence"]
+    evidence = report_on([dict(BASE)] * 60)["verdicts"][-1].evidence
     assert "lack_of_cpu" not in evidence.uses_s
-    text = report_on([dict(BASE)] * 60, cpu_wait=[2.0, 20.0])["verdicts"][-1]["text"]
+    text = report_on([dict(BASE)] * 60, cpu_wait=[2.0, 20.0])["verdicts"][-1].sentence
     assert "These figures include waiting for a CPU, which was not measured per step" in text
     assert "show 10% of the time. Next:" in text
 
@@ -499,8 +503,8 @@ def test_sentence_notes_that_long_steps_differ_between_ranks() -> None:
         for number in numbers:
             ranks[rank][number] = {**BASE, "host": 901.0, "flags": Flag.EVALUATION}
 
-    (long,) = [each for each in report_on(*ranks)["verdicts"] if each["kind"] == "long_steps"]
-    assert long["text"].startswith(
+    (long,) = [each for each in report_on(*ranks)["verdicts"] if each.kind == "long_steps"]
+    assert long.sentence.startswith(
         "2 of 103 steps (not the same on all ranks: steps 30, 50, 100) take 900 ms longer "
     )
 
@@ -509,7 +513,7 @@ def test_step_with_a_call_of_this_package_is_attributed_to_it() -> None:
     """w.step_table() imported a library, which triggered the garbage collector."""
     usual, asked = {"forward": 5.0}, {"forward": 5.0, "tool": 900.0, "flags": int(Flag.COLLECTED)}
     report = report_on([*[usual] * 40, asked, *[usual] * 40])
-    (said,) = (row["text"] for row in report["verdicts"] if row["kind"] == "long_steps")
+    (said,) = (row.sentence for row in report["verdicts"] if row.kind == "long_steps")
 
     assert "takes 900 ms longer (this tool)" in said
     assert (
@@ -523,8 +527,8 @@ def test_lack_of_a_cpu_for_half_of_the_time_is_the_bottleneck() -> None:
     loop = [{**BASE, "forward": 20.0, "cpu": 16.0} for _ in range(60)]
     verdicts = report_on(loop, [dict(step) for step in loop])["verdicts"]
 
-    assert verdicts[0]["kind"] == "lack_of_cpu"
-    assert verdicts[0]["text"].startswith(
+    assert verdicts[0].kind == "lack_of_cpu"
+    assert verdicts[0].sentence.startswith(
         "Waiting for a CPU takes 50% (16.0 ms) of a typical step of 32.0 ms; computing 44% (14.0"
         " ms). Next: see what "
     )
@@ -535,10 +539,10 @@ def test_sampled_lack_of_a_cpu_is_the_bottleneck_of_short_steps() -> None:
     (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]
     (quiet,) = report_on(short, cpu_wait=[1.0, 20.0])["verdicts"]
 
-    assert verdict["text"].startswith(
+    assert verdict.sentence.startswith(
         "Waiting for a CPU takes 60% of the time, according to one-second samples"
     )
-    assert quiet["kind"] == "compute_bound"
+    assert quiet.kind == "compute_bound"
 
 
 @pytest.mark.parametrize(
@@ -556,8 +560,8 @@ def test_advice_is_about_the_bottleneck_or_the_largest_wait(
     parts: dict[str, float], kind: str, next_words: str
 ) -> None:
     verdict = report_on([{**BASE, **parts} for _ in range(60)])["verdicts"][-1]
-    assert verdict["kind"] == kind
-    assert next_words in verdict["text"].partition(" Next: ")[2]
+    assert verdict.kind == kind
+    assert next_words in verdict.action
 
 
 class TestOtherThreads:
@@ -584,16 +588,16 @@ class TestOtherThreads:
         """In its host code, the recorded thread may wait for the other threads."""
         verdict = self.verdict({"host": 40.0}, {phase: 30.0})
 
-        assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
-        assert "30.0 ms a step" in verdict["text"]
-        assert "spends 73% (40.0 ms) of a step outside its own phases" in verdict["text"]
-        assert ("enter watch()" in verdict["text"], "batches" in verdict["text"]) == (
+        assert (verdict.kind, verdict.cost_share) == ("not_known", None)
+        assert "30.0 ms a step" in verdict.sentence
+        assert "spends 73% (40.0 ms) of a step outside its own phases" in verdict.sentence
+        assert ("enter watch()" in verdict.sentence, "batches" in verdict.sentence) == (
             phase != "data",
             phase == "data",
         )
-        assert "Host code" not in verdict["text"]
-        assert "logging" not in verdict["text"]
-        assert verdict["evidence"].other_threads_s == {phase: pytest.approx(0.03)}
+        assert "Host code" not in verdict.sentence
+        assert "logging" not in verdict.sentence
+        assert verdict.evidence.other_threads_s == {phase: pytest.approx(0.03)}
 
     @pytest.mark.parametrize(
         ("parts", "elsewhere_ms", "kind"),
@@ -604,7 +608,7 @@ class TestOtherThreads:
         self, parts: dict[str, float], elsewhere_ms: dict[str, float], kind: str
     ) -> None:
         """Work on other threads explains only time outside the phases."""
-        assert self.verdict(parts, elsewhere_ms)["kind"] == kind
+        assert self.verdict(parts, elsewhere_ms).kind == kind
 
     @pytest.mark.parametrize(
         ("elsewhere_ms", "noted"), [({"forward": 30.0, "data": 1.0}, True), ({}, False)]
@@ -626,9 +630,9 @@ class TestWaitsInCommunication:
     def text(*waits_ms: float) -> str:
         ranks = [[{**BASE, "communication": wait_ms} for _ in range(60)] for wait_ms in waits_ms]
         (verdict,) = (
-            each for each in report_on(*ranks)["verdicts"] if each["kind"] == "communication_bound"
+            each for each in report_on(*ranks)["verdicts"] if each.kind == "communication_bound"
         )
-        return str(verdict["text"])
+        return str(verdict.sentence)
 
     def test_equal_communication_waits_of_all_ranks_have_a_note_on_slow_links(self) -> None:
         assert (
@@ -650,8 +654,8 @@ class TestOnADevice:
             "verdicts"
         ][-1]
 
-        assert (verdict["kind"], verdict["cost_share"]) == ("not_known", None)
-        assert verdict["text"].startswith(
+        assert (verdict.kind, verdict.cost_share) == ("not_known", None)
+        assert verdict.sentence.startswith(
             "What limits the step is not known: the work is on a device (xpu), and only host time"
             " was recorded. Host code outside of the phases takes 73% (40.0 ms) of a typical step"
             " on the host, which may be waiting for the device."
@@ -663,12 +667,12 @@ class TestOnADevice:
             "verdicts"
         ][0]
 
-        assert verdict["kind"] == "not_compared"
-        assert verdict["text"].startswith(
+        assert verdict.kind == "not_compared"
+        assert verdict.sentence.startswith(
             "The ranks were not compared: their work is on a device (GPU), and only host time is"
             " known."
         )
-        assert "slow rank" not in verdict["text"]
+        assert "slow rank" not in verdict.sentence
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ def test_idle_share_of_the_samples_is_the_cost_of_launches() -> None:
     report = report_on(LAUNCHES, telemetry, caught_up=9)
     verdict = report["verdicts"][0]
 
-    assert (verdict["kind"], verdict["phase"]) == ("host_bound", "host")
-    assert verdict["cost_s_per_step"] == pytest.approx(0.7 * 0.020)
-    assert verdict["cost_share"] == pytest.approx(0.7)
-    assert "The GPU is busy for 30% of a typical second." in verdict["text"]
+    assert (verdict.kind, verdict.phase) == ("host_bound", "host")
+    assert verdict.cost_s_per_step == pytest.approx(0.7 * 0.020)
+    assert verdict.cost_share == pytest.approx(0.7)
+    assert "The GPU is busy for 30% of a typical second." in verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -78,30 +78,30 @@ def test_devices_do_not_wait_for_kernels_unless_all_measurements_agree(
     report = report_on(device_ms, used_gpu(*busy) if busy else None, caught_up)
 
     assert find_host_pace(report) is None  # type: ignore[arg-type]
-    assert "host_bound" not in {each["kind"] for each in report["verdicts"]}
+    assert "host_bound" not in {each.kind for each in report["verdicts"]}
 
 
 def test_wait_for_data_is_named_before_a_shorter_wait_for_kernels() -> None:
     report = report_on({**LAUNCHES, "data": 30.0}, used_gpu(0.05), caught_up=10)
 
     assert find_host_pace(report).idle_s == pytest.approx(0.95 * 0.050 - 0.030)  # type: ignore
-    assert report["verdicts"][0]["kind"] == "data_bound"
+    assert report["verdicts"][0].kind == "data_bound"
 
 
 def test_idle_time_that_was_not_measured_has_no_cost() -> None:
     verdict = report_on(LAUNCHES, caught_up=8)["verdicts"][0]
 
-    assert (verdict["kind"], verdict["cost_s_per_step"]) == ("host_bound", None)
-    assert verdict["evidence"].busy is None
-    assert verdict["evidence"].idle_s is None
-    assert "was not measured" in verdict["text"]
+    assert (verdict.kind, verdict.cost_s_per_step) == ("host_bound", None)
+    assert verdict.evidence.busy is None
+    assert verdict.evidence.idle_s is None
+    assert "was not measured" in verdict.sentence
 
 
 def test_compiled_loop_is_not_advised_to_compile() -> None:
     report = report_on(LAUNCHES, used_gpu(0.1), caught_up=10, process_began_ns=1, compile_s=19.0)
-    verdict = next(each for each in report["verdicts"] if each["kind"] == "host_bound")
+    verdict = next(each for each in report["verdicts"] if each.kind == "host_bound")
 
-    assert "torch.compile" not in verdict["action"]
+    assert "torch.compile" not in verdict.action
 
 
 def add_device_section(state: Any, calls: int) -> None:
@@ -121,17 +121,17 @@ def test_loop_that_replays_a_graph_has_no_host_code(section: bool) -> None:
     (verdict,) = report["verdicts"]
 
     assert replays_graphs(report)  # type: ignore[arg-type]
-    assert (verdict["kind"], verdict["cost_s_per_step"]) == ("not_known", None)
-    assert verdict["evidence"].step_s == pytest.approx(0.0401)
-    assert list(verdict["evidence"].sections_s) == ["step"] * section
+    assert (verdict.kind, verdict.cost_s_per_step) == ("not_known", None)
+    assert verdict.evidence.step_s == pytest.approx(0.0401)
+    assert list(verdict.evidence.sections_s) == ["step"] * section
 
 
 def test_graph_that_was_captured_before_the_watch_is_not_called_host_code() -> None:
     """Nothing shows whether host code or a graph is outside of the phases."""
     (verdict,) = report_on(GRAPH)["verdicts"]
 
-    assert verdict["kind"] == "not_known"
-    assert ".item()" not in verdict["text"]
+    assert verdict.kind == "not_known"
+    assert ".item()" not in verdict.sentence
 
 
 def test_graphed_parts_of_a_model_are_phases() -> None:
@@ -139,7 +139,7 @@ def test_graphed_parts_of_a_model_are_phases() -> None:
     report = report_on({"forward": 4.0, "host": 30.0}, device={"captured": 4})
 
     assert not replays_graphs(report)  # type: ignore[arg-type]
-    assert report["verdicts"][0]["kind"] == "host_bound"
+    assert report["verdicts"][0].kind == "host_bound"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_processes_on_the_gpu_are_named_with_their_use(
     others: float, pid: int | None, named: bool
 ) -> None:
     report = report_on(LAUNCHES, used_gpu(0.99, 0.99, others=others, pid=pid))
-    text = report["verdicts"][0]["text"]
+    text = report["verdicts"][0].sentence
 
     assert ("pid 4711" in text) is named
     assert ("used the GPU for 40% of the time" in text) is named
@@ -172,10 +172,10 @@ def test_other_processes_are_looked_for_before_batches(others: float | None, fir
                  gpus=[{"uuid": UUID, "name": "NVIDIA H200", "index": 0}])  # fmt: skip
     add_long_steps(state, {**LAUNCHES, "backward": 36.0}, count=5)
     report = checked(build_report("run", [state]))
-    long = next(each for each in report["verdicts"] if each["kind"] == "long_steps")
+    long = next(each for each in report["verdicts"] if each.kind == "long_steps")
 
-    assert long["action"].startswith(first)
-    assert ("used the GPU for 30% of the time" in long["text"]) is bool(others)
+    assert long.action.startswith(first)
+    assert ("used the GPU for 30% of the time" in long.sentence) is bool(others)
 
 
 def add_long_steps(state: Any, device_ms: dict[str, float], count: int) -> None:

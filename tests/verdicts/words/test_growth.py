@@ -24,28 +24,28 @@ def test_steps_that_keep_growing_are_one_verdict() -> None:
         float(each) for each in 1.04 ** np.arange(200) * np.exp(0.2 * rng.standard_normal(200))
     ]
     found = verdicts(grown)
-    (growth,) = [each for each in found if each["kind"] == "growing_steps"]
+    (growth,) = [each for each in found if each.kind == "growing_steps"]
 
-    evidence = growth["evidence"]
+    evidence = growth.evidence
     change = evidence.last_third_s / evidence.first_third_s - 1
-    assert f"grew by {change:.0%} over the run" in growth["text"]
-    assert growth["text"].endswith("(an episode, a sequence, a list that is never emptied).")
-    assert not any(each["kind"] == "long_steps" for each in found), (
+    assert f"grew by {change:.0%} over the run" in growth.sentence
+    assert growth.sentence.endswith("(an episode, a sequence, a list that is never emptied).")
+    assert not any(each.kind == "long_steps" for each in found), (
         "the last steps are no second finding"
     )
     mean_s = (
         np.mean(grown) / 1e3
         + sum(value for value in BASE.values() if isinstance(value, float)) / 1e3
     )
-    assert 0.2 * mean_s < growth["cost_s_per_step"] < mean_s
+    assert 0.2 * mean_s < growth.cost_s_per_step < mean_s
 
 
 def test_growing_waits_for_a_cpu_are_not_reported_as_growing_steps() -> None:
     """The load of the machine may have grown. Another verdict reports that."""
     found = verdicts([float(each) for each in 1.02 ** np.arange(200)], forward=64.0, cpu=60.0)
 
-    assert found[0]["kind"] == "lack_of_cpu"
-    assert not any(each["kind"] == "growing_steps" for each in found)
+    assert found[0].kind == "lack_of_cpu"
+    assert not any(each.kind == "growing_steps" for each in found)
 
 
 def test_growth_by_half_of_short_steps_is_found_early() -> None:
@@ -53,10 +53,10 @@ def test_growth_by_half_of_short_steps_is_found_early() -> None:
     (growth,) = [
         each
         for each in verdicts([3.0 + step / 20 for step in range(160)])
-        if each["kind"] == "growing_steps"
+        if each.kind == "growing_steps"
     ]
 
-    assert growth["lost_s"] == pytest.approx(160 * growth["cost_s_per_step"], rel=0.01)
+    assert growth.lost_s == pytest.approx(160 * growth.cost_s_per_step, rel=0.01)
 
 
 @pytest.mark.parametrize("begin", [60, 100, 140])
@@ -64,7 +64,7 @@ def test_sudden_change_is_not_reported_as_growth(begin: int) -> None:
     noise = np.exp(0.1 * np.random.default_rng(begin).standard_normal(200))
     found = verdicts([float(1 if step < begin else 80) * noise[step] for step in range(200)])
 
-    assert not any(each["kind"] == "growing_steps" for each in found)
+    assert not any(each.kind == "growing_steps" for each in found)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,14 +73,14 @@ def test_change_halfway_through_a_short_run_is_not_reported_as_growth(seed: int)
     noise = np.exp(0.02 * np.random.default_rng(seed).standard_normal(128))
     found = verdicts([float((10 if step < 64 else 18) * noise[step]) for step in range(128)])
 
-    assert not any(each["kind"] == "growing_steps" for each in found)
+    assert not any(each.kind == "growing_steps" for each in found)
 
 
 def test_noisy_steps_are_not_reported_as_growing() -> None:
     rng = np.random.default_rng(5)
     for _ in range(20):
         found = verdicts((8 * np.exp(0.4 * rng.standard_normal(200))).tolist())
-        assert not any(each["kind"] == "growing_steps" for each in found)
+        assert not any(each.kind == "growing_steps" for each in found)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -88,6 +88,6 @@ def test_host_code_that_grows_by_the_same_time_each_step_is_growth(seed: int) ->
     """The step of 30 ms grows by 0.4 ms a step, so its growth in percent gets smaller."""
     noise = np.exp(0.1 * np.random.default_rng(seed).standard_normal(250))
     found = verdicts([float(8 + 0.4 * step * noise[step]) for step in range(250)])
-    (growth,) = [each for each in found if each["kind"] == "growing_steps"]
+    (growth,) = [each for each in found if each.kind == "growing_steps"]
 
-    assert growth["evidence"].last_third_s > 2 * growth["evidence"].first_third_s
+    assert growth.evidence.last_third_s > 2 * growth.evidence.first_third_s

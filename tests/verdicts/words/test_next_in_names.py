@@ -46,8 +46,8 @@ def test_text_of_the_program_is_no_action(where: str) -> None:
     headline = build_headlines(report)[0]
     summary = json.loads(results_as_json(report, "", ""))["summary"]["verdicts"][0]
 
-    assert NAME in row["text"]
-    assert NAME not in row["action"] != ""
-    assert row["text"] == f"{summary['text']} Next: {summary['next']}"
+    assert NAME in row.sentence
+    assert NAME not in row.action != ""
+    assert row.sentence == f"{summary['text']} Next: {summary['next']}"
     assert NAME in headline.sentence
-    assert headline.action == summary["next"] == row["action"]
+    assert headline.action == summary["next"] == row.action

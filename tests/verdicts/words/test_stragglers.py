@@ -23,7 +23,8 @@ from torchlens_perf.verdicts.stragglers.findings import (
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, NoSlowRankEvidence
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import NoSlowRankEvidence
 from torchlens_perf.verdicts.words.stragglers import (
     MAX_PAST,
     SlowRankContext,
@@ -45,7 +46,7 @@ AT = places(8, node_size=4)
 OTHERWISE = "The kernel times of collectives do not confirm it"
 
 
-def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> JudgedVerdict:
+def verdict_on(slow: Episode, context: SlowRankContext = CONTEXT, **changed: Any) -> Verdict:
     """Return the verdict on one slow rank."""
     found = findings(slow, **changed)
     (now,), before = build_straggler_verdicts(context, add_straggler_groups(found, AT))
@@ -190,7 +191,7 @@ def test_phase_determines_words_class_and_action(
     verdict = verdict_on(episode(phase=phase))
 
     assert words in verdict.sentence
-    assert next_words in verdict.sentence.partition(" Next: ")[2]
+    assert next_words in verdict.action
     assert verdict.evidence.cause == cause_class(episode(phase=phase)) == cause
 
 

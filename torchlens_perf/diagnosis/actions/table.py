@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec import structs
+
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.diagnosis.actions import communication, computing, host, loading
 from torchlens_perf.diagnosis.what_if import MAX_DRIFT, MODEL_ERROR, parse_change
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.run.verdicts import join_sentence_and_action, remove_action
 from torchlens_perf.verdicts.words.bottleneck import (
     COMMUNICATION_ACTION,
     COMPILED_LAUNCH_ACTION,
@@ -21,11 +22,12 @@ from torchlens_perf.verdicts.words.bottleneck import (
     LAUNCH_ACTION,
     RANKS_ACTION,
 )
+from torchlens_perf.verdicts.words.evidence import LongStepsEvidence
 from torchlens_perf.verdicts.words.modules import computing_action
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.actions.job import Job, Rule
-    from torchlens_perf.verdicts.words.report import VerdictRow
+    from torchlens_perf.verdicts.verdict import Verdict
 
 COMPUTING = "computing"
 _LAUNCHES = (computing.use_cuda_graphs, computing.enlarge_micro_batch)
@@ -71,29 +73,29 @@ def choose_actions(job: Job) -> None:
     """Give each verdict of the job's report the precise action with the largest gain, if any."""
     if job.report["lost_time"] is None:
         return
-    for row in job.report["verdicts"]:
-        found = [] if row["is_over"] else find_actions(job, row)
+    rows = job.report["verdicts"]
+    for place, row in enumerate(rows):
+        found = [] if row.is_over else find_actions(job, row)
         if found:
-            finding = remove_action(row["text"], row["action"])
-            row["action"], row["because"] = found[0].action, found[0].because
-            row["text"] = join_sentence_and_action(finding, row["action"])
+            action, because = found[0].action, found[0].because
+            rows[place] = structs.replace(row, action=action, because=because)
 
 
-def find_actions(job: Job, row: VerdictRow) -> list[Choice]:
+def find_actions(job: Job, row: Verdict) -> list[Choice]:
     """Return the precise actions on a verdict, the largest gain first, and unknown gains last."""
     cause = _find_cause(row, computing_action(job.report))
-    rules = ACTIONS.get((row["kind"], cause), ())
+    rules = ACTIONS.get((row.kind, cause), ())
     least = _MIN_COMPUTING_GAIN if cause == COMPUTING else 0.0
     found = [choice for rule in rules if (choice := _judge(job, rule)) is not None]
     found = [each for each in found if each.share is None or each.share >= least]
     return sorted(found, key=lambda each: -(each.share or 0.0))
 
 
-def _find_cause(row: VerdictRow, on_computing: str) -> str:
-    evidence = row["evidence"]
-    if row["kind"] == "long_steps" and isinstance(evidence, dict) and "kinds" in evidence:
-        return "" if evidence["kinds"] else evidence["part"]
-    return COMPUTING if row["action"] == on_computing else row["action"]
+def _find_cause(row: Verdict, on_computing: str) -> str:
+    evidence = row.evidence
+    if isinstance(evidence, LongStepsEvidence):
+        return "" if evidence.long["kinds"] else evidence.long["part"]
+    return COMPUTING if row.action == on_computing else row.action
 
 
 def _judge(job: Job, rule: Rule) -> Choice | None:

@@ -71,7 +71,7 @@ def gather_contents(
     processes, node_of, slow, uncomparable = collect_ranks(states)
     notes: list[str] = []
     plain: Report = report_json.to_json_types(report)
-    ranks = choose_ranks(plain, slow, node_of)
+    ranks = choose_ranks(report, slow, node_of)
     kept = {*ranks, *(each["rank"] for each in slow)}
     kept |= {row["rank"] for row in plain["verdicts"] if row["rank"] is not None}
     shown = trim_report({**plain, "heat": None}, kept, int(_REPORT * budget_bytes), notes)
@@ -103,7 +103,7 @@ def gather_contents(
         )
     return {
         "schema": SCHEMA,
-        "report": plain,
+        "report": report,
         "thinned_report": shown,
         "steps": matrices,
         "traces": traces,
@@ -124,7 +124,7 @@ def gather_step(run: RunDirectory, step: int) -> StepTraces:
     """
     report, states = load_report_and_states(run)
     processes, node_of, slow, uncomparable = collect_ranks(states)
-    ranks = choose_ranks(report_json.to_json_types(report), slow, node_of)
+    ranks = choose_ranks(report, slow, node_of)
     asked = [(step, "asked for")]
     return read_whole_steps(
         run, processes, node_of, ranks, asked, uncomparable, math.inf, notes=[], with_others=False

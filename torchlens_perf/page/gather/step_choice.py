@@ -11,7 +11,6 @@ from torchlens_perf.analysis.statistics.run_windows import TAG_NAMES
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.page.contents import SlowPeriod
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.words.order import has_ended
 from torchlens_perf.view.rank_tables import compute_s
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def choose_steps(
             distance = np.abs(durations - np.median(durations)) if typical else -durations
             found.setdefault(int(numbers[places[distance.argmin()]]), why)
 
-    now = [each for each in slow if not has_ended(each)]
+    now = [each for each in slow if each["until_step"] is None]
     for each in now[:1]:
         add_step(
             usual & (numbers >= each["since_step"]),
@@ -103,7 +102,7 @@ def choose_ranks(
     rows = {rank["rank"]: rank for rank in report["ranks"]}
     if len(rows) <= MAX_RANKS:
         return sorted(rows)
-    named = [verdict["rank"] for verdict in report["verdicts"] if verdict["rank"] in rows]
+    named = [verdict.rank for verdict in report["verdicts"] if verdict.rank in rows]
     named += [each["rank"] for each in reversed(slow) if each["rank"] in rows]
     by_compute = sorted(rows, key=lambda rank: -compute_s(rows[rank]))
     chosen = list(dict.fromkeys([*(rank for rank in named if rank is not None), *by_compute]))[

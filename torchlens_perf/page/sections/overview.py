@@ -95,7 +95,7 @@ def _choose_figures(
     if bar.total:
         computing = sum(bar.seconds.get(part, 0.0) for part in _COMPUTE) / bar.total
         yield format_percent(computing), "of step time in forward, backward and optimizer", ""
-    if size > 1 and all(row["kind"] != "not_compared" for row in report["verdicts"]):
+    if size > 1 and all(row.kind != "not_compared" for row in report["verdicts"]):
         timed = sum(rank["typical"] is not None for rank in report["ranks"])
         yield f"{timed} of {size}", "ranks compared", ""
 

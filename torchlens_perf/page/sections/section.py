@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.verdicts.words.order import ranks_in_row
 from torchlens_perf.view.html import build_table
 from torchlens_perf.view.rank_tables import compute_s
 
@@ -34,8 +33,8 @@ def ranks_in_verdicts(report: Report) -> list[int]:
     """Return the ranks that verdicts are about, in the order of the verdicts."""
     found: list[int] = []
     for verdict in report["verdicts"]:
-        if verdict["kind"] in _NAMED and verdict["rank"] is not None:
-            found += [verdict["rank"], *ranks_in_row(verdict)]
+        if verdict.kind in _NAMED and verdict.rank is not None:
+            found += [verdict.rank, *verdict.ranks]
     return list(dict.fromkeys(found))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
 from torchlens_perf.view.headline import choose_headline
@@ -19,7 +19,8 @@ from torchlens_perf.view.tables import build_signal_table
 
 if TYPE_CHECKING:
     from torchlens_perf.page.contents import PageContents
-    from torchlens_perf.verdicts.words.report import VerdictRow
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis
+    from torchlens_perf.verdicts.verdict import RankStack, Verdict
 
 _MAX_STACKS = 8
 # The details leave out the host, which the card shows, and attributes that are equal on all ranks.
@@ -42,59 +43,52 @@ def build_verdicts_section(contents: PageContents) -> Element:
     return build_section("verdicts", "Verdict", now, earlier)
 
 
-def _build_verdict_details(key: str, row: VerdictRow) -> list[Child]:
-    evidence: Any = row["evidence"]
-    known: Mapping[str, Any] = evidence if isinstance(evidence, dict) else {}
+def _build_verdict_details(key: str, row: Verdict) -> list[Child]:
     places = [
         f"{name} {text}"
-        for name, text in (row["where"] or {}).items()
+        for name, text in (row.where or {}).items()
         if not name.startswith(_OTHER_PLACES)
     ]
     return [
         tag("p", ", ".join(places), class_="note") if places else None,
-        _build_diagnosis(key, row["rank"], known.get("diagnosis")),
-        *_build_stacks(known.get("stacks") or {}),
+        _build_diagnosis(key, row.rank, row.evidence.diagnosis),
+        *_build_stacks(row.evidence.stacks),
     ]
 
 
-def _build_diagnosis(
-    key: str, rank: int | None, diagnosis: Mapping[str, Any] | None
-) -> Element | None:
+def _build_diagnosis(key: str, rank: int | None, diagnosis: Diagnosis | None) -> Element | None:
     """Return an element with the causes of a slow rank and the measurements behind them."""
     if diagnosis is None:
         return None
     causes = [
         tag(
             "li",
-            tag("b", each["text"]),
+            tag("b", each.text),
             "."
-            if each["explains"] is None
-            else f": explains {format_percent(each['explains'])} of the loss.",
-            f" Next: {each['action']}",
+            if each.explains is None
+            else f": explains {format_percent(each.explains)} of the loss.",
+            f" Next: {each.action}",
         )
-        for each in diagnosis["causes"]
+        for each in diagnosis.causes
     ]
-    checked, missing = (
-        ", ".join(diagnosis[key]) or "nothing" for key in ("looked_at", "not_measured")
-    )
-    signals = diagnosis["signals"]
+    checked = ", ".join(diagnosis.looked_at) or "nothing"
+    missing = ", ".join(diagnosis.not_measured) or "nothing"
+    signals = diagnosis.signals
     return build_details(
         "Causes and measurements",
         tag("ol", causes) if causes else None,
         tag("p", f"Checked: {checked}. Not measured: {missing}."),
-        build_table(
-            build_signal_table(f"{key}-signals", rank, signals, diagnosis["others_signals"])
-        )
+        build_table(build_signal_table(f"{key}-signals", rank, signals, diagnosis.others_signals))
         if signals
         else None,
     )
 
 
-def _build_stacks(stacks: Mapping[str, Any]) -> list[Element]:
+def _build_stacks(stacks: Mapping[int, RankStack]) -> list[Element]:
     """Return one collapsed element per hanging rank, with the rank's Python stack."""
     found = []
     for rank, stack in list(stacks.items())[:_MAX_STACKS]:
-        lines = stack["lines"] or [f"none: {stack['reason']}"]
+        lines = stack.lines or [f"none: {stack.reason}"]
         text = tag("pre", [[each, tag("br")] for each in lines])
         found.append(build_details(f"Python stack of rank {rank}, innermost first", text))
     return found

@@ -10,9 +10,10 @@ is not known.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, structs
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_count,
@@ -29,6 +30,7 @@ from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, me
 from torchlens_perf.run.loader_period import hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
+from torchlens_perf.verdicts.verdict import Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
 from torchlens_perf.verdicts.words.device_pace import (
     COMPUTE,
@@ -41,17 +43,14 @@ from torchlens_perf.verdicts.words.device_pace import (
     timed_devices,
 )
 from torchlens_perf.verdicts.words.evidence import (
-    DeviceStepEvidence,
+    LIMITS,
     GraphReplayEvidence,
-    JudgedVerdict,
     LaunchBoundEvidence,
     LongSteps,
+    LongStepsEvidence,
     OtherThreadsEvidence,
-    SampledCpuLackEvidence,
-    TypicalStepEvidence,
     UntimedDeviceEvidence,
     join_long_steps,
-    make_verdict,
 )
 from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code
 from torchlens_perf.verdicts.words.modules import computing_action
@@ -89,6 +88,126 @@ _DATA, _COMMUNICATION = PARTS.index("data"), PARTS.index("communication")
 _FAR_AHEAD = 0.5
 # A sentence lists at most this many device sections.
 _MAX_SECTIONS = 4
+
+
+class NamedUse(Struct, frozen=True):
+    """A use of a step's time that a sentence names, such as waiting for data."""
+
+    kind: str
+    """A kind of verdicts, such as "data_bound"."""
+    what: str
+    seconds: float
+
+    def describe(self, step_s: float) -> str:
+        return f"{_uncapitalize(self.what)} {_format_share(self.seconds, step_s)}"
+
+
+class TypicalStepEvidence(Evidence, frozen=True, tag="typical_step"):
+    """The use of time in a typical step by the hosts' clocks, as means over the ranks."""
+
+    kinds = LIMITS
+    is_of_run = True
+    typical_step_s: float
+    uses_s: dict[str, float]
+    """Seconds of each use of the time. Keys are kinds of verdicts, such as "data_bound"."""
+    named: tuple[NamedUse, ...]
+    """The limit of the step, and other large uses of the time."""
+    notes: tuple[str, ...]
+    """Sentences on the limit."""
+
+    @property
+    def large_uses(self) -> set[str]:
+        least_s = _WORTH_NAMING * self.typical_step_s
+        return {kind for kind, seconds in self.uses_s.items() if seconds >= least_s}
+
+    def describe(self, verdict: Verdict) -> str:
+        step_s, (first, *others) = self.typical_step_s, self.named
+        found = f"{first.what} takes {_format_share(first.seconds, step_s)} of a typical step of"
+        also = [each.describe(step_s) for each in others]
+        return " ".join(
+            (f"{'; '.join([f'{found} {format_duration(step_s)}', *also])}.", *self.notes)
+        )
+
+    def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
+        cost_s = verdict.cost_s_per_step
+        return None if cost_s is None else cost_s * run.typical
+
+
+class DeviceStepEvidence(Evidence, frozen=True, tag="device_step"):
+    """The use of time in a step by the devices' clocks, as means over the ranks."""
+
+    kinds = LIMITS
+    is_of_run = True
+    device: str
+    step_s: float
+    device_parts_s: dict[str, float]
+    """Parts that add up to the step: the phases, communication for which the compute stream waited,
+    and data and host code for which the device waited between the phases."""
+    named: tuple[NamedUse, ...]
+    """The limit of the step, and other large uses of the time."""
+    notes: tuple[str, ...]
+    """Sentences on the limit."""
+
+    @property
+    def large_uses(self) -> set[str]:
+        parts_s = self.device_parts_s
+        least_s = _WORTH_NAMING * sum(parts_s.values())
+        return {each.kind for each in _WAITS if parts_s.get(each.phase, 0.0) >= least_s}
+
+    def describe(self, verdict: Verdict) -> str:
+        step, (first, *others) = format_duration(self.step_s), self.named
+        takes = f"{first.what} takes {_format_share(first.seconds, self.step_s)}"
+        if first.kind == "compute_bound":
+            takes = f"{first.what} {format_percent(first.seconds / self.step_s)}"
+            phases = {
+                part: self.device_parts_s[part] for part in COMPUTE if part in self.device_parts_s
+            }
+            step += f": {_format_phases(_largest_first(phases))}"
+        found = f"{takes} of a step on the {self.device} ({step})"
+        also = [each.describe(self.step_s) for each in others]
+        return " ".join((f"{'; '.join([found, *also])}.", *self.notes))
+
+
+class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
+    """Evidence on lack of CPUs from samples, for steps that are too short to record it."""
+
+    kinds = ("lack_of_cpu",)
+    sampled: float
+    """Share of the samples in which a main thread was runnable but had no CPU."""
+    notes: tuple[str, ...] = ()
+
+    def describe(self, verdict: Verdict) -> str:
+        text = (
+            f"Waiting for a CPU takes {format_percent(self.sampled)} of the time, according to"
+            " one-second samples. Its place in the step was not measured."
+        )
+        return " ".join((text, *self.notes))
+
+
+def add_note(verdict: Verdict, note: str) -> Verdict:
+    """Return the verdict on the typical step with another sentence, which may be ""."""
+    evidence = verdict.evidence
+    if not note or not isinstance(
+        evidence, TypicalStepEvidence | DeviceStepEvidence | SampledCpuLackEvidence
+    ):
+        return verdict
+    return structs.replace(
+        verdict, evidence=structs.replace(evidence, notes=(*evidence.notes, note))
+    )
+
+
+def without_wait(verdict: Verdict, kind: str) -> Verdict:
+    """Return the verdict on the typical step without one kind of wait, which another verdict names."""
+    evidence = verdict.evidence
+    if not isinstance(evidence, TypicalStepEvidence | DeviceStepEvidence):
+        return verdict
+    first, *others = evidence.named
+    named = (first, *(each for each in others if each.kind != kind))
+    return structs.replace(verdict, evidence=structs.replace(evidence, named=named))
+
+
+def _name_uses(*uses: TimeShare) -> tuple[NamedUse, ...]:
+    return tuple(NamedUse(each.kind, each.what, each.seconds) for each in uses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +289,7 @@ def break_down_step(account: TimeAccount, *, look_at: str = "") -> StepBreakdown
     return StepBreakdown(step_s, use, waits)
 
 
-def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list[JudgedVerdict]:
+def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list[Verdict]:
     """Return the verdict on the typical step, and verdicts on costly classes of long steps.
 
     waits_explained: True if another verdict names a rank for which other ranks wait. Waits in
@@ -185,7 +304,7 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
         # This verdict also explains steps that differ only by a longer lack of a CPU.
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
-        typical = dataclasses.replace(typical, text=f"{typical.text}{_longer_waits_text(lacking)}")
+        typical = add_note(typical, _longer_waits_text(lacking))
     if waits_explained:
         classes = [each for each in classes if set(each["kinds"]).difference(_NOT_A_CAUSE)]
     if report["run"]["device"] is not None and report["steps"]["by"] != DEVICE:
@@ -246,33 +365,15 @@ def _longer_waits_text(lacking: list[LongSteps]) -> str:
     more = (
         f"{format_duration(total_s / count)} longer{average}: {format_duration(total_s)} in total."
     )
-    return f" {format_count(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
+    return f"{format_count(count, 'other step')} {'waits' if count == 1 else 'wait'} {more}"
 
 
-def named_kinds(verdict: JudgedVerdict) -> set[str]:
+def named_kinds(verdict: Verdict) -> set[str]:
     """Return the kinds of time that the verdict on the typical step names."""
-    evidence, uses_s = verdict.evidence, dict[str, float]()
-    if isinstance(evidence, TypicalStepEvidence):
-        uses_s, step_s = dict(evidence.uses_s), evidence.typical_step_s
-    elif isinstance(evidence, DeviceStepEvidence):
-        uses_s = {each.kind: evidence.device_parts_s.get(each.phase, 0.0) for each in _WAITS}
-        step_s = sum(evidence.device_parts_s.values())
-    return {
-        verdict.kind,
-        *(kind for kind, seconds in uses_s.items() if seconds >= _WORTH_NAMING * step_s),
-    }
+    return {verdict.kind, *verdict.evidence.large_uses}
 
 
-def drop_wait_clause(verdict: JudgedVerdict, kind: str) -> JudgedVerdict:
-    """Return the verdict on the typical step without its clause on one kind of wait."""
-    names = [_uncapitalize(each.what) for each in (*_WAITS, _FOR_RANKS, _LACK) if each.kind == kind]
-    what = "|".join(map(re.escape, names or [kind]))
-    return dataclasses.replace(
-        verdict, text=re.sub(rf"; (?:{what}) [^()]*\([^()]*\)", "", verdict.text)
-    )
-
-
-def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> JudgedVerdict:
+def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verdict:
     """Return the verdict on the typical step."""
     device = report["run"]["device"]
     if device is not None:
@@ -283,13 +384,14 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
     step_s, computing = found.step_s, found.computing
     first, worth = found.limit, found.large_waits
     if sampled is not None and sampled >= _SAMPLED_LACK and not _is_lack_measured(report):
-        text = (
-            f"Waiting for a CPU takes {format_percent(sampled)} of the time, according to one-second"
-            f" samples. Its place in the step was not measured."
-        )
-        cost_s, lack = sampled * step_s, SampledCpuLackEvidence(sampled)
-        return make_verdict(
-            "lack_of_cpu", None, "cpu", cost_s, sampled, None, 0.8, text, CPU_ACTION, lack
+        return Verdict(
+            kind="lack_of_cpu",
+            phase="cpu",
+            cost_s_per_step=sampled * step_s,
+            cost_share=sampled,
+            confidence=0.8,
+            action=CPU_ACTION,
+            evidence=SampledCpuLackEvidence(sampled),
         )
     unrecorded = _build_other_threads_verdict(report, found)
     if unrecorded is not None:
@@ -300,42 +402,36 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Judg
         worth = [*worth, *rest]
     else:
         worth = [new for old in worth for new in _split_host_code_by_section(report, old, step_s)]
-    also_named = [*worth, computing] if first is not computing and computing.seconds else worth
-    also = "".join(
-        f"; {_uncapitalize(each.what)} {_format_share(each.seconds, step_s)}" for each in also_named
-    )
+    if first is not computing and computing.seconds:
+        worth = [*worth, computing]
     following = (
         worth[0]
         if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s
         else first
     )
     cost_s = 0.0 if following is computing else following.seconds
-    text = (
-        f"{first.what} takes {_format_share(first.seconds, step_s)} of a typical step of"
-        f" {format_duration(step_s)}{also}."
-    )
-    if found.is_large("data_bound"):
-        text += _hidden_data_wait_text(report, found)
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
-    text += f"{_equal_waits_caveat(first, waits_s)}{_describe_kinds_of_steps(report)}"
+    notes = [
+        _hidden_data_wait_text(report, found),
+        _equal_waits_caveat(first, waits_s),
+        _describe_kinds_of_steps(report),
+    ]
     if sampled is not None and sampled >= _SOME_LACK and not _is_lack_measured(report):
-        text += (
-            " These figures include waiting for a CPU, which was not measured per step: one-second"
+        notes.append(
+            "These figures include waiting for a CPU, which was not measured per step: one-second"
             f" samples show {format_percent(sampled)} of the time."
         )
     known = [use for use in everything.waits if use.kind != _LACK.kind or _is_lack_measured(report)]
-    evidence = TypicalStepEvidence(step_s, {use.kind: use.seconds for use in (computing, *known)})
-    return make_verdict(
-        first.kind,
-        None,
-        first.phase,
-        cost_s,
-        cost_s / step_s,
-        None,
-        0.9,
-        text,
-        following.action,
-        evidence,
+    uses_s = {use.kind: use.seconds for use in (computing, *known)}
+    named, said = _name_uses(first, *worth), tuple(filter(None, notes))
+    return Verdict(
+        kind=first.kind,
+        phase=first.phase,
+        cost_s_per_step=cost_s,
+        cost_share=cost_s / step_s,
+        confidence=0.9,
+        action=following.action,
+        evidence=TypicalStepEvidence(step_s, uses_s, named, said),
     )
 
 
@@ -343,7 +439,7 @@ _ACTION_ON_THREADS = "enter watch() on the thread that trains."
 _ACTION_ON_DATA_THREAD = "see whether the loop waits for the batches that another thread loads."
 
 
-def _build_other_threads_verdict(report: Facts, found: StepBreakdown) -> JudgedVerdict | None:
+def _build_other_threads_verdict(report: Facts, found: StepBreakdown) -> Verdict | None:
     """Return a verdict if host code limits the step while other threads work; else None."""
     outside, others = found.limit, _other_threads_s(report)
     if outside.kind != "host_bound" or sum(others.values()) < _WASTE_FIRST * outside.seconds:
@@ -357,7 +453,7 @@ def _build_other_threads_verdict(report: Facts, found: StepBreakdown) -> JudgedV
         f" may be waiting for these threads."
     )
     evidence = OtherThreadsEvidence(found.step_s, outside.seconds, others)
-    return make_verdict("not_known", None, None, None, None, None, 0.0, text, action, evidence)
+    return Verdict(kind="not_known", confidence=0.0, text=text, action=action, evidence=evidence)
 
 
 def other_threads_note(report: Facts) -> str:
@@ -407,7 +503,7 @@ def _equal_waits_caveat(limit: TimeShare, waits_s: Sequence[float]) -> str:
         or min(waits_s) < NEARLY * max(waits_s)
     ):
         return ""
-    return " All ranks wait about equally long. A slow link of one rank would look the same."
+    return "All ranks wait about equally long. A slow link of one rank would look the same."
 
 
 def _describe_kinds_of_steps(report: Facts) -> str:
@@ -434,7 +530,7 @@ def _describe_kinds_of_steps(report: Facts) -> str:
     found.sort(key=lambda each: -each[0])
     words = ", ".join(f"{count} take {format_duration(mean_s)}" for count, mean_s in found)
     number = {2: "Two", 3: "Three"}.get(len(found), "Several")
-    return f" {number} kinds of steps: {words}."
+    return f"{number} kinds of steps: {words}."
 
 
 def _is_lack_measured(report: Facts) -> bool:
@@ -478,15 +574,15 @@ def _hidden_data_wait_s(report: Facts, steps: Sequence[TypicalStep]) -> float:
 
 
 def _hidden_data_wait_text(report: Facts, found: StepBreakdown) -> str:
-    """Return a sentence on the hidden wait for data; "" if it is small."""
+    """Return a sentence on the hidden wait for data; "" if it is small, or if the wait is."""
     hidden_s = found.hidden_data_s
     periods_s = [rank["loader_period_s"] for rank in report["ranks"] if rank["loader_period_s"]]
     steps = _collect_typical_steps(report)
     waits_s = sum(step["parts"].get("data", 0.0) for step in steps) / len(steps)
-    if hidden_s < _SOME * (hidden_s + waits_s):
+    if hidden_s < _SOME * (hidden_s + waits_s) or not found.is_large("data_bound"):
         return ""
     return (
-        f" Of this wait for data, {format_duration(hidden_s)} is spent in communication with a rank"
+        f"Of this wait for data, {format_duration(hidden_s)} is spent in communication with a rank"
         f" that waits for data: the loaders take {format_duration(max(periods_s))} for a batch."
     )
 
@@ -605,7 +701,7 @@ _SECTION_ACTION = (
 )
 
 
-def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) -> JudgedVerdict:
+def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) -> Verdict:
     """Return the verdict on a typical step with work on a device, by the device's clock."""
     timed = timed_devices(report)
     if not timed:
@@ -625,29 +721,28 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         inside_s = (pace.idle_s or 0.0) - found.wait_of_kind("host_bound").seconds
         if first is found.computing or inside_s > first.seconds:
             return _build_launch_verdict(report, device, pace, found.step_s)
-    evidence = DeviceStepEvidence({part: s for part, s in parts.items() if s})
+    device_parts_s = {part: s for part, s in parts.items() if s}
     if first is found.computing:
-        return _build_compute_verdict(report, device, found, evidence)
-    also = _also_text(found, [each for each in found.large_waits if each is not first])
-    computing_s = found.computing.seconds
-    computes = f"; computing {_format_share(computing_s, found.step_s)}" if computing_s else ""
+        return _build_compute_verdict(report, device, found, device_parts_s)
+    also = [each for each in found.large_waits if each is not first]
+    if found.computing.seconds:
+        also.append(dataclasses.replace(found.computing, what="Computing"))
     waits_s = [each["parts"].get("communication", 0.0) for each in timed]
-    text = (
-        f"{first.what} takes {_format_share(first.seconds, found.step_s)} of a step on the {device}"
-        f" ({format_duration(found.step_s)}){also}{computes}.{_equal_waits_caveat(first, waits_s)}"
-        f"{_describe_kinds_of_device_steps(report)}"
-    )
-    return make_verdict(
-        first.kind,
-        None,
-        first.phase,
-        first.seconds,
-        first.seconds / found.step_s,
-        None,
-        0.8,
-        text,
-        first.action,
-        evidence,
+    notes = [_equal_waits_caveat(first, waits_s), _describe_kinds_of_device_steps(report)]
+    return Verdict(
+        kind=first.kind,
+        phase=first.phase,
+        cost_s_per_step=first.seconds,
+        cost_share=first.seconds / found.step_s,
+        confidence=0.8,
+        action=first.action,
+        evidence=DeviceStepEvidence(
+            device,
+            found.step_s,
+            device_parts_s,
+            _name_uses(first, *also),
+            tuple(filter(None, notes)),
+        ),
     )
 
 
@@ -673,20 +768,11 @@ def _break_down_device_step(report: Facts, parts: Mapping[str, float]) -> StepBr
     return _name_waiting_for_ranks(report, found)
 
 
-def _also_text(found: StepBreakdown, waits: Sequence[TimeShare]) -> str:
-    return "".join(
-        f"; {_uncapitalize(each.what)} {_format_share(each.seconds, found.step_s)}"
-        for each in waits
-    )
-
-
 def _describe_kinds_of_device_steps(report: Facts) -> str:
     return _describe_kinds_of_steps(report) if report["steps"]["by"] == DEVICE else ""
 
 
-def _build_launch_verdict(
-    report: Facts, device: str, pace: HostPace, step_s: float
-) -> JudgedVerdict:
+def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: float) -> Verdict:
     """Return the verdict that hosts limit the step, because devices wait for their kernels."""
     if pace.is_hidden:
         why = (
@@ -699,55 +785,59 @@ def _build_launch_verdict(
             " forward and backward passes"
         )
     idle = "" if pace.is_hidden else _describe_busy(report, device)
+    told = (f"The host sets the pace: {why}.", idle, describe_other_processes(report))
     startup = report["run"]["startup"]
     compiled = startup is not None and bool(startup["compile_s"])
     # A bound is no cost: it may not be compared with costs of other verdicts.
     cost_s = None if pace.is_hidden else pace.idle_s
-    return make_verdict(
-        "host_bound",
-        None,
-        "host",
-        cost_s,
-        None if cost_s is None else cost_s / step_s,
-        None,
-        0.8,
-        f"The host sets the pace: {why}.{idle}{_other_processes_text(report)}",
-        COMPILED_LAUNCH_ACTION if compiled else LAUNCH_ACTION,
-        LaunchBoundEvidence(pace.starved, pace.busy, pace.idle_s),
+    return Verdict(
+        kind="host_bound",
+        phase="host",
+        cost_s_per_step=cost_s,
+        cost_share=None if cost_s is None else cost_s / step_s,
+        confidence=0.8,
+        text=" ".join(filter(None, told)),
+        action=COMPILED_LAUNCH_ACTION if compiled else LAUNCH_ACTION,
+        evidence=LaunchBoundEvidence(pace.starved, pace.busy, pace.idle_s),
     )
 
 
 def _build_compute_verdict(
-    report: Facts, device: str, found: StepBreakdown, evidence: DeviceStepEvidence
-) -> JudgedVerdict:
+    report: Facts, device: str, found: StepBreakdown, device_parts_s: dict[str, float]
+) -> Verdict:
     """Return the verdict that the phases limit the step, with what is known of idle time in them."""
-    parts, worth = evidence.device_parts_s, found.large_waits
-    phases = sorted(((parts[part], part) for part in COMPUTE if part in parts), reverse=True)
-    shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for seconds, part in phases)
+    worth = found.large_waits
+    phases = {part: device_parts_s[part] for part in COMPUTE if part in device_parts_s}
     following = found.computing
     if worth and worth[0].seconds >= _WORTH_DOING * found.step_s:
         following = worth[0]
     cost_s = 0.0 if following is found.computing else following.seconds
     ahead = _describe_lag(report, device, found.step_s)
-    text = (
-        f"{'Computing takes' if ahead else 'The phases take'}"
-        f" {format_percent(found.computing.seconds / found.step_s)} of a step on the {device}"
-        f" ({format_duration(found.step_s)}: {shown}){_also_text(found, worth)}."
-        f"{ahead or _describe_busy(report, device)}{_other_processes_text(report)}"
-        f"{_describe_kinds_of_device_steps(report)}"
+    what = "Computing takes" if ahead else "The phases take"
+    notes = [
+        ahead or _describe_busy(report, device),
+        describe_other_processes(report),
+        _describe_kinds_of_device_steps(report),
+    ]
+    return Verdict(
+        kind="compute_bound",
+        phase=next(iter(_largest_first(phases))),
+        cost_s_per_step=cost_s,
+        cost_share=cost_s / found.step_s,
+        confidence=0.8,
+        action=following.action,
+        evidence=DeviceStepEvidence(
+            device,
+            found.step_s,
+            device_parts_s,
+            _name_uses(dataclasses.replace(found.computing, what=what), *worth),
+            tuple(filter(None, notes)),
+        ),
     )
-    return make_verdict(
-        "compute_bound",
-        None,
-        phases[0][1],
-        cost_s,
-        cost_s / found.step_s,
-        None,
-        0.8,
-        text,
-        following.action,
-        evidence,
-    )
+
+
+def _largest_first(parts_s: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(parts_s.items(), key=lambda item: (item[1], item[0]), reverse=True))
 
 
 def _describe_lag(report: Facts, device: str, step_s: float) -> str:
@@ -755,22 +845,17 @@ def _describe_lag(report: Facts, device: str, step_s: float) -> str:
     lags_s = [each["behind_s"]["p50_s"] or 0.0 for each in timed_devices(report)]
     if min(lags_s) < _FAR_AHEAD * step_s:
         return ""
-    return f" The host is ahead, and waits for the {device}."
+    return f"The host is ahead, and waits for the {device}."
 
 
 def _describe_busy(report: Facts, device: str) -> str:
     busy = find_busy_share(report)
     if busy is None:
-        return f" How long the {device} is idle inside of them was not measured."
-    return f" The {device} is busy for {format_percent(busy)} of a typical second."
+        return f"How long the {device} is idle inside of them was not measured."
+    return f"The {device} is busy for {format_percent(busy)} of a typical second."
 
 
-def _other_processes_text(report: Facts) -> str:
-    found = describe_other_processes(report)
-    return f" {found}" if found else ""
-
-
-def _build_graph_verdict(report: Facts, device: str) -> JudgedVerdict:
+def _build_graph_verdict(report: Facts, device: str) -> Verdict:
     """Return the verdict on steps that replay a CUDA graph. Device sections show their parts."""
     timed, steps = timed_devices(report), max(1, report["steps"]["count"])
     step_s = sum(mean_parts(timed).values())
@@ -783,27 +868,31 @@ def _build_graph_verdict(report: Facts, device: str) -> JudgedVerdict:
     inside = f" Device sections in a step: {shown}." if shown else ""
     text = (
         f"The loop replays a CUDA graph: a step takes {format_duration(step_s)} on the {device}, and"
-        f" the phases inside of the graph are not timed.{inside}{_other_processes_text(report)}"
+        f" the phases inside of the graph are not timed.{inside}"
     )
+    text = " ".join(filter(None, (text, describe_other_processes(report))))
     action = f'start with device section "{next(iter(longest))}".' if longest else _SECTION_ACTION
     evidence = GraphReplayEvidence(step_s, longest)
-    return make_verdict("not_known", None, None, None, None, None, 0.8, text, action, evidence)
+    return Verdict(kind="not_known", confidence=0.8, text=text, action=action, evidence=evidence)
 
 
-def _build_untimed_verdict(device: str, found: StepBreakdown) -> JudgedVerdict:
+def _build_untimed_verdict(device: str, found: StepBreakdown) -> Verdict:
     """Return the verdict on steps whose work on the device is outside of all phases."""
     text = (
         f"What limits the step is not known: {_format_share(found.limit.seconds, found.step_s)} of a"
         f" step on the {device} ({format_duration(found.step_s)}) is outside of the phases. It is host"
         " code, or work that is no phase, such as a CUDA graph."
     )
-    return make_verdict(
-        "not_known", None, None, None, None, None, 0.0, text, _SECTION_ACTION,
-        UntimedDeviceEvidence(device),
-    )  # fmt: skip
+    return Verdict(
+        kind="not_known",
+        confidence=0.0,
+        text=text,
+        action=_SECTION_ACTION,
+        evidence=UntimedDeviceEvidence(device),
+    )
 
 
-def _build_not_known_verdict(report: Facts, device: str) -> JudgedVerdict:
+def _build_not_known_verdict(report: Facts, device: str) -> Verdict:
     found = _break_down_host_step(report)
     largest = max((found.computing, *found.waits), key=lambda use: use.seconds)
     text = (
@@ -815,9 +904,8 @@ def _build_not_known_verdict(report: Facts, device: str) -> JudgedVerdict:
         'record device times (device_times="on"), or look at a trace of some steps: torchlens-perf'
         " capture."
     )
-    return make_verdict(
-        "not_known", None, None, None, None, None, 0.0, text, action, UntimedDeviceEvidence(device)
-    )
+    evidence = UntimedDeviceEvidence(device)
+    return Verdict(kind="not_known", confidence=0.0, text=text, action=action, evidence=evidence)
 
 
 def _uncapitalize(text: str) -> str:
@@ -827,7 +915,7 @@ def _uncapitalize(text: str) -> str:
 # -- long steps
 
 
-def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> JudgedVerdict:
+def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) -> Verdict:
     """Return the verdict on a class of long steps.
 
     short_of_cpus: True if the verdict on the typical step names lack of a CPU.
@@ -892,17 +980,15 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         f" {format_duration(long['total_s'])} in total, {format_percent(long['share'])} of all step time.{more}"
     )
     cost_s = mean_per_step(long["total_s"], steps)
-    return make_verdict(
-        "long_steps",
-        None,
-        long["part"] or None,
-        cost_s,
-        long["share"],
-        None,
-        0.9,
-        text,
-        action,
-        long,
+    return Verdict(
+        kind="long_steps",
+        phase=long["part"] or None,
+        cost_s_per_step=cost_s,
+        cost_share=long["share"],
+        confidence=0.9,
+        text=text,
+        action=action,
+        evidence=LongStepsEvidence(long),
     )
 
 
@@ -939,7 +1025,7 @@ def _may_be_cpu_waits(report: Facts, long: LongSteps) -> bool:
     return not long["kinds"] and not long["period"] and long["part"] in parts
 
 
-def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> JudgedVerdict:
+def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) -> Verdict:
     """Return the verdict on long steps in which all other ranks waited for one rank.
 
     often: a phrase with the number of these steps, which is used if there are many.
@@ -961,9 +1047,16 @@ def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) 
         f"see what rank {rank} does in {'these steps' if several else 'this step'}: wrap parts in"
         " perf.section(), and look at its storage and its other programs."
     )
-    cost_s = mean_per_step(long["total_s"], report["steps"])
-    return make_verdict(
-        "long_steps", rank, "communication", cost_s, long["share"], None, 0.9, text, action, long
+    return Verdict(
+        kind="long_steps",
+        rank=rank,
+        phase="communication",
+        cost_s_per_step=mean_per_step(long["total_s"], report["steps"]),
+        cost_share=long["share"],
+        confidence=0.9,
+        text=text,
+        action=action,
+        evidence=LongStepsEvidence(long),
     )
 
 

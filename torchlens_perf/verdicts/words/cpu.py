@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from torchlens_perf.analysis.statistics.quantities import format_percent
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.evidence import JudgedVerdict
+    from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.report import Facts
 
 CPU_ACTION = (
@@ -21,11 +22,11 @@ CPU_ACTION = (
 _OTHERS = 0.1
 
 
-def replace_cpu_action(verdict: JudgedVerdict, report: Facts) -> JudgedVerdict:
+def replace_cpu_action(verdict: Verdict, report: Facts) -> Verdict:
     """Return the verdict with advice for this run instead of the general advice."""
-    if CPU_ACTION not in verdict.next:
+    if CPU_ACTION not in verdict.action:
         return verdict
-    return dataclasses.replace(verdict, next=verdict.next.replace(CPU_ACTION, _cpu_action(report)))
+    return structs.replace(verdict, action=verdict.action.replace(CPU_ACTION, _cpu_action(report)))
 
 
 def _cpu_action(report: Facts) -> str:

@@ -1,67 +1,28 @@
-"""Verdicts, and a type for each kind of evidence in `report --json`.
+"""A type for each kind of evidence of a verdict.
 
-Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. Some types have a
-field that is named `class` in JSON. Dataclasses do not support that, so the types are Structs.
+Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. In JSON, the field
+`type` names the type.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, final
+from typing import TypedDict, final
 
-from msgspec import Struct, field
+from msgspec import field
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
-from torchlens_perf.run.verdicts import Verdict
-from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import Diagnosis
-from torchlens_perf.verdicts.words.hang import HangEvidence, RankStack
+from torchlens_perf.run.rank_ranges import format_ranges
+from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
+from torchlens_perf.verdicts.words.hang import RankStack
 
 SLOW_COMMUNICATION = "slow_communication"
+LIMITS = ("compute_bound", *NOT_COMPUTING_KINDS)
 
 
-class StragglerEvidence(Struct, frozen=True):
-    """Evidence on ranks that are slow now. Seconds are per step. All times except `others_work_s`
-    are those of the slowest rank."""
-
-    cause: str = field(name="class")
-    """slow_compute, slow_data, slow_host, more_work, or imbalance for a position in the mesh."""
-    scope: str
-    """What the ranks have in common: rank (a single rank), node or position."""
-    ranks: tuple[int, ...]
-    slow_too: tuple[int, ...]
-    """Other slow ranks that do the same work. They are included in the verdict's cost."""
-    work_s: float
-    others_work_s: float
-    excess_s: float
-    phase_excess_s: float
-    share_of_steps: float
-    """Share of the steps in which the slowest rank is slow."""
-    excess_when_slow_s: float
-    standard_errors: float
-    """Mean excess, in standard errors."""
-    named_at_step: int
-    more_workload: float
-    """Additional workload of the slowest rank, as a share of the other ranks' workload."""
-    modules: tuple[str, ...]
-    """Modules that explain most of the excess in the slow phase."""
-    module_excess_s: float
-    diagnosis: Diagnosis | None
-
-
-class PastStragglerEvidence(Struct, frozen=True):
-    """Evidence on a rank that is no longer slow."""
-
-    cause: str = field(name="class")
-    until_step: int
-    excess_s: float
-    diagnosis: Diagnosis | None
-
-
-class ImbalanceEvidence(Struct, frozen=True):
+class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
     """Evidence on a pipeline stage that has more work than the others."""
 
     cause: str = field(name="class")
@@ -69,15 +30,30 @@ class ImbalanceEvidence(Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-class SlowLinkEvidence(LinkFindings, frozen=True, tag_field="class", tag=SLOW_COMMUNICATION):
+class SlowLinkEvidence(Evidence, frozen=True, tag="slow_link"):
     """Evidence on slow links, the costliest first."""
 
+    found: LinkFindings
 
-@final
-class OutOfMemoryEvidence(OutOfMemory):
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that all slow links share, or else the ranks of the worst link."""
+        return self.found.shared_ranks or self.found.links[0].ranks
+
+    @property
+    def cause(self) -> str:
+        return SLOW_COMMUNICATION
+
+    @property
+    def subjects(self) -> set[str]:
+        return {f"{link.group} {format_ranges(sorted(link.ranks))}" for link in self.found.links}
+
+
+class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
     """Evidence on the first rank that ran out of its device's memory."""
 
-    ranks: list[int]
+    oom: OutOfMemory
+    ranks: tuple[int, ...]
     """The first rank, followed by the other ranks that ran out of memory."""
 
 
@@ -117,28 +93,22 @@ def join_long_steps(classes: Sequence[LongSteps]) -> LongSteps:
     }
 
 
-class TypicalStepEvidence(Struct, frozen=True):
-    """The use of time in a typical step by the hosts' clocks, as means over the ranks."""
+class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
+    """Evidence on a class of steps that are longer than the typical step."""
 
-    typical_step_s: float
-    uses_s: dict[str, float]
-    """Seconds of each use of the time. Keys are kinds of verdicts, such as "data_bound"."""
+    long: LongSteps
 
-
-class DeviceStepEvidence(Struct, frozen=True):
-    """The use of time in a step by the devices' clocks, as means over the ranks."""
-
-    device_parts_s: dict[str, float]
-    """Parts that add up to the step: the phases, communication for which the compute stream waited,
-    and data and host code for which the device waited between the phases."""
+    def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
+        return self.long["total_s"]
 
 
-class RunPartEvidence(Struct, frozen=True):
+class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
     """Evidence on a part of the run that was limited by something else than the rest.
 
     Times are seconds per step, as means over the ranks.
     """
 
+    kinds = (*LIMITS, *(f"{kind}{OVER}" for kind in NOT_COMPUTING_KINDS))
     step_s: float
     spent_s: float
     """Time of the limit in this part of the run, such as waiting for data."""
@@ -146,9 +116,10 @@ class RunPartEvidence(Struct, frozen=True):
     """Time of the limit in the rest of the run."""
 
 
-class PastEvidence(Struct, frozen=True):
+class PastEvidence(Evidence, frozen=True, tag="past"):
     """Evidence on a finding from an earlier part of the run that has ended."""
 
+    kinds = tuple(f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance"))
     ranks: tuple[int, ...]
     duration_s: float | None
     """For a hang, the time without a finished step."""
@@ -157,10 +128,19 @@ class PastEvidence(Struct, frozen=True):
     stacks: Mapping[int, RankStack]
     """For a hang, the Python stacks that were read during the hang, by rank."""
 
+    @property
+    def stops_run(self) -> bool:
+        return self.went_on is False
 
-class LaunchBoundEvidence(Struct, frozen=True):
+    def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
+        cost_s = verdict.cost_s_per_step
+        return None if cost_s is None else cost_s * run.steps
+
+
+class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
     """Evidence on devices that wait for their hosts."""
 
+    kinds = ("host_bound",)
     caught_up: float
     """Share of forward and backward passes at whose end the device had no work left."""
     busy: float | None
@@ -169,41 +149,38 @@ class LaunchBoundEvidence(Struct, frozen=True):
     """Least time of a step in which a device is idle for lack of kernels; None if not known."""
 
 
-class GraphReplayEvidence(Struct, frozen=True):
+class GraphReplayEvidence(Evidence, frozen=True, tag="graph_replay"):
     """Evidence on steps that replay a CUDA graph. Times are seconds per step."""
 
+    kinds = ("not_known",)
     step_s: float
     """Duration of a step by the device's clock."""
     sections_s: dict[str, float]
     """Median time of each device section inside the graph, the longest first."""
 
 
-class SampledCpuLackEvidence(Struct, frozen=True):
-    """Evidence on lack of CPUs from samples, for steps that are too short to record it."""
-
-    sampled: float
-    """Share of the samples in which a main thread was runnable but had no CPU."""
-
-
-class UntimedDeviceEvidence(Struct, frozen=True):
+class UntimedDeviceEvidence(Evidence, frozen=True, tag="untimed_device"):
     """Evidence on work on a device whose device times were not recorded."""
 
+    kinds = ("not_known",)
     device: str
 
 
-class DeepSpansEvidence(Struct, frozen=True):
+class DeepSpansEvidence(Evidence, frozen=True, tag="deep_spans"):
     """Evidence on spans nested too deep to be recorded, whose time counts as host code."""
 
+    kinds = ("not_known",)
     too_deep: int
     """Number of these spans."""
 
 
-class OtherThreadsEvidence(Struct, frozen=True):
+class OtherThreadsEvidence(Evidence, frozen=True, tag="other_threads"):
     """Evidence on steps in which threads that are not recorded do the work.
 
     Times are seconds per step, as means over the ranks.
     """
 
+    kinds = ("not_known",)
     step_s: float
     outside_s: float
     """Time of the recorded thread outside its phases."""
@@ -211,9 +188,10 @@ class OtherThreadsEvidence(Struct, frozen=True):
     """Time of other threads, by phase."""
 
 
-class NoSlowRankEvidence(Struct, frozen=True):
+class NoSlowRankEvidence(Evidence, frozen=True, tag="no_slow_rank"):
     """Evidence that no compared rank is slow."""
 
+    kinds = ("none",)
     rows: int
     """Number of compared windows of steps."""
     detectable_s: float
@@ -222,19 +200,20 @@ class NoSlowRankEvidence(Struct, frozen=True):
     """Number of compared ranks."""
 
 
-class NotComparedEvidence(Struct, frozen=True):
+class NotComparedEvidence(Evidence, frozen=True, tag="not_compared"):
     """Evidence on ranks that were not compared, or have not been compared yet."""
 
+    kinds = ("none", "not_compared")
     rows: int
 
 
-class NoStepsEvidence(Struct, frozen=True):
+class NoStepsEvidence(Evidence, frozen=True, tag="no_steps"):
     """Evidence on a run without steps."""
 
     records: int
 
 
-class UnevenStepsEvidence(Struct, frozen=True):
+class UnevenStepsEvidence(Evidence, frozen=True, tag="uneven_steps"):
     """Evidence on ranks that ended normally after different numbers of steps."""
 
     ranks: tuple[int, ...]
@@ -243,7 +222,7 @@ class UnevenStepsEvidence(Struct, frozen=True):
     most: int
 
 
-class DiedEvidence(Struct, frozen=True):
+class DiedEvidence(Evidence, frozen=True, tag="died"):
     """Evidence on ranks whose processes ended before watch() was closed."""
 
     ranks: tuple[int, ...]
@@ -253,7 +232,7 @@ class DiedEvidence(Struct, frozen=True):
     """The open spans of this rank when it died."""
 
 
-class FailedEvidence(Struct, frozen=True):
+class FailedEvidence(Evidence, frozen=True, tag="failed"):
     """Evidence on the rank that failed first, and on ranks that ended afterwards."""
 
     failure: Failure
@@ -269,7 +248,7 @@ class FailedEvidence(Struct, frozen=True):
     """Ranks whose processes ended without an exception before watch() was closed."""
 
 
-class StartupEvidence(Struct, frozen=True):
+class StartupEvidence(Evidence, frozen=True, tag="startup"):
     """Evidence on a run whose start takes a large share of its time."""
 
     before_first_step_s: float
@@ -284,7 +263,7 @@ class StartupEvidence(Struct, frozen=True):
     """Time from the start of the process to the end of its last step."""
 
 
-class GrowthEvidence(Struct, frozen=True):
+class GrowthEvidence(Evidence, frozen=True, tag="growing_steps"):
     """Evidence on step times that grow over the run. Times are medians over windows."""
 
     first_third_s: float
@@ -293,127 +272,7 @@ class GrowthEvidence(Struct, frozen=True):
     """Share of all pairs of windows in which steps of the later window take longer."""
 
 
-class WarmUpEvidence(Struct, frozen=True, forbid_unknown_fields=True):
+class WarmUpEvidence(Evidence, frozen=True, tag="warm_up", forbid_unknown_fields=True):
     """Evidence on a run with warm-up steps only. It has no fields."""
 
-
-Evidence = (
-    StragglerEvidence
-    | PastStragglerEvidence
-    | ImbalanceEvidence
-    | SlowLinkEvidence
-    | HangEvidence
-    | OutOfMemoryEvidence
-    | LongSteps
-    | TypicalStepEvidence
-    | DeviceStepEvidence
-    | RunPartEvidence
-    | PastEvidence
-    | LaunchBoundEvidence
-    | GraphReplayEvidence
-    | SampledCpuLackEvidence
-    | UntimedDeviceEvidence
-    | DeepSpansEvidence
-    | OtherThreadsEvidence
-    | NoSlowRankEvidence
-    | NotComparedEvidence
-    | NoStepsEvidence
-    | UnevenStepsEvidence
-    | DiedEvidence
-    | FailedEvidence
-    | StartupEvidence
-    | GrowthEvidence
-    | WarmUpEvidence
-)
-
-_BY_STEP = (TypicalStepEvidence, DeviceStepEvidence, RunPartEvidence)
-OVER = "_ended"
-"""Suffix of the kinds of verdicts that are no longer true."""
-NOT_COMPUTING_KINDS = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
-"""Kinds of verdicts that something other than computing limits the step."""
-
-# The types of evidence that each kind of verdict can have. The JSON schema is built from this
-# mapping.
-EVIDENCE: Mapping[str, tuple[type, ...]] = {
-    "straggler": (StragglerEvidence,),
-    "straggler_transient": (PastStragglerEvidence,),
-    "straggler_ended": (PastStragglerEvidence,),
-    "imbalance": (ImbalanceEvidence,),
-    "slow_link": (SlowLinkEvidence,),
-    "hang": (HangEvidence,),
-    "out_of_memory": (OutOfMemoryEvidence,),
-    "died": (DiedEvidence,),
-    "failed": (FailedEvidence,),
-    "startup": (StartupEvidence,),
-    "growing_steps": (GrowthEvidence,),
-    "uneven_steps": (UnevenStepsEvidence,),
-    "compute_bound": _BY_STEP,
-    "data_bound": _BY_STEP,
-    "communication_bound": _BY_STEP,
-    "host_bound": (*_BY_STEP, LaunchBoundEvidence),
-    "lack_of_cpu": (*_BY_STEP, SampledCpuLackEvidence),
-    "long_steps": (LongSteps,),
-    "not_known": (
-        UntimedDeviceEvidence,
-        GraphReplayEvidence,
-        DeepSpansEvidence,
-        OtherThreadsEvidence,
-    ),
-    "none": (NoSlowRankEvidence, NotComparedEvidence, WarmUpEvidence),
-    "not_compared": (NotComparedEvidence,),
-    "no_steps": (NoStepsEvidence,),
-    # Kinds for ended findings. The kinds for slow ranks are listed above.
-    **dict.fromkeys(
-        (f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance")), (PastEvidence,)
-    ),
-    **dict.fromkeys((f"{kind}{OVER}" for kind in NOT_COMPUTING_KINDS), (RunPartEvidence,)),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class JudgedVerdict(Verdict):
-    """A verdict with its evidence: one row of the report's `verdicts`."""
-
-    confidence: float
-    evidence: Evidence
-    episode: Episode | None = dataclasses.field(default=None, compare=False)
-    """The episode of a slow rank; None for other kinds. It is not part of reports."""
-    explanation: str = ""
-    """The measurement. Place, cost, time and cause are in other fields."""
-    cause: str = ""
-    """The cause of a rank's slowness, or the causes that were ruled out; "" without a diagnosis."""
-
-    def to_report_row(self) -> dict[str, Any]:
-        """Return the verdict as a row of the report."""
-        return {
-            "kind": self.kind, "rank": self.rank, "phase": self.phase, "cost_s_per_step": self.cost_s_per_step,
-            "cost_share": self.cost_share, "since_step": self.since_step, "confidence": self.confidence,
-            "text": self.sentence, "action": self.next, "explanation": self.explanation or self.text,
-            "cause": self.cause, "evidence": self.evidence,
-        }  # fmt: skip
-
-
-def make_verdict(
-    kind: str, rank: int | None, phase: str | None, cost_s_per_step: float | None, cost_share: float | None,
-    since_step: int | None, confidence: float, text: str, action: str, evidence: Evidence,
-    episode: Episode | None = None, explanation: str = "", cause: str = "",
-) -> JudgedVerdict:  # fmt: skip
-    """Return a verdict.
-
-    kind: a key of EVIDENCE. text: the finding in sentences. action: what to do; "" if nothing.
-    """
-    return JudgedVerdict(
-        kind,
-        text,
-        action,
-        rank,
-        phase,
-        cost_s_per_step,
-        cost_share,
-        since_step,
-        confidence,
-        evidence,
-        episode,
-        explanation,
-        cause,
-    )
+    kinds = ("none",)

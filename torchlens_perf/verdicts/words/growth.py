@@ -6,7 +6,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
-from torchlens_perf.verdicts.words.evidence import GrowthEvidence, JudgedVerdict, make_verdict
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import GrowthEvidence, LongStepsEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
@@ -17,7 +18,7 @@ _MIN_CHANGE_WITHOUT_CPUS = 1.0
 """Smallest growth if ranks lack CPUs. The load of the machine may cause a smaller growth."""
 
 
-def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedVerdict]:
+def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
     """Return a verdict if the step time of the whole job grew gradually; else []."""
     trend, history = report["steps"]["trend"], report["history"]
     min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
@@ -34,26 +35,27 @@ def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[JudgedV
         f" {format_duration(first_s)} in the first third, {format_duration(last_s)} in the last."
     )
     action = "see what grows with the step (an episode, a sequence, a list that is never emptied)."
-    share, evidence = (
-        cost_s * len(means_s) / sum(means_s),
-        GrowthEvidence(first_s, last_s, sum(later) / len(later)),
-    )
     return [
-        make_verdict("growing_steps", None, None, cost_s, share, None, 0.8, text, action, evidence)
+        Verdict(
+            kind="growing_steps",
+            cost_s_per_step=cost_s,
+            cost_share=cost_s * len(means_s) / sum(means_s),
+            confidence=0.8,
+            text=text,
+            action=action,
+            evidence=GrowthEvidence(first_s, last_s, sum(later) / len(later)),
+        )
     ]
 
 
-def is_explained_by_growth(report: Facts, verdict: JudgedVerdict) -> bool:
+def is_explained_by_growth(report: Facts, verdict: Verdict) -> bool:
     """Return True for a verdict on long steps without another reason if most of these steps are in
     the last third of the run."""
-    history, long = report["history"], verdict.evidence
-    if (
-        history is None
-        or not isinstance(long, dict)
-        or "kinds" not in long
-        or long["kinds"]
-        or long["period"]
-    ):
+    history, evidence = report["history"], verdict.evidence
+    if history is None or not isinstance(evidence, LongStepsEvidence):
+        return False
+    long = evidence.long
+    if long["kinds"] or long["period"]:
         return False
     first, last = history["first_steps"][0], history["first_steps"][-1] + history["width"]
     in_last_third = [step >= last - (last - first) / 3 for step in long["steps"]]

@@ -3,7 +3,6 @@ do."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from torchlens_perf.analysis.collectives.device_progress import LastDeviceMark, RankProgress
@@ -17,7 +16,8 @@ from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import Kind
-from torchlens_perf.run.verdicts import join_sentence_and_action
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
+from torchlens_perf.verdicts.verdict import RankStack as RankStack
 
 # A sentence lists at most this many ranks with hosts, and at most this many places.
 _MAX_NAMED = 4
@@ -25,17 +25,8 @@ _MAX_NAMED = 4
 _MAX_SPANS = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class RankStack:
-    """A rank's Python stack with the innermost line last, or the reason why it is missing."""
-
-    lines: tuple[str, ...]
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class HangEvidence:
-    """Evidence on a hang in progress. See Hang for the fields."""
+class OpenHang(Evidence, frozen=True, tag="hang"):
+    """A hang in progress, with its sentences. See Hang for the other fields."""
 
     kind: str
     since_s: float
@@ -46,14 +37,36 @@ class HangEvidence:
     stacks: Mapping[int, RankStack]
     """Python stacks of a few relevant ranks, by rank."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OpenHang(HangEvidence):
-    """A hang in progress with its sentences, for node states and alerts."""
-
-    text: str
-    next: str = ""
+    opening: str
+    """How long no step was finished, as the beginning of a sentence."""
+    finding: str
+    """Which ranks wait for which, in sentences."""
+    action: str = ""
     """The action to take."""
+
+    def describe(self, verdict: Verdict) -> str:
+        return f"{self.opening}. {self.finding}".rstrip()
+
+    @property
+    def cause(self) -> str:
+        return self.kind
+
+    @property
+    def duration_s(self) -> float:
+        return self.since_s
+
+
+def build_hang_verdict(hang: OpenHang) -> Verdict:
+    return Verdict(
+        kind="hang",
+        rank=hang.ranks[0] if hang.ranks else None,
+        cost_s_per_step=0.0,
+        cost_share=0.0,
+        since_step=hang.step,
+        confidence=0.9,
+        action=hang.action,
+        evidence=hang,
+    )
 
 
 def describe_hang(
@@ -64,20 +77,6 @@ def describe_hang(
     user_lines: for some ranks, the line of the user's code, such as "train.py:65".
     """
     ranks = tuple(each.progress.rank for each in hang.blocking)
-    text, action = describe_finding(hang, user_lines)
-    return OpenHang(
-        hang.kind, hang.since_s, hang.step, ranks, hang.waiting, stacks,
-        text=text, next=action,
-    )  # fmt: skip
-
-
-def hang_text(hang: Hang, user_lines: Mapping[int, str] | None = None) -> str:
-    """Return the finding and the action as one line. user_lines: as in describe_hang()."""
-    return join_sentence_and_action(*describe_finding(hang, user_lines or {}))
-
-
-def describe_finding(hang: Hang, user_lines: Mapping[int, str]) -> tuple[str, str]:
-    """Return the sentences on a hang, and the action to take. user_lines: see describe_hang()."""
     usual = (
         f"usually {format_duration(hang.usual_s)}"
         if hang.usual_s > 0
@@ -94,7 +93,17 @@ def describe_finding(hang: Hang, user_lines: Mapping[int, str]) -> tuple[str, st
         finding = _describe_different_calls(hang, hang.collective, user_lines)
     else:
         finding = _FINDINGS.get(hang.kind, _describe_blocking_ranks)(hang)
-    return f"{opening}. {finding} {_additional_sentences(hang)}".rstrip(), _next_action(hang)
+    return OpenHang(
+        hang.kind,
+        hang.since_s,
+        hang.step,
+        ranks,
+        hang.waiting,
+        stacks,
+        opening,
+        f"{finding} {_additional_sentences(hang)}".rstrip(),
+        _next_action(hang),
+    )
 
 
 def collective_name(collective: Collective) -> str:

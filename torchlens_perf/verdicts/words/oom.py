@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
 from torchlens_perf.run.oom_table import LiveMemoryRow, OutOfMemory
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, OutOfMemoryEvidence, make_verdict
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import OutOfMemoryEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.memory import MemoryGrowth
@@ -26,7 +27,7 @@ _MANY_BLOCKS = 2
 _ALL_SHARE = 0.98
 
 
-def build_out_of_memory_verdicts(report: Facts) -> list[JudgedVerdict]:
+def build_out_of_memory_verdicts(report: Facts) -> list[Verdict]:
     """Return a verdict on the first rank that ran out of device memory and did not recover."""
     ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if was_ended_by_oom(rank)]
     found = [(oom, rank) for oom, rank in ended if oom is not None]
@@ -68,7 +69,7 @@ def out_of_memory_note(rank: Rank) -> str | None:
     )
 
 
-def _build_oom_verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedVerdict:
+def _build_oom_verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> Verdict:
     table = oom["table"]
     inside = f", in {' > '.join(oom['inside'])}" if oom["inside"] else ""
     others = f" So did {len(also)} other rank{'s' if len(also) > 1 else ''}." if also else ""
@@ -88,9 +89,14 @@ def _build_oom_verdict(rank: Rank, oom: OutOfMemory, also: list[int]) -> JudgedV
         f" {oom['step']}{inside}: {_describe_request(oom)}. {held}{others}"
     )
     action = build_next_action(oom, rank["memory"]["growth"])
-    evidence: OutOfMemoryEvidence = {**oom, "ranks": [rank["rank"], *also]}
-    return make_verdict(
-        "out_of_memory", rank["rank"], None, None, None, oom["step"], 1.0, text, action, evidence
+    return Verdict(
+        kind="out_of_memory",
+        rank=rank["rank"],
+        since_step=oom["step"],
+        confidence=1.0,
+        text=text,
+        action=action,
+        evidence=OutOfMemoryEvidence(oom, (rank["rank"], *also)),
     )
 
 

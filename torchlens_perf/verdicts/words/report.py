@@ -15,7 +15,8 @@ from msgspec import Struct
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.failure import Failure, ProcessActivity, ProcessEnd
 from torchlens_perf.run.oom_table import OutOfMemory
-from torchlens_perf.verdicts.words.evidence import Evidence, LongSteps
+from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.words.evidence import LongSteps
 from torchlens_perf.verdicts.words.report_goodput import Goodput
 from torchlens_perf.verdicts.words.report_hardware import Gpu, Link
 from torchlens_perf.verdicts.words.report_memory import Memory
@@ -457,24 +458,6 @@ class Capture(TypedDict):
     left_out: dict[str, str]
 
 
-class Period(TypedDict):
-    """The period in which a verdict is true. For a slow rank, it is the rank's episode."""
-
-    since_step: int | None
-    until_step: int | None
-    """The first step in which the verdict is no longer true; None while it is true."""
-    windows_held: int | None
-    """Number of windows between these steps in which the verdict is true."""
-    windows_judged: int | None
-    """Number of windows that show whether the verdict is true; None without windows."""
-    window_steps: int | None
-    """Number of steps in a window."""
-    since: str | None
-    """Time at which since_step began, in UTC. Within a window, it is interpolated from the usual
-    duration of a step."""
-    until: str | None
-
-
 class PathClass(Struct, frozen=True):
     """A class of time on the critical path, such as "forward", "slow rank" or "evaluation"."""
 
@@ -520,43 +503,7 @@ class LostTime(Struct, frozen=True):
     above 0.05."""
 
 
-class VerdictFacts(TypedDict):
-    """A verdict without its evidence."""
-
-    kind: str
-    rank: int | None
-    phase: str | None
-    cost_s_per_step: float | None
-    cost_share: float | None
-    lost_s: float | None
-    """Seconds of job time that the cause has cost so far; None if not known."""
-    since_step: int | None
-    confidence: float
-    text: str
-    """The finding and, after "Next: ", the action."""
-    action: str
-    """The action to take; "" if not applicable."""
-    because: str
-    """The figures of the run that justify the action; "" for a general action."""
-    explanation: str
-    """The measurement. Place, cost, time, cause and action are in other fields."""
-    cause: str
-    """The cause of a rank's slowness, or the causes that were ruled out; "" without a diagnosis."""
-    where: dict[str, str] | None
-    """Names for the rank's location: host, scheduler, container, cloud."""
-    held: Period | None
-    """None if the period is not known."""
-    is_over: bool
-    """True if the verdict is only about an earlier part of the run."""
-
-
-class VerdictRow(VerdictFacts):
-    """A verdict with its evidence. The type of the evidence depends on `kind`."""
-
-    evidence: Evidence
-
-
-class TrainingFacts(TypedDict):
+class Training(TypedDict):
     """One of several trainings that the processes make one after the other."""
 
     number: int
@@ -569,14 +516,10 @@ class TrainingFacts(TypedDict):
     """From the start of the first step, which contains what precedes it, to the end of the last."""
     typical_s: float | None
     """The typical step, as a mean over the ranks; None if the statistics were not kept."""
+    verdict: Verdict | None
+    """Its first verdict; None if its statistics were not kept."""
     is_shown: bool
     """True for the training that the rest of the report covers."""
-
-
-class Training(TrainingFacts):
-    """A training with its first verdict, which is None if its statistics were not kept."""
-
-    verdict: VerdictRow | None
 
 
 class Quality(TypedDict):
@@ -632,6 +575,6 @@ class Report(Facts):
     `trainings` covers the training that takes the most time.
     """
 
-    verdicts: list[VerdictRow]
+    verdicts: list[Verdict]
     trainings: list[Training]
     """Empty if the processes make only one training."""

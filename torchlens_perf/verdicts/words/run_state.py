@@ -10,16 +10,16 @@ import datetime
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes
 from torchlens_perf.run.rank_ranges import format_rank_list
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.evidence import (
     DiedEvidence,
     FailedEvidence,
-    JudgedVerdict,
+    LongStepsEvidence,
     UnevenStepsEvidence,
-    make_verdict,
 )
 from torchlens_perf.verdicts.words.oom import was_ended_by_oom
 
@@ -97,7 +97,7 @@ def format_age(seconds: float) -> str:
     return f"{int(seconds)} seconds"
 
 
-def build_crash_verdicts(report: Facts) -> list[JudgedVerdict]:
+def build_crash_verdicts(report: Facts) -> list[Verdict]:
     """Return a verdict on the rank that failed or died first; else []."""
     failed = [rank for rank in report["ranks"] if rank["failure"] is not None]
     if not failed:
@@ -125,7 +125,7 @@ def build_crash_verdicts(report: Facts) -> list[JudgedVerdict]:
     return [_build_failed_verdict(first, evidence, seen)]
 
 
-def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[JudgedVerdict]:
+def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[Verdict]:
     """Return a verdict if ranks that should make equally many steps did not; else [].
 
     steps: number of steps by rank. A difference of one step may only be the step in progress at the
@@ -144,23 +144,29 @@ def build_uneven_steps_verdicts(steps: Mapping[int, int]) -> list[JudgedVerdict]
     action = "give all ranks the same number of batches: drop_last=True, or a DistributedSampler."
     evidence = UnevenStepsEvidence(ended, fewest, most)
     return [
-        make_verdict(
-            "uneven_steps", ended[0], None, None, None, fewest, 0.9, text, action, evidence
+        Verdict(
+            kind="uneven_steps",
+            rank=ended[0],
+            since_step=fewest,
+            confidence=0.9,
+            text=text,
+            action=action,
+            evidence=evidence,
         )
     ]
 
 
 def is_explained_by_uneven_steps(
-    verdict: JudgedVerdict, fewest: int, before: Sequence[LongSteps]
+    verdict: Verdict, fewest: int, before: Sequence[LongSteps]
 ) -> bool:
     """Return True for long steps without a known reason that only ranks made that went on.
 
     They wait for ranks that have ended, as with Join. fewest: number of steps of the ranks that
     ended first. before: classes of long steps of these ranks.
     """
-    if verdict.kind != "long_steps":
+    if not isinstance(verdict.evidence, LongStepsEvidence):
         return False
-    long = cast("LongSteps", verdict.evidence)
+    long = verdict.evidence.long
     # A class with many steps lists only the newest ones.
     is_late = not long["kinds"] and min(long["steps"]) >= fewest
     return is_late and not any(
@@ -174,7 +180,7 @@ def _failure_of(rank: Rank) -> Failure:
     return rank["failure"]
 
 
-def _build_failed_verdict(rank: Rank, evidence: FailedEvidence, seen: str) -> JudgedVerdict:
+def _build_failed_verdict(rank: Rank, evidence: FailedEvidence, seen: str) -> Verdict:
     """seen: the number of seen ranks if a rank without data may have failed first, else ""."""
     failure = evidence.failure
     before, action = "", _choose_action(rank, evidence)
@@ -186,10 +192,16 @@ def _build_failed_verdict(rank: Rank, evidence: FailedEvidence, seen: str) -> Ju
         f"{_describe_failure_place(failure)}: {describe_exception(failure)}."
         f"{_describe_oom_kills(rank)}{before}{_describe_ranks_ended_after(evidence)}"
     )
-    return make_verdict(
-        "failed", rank["rank"], failure["phase"] or None, None, None, failure["step"], 1.0, text,
-        action, evidence,
-    )  # fmt: skip
+    return Verdict(
+        kind="failed",
+        rank=rank["rank"],
+        phase=failure["phase"] or None,
+        since_step=failure["step"],
+        confidence=1.0,
+        text=text,
+        action=action,
+        evidence=evidence,
+    )
 
 
 def describe_failure_time(failure: Failure) -> str:
@@ -258,7 +270,7 @@ def _choose_action(rank: Rank, evidence: FailedEvidence) -> str:
     return f"read the traceback of rank {rank['rank']} in the job's log."
 
 
-def _build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
+def _build_died_verdicts(report: Facts) -> list[Verdict]:
     """Return a verdict on ranks that died, except those that ran out of device memory; else []."""
     died = [
         rank for rank in report["ranks"] if rank["state"] == DIED and not was_ended_by_oom(rank)
@@ -271,10 +283,15 @@ def _build_died_verdicts(report: Facts) -> list[JudgedVerdict]:
     too = f" {format_rank_list(others).capitalize()} died, too." if others else ""
     how, action = _describe_end(first, died)
     text = f"Rank {first['rank']} ({first['host']}) died {_describe_death_place(first)}: {how}{too}"
-    evidence = DiedEvidence(ranks, first["last_step"], tuple(first["inside"]))
     return [
-        make_verdict(
-            "died", first["rank"], None, None, None, first["last_step"], 1.0, text, action, evidence
+        Verdict(
+            kind="died",
+            rank=first["rank"],
+            since_step=first["last_step"],
+            confidence=1.0,
+            text=text,
+            action=action,
+            evidence=DiedEvidence(ranks, first["last_step"], tuple(first["inside"])),
         )
     ]
 

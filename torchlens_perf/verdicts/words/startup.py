@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.cpu import CPU_ACTION
-from torchlens_perf.verdicts.words.evidence import JudgedVerdict, StartupEvidence, make_verdict
+from torchlens_perf.verdicts.words.evidence import StartupEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Run
@@ -44,7 +45,7 @@ def describe_startup(run: Run) -> str:
     )
 
 
-def build_startup_verdicts(report: Facts) -> list[JudgedVerdict]:
+def build_startup_verdicts(report: Facts) -> list[Verdict]:
     """Return a verdict if the startup of an ended run took a long time and a large share of it.
 
     Without steps after the warm-up, the usual duration of a step is not known. Return [] then.
@@ -88,18 +89,16 @@ def build_startup_verdicts(report: Facts) -> list[JudgedVerdict]:
         f" {format_duration(whole_s)}): {parts}{waiting}{compiling}."
     )
     before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
-    evidence = StartupEvidence(before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s)
     return [
-        make_verdict(
-            "startup",
-            None,
-            None,
-            lost_s / steps["count"],
-            lost_s / whole_s,
-            None,
-            0.9,
-            text,
-            action,
-            evidence,
+        Verdict(
+            kind="startup",
+            cost_s_per_step=lost_s / steps["count"],
+            cost_share=lost_s / whole_s,
+            confidence=0.9,
+            text=text,
+            action=action,
+            evidence=StartupEvidence(
+                before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s
+            ),
         )
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from msgspec import field, structs
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
@@ -14,14 +15,11 @@ from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.words.evidence import (
     ImbalanceEvidence,
-    JudgedVerdict,
     NoSlowRankEvidence,
     NotComparedEvidence,
-    PastStragglerEvidence,
-    StragglerEvidence,
-    make_verdict,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +60,145 @@ _BY_RANK: dict[str, tuple[_ModuleTimes, ...]] = {
 _ON_DEVICE: dict[str, tuple[_ModuleTimes, ...]] = {"forward": ("device_own_by_rank",)}
 
 
+class StragglerEvidence(Evidence, frozen=True, tag="straggler"):
+    """Evidence on ranks that are slow now. Seconds are per step. All times except `others_work_s`
+    are those of the slowest rank."""
+
+    cause: str = field(name="class")
+    """slow_compute, slow_data, slow_host, more_work, or imbalance for a position in the mesh."""
+    scope: str
+    name: str
+    """The host, or the position such as "ep 3"; "" for a single rank."""
+    host: str
+    location: str
+    """The location of the host in the data center, in words."""
+    ranks: tuple[int, ...]
+    slow_too: tuple[int, ...]
+    """Other slow ranks that do the same work. They are included in the verdict's cost."""
+    compared: int
+    """Number of compared ranks."""
+    from_start: bool
+    """True if the rank may have been slow before the first judged step."""
+    by_host: bool
+    """True if the device waits for the host in the slow phase."""
+    work_s: float
+    others_work_s: float
+    excess_s: float
+    phase_excess_s: float
+    share_of_steps: float
+    """Share of the steps in which the slowest rank is slow."""
+    excess_when_slow_s: float
+    standard_errors: float
+    """Mean excess, in standard errors."""
+    named_at_step: int
+    more_workload: float
+    """Additional workload of the slowest rank, as a share of the other ranks' workload."""
+    modules: tuple[str, ...]
+    """Modules that explain most of the excess in the slow phase."""
+    module_excess_s: float
+    diagnosis: Diagnosis | None
+    ruled_out: tuple[str, ...]
+    """Names of the possible causes that were checked, if none was found."""
+    doubts: tuple[str, ...]
+    """Sentences on other measurements, which most often do not confirm the finding."""
+
+    @property
+    def until_step(self) -> None:
+        """The rank is still slow."""
+
+    def describe(self, verdict: Verdict) -> str:
+        cost = "Its cost to the job is not known"
+        if verdict.cost_s_per_step is not None and verdict.cost_share is not None:
+            it = f"Together with {format_rank_list(self.slow_too)} it" if self.slow_too else "It"
+            share = format_percent(verdict.cost_share)
+            cost = f"{it} costs the job {format_duration(verdict.cost_s_per_step)} a step ({share})"
+        since = "since the start" if self.from_start else f"since step {verdict.since_step}"
+        it = "it" if self.scope == "rank" else f"rank {verdict.rank}"
+        measured = f"{_compare_times(self, verdict.phase, it)}{self._describe_difference()}"
+        found = f"{self._describe_ranks(verdict)} in {phase_name(verdict.phase or '')}: {measured}."
+        because = self._describe_causes_at_length()
+        return " ".join([*filter(None, (found, f"{cost}, {since}.", because)), *self.doubts])
+
+    def explain(self, verdict: Verdict) -> str:
+        times = _compare_times(self, verdict.phase, f"rank {verdict.rank}")
+        measured = f"{times[0].upper()}{times[1:]}{self._describe_difference()}."
+        return " ".join((measured, *self.doubts))
+
+    def describe_causes(self) -> str:
+        causes = () if self.diagnosis is None else self.diagnosis.causes
+        if self.ruled_out:
+            return f"none found (checked: {', '.join(self.ruled_out)})"
+        return "; ".join(
+            f"not seen on other ranks: {cause.text}"
+            if cause.explains is None
+            else f"{cause.text} (explains {format_percent(min(1.0, cause.explains))})"
+            for cause in causes
+        )
+
+    def _describe_causes_at_length(self) -> str:
+        causes = () if self.diagnosis is None else self.diagnosis.causes
+        if self.ruled_out:
+            return f"No cause found (checked: {', '.join(self.ruled_out)})."
+        found: list[str] = []
+        for cause in causes:
+            if cause.explains is None:
+                found.append(f"Not seen on other ranks: {cause.text}; {cause.action}")
+            else:
+                explains = format_percent(min(1.0, cause.explains))
+                word = "Also," if found else "Because"
+                found.append(f"{word} {cause.text} (which explains {explains} of it).")
+        return " ".join(found)
+
+    def _describe_ranks(self, verdict: Verdict) -> str:
+        at = f" ({self.location})" if self.location else ""
+        most = f"({format_ranges(self.ranks)}), most of all rank {verdict.rank},"
+        if self.scope == "node":
+            return f"Node {self.name}{at} is slow (ranks {most[1:]}"
+        if self.scope == "position":
+            return f"The ranks at {self.name} are slow {most}"
+        host = ", ".join(filter(None, (self.host, self.location)))
+        return f"Rank {verdict.rank}{f' ({host})' if host else ''} is slow"
+
+    def _describe_difference(self) -> str:
+        """Return clauses on the modules that explain the excess, and on its pattern over time."""
+        where = ""
+        if self.modules:
+            where = f"; most of the difference is in {', '.join(map(module_label, self.modules))}"
+            if self.module_excess_s <= _MAX_MODULE_RATIO * self.phase_excess_s:
+                where += f" (+{format_duration(self.module_excess_s)} a step)"
+        return f"{where}{_pattern_clause(self)}"
+
+
+class PastStragglerEvidence(Evidence, frozen=True, tag="past_straggler"):
+    """Evidence on a rank that is no longer slow."""
+
+    kinds = ("straggler_transient", "straggler_ended")
+    cause: str = field(name="class")
+    until_step: int
+    from_start: bool
+    excess_s: float
+    share_of_steps: float
+    excess_when_slow_s: float
+    more_workload: float
+    together: bool
+    """True if the cost is that of all ranks that were slow at the time."""
+    diagnosis: Diagnosis | None
+
+    def describe(self, verdict: Verdict) -> str:
+        since = "from the start" if self.from_start else f"from step {verdict.since_step}"
+        share = format_percent(verdict.cost_share or 0.0)
+        together = ", together with ranks slow at that time" if self.together else ""
+        text = (
+            f"Rank {verdict.rank} was slow in {phase_name(verdict.phase or '')} {since} to step"
+            f" {self.until_step - 1}: +{format_duration(self.excess_s)} a step{_pattern_clause(self)},"
+            f" which cost the job {format_duration(verdict.cost_s_per_step or 0.0)} a step"
+            f" ({share}){together}. It is over."
+        )
+        if self.diagnosis is not None and self.diagnosis.causes:
+            text += f" Seen meanwhile: {self.diagnosis.causes[0].text}."
+        return text
+
+
 class SlowRankContext(NamedTuple):
     """Values of the report that sentences on slow ranks need."""
 
@@ -72,14 +209,11 @@ class SlowRankContext(NamedTuple):
     """See Run.judged_by."""
     last_arrival_shares: Mapping[int, float] = {}
     """Result of compute_last_arrival_shares()."""
-    lacks_cpu: bool = False
-    """True if another verdict reports that ranks wait for CPUs. Sentences then do not list this
-    cause as ruled out."""
 
 
 def build_straggler_verdicts(
     context: SlowRankContext, findings: Findings
-) -> tuple[list[JudgedVerdict], list[JudgedVerdict]]:
+) -> tuple[list[Verdict], list[Verdict]]:
     """Return verdicts on ranks that are slow now, and verdicts on ranks that were slow before."""
     now = [build_slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
     before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
@@ -89,22 +223,80 @@ def build_straggler_verdicts(
 
 def build_slow_verdict(
     context: SlowRankContext, straggler: StragglerGroup, findings: Findings
-) -> JudgedVerdict:
+) -> Verdict:
     """Return the verdict on ranks that are slow now, with any doubt from other measurements."""
-    verdict, lead = _build_verdict_on_group(context, straggler, findings), straggler.lead
-    if context.device is not None and context.judged_by != DEVICE and not lead.by_windows:
-        verdict = _add_doubt(verdict, "Compared by host time only, not by device time.")
+    episode, diagnosis = straggler.lead, straggler.diagnosis
+    causes = () if diagnosis is None else diagnosis.causes
+    explained = [each for each in causes if each.explains is not None]
+    modules, module_excess_s = _find_slower_modules(context, straggler)
+    doubts = _find_doubts(context, straggler, findings)
+    confidence = _compute_confidence(episode) / 2 ** len(doubts)
+    if episode.by_windows:
+        doubts.append("Found in statistics merged on devices; the rank's own records are missing.")
+    cause = cause_class(episode) if straggler.kind != "position" else "imbalance"
+    return Verdict(
+        kind="straggler",
+        rank=episode.rank,
+        phase=episode.phase,
+        cost_s_per_step=None if straggler.cost_ns is None else straggler.cost_ns / 1e9,
+        cost_share=straggler.cost_share,
+        since_step=episode.since_step,
+        confidence=confidence,
+        action=explained[0].action if explained else _next_action(episode, modules, straggler),
+        evidence=StragglerEvidence(
+            cause=cause,
+            scope=straggler.kind,
+            name=straggler.name,
+            host=straggler.host,
+            location=straggler.location,
+            ranks=straggler.ranks,
+            slow_too=straggler.slow_too,
+            compared=findings.compared,
+            from_start=episode.from_start,
+            by_host=episode.by_host,
+            work_s=episode.work_ns / 1e9,
+            others_work_s=episode.others_work_ns / 1e9,
+            excess_s=episode.excess_ns / 1e9,
+            phase_excess_s=episode.phase_excess_ns / 1e9,
+            share_of_steps=episode.slow_share,
+            excess_when_slow_s=episode.slow_excess_ns / 1e9,
+            standard_errors=episode.z_score,
+            named_at_step=episode.named_step,
+            more_workload=episode.more_workload,
+            modules=tuple(modules),
+            module_excess_s=module_excess_s,
+            diagnosis=diagnosis,
+            ruled_out=() if diagnosis is None or causes else diagnosis.looked_at,
+            doubts=tuple(doubts),
+        ),
+    )
+
+
+def without_cpu_check(verdict: Verdict) -> Verdict:
+    """Return the verdict on a slow rank for a report that names lack of CPUs: the verdict does not
+    list it as ruled out."""
+    evidence = verdict.evidence
+    if not isinstance(evidence, StragglerEvidence):
+        return verdict
+    left = tuple(each for each in evidence.ruled_out if each != WAITS_FOR_CPU)
+    return structs.replace(verdict, evidence=structs.replace(evidence, ruled_out=left))
+
+
+def _find_doubts(
+    context: SlowRankContext, straggler: StragglerGroup, findings: Findings
+) -> list[str]:
+    """Return sentences on other measurements that do not confirm the finding."""
+    lead, doubts = straggler.lead, list[str]()
     if lead.by_windows:
-        return _append_sentence(
-            verdict, "Found in statistics merged on devices; the rank's own records are missing."
-        )
+        return doubts
+    if context.device is not None and context.judged_by != DEVICE:
+        doubts.append("Compared by host time only, not by device time.")
     if lead.disputed:
-        return _add_doubt(
-            verdict,
-            f"Statistics merged on devices do not confirm it{_unconfirmed_ranks_clause(findings)}.",
-        )
-    others = _contradicting_last_arrivals(context, straggler) if context.judged_by == DEVICE else ""
-    return _add_doubt(verdict, others) if others else verdict
+        but = _unconfirmed_ranks_clause(findings)
+        doubts.append(f"Statistics merged on devices do not confirm it{but}.")
+    elif context.judged_by == DEVICE:
+        doubts += filter(None, [_contradicting_last_arrivals(context, straggler)])
+    return doubts
 
 
 def compute_last_arrival_shares(rows: Sequence[Collective]) -> dict[int, float]:
@@ -144,17 +336,6 @@ def _contradicting_last_arrivals(context: SlowRankContext, straggler: StragglerG
         f" {format_percent(others[latest])} of them, rank {straggler.lead.rank} in"
         f" {format_percent(context.last_arrival_shares.get(straggler.lead.rank, 0.0))}."
     )
-
-
-def _append_sentence(verdict: JudgedVerdict, said: str) -> JudgedVerdict:
-    """Return the verdict with an additional sentence."""
-    explanation = f"{verdict.explanation} {said}" if verdict.explanation else ""
-    return dataclasses.replace(verdict, text=f"{verdict.text} {said}", explanation=explanation)
-
-
-def _add_doubt(verdict: JudgedVerdict, why: str) -> JudgedVerdict:
-    """Return the verdict with a sentence that puts it in doubt, and with half its confidence."""
-    return dataclasses.replace(_append_sentence(verdict, why), confidence=verdict.confidence / 2)
 
 
 def _unconfirmed_ranks_clause(findings: Findings) -> str:
@@ -202,145 +383,34 @@ def module_label(name: str) -> str:
     return f"module {name}" if name.replace(".", "").isdigit() else name
 
 
-def _build_verdict_on_group(
-    context: SlowRankContext, straggler: StragglerGroup, findings: Findings
-) -> JudgedVerdict:
-    episode = straggler.lead
-    host = ", ".join(filter(None, (straggler.host, straggler.location)))
-    at = f" ({straggler.location})" if straggler.location else ""
-    if straggler.kind == "node":
-        who = (
-            f"Node {straggler.name}{at} is slow (ranks {format_ranges(straggler.ranks)}), most of all rank"
-            f" {episode.rank},"
-        )
-    elif straggler.kind == "position":
-        who = (
-            f"The ranks at {straggler.name} are slow ({format_ranges(straggler.ranks)}), most of all rank"
-            f" {episode.rank},"
-        )
-    else:
-        who = f"Rank {episode.rank} ({host}) is slow" if host else f"Rank {episode.rank} is slow"
-    modules, module_excess_s = _find_slower_modules(context, straggler)
-    where = (
-        f"; most of the difference is in {', '.join(map(module_label, modules))}" if modules else ""
-    )
-    if modules and module_excess_s <= _MAX_MODULE_RATIO * episode.phase_excess_ns / 1e9:
-        where += f" (+{format_duration(module_excess_s)} a step)"
-    cost_s, share = (
-        None if straggler.cost_ns is None else straggler.cost_ns / 1e9,
-        straggler.cost_share,
-    )
-    since = "since the start" if episode.from_start else f"since step {episode.since_step}"
-    cost = "Its cost to the job is not known"
-    if cost_s is not None and share is not None:
-        too = straggler.slow_too
-        it = f"Together with {format_rank_list(too)} it" if too else "It"
-        cost = f"{it} costs the job {format_duration(cost_s)} a step ({format_percent(share)})"
-    causes = (
-        [each for each in straggler.diagnosis.causes if each.explains is not None]
-        if straggler.diagnosis
-        else []
-    )
-    it = "it" if straggler.kind == "rank" else f"rank {episode.rank}"
-    against = _compare_times(episode, it, findings.compared)
-    found = f"{who} in {phase_name(episode.phase)}: {against}{where}{_pattern_clause(episode)}."
-    because, cause = _describe_causes(straggler, lacks_cpu=context.lacks_cpu)
-    named = _compare_times(episode, f"rank {episode.rank}", findings.compared)
-    explanation = f"{named[0].upper()}{named[1:]}{where}{_pattern_clause(episode)}."
-    action = causes[0].action if causes else _next_action(episode, modules, straggler)
-    text = f"{found} {cost}, {since}. {because}".rstrip()
-    evidence = StragglerEvidence(
-        cause=cause_class(episode) if straggler.kind != "position" else "imbalance",
-        scope=straggler.kind,
-        ranks=straggler.ranks,
-        slow_too=straggler.slow_too,
-        work_s=episode.work_ns / 1e9,
-        others_work_s=episode.others_work_ns / 1e9,
-        excess_s=episode.excess_ns / 1e9,
-        phase_excess_s=episode.phase_excess_ns / 1e9,
-        share_of_steps=episode.slow_share,
-        excess_when_slow_s=episode.slow_excess_ns / 1e9,
-        standard_errors=episode.z_score,
-        named_at_step=episode.named_step,
-        more_workload=episode.more_workload,
-        modules=tuple(modules),
-        module_excess_s=module_excess_s,
-        diagnosis=straggler.diagnosis,
-    )
-    confidence, since_step = _compute_confidence(episode), episode.since_step
-    return make_verdict(
-        "straggler", episode.rank, episode.phase, cost_s, share, since_step, confidence, text, action, evidence,
-        episode, explanation, cause,
-    )  # fmt: skip
-
-
-def _describe_causes(straggler: StragglerGroup, *, lacks_cpu: bool) -> tuple[str, str]:
-    """Return the causes as sentences and as a short text.
-
-    Without causes, both texts list the checks. lacks_cpu: see SlowRankContext.
-    """
-    diagnosis = straggler.diagnosis
-    if diagnosis is None:
-        return "", ""
-    if not diagnosis.causes:
-        checked = ", ".join(
-            each for each in diagnosis.looked_at if not (lacks_cpu and each == WAITS_FOR_CPU)
-        )
-        return (
-            (f"No cause found (checked: {checked}). ", f"none found (checked: {checked})")
-            if checked
-            else ("", "")
-        )
-    text, short = "", []
-    for cause in diagnosis.causes:
-        if cause.explains is None:
-            text += f"Not seen on other ranks: {cause.text}; {cause.action} "
-            short.append(f"not seen on other ranks: {cause.text}")
-        else:
-            explains = format_percent(min(1.0, cause.explains))
-            text += (
-                f"{'Also, ' if text else 'Because '}{cause.text} (which explains {explains} of"
-                " it). "
-            )
-            short.append(f"{cause.text} (explains {explains})")
-    return text, "; ".join(short)
-
-
-def _compare_times(episode: Episode, it: str, ranks: int) -> str:
+def _compare_times(slow: StragglerEvidence, phase: str | None, it: str) -> str:
     """Return a clause that compares the times of the slow rank and of the other ranks.
 
-    it: the phrase for the slow rank, such as "it" or "rank 3". ranks: number of compared ranks.
+    it: the phrase for the slow rank, such as "it" or "rank 3".
     """
-    others, its = (
-        "the other rank" if ranks == 2 else "the other ranks",
-        "its" if it == "it" else f"{it}'s",
-    )
-    if episode.phase == "cpu":
-        more = format_duration(episode.excess_ns / 1e9)
+    others = "the other rank" if slow.compared == 2 else "the other ranks"
+    its = "its" if it == "it" else f"{it}'s"
+    if phase == "cpu":
+        more = format_duration(slow.excess_s)
         return f"{its} thread was runnable but had no CPU for {more} a step more than on {others}"
-    mine, theirs = (
-        format_duration(episode.work_ns / 1e9),
-        format_duration(episode.others_work_ns / 1e9),
-    )
-    if episode.by_host:
+    mine, theirs = format_duration(slow.work_s), format_duration(slow.others_work_s)
+    if slow.by_host:
         return (
             f"{its} host needs {mine} a step against {theirs} on {others}, and the device waits"
             " for it"
         )
-    if episode.phase in _COMPUTING:
+    if phase in _COMPUTING:
         return f"{it} computes {mine} per step, {others} {theirs}"
     return f"{it} takes {mine} per step without communication wait, {others} {theirs}"
 
 
-def _pattern_clause(episode: Episode) -> str:
+def _pattern_clause(slow: StragglerEvidence | PastStragglerEvidence) -> str:
     text = ""
-    if episode.slow_share < _INTERMITTENT:
-        text = (
-            f"; it comes and goes: +{format_duration(episode.slow_excess_ns / 1e9)} in"
-            f" {format_percent(episode.slow_share)} of steps"
-        )
-    if episode.more_workload > _MORE_WORK:
-        text += f"; its workload is {format_percent(episode.more_workload)} larger than the others'"
+    if slow.share_of_steps < _INTERMITTENT:
+        more, share = format_duration(slow.excess_when_slow_s), format_percent(slow.share_of_steps)
+        text = f"; it comes and goes: +{more} in {share} of steps"
+    if slow.more_workload > _MORE_WORK:
+        text += f"; its workload is {format_percent(slow.more_workload)} larger than the others'"
     return text
 
 
@@ -445,34 +515,36 @@ def _find_slower_modules(
     return [], 0.0
 
 
-def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> JudgedVerdict:
+def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Verdict:
     """Return the verdict on a rank that is no longer slow."""
     assert episode.until_step is not None
     kind = "transient" if episode.until_step - episode.since_step <= _SHORT_STEPS else "ended"
     shared_ns = episode.shared_cost_ns or 0.0
     together = shared_ns >= _MIN_SHARED_RATIO * episode.cost_ns and shared_ns > 0
     cost_ns = shared_ns if together else episode.cost_ns
-    cost_s, share = cost_ns / 1e9, cost_ns / episode.step_ns if episode.step_ns else 0.0
-    since = "from the start" if episode.from_start else f"from step {episode.since_step}"
-    text = (
-        f"Rank {episode.rank} was slow in {phase_name(episode.phase)} {since} to step"
-        f" {episode.until_step - 1}: +{format_duration(episode.excess_ns / 1e9)} a"
-        f" step{_pattern_clause(episode)}, which cost the job {format_duration(cost_s)} a step"
-        f" ({format_percent(share)}){', together with ranks slow at that time' if together else ''}. It is"
-        " over."
+    return Verdict(
+        kind=f"straggler_{kind}",
+        rank=episode.rank,
+        phase=episode.phase,
+        cost_s_per_step=cost_ns / 1e9,
+        cost_share=cost_ns / episode.step_ns if episode.step_ns else 0.0,
+        since_step=episode.since_step,
+        confidence=_compute_confidence(episode),
+        evidence=PastStragglerEvidence(
+            cause=cause_class(episode),
+            until_step=episode.until_step,
+            from_start=episode.from_start,
+            excess_s=episode.excess_ns / 1e9,
+            share_of_steps=episode.slow_share,
+            excess_when_slow_s=episode.slow_excess_ns / 1e9,
+            more_workload=episode.more_workload,
+            together=together,
+            diagnosis=diagnosis,
+        ),
     )
-    if diagnosis is not None and diagnosis.causes:
-        text += f" Seen meanwhile: {diagnosis.causes[0].text}."
-    evidence = PastStragglerEvidence(
-        cause_class(episode), episode.until_step, episode.excess_ns / 1e9, diagnosis
-    )
-    return make_verdict(
-        f"straggler_{kind}", episode.rank, episode.phase, cost_s, share, episode.since_step,
-        _compute_confidence(episode), text, "", evidence, episode,
-    )  # fmt: skip
 
 
-def build_imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
+def build_imbalance_verdicts(findings: Findings) -> list[Verdict]:
     """Return a verdict if a pipeline stage has more work than the others; else []."""
     found = findings.imbalance
     if found is None:
@@ -484,8 +556,17 @@ def build_imbalance_verdicts(findings: Findings) -> list[JudgedVerdict]:
         f" {format_duration(found.others_work_ns / 1e9)}."
     )
     action = f"move layers out of stage {found.stage}."
-    evidence = ImbalanceEvidence("imbalance", "stage", found.ranks)
-    return [make_verdict("imbalance", None, None, cost_s, share, None, 0.9, text, action, evidence)]
+    return [
+        Verdict(
+            kind="imbalance",
+            cost_s_per_step=cost_s,
+            cost_share=share,
+            confidence=0.9,
+            text=text,
+            action=action,
+            evidence=ImbalanceEvidence("imbalance", "stage", found.ranks),
+        )
+    ]
 
 
 def describe_unequal_work(findings: Findings) -> tuple[str, str] | None:
@@ -522,7 +603,7 @@ def describe_unequal_work(findings: Findings) -> tuple[str, str] | None:
     )
 
 
-def build_no_straggler_verdict(report: Facts, findings: Findings) -> JudgedVerdict:
+def build_no_straggler_verdict(report: Facts, findings: Findings) -> Verdict:
     """Return the verdict that no rank is slow, or that ranks were not compared."""
     count, why = report["steps"]["count"], _why_not_compared(report, findings)
     if why or not findings.compared or findings.detectable_ns is None:
@@ -531,12 +612,16 @@ def build_no_straggler_verdict(report: Facts, findings: Findings) -> JudgedVerdi
             " from noise yet.",
             f"run at least {_steps_needed(findings)} steps.",
         )
-        said = why or too_few
-        kind, not_compared = (
-            "not_compared" if why else "none",
-            NotComparedEvidence(findings.rows),
+        text, action = why or too_few
+        return Verdict(
+            kind="not_compared" if why else "none",
+            cost_s_per_step=0.0,
+            cost_share=0.0,
+            confidence=0.0,
+            text=text,
+            action=action,
+            evidence=NotComparedEvidence(findings.rows),
         )
-        return make_verdict(kind, None, None, 0.0, 0.0, None, 0.0, *said, not_compared)
     seen_s = findings.detectable_ns / 1e9
     share = findings.detectable_ns / findings.step_ns if findings.step_ns else 0.0
     by_both = any(each.own and each.own.is_hidden for each in findings.usual)
@@ -551,8 +636,14 @@ def build_no_straggler_verdict(report: Facts, findings: Findings) -> JudgedVerdi
             confidence / 2,
             f"{text} Statistics merged on devices do not confirm this{rather}.",
         )
-    evidence = NoSlowRankEvidence(findings.rows, seen_s, findings.compared)
-    return make_verdict("none", None, None, 0.0, 0.0, None, confidence, text, "", evidence)
+    return Verdict(
+        kind="none",
+        cost_s_per_step=0.0,
+        cost_share=0.0,
+        confidence=confidence,
+        text=text,
+        evidence=NoSlowRankEvidence(findings.rows, seen_s, findings.compared),
+    )
 
 
 def _steps_needed(findings: Findings) -> int:

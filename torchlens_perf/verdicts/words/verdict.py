@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.analysis.statistics.quantities import (
@@ -17,18 +18,16 @@ from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import MAX_FRAMES
 from torchlens_perf.verdicts.stragglers.findings import Findings
-from torchlens_perf.verdicts.words.bottleneck import build_step_verdicts, named_kinds
+from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, Evidence, Verdict
+from torchlens_perf.verdicts.words.bottleneck import add_note, build_step_verdicts, named_kinds
 from torchlens_perf.verdicts.words.evidence import (
-    NOT_COMPUTING_KINDS,
     DeepSpansEvidence,
-    JudgedVerdict,
     NoStepsEvidence,
     SlowLinkEvidence,
     WarmUpEvidence,
-    make_verdict,
 )
 from torchlens_perf.verdicts.words.growth import build_growth_verdicts, is_explained_by_growth
-from torchlens_perf.verdicts.words.hang import HangEvidence, OpenHang
+from torchlens_perf.verdicts.words.hang import OpenHang, build_hang_verdict
 from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
 from torchlens_perf.verdicts.words.run_state import build_crash_verdicts
 from torchlens_perf.verdicts.words.startup import build_startup_verdicts
@@ -39,11 +38,14 @@ from torchlens_perf.verdicts.words.stragglers import (
     compute_last_arrival_shares,
     describe_unequal_work,
     phase_name,
+    without_cpu_check,
 )
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Steps
 
+EVIDENCE = Evidence.__subclasses__()
+"""All types of evidence, which the modules above define."""
 _MAX_WARM_UP_PARTS = 3
 
 # A rank that was slow in at least this share of the steps explains the waits of the whole run.
@@ -52,7 +54,7 @@ _MOST_STEPS = 0.5
 
 def build_verdicts(
     report: Facts, findings: Findings, hang: OpenHang | None, links: LinkFindings
-) -> list[JudgedVerdict]:
+) -> list[Verdict]:
     """Return the report's verdicts in any order. Each has a different cause.
 
     There is always at least one verdict.
@@ -66,10 +68,10 @@ def build_verdicts(
 
 def _build_all_verdicts(
     report: Facts, findings: Findings, hang: OpenHang | None, links: LinkFindings
-) -> list[JudgedVerdict]:
+) -> list[Verdict]:
     out_of_memory = build_out_of_memory_verdicts(report)
     if hang is not None:
-        return [*out_of_memory, _build_hang_verdict(hang)]
+        return [*out_of_memory, build_hang_verdict(hang)]
     out_of_memory += build_crash_verdicts(report)
     if not report["steps"]["count"]:
         return out_of_memory or [_build_no_steps_verdict(report)]
@@ -93,7 +95,7 @@ def _build_all_verdicts(
         bool(now) or slow_before or bool(not findings.compared and describe_unequal_work(findings))
     )
     typical, *long = build_step_verdicts(report, waits_explained=explained)
-    grows: list[JudgedVerdict] = []
+    grows: list[Verdict] = []
     # A rank that becomes slow makes later steps longer, but the step time does not grow steadily.
     if not now and not slow_before:
         grows = build_growth_verdicts(report, short_of_cpus="lack_of_cpu" in named_kinds(typical))
@@ -101,8 +103,7 @@ def _build_all_verdicts(
         long = [each for each in long if not is_explained_by_growth(report, each)]
     typical = _replace_if_spans_too_deep(report, typical)
     if now and "lack_of_cpu" in named_kinds(typical):
-        of_ranks, before = build_straggler_verdicts(context._replace(lacks_cpu=True), findings)
-        now = [*of_ranks, *now[len(of_ranks) :]]
+        now = [without_cpu_check(each) for each in now]
     if now:
         return [*out_of_memory, *start, *_merge_same_causes(now, typical), *grows, *long, *before]
     found = [build_no_straggler_verdict(report, findings)] if run["world_size"] > 1 else []
@@ -117,7 +118,7 @@ def _share_slow_before(findings: Findings, steps: int) -> float:
     ) / max(1, steps)
 
 
-def _merge_same_causes(slow: list[JudgedVerdict], typical: JudgedVerdict) -> list[JudgedVerdict]:
+def _merge_same_causes(slow: list[Verdict], typical: Verdict) -> list[Verdict]:
     """Return the verdicts on slow ranks and on the typical step, but only one for each cause.
 
     The typical step is a mean over all ranks, so it includes the excess of slow ranks. If both
@@ -137,11 +138,11 @@ def _merge_same_causes(slow: list[JudgedVerdict], typical: JudgedVerdict) -> lis
     # All ranks lack CPUs, and the slow ranks lack them for longer than the others.
     ranks = ", ".join(str(each.rank) for each in same)
     most = f"Rank{'s' * (len(same) > 1)} {ranks} wait{'s' * (len(same) == 1)} longest."
-    merged = dataclasses.replace(typical, rank=same[0].rank, text=f"{typical.text} {most}")
+    merged = structs.replace(add_note(typical, most), rank=same[0].rank)
     return [*(each for each in slow if each not in same), merged]
 
 
-def _replace_if_spans_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedVerdict:
+def _replace_if_spans_too_deep(report: Facts, verdict: Verdict) -> Verdict:
     """Return the verdict, or a verdict that the limit is not known.
 
     The limit is not known if it is host code, but spans that were nested too deep may be phases.
@@ -155,12 +156,16 @@ def _replace_if_spans_too_deep(report: Facts, verdict: JudgedVerdict) -> JudgedV
         " are counted as host code here."
     )
     action = "nest sections less deeply, also around the training loop."
-    return make_verdict(
-        "not_known", None, None, None, None, None, 0.5, text, action, DeepSpansEvidence(too_deep)
+    return Verdict(
+        kind="not_known",
+        confidence=0.5,
+        text=text,
+        action=action,
+        evidence=DeepSpansEvidence(too_deep),
     )
 
 
-def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) -> JudgedVerdict:
+def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:
     """Return the verdict on slow links. links: findings with at least one slow link.
 
     steps: number of steps. mean_s: mean duration of a step.
@@ -174,37 +179,28 @@ def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) ->
     action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
     cost_s = worst.cost_ns / 1e9 / max(1, steps)
     share = cost_s / mean_s if mean_s else 0.0
-    evidence = SlowLinkEvidence(
-        links.links, links.shared_ranks, links.shared_nodes, links.compared, links.undecided
-    )
-    return make_verdict(
-        "slow_link",
-        None,
-        "communication",
-        cost_s,
-        share,
-        None,
-        0.8,
-        describe_slow_links(links),
-        action,
-        evidence,
+    return Verdict(
+        kind="slow_link",
+        phase="communication",
+        cost_s_per_step=cost_s,
+        cost_share=share,
+        confidence=0.8,
+        text=describe_slow_links(links),
+        action=action,
+        evidence=SlowLinkEvidence(links),
     )
 
 
-def _build_hang_verdict(hang: OpenHang) -> JudgedVerdict:
-    rank = hang.ranks[0] if hang.ranks else None
-    evidence = HangEvidence(
-        hang.kind, hang.since_s, hang.step, hang.ranks, hang.waiting, hang.stacks
-    )
-    return make_verdict(
-        "hang", rank, None, 0.0, 0.0, hang.step, 0.9, hang.text, hang.next, evidence
-    )
-
-
-def _build_no_steps_verdict(report: Facts) -> JudgedVerdict:
-    evidence = NoStepsEvidence(report["quality"]["records"])
-    return make_verdict(
-        "no_steps", None, None, 0.0, 0.0, None, 1.0, *_why_no_steps(report), evidence
+def _build_no_steps_verdict(report: Facts) -> Verdict:
+    text, action = _why_no_steps(report)
+    return Verdict(
+        kind="no_steps",
+        cost_s_per_step=0.0,
+        cost_share=0.0,
+        confidence=1.0,
+        text=text,
+        action=action,
+        evidence=NoStepsEvidence(report["quality"]["records"]),
     )
 
 
@@ -248,7 +244,7 @@ def _why_no_steps(report: Facts) -> tuple[str, str]:
     )
 
 
-def _build_only_warm_up_verdict(report: Facts) -> JudgedVerdict:
+def _build_only_warm_up_verdict(report: Facts) -> Verdict:
     steps = report["steps"]
     far = " so far" if report["run"]["live"] else ""
     which = "which is" if steps["count"] == 1 else "all of them"
@@ -257,7 +253,15 @@ def _build_only_warm_up_verdict(report: Facts) -> JudgedVerdict:
         f" of each rank){describe_warm_up(steps)}."
     )
     action = "run at least 40 steps."
-    return make_verdict("none", None, None, 0.0, 0.0, None, 0.0, text, action, WarmUpEvidence())
+    return Verdict(
+        kind="none",
+        cost_s_per_step=0.0,
+        cost_share=0.0,
+        confidence=0.0,
+        text=text,
+        action=action,
+        evidence=WarmUpEvidence(),
+    )
 
 
 def describe_warm_up(steps: Steps) -> str:

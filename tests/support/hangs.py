@@ -1,0 +1,13 @@
+"""The sentences on a hang, for tests of code that finds hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchlens_perf.analysis.collectives.hang import Hang
+from torchlens_perf.verdicts.words.hang import build_hang_verdict, describe_hang
+
+
+def hang_text(hang: Hang, user_lines: Mapping[int, str] | None = None) -> str:
+    """Return the finding and the action as one line. user_lines: as in describe_hang()."""
+    return build_hang_verdict(describe_hang(hang, {}, user_lines or {})).sentence

@@ -1,0 +1,228 @@
+"""A verdict: what is concluded, about which ranks and steps, at what cost, why, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+
+if TYPE_CHECKING:
+    from torchlens_perf.verdicts.stragglers.findings import Diagnosis
+
+OVER = "_ended"
+"""Suffix of the kinds of verdicts that are no longer true."""
+NOT_COMPUTING_KINDS = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
+"""Kinds of verdicts that something other than computing limits the step."""
+WORTH_A_LINE = 0.05
+"""An ended hang is still listed with current verdicts if it took at least this share of all step
+time."""
+_URGENT = ("out_of_memory", "failed", "hang", "died")
+_NEXT = " Next: "
+
+
+class RankStack(Struct, frozen=True):
+    """A rank's Python stack with the innermost line last, or the reason why it is missing."""
+
+    lines: tuple[str, ...]
+    reason: str
+
+
+class Period(Struct, frozen=True, kw_only=True):
+    """The period in which a verdict is true. For a slow rank, it is the rank's episode."""
+
+    since_step: int | None
+    until_step: int | None
+    """The first step in which the verdict is no longer true; None while it is true."""
+    windows_held: int | None = None
+    """Number of windows between these steps in which the verdict is true."""
+    windows_judged: int | None = None
+    """Number of windows that show whether the verdict is true; None without windows."""
+    window_steps: int | None = None
+    """Number of steps in a window."""
+    since: str | None
+    """Time at which since_step began, in UTC. Within a window, it is interpolated from the usual
+    duration of a step."""
+    until: str | None
+
+
+class RunLength(NamedTuple):
+    """Numbers of steps of a run, from which the lost time of a verdict is computed."""
+
+    steps: int
+    typical: int
+    """Number of typical steps."""
+    last_step: int | None
+
+
+class Evidence(Struct, frozen=True, tag_field="type"):
+    """The basis of a verdict. There is a class for each kind of evidence."""
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """The kinds of verdicts that rest on it; () if that is only the kind with its tag."""
+    is_of_run: ClassVar[bool] = False
+    """True for the verdict on the typical step of the whole run."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that the verdict is about; () for the rank of the verdict alone."""
+        return ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules that explain the finding."""
+        return ()
+
+    @property
+    def slow_too(self) -> tuple[int, ...]:
+        """Other slow ranks that are included in the verdict's cost."""
+        return ()
+
+    @property
+    def cause(self) -> str:
+        """Class of the cause; "" if there are no classes."""
+        return ""
+
+    @property
+    def large_uses(self) -> set[str]:
+        """Kinds of large uses of the typical step's time."""
+        return set()
+
+    @property
+    def scope(self) -> str:
+        """The unit that is slow: rank (a single rank), node, position or stage; "" if the verdict is
+        not about slow ranks."""
+        return ""
+
+    @property
+    def subjects(self) -> set[str]:
+        """Names of the links at fault. A verdict on links is updated with each new one."""
+        return set()
+
+    @property
+    def duration_s(self) -> float | None:
+        """Time without a finished step, for a hang."""
+        return None
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """Causes of the slowness of a rank; None if no diagnosis was made."""
+        return None
+
+    @property
+    def stacks(self) -> Mapping[int, RankStack]:
+        """Python stacks that were read while the job hung, by rank."""
+        return {}
+
+    @property
+    def stops_run(self) -> bool:
+        """True if the run did not recover from it."""
+        return False
+
+    def describe(self, verdict: Verdict) -> str:
+        """Return the finding in sentences, with its numbers."""
+        return verdict.text
+
+    def explain(self, verdict: Verdict) -> str:
+        """Return the measurement in sentences. Place, cost, time and cause are in other fields."""
+        return verdict.text
+
+    def describe_causes(self) -> str:
+        """Return the causes of a rank's slowness, or the causes that were ruled out."""
+        return ""
+
+    def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
+        """Return the seconds of job time that the cause has cost so far; None if not known."""
+        cost_s, held = verdict.cost_s_per_step, verdict.held
+        if cost_s is None or verdict.since_step is None or held is None:
+            return None if cost_s is None else cost_s * run.steps
+        until = held.until_step
+        if until is None:
+            until = verdict.since_step + 1 if run.last_step is None else run.last_step + 1
+        return cost_s * max(0, min(until - (held.since_step or 0), run.steps))
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """One conclusion. A row of the report's `verdicts`."""
+
+    kind: str
+    rank: int | None = None
+    phase: str | None = None
+    cost_s_per_step: float | None = None
+    """Seconds per step that the job would save without the problem."""
+    cost_share: float | None = None
+    since_step: int | None = None
+    confidence: float
+    lost_s: float | None = None
+    """Seconds of job time that the cause has cost so far; None if not known."""
+    text: str = ""
+    """The finding in sentences, with its numbers."""
+    advice: str = ""
+    """Key of the general action, by which a more precise one is chosen; "" without one."""
+    action: str = ""
+    """The action to take; "" if not applicable."""
+    because: str = ""
+    """The figures of the run that justify the action; "" for a general action."""
+    explanation: str = ""
+    """The measurement. Place, cost, time, cause and action are in other fields."""
+    cause: str = ""
+    """The cause of a rank's slowness, or the causes that were ruled out; "" without a diagnosis."""
+    where: dict[str, str] | None = None
+    """Names for the rank's location: host, scheduler, container, cloud."""
+    held: Period | None = None
+    """None if the period is not known."""
+    is_over: bool = False
+    """True if the verdict is only about an earlier part of the run."""
+    evidence: Evidence
+    """The type of the evidence depends on `kind`."""
+
+    def __post_init__(self) -> None:
+        # The sentences are made of the other fields, also after one of these was replaced.
+        force_setattr(self, "text", self.evidence.describe(self))
+        force_setattr(self, "explanation", self.evidence.explain(self))
+        force_setattr(self, "cause", self.evidence.describe_causes())
+
+    @property
+    def sentence(self) -> str:
+        """The finding and the action to take, as one text."""
+        return f"{self.text}{_NEXT}{self.action}" if self.action else self.text
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that the verdict is about; () for a verdict on the whole job."""
+        return self.evidence.ranks or (() if self.rank is None else (self.rank,))
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the period of the verdict is known to have ended."""
+        return self.held is not None and self.held.until_step is not None
+
+    @property
+    def base_kind(self) -> str:
+        """The kind without the suffix of verdicts that are no longer true."""
+        return self.kind.removesuffix(OVER)
+
+    @property
+    def sort_key(self) -> tuple[int, float]:
+        """Verdicts on what stops the job are first, then current verdicts, then past verdicts. Within
+        each group, the costliest verdict is first."""
+        if self.kind in _URGENT or self.evidence.stops_run:
+            # Hangs are listed before deaths. Processes of a job that hangs are often killed, and
+            # the verdict on a hang names ranks that died before it.
+            return 0, 1.0 if self.kind == "died" else 0.0
+        return 2 if self.is_over else 1, -(self.lost_s or 0.0)
+
+    def judge_is_over(self) -> bool:
+        """Return True if the verdict is only about an earlier part of the run.
+
+        An ended hang is like a long step: if it took at least the share WORTH_A_LINE of all step
+        time, return False.
+        """
+        if self.evidence.stops_run:
+            return False
+        if self.kind == f"hang{OVER}":
+            return (self.cost_share or 0.0) < WORTH_A_LINE
+        if self.evidence.is_of_run and self.has_ended:
+            return True
+        return self.kind.endswith(OVER) or self.kind == "straggler_transient"
