@@ -19,7 +19,6 @@ from torchlens_perf.analysis.statistics.time_account import find_cells
 from torchlens_perf.diagnosis.actions.job import Job, Rule
 from torchlens_perf.diagnosis.actions.table import (
     ACTIONS,
-    COMPUTING,
     Choice,
     choose_actions,
     find_actions,
@@ -34,9 +33,7 @@ from torchlens_perf.run.training_settings import (
     TrainingSettings,
 )
 from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.bottleneck import DATA_ACTION
-from torchlens_perf.verdicts.words.evidence import LongStepsEvidence, NotComparedEvidence
-from torchlens_perf.verdicts.words.modules import computing_action
+from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
 from torchlens_perf.verdicts.words.report import LostTime
 
 GB, STEPS = 1 << 30, 64
@@ -288,17 +285,21 @@ MORE: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def verdict(job: Job, kind: str, cause: str) -> Any:
-    """Return a verdict of this kind and cause."""
-    action = computing_action(job.report) if cause == COMPUTING else cause
-    long_steps: Any = {"kinds": [], "part": cause}
-    evidence = LongStepsEvidence(long_steps) if kind == "long_steps" else NotComparedEvidence(0)
-    return Verdict(kind=kind, confidence=0.9, text="It is so.", action=action, evidence=evidence)
+def verdict(kind: str, advice: str) -> Verdict:
+    """Return a verdict of this kind, whose general action has this key."""
+    return Verdict(
+        kind=kind,
+        confidence=0.9,
+        text="It is so.",
+        advice=advice,
+        action="wait.",
+        evidence=NotComparedEvidence(0),
+    )
 
 
 def choices(job: Job) -> list[Choice]:
     """Return the actions that verdicts of all kinds would get."""
-    return [each for key in ACTIONS for each in find_actions(job, verdict(job, *key))]
+    return [each for key in ACTIONS for each in find_actions(job, verdict(*key))]
 
 
 def keys(job: Job) -> set[str]:
@@ -378,7 +379,7 @@ def test_short_wait_is_not_worth_a_worker() -> None:
 def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
     settings = {"loader": dataclasses.replace(LOADER, pin_memory=False, has_tokenizer=True)}
     job = make_job({**CLEAN, "data": 40.0}, **GPU, settings=settings)
-    found = find_actions(job, verdict(job, "data_bound", DATA_ACTION))
+    found = find_actions(job, verdict("data_bound", "data"))
 
     assert [each.rule.key for each in found] == [
         "tokenize-before-training",
@@ -390,16 +391,16 @@ def test_largest_gain_is_first_and_unknown_gains_are_last() -> None:
 def test_verdict_gets_a_precise_action_and_the_figures_behind_it() -> None:
     job = make_job(WAITS, settings={"loader": LOADER})
     verdicts = [
-        verdict(job, "data_bound", DATA_ACTION),
-        verdict(job, "host_bound", "wait."),
-        structs.replace(verdict(job, "data_bound", DATA_ACTION), is_over=True),
+        verdict("data_bound", "data"),
+        verdict("host_bound", ""),
+        structs.replace(verdict("data_bound", "data"), is_over=True),
     ]
     job.report["verdicts"] = verdicts
     choose_actions(job)
 
     assert verdicts[0].sentence == "It is so. Next: start more workers: DataLoader(num_workers=3)."
     assert verdicts[0].because.startswith("2 DataLoader workers cannot keep up: waiting for data")
-    assert [each.action for each in verdicts[1:]] == ["wait.", DATA_ACTION]
+    assert [each.action for each in verdicts[1:]] == ["wait.", "wait."]
     assert [each.because for each in verdicts[1:]] == ["", ""]
 
 

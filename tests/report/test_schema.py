@@ -47,7 +47,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     StragglerGroup,
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words import bottleneck, evidence, stragglers
+from torchlens_perf.verdicts.words import bottleneck, evidence, growth, startup, stragglers
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 
@@ -201,8 +201,8 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ),
     ("died", evidence.DiedEvidence): lambda run: node(ended="died"),
     ("failed", evidence.FailedEvidence): lambda run: node(ended="failed", failure=FAILURE),
-    ("startup", evidence.StartupEvidence): lambda run: node(process_began_ns=-200_000_000_000),
-    ("growing_steps", evidence.GrowthEvidence): lambda run: NodeState(
+    ("startup", startup.StartupEvidence): lambda run: node(process_began_ns=-200_000_000_000),
+    ("growing_steps", growth.GrowthEvidence): lambda run: NodeState(
         HOST, {"0": state_of(0, 1, GROWING)}
     ),
     ("uneven_steps", evidence.UnevenStepsEvidence): lambda run: uneven_node(),

@@ -71,7 +71,6 @@ from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.verdict_periods import VerdictPeriods
 from torchlens_perf.verdicts.words import run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import other_threads_note
-from torchlens_perf.verdicts.words.cpu import replace_cpu_action
 from torchlens_perf.verdicts.words.device_pace import replays_graphs
 from torchlens_perf.verdicts.words.oom import out_of_memory_note
 from torchlens_perf.verdicts.words.run_state import (
@@ -222,7 +221,7 @@ def _build_report(
         verdict.build_verdicts(facts, findings, hang, links), processes, by_device=by_device
     )
     rows = [
-        structs.replace(replace_cpu_action(each, facts), where=_location_names(each, processes))
+        structs.replace(each, where=_location_names(each, processes))
         for each in times.add_periods(found)
     ]
     facts["goodput"] = build_goodput(nodes, _find_losses(rows), facts["gpus"])

@@ -35,7 +35,6 @@ from torchlens_perf.verdicts.words.evidence import (
     OutOfMemoryEvidence,
 )
 from torchlens_perf.verdicts.words.hang import OpenHang
-from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.verdicts.words.stragglers import PastStragglerEvidence, StragglerEvidence
 
 if TYPE_CHECKING:
@@ -206,11 +205,9 @@ class VerdictPeriods:
         rest = [each for each, in_it in columns if each is not None and not in_it]
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         computing_s = _mean([each.computing.seconds for each in inside])
-        computing = dataclasses.replace(
-            inside[0].computing, seconds=computing_s, action=computing_action(self.facts)
-        )
+        computing = dataclasses.replace(inside[0].computing, seconds=computing_s)
         before_s = _mean([each.step_s for each in rest])
-        return [past.build_compute_verdict(computing, step_s, before_s, held)]
+        return [past.build_compute_verdict(computing, step_s, before_s, held, self.facts)]
 
     def _find_temporary_limit(self, kind: str) -> Verdict | None:
         if self.windows is None:
@@ -235,7 +232,9 @@ class VerdictPeriods:
             return None
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         use = dataclasses.replace(inside[0].wait_of_kind(kind), seconds=use_s)
-        return past.build_run_part_verdict(use, step_s, rest_s, held, everywhere=everywhere)
+        return past.build_run_part_verdict(
+            use, step_s, rest_s, held, self.facts, everywhere=everywhere
+        )
 
     def _collect_past_findings(self, shown: set[str]) -> list[Verdict]:
         """Return verdicts on the sidecar's ended findings, the newest first.

@@ -1,4 +1,4 @@
-"""The table of actions, by the kind and the cause of a verdict. Pure.
+"""The table of actions, by the kind and the general advice of a verdict. Pure.
 
 Each verdict comes with a general action. If a rule finds that a more precise one applies, the verdict
 gets that action, with the figures of the run that justify it.
@@ -14,16 +14,6 @@ from torchlens_perf.analysis.statistics.quantities import format_duration, forma
 from torchlens_perf.diagnosis.actions import communication, computing, host, loading
 from torchlens_perf.diagnosis.what_if import MAX_DRIFT, MODEL_ERROR, parse_change
 from torchlens_perf.errors import ConfigError
-from torchlens_perf.verdicts.words.bottleneck import (
-    COMMUNICATION_ACTION,
-    COMPILED_LAUNCH_ACTION,
-    DATA_ACTION,
-    HOST_ACTION,
-    LAUNCH_ACTION,
-    RANKS_ACTION,
-)
-from torchlens_perf.verdicts.words.evidence import LongStepsEvidence
-from torchlens_perf.verdicts.words.modules import computing_action
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.actions.job import Job, Rule
@@ -32,27 +22,26 @@ if TYPE_CHECKING:
 COMPUTING = "computing"
 _LAUNCHES = (computing.use_cuda_graphs, computing.enlarge_micro_batch)
 ACTIONS: dict[tuple[str, str], tuple[Rule, ...]] = {
-    ("data_bound", DATA_ACTION): (
+    ("data_bound", "data"): (
         loading.use_workers, loading.add_workers, loading.tokenize_before, loading.pin_memory,
     ),
     ("long_steps", "data"): (loading.prefetch_more,),
-    ("communication_bound", COMMUNICATION_ACTION): (
+    ("communication_bound", "communication"): (
         communication.resize_buckets, communication.do_not_search_unused, communication.declare_static_graph,
         communication.reduce_once_per_step, communication.accumulate_gradients, communication.keep_parameters,
         communication.prefetch_parameters,
     ),
-    ("communication_bound", RANKS_ACTION): (communication.balance_lengths,),
+    ("communication_bound", "ranks"): (communication.balance_lengths,),
     ("compute_bound", COMPUTING): (
         computing.fuse_optimizer, computing.group_tensors, computing.keep_activations,
     ),
-    ("host_bound", HOST_ACTION): (
+    ("host_bound", "host"): (
         host.do_not_synchronize, host.set_gradients_to_none, loading.pin_memory,
     ),
-    ("host_bound", LAUNCH_ACTION): (computing.compile_model, *_LAUNCHES),
-    ("host_bound", COMPILED_LAUNCH_ACTION): _LAUNCHES,
+    ("host_bound", "launches"): (computing.compile_model, *_LAUNCHES),
+    ("host_bound", "compiled_launches"): _LAUNCHES,
 }  # fmt: skip
-"""Rules for precise actions, by the kind of a verdict and its cause. The cause is the general action,
-"computing", or for long steps their part."""
+"""Rules for precise actions, by the kind of a verdict and its `advice`."""
 MIN_GAIN = 0.02
 """An action whose gain is certainly no larger share of a step is not given."""
 _MIN_COMPUTING_GAIN = 0.1
@@ -83,19 +72,11 @@ def choose_actions(job: Job) -> None:
 
 def find_actions(job: Job, row: Verdict) -> list[Choice]:
     """Return the precise actions on a verdict, the largest gain first, and unknown gains last."""
-    cause = _find_cause(row, computing_action(job.report))
-    rules = ACTIONS.get((row.kind, cause), ())
-    least = _MIN_COMPUTING_GAIN if cause == COMPUTING else 0.0
+    rules = ACTIONS.get((row.kind, row.advice), ())
+    least = _MIN_COMPUTING_GAIN if row.advice == COMPUTING else 0.0
     found = [choice for rule in rules if (choice := _judge(job, rule)) is not None]
     found = [each for each in found if each.share is None or each.share >= least]
     return sorted(found, key=lambda each: -(each.share or 0.0))
-
-
-def _find_cause(row: Verdict, on_computing: str) -> str:
-    evidence = row.evidence
-    if isinstance(evidence, LongStepsEvidence):
-        return "" if evidence.long["kinds"] else evidence.long["part"]
-    return COMPUTING if row.action == on_computing else row.action
 
 
 def _judge(job: Job, rule: Rule) -> Choice | None:

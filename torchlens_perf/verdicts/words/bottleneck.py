@@ -31,7 +31,7 @@ from torchlens_perf.run.loader_period import hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, RunLength, Verdict
-from torchlens_perf.verdicts.words.cpu import CPU_ACTION
+from torchlens_perf.verdicts.words.cpu import cpu_action
 from torchlens_perf.verdicts.words.device_pace import (
     COMPUTE,
     describe_other_processes,
@@ -218,7 +218,10 @@ class TimeShare:
     phase: str
     seconds: float
     what: str
-    action: str
+    advice: str
+    """The key of the general action against it."""
+    action: str = ""
+    """A more precise action; "" for the general one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,8 +276,8 @@ class StepBreakdown:
         return [each for each in self.waits if each.seconds >= _WORTH_NAMING * self.step_s]
 
 
-def break_down_step(account: TimeAccount, *, look_at: str = "") -> StepBreakdown:
-    """Return how a step spends its time. look_at: the advice if computing limits the step."""
+def break_down_step(account: TimeAccount) -> StepBreakdown:
+    """Return how a step spends its time."""
     step_s, lack_s = account.wall_ns / 1e9, account.sum_ns(OWN_PARTS, [CPU]) / 1e9
     left_s = {part: part_ns / 1e9 for part, part_ns in account.uses_ns().items()}
     computing = {part: left_s[part] for part in COMPUTE if left_s[part] > 0}
@@ -285,7 +288,7 @@ def break_down_step(account: TimeAccount, *, look_at: str = "") -> StepBreakdown
     waits = [dataclasses.replace(_LACK, seconds=lack_s)]
     waits += [dataclasses.replace(each, seconds=left_s[each.phase]) for each in _WAITS]
     waits.sort(key=lambda use: -use.seconds)
-    use = TimeShare("compute_bound", largest, sum(computing.values()), what, look_at)
+    use = TimeShare("compute_bound", largest, sum(computing.values()), what, "computing")
     return StepBreakdown(step_s, use, waits)
 
 
@@ -390,7 +393,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
             cost_s_per_step=sampled * step_s,
             cost_share=sampled,
             confidence=0.8,
-            action=CPU_ACTION,
+            action=cpu_action(report),
             evidence=SampledCpuLackEvidence(sampled),
         )
     unrecorded = _build_other_threads_verdict(report, found)
@@ -430,7 +433,8 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
         cost_s_per_step=cost_s,
         cost_share=cost_s / step_s,
         confidence=0.9,
-        action=following.action,
+        advice=following.advice,
+        action=action_against(following, report),
         evidence=TypicalStepEvidence(step_s, uses_s, named, said),
     )
 
@@ -555,7 +559,7 @@ def _break_down_host_step(report: Facts) -> StepBreakdown:
     parts_s[_COMMUNICATION] -= hidden_s
     lack_s = mean_by_part(step["lack_of_cpu"] or {} for step in steps)
     account = TimeAccount.from_parts(1e9 * parts_s, 1e9 * lack_s)
-    found = break_down_step(account, look_at=computing_action(report))
+    found = break_down_step(account)
     return dataclasses.replace(_name_waiting_for_ranks(report, found), hidden_data_s=hidden_s)
 
 
@@ -587,36 +591,52 @@ def _hidden_data_wait_text(report: Facts, found: StepBreakdown) -> str:
     )
 
 
-DATA_ACTION = (
-    "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out of"
-    " the loader."
-)
-COMMUNICATION_ACTION = (
-    "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
-)
-RANKS_ACTION = (
-    "see what ranks do differently in the same step: batch sizes, sequence lengths, work that one rank"
-    " does alone, other programs on their CPUs."
-)
-HOST_ACTION = (
-    "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in"
-    " perf.section()."
-)
-_LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", CPU_ACTION)
-_WAITS = (
-    TimeShare("data_bound", "data", 0.0, "Waiting for data", DATA_ACTION),
-    TimeShare(
-        "communication_bound",
-        "communication",
-        0.0,
-        "Waiting in communication",
-        COMMUNICATION_ACTION,
+_ADVICE = {
+    "data": (
+        "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out"
+        " of the loader."
     ),
-    TimeShare("host_bound", "host", 0.0, "Host code outside of the phases", HOST_ACTION),
+    "communication": (
+        "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
+    ),
+    "ranks": (
+        "see what ranks do differently in the same step: batch sizes, sequence lengths, work that one"
+        " rank does alone, other programs on their CPUs."
+    ),
+    "host": (
+        "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in"
+        " perf.section()."
+    ),
+    "launches": (
+        "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger"
+        " batch, fused optimizers."
+    ),
+    "compiled_launches": (
+        "larger batches, or less Python between the compiled parts: torchlens-perf capture shows it."
+    ),
+}
+_LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", "cpu")
+_WAITS = (
+    TimeShare("data_bound", "data", 0.0, "Waiting for data", "data"),
+    TimeShare(
+        "communication_bound", "communication", 0.0, "Waiting in communication", "communication"
+    ),
+    TimeShare("host_bound", "host", 0.0, "Host code outside of the phases", "host"),
 )
 _FOR_RANKS = TimeShare(
-    "communication_bound", "communication", 0.0, "Waiting for other ranks", RANKS_ACTION
+    "communication_bound", "communication", 0.0, "Waiting for other ranks", "ranks"
 )
+
+
+def general_action(advice: str, report: Facts) -> str:
+    """Return the general action with this key."""
+    if advice == "cpu":
+        return cpu_action(report)
+    return computing_action(report) if advice == "computing" else _ADVICE[advice]
+
+
+def action_against(use: TimeShare, report: Facts) -> str:
+    return use.action or general_action(use.advice, report)
 
 
 def _name_waiting_for_ranks(report: Facts, found: StepBreakdown) -> StepBreakdown:
@@ -660,17 +680,24 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
             if its_s >= _SOME * whole_s
         ]
         what = f"{use.what}, with the section{'s' * (len(some) > 1)} {' and '.join(some[:2])},"
-        return [dataclasses.replace(use, what=what, action=_section_action(name))]
+        return [dataclasses.replace(use, what=what, advice="", action=_section_action(name))]
     action = _section_action(name)
     if use.seconds < NEARLY * whole_s:
         # The section's time contains waits for a CPU, but `use` does not. It is not shown.
         return [
             dataclasses.replace(
-                use, what=f'{use.what}, most of it in section "{name}",', action=action
+                use,
+                what=f'{use.what}, most of it in section "{name}",',
+                advice="",
+                action=action,
             )
         ]
     seconds = min(seconds, use.seconds)
-    found = [dataclasses.replace(use, seconds=seconds, what=f'Section "{name}"', action=action)]
+    found = [
+        dataclasses.replace(
+            use, seconds=seconds, what=f'Section "{name}"', advice="", action=action
+        )
+    ]
     rest_s = use.seconds - seconds
     if rest_s >= _WORTH_NAMING * step_s:
         found.append(
@@ -688,13 +715,6 @@ def _section_action(name: str) -> str:
 
 # -- on a device
 
-LAUNCH_ACTION = (
-    "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger batch,"
-    " fused optimizers."
-)
-COMPILED_LAUNCH_ACTION = (
-    "larger batches, or less Python between the compiled parts: torchlens-perf capture shows it."
-)
 _SECTION_ACTION = (
     'time parts of the step on the device: wrap them in perf.device_section("name"), also inside of a'
     " captured graph."
@@ -735,7 +755,8 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         cost_s_per_step=first.seconds,
         cost_share=first.seconds / found.step_s,
         confidence=0.8,
-        action=first.action,
+        advice=first.advice,
+        action=action_against(first, report),
         evidence=DeviceStepEvidence(
             device,
             found.step_s,
@@ -764,7 +785,7 @@ def _break_down_device_step(report: Facts, parts: Mapping[str, float]) -> StepBr
     lacks = [typical["lack_of_cpu"] or {} for typical in _collect_typical_steps(report)]
     in_gap = [{part: lack.get(part, 0.0) for part in _GAP} for lack in lacks]
     account = TimeAccount.from_parts(1e9 * mean_by_part([parts]), 1e9 * mean_by_part(in_gap))
-    found = break_down_step(account, look_at=computing_action(report))
+    found = break_down_step(account)
     return _name_waiting_for_ranks(report, found)
 
 
@@ -788,6 +809,7 @@ def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: fl
     told = (f"The host sets the pace: {why}.", idle, describe_other_processes(report))
     startup = report["run"]["startup"]
     compiled = startup is not None and bool(startup["compile_s"])
+    advice = "compiled_launches" if compiled else "launches"
     # A bound is no cost: it may not be compared with costs of other verdicts.
     cost_s = None if pace.is_hidden else pace.idle_s
     return Verdict(
@@ -797,7 +819,8 @@ def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: fl
         cost_share=None if cost_s is None else cost_s / step_s,
         confidence=0.8,
         text=" ".join(filter(None, told)),
-        action=COMPILED_LAUNCH_ACTION if compiled else LAUNCH_ACTION,
+        advice=advice,
+        action=general_action(advice, report),
         evidence=LaunchBoundEvidence(pace.starved, pace.busy, pace.idle_s),
     )
 
@@ -825,7 +848,8 @@ def _build_compute_verdict(
         cost_s_per_step=cost_s,
         cost_share=cost_s / found.step_s,
         confidence=0.8,
-        action=following.action,
+        advice=following.advice,
+        action=action_against(following, report),
         evidence=DeviceStepEvidence(
             device,
             found.step_s,
@@ -933,7 +957,7 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
     why = " and ".join(long["kinds"]) or _part_clause(long)
-    action = _action_on_long_steps(long)
+    action = _action_on_long_steps(report, long)
     others = _other_processes(report, long)
     if (
         long["part"] == "communication"
@@ -987,6 +1011,7 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         cost_share=long["share"],
         confidence=0.9,
         text=text,
+        advice="" if long["kinds"] else long["part"],
         action=action,
         evidence=LongStepsEvidence(long),
     )
@@ -1055,6 +1080,7 @@ def _build_stall_verdict(report: Facts, long: LongSteps, rank: int, often: str) 
         cost_share=long["share"],
         confidence=0.9,
         text=text,
+        advice="" if long["kinds"] else long["part"],
         action=action,
         evidence=LongStepsEvidence(long),
     )
@@ -1128,7 +1154,7 @@ ACTIONS_ON_KINDS = {
 """Actions on long steps, by their kinds."""
 
 
-def _action_on_long_steps(long: LongSteps) -> str:
+def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
     without_gradients = _action_on_passes_without_gradients(long["part"])
     actions = {**ACTIONS_ON_KINDS, WITHOUT_GRADIENTS: without_gradients}
     for kind in long["kinds"]:
@@ -1136,7 +1162,7 @@ def _action_on_long_steps(long: LongSteps) -> str:
             return actions[kind]
     at = _newest_step_numbers(long)
     by_part = {
-        LACK_OF_CPU: CPU_ACTION,
+        LACK_OF_CPU: cpu_action(report),
         "data": f"see what the loader does at {at}.",
         "communication": f"find the rank that does work at {at} which other ranks do not do.",
         "host": (

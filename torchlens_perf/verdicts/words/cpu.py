@@ -6,30 +6,17 @@ from collections import Counter
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from msgspec import structs
-
 from torchlens_perf.analysis.statistics.quantities import format_percent
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.report import Facts
 
-CPU_ACTION = (
-    "see what else keeps the CPUs busy; then use fewer threads, workers or ranks, or more CPUs."
-)
-"""The general advice. replace_cpu_action() replaces it with advice for the run."""
 # Other programs are named if they keep at least this share of the job's CPUs busy.
 _OTHERS = 0.1
 
 
-def replace_cpu_action(verdict: Verdict, report: Facts) -> Verdict:
-    """Return the verdict with advice for this run instead of the general advice."""
-    if CPU_ACTION not in verdict.action:
-        return verdict
-    return structs.replace(verdict, action=verdict.action.replace(CPU_ACTION, _cpu_action(report)))
-
-
-def _cpu_action(report: Facts) -> str:
+def cpu_action(report: Facts) -> str:
+    """Return the advice for a job that lacks CPUs."""
     known = [rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None]
     others = [each for each in known if each["others_share"] is not None]
     share = sum(each["others_share"] or 0.0 for each in others) / len(others) if others else 0.0

@@ -248,30 +248,6 @@ class FailedEvidence(Evidence, frozen=True, tag="failed"):
     """Ranks whose processes ended without an exception before watch() was closed."""
 
 
-class StartupEvidence(Evidence, frozen=True, tag="startup"):
-    """Evidence on a run whose start takes a large share of its time."""
-
-    before_first_step_s: float
-    warm_up_more_s: float
-    """Additional time of the warm-up steps, compared with as many usual steps."""
-    compile_s: float | None
-    """Time that the process spent in torch.compile; None if not measured."""
-    cpu_wait_s: float | None
-    """Time during the start in which the main thread was runnable but had no CPU; None if not
-    measured."""
-    whole_s: float
-    """Time from the start of the process to the end of its last step."""
-
-
-class GrowthEvidence(Evidence, frozen=True, tag="growing_steps"):
-    """Evidence on step times that grow over the run. Times are medians over windows."""
-
-    first_third_s: float
-    last_third_s: float
-    later_is_slower: float
-    """Share of all pairs of windows in which steps of the later window take longer."""
-
-
 class WarmUpEvidence(Evidence, frozen=True, tag="warm_up", forbid_unknown_fields=True):
     """Evidence on a run with warm-up steps only. It has no fields."""
 

@@ -6,8 +6,8 @@ import itertools
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
-from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import GrowthEvidence, LongStepsEvidence
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
+from torchlens_perf.verdicts.words.evidence import LongStepsEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
@@ -16,6 +16,26 @@ _MIN_CHANGE = 0.25
 """Smallest growth of the step time from the first to the last third of the run."""
 _MIN_CHANGE_WITHOUT_CPUS = 1.0
 """Smallest growth if ranks lack CPUs. The load of the machine may cause a smaller growth."""
+
+
+class GrowthEvidence(Evidence, frozen=True, tag="growing_steps"):
+    """Evidence on step times that grow over the run. Times are medians over windows."""
+
+    first_third_s: float
+    last_third_s: float
+    later_is_slower: float
+    """Share of all pairs of windows in which steps of the later window take longer."""
+
+    @property
+    def change(self) -> float:
+        return self.last_third_s / self.first_third_s - 1
+
+    def describe(self, verdict: Verdict) -> str:
+        first, last = format_duration(self.first_third_s), format_duration(self.last_third_s)
+        return (
+            f"The step time of the whole job grew by {format_percent(self.change)} over the run:"
+            f" {first} in the first third, {last} in the last."
+        )
 
 
 def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
@@ -30,10 +50,6 @@ def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict
     later = [after > before for before, after in itertools.combinations(means_s, 2)]
     first_s, last_s = trend["first_third_p50_s"], trend["last_third_p50_s"]
     cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
-    text = (
-        f"The step time of the whole job grew by {format_percent(trend['change'])} over the run:"
-        f" {format_duration(first_s)} in the first third, {format_duration(last_s)} in the last."
-    )
     action = "see what grows with the step (an episode, a sequence, a list that is never emptied)."
     return [
         Verdict(
@@ -41,7 +57,6 @@ def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict
             cost_s_per_step=cost_s,
             cost_share=cost_s * len(means_s) / sum(means_s),
             confidence=0.8,
-            text=text,
             action=action,
             evidence=GrowthEvidence(first_s, last_s, sum(later) / len(later)),
         )

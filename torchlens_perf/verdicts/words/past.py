@@ -12,11 +12,12 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.verdicts.verdict import OVER, WORTH_A_LINE, Period, Verdict
+from torchlens_perf.verdicts.words.bottleneck import TimeShare, action_against
 from torchlens_perf.verdicts.words.evidence import PastEvidence, RunPartEvidence
 from torchlens_perf.verdicts.words.hang import OpenHang
 
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.words.bottleneck import TimeShare
+    from torchlens_perf.verdicts.words.report import Facts
 
 
 def build_run_part_verdict(
@@ -24,6 +25,7 @@ def build_run_part_verdict(
     step_s: float,
     rest_s: float,
     held: Period,
+    report: Facts,
     *,
     everywhere: bool = True,
 ) -> Verdict:
@@ -40,7 +42,7 @@ def build_run_part_verdict(
     rest = f"{'' if everywhere else 'where it was measured, '}{format_duration(rest_s)}"
     action = ""
     if until_step is None:
-        action = use.action
+        action = action_against(use, report)
         what = use.what[0].lower() + use.what[1:]
         text = f"Since step {since_step}, {what} takes {takes}; before, {rest}."
     else:
@@ -57,6 +59,7 @@ def build_run_part_verdict(
         since_step=since_step,
         confidence=0.8,
         text=text,
+        advice=use.advice,
         action=action,
         held=held,
         evidence=RunPartEvidence(step_s, use.seconds, rest_s),
@@ -64,7 +67,7 @@ def build_run_part_verdict(
 
 
 def build_compute_verdict(
-    computing: TimeShare, step_s: float, before_s: float, held: Period
+    computing: TimeShare, step_s: float, before_s: float, held: Period, report: Facts
 ) -> Verdict:
     """Return a verdict that computing limits the newest steps, but did not limit earlier steps.
 
@@ -83,7 +86,8 @@ def build_compute_verdict(
         since_step=held.since_step,
         confidence=0.8,
         text=text,
-        action=computing.action,
+        advice=computing.advice,
+        action=action_against(computing, report),
         held=held,
         evidence=RunPartEvidence(step_s, computing.seconds, 0.0),
     )

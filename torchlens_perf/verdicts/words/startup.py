@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.cpu import CPU_ACTION
-from torchlens_perf.verdicts.words.evidence import StartupEvidence
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
+from torchlens_perf.verdicts.words.cpu import cpu_action
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Run
@@ -21,6 +20,39 @@ _COMPILES_MUCH = 0.25
 """The advice is about torch.compile if it takes at least this share of the startup."""
 _WAITS_MUCH = 0.25
 """The advice is about CPUs if waiting for a CPU takes at least this share of the startup."""
+
+
+class StartupEvidence(Evidence, frozen=True, tag="startup"):
+    """Evidence on a run whose start takes a large share of its time."""
+
+    before_first_step_s: float
+    warm_up_more_s: float
+    """Additional time of the warm-up steps, compared with as many usual steps."""
+    compile_s: float | None
+    """Time that the process spent in torch.compile; None if not measured."""
+    cpu_wait_s: float | None
+    """Time during the start in which the main thread was runnable but had no CPU; None if not
+    measured."""
+    whole_s: float
+    """Time from the start of the process to the end of its last step."""
+
+    @property
+    def lost_s(self) -> float:
+        return self.before_first_step_s + self.warm_up_more_s
+
+    def describe(self, verdict: Verdict) -> str:
+        parts = f"{format_duration(self.before_first_step_s)} before the first recorded step"
+        if self.warm_up_more_s >= _WORTH_NAMING * self.lost_s:
+            more = format_duration(self.warm_up_more_s)
+            parts += f", and {more} more than usual in the warm-up steps"
+        if (self.cpu_wait_s or 0.0) >= 1.0:
+            waited = format_duration(self.cpu_wait_s or 0.0)
+            parts += f"; the main thread waited {waited} of that for a CPU"
+        if self.compile_s:
+            parts += f"; torch.compile took {format_duration(self.compile_s)} in this process"
+        lost, whole = format_duration(self.lost_s), format_duration(self.whole_s)
+        share = format_percent(self.lost_s / self.whole_s)
+        return f"The start takes {share} of the run ({lost} of {whole}): {parts}."
 
 
 def describe_startup(run: Run) -> str:
@@ -59,46 +91,28 @@ def build_startup_verdicts(report: Facts) -> list[Verdict]:
     whole_s = start["before_first_step_s"] + start["warm_up_s"] + steps["total_s"]
     if lost_s < _MIN_START_S or lost_s < _WORTH_NAMING * whole_s:
         return []
-    parts = f"{format_duration(start['before_first_step_s'])} before the first recorded step"
-    if warm_up_s >= _WORTH_NAMING * lost_s:
-        parts += f", and {format_duration(warm_up_s)} more than usual in the warm-up steps"
-    compile_s = start["compile_s"] or 0.0
-    compiling = (
-        f"; torch.compile took {format_duration(compile_s)} in this process" if compile_s else ""
-    )
-    cpu_wait_s = start["cpu_wait_s"] or 0.0
-    waiting = (
-        f"; the main thread waited {format_duration(cpu_wait_s)} of that for a CPU"
-        if cpu_wait_s >= 1.0
-        else ""
+    found = StartupEvidence(
+        start["before_first_step_s"], warm_up_s, start["compile_s"], start["cpu_wait_s"], whole_s
     )
     action = (
         "look at imports, loading of data and checkpoints, and process groups: py-spy record shows"
         " the code."
     )
-    if cpu_wait_s >= _WAITS_MUCH * lost_s:
-        action = CPU_ACTION
-    elif compile_s >= _COMPILES_MUCH * lost_s:
+    if (start["cpu_wait_s"] or 0.0) >= _WAITS_MUCH * lost_s:
+        action = cpu_action(report)
+    elif (start["compile_s"] or 0.0) >= _COMPILES_MUCH * lost_s:
         action = (
             "keep compiled code between runs (TORCHINDUCTOR_CACHE_DIR on a disk that stays),"
             " compile fewer or regional parts (torch.compile of the repeated block), or train"
             " longer for each start."
         )
-    text = (
-        f"The start takes {format_percent(lost_s / whole_s)} of the run ({format_duration(lost_s)} of"
-        f" {format_duration(whole_s)}): {parts}{waiting}{compiling}."
-    )
-    before_s, measured_wait_s = start["before_first_step_s"], start["cpu_wait_s"]
     return [
         Verdict(
             kind="startup",
             cost_s_per_step=lost_s / steps["count"],
             cost_share=lost_s / whole_s,
             confidence=0.9,
-            text=text,
             action=action,
-            evidence=StartupEvidence(
-                before_s, warm_up_s, start["compile_s"], measured_wait_s, whole_s
-            ),
+            evidence=found,
         )
     ]
