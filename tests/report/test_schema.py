@@ -36,7 +36,7 @@ from torchlens_perf.run.ring import Flag, Kind
 from torchlens_perf.run.verdicts import Alert
 from torchlens_perf.sidecar.node import Sidecar
 from torchlens_perf.simulate.simulation import Topology
-from torchlens_perf.verdicts import node_state
+from torchlens_perf.verdicts import node_state, slow_links
 from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.episodes import Episode
@@ -47,7 +47,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     StragglerGroup,
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words import bottleneck, evidence, growth, startup, stragglers
+from torchlens_perf.verdicts.words import bottleneck, evidence, growth, past, startup, stragglers
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 
@@ -194,7 +194,7 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("imbalance", evidence.ImbalanceEvidence): lambda run: node(
         findings=findings(imbalance=IMBALANCE)
     ),
-    ("slow_link", evidence.SlowLinkEvidence): linked,
+    ("slow_link", slow_links.SlowLinkEvidence): linked,
     ("hang", OpenHang): lambda run: node(ended="", hang=HANG),
     ("out_of_memory", evidence.OutOfMemoryEvidence): lambda run: node(
         out_of_memory=memory.oom(step=99, file="f")
@@ -254,23 +254,23 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
         (f"{kind}_ended", evidence.PastEvidence): lambda run, kind=kind: node(records=noted(kind))
         for kind in ("hang", "slow_link", "imbalance")
     },
-    ("compute_bound", evidence.RunPartEvidence): lambda run: for_a_while(
+    ("compute_bound", past.RunPartEvidence): lambda run: for_a_while(
         {"data": 30.0}, since=0, steps=100
     ),
-    ("data_bound", evidence.RunPartEvidence): lambda run: for_a_while({"data": 30.0}, since=120),
-    ("data_bound_ended", evidence.RunPartEvidence): lambda run: for_a_while({"data": 30.0}),
-    ("communication_bound", evidence.RunPartEvidence): lambda run: for_a_while(
+    ("data_bound", past.RunPartEvidence): lambda run: for_a_while({"data": 30.0}, since=120),
+    ("data_bound_ended", past.RunPartEvidence): lambda run: for_a_while({"data": 30.0}),
+    ("communication_bound", past.RunPartEvidence): lambda run: for_a_while(
         {"communication": 30.0}, since=120
     ),
-    ("communication_bound_ended", evidence.RunPartEvidence): lambda run: for_a_while(
+    ("communication_bound_ended", past.RunPartEvidence): lambda run: for_a_while(
         {"communication": 30.0}
     ),
-    ("host_bound", evidence.RunPartEvidence): lambda run: for_a_while({"host": 30.0}, since=120),
-    ("host_bound_ended", evidence.RunPartEvidence): lambda run: for_a_while({"host": 30.0}),
-    ("lack_of_cpu", evidence.RunPartEvidence): lambda run: for_a_while(
+    ("host_bound", past.RunPartEvidence): lambda run: for_a_while({"host": 30.0}, since=120),
+    ("host_bound_ended", past.RunPartEvidence): lambda run: for_a_while({"host": 30.0}),
+    ("lack_of_cpu", past.RunPartEvidence): lambda run: for_a_while(
         {"forward": 40.0, "cpu": 30.0}, since=120
     ),
-    ("lack_of_cpu_ended", evidence.RunPartEvidence): lambda run: for_a_while(
+    ("lack_of_cpu_ended", past.RunPartEvidence): lambda run: for_a_while(
         {"forward": 40.0, "cpu": 30.0}
     ),
 }

@@ -10,11 +10,11 @@ from msgspec import structs
 
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
 from torchlens_perf.verdicts.finding_log import FindingLog, FindingRecords
+from torchlens_perf.verdicts.slow_links import SlowLinkEvidence
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import SlowLinkEvidence
 from torchlens_perf.verdicts.words.hang import OpenHang, RankStack
 
 MS = 1e6
@@ -81,7 +81,6 @@ def slow_links(*groups: tuple[int, ...]) -> Verdict:
         cost_s_per_step=0.01,
         cost_share=0.1,
         confidence=0.8,
-        text="It is slow.",
         action="see.",
         evidence=SlowLinkEvidence(LinkFindings(links, (), (), len(links), "")),
     )

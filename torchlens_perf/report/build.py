@@ -67,7 +67,7 @@ from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
 from torchlens_perf.verdicts.stragglers.placement import Placement
-from torchlens_perf.verdicts.verdict import Verdict
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.verdict_periods import VerdictPeriods
 from torchlens_perf.verdicts.words import run_state, verdict
 from torchlens_perf.verdicts.words.bottleneck import other_threads_note
@@ -97,6 +97,8 @@ if TYPE_CHECKING:
     )
 
 SCHEMA = 2
+EVIDENCE = Evidence.__subclasses__()
+"""All types of evidence of verdicts, which the modules above define."""
 # Flags of steps of which ranks need not make equally many.
 _OTHER_STEPS = int(Flag.EVALUATION | Flag.EVALUATED | Flag.INFERENCE)
 _REMOVED = "were removed to stay below disk_bytes"

@@ -8,9 +8,9 @@ from typing import IO, Any
 
 import msgspec
 
+from torchlens_perf.report.build import EVIDENCE
 from torchlens_perf.verdicts.verdict import Evidence
 from torchlens_perf.verdicts.words.report import Report
-from torchlens_perf.verdicts.words.verdict import EVIDENCE
 
 
 def write_json(value: Mapping[str, Any], file: IO[str]) -> None:

@@ -1,16 +1,40 @@
-"""The verdict on slow links, from the statistics of a job's collectives. Pure."""
+"""The verdict on slow links, from the statistics of a job's collectives, and its sentences. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
+from torchlens_perf.analysis.statistics.quantities import format_bytes, format_duration, printable
+from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.sketch import merge_sketches
+from torchlens_perf.verdicts.verdict import Evidence, Verdict
 
 if TYPE_CHECKING:
-    from torchlens_perf.analysis.collectives.slow_link import LinkFindings
     from torchlens_perf.analysis.statistics.rank import RankStatistics
-    from torchlens_perf.verdicts.verdict import Verdict
+
+
+class SlowLinkEvidence(Evidence, frozen=True, tag="slow_link"):
+    """Evidence on slow links, the costliest first."""
+
+    found: LinkFindings
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that all slow links share, or else the ranks of the worst link."""
+        return self.found.shared_ranks or self.found.links[0].ranks
+
+    @property
+    def cause(self) -> str:
+        return "slow_communication"
+
+    @property
+    def subjects(self) -> set[str]:
+        return {f"{link.group} {format_ranges(sorted(link.ranks))}" for link in self.found.links}
+
+    def describe(self, verdict: Verdict) -> str:
+        return describe_slow_links(self.found)
 
 
 def build_slow_link_verdict(
@@ -22,11 +46,66 @@ def build_slow_link_verdict(
     """
     if not found.links:
         return None
-    # Importing this module takes time, and a sidecar rarely needs it.
-    from torchlens_perf.verdicts.words import verdict
-
     steps = merge_sketches(each.step for each in ranks)
     counted = max((each.counted_steps for each in ranks), default=0)
-    return verdict.build_link_verdict(
-        counted, steps.mean_ns() / 1e9 if steps.count else None, found
+    return build_link_verdict(counted, steps.mean_ns() / 1e9 if steps.count else None, found)
+
+
+def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:
+    """Return the verdict on slow links. links: findings with at least one slow link.
+
+    steps: number of steps. mean_s: mean duration of a step.
+    """
+    worst = links.links[0]
+    where = (
+        f"rank {links.shared_ranks[0]}"
+        if links.shared_ranks
+        else f"ranks {format_ranges(worst.ranks)}"
     )
+    action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
+    cost_s = worst.cost_ns / 1e9 / max(1, steps)
+    share = cost_s / mean_s if mean_s else 0.0
+    return Verdict(
+        kind="slow_link",
+        phase="communication",
+        cost_s_per_step=cost_s,
+        cost_share=share,
+        confidence=0.8,
+        action=action,
+        evidence=SlowLinkEvidence(links),
+    )
+
+
+def describe_slow_links(findings: LinkFindings) -> str:
+    """Return a sentence on the slow links; "" if no link is slow.
+
+    If links could not be compared, return the reason.
+    """
+    if not findings.links:
+        return findings.undecided
+    worst = findings.links[0]
+    text = (
+        f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes "
+    )
+    text += (
+        f"{format_duration(worst.transfer_ns / 1e9)}, {format_duration(worst.peers_transfer_ns / 1e9)} on its"
+        f" {worst.peers} peers"
+    )
+    if worst.busbw is not None and worst.peers_busbw is not None:
+        text += f" ({format_bytes(worst.busbw, 'B/s')} against {format_bytes(worst.peers_busbw, 'B/s')} on the bus)"
+    at_most = "at most " if worst.overlapped else ""
+    text += f"; that cost {at_most}{format_duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
+    if len(findings.links) > 1:
+        text += f" {len(findings.links)} links are slow"
+        if findings.shared_ranks:
+            text += f"; all of them involve rank {format_ranges(findings.shared_ranks)}"
+        elif findings.shared_nodes:
+            text += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
+        text += "."
+    return text
+
+
+def _name_link(link: SlowLink) -> str:
+    if link.pair:
+        return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
+    return f"the communication of ranks {format_ranges(link.ranks)}"

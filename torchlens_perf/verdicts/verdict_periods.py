@@ -205,9 +205,10 @@ class VerdictPeriods:
         rest = [each for each, in_it in columns if each is not None and not in_it]
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         computing_s = _mean([each.computing.seconds for each in inside])
-        computing = dataclasses.replace(inside[0].computing, seconds=computing_s)
         before_s = _mean([each.step_s for each in rest])
-        return [past.build_compute_verdict(computing, step_s, before_s, held, self.facts)]
+        evidence = past.RunPartEvidence(step_s, computing_s, "Computing", before_s, True)
+        use = inside[0].computing
+        return [past.build_run_part_verdict(use, evidence, held, self.facts)]
 
     def _find_temporary_limit(self, kind: str) -> Verdict | None:
         if self.windows is None:
@@ -231,10 +232,9 @@ class VerdictPeriods:
         if not rest or use_s < _MIN_RATIO_TO_REST * rest_s:
             return None
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
-        use = dataclasses.replace(inside[0].wait_of_kind(kind), seconds=use_s)
-        return past.build_run_part_verdict(
-            use, step_s, rest_s, held, self.facts, everywhere=everywhere
-        )
+        use = inside[0].wait_of_kind(kind)
+        evidence = past.RunPartEvidence(step_s, use_s, use.what, rest_s, everywhere)
+        return past.build_run_part_verdict(use, evidence, held, self.facts)
 
     def _collect_past_findings(self, shown: set[str]) -> list[Verdict]:
         """Return verdicts on the sidecar's ended findings, the newest first.

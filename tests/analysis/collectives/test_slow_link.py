@@ -18,7 +18,7 @@ from torchlens_perf.analysis.collectives.slow_link import (
     find_slow_links,
 )
 from torchlens_perf.run.ring import Flag
-from torchlens_perf.verdicts.words.verdict import describe_slow_links
+from torchlens_perf.verdicts.slow_links import describe_slow_links
 
 TRANSFER_US = 400
 # Ranks of a 4 x 4 mesh: rows are tensor-parallel groups on one node, columns data-parallel groups

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import (
-    format_count,
     format_duration,
     format_percent,
 )
 from torchlens_perf.run.training_settings import TrainingSettings
 from torchlens_perf.verdicts.words.device_pace import find_host_pace
-from torchlens_perf.verdicts.words.report import mean_per_step
 
 if TYPE_CHECKING:
     from torchlens_perf.diagnosis.what_if import Replay
     from torchlens_perf.verdicts.words.device_pace import HostPace
-    from torchlens_perf.verdicts.words.evidence import LongSteps
     from torchlens_perf.verdicts.words.report import LostTime, Report
 
 # The share of a step that ranks wait for CPUs, from which no CPU is spare.
@@ -104,24 +101,6 @@ class Job:
         """Like describe(), for a time per step that is no class."""
         share = seconds / self.lost.step_s if share is None else share
         return f"{what} {format_duration(seconds)} ({format_percent(share)}) of a step"
-
-    def long_steps(self, *kinds: str) -> list[LongSteps]:
-        """Return the classes of long steps of these kinds; without kinds, those of no known kind."""
-        rows = self.report["steps"]["long"]
-        return [
-            row for row in rows if set(row["kinds"]) & set(kinds) or not (kinds or row["kinds"])
-        ]
-
-    def per_step(self, rows: Sequence[LongSteps]) -> float:
-        """Return the additional time of long steps, as a mean over all steps."""
-        return mean_per_step(sum(row["total_s"] for row in rows), self.report["steps"])
-
-    def describe_long_steps(self, rows: Sequence[LongSteps], what: str) -> str:
-        """Return a sentence on how many steps did something, and what that costs. what: a verb."""
-        steps = format_count(sum(row["count"] for row in rows), "step")
-        return (
-            f"{steps} {what}, which is {self.describe_seconds('on average', self.per_step(rows))}."
-        )
 
     @property
     def is_cuda(self) -> bool:

@@ -6,6 +6,7 @@ import math
 
 from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
+from torchlens_perf.verdicts.words.report import mean_per_step
 
 _LOADER = "https://docs.pytorch.org/docs/stable/data.html"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
@@ -60,13 +61,15 @@ def prefetch_more(job: Job) -> Proposal | None:
     loader = job.settings.loader
     if loader is None or not loader.workers or (loader.prefetch_factor or 2) > 2:
         return None
-    slow = [row for row in job.long_steps() if row["part"] == "data" and not row["period"]]
-    slow = [row for row in slow if row["waited_for"] is None]
-    cost_s = job.per_step(slow)
+    steps = job.report["steps"]
+    unknown = [row for row in steps["long"] if not row["kinds"] and row["waited_for"] is None]
+    slow = [row for row in unknown if row["part"] == "data" and not row["period"]]
+    cost_s = mean_per_step(sum(row["total_s"] for row in slow), steps)
     if cost_s < 0.05 * job.lost.step_s or job.share("data") - cost_s / job.lost.step_s > 0.02:
         return None
     return Proposal(
-        job.describe_long_steps(slow, "waited for a slow batch"),
+        f"{format_count(sum(row['count'] for row in slow), 'step')} waited for a slow batch, which"
+        f" is {job.describe_seconds('on average', cost_s)}.",
         "Let batches be ready earlier: DataLoader(prefetch_factor=8).",
     )
 

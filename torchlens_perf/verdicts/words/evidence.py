@@ -11,14 +11,11 @@ from typing import TypedDict, final
 
 from msgspec import field
 
-from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
-from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.hang import RankStack
 
-SLOW_COMMUNICATION = "slow_communication"
 LIMITS = ("compute_bound", *NOT_COMPUTING_KINDS)
 
 
@@ -28,25 +25,6 @@ class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
     cause: str = field(name="class")
     scope: str
     ranks: tuple[int, ...]
-
-
-class SlowLinkEvidence(Evidence, frozen=True, tag="slow_link"):
-    """Evidence on slow links, the costliest first."""
-
-    found: LinkFindings
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that all slow links share, or else the ranks of the worst link."""
-        return self.found.shared_ranks or self.found.links[0].ranks
-
-    @property
-    def cause(self) -> str:
-        return SLOW_COMMUNICATION
-
-    @property
-    def subjects(self) -> set[str]:
-        return {f"{link.group} {format_ranges(sorted(link.ranks))}" for link in self.found.links}
 
 
 class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
@@ -100,20 +78,6 @@ class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):
 
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
         return self.long["total_s"]
-
-
-class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
-    """Evidence on a part of the run that was limited by something else than the rest.
-
-    Times are seconds per step, as means over the ranks.
-    """
-
-    kinds = (*LIMITS, *(f"{kind}{OVER}" for kind in NOT_COMPUTING_KINDS))
-    step_s: float
-    spent_s: float
-    """Time of the limit in this part of the run, such as waiting for data."""
-    rest_s: float
-    """Time of the limit in the rest of the run."""
 
 
 class PastEvidence(Evidence, frozen=True, tag="past"):

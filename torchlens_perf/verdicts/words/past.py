@@ -11,85 +11,73 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_percent,
 )
 from torchlens_perf.run.verdicts import format_step_range
-from torchlens_perf.verdicts.verdict import OVER, WORTH_A_LINE, Period, Verdict
+from torchlens_perf.verdicts.verdict import (
+    NOT_COMPUTING_KINDS,
+    OVER,
+    WORTH_A_LINE,
+    Evidence,
+    Period,
+    Verdict,
+)
 from torchlens_perf.verdicts.words.bottleneck import TimeShare, action_against
-from torchlens_perf.verdicts.words.evidence import PastEvidence, RunPartEvidence
+from torchlens_perf.verdicts.words.evidence import LIMITS, PastEvidence
 from torchlens_perf.verdicts.words.hang import OpenHang
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
 
 
+class RunPartEvidence(Evidence, frozen=True, tag="run_part"):
+    """Evidence on a part of the run that was limited by something else than the rest.
+
+    Times are seconds per step, as means over the ranks.
+    """
+
+    kinds = (*LIMITS, *(f"{kind}{OVER}" for kind in NOT_COMPUTING_KINDS))
+    step_s: float
+    spent_s: float
+    """Time of the limit in this part of the run, such as waiting for data."""
+    what: str
+    """The limit in words."""
+    rest_s: float
+    """Time of the limit in the rest of the run; for computing, the time of a step there."""
+    everywhere: bool
+    """True if rest_s was measured in all of the rest."""
+
+    def describe(self, verdict: Verdict) -> str:
+        held, spent = verdict.held, format_duration(self.spent_s)
+        assert held is not None
+        assert held.since_step is not None
+        share = format_percent(self.spent_s / self.step_s)
+        takes = f"{share} ({spent}) of a step of {format_duration(self.step_s)}"
+        rest = format_duration(self.rest_s)
+        if verdict.kind == "compute_bound":
+            rest = f"a step took {rest}"
+        elif not self.everywhere:
+            rest = f"where it was measured, {rest}"
+        if held.until_step is not None:
+            when = format_step_range(held.since_step, held.until_step)
+            return f"{self.what} took {takes} {when}; in the rest of the run, {rest}."
+        what = self.what[0].lower() + self.what[1:]
+        return f"Since step {held.since_step}, {what} takes {takes}; before, {rest}."
+
+
 def build_run_part_verdict(
-    use: TimeShare,
-    step_s: float,
-    rest_s: float,
-    held: Period,
-    report: Facts,
-    *,
-    everywhere: bool = True,
+    use: TimeShare, evidence: RunPartEvidence, held: Period, report: Facts
 ) -> Verdict:
-    """Return a verdict on what limited the steps of a part of the run.
-
-    held: the part. use: the limit, with its time per step in this part of the run. rest_s: the
-    limit's time per step in the rest of the run. everywhere: True if rest_s was measured in all of
-    the rest.
-    """
-    since_step, until_step = held.since_step, held.until_step
-    assert since_step is not None
-    share = use.seconds / step_s
-    takes = f"{format_percent(share)} ({format_duration(use.seconds)}) of a step of {format_duration(step_s)}"
-    rest = f"{'' if everywhere else 'where it was measured, '}{format_duration(rest_s)}"
-    action = ""
-    if until_step is None:
-        action = action_against(use, report)
-        what = use.what[0].lower() + use.what[1:]
-        text = f"Since step {since_step}, {what} takes {takes}; before, {rest}."
-    else:
-        text = (
-            f"{use.what} took {takes} {format_step_range(since_step, until_step)}; in the rest of the"
-            f" run, {rest}."
-        )
-    kind = use.kind if until_step is None else f"{use.kind}{OVER}"
+    """Return a verdict on the limit of the steps of a part of the run. held: the part."""
+    lasts, computes = held.until_step is None, use.kind == "compute_bound"
     return Verdict(
-        kind=kind,
+        kind=use.kind if lasts else f"{use.kind}{OVER}",
         phase=use.phase,
-        cost_s_per_step=use.seconds,
-        cost_share=share,
-        since_step=since_step,
-        confidence=0.8,
-        text=text,
-        advice=use.advice,
-        action=action,
-        held=held,
-        evidence=RunPartEvidence(step_s, use.seconds, rest_s),
-    )
-
-
-def build_compute_verdict(
-    computing: TimeShare, step_s: float, before_s: float, held: Period, report: Facts
-) -> Verdict:
-    """Return a verdict that computing limits the newest steps, but did not limit earlier steps.
-
-    before_s: mean duration of an earlier step.
-    """
-    share = computing.seconds / step_s
-    text = (
-        f"Since step {held.since_step}, computing takes {format_percent(share)} ({format_duration(computing.seconds)})"
-        f" of a step of {format_duration(step_s)}; before, a step took {format_duration(before_s)}."
-    )
-    return Verdict(
-        kind=computing.kind,
-        phase=computing.phase,
-        cost_s_per_step=0.0,
-        cost_share=0.0,
+        cost_s_per_step=0.0 if computes else evidence.spent_s,
+        cost_share=0.0 if computes else evidence.spent_s / evidence.step_s,
         since_step=held.since_step,
         confidence=0.8,
-        text=text,
-        advice=computing.advice,
-        action=action_against(computing, report),
+        advice=use.advice,
+        action=action_against(use, report) if lasts else "",
         held=held,
-        evidence=RunPartEvidence(step_s, computing.seconds, 0.0),
+        evidence=evidence,
     )
 
 

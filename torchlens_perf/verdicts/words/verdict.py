@@ -6,24 +6,22 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from torchlens_perf.analysis.collectives.slow_link import LinkFindings, SlowLink
+from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.analysis.statistics.quantities import (
-    format_bytes,
     format_count,
     format_duration,
     format_percent,
     printable,
 )
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS
-from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import MAX_FRAMES
+from torchlens_perf.verdicts.slow_links import build_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import Findings
-from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, Evidence, Verdict
+from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, Verdict
 from torchlens_perf.verdicts.words.bottleneck import add_note, build_step_verdicts, named_kinds
 from torchlens_perf.verdicts.words.evidence import (
     DeepSpansEvidence,
     NoStepsEvidence,
-    SlowLinkEvidence,
     WarmUpEvidence,
 )
 from torchlens_perf.verdicts.words.growth import build_growth_verdicts, is_explained_by_growth
@@ -44,8 +42,6 @@ from torchlens_perf.verdicts.words.stragglers import (
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts, Steps
 
-EVIDENCE = Evidence.__subclasses__()
-"""All types of evidence, which the modules above define."""
 _MAX_WARM_UP_PARTS = 3
 
 # A rank that was slow in at least this share of the steps explains the waits of the whole run.
@@ -165,32 +161,6 @@ def _replace_if_spans_too_deep(report: Facts, verdict: Verdict) -> Verdict:
     )
 
 
-def build_link_verdict(steps: int, mean_s: float | None, links: LinkFindings) -> Verdict:
-    """Return the verdict on slow links. links: findings with at least one slow link.
-
-    steps: number of steps. mean_s: mean duration of a step.
-    """
-    worst = links.links[0]
-    where = (
-        f"rank {links.shared_ranks[0]}"
-        if links.shared_ranks
-        else f"ranks {format_ranges(worst.ranks)}"
-    )
-    action = f"test the network at {where} with nccl-tests, and look at the NICs and cables there."
-    cost_s = worst.cost_ns / 1e9 / max(1, steps)
-    share = cost_s / mean_s if mean_s else 0.0
-    return Verdict(
-        kind="slow_link",
-        phase="communication",
-        cost_s_per_step=cost_s,
-        cost_share=share,
-        confidence=0.8,
-        text=describe_slow_links(links),
-        action=action,
-        evidence=SlowLinkEvidence(links),
-    )
-
-
 def _build_no_steps_verdict(report: Facts) -> Verdict:
     text, action = _why_no_steps(report)
     return Verdict(
@@ -272,38 +242,3 @@ def describe_warm_up(steps: Steps) -> str:
     shown = ", ".join(f"{phase_name(part)} {format_percent(share)}" for part, share in parts)
     up_to = "" if steps["count"] == 1 else "up to "
     return f": {up_to}{format_duration(steps['warm_up_max_s'])}{f', {shown}' if shown else ''}"
-
-
-def describe_slow_links(findings: LinkFindings) -> str:
-    """Return a sentence on the slow links; "" if no link is slow.
-
-    If links could not be compared, return the reason.
-    """
-    if not findings.links:
-        return findings.undecided
-    worst = findings.links[0]
-    text = (
-        f"{_name_link(worst)} is slow: {worst.operation} of {format_bytes(worst.bytes, 'B')} takes "
-    )
-    text += (
-        f"{format_duration(worst.transfer_ns / 1e9)}, {format_duration(worst.peers_transfer_ns / 1e9)} on its"
-        f" {worst.peers} peers"
-    )
-    if worst.busbw is not None and worst.peers_busbw is not None:
-        text += f" ({format_bytes(worst.busbw, 'B/s')} against {format_bytes(worst.peers_busbw, 'B/s')} on the bus)"
-    at_most = "at most " if worst.overlapped else ""
-    text += f"; that cost {at_most}{format_duration(worst.cost_ns / 1e9)} in {worst.operations} operations."
-    if len(findings.links) > 1:
-        text += f" {len(findings.links)} links are slow"
-        if findings.shared_ranks:
-            text += f"; all of them involve rank {format_ranges(findings.shared_ranks)}"
-        elif findings.shared_nodes:
-            text += f"; all of them reach node {', '.join(map(printable, findings.shared_nodes))}"
-        text += "."
-    return text
-
-
-def _name_link(link: SlowLink) -> str:
-    if link.pair:
-        return f"the link from rank {link.ranks[0]} to {link.ranks[1]}"
-    return f"the communication of ranks {format_ranges(link.ranks)}"
