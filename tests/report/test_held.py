@@ -379,6 +379,7 @@ def test_past_hang_is_the_first_verdict_if_it_cost_most() -> None:
         "compute_bound",
     ], "its step is no second one"
     text = render_full(report, "x", columns=200, color=False)
+    assert "  cost        60.0 s = 95% of all step time\n" in text
     assert text.index("The job hung") < text.index("train.py:7 in load") < text.index("Computing")
     assert "  earlier " not in text
 

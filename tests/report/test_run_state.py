@@ -27,6 +27,7 @@ from torchlens_perf.top.live_runs import list_runs
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
 from torchlens_perf.verdicts.words.startup import describe_startup
+from torchlens_perf.view.headline import build_headlines
 from torchlens_perf.view.terminal import render_full, render_short
 
 WORK = {"forward": 4, "backward": 6, "host": 1}
@@ -271,6 +272,10 @@ def test_long_start_of_a_job_is_a_verdict(
         text = report["verdicts"][0].sentence
         assert "The start takes 100% of the run (200 s of 201 s)" in text
         assert ("TORCHINDUCTOR_CACHE_DIR" in text) is bool(compile_s)
+        # It is paid once, and no cost of a step.
+        (head, *_) = build_headlines(report)
+        assert head.cost == "200 s = 100% of the run"
+        assert head.cost in render_full(report, "/r", columns=200, color=False)
 
 
 @pytest.mark.parametrize(("waited_s", "advice"), [(150.0, "CPU"), (10.0, "look at imports")])

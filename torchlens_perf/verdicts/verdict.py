@@ -64,6 +64,9 @@ class Evidence(Struct, frozen=True, tag_field="type"):
     is_of_run: ClassVar[bool] = False
     """True for the verdict on the typical step of the whole run."""
 
+    paid_once_of: ClassVar[str] = ""
+    """For a cost that is paid once, the time of which it is a share; "" for a cost per step."""
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks that the verdict is about; () for the rank of the verdict alone."""

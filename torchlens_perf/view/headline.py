@@ -95,18 +95,36 @@ class Headline:
     command: str
     """A shell command to copy; "" if no command helps."""
     is_over: bool
+    paid_once_s: float | None = None
+    """The cost if it is paid once, as for a start; None for a cost per step."""
+    whole: str = "step time"
+    """The time of which the cost is a share."""
 
     @property
     def cost_unit(self) -> str:
-        """The label of the cost: "per step" for a bottleneck, else "lost per step"."""
+        """The label of the cost: "lost", "per step" for a bottleneck, or "lost per step"."""
+        if self.paid_once_s is not None:
+            return "lost"
         return "per step" if self.kind in NOT_COMPUTING_KINDS else "lost per step"
 
     @property
     def cost(self) -> str:
-        """The cost as text; "" if the verdict has no cost."""
+        """The cost as text with its share; "" if the verdict has no cost."""
+        share = format_percent(self.cost_share or 0.0)
+        return f"{self._amount} = {share} of {self.whole}" if self._amount else ""
+
+    @property
+    def short_cost(self) -> str:
+        """The cost as text in few words; "" if the verdict has no cost."""
+        return f"{self._amount} ({format_percent(self.cost_share or 0.0)})" if self._amount else ""
+
+    @property
+    def _amount(self) -> str:
         if not self.cost_s_per_step or self.cost_share is None:
             return ""
-        return f"{format_duration(self.cost_s_per_step)} per step = {format_percent(self.cost_share)} of step time"
+        if self.paid_once_s is not None:
+            return format_duration(self.paid_once_s)
+        return f"{format_duration(self.cost_s_per_step)} per step"
 
 
 def build_headlines(report: Report, run_dir: str = "") -> list[Headline]:
@@ -155,6 +173,8 @@ def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
         action=printable(f"{row.action} {row.because}".rstrip()),
         command=_suggested_command(row, report, run_dir),
         is_over=row.is_over,
+        paid_once_s=row.lost_s if row.evidence.paid_once_of else None,
+        whole=row.evidence.paid_once_of or "step time",
     )
 
 

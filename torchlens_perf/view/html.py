@@ -31,11 +31,12 @@ def build_verdict_card(headline: Headline, key: str, *more: Child) -> Element:
 
     key: the id of the element. more: elements to append.
     """
-    cost, share = headline.cost_s_per_step, headline.cost_share
+    cost, share = headline.paid_once_s or headline.cost_s_per_step, headline.cost_share
     number = None
     if cost and share is not None:
         first, second = tag("b", format_duration(cost)), tag("b", format_percent(share))
-        number = tag("p", first, f" {headline.cost_unit} ", second, " of step time", class_="cost")
+        whole = f" of {headline.whole}"
+        number = tag("p", first, f" {headline.cost_unit} ", second, whole, class_="cost")
     return tag(
         "article",
         number,

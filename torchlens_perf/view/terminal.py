@@ -16,7 +16,6 @@ from rich.text import Text
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_coverage,
-    format_duration,
     format_percent,
     format_run_duration,
     printable,
@@ -314,9 +313,7 @@ def headline_line(head: Headline, width: int, label: str = "", more: str = "") -
     if label and places and not {"in", "bound by"}.intersection(dict(head.facts)):
         places[0] = f"{head.status} {places[0]}"
     if {"rank", "ranks", "in", "bound by"}.intersection(dict(head.facts)):
-        cost_s, share = head.cost_s_per_step or 0.0, head.cost_share or 0.0
-        cost = f"{format_duration(cost_s)} per step ({format_percent(share)})"
-        places[1:1] = [_with_others(cost, head)] if head.cost else []
+        places[1:1] = [_with_others(head.short_cost, head)] if head.cost else []
         text = f"{', '.join(places)}{more}"
     else:
         text = f"{head.sentence}{more}"

@@ -73,7 +73,7 @@ def gather_contents(
     plain: Report = report_json.to_json_types(report)
     ranks = choose_ranks(report, slow, node_of)
     kept = {*ranks, *(each["rank"] for each in slow)}
-    kept |= {row["rank"] for row in plain["verdicts"] if row["rank"] is not None}
+    kept |= {row.rank for row in report["verdicts"] if row.rank is not None}
     shown = trim_report({**plain, "heat": None}, kept, int(_REPORT * budget_bytes), notes)
     begin_ns = first_step_unix_ns(processes)
     grid = read_step_grid(run, processes, notes)

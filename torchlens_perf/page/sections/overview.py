@@ -86,7 +86,7 @@ def _choose_figures(
     if status is not None and status.cost_share is not None:
         facts = dict(status.facts)
         place = facts.get("in") or facts.get("bound by")
-        lost = f"of step time in {place}" if place else "of step time lost"
+        lost = f"of step time in {place}" if place else f"of {status.whole} lost"
         yield format_percent(status.cost_share), lost, status.severity
     p95 = f", p95 {format_duration(steps['p95_s'])}" if steps["p95_s"] is not None else ""
     yield format_duration_or_dash(steps["p50_s"]), f"step p50{p95}", ""

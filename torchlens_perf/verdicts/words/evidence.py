@@ -84,6 +84,7 @@ class PastEvidence(Evidence, frozen=True, tag="past"):
     """Evidence on a finding from an earlier part of the run that has ended."""
 
     kinds = tuple(f"{kind}{OVER}" for kind in ("hang", "slow_link", "imbalance"))
+    paid_once_of = "all step time"
     ranks: tuple[int, ...]
     duration_s: float | None
     """For a hang, the time without a finished step."""

@@ -25,6 +25,7 @@ _WAITS_MUCH = 0.25
 class StartupEvidence(Evidence, frozen=True, tag="startup"):
     """Evidence on a run whose start takes a large share of its time."""
 
+    paid_once_of = "the run"
     before_first_step_s: float
     warm_up_more_s: float
     """Additional time of the warm-up steps, compared with as many usual steps."""
