@@ -60,7 +60,7 @@ def test_report_has_the_documented_fields_as_plain_json(run: RunDirectory) -> No
         rank.steps(1, **WORK)
     value = as_json(report_on(run, ranks))
 
-    assert SCHEMA == value["schema"] == 2
+    assert SCHEMA == value["schema"] == 3
     assert set(value) == {
         "schema", "run", "steps", "ranks", "heat", "history", "modules", "sections", "device_sections", "collectives",
         "slow_links", "captures", "goodput", "gpus", "links", "utilization", "verdicts", "lost_time",

@@ -96,7 +96,7 @@ if TYPE_CHECKING:
         Trend,
     )
 
-SCHEMA = 2
+SCHEMA = 3
 EVIDENCE = Evidence.__subclasses__()
 """All types of evidence of verdicts, which the modules above define."""
 # Flags of steps of which ranks need not make equally many.
