@@ -534,6 +534,19 @@ def test_lack_of_a_cpu_for_half_of_the_time_is_the_bottleneck() -> None:
     )
 
 
+def test_part_whose_work_waits_for_cpus_is_named_with_its_whole_time() -> None:
+    """Busy CPUs do not hide what the job does: most of the step is data loading."""
+    report = report_on([{**BASE, "data": 60.0, "cpu": 45.0, "cpu_in": "data"}] * 60)
+    row = report["verdicts"][0]
+
+    assert row.kind == "lack_of_cpu"
+    assert (
+        "Data loading takes 80% (60.0 ms) of the step, of which 75% waited for a CPU." in row.text
+    )
+    even = report_on([{**BASE, "forward": 20.0, "backward": 20.0, "cpu": 15.0}] * 60)
+    assert "waited for a CPU" not in even["verdicts"][0].text
+
+
 def test_sampled_lack_of_a_cpu_is_the_bottleneck_of_short_steps() -> None:
     short = [{part: value / 10 for part, value in BASE.items()} for _ in range(60)]
     (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]

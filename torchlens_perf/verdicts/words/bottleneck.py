@@ -415,6 +415,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
     cost_s = 0.0 if following is computing else following.seconds
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     notes = [
+        _describe_starved_part(report) if first.kind == _LACK.kind else "",
         _hidden_data_wait_text(report, found),
         _equal_waits_caveat(first, waits_s),
         _describe_kinds_of_steps(report),
@@ -545,6 +546,24 @@ def _is_lack_measured(report: Facts) -> bool:
 def _collect_typical_steps(report: Facts) -> list[TypicalStep]:
     """Return the typical steps of all ranks that have one."""
     return [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
+
+
+def _describe_starved_part(report: Facts) -> str:
+    """Return a sentence on the part that takes most of the step with its waits for a CPU; else ""."""
+    steps = _collect_typical_steps(report)
+    parts_s = dict(zip(PARTS, mean_by_part(step["parts"] for step in steps), strict=True))
+    lack_s = dict(
+        zip(PARTS, mean_by_part(step["lack_of_cpu"] or {} for step in steps), strict=True)
+    )
+    part = max(OWN_PARTS, key=lambda part: parts_s[part])
+    step_s = sum(step["s"] for step in steps) / len(steps)
+    if parts_s[part] < _MOST * step_s:
+        return ""
+    name, waits = phase_name(part), format_percent(lack_s[part] / parts_s[part])
+    takes = _format_share(float(parts_s[part]), step_s)
+    return (
+        f"{name[0].upper()}{name[1:]} takes {takes} of the step, of which {waits} waited for a CPU."
+    )
 
 
 def _break_down_host_step(report: Facts) -> StepBreakdown:
