@@ -15,7 +15,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 _KEYWORDS = {
     "title", "description", "$ref", "type", "const", "enum", "anyOf", "properties", "required", "additionalProperties",
-    "items", "default",
+    "items",
 }  # fmt: skip
 
 

@@ -148,9 +148,9 @@ def combine_attempts(attempts: Iterable[JobAttempt]) -> Goodput:
 
     def build_class(name: str) -> TimeClass:
         if name in unknown:
-            return TimeClass()
+            return TimeClass(None, None, None, None)
         share = total_s[name] / wall_s if wall_s else 0.0
-        return TimeClass(total_s[name], share, device_s[name] / 3600)
+        return TimeClass(total_s[name], share, device_s[name] / 3600, None)
 
     return Goodput(
         wall_s=wall_s,
@@ -158,6 +158,11 @@ def combine_attempts(attempts: Iterable[JobAttempt]) -> Goodput:
         attempts=found,
         lost_steps=None if None in lost_steps else sum(filter(None, lost_steps)),
         lost_steps_from=source,
+        energy_j=None,
+        energy_j_per_step=None,
+        energy_j_per_token=None,
+        price_per_device_hour=None,
+        cost=None,
     )
 
 

@@ -8,13 +8,13 @@ from msgspec import Struct
 class TimeClass(Struct, frozen=True):
     """Time of a job in one class. All fields are None if the class was not measured."""
 
-    seconds: float | None = None
+    seconds: float | None
     """Mean over the ranks."""
-    share: float | None = None
+    share: float | None
     """Share of the wall clock."""
-    device_hours: float | None = None
+    device_hours: float | None
     """Without the time in which no process of the job existed."""
-    cost: float | None = None
+    cost: float | None
     """Device hours times the price; None without a price."""
 
 
@@ -57,12 +57,12 @@ class Goodput(Struct, frozen=True, kw_only=True):
     lost_steps_from: str
     """Source of lost_steps: "step counter", "checkpoints" (an estimate), or "" without restarts and
     if not known."""
-    energy_j: float | None = None
+    energy_j: float | None
     """Energy of all GPUs; None if not measured."""
-    energy_j_per_step: float | None = None
-    energy_j_per_token: float | None = None
+    energy_j_per_step: float | None
+    energy_j_per_token: float | None
     """Per unit of work: `w.step(tokens=)`, else elements of the batches' first tensors."""
-    price_per_device_hour: float | None = None
+    price_per_device_hour: float | None
     """Without devices, the price of an hour of one rank."""
-    cost: float | None = None
+    cost: float | None
     """Cost of the job; None without a price."""
