@@ -15,6 +15,7 @@ from torchlens_perf.diagnosis.device_peaks import find_device_peak
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.operators import OperatorKey, Pass, Work
 from torchlens_perf.run.ring import Kind
+from torchlens_perf.verdicts.words.report_utilization import UncountedOperator, Utilization
 
 H100 = "NVIDIA H100 80GB HBM3"
 STEP_S = 0.01
@@ -81,8 +82,8 @@ def trained(
     return rank
 
 
-def utilization(run: RunDirectory, *ranks: Rank) -> dict[str, Any]:
-    found: dict[str, Any] = report_on(run, list(ranks))["utilization"]
+def utilization(run: RunDirectory, *ranks: Rank) -> Utilization:
+    found: Utilization = report_on(run, list(ranks))["utilization"]
     return found
 
 
@@ -92,13 +93,13 @@ def utilization(run: RunDirectory, *ranks: Rank) -> dict[str, Any]:
 def test_utilization_is_the_time_at_the_peak_over_the_time_of_a_step(run: RunDirectory) -> None:
     found = utilization(run, trained(run, FORWARD, BACKWARD, devices=[H100]))
 
-    assert found["model_flops"] == found["hardware_flops"] == 3 * TERA
-    assert found["mfu"] == found["hfu"] == pytest.approx(3 / 989.4 / STEP_S)
-    assert found["peak_flops_per_s"] == pytest.approx(989.4e12)
-    assert "H100" in found["peak_source"]
-    assert "https://" in found["peak_source"]
-    assert "PaLM" in found["convention"]
-    assert found["not_measured"] is None
+    assert found.model_flops == found.hardware_flops == 3 * TERA
+    assert found.mfu == found.hfu == pytest.approx(3 / 989.4 / STEP_S)
+    assert found.peak_flops_per_s == pytest.approx(989.4e12)
+    assert "H100" in found.peak_source
+    assert "https://" in found.peak_source
+    assert "PaLM" in found.convention
+    assert found.not_measured is None
 
 
 def test_recomputation_and_the_optimizers_products_are_hardware_operations(
@@ -108,17 +109,17 @@ def test_recomputation_and_the_optimizers_products_are_hardware_operations(
     optimizer = (Pass.OPTIMIZER, Work.PRODUCT, "bf16", TERA)
     found = utilization(run, trained(run, FORWARD, BACKWARD, repeated, optimizer, devices=[H100]))
 
-    assert (found["model_flops"], found["hardware_flops"]) == (3 * TERA, 5 * TERA)
-    assert found["recomputed_flops"] == TERA
-    assert found["hfu"] == pytest.approx(5 / 3 * found["mfu"])
+    assert (found.model_flops, found.hardware_flops) == (3 * TERA, 5 * TERA)
+    assert found.recomputed_flops == TERA
+    assert found.hfu == pytest.approx(5 / 3 * found.mfu)
 
 
 def test_each_precision_is_divided_by_its_own_peak(run: RunDirectory) -> None:
     eight = (Pass.FORWARD, Work.PRODUCT, "fp8", 2 * TERA)
     found = utilization(run, trained(run, FORWARD, eight, devices=[H100]))
 
-    assert found["mfu"] == pytest.approx((1 / 989.4 + 2 / 1978.9) / STEP_S)
-    assert found["precisions"] == pytest.approx({"fp8": 2 / 3, "bf16": 1 / 3})
+    assert found.mfu == pytest.approx((1 / 989.4 + 2 / 1978.9) / STEP_S)
+    assert found.precisions == pytest.approx({"fp8": 2 / 3, "bf16": 1 / 3})
 
 
 def test_causal_attention_by_half_is_stated_too(run: RunDirectory) -> None:
@@ -126,8 +127,8 @@ def test_causal_attention_by_half_is_stated_too(run: RunDirectory) -> None:
     full = (Pass.FORWARD, Work.ATTENTION, "bf16", TERA)
     found = utilization(run, trained(run, FORWARD, causal, full, devices=[H100]))
 
-    assert (found["attention_flops"], found["causal_attention_flops"]) == (3 * TERA, 2 * TERA)
-    assert found["mfu_causal_half"] == pytest.approx(found["mfu"] * 3 / 4)
+    assert (found.attention_flops, found.causal_attention_flops) == (3 * TERA, 2 * TERA)
+    assert found.mfu_causal_half == pytest.approx(found.mfu * 3 / 4)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +139,8 @@ def test_device_that_is_not_listed_has_no_utilization(run: RunDirectory, name: s
     found = utilization(run, trained(run, FORWARD, devices=[name]))
 
     assert (find_device_peak(name) is None) == (name != "NVIDIA H100")
-    assert (found["mfu"] is None) == (name != "NVIDIA H100")
-    assert found["model_flops"] == TERA
+    assert (found.mfu is None) == (name != "NVIDIA H100")
+    assert found.model_flops == TERA
 
 
 @pytest.mark.parametrize(
@@ -168,20 +169,20 @@ def test_precision_without_a_peak_leaves_utilization_unknown(run: RunDirectory) 
     """A V100 has no peak for bfloat16, and no operation is moved to another precision's peak."""
     found = utilization(run, trained(run, FORWARD, devices=["Tesla V100-SXM2-32GB"]))
 
-    assert found["mfu"] is found["peak_flops_per_s"] is None
+    assert found.mfu is found.peak_flops_per_s is None
 
 
 def test_devices_of_one_rank_are_added(run: RunDirectory) -> None:
     found = utilization(run, trained(run, FORWARD, devices=[H100, H100]))
 
-    assert found["mfu"] == pytest.approx(1 / (2 * 989.4) / STEP_S)
+    assert found.mfu == pytest.approx(1 / (2 * 989.4) / STEP_S)
 
 
 def test_operations_of_a_step_grow_with_its_workload(run: RunDirectory) -> None:
     """The counted step has twice the tokens of the others."""
     found = utilization(run, trained(run, FORWARD, workloads={10: 1280}, devices=[H100]))
 
-    assert found["model_flops"] == pytest.approx(TERA * (640 * 19 + 1280) / 20 / 1280)
+    assert found.model_flops == pytest.approx(TERA * (640 * 19 + 1280) / 20 / 1280)
 
 
 def test_ranks_without_counts_leave_the_job_unmeasured(run: RunDirectory) -> None:
@@ -191,19 +192,19 @@ def test_ranks_without_counts_leave_the_job_unmeasured(run: RunDirectory) -> Non
     ]
     found = utilization(run, *ranks)
 
-    assert found["not_measured"] == "the native tap is not built"
-    assert found["mfu"] is found["model_flops"] is None
-    assert found["ranks"][0]["mfu"] is not None
-    assert found["ranks"][1]["mfu"] is None
-    assert found["ranks"][1]["not_measured"] == "the native tap is not built"
+    assert found.not_measured == "the native tap is not built"
+    assert found.mfu is found.model_flops is None
+    assert found.ranks[0].mfu is not None
+    assert found.ranks[1].mfu is None
+    assert found.ranks[1].not_measured == "the native tap is not built"
 
 
 @pytest.mark.parametrize("steps", [0, 5])
 def test_run_without_counted_steps_says_why(run: RunDirectory, steps: int) -> None:
     found = utilization(run, trained(run, steps=steps))
 
-    assert "no step was counted" in found["not_measured"]
-    assert found["model_flops"] is found["mfu"] is found["tokens_per_s"] is None
+    assert "no step was counted" in found.not_measured
+    assert found.model_flops is found.mfu is found.tokens_per_s is None
 
 
 # -- rates
@@ -212,15 +213,15 @@ def test_run_without_counted_steps_says_why(run: RunDirectory, steps: int) -> No
 def test_rates_are_those_of_a_mean_step(run: RunDirectory) -> None:
     found = utilization(run, trained(run, FORWARD, samples=32))
 
-    assert found["tokens_per_s"] == pytest.approx(640 / STEP_S)
-    assert found["samples_per_s"] == pytest.approx(32 / STEP_S)
+    assert found.tokens_per_s == pytest.approx(640 / STEP_S)
+    assert found.samples_per_s == pytest.approx(32 / STEP_S)
 
 
 def test_elements_that_are_no_tokens_give_no_tokens_per_second(run: RunDirectory) -> None:
     found = utilization(run, trained(run, FORWARD, samples=32, kind=Work.STEP))
 
-    assert found["tokens_per_s"] is None
-    assert found["samples_per_s"] is not None
+    assert found.tokens_per_s is None
+    assert found.samples_per_s is not None
 
 
 @pytest.mark.parametrize(
@@ -241,8 +242,8 @@ def test_ranks_that_share_a_model_count_their_batch_once(
         rank.session.metadata.add_group("1", [0, 1], description)
     found = utilization(run, *ranks)
 
-    assert found["tokens_per_s"] == pytest.approx(replicas * 640 / STEP_S)
-    assert found["samples_per_s"] == pytest.approx(replicas * 32 / STEP_S)
+    assert found.tokens_per_s == pytest.approx(replicas * 640 / STEP_S)
+    assert found.samples_per_s == pytest.approx(replicas * 32 / STEP_S)
 
 
 # -- coverage and modules
@@ -251,21 +252,21 @@ def test_ranks_that_share_a_model_count_their_batch_once(
 def test_operators_without_a_formula_are_listed_with_their_share(run: RunDirectory) -> None:
     found = utilization(run, trained(run, FORWARD))
 
-    assert found["uncounted"] == [{"operator": "aten::softmax", "calls_per_step": 7, "share": 0.25}]
-    assert found["counted_share"] == 0.75
+    assert found.uncounted == [UncountedOperator("aten::softmax", 7, 0.25)]
+    assert found.counted_share == 0.75
 
 
 @pytest.mark.parametrize(("moved", "bound"), [(10**6, "compute"), (10**10, "memory")])
 def test_roofline_names_what_limits_a_module(run: RunDirectory, moved: int, bound: str) -> None:
     found = utilization(run, trained(run, FORWARD, BACKWARD, devices=[H100], bytes=moved))
-    (row,) = found["modules"]
+    (row,) = found.modules
 
     limit = min(989.4e12, TERA / moved * 3.35e12)
-    assert row["bound"] == bound
-    assert row["roofline_flops_per_s"] == pytest.approx(limit)
-    assert row["forward_flops_per_s"] == pytest.approx(TERA / STEP_S)
-    assert row["roofline_share"] == pytest.approx(TERA / STEP_S / limit)
-    assert (row["flops"], row["share"]) == (3 * TERA, 1)
+    assert row.bound == bound
+    assert row.roofline_flops_per_s == pytest.approx(limit)
+    assert row.forward_flops_per_s == pytest.approx(TERA / STEP_S)
+    assert row.roofline_share == pytest.approx(TERA / STEP_S / limit)
+    assert (row.flops, row.share) == (3 * TERA, 1)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_rate_that_is_impossible_or_rests_on_few_samples_is_unknown(
     run: RunDirectory, options: dict[str, Any]
 ) -> None:
     """The time that the host took to issue the module's work is not used instead."""
-    (row,) = utilization(run, trained(run, FORWARD, devices=[H100], **options))["modules"]
+    (row,) = utilization(run, trained(run, FORWARD, devices=[H100], **options)).modules
 
-    assert row["roofline_flops_per_s"]
-    assert (row["forward_flops_per_s"], row["roofline_share"]) == (None, None)
+    assert row.roofline_flops_per_s
+    assert (row.forward_flops_per_s, row.roofline_share) == (None, None)

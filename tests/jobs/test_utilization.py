@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.long import long
 from tests.support.processes import SCRIPTS, only_report, report, run, run_warm, runs, torchrun
+from tests.support.reports import as_json
 from torchlens_perf.recorder import native_tap
 
 SCRIPT = str(SCRIPTS / "train_counted.py")
@@ -69,4 +70,4 @@ def test_screens_show_the_table_and_its_convention(tmp_path: Path) -> None:
         assert "of limit" not in words
         assert "There is no fused attention." in words
     assert value["utilization"]["convention"].startswith("Attention is counted in full")
-    assert report(directory)["utilization"] == value["utilization"]
+    assert as_json(report(directory))["utilization"] == value["utilization"]

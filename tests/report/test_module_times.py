@@ -105,7 +105,7 @@ def test_two_passes_of_one_step_are_no_times_of_modules(reports: dict[str, Any])
 
     assert (drop["device_own_s_per_step"], drop["device_samples"]) == (None, 1)
     assert not any(row["device_own_by_rank"] for row in report["modules"])
-    assert not any(row["forward_flops_per_s"] for row in report["utilization"]["modules"])
+    assert not any(row.forward_flops_per_s for row in report["utilization"].modules)
 
 
 def test_heavy_module_is_found_by_its_work_without_enough_samples(reports: dict[str, Any]) -> None:
@@ -117,8 +117,8 @@ def test_heavy_module_is_found_by_its_work_without_enough_samples(reports: dict[
 
 
 def test_rates_of_recorded_runs_are_below_their_limits(reports: dict[str, Any]) -> None:
-    rows = [row for each in reports.values() for row in each["utilization"]["modules"]]
-    shares = [row["roofline_share"] for row in rows if row["roofline_share"] is not None]
+    rows = [row for each in reports.values() for row in each["utilization"].modules]
+    shares = [row.roofline_share for row in rows if row.roofline_share is not None]
 
     assert len(shares) >= 11, "those of the blocks of `infer`, and of other runs"
     assert max(shares) < 0.5

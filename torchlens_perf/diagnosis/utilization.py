@@ -18,15 +18,15 @@ from torchlens_perf.run.operators import Pass, Work
 from torchlens_perf.run.rank_ranges import parse_ranges
 from torchlens_perf.verdicts.latest_attempt import latest_processes
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+from torchlens_perf.verdicts.words.report_utilization import (
+    ModuleUtilization,
+    RankUtilization,
+    UncountedOperator,
+    Utilization,
+)
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Module
-    from torchlens_perf.verdicts.words.report_utilization import (
-        ModuleUtilization,
-        RankUtilization,
-        UncountedOperator,
-        Utilization,
-    )
 
 CONVENTION = (
     "Attention is counted in full, as in PaLM: 12 x layers x hidden size x sequence length per"
@@ -113,30 +113,30 @@ def build_utilization(nodes: list[NodeState], modules: list[Module]) -> Utilizat
     )
     mfu = whole and _utilization(work, whole.step_s, lambda each: each.model)
     sources = sorted({peak.source for peak in peaks.values() if peak is not None})
-    return {
-        "not_measured": None if complete else _why_not_counted(processes, work),
-        "convention": CONVENTION,
-        "counted_steps": min((each.steps for each in counted), default=0),
-        "step_s": step_s,
-        "tokens_per_s": _tokens_per_s(processes, step_s),
-        "samples_per_s": _samples_per_s(processes, step_s),
-        "model_flops": whole and whole.model.total(),
-        "hardware_flops": whole and whole.hardware.total(),
-        "recomputed_flops": whole and whole.recomputed,
-        "attention_flops": whole and whole.attention,
-        "causal_attention_flops": whole and whole.causal,
-        "precisions": _shares(whole.hardware) if whole else {},
-        "mfu": mfu,
-        "hfu": whole and _utilization(work, whole.step_s, lambda each: each.hardware),
-        "mfu_causal_half": mfu * (1 - 0.5 * whole.causal / whole.model.total()) if whole and mfu else None,
-        "peak_flops_per_s": _peak_rate(work, whole) if whole and mfu else None,
-        "peak_source": "; ".join(sources) or None,
-        "operators_share": busy_ns / step_ns if step_ns else None,
-        "counted_share": _counted_share(counted),
-        "uncounted": _uncounted_operators(counted),
-        "ranks": [_rank_row(rank, processes[rank], work.get(rank)) for rank in sorted(processes)],
-        "modules": _module_rows(processes, work, modules),
-    }  # fmt: skip
+    return Utilization(
+        not_measured=None if complete else _why_not_counted(processes, work),
+        convention=CONVENTION,
+        counted_steps=min((each.steps for each in counted), default=0),
+        step_s=step_s,
+        tokens_per_s=_tokens_per_s(processes, step_s),
+        samples_per_s=_samples_per_s(processes, step_s),
+        model_flops=whole and whole.model.total(),
+        hardware_flops=whole and whole.hardware.total(),
+        recomputed_flops=whole and whole.recomputed,
+        attention_flops=whole and whole.attention,
+        causal_attention_flops=whole and whole.causal,
+        precisions=_shares(whole.hardware) if whole else {},
+        mfu=mfu,
+        hfu=whole and _utilization(work, whole.step_s, lambda each: each.hardware),
+        mfu_causal_half=mfu * (1 - 0.5 * whole.causal / whole.model.total()) if whole and mfu else None,
+        peak_flops_per_s=_peak_rate(work, whole) if whole and mfu else None,
+        peak_source="; ".join(sources) or None,
+        operators_share=busy_ns / step_ns if step_ns else None,
+        counted_share=_counted_share(counted),
+        uncounted=_uncounted_operators(counted),
+        ranks=[_rank_row(rank, processes[rank], work.get(rank)) for rank in sorted(processes)],
+        modules=_module_rows(processes, work, modules),
+    )  # fmt: skip
 
 
 def _step_s(process: ProcessState) -> float | None:
@@ -213,16 +213,16 @@ def _rank_row(rank: int, process: ProcessState, work: _RankWork | None) -> RankU
     operators, step_s = process.statistics.operators, _step_s(process)
     each = {rank: work} if work else {}
     workload = operators.mean_workload if operators.has_tokens else None
-    return {
-        "rank": rank,
-        "tokens_per_s": workload / step_s if workload is not None and step_s else None,
-        "model_flops": work and work.model.total(),
-        "hardware_flops": work and work.hardware.total(),
-        "mfu": work and _utilization(each, work.step_s, lambda one: one.model),
-        "hfu": work and _utilization(each, work.step_s, lambda one: one.hardware),
-        "counted_share": _counted_share([operators]) if work else None,
-        "not_measured": None if work else _why_not_counted({rank: process}, {}),
-    }
+    return RankUtilization(
+        rank=rank,
+        tokens_per_s=workload / step_s if workload is not None and step_s else None,
+        model_flops=work and work.model.total(),
+        hardware_flops=work and work.hardware.total(),
+        mfu=work and _utilization(each, work.step_s, lambda one: one.model),
+        hfu=work and _utilization(each, work.step_s, lambda one: one.hardware),
+        counted_share=_counted_share([operators]) if work else None,
+        not_measured=None if work else _why_not_counted({rank: process}, {}),
+    )
 
 
 def _why_not_counted(
@@ -303,7 +303,7 @@ def _uncounted_operators(counted: list[OperatorStatistics]) -> list[UncountedOpe
             took_ns[name] += ns
     steps, total_ns = sum(each.steps for each in counted), sum(each.duration_ns for each in counted)
     return [
-        {"operator": name, "calls_per_step": calls[name] / steps, "share": ns / total_ns}
+        UncountedOperator(name, calls[name] / steps, ns / total_ns)
         for name, ns in took_ns.most_common(_MAX_UNCOUNTED)
         if steps and total_ns
     ]
@@ -348,15 +348,15 @@ def _module_rows(
         if rate and limit and rate > limit:
             rate = None  # The FLOPs or the time are wrong.
         rows.append(
-            {
-                "name": name,
-                "flops": sum(each.flops for each in sums) * operators.per_step,
-                "share": sum(each.flops for each in sums) / total,
-                "flops_per_byte": flops / moved if moved else None,
-                "forward_flops_per_s": rate,
-                "roofline_flops_per_s": limit,
-                "bound": bound,
-                "roofline_share": rate / limit if rate and limit else None,
-            }
+            ModuleUtilization(
+                name=name,
+                flops=sum(each.flops for each in sums) * operators.per_step,
+                share=sum(each.flops for each in sums) / total,
+                flops_per_byte=flops / moved if moved else None,
+                forward_flops_per_s=rate,
+                roofline_flops_per_s=limit,
+                bound=bound,
+                roofline_share=rate / limit if rate and limit else None,
+            )
         )
-    return sorted(rows, key=lambda row: -row["flops"])[:_MAX_MODULES]
+    return sorted(rows, key=lambda row: -row.flops)[:_MAX_MODULES]

@@ -29,52 +29,50 @@ def _flops(count: float | None, unit: str = "FLOP") -> str:
 
 def build_utilization_table(report: Report) -> Table | None:
     """Return rates, FLOPs and utilization of the job and of each rank."""
-    job, step_s = report["utilization"], report["utilization"]["step_s"]
-    rates = job["tokens_per_s"], job["samples_per_s"]
-    if job["model_flops"] is None and rates == (None, None):
+    job, step_s = report["utilization"], report["utilization"].step_s
+    rates = job.tokens_per_s, job.samples_per_s
+    if job.model_flops is None and rates == (None, None):
         return None
-    rows = job["ranks"] if len(job["ranks"]) > 1 else []
-    rate = job["model_flops"] / step_s if job["model_flops"] and step_s else None
+    rows = job.ranks if len(job.ranks) > 1 else []
+    rate = job.model_flops / step_s if job.model_flops and step_s else None
 
     def values(of_job: Value, of_ranks: list[Value]) -> list[Value]:
         return [of_job, *(of_ranks if rows else [])]
 
-    columns = [
-        Column("of", values("job", [f"rank {each['rank']}" for each in rows]), Quantity.TEXT)
-    ]
-    if job["tokens_per_s"] is not None:
+    columns = [Column("of", values("job", [f"rank {each.rank}" for each in rows]), Quantity.TEXT)]
+    if job.tokens_per_s is not None:
         columns.append(
             Column(
                 "tokens/s",
-                values(job["tokens_per_s"], [each["tokens_per_s"] for each in rows]),
+                values(job.tokens_per_s, [each.tokens_per_s for each in rows]),
                 Quantity.NUMBER,
             )
         )
-    if job["samples_per_s"] is not None:
+    if job.samples_per_s is not None:
         columns.append(
             Column(
                 "samples/s",
-                values(job["samples_per_s"], [None for _ in rows]),
+                values(job.samples_per_s, [None for _ in rows]),
                 Quantity.NUMBER,
                 0.6,
             )
         )
     columns += [
-        Column("FLOPs/step", values(_flops(job["model_flops"]), [_flops(each["model_flops"]) for each in rows]),
+        Column("FLOPs/step", values(_flops(job.model_flops), [_flops(each.model_flops) for each in rows]),
                Quantity.TEXT, help="Forward and backward pass, without recomputation."),
         Column("FLOP/s", values(_flops(rate, "FLOP/s"), [None for _ in rows]), Quantity.TEXT, 0.5),
     ]  # fmt: skip
-    if any(each["mfu"] is not None for each in job["ranks"]):
+    if any(each.mfu is not None for each in job.ranks):
         columns += [
             Column(
                 "MFU",
-                values(_or_unknown(job["mfu"]), [_or_unknown(each["mfu"]) for each in rows]),
+                values(_or_unknown(job.mfu), [_or_unknown(each.mfu) for each in rows]),
                 Quantity.SHARE,
                 help="Share of the step that the model's operations would take at the peak.",
             ),
             Column(
                 "HFU",
-                values(_or_unknown(job["hfu"]), [_or_unknown(each["hfu"]) for each in rows]),
+                values(_or_unknown(job.hfu), [_or_unknown(each.hfu) for each in rows]),
                 Quantity.SHARE,
                 help="As MFU, with recomputation and the optimizer's products.",
             ),
@@ -82,7 +80,7 @@ def build_utilization_table(report: Report) -> Table | None:
     columns.append(
         Column(
             "covered",
-            values(job["counted_share"], [each["counted_share"] for each in rows]),
+            values(job.counted_share, [each.counted_share for each in rows]),
             Quantity.SHARE,
             0.3,
             help="Share of the operators' host time in operators with a formula.",
@@ -104,57 +102,57 @@ def _or_unknown(share: float | None) -> Value:
 
 
 def _note(job: Utilization) -> str:
-    if job["not_measured"]:
-        return f"FLOPs are not measured: {job['not_measured']}."
-    steps = job["counted_steps"]
+    if job.not_measured:
+        return f"FLOPs are not measured: {job.not_measured}."
+    steps = job.counted_steps
     text = f"Counted in {steps} step{'s' if steps != 1 else ''}. "
-    if job["attention_flops"]:
-        text += job["convention"]
-        if job["causal_attention_flops"] and job["mfu_causal_half"] is not None:
-            text += f" With half of the causal attention, MFU is {format_percent(job['mfu_causal_half'])}."
+    if job.attention_flops:
+        text += job.convention
+        if job.causal_attention_flops and job.mfu_causal_half is not None:
+            text += (
+                f" With half of the causal attention, MFU is {format_percent(job.mfu_causal_half)}."
+            )
     else:
         text += "There is no fused attention."
-    if job["peak_flops_per_s"] is not None:
-        text += f" Peak: {format_flops(job['peak_flops_per_s'], 'FLOP/s')}, {job['peak_source']}."
+    if job.peak_flops_per_s is not None:
+        text += f" Peak: {format_flops(job.peak_flops_per_s, 'FLOP/s')}, {job.peak_source}."
     else:
-        precisions = ", ".join(job["precisions"])
+        precisions = ", ".join(job.precisions)
         text += f" MFU is not measured: no peak is known for {precisions} on this device."
-    names = [
-        f"{each['operator']} ({format_percent(each['share'])})" for each in job["uncounted"][:3]
-    ]
+    names = [f"{each.operator} ({format_percent(each.share)})" for each in job.uncounted[:3]]
     return f"{text} Without a formula: {', '.join(names)}." if names else text
 
 
 def build_roofline_table(report: Report) -> Table | None:
     """Return the modules with the most FLOPs, and what limits them."""
-    rows = report["utilization"]["modules"]
+    rows = report["utilization"].modules
     if not rows:
         return None
     columns = [
-        Column("module", [each["name"] or "(outside of modules)" for each in rows], Quantity.TEXT),
-        Column("FLOPs/step", [format_flops(each["flops"]) for each in rows], Quantity.TEXT),
-        Column("share of FLOPs", [each["share"] for each in rows], Quantity.SHARE),
-        Column("FLOP/byte", [_rounded(each["flops_per_byte"]) for each in rows], Quantity.TEXT, 0.5,
+        Column("module", [each.name or "(outside of modules)" for each in rows], Quantity.TEXT),
+        Column("FLOPs/step", [format_flops(each.flops) for each in rows], Quantity.TEXT),
+        Column("share of FLOPs", [each.share for each in rows], Quantity.SHARE),
+        Column("FLOP/byte", [_rounded(each.flops_per_byte) for each in rows], Quantity.TEXT, 0.5,
                help="FLOPs per byte of operands and results in the forward pass."),
     ]  # fmt: skip
-    if any(each["roofline_flops_per_s"] or each["forward_flops_per_s"] for each in rows):
+    if any(each.roofline_flops_per_s or each.forward_flops_per_s for each in rows):
         columns += [
             Column(
                 "forward",
-                [_flops(each["forward_flops_per_s"], "FLOP/s") for each in rows],
+                [_flops(each.forward_flops_per_s, "FLOP/s") for each in rows],
                 Quantity.TEXT,
                 help="FLOPs of the forward pass over the module's own time.",
             ),
             Column(
                 "of limit",
-                [_or_unknown(each["roofline_share"]) for each in rows],
+                [_or_unknown(each.roofline_share) for each in rows],
                 Quantity.SHARE,
                 0.2,
                 help="Share of what the device's peak and memory allow.",
             ),
-            Column("limited by", [each["bound"] for each in rows], Quantity.TEXT, 0.4),
+            Column("limited by", [each.bound for each in rows], Quantity.TEXT, 0.4),
         ]
-    rank = report["utilization"]["ranks"][0]["rank"]
+    rank = report["utilization"].ranks[0].rank
     return Table(
         "roofline",
         f"Modules by FLOPs, rank {rank}",

@@ -54,12 +54,12 @@ def _device_action(report: Facts) -> str:
         deeper = _deeper(row, found.name)
         return f"start with {module_label(found.name)}, the largest by device time ({samples}){deeper}."
     inner = {row["name"]: row for row in report["modules"] if not row["is_root"]}
-    most = next((each for each in report["utilization"]["modules"] if each["name"] in inner), None)
+    most = next((each for each in report["utilization"].modules if each.name in inner), None)
     if most is None:
         return f"look at a trace: {_TRACE}. The device times of modules have too few samples."
     return (
-        f"start with {module_label(most['name'])}, which has the most FLOPs of all timed modules"
-        f" ({format_percent(most['share'])} of a step's){_deeper(inner[most['name']])}."
+        f"start with {module_label(most.name)}, which has the most FLOPs of all timed modules"
+        f" ({format_percent(most.share)} of a step's){_deeper(inner[most.name])}."
     )
 
 

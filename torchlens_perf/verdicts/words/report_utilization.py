@@ -5,10 +5,10 @@ FLOPs are per mean step, and rates are over the mean duration of a step after th
 
 from __future__ import annotations
 
-from typing import TypedDict
+from msgspec import Struct
 
 
-class RankUtilization(TypedDict):
+class RankUtilization(Struct, frozen=True):
     """Utilization of one rank."""
 
     rank: int
@@ -22,7 +22,7 @@ class RankUtilization(TypedDict):
     """Reason why FLOPs are not measured; None if they are."""
 
 
-class UncountedOperator(TypedDict):
+class UncountedOperator(Struct, frozen=True):
     """An operator that has no formula."""
 
     operator: str
@@ -31,7 +31,7 @@ class UncountedOperator(TypedDict):
     """Its share of the host time of all operators."""
 
 
-class ModuleUtilization(TypedDict):
+class ModuleUtilization(Struct, frozen=True):
     """FLOPs of one module, and its place under the roofline of its device."""
 
     name: str
@@ -51,7 +51,7 @@ class ModuleUtilization(TypedDict):
     roofline_share: float | None
 
 
-class Utilization(TypedDict):
+class Utilization(Struct, frozen=True):
     """Utilization of a job. FLOPs are sums over its ranks."""
 
     not_measured: str | None
