@@ -86,8 +86,8 @@ def test_costs_that_a_sample_causes_in_later_steps_count() -> None:
         schedule.start_recording(StepBoundary(0, 0, 0))
         for round_ in range(4):
             begin, later = 8 + 16 * round_, 9 + 16 * round_
-            schedule.begin_sampled_step(StepBoundary(begin, begin * MS, 0))
+            schedule.begun = StepBoundary(begin, begin * MS, 0)
             schedule.end_sampled_step(StepBoundary(later, later * MS, 0))
             if schedule is dear:
-                schedule.add_cost_after_step(0.06 * MS)
+                schedule.later_ns += 0.06 * MS
     assert (cheap.period, dear.period) == (16, 64)

@@ -145,15 +145,13 @@ class _WatchedModels:
                 # Leave the device unknown: the model may still be moved, or FSDP may offload its
                 # parameters to the CPU. The device's clock shows later where the model runs.
                 device = ""
-            is_new = self._session.metadata.add_modules(
+            self._session.metadata.add_modules(
                 {each.name: each.is_root for each in modules},
                 device=device,
                 all_levels=selection.all_levels,
                 unopened=selection.unopened,
             )
             self._time_modules(modules)
-            if is_new:
-                self._session.publish()
 
     def _time_modules(self, modules: Sequence[WatchedModule]) -> None:
         hooks = self._session.hooks

@@ -172,12 +172,12 @@ class CurrentStep:
         recorder.sampled = int(self._sampling.is_sampled(step))
         recorder.add_overhead(recorder.now_ns() - start_ns - self._charged_apart_ns + charged_ns)
         if sampled:
-            self._sampling.add_cost_after_step(recorder.late_ns - self._late_ns)
+            self._sampling.later_ns += recorder.late_ns - self._late_ns
             self._late_ns = recorder.late_ns
             self._sampling.end_sampled_step(self._read_boundary())
         recorder.due_step = self._sampling.next_sampled_step(step)
         if recorder.sampled:
-            self._sampling.begin_sampled_step(self._read_boundary())
+            self._sampling.begun = self._read_boundary()
             self._begin_sampled_step(step)
 
     def _begin_sampled_step(self, step: int) -> None:

@@ -145,8 +145,8 @@ class RankMetadata:
         device: str,
         all_levels: bool,
         unopened: Iterable[str],
-    ) -> bool:
-        """Add timed modules. Return False if all names are known. are_roots: True for each name of a whole model.
+    ) -> None:
+        """Publish timed modules that are new. are_roots: True for each name of a whole model.
 
         device: device type of the modules' model, or "" if unknown. all_levels: True if all inner
         modules are also timed.
@@ -155,7 +155,7 @@ class RankMetadata:
         facts = self.facts
         new = are_roots.keys() - self._module_names
         if not new:
-            return False
+            return
         self._module_names.update(new)
         # The digest of many names takes milliseconds.
         facts.model = digest_module_names(self._module_names)
@@ -165,7 +165,7 @@ class RankMetadata:
         facts.unopened_modules += unopened
         facts.deeper_modules |= not all_levels
         facts.compute_device = facts.compute_device or device
-        return True
+        self.publish()
 
     def publish(self) -> None:
         """Write all facts into the ring file."""

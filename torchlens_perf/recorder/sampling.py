@@ -40,9 +40,11 @@ class SamplingSchedule:
         """
         self._every = every
         self._max_share = _SHARE_OF_BUDGET * budget or math.inf
-        # End of the last sampled step, and begin of the current one.
-        self._ended = self._begun = StepBoundary(0, 0, 0)
-        self._later_ns = 0.0  # Cost of sampled steps that arose after their end.
+        self._ended = StepBoundary(0, 0, 0)  # End of the last sampled step.
+        self.begun = self._ended
+        """Begin of the last sampled step."""
+        self.later_ns = 0.0
+        """Cost of sampled steps that arose after their end."""
         self.period = every
         """Number of steps between two sampled steps."""
 
@@ -56,24 +58,17 @@ class SamplingSchedule:
         return step + 1 + (self._every // 2 - step - 1) % self.period
 
     def start_recording(self, now: StepBoundary) -> None:
-        self._ended = self._begun = now
-
-    def begin_sampled_step(self, now: StepBoundary) -> None:
-        self._begun = now
-
-    def add_cost_after_step(self, duration_ns: int) -> None:
-        """Add a cost of a sampled step that arises after its end."""
-        self._later_ns += duration_ns
+        self._ended = self.begun = now
 
     def end_sampled_step(self, now: StepBoundary) -> None:
         """Update the period with the extra cost of a sampled step that has ended."""
-        before, begun = self._ended, self._begun
+        before, begun = self._ended, self.begun
         others = begun.step - before.step
         if others > 0:
             more_ns = now.tool_ns - begun.tool_ns - (begun.tool_ns - before.tool_ns) / others
             # The time of the gradient hooks is part of the backward pass. Running a hook takes
             # about as long as attaching it.
-            later_ns, self._later_ns = self._later_ns, 0.0
+            later_ns, self.later_ns = self.later_ns, 0.0
             self.set_period(
                 2 * max(0.0, more_ns) + later_ns, (begun.time_ns - before.time_ns) / others
             )

@@ -35,6 +35,8 @@ LOCAL_TENSOR = "torch.distributed.tensor.DTensor._local_tensor"
 STREAM_HANDLE = "torch._C._cuda_getCurrentRawStream"
 COMPILE_TIMES = "torch._dynamo.utils.calculate_time_spent"
 RECOMPUTATION = "torch.utils.checkpoint._recomputation_hook"
+TRACING_CONTEXT = "torch._guards.TracingContext"
+NO_TORCH_FUNCTION = "torch._C.DisableTorchFunction"
 
 
 class PrivateName(NamedTuple):
@@ -232,7 +234,7 @@ PRIVATE_NAMES = (
         " again",
     ),
     _create_context_check(
-        "torch._C.DisableTorchFunction",
+        NO_TORCH_FUNCTION,
         "the user's own torch function modes and tensor classes see the hooks that are attached to"
         " tensors",
     ),
@@ -268,8 +270,8 @@ PRIVATE_NAMES = (
         "without the native tap, collectives are not recorded",
     ),
     PrivateName(
-        "torch._guards.TracingContext",
-        lambda: pkgutil.resolve_name("torch._guards.TracingContext").try_get() is None,
+        TRACING_CONTEXT,
+        lambda: pkgutil.resolve_name(TRACING_CONTEXT).try_get() is None,
         "backward passes of the compiler count as the job's",
     ),
     PrivateName(
@@ -343,10 +345,8 @@ def get_module_call_function() -> Callable[..., Any]:
     """Return torch's function that each call of a module runs."""
     from torch.nn import Module
 
-    function: Callable[..., Any] = (
-        Module._wrapped_call_impl if is_usable(MODULE_CALL) else Module.__call__
-    )
-    return function
+    name = "_wrapped_call_impl" if is_usable(MODULE_CALL) else "__call__"
+    return getattr(Module, name)  # type: ignore[no-any-return]
 
 
 def is_module_compiled(module: Any) -> bool:
@@ -375,33 +375,25 @@ def get_tracing_context_reader() -> Callable[[], object]:
     """Return a function whose result is None unless torch.compile is tracing on
     the calling thread.
     """
-    if not is_usable("torch._guards.TracingContext"):
+    if not is_usable(TRACING_CONTEXT):
         return lambda: None
-    from torch._guards import TracingContext
-
-    get: Callable[[], object] = TracingContext.try_get
-    return get
+    return pkgutil.resolve_name(TRACING_CONTEXT).try_get  # type: ignore[no-any-return]
 
 
 def get_tracing_locals() -> object:
     """Return the thread's variables with torch.compile's tracing context, or None if unknown."""
-    if not is_usable("torch._guards.TracingContext"):
+    if not is_usable(TRACING_CONTEXT):
         return None
-    from torch import _guards
-
-    return getattr(_guards, "_TLS", None)
+    return getattr(pkgutil.resolve_name("torch._guards"), "_TLS", None)
 
 
 def get_no_torch_function_context() -> Callable[[], AbstractContextManager[object]]:
     """Return a context manager that hides calls from the user's torch function modes and tensor
     subclasses.
     """
-    if not is_usable("torch._C.DisableTorchFunction"):
+    if not is_usable(NO_TORCH_FUNCTION):
         return nullcontext
-    import torch
-
-    kind: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-    return kind
+    return pkgutil.resolve_name(NO_TORCH_FUNCTION)  # type: ignore[no-any-return]
 
 
 def get_no_torch_dispatch_context() -> AbstractContextManager[object]:
@@ -409,10 +401,7 @@ def get_no_torch_dispatch_context() -> AbstractContextManager[object]:
 
     Check "torch._C._DisableTorchDispatch" first.
     """
-    import torch
-
-    hidden: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
-    return hidden
+    return pkgutil.resolve_name("torch._C._DisableTorchDispatch")()  # type: ignore[no-any-return]
 
 
 def list_fsdp_groups(state: Any) -> list[Any]:
@@ -442,12 +431,11 @@ def find_steps_in_progress() -> list[int] | None:
 
 def get_stream_handle_reader() -> Callable[[int], int] | None:
     """Return the function that reads the handle of a CUDA device's current stream, or None."""
-    if not is_usable(STREAM_HANDLE):
-        return None
     import torch
 
-    handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return handle
+    # A build without CUDA passes the check, but lacks the function.
+    reader = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return reader if is_usable(STREAM_HANDLE) else None
 
 
 def read_compile_s() -> float | None:

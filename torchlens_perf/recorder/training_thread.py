@@ -16,7 +16,7 @@ from types import CodeType
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.recorder.autograd_threads import is_autograd_thread
+from torchlens_perf.interruption import ours
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.recorder import Recorder
@@ -47,6 +47,10 @@ _POOLS = frozenset(
         "anyio",
     }
 )
+
+# torch/csrc/autograd/engine.cpp names these threads; pt_autograd_0 belongs to the first device.
+_AUTOGRAD_NAMES_BEGIN_WITH = "pt_autograd_"
+_known = threading.local()
 
 
 class Work(enum.IntEnum):
@@ -172,3 +176,16 @@ class TrainingThread:
                 self._busy_s = now_s
                 return False
         return True
+
+
+def is_autograd_thread() -> bool:
+    """Return True if the calling thread is an autograd thread, or False without /proc."""
+    known: bool | None = getattr(_known, "is_autograds", None)
+    if known is None:
+        try:
+            with open("/proc/thread-self/comm") as file:
+                known = file.read().startswith(_AUTOGRAD_NAMES_BEGIN_WITH)
+        except ours(OSError):
+            known = False
+        _known.is_autograds = known
+    return known

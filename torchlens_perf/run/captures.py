@@ -165,7 +165,9 @@ def read_capture_file(path: Path, kind: type[_T]) -> _T:
         made = kind(**value)
     except ours(TypeError) as error:
         raise ValueError(str(error)) from None
-    _check_fields(made)
+    wrong = [field for field, right in _field_validity(made).items() if not right]
+    if wrong:
+        raise ValueError(", ".join(f"invalid {field} {getattr(made, field)!r}" for field in wrong))
     return made
 
 
@@ -174,18 +176,12 @@ def is_request_id(text: str) -> bool:
     return _FORM_OF_IDS.fullmatch(text) is not None
 
 
-def _check_fields(value: Request | Outcome) -> None:
-    if not isinstance(value.id, str) or not is_request_id(value.id):
-        raise ValueError(f"invalid id {value.id!r}")
-    wrong = [field for field, right in _field_validity(value).items() if not right]
-    if wrong:
-        raise ValueError(", ".join(f"invalid {field} {getattr(value, field)!r}" for field in wrong))
-
-
 def _field_validity(value: Request | Outcome) -> dict[str, bool]:
     """Return for each field whether its value is valid."""
+    has_id = isinstance(value.id, str) and is_request_id(value.id)
     if isinstance(value, Request):
         return {
+            "id": has_id,
             "asked_by": isinstance(value.asked_by, str),
             "asked_unix_s": _is_finite_number(value.asked_unix_s),
             "attempt": _is_int_in_range(value.attempt, least=-1),
@@ -201,6 +197,7 @@ def _field_validity(value: Request | Outcome) -> dict[str, bool]:
     )
     names = {TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS}
     return {
+        "id": has_id,
         "rank": _is_int_in_range(value.rank),
         "first_step": value.first_step is None or _is_int_in_range(value.first_step),
         "steps": _is_int_in_range(value.steps),

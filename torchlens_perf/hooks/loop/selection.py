@@ -9,7 +9,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchlens_perf.hooks import module_tree
 from torchlens_perf.recorder import torch_private
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Maximum number of modules with modules="auto". Timing 128 calls costs about 30 us per step.
 MAX_MODULES = 128
 _AUTO_LEVELS = 2
+_LEVELS: dict[Any, Any] = {"none": 0, "all": sys.maxsize}
+"""Levels of modules that are timed, by setting. A number stands for itself."""
 # Attributes in which wrappers store the wrapped module. Names shown to the user leave them out.
 # DDP's "module" is only left out around the whole model, because users' own modules have attributes
 # of this name.
@@ -103,21 +105,17 @@ def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -
     def modules_down_to(level: int) -> list[WatchedModule]:
         return [each for each in every.values() if levels.get(id(each.module), 1) <= level]
 
-    if config.modules == "none":
-        chosen = []
-    elif config.modules == "all":
-        chosen = list(every.values())
-    elif isinstance(config.modules, int):
-        chosen = modules_down_to(config.modules)
-    elif isinstance(config.modules, tuple):
+    if isinstance(config.modules, tuple):
         chosen = [
             each
             for name, each in every.items()
             if config.matches_module_pattern(name) or config.matches_module_pattern(each.name)
         ]
-    else:
+    elif config.modules == "auto":
         choices = (modules_down_to(level) for level in range(_AUTO_LEVELS, 0, -1))
         chosen = next((choice for choice in choices if len(choice) <= most), [])
+    else:
+        chosen = modules_down_to(_LEVELS.get(config.modules, config.modules))
     timed = {each.name for each in chosen}
     untimed = [
         each

@@ -189,7 +189,6 @@ class TrainingLoop:
         self._handed_over: list[_GradientSample] | None = None
         # Results of _get_patience(), by ids of the optimizer and of the one that ends steps.
         self._patience: dict[tuple[int, int], int | None] = {}
-        self._notes: set[str] = set()
         self._elsewhere: set[int] = set()  # Ids of optimizers that step on other threads.
         self._models_given = False
         self._roots: list[_WatchedModel] = []
@@ -431,12 +430,12 @@ class TrainingLoop:
                 self._begin_training(stepping, ending)
             name = type(stepping).__name__
             if ending is not None and stepping is not None and patience is None:
-                self._note_once(
+                self._session.note(
                     f"{name} has replaced {ending.class_name}: its first steps, before this was"
                     " clear, count as one"
                 )
             elif ending is not None and len(self.passed) and patience is not None:
-                self._note_once(
+                self._session.note(
                     f"{name} has replaced {ending.class_name}: steps end with {name} from then on"
                 )
         if ends:
@@ -528,7 +527,7 @@ class TrainingLoop:
             return 0
         if not is_watched and self._models_given and watched:
             name = type(optimizer).__name__
-            self._note_once(
+            self._session.note(
                 f"{name} has no parameters of a watched model: its steps do not end steps of the"
                 " loop"
             )
@@ -583,11 +582,6 @@ class TrainingLoop:
         """Return the class of the first model that was watched since then; "" without any."""
         return next((name for when, name in self._classes if when >= since), "")
 
-    def _note_once(self, note: str) -> None:
-        if note not in self._notes:
-            self._notes.add(note)
-            self._session.note(note)
-
     def _count_backwards_as_steps(self) -> None:
         self._has_news = True
         self._session.note(
@@ -631,7 +625,7 @@ class TrainingLoop:
             self._add_and_watch(self._name_found(models))
             return
         for model in models:
-            self._note_once(
+            self._session.note(
                 f"{type(model).__name__} is also trained, but its modules are not timed: pass it to"
                 " watch() as well"
             )
