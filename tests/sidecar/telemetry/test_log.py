@@ -470,7 +470,7 @@ def test_state_of_an_older_version_without_telemetry_can_be_read(
     value = json.loads(path.read_text())
     del value["telemetry"]
     for process in value["processes"].values():
-        del process["gpus"]
+        del process["facts"]["gpus"]
     path.write_text(json.dumps(value))
     loaded = node_state.load(path)
 
