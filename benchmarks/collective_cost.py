@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import Table, ratio_interval
-from torchlens_perf.hooks import process_group_hooks
+from torchlens_perf.hooks.collectives import process_group_hooks
 
 ROUNDS, WARM_CALLS, CALLS = 300, 20, 100
 MAX_NS, MAX_ALONE_NS = 8_000, 1_000

@@ -22,7 +22,7 @@ import torchlens_perf as perf
 from tests.support.processes import report, run, wait_for_sidecar
 from tests.support.recording import recorded
 from tests.view.test_terminal import SHORT_LINES_OK
-from torchlens_perf.hooks.collective import is_tapped_by_another_tool
+from torchlens_perf.hooks.collectives.hook import is_tapped_by_another_tool
 from torchlens_perf.recorder import rank_metadata
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind

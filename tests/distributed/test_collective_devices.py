@@ -17,7 +17,7 @@ from tests.support.gloo import run_ranks
 from tests.support.long import long
 from tests.support.recording import Recording, recorded
 from torchlens_perf.commands import tap_build
-from torchlens_perf.hooks.collective_groups import CollectiveGroups
+from torchlens_perf.hooks.collectives.groups import CollectiveGroups
 from torchlens_perf.recorder import native_tap, torch_groups
 from torchlens_perf.run.ring import Flag, Kind
 

@@ -26,9 +26,12 @@ from tests.support.long import long
 from tests.support.recording import EVERYTHING, Record, Recording, recorded
 from torchlens_perf import section, watch
 from torchlens_perf.commands import tap_build
-from torchlens_perf.hooks import process_group_hooks
-from torchlens_perf.hooks.collective import is_tapped_by_another_tool, list_collective_operators
-from torchlens_perf.hooks.python_recording import count_payload_bytes
+from torchlens_perf.hooks.collectives import process_group_hooks
+from torchlens_perf.hooks.collectives.hook import (
+    is_tapped_by_another_tool,
+    list_collective_operators,
+)
+from torchlens_perf.hooks.collectives.python_recording import count_payload_bytes
 from torchlens_perf.recorder import native_tap, torch_dispatcher
 from torchlens_perf.run.ring import MAX_RECENT, MICRO_STEPS_MASK, Flag, Kind
 

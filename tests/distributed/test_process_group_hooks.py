@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.support.gloo import run_ranks
 from tests.support.processes import ROOT, run
 from tests.support.recording import Recording, recorded
-from torchlens_perf.hooks import process_group_hooks
+from torchlens_perf.hooks.collectives import process_group_hooks
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.run.ring import Flag, Kind
 
@@ -161,7 +161,7 @@ PROGRAM = """
 import os
 import torch, torch.distributed as dist
 import torchlens_perf as perf
-from torchlens_perf.hooks.process_group_hooks import _hooked_groups
+from torchlens_perf.hooks.collectives.process_group_hooks import _hooked_groups
 from torchlens_perf.recorder import native_tap
 native_tap.tap_folders = lambda: ()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

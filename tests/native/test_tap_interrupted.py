@@ -22,7 +22,7 @@ import torch, torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from tests.distributed.test_collective_devices import BACKENDS, OnDevice
-from torchlens_perf.hooks.collective import list_collective_operators
+from torchlens_perf.hooks.collectives.hook import list_collective_operators
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 from torchlens_perf.run.ring import HEAD, RingReader, RingFile

@@ -18,7 +18,7 @@ PROGRAM = """
 import os, sys, threading
 from pathlib import Path
 import torch, torch.distributed as dist
-from torchlens_perf.hooks.collective import list_collective_operators
+from torchlens_perf.hooks.collectives.hook import list_collective_operators
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 from torchlens_perf.run.ring import RingFile
@@ -68,7 +68,7 @@ from contextlib import ExitStack
 from pathlib import Path
 import torch, torch.distributed as dist
 from tests.support.ranks import Rank, run_without_traces
-from torchlens_perf.hooks.collective import CollectiveHook
+from torchlens_perf.hooks.collectives.hook import CollectiveHook
 from torchlens_perf.recorder import native_tap
 from torchlens_perf.recorder import native_tap
 

@@ -13,7 +13,7 @@ import torch
 from tests.support.recording import recorded
 from tests.support.taps import cache, copy_of_sources, reset_tap_cache, tap
 from torchlens_perf.commands.doctor import LIMITED, OK, Check, run_checks
-from torchlens_perf.hooks import process_group_hooks
+from torchlens_perf.hooks.collectives import process_group_hooks
 from torchlens_perf.recorder import native_tap
 
 # The following imports are fixtures.

@@ -19,7 +19,8 @@ from tests.support.counted_models import MODELS, Decoder, Step, training
 from tests.support.long import long
 from tests.support.ranks import Rank, make_run
 from tests.support.recording import EVERYTHING, recorded
-from torchlens_perf.hooks import operators, python_tap
+from torchlens_perf.hooks import operators
+from torchlens_perf.hooks.collectives import python_tap
 from torchlens_perf.recorder import native_tap, recorder
 from torchlens_perf.run.operators import OperatorKey, Pass, Work
 from torchlens_perf.run.ring import Kind

@@ -51,7 +51,7 @@ _ALLOWED = {
         "multiprocessing.parent_process",
     },
     # Hooks of process groups that outlive the interpreter crash the process.
-    "hooks.process_group_hooks": {"atexit.register", "atexit.unregister"},
+    "hooks.collectives.process_group_hooks": {"atexit.register", "atexit.unregister"},
     "config": {
         "urllib.parse.parse_qsl",
         "urllib.parse.urlencode",

@@ -23,7 +23,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchlens_perf.errors import swallowed
-from torchlens_perf.hooks.collective import is_tapped_by_another_tool, list_collective_operators
+from torchlens_perf.hooks.collectives.hook import (
+    is_tapped_by_another_tool,
+    list_collective_operators,
+)
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 
 TYPE_VECTORCALL_OFFSET = 7 * ctypes.sizeof(ctypes.c_void_p)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchlens_perf.hooks import python_tap
+from torchlens_perf.hooks.collectives import python_tap
 from torchlens_perf.recorder import native_tap
 
 _ROOT = Path(__file__).parents[2]

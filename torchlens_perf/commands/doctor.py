@@ -116,7 +116,7 @@ def _check_recorder() -> list[Check]:
 
 def _check_tap() -> Iterator[Check]:
     from torchlens_perf.commands.tap_build import find_obstacle
-    from torchlens_perf.hooks import process_group_hooks
+    from torchlens_perf.hooks.collectives import process_group_hooks
     from torchlens_perf.recorder import native_tap
 
     cache = os.environ.get("XDG_CACHE_HOME")

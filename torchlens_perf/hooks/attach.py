@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.hooks.backward import BackwardHook
 from torchlens_perf.hooks.budget import BudgetHook
 from torchlens_perf.hooks.capture import CaptureHook
-from torchlens_perf.hooks.collective import CollectiveHook
+from torchlens_perf.hooks.collectives.hook import CollectiveHook
 from torchlens_perf.hooks.data import DataHook
 from torchlens_perf.hooks.device_hooks import create_device_hooks
 from torchlens_perf.hooks.loader_workers import LoaderWorkersHook

@@ -1,7 +1,7 @@
 // The tap on c10d's operators, in C++: built against the torch at hand by `torchlens-perf build-tap` (recorder/native_tap.py).
 //
 // A kernel at BackendSelect sees every collective and point-to-point operation, also those that DDP's reducer, FSDP2,
-// DTensor and compiled graphs issue from C++, and sends it on unchanged. hooks/collective.py does the same in Python
+// DTensor and compiled graphs issue from C++, and sends it on unchanged. hooks/collectives/hook.py does the same in Python
 // where this is not built, at some 50 us an operation.
 //
 // Once attached it stays, and passes everything on at once where no watch is on. The dispatcher lets nobody take a kernel

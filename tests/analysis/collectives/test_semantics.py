@@ -21,7 +21,7 @@ from torchlens_perf.analysis.collectives.semantics import (
     semantics_of,
     split_wait_and_transfer,
 )
-from torchlens_perf.hooks.collective import list_collective_operators
+from torchlens_perf.hooks.collectives.hook import list_collective_operators
 
 ALL_FOR_ALL = [name for name, meaning in SEMANTICS.items() if meaning.waits is WaitRelation.ALL]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.python_recording import Issued, PythonRecording, find_device
+from torchlens_perf.hooks.collectives.python_recording import Issued, PythonRecording, find_device
 from torchlens_perf.recorder import torch_dispatcher, torch_private
 from torchlens_perf.recorder.torch_private import WAIT_TENSOR
 

@@ -20,7 +20,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks.python_recording import Issued, PythonRecording, find_first_tensor
+from torchlens_perf.hooks.collectives.python_recording import (
+    Issued,
+    PythonRecording,
+    find_first_tensor,
+)
 from torchlens_perf.recorder import devices, torch_groups, torch_private
 from torchlens_perf.recorder.patch import patched
 

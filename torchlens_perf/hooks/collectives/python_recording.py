@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchlens_perf.hooks.collective_groups import CollectiveGroups, is_point_to_point
+from torchlens_perf.hooks.collectives.groups import CollectiveGroups, is_point_to_point
 from torchlens_perf.recorder import torch_groups
 from torchlens_perf.recorder.recorder import EndDetection
 from torchlens_perf.run.ring import Flag

@@ -20,9 +20,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from torchlens_perf.errors import guard
-from torchlens_perf.hooks import process_group_hooks, python_tap
-from torchlens_perf.hooks.collective_groups import CollectiveGroups
-from torchlens_perf.hooks.python_recording import PythonRecording
+from torchlens_perf.hooks.collectives import process_group_hooks, python_tap
+from torchlens_perf.hooks.collectives.groups import CollectiveGroups
+from torchlens_perf.hooks.collectives.python_recording import PythonRecording
 from torchlens_perf.recorder import native_tap, torch_dispatcher, torch_private
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import collective_marks, timed_wait
