@@ -530,7 +530,7 @@ def test_last_ended_step_is_counted_during_a_long_one(run: RunDirectory) -> None
     (process,) = sidecar.state.processes.values()
     assert process.statistics.counted_steps == 4
     (source,) = sidecar.sources
-    source.step_s -= 2 * HOLD_S
+    source.progress.step_s -= 2 * HOLD_S
     sidecar.count_records()
     assert process.statistics.counted_steps == 5
     rank.close()

@@ -11,6 +11,7 @@ import pytest
 from tests.report.test_schema import BASE, HOST, state_of
 from tests.support.reports import checked
 from torchlens_perf.report.build import build_report
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
 
@@ -88,7 +89,8 @@ HEALTHY: dict[str, Callable[[], tuple[ProcessState, ...]]] = {
         dataclasses.replace(rank(1, 70), ended=""), rank(0, 40), rank(2, 70),
     ),
     "other models": lambda: tuple(
-        dataclasses.replace(rank(n, 40 + 30 * n), model=f"model {n}") for n in range(3)
+        dataclasses.replace(rank(n, 40 + 30 * n), facts=RankFacts(model=f"model {n}"))
+        for n in range(3)
     ),
 }  # fmt: skip
 
