@@ -319,6 +319,6 @@ def test_hooks_of_other_threads_write_nothing_into_a_closed_ring(tmp_path: Path)
     assert (made.intern("known"), made.intern("new")) == (known, 0)
     assert made.add_group_row("group") == ring.MAX_GROUPS
     made.set_metadata({"rank": 1})
-    made.count_internal_error()
-    made.add_gc_ns(1)
+    made.count(ring.INTERNAL_ERRORS)
+    made.count(ring.GC_NS, 1)
     made.close()

@@ -115,11 +115,15 @@ class DeviceTimesHook:
         """
         if self._is_unavailable:
             return
+        import torch
+
         try:
             device = find_accelerator_in_use(
                 self._kind, computes_there=session.metadata.computes_on(self._kind)
             )
-            if device is None or _is_capturing(self._kind):
+            if device is None or (
+                self._kind == "cuda" and torch.cuda.is_current_stream_capturing()
+            ):
                 return  # Reading the device clock would abort the graph capture.
             self.start_marking(session, create_clock(device))
         except ours(DeviceError, RuntimeError, NotImplementedError) as error:
@@ -146,12 +150,6 @@ class DeviceTimesHook:
             counts |= {"clock": name, "error_ns": clock.error_ns}
             session.facts.device = counts
             session.publish()
-
-
-def _is_capturing(kind: str) -> bool:
-    import torch
-
-    return kind == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def set_collective_timer(timer: Callable[[], Callable[[], None] | None] | None) -> None:

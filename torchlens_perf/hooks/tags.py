@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchlens_perf.recorder.patch import patched
 from torchlens_perf.recorder.recorder import native_hook
-from torchlens_perf.run.ring import Flag, Kind
+from torchlens_perf.run.ring import GC_NS, Flag, Kind
 
 if TYPE_CHECKING:
     from torchlens_perf.recorder.session import Session
@@ -62,7 +62,7 @@ class TagHook:
                 began_ns = now_ns()
                 return
             if began_ns:  # The start is 0 if the watch began during this collection.
-                session.ring.add_gc_ns(now_ns() - began_ns)
+                session.ring.count(GC_NS, now_ns() - began_ns)
                 began_ns = 0
             if oldest:
                 recorder.end(_SECTION, name_id)

@@ -17,6 +17,7 @@ from torchlens_perf.recorder.recorder import Recorder
 from torchlens_perf.recorder.sampling import SamplingSchedule
 from torchlens_perf.recorder.step_callbacks import StepCallbacks
 from torchlens_perf.recorder.training_thread import TrainingThread
+from torchlens_perf.run.ring import INTERNAL_ERRORS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,7 +92,7 @@ class Session:
 
         Call this method before attach().
         """
-        swallowed.on_error = self.ring.count_internal_error
+        swallowed.on_error = functools.partial(self.ring.count, INTERNAL_ERRORS)
         with guard("keeping torch.compile away from our hooks"):
             torch_private.make_dynamo_skip_package()
 

@@ -20,6 +20,7 @@ import time
 KEEP = b"keep"
 PRIVATE, SHARED = "private", "shared"
 _MODES = {PRIVATE: 0o700, SHARED: 0o750}
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MAX_TRIES = 5
 _MAX_REMOVALS, _REST_S = 20, 0.1
 
@@ -67,7 +68,7 @@ def _check_links(folder: str) -> None:
             found = os.lstat(each)
         except FileNotFoundError:
             continue
-        if stat.S_ISLNK(found.st_mode) and _others_may_write(os.path.dirname(each)):
+        if stat.S_ISLNK(found.st_mode) and os.stat(os.path.dirname(each)).st_mode & _OTHERS_WRITE:
             _check_owner(each, found, {0, os.geteuid()})
 
 
@@ -88,10 +89,6 @@ def _check_owner(path: str, found: os.stat_result, trusted: set[int]) -> None:
     if found.st_uid not in trusted:
         what = "a link of" if stat.S_ISLNK(found.st_mode) else "the folder of"
         raise PermissionError(errno.EPERM, f"{path} is {what} another user ({found.st_uid})")
-
-
-def _others_may_write(folder: str) -> bool:
-    return bool(os.stat(folder).st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _make_folder(folder: str, mode: int, made: list[str]) -> None:

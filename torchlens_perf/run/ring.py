@@ -246,15 +246,13 @@ class RingFile:
             self._words[METADATA_USED] = zlib.crc32(text) << 32 | len(text)
             self._words[METADATA_REVISION] = (self._words[METADATA_REVISION] | 1) + 1
 
-    def add_gc_ns(self, duration_ns: int) -> None:
-        """Add to the total time of Python's garbage collections, unless the ring file is closed."""
-        if not self.buffer.closed:
-            self._words[GC_NS] += duration_ns
+    def count(self, word: int, amount: int = 1) -> None:
+        """Add to a counter of the header, unless the ring file is closed.
 
-    def count_internal_error(self) -> None:
-        """Count an internal error that was not passed on to the training loop."""
+        word: GC_NS, or INTERNAL_ERRORS for an error that was not passed on to the training loop.
+        """
         if not self.buffer.closed:
-            self._words[INTERNAL_ERRORS] += 1
+            self._words[word] += amount
 
     def close(self) -> None:
         """Mark the ring file as closed by its writer and unmap it. Further calls do nothing.
