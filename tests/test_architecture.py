@@ -25,13 +25,13 @@ def module_name(path: Path) -> str:
 
 def assigned(path: Path) -> set[str]:
     """Return the attributes that a file sets on a session or its parts instead of calling their
-    methods.
+    methods. The facts about the rank are a record, which hooks fill in.
     """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             chain = ast.unparse(node.value).split(".")
-            if {"session", "_session"} & set(chain[-2:]):
+            if {"session", "_session"} & set(chain[-2:]) and chain[-1] != "facts":
                 found.add(node.attr)
     return found
 
