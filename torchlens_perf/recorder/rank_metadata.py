@@ -188,7 +188,7 @@ class RankMetadata:
 
     def publish_end(self, report: ReportRequest | None, failure: Failure | None) -> None:
         """Publish all facts for the last time. report: the report that rank 0 requests."""
-        self.facts.report, self.facts.failure = report, failure
+        self.facts.report, self.facts.failure = report or self.facts.report, failure
         self.publish()
 
 

@@ -173,8 +173,8 @@ class RankFacts:
     other."""
     failure: Failure | None = None
     """The exception that ended the watch; None if it ended well."""
-    report: ReportRequest | None = None
-    """None until the end of the watch, or if no report is wanted."""
+    report: ReportRequest = dataclasses.field(default_factory=ReportRequest)
+    """The report that rank 0 waits for, once its watch has ended."""
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> RankFacts:
@@ -189,11 +189,6 @@ class RankFacts:
             return msgspec.convert(metadata, cls)
         except msgspec.ValidationError as error:
             raise RingError(f"its metadata are of another version: {error}") from None
-
-    @property
-    def mailbox(self) -> str:
-        """The file in which rank 0 waits for the report; "" if it does not wait."""
-        return "" if self.report is None else self.report.mailbox
 
     @property
     def on_device(self) -> bool | None:

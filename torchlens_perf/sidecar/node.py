@@ -346,7 +346,7 @@ class Sidecar:
                         f" {printable(self.run.describe_write_error(error))}"
                         f"{describe_kept_records(self.run)}\n"
                     )
-                    deliver_text(source.state.facts.mailbox, message)
+                    deliver_text(source.state.facts.report.mailbox, message)
                     raise
                 write_status("is writing the report")
                 self.write_report()
@@ -362,7 +362,7 @@ class Sidecar:
                     self._write_report(self.run, asked[-1])
             except (OSError, RunStoreError) as error:
                 why = printable(self.run.describe_write_error(error))
-                deliver_text(asked[-1].mailbox, f"torchlens_perf: no report: {why}\n")
+                deliver_text(asked[-1].report.mailbox, f"torchlens_perf: no report: {why}\n")
                 raise
 
     def set_delivery_notes(self, notes: list[str]) -> None:

@@ -293,7 +293,7 @@ def write_report(run: RunDirectory, facts: RankFacts) -> None:
     asked = facts.report
     # Send the report to rank 0 before writing report.txt, because the run directory's disk may be
     # slow.
-    if asked is not None and asked.mailbox:
+    if asked.mailbox:
         page = str(run.report.with_suffix(".html")) if facts.settings.writes_page else ""
         short = render_short(
             report, str(run.path), page=page, columns=asked.columns, color=asked.color
