@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.recording import Recording, recorded
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.training_settings import TrainingSettings
 
 
@@ -88,6 +89,31 @@ def test_cuda_graphs_of_compiled_modules_are_read(
 
     assert found.compiled is True
     assert found.cuda_graphs is graphs
+
+
+class Odd(torch.optim.Optimizer):
+    """An optimizer of another package, whose settings have the names of torch's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"foreach": object(), "fused": "no"})
+
+    def step(self, closure: Any = None) -> None:
+        """Leave the parameters as they are."""
+
+
+def test_settings_of_other_types_are_left_out(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = Odd(model.parameters())
+    with recorded(tmp_path, model, optimizer) as recording:
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    found = RankFacts.from_metadata(recording.metadata).training
+
+    assert found.optimizer is not None
+    assert (found.optimizer.kind, found.optimizer.foreach, found.optimizer.fused) == (
+        "Odd", None, None,
+    )  # fmt: skip
 
 
 def test_iterator_and_gradients_are_not_kept_alive(tmp_path: Path) -> None:

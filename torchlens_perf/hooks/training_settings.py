@@ -145,13 +145,11 @@ def _read_optimizer(optimizer: Any) -> OptimizerSettings | None:
     parameters = parameters_of(optimizer)
     if not parameters:
         return None
+    # Optimizers of other packages may use these names for values of other types.
     group = optimizer.param_groups[0]
+    flags = {name: group[name] for name in ("foreach", "fused") if type(group.get(name)) is bool}
     return OptimizerSettings(
-        type(optimizer).__name__,
-        len(parameters),
-        parameters[0].device.type,
-        group.get("foreach"),
-        group.get("fused"),
+        type(optimizer).__name__, len(parameters), parameters[0].device.type, **flags
     )
 
 
