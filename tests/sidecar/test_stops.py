@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.sidecar.host.test_stacks import GREEDY, VFORKS
+from tests.sidecar.host.test_stacks import VFORKS
 from tests.support.processes import only_report, run, run_warm, torchrun
 from torchlens_perf.run.processes import process_state_and_start
 from torchlens_perf.sidecar.stops import SHORTEST_NS, SleepObserver, StopObserver, is_stopped
@@ -31,6 +31,17 @@ print("ready", flush=True)
 thread = threading.Thread(target=time.sleep, args=(60,))
 thread.start()
 thread.join()
+"""
+GREEDY = """
+import ctypes, threading, time
+
+def takes_the_gil():
+    print("ready", flush=True)
+    ctypes.PyDLL(None).sleep(60)  # PyDLL: with the GIL held
+
+threading.Thread(target=takes_the_gil, name="greedy", daemon=True).start()
+while True:
+    time.sleep(0.001)
 """
 
 
