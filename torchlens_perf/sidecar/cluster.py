@@ -38,8 +38,6 @@ logger = logging.getLogger("torchlens_perf.sidecar")
 
 # Interval of hang checks. A rank that makes no steps sends posts at the same interval.
 ROUND_S = 1.0
-# Interval of exchange_data() while this node exchanges no data with other nodes.
-_ALONE_ROUND_S = 2.0
 _MAX_TALLIES = 16384
 OpenExchange = Callable[[Endpoints, str, str, bool], "Exchange"]
 
@@ -100,11 +98,6 @@ class ClusterLink:
             and not self._is_node_0
             and self._exchange.time_without_contact_s > self._cut_off_after_s
         )
-
-    @property
-    def update_interval_s(self) -> float:
-        """Interval at which to call exchange_data(): a node of a job must send a post each second."""
-        return ROUND_S if self._exchange is not None else _ALONE_ROUND_S
 
     @property
     def others_still_send(self) -> bool:

@@ -14,6 +14,7 @@ from torchlens_perf.errors import RunStoreError
 from torchlens_perf.run import ring
 from torchlens_perf.run.mailbox import REPORT, STEPS
 from torchlens_perf.sidecar import termination
+from torchlens_perf.sidecar.cluster import ROUND_S
 from torchlens_perf.sidecar.live_results import LiveResultDelivery
 from torchlens_perf.sidecar.metrics_port import MetricsPort
 from torchlens_perf.sidecar.page_file import write_page_if_wanted
@@ -35,6 +36,8 @@ _SHUTDOWN_TIMEOUT_S = 30.0
 # If the kernel does not report new files, or a rank waits for its report, the sidecar checks often
 # for ended ranks.
 _POLL_INTERVAL_S = 0.05
+# Interval of judging while this node exchanges no data with other nodes.
+_ALONE_ROUND_S = 2.0
 # A ring may begin to fill fast at any time.
 _RARE_POLL_INTERVAL_S = 0.5
 
@@ -63,9 +66,10 @@ def run_sidecar(
     sidecar's clock.
     """
     rounds = _RoundRunner(sidecar, lock, results, port, wake or Wake())
-    run_in_background = (
-        _run_in_this_thread if background is None else lambda work: background.submit(work).result()
-    )
+
+    def run_in_background(work: Callable[[], bool | None]) -> bool | None:
+        return work() if background is None else background.submit(work).result()
+
     # When a rank has ended, it may wait for its report. The calling thread runs the next round,
     # because this thread has the job's priority. In a short run, a rank may end before the first
     # round.
@@ -78,10 +82,6 @@ def run_sidecar(
     run_in_background(lambda: _finish_run(sidecar, lock, exporter, rounds))
     sidecar.close()
     return _release_lock(sidecar, lock)
-
-
-def _run_in_this_thread(work: Callable[[], bool | None]) -> bool | None:
-    return work()
 
 
 def _finish_run(
@@ -207,7 +207,7 @@ class _RoundRunner:
             with contain_errors("counting the records"):
                 sidecar.count_records()
             self._account_took_s, has_counted = self._clock() - now_s, True
-        period_s = sidecar.monitor.cluster.update_interval_s
+        period_s = ROUND_S if schedule.has_other_nodes else _ALONE_ROUND_S
         if not more or schedule.is_judging_due(now_s, period_s, self._judging_took_s):
             began_s = self._clock()
             sidecar.judge_ranks(now_s, final=not more)

@@ -428,8 +428,7 @@ class CollectiveJoin:
         join = cls()
         join._reset(earlier.generation)
         join.outdated_records = earlier.outdated_records
-        join._local = set(earlier.local)
-        join._left = set(earlier.left)
+        join._local, join._left = set(earlier.local), set(earlier.left)
         join._from_any = set(earlier.from_any)
         join._rows = earlier.operations
         join._row_of = {row.key: at for at, row in enumerate(earlier.operations)}

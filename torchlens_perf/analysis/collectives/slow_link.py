@@ -150,10 +150,9 @@ class LinkStatistics(Struct, array_like=True, frozen=True):
         The value is None if the operation moves no data.
         """
         factor = bus_bandwidth_factor(self.key.operation, len(self.members))
-        median_ns = self.transfer_ns[1]
-        if factor is None or not self.bytes or not median_ns > 0:
+        if factor is None or not self.bytes or not self.transfer_ns[1] > 0:
             return None
-        return self.mean_bytes / median_ns * 1e9 * factor
+        return self.mean_bytes / self.transfer_ns[1] * 1e9 * factor
 
     def merged_with(self, other: LinkStatistics) -> LinkStatistics:
         """Return these statistics combined with another node's on the same operations."""

@@ -30,11 +30,8 @@ logging.getLogger("grpc").setLevel(logging.CRITICAL)
 # The number in the name is the protocol version. Node 0 answers UNIMPLEMENTED to other versions.
 REPORT = "/torchlens_perf.Exchange3/Report"
 NONCE_BYTES, INSTANCE_BYTES = 16, 8
-NONCE = "nonce-bin"
-PROOF = "proof-bin"
-SENDER = "sender"
-NODE = "node-bin"
-INSTANCE = "instance-bin"
+NONCE, PROOF = "nonce-bin", "proof-bin"
+SENDER, NODE, INSTANCE = "sender", "node-bin", "instance-bin"
 MAX_CONNECTIONS = 8192
 IDLE_S = 10  # Node 0 closes connections without a call after this time.
 _KEEPALIVE_S = 60
