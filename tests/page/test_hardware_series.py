@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torchlens_perf.page.gather.hardware_series import (
 )
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
+from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.store.samples import GPUS, LINKS, PROCESSES, SampleWriter
 from torchlens_perf.verdicts.node_state import ProcessState
 
@@ -30,9 +30,9 @@ def processes(run: RunDirectory) -> dict[int, ProcessState]:
     """Return two ranks, each with a GPU."""
     made = {}
     for rank in (0, 1):
-        process = ProcessState(identity_of(run, rank), Anchor(0, 0, 0), RankStatistics())
-        made[rank] = dataclasses.replace(
-            process, gpus=[{"uuid": f"GPU-{rank}", "name": "H100", "index": 0}]
+        facts = RankFacts(gpus=[{"uuid": f"GPU-{rank}", "name": "H100", "index": 0}])
+        made[rank] = ProcessState(
+            identity_of(run, rank), Anchor(0, 0, 0), RankStatistics(), facts=facts
         )
     return made
 
