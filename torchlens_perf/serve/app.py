@@ -10,6 +10,7 @@
     /runs/ID/api/captures           POST ?ranks=&steps=: requests a capture
     /runs/ID/api/captures/ID        the results of a capture
     /runs/ID/captures/ID/RANK/FILE  a file of a capture
+    /api/compare?before=&after=     the comparison of two runs as JSON
     /api/counts                     how often the server has looked at and read each run
     /static/FILE                    styles and scripts
 """
@@ -46,7 +47,12 @@ from torchlens_perf.serve.live_page import comparison_as_json, step_as_json
 from torchlens_perf.serve.readers import ReaderPool
 from torchlens_perf.serve.run_list import RunList
 from torchlens_perf.serve.run_names import ReadError, check_run_name, parse_run_name, quote_name
-from torchlens_perf.serve.static_files import NAMES, STYLE, compressed_file, content_digest
+from torchlens_perf.serve.static_files import (
+    STYLE,
+    compressed_file,
+    content_digest,
+    read_texts,
+)
 from torchlens_perf.store.run_folders import FoundRun
 
 if TYPE_CHECKING:
@@ -139,7 +145,7 @@ class Server:
 
     async def _get_static_file(self, request: Request) -> Response:
         name = request.path_params["file"]
-        if name not in NAMES:
+        if name not in read_texts():
             return PlainTextResponse("this file does not exist\n", 404)
         headers = (
             {"cache-control": _FOR_EVER}
@@ -218,11 +224,13 @@ class Server:
         return JSONResponse(made, 202)
 
     async def _get_capture_progress(self, request: Request) -> Response:
-        capture = request.path_params["capture"]
-        call = self._quick.call(
-            capture_progress, self._requested_run(request), capture, within_s=_CAPTURE_WITHIN_S
+        progress = await self._quick.call(
+            capture_progress,
+            self._requested_run(request),
+            request.path_params["capture"],
+            within_s=_CAPTURE_WITHIN_S,
         )
-        return JSONResponse(await call)
+        return JSONResponse(progress)
 
     async def _get_captured_file(self, request: Request) -> Response:
         """Stream a captured file. A reader reads each block separately, since the disk can hang."""

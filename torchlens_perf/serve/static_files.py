@@ -14,7 +14,6 @@ from torchlens_perf.page.document.scripts import build_page_script, build_page_s
 
 STYLE, LIST_SCRIPT, OPENING_SCRIPT = "page.css", "list.js", "open.js"
 PAGE_SCRIPT, LIVE_SCRIPT = "page.js", "live.js"
-NAMES = (STYLE, PAGE_SCRIPT, LIVE_SCRIPT, LIST_SCRIPT, OPENING_SCRIPT)
 
 
 def static_address(name: str, root: str) -> str:
@@ -24,19 +23,21 @@ def static_address(name: str, root: str) -> str:
 
 @functools.cache
 def content_digest(name: str) -> str:
-    return hashlib.sha256(_read_text(name).encode()).hexdigest()[:16]
+    return hashlib.sha256(read_texts()[name].encode()).hexdigest()[:16]
 
 
 @functools.cache
 def compressed_file(name: str) -> bytes:
-    return gzip.compress(_read_text(name).encode(), 9, mtime=0)
+    return gzip.compress(read_texts()[name].encode(), 9, mtime=0)
 
 
-def _read_text(name: str) -> str:
-    if name == STYLE:
-        return f"{build_page_style()}\n{_read_own_file('live.css')}"
-    return build_page_script() if name == PAGE_SCRIPT else _read_own_file(name)
-
-
-def _read_own_file(name: str) -> str:
-    return (resources.files("torchlens_perf.serve") / "static" / name).read_text("utf-8")
+@functools.cache
+def read_texts() -> dict[str, str]:
+    """Return the text of each file by its name."""
+    folder = resources.files("torchlens_perf.serve") / "static"
+    scripts = (LIVE_SCRIPT, LIST_SCRIPT, OPENING_SCRIPT)
+    return {
+        STYLE: f"{build_page_style()}\n{(folder / 'live.css').read_text('utf-8')}",
+        PAGE_SCRIPT: build_page_script(),
+        **{name: (folder / name).read_text("utf-8") for name in scripts},
+    }
