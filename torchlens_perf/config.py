@@ -20,7 +20,7 @@ from typing import (
     get_type_hints,
 )
 
-from torchlens_perf.errors import RAISE, ConfigError
+from torchlens_perf.errors import RAISE, ConfigError, require
 from torchlens_perf.interruption import ours
 
 ENVIRONMENT_PREFIX = "TORCHLENS_PERF_"
@@ -102,7 +102,7 @@ class ExchangeUrl(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> ExchangeUrl:
-        """Parse a URL. Raise ValueError that describes the expected form."""
+        """Parse a URL. Raise a ValueError that describes the expected form."""
         from urllib.parse import parse_qsl, urlsplit
 
         try:
@@ -110,27 +110,31 @@ class ExchangeUrl(NamedTuple):
         except ours(ValueError):
             # Raise without the original error, because its message could contain the token.
             raise ValueError("a URL with host:port or [address]:port") from None
-        if url.scheme not in ("grpc", "grpcs") or url.path not in ("", "/") or url.fragment:
-            raise ValueError(
-                '"auto", "off", or a URL such as grpc://HOST:PORT or grpcs://HOST:PORT?certs=FOLDER'
-            )
-        if re.fullmatch(_HOST_AND_PORT, url.netloc) is None and (
-            url.netloc or url.scheme == "grpc"
-        ):
-            raise ValueError("a URL with host:port or [address]:port")
+        require(
+            url.scheme in ("grpc", "grpcs") and url.path in ("", "/") and not url.fragment,
+            '"auto", "off", or a URL such as grpc://HOST:PORT or grpcs://HOST:PORT?certs=FOLDER',
+        )
+        has_place = re.fullmatch(_HOST_AND_PORT, url.netloc) is not None
+        require(
+            has_place or (not url.netloc and url.scheme == "grpcs"),
+            "a URL with host:port or [address]:port",
+        )
         query = parse_qsl(url.query, keep_blank_values=True)
-        if len(dict(query)) < len(query) or not {name for name, _ in query} <= {*cls._fields[1:]}:
-            raise ValueError("a URL with token, token_file, certs and name only, each at most once")
+        require(
+            len(dict(query)) == len(query) and {name for name, _ in query} <= {*cls._fields[1:]},
+            "a URL with token, token_file, certs and name only, each at most once",
+        )
         found = cls(url.netloc, **dict(query))
-        if bool(found.certs) != (url.scheme == "grpcs"):
-            raise ValueError("a URL with certs=FOLDER if it begins with grpcs://, and only then")
-        if not all(
-            os.path.isabs(path) and _is_path(path)
-            for path in (found.token_file, found.certs)
-            if path
-        ):
-            # The sidecar runs in another working directory.
-            raise ValueError("a URL in which token_file and certs are full paths")
+        require(
+            bool(found.certs) == (url.scheme == "grpcs"),
+            "a URL with certs=FOLDER if it begins with grpcs://, and only then",
+        )
+        # The sidecar runs in another working directory.
+        paths = filter(None, (found.token_file, found.certs))
+        require(
+            all(os.path.isabs(path) and _is_path(path) for path in paths),
+            "a URL in which token_file and certs are full paths",
+        )
         return found
 
     def without_token(self) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.commands.chosen_runs import find_runs
 from torchlens_perf.commands.command import FOUND, UNKNOWN, Command, argument, one_of, print_note
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError, RunStoreError, printable
+from torchlens_perf.errors import RunStoreError, printable, require
 
 if TYPE_CHECKING:
     from torchlens_perf.compare.comparison import Comparison
@@ -60,24 +60,25 @@ def _run_compare(options: argparse.Namespace) -> int:
 
 def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """Return the runs before and after. Raise ConfigError unless exactly two sides are named."""
-    if sum(map(bool, (options.sides, options.before or options.after, options.started))) != 1:
-        raise ConfigError(
-            "name the runs in one way: two folders, --before and --after, or --run twice."
-            " See `torchlens-perf compare --help`"
-        )
+    ways = (options.sides, options.before or options.after, options.started)
+    require(
+        sum(map(bool, ways)) == 1,
+        "name the runs in one way: two folders, --before and --after, or --run twice."
+        " See `torchlens-perf compare --help`",
+    )
     if options.started:
-        if len(options.started) != 2 or options.times < 1:
-            raise ConfigError("--run needs two commands, before and after, and --times 1 or more")
+        require(
+            len(options.started) == 2 and options.times >= 1,
+            "--run needs two commands, before and after, and --times 1 or more",
+        )
         return _record_in_turn(options)
     if options.sides:
-        if len(options.sides) != 2:
-            raise ConfigError(
-                f"compare needs two folders, before and after, got {len(options.sides)}"
-            )
+        count = len(options.sides)
+        require(count == 2, f"compare needs two folders, before and after, got {count}")
         before, after = (find_runs(each) for each in options.sides)
         return before, after
-    if not options.before or not options.after:
-        raise ConfigError("both --before and --after are needed")
+    has_both = bool(options.before and options.after)
+    require(has_both, "both --before and --after are needed")
     return options.before, options.after
 
 

@@ -13,7 +13,7 @@ from torchlens_perf.commands import fail_on
 from torchlens_perf.commands.chosen_runs import find_newest_run
 from torchlens_perf.commands.command import Command, argument, one_of, print_note, titled
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.errors import printable, require
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.rank_ranges import parse_ranges
 
@@ -68,10 +68,10 @@ def _run_report(options: argparse.Namespace) -> int:
 def _print_schema(options: argparse.Namespace) -> int:
     from torchlens_perf.report import report_json
 
-    if options.fail_on:
-        raise ConfigError(
-            "--fail-on needs a run, but --schema does not: remove one of these options"
-        )
+    require(
+        not options.fail_on,
+        "--fail-on needs a run, but --schema does not: remove one of these options",
+    )
     report_json.write_json(report_json.build_schema(), sys.stdout)
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.commands.command import Command, argument, print_note
 from torchlens_perf.commands.progress import Progress
-from torchlens_perf.errors import ConfigError, printable
+from torchlens_perf.errors import printable, require
 from torchlens_perf.run.installation import require_packages
 
 _NEEDS = ("starlette", "uvicorn", "anyio")
@@ -23,15 +23,15 @@ def _run_serve(options: argparse.Namespace) -> int:
     from torchlens_perf.store.run_folders import find_runs, is_run
 
     is_open = not servers.is_loopback(options.host)
-    if is_open and not options.allow_remote:
-        raise ConfigError(
-            f"--host {options.host} can be reached from other machines: add --allow-remote to allow"
-            " that"
-        )
-    if not 0 <= options.port < 1 << 16:
-        raise ConfigError(f"--port must be from 0 to 65535, got {options.port}")
+    require(
+        options.allow_remote or not is_open,
+        f"--host {options.host} can be reached from other machines: add --allow-remote to allow"
+        " that",
+    )
+    port = options.port
+    require(0 <= port < 1 << 16, f"--port must be from 0 to 65535, got {port}")
     folder = _choose_folder(options.folder)
-    with servers.open_listening_socket(options.host, options.port) as listening:
+    with servers.open_listening_socket(options.host, port) as listening:
         with Progress("looking for runs", quiet=options.quiet) as progress:
             found = find_runs(folder, progress)
         if is_open:
@@ -48,10 +48,8 @@ def _choose_folder(path: Path | None) -> str:
     from torchlens_perf.store.run_folders import default_folder
 
     folder = default_folder() if path is None else path
-    if not folder.is_dir():
-        raise ConfigError(
-            f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR"
-        )
+    problem = f"there is no folder {folder}: name one with runs, torchlens-perf serve DIR"
+    require(folder.is_dir(), problem)
     return os.path.realpath(folder)
 
 

@@ -7,7 +7,7 @@ import io
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchlens_perf.errors import ConfigError, RunStoreError, printable
+from torchlens_perf.errors import RunStoreError, printable, require
 from torchlens_perf.output import logger
 from torchlens_perf.results import child
 from torchlens_perf.results.ask import (
@@ -27,10 +27,8 @@ BACKENDS = ("pandas", "polars", "pyarrow")
 
 def read_table(recorded: RunHandle, name: str, backend: str | None) -> Any:
     """Return a table of the run as a data frame, see Run.table()."""
-    if name not in TABLES:
-        raise ConfigError(
-            f"name={name!r}: must be {', '.join(map(repr, TABLES[:-1]))} or {TABLES[-1]!r}"
-        )
+    names = f"{', '.join(map(repr, TABLES[:-1]))} or {TABLES[-1]!r}"
+    require(name in TABLES, f"name={name!r}: must be {names}")
     chosen = _choose_backend(backend)
     with count_as_overhead(recorded.session):
         return _build_frame(chosen, _request_table(recorded, name))
@@ -61,14 +59,11 @@ def _choose_backend(name: str | None) -> str:
     """
     if name is None:
         frames = BACKENDS[:2]
-        found = [each for each in frames if each in sys.modules] + [
-            each for each in frames if _is_installed(each)
-        ]
-        return next(iter(found), "pyarrow")
-    if name not in BACKENDS:
-        raise ConfigError(f"backend={name!r}: must be 'pandas', 'polars' or 'pyarrow'")
-    if not _is_installed(name):
-        raise ConfigError(f"backend={name!r}: {name} is not installed: pip install {name}")
+        imported = (each for each in frames if each in sys.modules)
+        return [*imported, *filter(_is_installed, frames), "pyarrow"][0]
+    given = f"backend={name!r}"
+    require(name in BACKENDS, f"{given}: must be 'pandas', 'polars' or 'pyarrow'")
+    require(_is_installed(name), f"{given}: {name} is not installed: pip install {name}")
     return name
 
 
