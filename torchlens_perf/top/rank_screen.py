@@ -4,7 +4,6 @@ other ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -158,15 +157,13 @@ def _build_step_table(rank: Rank, report: Report, others: set[int]) -> Table | N
         if missing
         else ""
     )
-    return dataclasses.replace(
-        _build_comparison_table("step", title, "phase", rows, sum(here.values())), note=note
-    )
+    return Table("step", title, *_compare("phase", rows, sum(here.values())), note=note)
 
 
-def _build_comparison_table(
-    key: str, title: str, what: str, rows: list[tuple[str, float, float | None]], whole_s: float
-) -> Table:
-    """Return a table of times on this rank and others, largest difference first.
+def _compare(
+    what: str, rows: list[tuple[str, float, float | None]], whole_s: float
+) -> tuple[list[Column], frozenset[int]]:
+    """Return columns of times on this rank and others, largest difference first, and the slow rows.
 
     whole_s: total time of all rows.
     """
@@ -183,7 +180,7 @@ def _build_comparison_table(
     slow = frozenset(
         at for at, more_s in enumerate(difference) if more_s and more_s >= MIN_EXCESS * whole_s
     )
-    return Table(key, title, columns, slow)
+    return columns, slow
 
 
 def _median_or_none(values: Iterable[float]) -> float | None:
@@ -206,7 +203,7 @@ def _build_module_table(report: Report, number: int, others: set[int]) -> Table 
     ]
     if not rows:
         return None
-    table = _build_comparison_table(
-        "modules", "Modules, forward time per step", "module", rows, sum(row[1] for row in rows)
+    compared = _compare("module", rows, sum(row[1] for row in rows))
+    return Table(
+        "modules", "Modules, forward time per step", *compared, first=_MAX_MODULES, noun="module"
     )
-    return dataclasses.replace(table, first=_MAX_MODULES, noun="module")

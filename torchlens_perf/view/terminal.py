@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+import itertools
 import re
 import statistics
 import textwrap
@@ -470,12 +471,10 @@ def table_lines(table: Table, width: int, rows: int) -> list[Text]:
             for texts, room in zip(cells, widths, strict=True)
         ]
         style = SEVERITIES[BAD].terminal if row in shown.slow else ""
-        for at in range(max(map(len, folded))):
-            lines.append(
-                _row_line(
-                    [each[at] if at < len(each) else "" for each in folded], columns, widths, style
-                )
-            )
+        lines += [
+            _row_line(texts, columns, widths, style)
+            for texts in itertools.zip_longest(*folded, fillvalue="")
+        ]
     rest = table.describe_hidden_rows(shown.rows)
     return [*lines, Text(f"  {rest}", style="dim")] if rest else lines
 
@@ -548,8 +547,7 @@ def _heat_map_lines(heat: Heat | None, width: int) -> Iterator[Text]:
 
 
 def _mean_excess(rank: HeatMapRow) -> float:
-    values = [value for value in rank["excess"] if value is not None]
-    return statistics.fmean(values) if values else 0.0
+    return statistics.fmean([value for value in rank["excess"] if value is not None] or [0.0])
 
 
 def _labelled_line(label: str, text: str, style: str = "dim", text_style: str = "") -> Text:

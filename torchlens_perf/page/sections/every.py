@@ -72,13 +72,6 @@ def _build_step_time_section(contents: PageContents) -> Element | None:
     return build_section("steps", "Step time", figure, build_tables(contents, "trainings"))
 
 
-def _build_ranks_section(contents: PageContents) -> Element | None:
-    """Return the section on ranks; None for one process: the phases section shows its tables."""
-    if contents["report"]["run"]["world_size"] == 1:
-        return None
-    return _build_tables_section(contents, "ranks", "Ranks", *RANK_TABLES)
-
-
 def _build_tables_section(
     contents: PageContents, key: str, title: str, *tables: str
 ) -> Element | None:
@@ -179,7 +172,16 @@ SECTIONS: tuple[tuple[str, str, Callable[[PageContents], Element | None]], ...] 
     ("verdicts", "Verdict", build_verdicts_section),
     ("heat", "Heat map", _build_heat_section),
     ("steps", "Step time", _build_step_time_section),
-    ("ranks", "Ranks", _build_ranks_section),
+    (
+        "ranks",
+        "Ranks",
+        # The phases section shows the tables of one process.
+        lambda of: (
+            _build_tables_section(of, "ranks", "Ranks", *RANK_TABLES)
+            if of["report"]["run"]["world_size"] > 1
+            else None
+        ),
+    ),
     ("phases", "Phases", build_phases_section),
     (
         "lost_time",
