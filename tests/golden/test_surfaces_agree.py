@@ -398,8 +398,8 @@ def each_change_has_one_step(report: dict[str, Any], contents: PageContents | No
 def find_first_step(row: dict[str, Any], headline: Headline) -> int | None:
     """Return the step since which a verdict holds: it is the same in its row, its period, its
     sentence and its headline."""
-    held = row.held or {"since_step": None}
+    held_since = None if row.held is None else row.held.since_step
     words = f"{row.sentence} {dict(headline.facts).get('steps')}"
-    steps = {row.since_step, held.since_step, *map(int, SINCE.findall(words))} - {None}
+    steps = {row.since_step, held_since, *map(int, SINCE.findall(words))} - {None}
     assert len(steps) <= 1, row
     return next(iter(steps), None)
