@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     )
 
 SCHEMA = 3
-EVIDENCE = Evidence.__subclasses__()
+EVIDENCE = [leaf for each in Evidence.__subclasses__() for leaf in each.__subclasses__() or [each]]
 """All types of evidence of verdicts, which the modules above define."""
 # Flags of steps of which ranks need not make equally many.
 _OTHER_STEPS = int(Flag.EVALUATION | Flag.EVALUATED | Flag.INFERENCE)

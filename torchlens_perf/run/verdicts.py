@@ -12,11 +12,6 @@ STARTED, UPDATED, ENDED = "started", "updated", "ended"
 _ACTION = " Next: "
 
 
-def join_sentence_and_action(text: str, action: str) -> str:
-    """Return the finding and the action to take, which may be "", as one text."""
-    return f"{text}{_ACTION}{action}" if action else text
-
-
 def range_end(until_step: int | None) -> float:
     """Return the end of a range of steps; infinity if it is None, because the range lasts."""
     return math.inf if until_step is None else until_step
@@ -37,7 +32,7 @@ class _TextWithAction:
     @property
     def sentence(self) -> str:
         """The finding and the action to take, as one text."""
-        return join_sentence_and_action(self.text, self.next)
+        return f"{self.text}{_ACTION}{self.next}" if self.next else self.text
 
 
 @dataclasses.dataclass(frozen=True)

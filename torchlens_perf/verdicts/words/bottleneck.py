@@ -102,18 +102,28 @@ class NamedUse(Struct, frozen=True):
         return f"{_uncapitalize(self.what)} {_format_share(self.seconds, step_s)}"
 
 
-class TypicalStepEvidence(Evidence, frozen=True, tag="typical_step"):
-    """The use of time in a typical step by the hosts' clocks, as means over the ranks."""
+class StepEvidence(Evidence, frozen=True, kw_only=True):
+    """The use of time in a typical step of the whole run, as means over the ranks."""
 
     kinds = LIMITS
     is_of_run = True
-    typical_step_s: float
-    uses_s: dict[str, float]
-    """Seconds of each use of the time. Keys are kinds of verdicts, such as "data_bound"."""
     named: tuple[NamedUse, ...]
     """The limit of the step, and other large uses of the time."""
     notes: tuple[str, ...]
     """Sentences on the limit."""
+
+    def join(self, found: str, step_s: float) -> str:
+        """Return the sentence on the limit, with the other uses of a step, and the notes."""
+        also = [each.describe(step_s) for each in self.named[1:]]
+        return " ".join((f"{'; '.join([found, *also])}.", *self.notes))
+
+
+class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_step"):
+    """The use of time by the hosts' clocks."""
+
+    typical_step_s: float
+    uses_s: dict[str, float]
+    """Seconds of each use of the time. Keys are kinds of verdicts, such as "data_bound"."""
 
     @property
     def large_uses(self) -> set[str]:
@@ -121,32 +131,23 @@ class TypicalStepEvidence(Evidence, frozen=True, tag="typical_step"):
         return {kind for kind, seconds in self.uses_s.items() if seconds >= least_s}
 
     def describe(self, verdict: Verdict) -> str:
-        step_s, (first, *others) = self.typical_step_s, self.named
-        found = f"{first.what} takes {_format_share(first.seconds, step_s)} of a typical step of"
-        also = [each.describe(step_s) for each in others]
-        return " ".join(
-            (f"{'; '.join([f'{found} {format_duration(step_s)}', *also])}.", *self.notes)
-        )
+        first, step_s = self.named[0], self.typical_step_s
+        takes = f"{first.what} takes {_format_share(first.seconds, step_s)}"
+        return self.join(f"{takes} of a typical step of {format_duration(step_s)}", step_s)
 
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
         cost_s = verdict.cost_s_per_step
         return None if cost_s is None else cost_s * run.typical
 
 
-class DeviceStepEvidence(Evidence, frozen=True, tag="device_step"):
-    """The use of time in a step by the devices' clocks, as means over the ranks."""
+class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_step"):
+    """The use of time by the devices' clocks."""
 
-    kinds = LIMITS
-    is_of_run = True
     device: str
     step_s: float
     device_parts_s: dict[str, float]
     """Parts that add up to the step: the phases, communication for which the compute stream waited,
     and data and host code for which the device waited between the phases."""
-    named: tuple[NamedUse, ...]
-    """The limit of the step, and other large uses of the time."""
-    notes: tuple[str, ...]
-    """Sentences on the limit."""
 
     @property
     def large_uses(self) -> set[str]:
@@ -155,7 +156,7 @@ class DeviceStepEvidence(Evidence, frozen=True, tag="device_step"):
         return {each.kind for each in _WAITS if parts_s.get(each.phase, 0.0) >= least_s}
 
     def describe(self, verdict: Verdict) -> str:
-        step, (first, *others) = format_duration(self.step_s), self.named
+        first, step = self.named[0], format_duration(self.step_s)
         takes = f"{first.what} takes {_format_share(first.seconds, self.step_s)}"
         if first.kind == "compute_bound":
             takes = f"{first.what} {format_percent(first.seconds / self.step_s)}"
@@ -163,9 +164,7 @@ class DeviceStepEvidence(Evidence, frozen=True, tag="device_step"):
                 part: self.device_parts_s[part] for part in COMPUTE if part in self.device_parts_s
             }
             step += f": {_format_phases(_largest_first(phases))}"
-        found = f"{takes} of a step on the {self.device} ({step})"
-        also = [each.describe(self.step_s) for each in others]
-        return " ".join((f"{'; '.join([found, *also])}.", *self.notes))
+        return self.join(f"{takes} of a step on the {self.device} ({step})", self.step_s)
 
 
 class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
@@ -187,19 +186,16 @@ class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
 def add_note(verdict: Verdict, note: str) -> Verdict:
     """Return the verdict on the typical step with another sentence, which may be ""."""
     evidence = verdict.evidence
-    if not note or not isinstance(
-        evidence, TypicalStepEvidence | DeviceStepEvidence | SampledCpuLackEvidence
-    ):
+    if not note or not isinstance(evidence, StepEvidence | SampledCpuLackEvidence):
         return verdict
-    return structs.replace(
-        verdict, evidence=structs.replace(evidence, notes=(*evidence.notes, note))
-    )
+    more = structs.replace(evidence, notes=(*evidence.notes, note))
+    return structs.replace(verdict, evidence=more)
 
 
 def without_wait(verdict: Verdict, kind: str) -> Verdict:
     """Return the verdict on the typical step without one kind of wait, which another verdict names."""
     evidence = verdict.evidence
-    if not isinstance(evidence, TypicalStepEvidence | DeviceStepEvidence):
+    if not isinstance(evidence, StepEvidence):
         return verdict
     first, *others = evidence.named
     named = (first, *(each for each in others if each.kind != kind))
@@ -436,7 +432,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
         confidence=0.9,
         advice=following.advice,
         action=action_against(following, report),
-        evidence=TypicalStepEvidence(step_s, uses_s, named, said),
+        evidence=TypicalStepEvidence(typical_step_s=step_s, uses_s=uses_s, named=named, notes=said),
     )
 
 
@@ -777,11 +773,11 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         advice=first.advice,
         action=action_against(first, report),
         evidence=DeviceStepEvidence(
-            device,
-            found.step_s,
-            device_parts_s,
-            _name_uses(first, *also),
-            tuple(filter(None, notes)),
+            device=device,
+            step_s=found.step_s,
+            device_parts_s=device_parts_s,
+            named=_name_uses(first, *also),
+            notes=tuple(filter(None, notes)),
         ),
     )
 
@@ -870,11 +866,11 @@ def _build_compute_verdict(
         advice=following.advice,
         action=action_against(following, report),
         evidence=DeviceStepEvidence(
-            device,
-            found.step_s,
-            device_parts_s,
-            _name_uses(dataclasses.replace(found.computing, what=what), *worth),
-            tuple(filter(None, notes)),
+            device=device,
+            step_s=found.step_s,
+            device_parts_s=device_parts_s,
+            named=_name_uses(dataclasses.replace(found.computing, what=what), *worth),
+            notes=tuple(filter(None, notes)),
         ),
     )
 

@@ -12,7 +12,7 @@ from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU
 from torchlens_perf.verdicts.causes.straggler_groups import MAX_MODULES, MIN_IMBALANCE
 from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
@@ -60,12 +60,36 @@ _BY_RANK: dict[str, tuple[_ModuleTimes, ...]] = {
 _ON_DEVICE: dict[str, tuple[_ModuleTimes, ...]] = {"forward": ("device_own_by_rank",)}
 
 
-class StragglerEvidence(Evidence, frozen=True, tag="straggler"):
-    """Evidence on ranks that are slow now. Seconds are per step. All times except `others_work_s`
-    are those of the slowest rank."""
+class SlownessEvidence(Evidence, frozen=True, kw_only=True):
+    """Evidence on slow ranks, now or before. Seconds are per step, and those of the slowest rank."""
 
     cause: str = field(name="class")
     """slow_compute, slow_data, slow_host, more_work, or imbalance for a position in the mesh."""
+    from_start: bool
+    """True if the rank may have been slow before the first judged step."""
+    excess_s: float
+    share_of_steps: float
+    """Share of the steps in which the slowest rank is slow."""
+    excess_when_slow_s: float
+    more_workload: float
+    """Additional workload of the slowest rank, as a share of the other ranks' workload."""
+    diagnosis: Diagnosis | None
+
+    def describe_pattern(self) -> str:
+        """Return clauses on when and why the rank is slow, which may be ""."""
+        text = ""
+        if self.share_of_steps < _INTERMITTENT:
+            more = format_duration(self.excess_when_slow_s)
+            text = f"; it comes and goes: +{more} in {format_percent(self.share_of_steps)} of steps"
+        if self.more_workload > _MORE_WORK:
+            more = format_percent(self.more_workload)
+            text += f"; its workload is {more} larger than the others'"
+        return text
+
+
+class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="straggler"):
+    """Evidence on ranks that are slow now."""
+
     scope: str
     name: str
     """The host, or the position such as "ep 3"; "" for a single rank."""
@@ -77,26 +101,18 @@ class StragglerEvidence(Evidence, frozen=True, tag="straggler"):
     """Other slow ranks that do the same work. They are included in the verdict's cost."""
     compared: int
     """Number of compared ranks."""
-    from_start: bool
-    """True if the rank may have been slow before the first judged step."""
     by_host: bool
     """True if the device waits for the host in the slow phase."""
     work_s: float
     others_work_s: float
-    excess_s: float
+    """Work of the other ranks."""
     phase_excess_s: float
-    share_of_steps: float
-    """Share of the steps in which the slowest rank is slow."""
-    excess_when_slow_s: float
     standard_errors: float
     """Mean excess, in standard errors."""
     named_at_step: int
-    more_workload: float
-    """Additional workload of the slowest rank, as a share of the other ranks' workload."""
     modules: tuple[str, ...]
     """Modules that explain most of the excess in the slow phase."""
     module_excess_s: float
-    diagnosis: Diagnosis | None
     ruled_out: tuple[str, ...]
     """Names of the possible causes that were checked, if none was found."""
     doubts: tuple[str, ...]
@@ -125,29 +141,29 @@ class StragglerEvidence(Evidence, frozen=True, tag="straggler"):
         return " ".join((measured, *self.doubts))
 
     def describe_causes(self) -> str:
-        causes = () if self.diagnosis is None else self.diagnosis.causes
         if self.ruled_out:
             return f"none found (checked: {', '.join(self.ruled_out)})"
         return "; ".join(
             f"not seen on other ranks: {cause.text}"
             if cause.explains is None
             else f"{cause.text} (explains {format_percent(min(1.0, cause.explains))})"
-            for cause in causes
+            for cause in self._causes
         )
 
+    @property
+    def _causes(self) -> tuple[Cause, ...]:
+        return () if self.diagnosis is None else self.diagnosis.causes
+
     def _describe_causes_at_length(self) -> str:
-        causes = () if self.diagnosis is None else self.diagnosis.causes
         if self.ruled_out:
             return f"No cause found (checked: {', '.join(self.ruled_out)})."
-        found: list[str] = []
-        for cause in causes:
-            if cause.explains is None:
-                found.append(f"Not seen on other ranks: {cause.text}; {cause.action}")
-            else:
-                explains = format_percent(min(1.0, cause.explains))
-                word = "Also," if found else "Because"
-                found.append(f"{word} {cause.text} (which explains {explains} of it).")
-        return " ".join(found)
+        return " ".join(
+            f"Not seen on other ranks: {cause.text}; {cause.action}"
+            if cause.explains is None
+            else f"{'Also,' if place else 'Because'} {cause.text} (which explains"
+            f" {format_percent(min(1.0, cause.explains))} of it)."
+            for place, cause in enumerate(self._causes)
+        )
 
     def _describe_ranks(self, verdict: Verdict) -> str:
         at = f" ({self.location})" if self.location else ""
@@ -166,23 +182,16 @@ class StragglerEvidence(Evidence, frozen=True, tag="straggler"):
             where = f"; most of the difference is in {', '.join(map(module_label, self.modules))}"
             if self.module_excess_s <= _MAX_MODULE_RATIO * self.phase_excess_s:
                 where += f" (+{format_duration(self.module_excess_s)} a step)"
-        return f"{where}{_pattern_clause(self)}"
+        return f"{where}{self.describe_pattern()}"
 
 
-class PastStragglerEvidence(Evidence, frozen=True, tag="past_straggler"):
+class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="past_straggler"):
     """Evidence on a rank that is no longer slow."""
 
     kinds = ("straggler_transient", "straggler_ended")
-    cause: str = field(name="class")
     until_step: int
-    from_start: bool
-    excess_s: float
-    share_of_steps: float
-    excess_when_slow_s: float
-    more_workload: float
     together: bool
     """True if the cost is that of all ranks that were slow at the time."""
-    diagnosis: Diagnosis | None
 
     def describe(self, verdict: Verdict) -> str:
         since = "from the start" if self.from_start else f"from step {verdict.since_step}"
@@ -190,7 +199,7 @@ class PastStragglerEvidence(Evidence, frozen=True, tag="past_straggler"):
         together = ", together with ranks slow at that time" if self.together else ""
         text = (
             f"Rank {verdict.rank} was slow in {phase_name(verdict.phase or '')} {since} to step"
-            f" {self.until_step - 1}: +{format_duration(self.excess_s)} a step{_pattern_clause(self)},"
+            f" {self.until_step - 1}: +{format_duration(self.excess_s)} a step{self.describe_pattern()},"
             f" which cost the job {format_duration(verdict.cost_s_per_step or 0.0)} a step"
             f" ({share}){together}. It is over."
         )
@@ -402,16 +411,6 @@ def _compare_times(slow: StragglerEvidence, phase: str | None, it: str) -> str:
     if phase in _COMPUTING:
         return f"{it} computes {mine} per step, {others} {theirs}"
     return f"{it} takes {mine} per step without communication wait, {others} {theirs}"
-
-
-def _pattern_clause(slow: StragglerEvidence | PastStragglerEvidence) -> str:
-    text = ""
-    if slow.share_of_steps < _INTERMITTENT:
-        more, share = format_duration(slow.excess_when_slow_s), format_percent(slow.share_of_steps)
-        text = f"; it comes and goes: +{more} in {share} of steps"
-    if slow.more_workload > _MORE_WORK:
-        text += f"; its workload is {format_percent(slow.more_workload)} larger than the others'"
-    return text
 
 
 def _compute_confidence(episode: Episode) -> float:
