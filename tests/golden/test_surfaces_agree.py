@@ -58,6 +58,7 @@ from torchlens_perf.store.run_folders import find_runs
 from torchlens_perf.top.overview import all_finding_lines
 from torchlens_perf.top.reading import View
 from torchlens_perf.verdicts import node_state
+from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
 from torchlens_perf.view.tables import build_tables
 from torchlens_perf.view.terminal import render_full, render_short
@@ -395,7 +396,7 @@ def each_change_has_one_step(report: dict[str, Any], contents: PageContents | No
         assert shown <= set(steps), screen
 
 
-def find_first_step(row: dict[str, Any], headline: Headline) -> int | None:
+def find_first_step(row: Verdict, headline: Headline) -> int | None:
     """Return the step since which a verdict holds: it is the same in its row, its period, its
     sentence and its headline."""
     held_since = None if row.held is None else row.held.since_step
