@@ -7,23 +7,25 @@ from typing import Any
 from tests.exporters.test_exporters import batch_of, identity
 from torchlens_perf.analysis.statistics.memory import MemoryReading
 from torchlens_perf.exporters import ExportBatch, semantics
-from torchlens_perf.exporters.otlp_metrics import DeviceMemoryInstruments
+from torchlens_perf.exporters.otlp_metrics import StepInstruments
 from torchlens_perf.exporters.series import ArrayMeter
 
 
 def sent(
     readings: list[MemoryReading | None], *, per_rank: bool = True
 ) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """Return attributes and values of points by metric."""
+    """Return attributes and values of points of the device's memory, by metric."""
     meter = ArrayMeter()
-    memory = DeviceMemoryInstruments(meter)
+    instruments = StepInstruments(meter)
     steps = batch_of(identity(), [3])
     for reading in readings:
         full = ExportBatch(steps.identity, steps.anchor, steps.steps, (), {}, reading)
-        memory.record_reading(full, {semantics.RANK: 0}, per_rank=per_rank)
+        instruments.record_batch(full, {}, None if per_rank else frozenset())
     return {
         metric.name: [(dict(point.attributes), point.value) for point in metric.data.data_points]
         for metric in meter.collect()
+        if metric.name
+        in (semantics.DEVICE_MEMORY, semantics.ALLOC_RETRIES, semantics.OUT_OF_MEMORY)
     }
 
 
