@@ -71,7 +71,14 @@ def _print_table(found: Rows) -> None:
 
     values = list(zip(*found.rows, strict=True)) or [()] * len(found.names)
     columns = [
-        Column(name, list(map(_to_cell, column)), Quantity.NUMBER)
+        Column(
+            name,
+            [
+                each if each is None or isinstance(each, (int, float)) else str(each)
+                for each in column
+            ],
+            Quantity.NUMBER,
+        )
         for name, column in zip(found.names, values, strict=True)
     ]
     table = Table("query", format_count(len(found.rows), "row"), columns, first=_SHOWN_ROWS)
@@ -90,10 +97,6 @@ def _to_json(value: object) -> object:
     """Return a value for JSON: decimals as floats, and null for NaN and infinity."""
     value = float(value) if isinstance(value, decimal.Decimal) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _to_cell(value: object) -> float | int | str | None:
-    return value if value is None or isinstance(value, (int, float)) else str(value)
 
 
 COMMAND = Command(

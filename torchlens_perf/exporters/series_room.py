@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from opentelemetry.sdk.metrics.export import Gauge, Sum
 
@@ -93,14 +93,12 @@ def limit_points(
     before.update(taken)
     kept = {name: forms[name][index] for name, index in taken.items()}
     return [
-        dataclasses.replace(each, data=_replace_points(each.data, kept[each.name]))
+        dataclasses.replace(
+            each, data=dataclasses.replace(cast(Any, each.data), data_points=kept[each.name])
+        )
         for each in metrics
         if kept.get(each.name)
     ]
-
-
-def _replace_points(data: Any, points: Sequence[Any]) -> Any:
-    return dataclasses.replace(data, data_points=points)
 
 
 def _build_smaller_forms(metric: Metric) -> list[Sequence[Any]]:

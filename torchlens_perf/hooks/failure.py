@@ -56,10 +56,15 @@ def describe_failure(error: BaseException | None, step: int) -> Failure | None:
         error = error.__context__ if isinstance(error.__context__, Exception) else error
     if error is None or not isinstance(error, (Exception, SystemExit)):
         return None
+    kind = type(error)
     frames, message = list(_iterate_frames(error.__traceback__)), _read_message(error)
     phase, module = _find_phase_and_module([frame for frame, _ in frames])
     return {
-        "type": _format_type(type(error)),
+        "type": (
+            kind.__qualname__
+            if kind.__module__ == "builtins"
+            else f"{kind.__module__}.{kind.__name__}"
+        ),
         "message": printable(message)[:MAX_MESSAGE],
         "where": _find_place(frames),
         "step": step,
@@ -76,12 +81,6 @@ def _iterate_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType
     while traceback is not None:
         yield traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
-
-
-def _format_type(kind: type) -> str:
-    return (
-        kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    )
 
 
 def _read_message(error: BaseException) -> str:

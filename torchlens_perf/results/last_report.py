@@ -117,14 +117,18 @@ def show_report(
                         late,
                         began_s,
                         config._exit_timeout_s,
-                        patient and not _may_be_ended_soon(),
+                        # Many programs save a checkpoint after a signal that schedulers send before
+                        # they end a job, and leave the watch without an exception, or by
+                        # sys.exit(), of which nothing is left when exit handlers run.
+                        patient
+                        and not any(callable(signal.getsignal(each)) for each in _WARNING_SIGNALS),
                         quiet=cell is not None,
                     )
                     or ""
                 )
         finally:
             # A signal handler of the program may raise SystemExit during the wait.
-            text = text or removed or _explain_missing_report(late)
+            text = text or removed or f"torchlens_perf: {printable(late.build_message())}\n"
             if cell is None:
                 output.write_to_stderr(text)
     if cell is None:
@@ -136,15 +140,6 @@ def show_report(
     return results.text
 
 
-def _may_be_ended_soon() -> bool:
-    """Return True if the program handles a signal that schedulers send before they end a job.
-
-    Many programs save a checkpoint after such a signal and leave the watch without an exception, or
-    by sys.exit(), of which nothing is left when exit handlers run.
-    """
-    return any(callable(signal.getsignal(each)) for each in _WARNING_SIGNALS)
-
-
 def _explain_removed_ring(run: RunDirectory, ring: Path, config: Config) -> str:
     why = f"torchlens_perf: {printable(describe_removed_ring(ring))}"
     if not config.sidecar:
@@ -153,10 +148,6 @@ def _explain_removed_ring(run: RunDirectory, ring: Path, config: Config) -> str:
         f"{why}. Records that the sidecar had not read are lost. Next: torchlens-perf report"
         f" {printable(str(run.path))}\n"
     )
-
-
-def _explain_missing_report(late: LateReport) -> str:
-    return f"torchlens_perf: {printable(late.build_message())}\n"
 
 
 def _wait_for_report(

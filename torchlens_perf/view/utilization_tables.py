@@ -132,7 +132,9 @@ def build_roofline_table(report: Report) -> Table | None:
         Column("module", [each.name or "(outside of modules)" for each in rows], Quantity.TEXT),
         Column("FLOPs/step", [format_flops(each.flops) for each in rows], Quantity.TEXT),
         Column("share of FLOPs", [each.share for each in rows], Quantity.SHARE),
-        Column("FLOP/byte", [_rounded(each.flops_per_byte) for each in rows], Quantity.TEXT, 0.5,
+        Column("FLOP/byte", [
+            None if each.flops_per_byte is None else format_rounded(each.flops_per_byte) for each in rows
+        ], Quantity.TEXT, 0.5,
                help="FLOPs per byte of operands and results in the forward pass."),
     ]  # fmt: skip
     if any(each.roofline_flops_per_s or each.forward_flops_per_s for each in rows):
@@ -161,7 +163,3 @@ def build_roofline_table(report: Report) -> Table | None:
         noun="module",
         ranged="share",
     )
-
-
-def _rounded(value: float | None) -> str | None:
-    return None if value is None else format_rounded(value)

@@ -194,12 +194,10 @@ def _find_devices_behind(ranks: Mapping[int, RankProgress]) -> DeviceFinding | N
     there = tuple(
         sorted(rank for rank, place in places.items() if (place.step, place.place) == low)
     )
-    if not all(_is_stuck_at_mark(ranks[rank]) for rank in there):
+    if not all(
+        0 < STOOD_STEPS * ranks[rank].usual_step_s <= places[rank].stood_s for rank in there
+    ):
         return None
     if len(there) == len(ranks):
         return DeviceFinding("level", places=places)
     return DeviceFinding("mark", there, places=places)
-
-
-def _is_stuck_at_mark(each: RankProgress) -> bool:
-    return each.device is not None and 0 < STOOD_STEPS * each.usual_step_s <= each.device.stood_s

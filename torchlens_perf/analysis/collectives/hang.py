@@ -311,11 +311,6 @@ def _group_ranks(values: Mapping[int, _Value]) -> dict[_Value, tuple[int, ...]]:
     return {value: tuple(ranks) for value, ranks in found.items()}
 
 
-def _tells_apart(values: Mapping[int, object]) -> bool:
-    """Return True if ranks have different values."""
-    return len(set(values.values())) > 1
-
-
 def _spans_without_wait(each: RankProgress) -> tuple[str, ...]:
     """Return the open spans without an innermost wait, which would repeat the collective."""
     return each.inside[:-1] if each.inside[-1:] == (WAIT,) else each.inside
@@ -431,7 +426,7 @@ class _HangAnalysis:
         meaning = semantics_of(operation)
         sizes = {each.rank: each.sizes[group] for each in there}
         dtypes = {each.rank: each.dtypes.get(group, "") for each in there}
-        of_size, of_dtype = (_tells_apart(values) for values in (sizes, dtypes))
+        of_size, of_dtype = (len(set(values.values())) > 1 for values in (sizes, dtypes))
         of_size &= meaning.equal_bytes and meaning.size is not SizeRule.NONE
         of_dtype &= meaning.equal_dtype and all(dtypes.values())
         if not of_size and not of_dtype:

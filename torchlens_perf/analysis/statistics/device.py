@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
-from torchlens_perf.run.device.merged_rows import SECTION, MergedRow, unpack_row
+from torchlens_perf.run.device.merged_rows import SECTION, unpack_row
 from torchlens_perf.run.ring import UNKNOWN_NS, Kind, lookup_name
 from torchlens_perf.run.sketch import Sketch, decode_windows
 
@@ -98,7 +98,17 @@ class DeviceStatistics:
         for record in records[records["kind"] == Kind.MERGED]:
             row = unpack_row(record, names)
             if row.row == SECTION:
-                self.merged[row.name] = _merged_row_to_dict(row)
+                self.merged[row.name] = {
+                    "step": row.step,
+                    "count": row.times,
+                    "mean_ns": row.sum_ns / max(1, row.times),
+                    "p50_ns": row.p50_ns,
+                    "p99_ns": row.p99_ns,
+                    "rank_median_ns": row.median_ns,
+                    "rank_mad_ns": row.mad_ns,
+                    "slowest": row.slowest,
+                    "score": row.score,
+                }
         records = records[records["kind"] == Kind.DEVICE]
         if not len(records):
             return
@@ -144,17 +154,3 @@ class DeviceStatistics:
         The value is None if there are no passes.
         """
         return self.caught_up / self.behind.count if self.behind.count else None
-
-
-def _merged_row_to_dict(row: MergedRow) -> dict[str, int | float]:
-    return {
-        "step": row.step,
-        "count": row.times,
-        "mean_ns": row.sum_ns / max(1, row.times),
-        "p50_ns": row.p50_ns,
-        "p99_ns": row.p99_ns,
-        "rank_median_ns": row.median_ns,
-        "rank_mad_ns": row.mad_ns,
-        "slowest": row.slowest,
-        "score": row.score,
-    }

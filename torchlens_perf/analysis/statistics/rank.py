@@ -379,11 +379,6 @@ def _sum_by_index(
     return found
 
 
-def _shorten(ids: npt.NDArray[np.uint32]) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Return the ids as 16-bit integers if they fit."""
-    return ids.astype(np.uint16) if len(ids) and ids.max() < 1 << 16 else ids
-
-
 def _mask_kinds(kinds: npt.NDArray[np.uint8], *wanted: int) -> npt.NDArray[np.bool_]:
     """Return a mask of the kinds that are wanted."""
     is_wanted = np.zeros(256, np.bool_)
@@ -684,7 +679,8 @@ class RankStatistics:
             new[place].forward_ns = sum_ns
         # Sort the calls by module. Short integers are sorted fastest.
         name_ids = records["name_id"][rows]
-        order = np.argsort(_shorten(name_ids), kind="stable")
+        short = name_ids.astype(np.uint16) if name_ids.max() < 1 << 16 else name_ids
+        order = np.argsort(short, kind="stable")
         name_ids, places = name_ids[order], of_step[at[order]]
         own_ns = (durations_ns - records["nested_ns"][rows])[order]
         starts = np.flatnonzero(np.diff(name_ids, prepend=name_ids[0] ^ 1))

@@ -162,7 +162,11 @@ class NcclHook:
                     "end times of asynchronous collectives are missing from here on:"
                     f" {_given_up_reason(counters)}"
                 )
-            elif not counters.communicators and _has_run_nccl_collective(session):
+            elif not counters.communicators and any(
+                torch_groups.get_group_backend(*group) == "nccl"
+                for group in session.metadata.device_groups
+            ):
+                # NCCL has run a collective without the plugin.
                 fall_back_to_events(_TOO_LATE)
 
         try:
@@ -211,13 +215,6 @@ class NcclHook:
             if number and (last or field not in self._reported):
                 self._reported.add(field)
                 session.note(f"{number} {text}" if last else f"some {text}")
-
-
-def _has_run_nccl_collective(session: Session) -> bool:
-    """Return True if NCCL has run a collective."""
-    return any(
-        torch_groups.get_group_backend(*group) == "nccl" for group in session.metadata.device_groups
-    )
 
 
 def _given_up_reason(counters: PluginCounters) -> str:

@@ -127,7 +127,15 @@ def select_modules(model: NamedModel, config: Config, most: int = MAX_MODULES) -
     return ModuleSelection(
         [shown_root, *chosen],
         all_levels=not untimed,
-        unopened=sorted(timed & _enclosing_names(each.name for each in untimed)),
+        unopened=sorted(
+            timed
+            & {
+                each.name[:place]
+                for each in untimed
+                for place, sign in enumerate(each.name)
+                if sign == "."
+            }
+        ),
         unmatched={
             pattern: next((full for _, full in found), "")
             for pattern, found in names.items()
@@ -151,11 +159,6 @@ def describe_unmatched_patterns(selections: Iterable[ModuleSelection]) -> list[s
                 f" model.named_modules(){names}"
             )
     return messages
-
-
-def _enclosing_names(names: Iterable[str]) -> set[str]:
-    """Return the names of all modules that contain a module with one of these names."""
-    return {name[:place] for name in names for place, sign in enumerate(name) if sign == "."}
 
 
 def _ids_inside_compiled(modules: Iterable[Module]) -> set[int]:

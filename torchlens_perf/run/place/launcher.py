@@ -166,7 +166,8 @@ def detect_place(
     )
     if local_world_size is None:
         local_world_size = _ranks_on_node(
-            _first_set_value(environ, row.per_node), _first_number(environ, *row.node)
+            next((environ[name] for name in row.per_node if environ.get(name)), ""),
+            _first_number(environ, *row.node),
         )
     nodes = _first_number(environ, *row.nodes)
     if world_size == 1 or nodes == 1:
@@ -268,10 +269,6 @@ def _read_rank_and_world_size(
         if found[0] is not None and found[1] is not None and found[0] < found[1]
         else None
     )
-
-
-def _first_set_value(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return next((environ[name] for name in names if environ.get(name)), "")
 
 
 def _first_number(environ: Mapping[str, str], *names: str) -> int | None:

@@ -215,26 +215,6 @@ def _unpack_device_place(
     )
 
 
-def _unpack_begun_operations(
-    groups: list[tuple[bytes, int]], begun: list[int], text: Mapping[bytes, str]
-) -> dict[str, int]:
-    return {
-        text[name]: issued - behind
-        for (name, issued), behind in zip(groups, begun, strict=True)
-        if behind
-    }
-
-
-def _unpack_operations(
-    groups: list[tuple[bytes, int]], operations: list[list[int]], text: Mapping[bytes, str]
-) -> dict[str, dict[int, str]]:
-    return {
-        text[name]: {issued - 1 - k: _OPERATIONS[code] for k, code in enumerate(codes) if code}
-        for (name, issued), codes in zip(groups, operations, strict=True)
-        if any(codes)
-    }
-
-
 def _cut_text(text: str, max_bytes: int) -> bytes:
     """Return the text's first bytes. An incomplete character at the end is removed."""
     return text.encode()[:max_bytes].decode(errors="ignore").encode()
@@ -371,11 +351,23 @@ def unpack_progress(
             state=_STATES[state],
             # Only hangs need the operations, and unpacking all ranks takes long.
             operations=(
-                _unpack_operations(groups, operations, text) if since_step_s > MIN_S / 2 else {}
+                {
+                    text[name]: {
+                        issued - 1 - k: _OPERATIONS[code] for k, code in enumerate(codes) if code
+                    }
+                    for (name, issued), codes in zip(groups, operations, strict=True)
+                    if any(codes)
+                }
+                if since_step_s > MIN_S / 2
+                else {}
             ),
             since_mark_s=None if since_mark_s < 0 else since_mark_s,
             all_groups=bool(all_groups),
-            began=_unpack_begun_operations(groups, begun, text) if any(begun) else {},
+            began={
+                text[name]: issued - behind
+                for (name, issued), behind in zip(groups, begun, strict=True)
+                if behind
+            },
             device=_unpack_device_place(step, *device) if device[0] else None,
         )
         for (

@@ -99,7 +99,8 @@ class NamedUse(Struct, frozen=True):
     seconds: float
 
     def describe(self, step_s: float) -> str:
-        return f"{_uncapitalize(self.what)} {_format_share(self.seconds, step_s)}"
+        what = self.what[0].lower() + self.what[1:]
+        return f"{what} {_format_share(self.seconds, step_s)}"
 
 
 class StepEvidence(Evidence, frozen=True, kw_only=True):
@@ -947,10 +948,6 @@ def _build_not_known_verdict(report: Facts, device: str) -> Verdict:
     return Verdict(kind="not_known", confidence=0.0, text=text, action=action, evidence=evidence)
 
 
-def _uncapitalize(text: str) -> str:
-    return text[0].lower() + text[1:]
-
-
 # -- long steps
 
 
@@ -971,7 +968,9 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     several = len(long["steps"]) > 1
     takes = "takes" if long["period"] or count == 1 else "take"
     each = " on average" if count > 1 else ""
-    why = " and ".join(long["kinds"]) or _part_clause(long)
+    why = " and ".join(long["kinds"]) or (
+        _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
+    )
     action = _action_on_long_steps(report, long)
     others = _other_processes(report, long)
     if (
@@ -1121,10 +1120,6 @@ def _format_step_numbers(long: LongSteps) -> str:
     return f"{which}step{'s' if len(steps) > 1 else ''} {numbers}"
 
 
-def _part_clause(long: LongSteps) -> str:
-    return _WHERE.get(long["part"]) or f"most of it in {phase_name(long['part'])}"
-
-
 _SHARED_PARTS = (*COMPUTE, "host", "")
 _WHERE = {
     "": "the graph is not timed by phase",
@@ -1139,15 +1134,6 @@ _BESIDES_PASSES = {
     "data": "data loading",
     "communication": "waiting in communication",
 }
-
-
-def _action_on_passes_without_gradients(part: str) -> str:
-    """Return advice for forward passes without gradients, whose purpose is not known."""
-    return {
-        "host": "look at what the loop does between these passes.",
-        "data": "look at how these passes get their data.",
-        "communication": "find the rank that does other work in these steps while the others wait.",
-    }.get(part, "make fewer of these passes, or use larger batches in them.")
 
 
 ACTIONS_ON_KINDS = {
@@ -1170,7 +1156,12 @@ ACTIONS_ON_KINDS = {
 
 
 def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
-    without_gradients = _action_on_passes_without_gradients(long["part"])
+    # The purpose of forward passes without gradients is not known.
+    without_gradients = {
+        "host": "look at what the loop does between these passes.",
+        "data": "look at how these passes get their data.",
+        "communication": "find the rank that does other work in these steps while the others wait.",
+    }.get(long["part"], "make fewer of these passes, or use larger batches in them.")
     actions = {**ACTIONS_ON_KINDS, WITHOUT_GRADIENTS: without_gradients}
     for kind in long["kinds"]:
         if kind in actions:

@@ -182,7 +182,8 @@ def _blocking_rank_clause(blocking: BlockingRank, hang: Hang) -> str:
         "busy": f"{missing}: {work or 'running '}{where}, last recorded event {format_duration(each.quiet_s)} ago",
     }.get(
         blocking.problem,
-        f"{missing}{':' if work else ','} {work}last {where}{old}{_device_wait_clause(each)}",
+        f"{missing}{':' if work else ','} {work}last {where}{old}"
+        + (f", waiting for its device in {each.waits_in}" if each.waits_in else ""),
     )
 
 
@@ -199,10 +200,6 @@ def _describe_other_work(each: RankProgress) -> str:
 
 def _is_saving(each: RankProgress) -> bool:
     return "torch.save" in each.inside
-
-
-def _device_wait_clause(each: RankProgress) -> str:
-    return f", waiting for its device in {each.waits_in}" if each.waits_in else ""
 
 
 _DIFFERENCES = {

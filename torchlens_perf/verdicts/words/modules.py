@@ -86,20 +86,13 @@ def find_largest_on_device(report: Facts) -> LargestModules | None:
         for name, rows in groups.items()
     ]
     largest = max(found, key=lambda each: each.seconds, default=None)
-    if largest is None or _longest_unknown_s(report["modules"]) > largest.seconds:
+    # A module without inner modules may take longer, if its device time is unknown.
+    if largest is None or any(
+        (row["device_s"]["max_s"] or 0.0) * row["calls_per_step"] > largest.seconds
+        for row in report["modules"]
+        if row["device_own_s_per_step"] is None
+        and row["device_s"] is not None
+        and not any(other["name"].startswith(f"{row['name']}.") for other in report["modules"])
+    ):
         return None
     return largest
-
-
-def _longest_unknown_s(rows: list[Module]) -> float:
-    """Return the longest time of a module without inner modules whose device time is unknown."""
-    return max(
-        (
-            (row["device_s"]["max_s"] or 0.0) * row["calls_per_step"]
-            for row in rows
-            if row["device_own_s_per_step"] is None
-            and row["device_s"] is not None
-            and not any(other["name"].startswith(f"{row['name']}.") for other in rows)
-        ),
-        default=0.0,
-    )
