@@ -13,6 +13,7 @@ from torchlens_perf.run.clock import DeviceMark
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Kind
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.words.hang import build_hang_verdict
 
 MS, STEPS = 1_000_000, 20
 WORK = {"forward": 4.0, "backward": 6.0}
@@ -43,7 +44,7 @@ def hang_text_of(run: RunDirectory, ranks: list[Rank]) -> str:
     made.close()
     for rank in ranks:
         rank.close()
-    return "" if hang is None else hang.text
+    return "" if hang is None else build_hang_verdict(hang).sentence
 
 
 def stopped(run: RunDirectory) -> list[Rank]:

@@ -74,7 +74,7 @@ def test_report_shows_the_current_activity_of_running_ranks_only(run: RunDirecto
 
     assert live["run"]["total_steps"] == 500
     assert live["ranks"][0]["now"] is not None
-    assert live["ranks"][0]["now"]["inside"] == ["forward GPT"]
+    assert live["ranks"][0]["now"].inside == ("forward GPT",)
     assert abs(time.time() - saved_s) < 60
     assert live["run"]["as_of"] is not None
     assert ended["ranks"][0]["now"] is None

@@ -132,7 +132,7 @@ def test_node_0_finds_the_slow_link_from_reports_of_all_nodes(
 
     assert alone is None
     assert found is not None
-    assert found.evidence.links[0].ranks == PAIRS[3]
+    assert found.evidence.found.links[0].ranks == PAIRS[3]
     (whole,) = wire.links.values()
     for other in (link_report.encode_link_report(1, rows["node-1"])[0], whole[:-9], b""):
         wire.links = {"node-1": other}
