@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -29,6 +29,7 @@ from tests.support.servers import free_port
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.diagnosis.lost_time import SLOW_RANK
 from torchlens_perf.exporters import semantics
+from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.view.lost_time_tables import build_critical_path_table
 from torchlens_perf.view.step_words import describe_overhead
@@ -194,7 +195,7 @@ def test_tables_have_the_facts_of_the_json(trained: Trained) -> None:
     assert slow["share"] == pytest.approx(share)
     gains = {each["change"]: (each["gain_s"], each["share"]) for each in lost["changes"]}
     assert gains[f"rank={SLOW}@median"] == (cost, share)
-    critical_path = build_critical_path_table(cast("Any", trained.report))
+    critical_path = build_critical_path_table(load_report(trained.run))
     assert critical_path is not None
     assert format_percent(share) in critical_path.columns[2].texts()
 
