@@ -193,8 +193,7 @@ class Watch(LiveResultMethods):
         self._finalizer: Finalize | None = None
         self._earlier_exceptions: tuple[BaseException | None, ...] = ()
         watched = [*(each.module for each in models or ()), *optimizers]
-        names = [type(each).__name__ for each in watched]
-        self._what = ", ".join(names) or "what is trained"
+        self._what = ", ".join([type(each).__name__ for each in watched]) or "what is trained"
         self.run_dir: Path | None = None
         """The run directory; None before the watch is entered and if nothing is recorded."""
 
@@ -523,8 +522,7 @@ class Watch(LiveResultMethods):
             if _running is self:
                 _running = None
             if self._ending is not None:
-                failure = describe_failure(error, self._ending.recorder.step)
-                self._ending.close(report, failure)
+                self._ending.close(report, describe_failure(error, self._ending.recorder.step))
                 _session = self._ending = None
 
     def _close(

@@ -63,8 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # doctor imports Dynamo, which needs pandas.
         if is_program and options.command is not _run_doctor:
             block_pandas_import()
-        result: int = options.command(options)
-        return result
+        return options.command(options)
     except TorchlensPerfError as error:
         return _fail(printable(str(error)))
     except MemoryError:

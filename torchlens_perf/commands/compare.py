@@ -77,8 +77,7 @@ def _find_sides(options: argparse.Namespace) -> tuple[list[Path], list[Path]]:
         require(count == 2, f"compare needs two folders, before and after, got {count}")
         before, after = (find_runs(each) for each in options.sides)
         return before, after
-    has_both = bool(options.before and options.after)
-    require(has_both, "both --before and --after are needed")
+    require(bool(options.before and options.after), "both --before and --after are needed")
     return options.before, options.after
 
 

@@ -93,8 +93,7 @@ def run_checks() -> Iterator[Check]:
             yield from check()
         except Exception as error:
             name = check.__name__.strip("_").removeprefix("check_")
-            problem = f"could not be examined: {type(error).__name__}: {error}"
-            yield Check(BROKEN, name, problem)
+            yield Check(BROKEN, name, f"could not be examined: {type(error).__name__}: {error}")
 
 
 def _check_platform() -> list[Check]:

@@ -80,13 +80,11 @@ def bootstrap_standard_errors(series: Floats, seed: int = 0) -> Floats:
         starts = generator.integers(0, rows - block + 1, blocks)
         chosen = (starts[:, None] + np.arange(block)).ravel()[:rows]
         means[at] = mean_of_middle_half(series[chosen])
-    errors: Floats = means.std(axis=0, ddof=1)
-    return errors
+    return means.std(axis=0, ddof=1)
 
 
 def mean_of_middle_half(series: Floats) -> Floats:
     """Return the mean of the middle half of the rows, ordered by the first column."""
     order = np.argsort(series[:, 0], kind="stable")
     quarter = len(series) // 4
-    mean: Floats = series[order[quarter : len(series) - quarter]].mean(axis=0)
-    return mean
+    return series[order[quarter : len(series) - quarter]].mean(axis=0)

@@ -237,10 +237,8 @@ class WindowMerger:
         launches = [(functions["merged_quantiles"], grid, _QUANTILE_THREADS, 0, quantiles)]
         each_row = ((sections + row, 1, 1 + row) for row in range(len(StepPart)))
         for slot, count, table in [(0, sections, 0), *each_row]:
-            times, middle_at = (
-                np.uint64(sums + 8 * (slots * SUM_ROW + slot)),
-                np.uint64(middles + 8 * slot),
-            )
+            times = np.uint64(sums + 8 * (slots * SUM_ROW + slot))
+            middle_at = np.uint64(middles + 8 * slot)
             score_at = np.uint64(scores + 8 * ranks * table)
             sizes = np.int32(ranks), np.int32(slots)
             arguments = KernelArguments(

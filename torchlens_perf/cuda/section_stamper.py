@@ -316,10 +316,8 @@ class SessionStamper:
     def _note_untimed_sections(self) -> None:
         """Note how many sections were entered before the ring was created."""
         if self._untimed:
-            times, names = (
-                self._untimed.total(),
-                ", ".join(name[:40] for name in list(self._untimed)[:4]),
-            )
+            times = self._untimed.total()
+            names = ", ".join(name[:40] for name in list(self._untimed)[:4])
             self._session.note(
                 f"device sections: not timed when entered {times} times ({names}): the memory for"
                 " their times is allocated when the watch begins or at a step's end"

@@ -43,10 +43,8 @@ class StallMarker:
         self._session, self._recorder = session, session.recorder
         self._clock = clock
         self._span_marked = span_marked
-        self._wait, self._collective = (
-            session.intern("wait"),
-            session.intern("synchronous collective"),
-        )
+        self._wait = session.intern("wait")
+        self._collective = session.intern("synchronous collective")
         # Lock that is held during a stall. It is only acquired without blocking.
         self._open = threading.Lock()
         self._holder = _NO_THREAD  # The thread that holds the lock.
@@ -118,10 +116,8 @@ class StallMarker:
 
     @guard("marking a collective")
     def _end_collective(self, begin: int, is_stall: bool) -> None:
-        end, listener = (
-            self.end() if is_stall else self._clock.mark(),
-            self._session.clocks.collective_listener,
-        )
+        end = self.end() if is_stall else self._clock.mark()
+        listener = self._session.clocks.collective_listener
         if listener is not None and end is not None:
             listener(begin, end)
 

@@ -91,10 +91,8 @@ def build_goodput(
         found = _account_attempt(world, hung_s, losses if is_last else (), is_last=is_last)
         if found is None:
             continue
-        before, launchers = (
-            launchers,
-            {(each.identity.host, each.identity.launcher_pid) for each in world},
-        )
+        before = launchers
+        launchers = {(each.identity.host, each.identity.launcher_pid) for each in world}
         gap_s = found.began_unix_s - attempts[-1].ended_unix_s if attempts else 0.0
         if gap_s > 0 and before & launchers:
             seconds = {**found.seconds, "restart": found.seconds["restart"] + gap_s}

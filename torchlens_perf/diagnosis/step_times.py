@@ -90,8 +90,7 @@ class StepTimes:
     @functools.cached_property
     def own_ns(self) -> Floats:
         """Time without communication: [ranks, rows]."""
-        total: Floats = self.uses_ns[..., OWN].sum(axis=2)
-        return total
+        return self.uses_ns[..., OWN].sum(axis=2)
 
 
 def read_judged_rows(detector: StragglerDetector) -> StepTimes | None:

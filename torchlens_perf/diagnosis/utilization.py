@@ -107,10 +107,8 @@ def build_utilization(nodes: list[NodeState], modules: list[Module]) -> Utilizat
     step_s = max((_step_s(each) or 0.0 for each in processes.values()), default=0.0) or None
     complete = len(work) == len(processes) and bool(work)
     whole = _merge(work.values(), step_s or 0.0) if complete else None
-    busy_ns, step_ns = (
-        sum(each.duration_ns for each in counted),
-        sum(each.step_ns for each in counted),
-    )
+    busy_ns = sum(each.duration_ns for each in counted)
+    step_ns = sum(each.step_ns for each in counted)
     mfu = whole and _utilization(work, whole.step_s, lambda each: each.model)
     sources = sorted({peak.source for peak in peaks.values() if peak is not None})
     return Utilization(

@@ -294,8 +294,7 @@ def predict_standard_changes(
 def _sum_segments(cells_ns: Floats, segments: Segments) -> Floats:
     """Return the sum over the segments of the longest own time of all ranks: [rows]."""
     longest = [cells_ns[..., segment].sum(axis=2).max(axis=0) for segment in segments]
-    total: Floats = np.sum(longest, axis=0)
-    return total
+    return np.sum(longest, axis=0)
 
 
 def _find_segments(account: TimeAccount, wait_ns: Floats) -> tuple[Segments, Floats]:

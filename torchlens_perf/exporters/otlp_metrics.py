@@ -249,8 +249,7 @@ class StepInstruments:
         self._own.add_exemplars(attributes, of_own)
         if batch.again:
             return
-        offset_ns = batch.anchor.offset_ns
-        self._meter.move_start_back(int(steps.start_ns[0]) + offset_ns)
+        self._meter.move_start_back(int(steps.start_ns[0]) + batch.anchor.offset_ns)
         self._step.record_ns(steps.duration_ns, attributes)
         self._own.record_ns(steps.own_ns, attributes)
         for part, part_ns in zip(PARTS, steps.parts_ns.T, strict=True):

@@ -114,8 +114,7 @@ class SpanBuilder:
 
 def is_sampled(sampler: Sampler, parent: Context, trace_id: int, name: str) -> bool:
     """Return True if the sampler samples a span with this name."""
-    decision = sampler.should_sample(parent, trace_id, name).decision
-    return decision is Decision.RECORD_AND_SAMPLE
+    return sampler.should_sample(parent, trace_id, name).decision is Decision.RECORD_AND_SAMPLE
 
 
 # Cached, so a warning is only logged once per caller.

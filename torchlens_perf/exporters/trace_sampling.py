@@ -87,8 +87,7 @@ class SlowStepDetector:
             median, high = np.quantile(np.fromiter(self._recent_ns, np.int64), [0.5, _QUANTILE])
             above_ns = max(float(high), (1 + _MIN_EXCESS) * float(median))
         self._recent_ns.extend(steps.duration_ns.tolist())
-        slow: npt.NDArray[np.bool_] = steps.duration_ns > above_ns
-        return slow
+        return steps.duration_ns > above_ns
 
 
 @dataclasses.dataclass

@@ -215,10 +215,8 @@ class BackwardHook:
         thread = self._thread = session.thread
         name_id, tail_id = session.intern("backward"), session.intern(_TAIL_NAME)
         run_backward = torch.autograd._engine_run_backward
-        tracing, out_of_sight = (
-            torch_private.get_tracing_context_reader(),
-            torch_private.get_no_torch_function_context(),
-        )
+        tracing = torch_private.get_tracing_context_reader()
+        out_of_sight = torch_private.get_no_torch_function_context()
         can_queue = torch_private.is_usable(
             "torch.autograd.Variable._execution_engine.queue_callback"
         )

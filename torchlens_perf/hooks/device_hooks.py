@@ -72,10 +72,8 @@ def create_device_hooks(config: Config) -> list[Hook]:
     from torchlens_perf.recorder.devices import find_accelerator
 
     kind = find_accelerator()
-    stamped, aggregate = (
-        find_device_for_kernels(kind) if kind else None,
-        config.aggregate == "device",
-    )
+    stamped = find_device_for_kernels(kind) if kind else None
+    aggregate = config.aggregate == "device"
     known = None
     if stamped is not None and aggregate:
         from torchlens_perf.cuda.steps import PendingSteps

@@ -44,11 +44,9 @@ class TagHook:
 
     @contextmanager
     def _observe_garbage_collections(self, session: Session) -> Iterator[None]:
-        recorder, name_id, now_ns = (
-            session.recorder,
-            session.intern("python gc"),
-            time.perf_counter_ns,
-        )
+        recorder = session.recorder
+        name_id = session.intern("python gc")
+        now_ns = time.perf_counter_ns
         began_ns = 0  # Start of the current collection. Collections do not nest.
 
         def on_collection(phase: str, info: dict[str, int]) -> None:

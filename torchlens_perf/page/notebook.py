@@ -85,10 +85,8 @@ def build_cell(report: Report, run_dir: str) -> str:
         tag("p", tag("small", f"as of {_utc_now_text()}; run directory: {run_dir}")),
     )
     for each in made.iter():
-        each.text, each.tail = (
-            sanitize_line(each.text or "", _MAX_CHARACTERS),
-            sanitize_line(each.tail or "", _MAX_CHARACTERS),
-        )
+        each.text = sanitize_line(each.text or "", _MAX_CHARACTERS)
+        each.tail = sanitize_line(each.tail or "", _MAX_CHARACTERS)
         each.attrib = {name: value for name, value in each.attrib.items() if name in _ATTRIBUTES}
     return to_html(made)
 

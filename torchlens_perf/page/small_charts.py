@@ -47,9 +47,10 @@ def draw_step_chart(history: StepHistory, where: str = "") -> tuple[str, str]:
     The chart shows the median and the range of the ranks. where: text after "step time", such as "
     on the device".
     """
-    steps, median_s, fastest_s, slowest_s = (
-        history["first_steps"], history["median_s"], history["fastest_s"], history["slowest_s"],
-    )  # fmt: skip
+    steps = history["first_steps"]
+    median_s = history["median_s"]
+    fastest_s = history["fastest_s"]
+    slowest_s = history["slowest_s"]
     last = steps[-1] + history["width"] - 1
     several = any(high > low for high, low in zip(slowest_s, fastest_s, strict=True))
     title = f"step time{where}"

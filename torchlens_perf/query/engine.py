@@ -48,8 +48,7 @@ def run_query(sql: str, runs: Sequence[str], notes: list[str]) -> Rows:
             result = connection.execute(sql)
             if result is None:
                 raise RunStoreError("the query is empty. Example: SELECT count(*) FROM steps")
-            names = [column[0] for column in result.description or []]
-            return Rows(names, result.fetchall())
+            return Rows([column[0] for column in result.description or []], result.fetchall())
         except duckdb.Error as error:
             raise RunStoreError(f"the query failed: {error}") from None
 

@@ -124,11 +124,9 @@ class Budget:
 
     def update(self, now: Spent) -> bool:
         """Choose the level. Return True if it has changed."""
-        last, steps, time_ns = (
-            self._last,
-            now.step - self._last.step,
-            now.time_ns - self._last.time_ns,
-        )
+        last = self._last
+        steps = now.step - self._last.step
+        time_ns = now.time_ns - self._last.time_ns
         if steps < 1 or time_ns < _MIN_WINDOW_NS:
             return False
         self._last = now

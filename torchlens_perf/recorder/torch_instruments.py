@@ -67,8 +67,7 @@ def take_memory_snapshot() -> dict[str, Any]:
     """
     import torch
 
-    snapshot: dict[str, Any] = torch._C._cuda_memorySnapshot((0, 0, memory_history.is_ours))
-    return snapshot
+    return torch._C._cuda_memorySnapshot((0, 0, memory_history.is_ours))
 
 
 def is_recording_memory_history() -> bool:

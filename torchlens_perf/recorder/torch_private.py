@@ -346,7 +346,7 @@ def get_module_call_function() -> Callable[..., Any]:
     from torch.nn import Module
 
     name = "_wrapped_call_impl" if is_usable(MODULE_CALL) else "__call__"
-    return getattr(Module, name)  # type: ignore[no-any-return]
+    return getattr(Module, name)
 
 
 def is_module_compiled(module: Any) -> bool:
@@ -377,7 +377,7 @@ def get_tracing_context_reader() -> Callable[[], object]:
     """
     if not is_usable(TRACING_CONTEXT):
         return lambda: None
-    return pkgutil.resolve_name(TRACING_CONTEXT).try_get  # type: ignore[no-any-return]
+    return pkgutil.resolve_name(TRACING_CONTEXT).try_get
 
 
 def get_tracing_locals() -> object:
@@ -393,7 +393,7 @@ def get_no_torch_function_context() -> Callable[[], AbstractContextManager[objec
     """
     if not is_usable(NO_TORCH_FUNCTION):
         return nullcontext
-    return pkgutil.resolve_name(NO_TORCH_FUNCTION)  # type: ignore[no-any-return]
+    return pkgutil.resolve_name(NO_TORCH_FUNCTION)
 
 
 def get_no_torch_dispatch_context() -> AbstractContextManager[object]:
@@ -401,7 +401,7 @@ def get_no_torch_dispatch_context() -> AbstractContextManager[object]:
 
     Check "torch._C._DisableTorchDispatch" first.
     """
-    return pkgutil.resolve_name("torch._C._DisableTorchDispatch")()  # type: ignore[no-any-return]
+    return pkgutil.resolve_name("torch._C._DisableTorchDispatch")()
 
 
 def list_fsdp_groups(state: Any) -> list[Any]:

@@ -537,8 +537,7 @@ def _step_time_trend(windows: dict[int, Windows], grid: RunWindows | None) -> Tr
 def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> Rank:
     statistics = process.statistics
     typical, device = build_typical_step(statistics), build_device_times(process)
-    by_device = device is not None and process.judged_by == DEVICE
-    clock = device if by_device else typical
+    clock = device if device is not None and process.judged_by == DEVICE else typical
     return {
         "rank": rank,
         "host": process.identity.host,

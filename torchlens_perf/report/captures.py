@@ -30,10 +30,8 @@ def capture_rows(run: RunDirectory, unusable: list[str] | None = None) -> list[C
             outcome = capture_files.read_outcome(run.captures, request, rank)
             if outcome is None:
                 continue
-            first, folder = (
-                outcome.first_step,
-                capture_files.rank_folder(run.captures, request.id, rank),
-            )
+            first = outcome.first_step
+            folder = capture_files.rank_folder(run.captures, request.id, rank)
             rows.append(
                 {
                     "id": request.id,

@@ -35,10 +35,8 @@ def estimate_overhead(processes: Mapping[int, ProcessState]) -> Overhead:
     that compiles would hide the cost.
     """
     statistics = [process.statistics for process in processes.values()]
-    steps, warm_up = (
-        merge_sketches(each.step for each in statistics),
-        merge_sketches(each.warm_up for each in statistics),
-    )
+    steps = merge_sketches(each.step for each in statistics)
+    warm_up = merge_sketches(each.warm_up for each in statistics)
     taken = steps if steps.count else warm_up
     if not taken.sum_ns:
         return Overhead(None, None, None)

@@ -34,11 +34,9 @@ def build_step_classes(processes: Sequence[ProcessState], *, by_device: bool) ->
         each.identity.rank: each.statistics.device_mix if by_device else each.statistics.mix
         for each in processes
     }
-    found, waits, all_ranks = (
-        classify_steps(list(mixes.values())),
-        AwaitedRankFinder(mixes),
-        list(mixes),
-    )
+    found = classify_steps(list(mixes.values()))
+    waits = AwaitedRankFinder(mixes)
+    all_ranks = list(mixes)
     warm_up = [min(WARM_UP_STEPS, each.statistics.counted_steps) for each in processes]
 
     def find_blamed_rank(each: StepClass) -> int | None:

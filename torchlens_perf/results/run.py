@@ -46,8 +46,7 @@ class Run(ResultMethods):
         """
         from torchlens_perf.results import child
 
-        text = child.run_and_capture("report", str(self.run_dir), "--json")
-        return dict(json.loads(text))
+        return dict(json.loads(child.run_and_capture("report", str(self.run_dir), "--json")))
 
     def table(
         self,

@@ -48,12 +48,10 @@ REQUEST_LASTS_S = 120.0
 MAX_TRACE_BYTES = 1 << 30
 """Largest uncompressed trace, which Perfetto can still open. It is about 60 MB when compressed."""
 MAX_SNAPSHOT_BYTES = 1 << 28
-TRACE, SNAPSHOT, FLIGHT_RECORDER, STACKS = (
-    "trace.json.gz",
-    "memory.pickle",
-    "flight_recorder.json",
-    "stacks.txt",
-)
+TRACE = "trace.json.gz"
+SNAPSHOT = "memory.pickle"
+FLIGHT_RECORDER = "flight_recorder.json"
+STACKS = "stacks.txt"
 UNREADABLE = "unreadable"
 """Id in the outcome of a rank that could not read its request."""
 # The rank writes this file. The sidecar compresses it to TRACE.

@@ -85,21 +85,18 @@ class StepTable:
     @property
     def own_ns(self) -> npt.NDArray[np.int64]:
         """Own time: each step's duration without blocking communication and this package's time."""
-        own: npt.NDArray[np.int64] = self.parts_ns[:, OWN_COLUMNS].sum(axis=1)
-        return own
+        return self.parts_ns[:, OWN_COLUMNS].sum(axis=1)
 
     @property
     def work_ns(self) -> npt.NDArray[np.int64]:
         """Work: own time without the time that the training thread was runnable but had no CPU."""
-        work: npt.NDArray[np.int64] = self.work_by_part_ns.sum(axis=1)
-        return work
+        return self.work_by_part_ns.sum(axis=1)
 
     @property
     def work_by_part_ns(self) -> npt.NDArray[np.int64]:
         """Work of each own part, with the shape [steps, len(OWN_PARTS)]."""
         own_ns, ready_ns = self.parts_ns[:, OWN_COLUMNS], self.ready_ns[:, OWN_COLUMNS].clip(min=0)
-        work: npt.NDArray[np.int64] = own_ns - ready_ns.clip(max=own_ns)
-        return work
+        return own_ns - ready_ns.clip(max=own_ns)
 
 
 @dataclasses.dataclass(frozen=True)

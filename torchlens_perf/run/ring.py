@@ -457,12 +457,10 @@ class RingReader:
         """Return all interned names. A record's name_id is an index in this list."""
         used = min(self.read_counter(NAMES_USED), NAMES_BYTES)
         if used > self._names_read:
-            text, at = (
-                os.pread(
-                    self._descriptor, used - self._names_read, NAMES_OFFSET + self._names_read
-                ),
-                0,
+            text = os.pread(
+                self._descriptor, used - self._names_read, NAMES_OFFSET + self._names_read
             )
+            at = 0
             while at + 2 <= len(text):
                 (length,) = struct.unpack_from("<H", text, at)
                 self._names.append(text[at + 2 : at + 2 + length].decode("utf-8", "replace"))

@@ -229,10 +229,10 @@ def _call_with_read_errors(function: Callable[..., _T], arguments: tuple[object,
         status, words = 503, str(error)
     except MemoryError:
         gib = limit_memory() / (1 << 30)
-        status, words = (
-            503,
+        status = 503
+        words = (
             f"reading the run needs more than {gib:.1f} GiB of memory, the limit of a reader"
-            " process",
+            " process"
         )
     # An unexpected error must not affect other runs.
     except Exception as error:

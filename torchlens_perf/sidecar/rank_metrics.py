@@ -94,8 +94,7 @@ class HardwareSignals:
     def _take_samples(self, name: str, now_ns: int) -> tuple[list[Any], float | None]:
         """Return the samples since the last call, and the time since the last used sample."""
         before = self._seen_ns.get(name)
-        since_ns = 0 if before is None else before + 1
-        samples = self._log.recent_samples(name, since_ns, now_ns)
+        samples = self._log.recent_samples(name, (0 if before is None else before + 1), now_ns)
         if not samples:
             return samples, None
         self._seen_ns[name] = samples[-1].monotonic_ns

@@ -309,8 +309,7 @@ def _derive_identity(run: RunDirectory, origin: RecordOrigin) -> Identity:
         key for host in list_nodes(run.spans) for key in segments.read_last_sequences(run, host, [])
     ]
     # A key looks like "rank00003-attempt0-...".
-    ranks = {int(key.removeprefix("rank").partition("-")[0]) for key in keys}
-    world_size = 1 + max(ranks)
+    world_size = 1 + max({int(key.removeprefix("rank").partition("-")[0]) for key in keys})
     return Identity(
         run_id=run.run_id, rank=origin.rank, local_rank=origin.rank, world_size=world_size,
         local_world_size=world_size, attempt=origin.attempt, host=origin.host, pid=0, process_started=0,

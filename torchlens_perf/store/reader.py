@@ -200,8 +200,7 @@ def map_texts(
     """Replace each text of a column by its value in `value_of`, or by `missing`."""
     codes, texts = split_dictionary(column)
     values = np.array([value_of.get(text, missing) for text in texts], np.int64)
-    found: npt.NDArray[np.int64] = values[codes]
-    return found
+    return values[codes]
 
 
 def split_dictionary(column: pa.Array | pa.ChunkedArray) -> tuple[npt.NDArray[np.int32], list[str]]:

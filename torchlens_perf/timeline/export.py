@@ -146,8 +146,7 @@ class _TraceSource:
                 # Python's times have no nanoseconds.
                 time = table.column("time").cast("int64")
                 table = table.drop_columns("time").append_column("time", time)
-            found: list[dict[str, Any]] = table.to_pylist()
-            return found
+            return table.to_pylist()
 
         files = ParquetFolder(folder, unreadable=make_error_collector(self.notes))
         return itertools.chain.from_iterable(files.read_each(rows))
@@ -293,8 +292,7 @@ def _match_collectives(
             key = (row["group_name"], row["number"])
             flow = flows.setdefault(key, len(flows) + 1)
             for rank, wait_us in row["wait_us"].items():
-                is_last = int(rank) == row["last_rank"]
-                last_rank = None if is_last else row["last_rank"]
+                last_rank = None if int(rank) == row["last_rank"] else row["last_rank"]
                 found[int(rank)][key] = MatchedCollective(
                     flow, round(1e3 * (wait_us or 0.0)), last_rank
                 )

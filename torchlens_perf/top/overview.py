@@ -205,10 +205,8 @@ def finding_key(of: Headline) -> Sequence[object]:
 def pace_lines(view: View, width: int, height: int) -> list[Text]:
     """Return progress and rates, and a chart of `height` lines of step time over the run."""
     assert view.report is not None
-    words, values = (
-        join_fitting(describe_pace(view.report, view.seen_s), max(1, width - 4)),
-        window_median_step_s(view.report),
-    )
+    words = join_fitting(describe_pace(view.report, view.seen_s), max(1, width - 4))
+    values = window_median_step_s(view.report)
     first = draw_rule(words, width)
     if len(values) < 2:
         return [first, unwrapped_line()]

@@ -34,11 +34,9 @@ def describe_pace(report: Report, seen_s: float | None) -> list[str]:
 
     A hanging or ended run has no rate. seen_s: from SeenSteps.
     """
-    steps, total, windows_s = (
-        report["steps"],
-        report["run"]["total_steps"],
-        window_median_step_s(report),
-    )
+    steps = report["steps"]
+    total = report["run"]["total_steps"]
+    windows_s = window_median_step_s(report)
     made = max(
         (rank["last_step"] + 1 for rank in report["ranks"] if rank["last_step"] is not None),
         default=0,

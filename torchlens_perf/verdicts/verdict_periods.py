@@ -207,8 +207,7 @@ class VerdictPeriods:
         computing_s = _mean([each.computing.seconds for each in inside])
         before_s = _mean([each.step_s for each in rest])
         evidence = past.RunPartEvidence(step_s, computing_s, "Computing", before_s, True)
-        use = inside[0].computing
-        return [past.build_run_part_verdict(use, evidence, held, self.facts)]
+        return [past.build_run_part_verdict(inside[0].computing, evidence, held, self.facts)]
 
     def _find_temporary_limit(self, kind: str) -> Verdict | None:
         if self.windows is None:

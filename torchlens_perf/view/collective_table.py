@@ -25,11 +25,9 @@ def build_collective_table(report: Report) -> Table | None:
     rows = sorted(report["collectives"], key=lambda row: row["slowest_rank"] not in late)
     if not rows or report["run"]["world_size"] == 1:
         return None
-    waits, transfers, bandwidths = (
-        [_marked_wait_s(row) for row in rows],
-        [_marked_transfer_s(row) for row in rows],
-        [_marked_bus_bandwidth(row) for row in rows],
-    )
+    waits = [_marked_wait_s(row) for row in rows]
+    transfers = [_marked_transfer_s(row) for row in rows]
+    bandwidths = [_marked_bus_bandwidth(row) for row in rows]
     last = [_last_rank_and_share(row) for row in rows]
     columns = [
         Column("collective", [row["operation"] for row in rows], Quantity.TEXT),

@@ -55,11 +55,9 @@ def _known(values: Iterable[float | None]) -> list[Value]:
 def _describe_job(goodput: Goodput) -> str:
     """Return sentences on restarts, unmeasured classes and energy."""
     found = []
-    count, lost, source = (
-        len(goodput.attempts),
-        goodput.lost_steps,
-        goodput.lost_steps_from,
-    )
+    count = len(goodput.attempts)
+    lost = goodput.lost_steps
+    source = goodput.lost_steps_from
     if count > 1:
         known = "an unknown number of steps" if lost is None else format_count(lost, "step")
         by = f" (by {source})" if source else ""

@@ -225,5 +225,4 @@ class Channel:
             self._floor = int(rows["sequence"][starts[dropped[-1]]])
             lacking[dropped] = False
         self._pending = rows.compress(np.repeat(lacking, lengths))
-        complete: npt.NDArray[np.void] = rows.take(starts[full][:, None] + np.arange(len(ranks)))
-        return complete
+        return rows.take(starts[full][:, None] + np.arange(len(ranks)))

@@ -463,8 +463,7 @@ class _HangAnalysis:
             front = next(front for front in self.fronts if rank in front.ahead)
             path[rank] = front.collective
             rank = min(front.behind)
-        entries = list(path.items())
-        cycle = entries[list(path).index(rank) :]
+        cycle = list(path.items())[list(path).index(rank) :]
         waiting = self.live.keys() & {rank for front in self.fronts for rank in front.ahead}
         return self._make_hang(
             "mismatch", [], waiting, cycle=tuple(cycle), look_at=[rank for rank, _ in cycle]

@@ -353,10 +353,7 @@ class CollectiveJoin:
         started_ns = calls["start_ns"]
         ended_ns = started_ns + calls["duration_ns"]
         slack_ns = np.where(calls["by_device"].any(axis=1), _DEVICE_SLACK_NS, _CLOCK_SLACK_NS)
-        found: npt.NDArray[np.bool_] = ~must_wait | (
-            started_ns.max(axis=1) <= ended_ns.min(axis=1) + slack_ns
-        )
-        return found
+        return ~must_wait | (started_ns.max(axis=1) <= ended_ns.min(axis=1) + slack_ns)
 
     def _add_statistics(
         self, signature: _Signature, ranks: tuple[int, ...], calls: npt.NDArray[np.void]

@@ -209,10 +209,8 @@ def operation_sizes(
     if size is SizeRule.NONE:
         return np.zeros(len(record_bytes), np.int64)
     if size is SizeRule.PART:
-        parts: npt.NDArray[np.int64] = record_bytes.sum(axis=1) * ranks // record_bytes.shape[1]
-        return parts
-    largest: npt.NDArray[np.int64] = record_bytes.max(axis=1)
-    return largest
+        return record_bytes.sum(axis=1) * ranks // record_bytes.shape[1]
+    return record_bytes.max(axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

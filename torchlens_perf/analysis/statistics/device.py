@@ -56,8 +56,7 @@ def mask_fed(records: npt.NDArray[np.void], spans: npt.NDArray[np.void]) -> npt.
     start_ns = spans["start_ns"].astype(np.int64)
     first = np.searchsorted(ends_ns, start_ns, side="right") - 1
     last = np.searchsorted(ends_ns, start_ns + spans["duration_ns"].astype(np.int64), side="right")
-    result: npt.NDArray[np.bool_] = starved[last] == starved[first.clip(min=0)]
-    return result
+    return starved[last] == starved[first.clip(min=0)]
 
 
 @dataclasses.dataclass

@@ -311,10 +311,8 @@ class HostTimeEstimator:
         now = np.stack([taken_ns, taken_ns - lag_ns]).astype(float)
         if now.shape != self._last.shape:
             self._last, self._variation, self._steps = now, np.zeros_like(now), 0
-            self._free_ns, self._free = (
-                np.zeros((_KEPT_TIMES, len(taken_ns))),
-                np.zeros(len(taken_ns), np.int64),
-            )
+            self._free_ns = np.zeros((_KEPT_TIMES, len(taken_ns)))
+            self._free = np.zeros(len(taken_ns), np.int64)
         change, self._last = np.abs(now - self._last), now
         # Limit the effect of a single long step.
         if self._steps > _FEW_STEPS:

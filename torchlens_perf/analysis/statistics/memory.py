@@ -112,10 +112,8 @@ class MemoryStatistics:
 
         `counted` is the allocator's own counter, which the user may reset to 0.
         """
-        before, self._alloc_retries = (
-            self._alloc_retries,
-            counted if counted is not None else self._alloc_retries,
-        )
+        before = self._alloc_retries
+        self._alloc_retries = counted if counted is not None else self._alloc_retries
         if counted is None:
             return None
         if before is None:

@@ -62,10 +62,8 @@ class OperatorStatistics:
         self.workload_steps += int(known.sum())
         found = records[records["kind"] == Kind.OPERATORS]
         for record in found:
-            key, name = (
-                OperatorKey.from_flags(int(record["flags"])),
-                lookup_name(names, int(record["name_id"])),
-            )
+            key = OperatorKey.from_flags(int(record["flags"]))
+            name = lookup_name(names, int(record["name_id"]))
             took_ns, first, second = (
                 int(record[field]) for field in ("duration_ns", "value0", "value1")
             )

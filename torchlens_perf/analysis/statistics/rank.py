@@ -45,10 +45,8 @@ _PHASES = tuple(
     map(int, (Kind.DATA, Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.OPTIMIZER, Kind.WAIT))
 )
 _ON_OTHER_THREADS = {Kind.DATA: "data", Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
-_CALLS, _FORWARD_PHASES = (
-    (int(Kind.MODULE), int(Kind.FORWARD)),
-    (int(Kind.FORWARD), int(Kind.RECOMPUTE)),
-)
+_CALLS = (int(Kind.MODULE), int(Kind.FORWARD))
+_FORWARD_PHASES = (int(Kind.FORWARD), int(Kind.RECOMPUTE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,10 +344,7 @@ def _group_by_kind_and_name(
 
 
 def _duration_range(duration_ns: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    length: npt.NDArray[np.int64] = np.floor(
-        np.log2(np.maximum(duration_ns, 1)) * _LENGTHS_PER_DOUBLING
-    ).astype(int)
-    return length
+    return np.floor(np.log2(np.maximum(duration_ns, 1)) * _LENGTHS_PER_DOUBLING).astype(int)
 
 
 def _sum_by_place_and_name(
@@ -375,8 +370,7 @@ def _sum_by_index(
     The sums are exact below 2**53 ns, which is a hundred days.
     """
     sums_ns = np.bincount(index, weights=values_ns, minlength=length)
-    found: list[int] = sums_ns.astype(np.int64).tolist()
-    return found
+    return sums_ns.astype(np.int64).tolist()
 
 
 def _mask_kinds(kinds: npt.NDArray[np.uint8], *wanted: int) -> npt.NDArray[np.bool_]:

@@ -18,8 +18,7 @@ def fast_median(values: npt.NDArray[Any], axis: int) -> npt.NDArray[Any]:
     count = values.shape[axis]
     lower, upper = (count - 1) // 2, count // 2
     parted = np.partition(values, (lower, upper), axis=axis)
-    middle: npt.NDArray[Any] = (parted.take(lower, axis) + parted.take(upper, axis)) / 2
-    return middle
+    return (parted.take(lower, axis) + parted.take(upper, axis)) / 2
 
 
 def robust_standard_deviation(values: npt.NDArray[np.floating[Any]]) -> float:

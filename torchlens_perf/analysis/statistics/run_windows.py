@@ -63,8 +63,7 @@ class RunWindows:
         """
         ends = np.minimum(self.first_steps + self.width, self.last_step + 1)
         middle = (self.first_steps + ends) / 2
-        covered: npt.NDArray[np.bool_] = (middle >= since) & (middle < range_end(until))
-        return covered
+        return (middle >= since) & (middle < range_end(until))
 
 
 def align_windows(windows: Mapping[int, Windows], last_step: int) -> RunWindows | None:
@@ -114,8 +113,7 @@ def _mean_work_by_column(windows: Windows, width: int, first: int, columns: int)
     at = (windows.first_step - first) // width
     steps = np.bincount(at, windows.work_steps, columns)
     sums = np.bincount(at, windows.work_sum_ns, columns)
-    means: Floats = np.divide(sums, steps, out=np.full(columns, np.nan), where=steps > 0)
-    return means
+    return np.divide(sums, steps, out=np.full(columns, np.nan), where=steps > 0)
 
 
 def _means_by_column(
@@ -130,8 +128,7 @@ def column_means(values: Floats, at: npt.NDArray[np.int64], columns: int) -> Flo
     count = np.bincount(at, minlength=columns)[:, None]
     sums = np.zeros((columns, values.shape[1]))
     np.add.at(sums, at, values)
-    means: Floats = np.divide(sums, count, out=np.full(sums.shape, np.nan), where=count > 0)
-    return means
+    return np.divide(sums, count, out=np.full(sums.shape, np.nan), where=count > 0)
 
 
 def _mean_lack_by_column(windows: Windows, width: int, first: int, columns: int) -> Floats:

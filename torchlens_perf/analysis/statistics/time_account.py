@@ -117,8 +117,7 @@ class TimeAccount:
 def mean_by_part(steps: Iterable[Mapping[str, float]]) -> Floats:
     """Return the mean time of each part; a missing part has taken no time."""
     values = np.array([[each.get(part, 0.0) for part in PARTS] for each in steps])
-    means: Floats = values.mean(axis=0)
-    return means
+    return values.mean(axis=0)
 
 
 @functools.cache

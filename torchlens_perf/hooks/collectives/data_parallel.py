@@ -206,11 +206,9 @@ class _Fsdp2Patches:
         """
 
         def finalize_in_stall(group: Any) -> Any:
-            stalls, reduced, self._has_reduced = (
-                self._session.clocks.stalls,
-                self._has_reduced,
-                False,
-            )
+            stalls = self._session.clocks.stalls
+            reduced = self._has_reduced
+            self._has_reduced = False
             if stalls is None or not reduced:
                 return finalize(group)
             stalls.begin(self._last)

@@ -97,10 +97,8 @@ class NcclPlugin:
         from torchlens_perf.recorder.recorder import collective_marks
 
         pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-        pointer_of.restype, pointer_of.argtypes = (
-            ctypes.c_void_p,
-            [ctypes.py_object, ctypes.c_char_p],
-        )
+        pointer_of.restype = ctypes.c_void_p
+        pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
         return bool(self._attach(pointer_of(collective_marks(), _CAPSULE)))
 
     def detach(self) -> None:
@@ -160,8 +158,7 @@ def read_nccl_version() -> tuple[int, ...] | None:
         or not torch.distributed.is_nccl_available()
     ):
         return None
-    reported = torch.cuda.nccl.version()
-    return tuple(number for number in reported if isinstance(number, int))
+    return tuple(number for number in torch.cuda.nccl.version() if isinstance(number, int))
 
 
 def compute_timing_interval(nccl: tuple[int, ...], *, asked_for: bool) -> int:

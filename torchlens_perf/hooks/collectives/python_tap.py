@@ -116,11 +116,9 @@ def _create_recording_handler(operator: str, recording: PythonRecording) -> Call
 
 
 def _create_wait_handler(session: Session) -> Callable[..., Any]:
-    recorder, overload, rest = (
-        session.recorder,
-        _get_overload(WAIT_TENSOR),
-        torch_dispatcher.get_remaining_keys(),
-    )
+    recorder = session.recorder
+    overload = _get_overload(WAIT_TENSOR)
+    rest = torch_dispatcher.get_remaining_keys()
     tracing = torch_private.get_tracing_context_reader()
 
     def wait_and_record(keys: Any, *args: Any) -> Any:

@@ -59,10 +59,8 @@ class OptimizerHookRelay:
         from torchlens_perf.recorder.recorder import native_hook
 
         guarded = guard("optimizer hook")
-        step_begins, step_ended = (
-            guarded.wrap_attribute(self, "before"),
-            guarded.wrap_attribute(self, "after"),
-        )
+        step_begins = guarded.wrap_attribute(self, "before")
+        step_ended = guarded.wrap_attribute(self, "after")
         # Hooks that are traced into a graph would not run. Dynamo breaks the graph around a
         # compiled optimizer's step() in any case, so the optimizer's operations stay in one graph.
         before = _in_python(
@@ -86,7 +84,7 @@ def _in_python(hook: Callable[..., Any]) -> Callable[..., Any]:
     def call_hook(optimizer: Any, args: Any, kwargs: Any) -> Any:
         return hook(optimizer, args, kwargs)
 
-    return torch_private.break_graph_at(call_hook)  # type: ignore[no-any-return]
+    return torch_private.break_graph_at(call_hook)
 
 
 relay = OptimizerHookRelay()
@@ -280,10 +278,8 @@ def _report_steps_of_class(
         return result
 
     guarded = guard("optimizer hook")
-    step_begins, step_ended = (
-        guarded.wrap_attribute(relay, "before"),
-        guarded.wrap_attribute(relay, "after"),
-    )
+    step_begins = guarded.wrap_attribute(relay, "before")
+    step_ended = guarded.wrap_attribute(relay, "after")
     with ExitStack() as attached:
         try:
             attached.enter_context(patched(owner, "step", step_and_report))

@@ -119,8 +119,7 @@ def build_html(
         tag("link", rel="icon", href=f"data:image/svg+xml,{quote(_ICON)}"),
         styles,
     )
-    whole = tag("html", head, body, lang="en", **attributes)
-    return f"<!DOCTYPE html>\n{to_html(whole)}\n"
+    return f"<!DOCTYPE html>\n{to_html(tag('html', head, body, lang='en', **attributes))}\n"
 
 
 def _inline_parts() -> PageParts:

@@ -178,8 +178,7 @@ class StepGrid:
         ) -> npt.NDArray[Any]:
             padding = [(0, 0)] * (values.ndim - 1) + [(before, after)]
             padded = np.pad(values, padding, constant_values=empty)
-            merged: npt.NDArray[Any] = function(padded[..., ::2], padded[..., 1::2])
-            return merged
+            return function(padded[..., ::2], padded[..., 1::2])
 
         wider._sums = {quantity: merge(sums) for quantity, sums in self._sums.items()}
         wider.memory_bytes = merge(self.memory_bytes, np.maximum, -1)

@@ -25,8 +25,7 @@ MAX_SPANS = 600
 
 def find_step_end(records: npt.NDArray[np.void]) -> np.void:
     """Return the record of the end of the step, which must be among the records."""
-    end: np.void = records[records["kind"] == Kind.STEP][-1]
-    return end
+    return records[records["kind"] == Kind.STEP][-1]
 
 
 def build_rank_trace(

@@ -112,10 +112,8 @@ def _memory_caption(report: Report) -> str:
         for rank in report["ranks"]
         if rank["memory"]["max_bytes"]
     }
-    most, least = (
-        max(known, key=lambda rank: known[rank] or 0),
-        min(known, key=lambda rank: known[rank] or 0),
-    )
+    most = max(known, key=lambda rank: known[rank] or 0)
+    least = min(known, key=lambda rank: known[rank] or 0)
     text = f"The highest peak is {format_bytes(known[most] or 0, 'B')} on rank {most}."
     if len(known) > 1:
         text += f" The lowest peak is {format_bytes(known[least] or 0, 'B')} on rank {least}."
@@ -154,10 +152,8 @@ def _means_caption(of: Sequence[TimeSeries], show: Callable[[float], str]) -> st
             means[each["where"]] = sum(known) / len(known)
     if not means:
         return "Not measured."
-    low, high = (
-        min(means, key=lambda where: means[where]),
-        max(means, key=lambda where: means[where]),
-    )
+    low = min(means, key=lambda where: means[where])
+    high = max(means, key=lambda where: means[where])
     least, most = show(means[low]), show(means[high])
     if len(means) == 1:
         return f"Mean: {least} on {low}."

@@ -160,10 +160,8 @@ def detect_place(
     environment. parent: command line of the parent process.
     """
     row, rank, world_size = _choose_launcher(environ, distributed)
-    local_rank, local_world_size = (
-        _first_number(environ, row.local_rank),
-        _first_number(environ, row.local_world_size),
-    )
+    local_rank = _first_number(environ, row.local_rank)
+    local_world_size = _first_number(environ, row.local_world_size)
     if local_world_size is None:
         local_world_size = _ranks_on_node(
             next((environ[name] for name in row.per_node if environ.get(name)), ""),
@@ -171,11 +169,9 @@ def detect_place(
         )
     nodes = _first_number(environ, *row.nodes)
     if world_size == 1 or nodes == 1:
-        local_rank, local_world_size, nodes = (
-            rank if local_rank is None else local_rank,
-            world_size,
-            1,
-        )
+        local_rank = rank if local_rank is None else local_rank
+        local_world_size = world_size
+        nodes = 1
     if local_world_size is not None and not 0 < local_world_size <= world_size:
         local_world_size = None
     if local_world_size == world_size:
@@ -219,10 +215,8 @@ def _choose_launcher(
 
 def _job_name(environ: Mapping[str, str], row: LauncherVariables, parent: Sequence[str]) -> str:
     if row.name == "torchrun":
-        elastic, store = (
-            environ.get("TORCHELASTIC_RUN_ID", "none"),
-            [environ.get(name, "") for name in _STORE],
-        )
+        elastic = environ.get("TORCHELASTIC_RUN_ID", "none")
+        store = [environ.get(name, "") for name in _STORE]
         # With c10d, node 0 has chosen a free port for this job and sent it to other nodes. Without
         # c10d, the user configures id and port, so the next job may have the same values.
         if elastic == "none" or not all(store) or _rendezvous_backend(environ, parent) != "c10d":

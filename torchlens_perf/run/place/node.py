@@ -51,8 +51,7 @@ def namespace_digest() -> str:
     except ours(OSError):
         # Some sandboxes do not have this file.
         boot = ""
-    text = f"{boot}/{pid_namespace_inode()}"
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+    return hashlib.sha256(f"{boot}/{pid_namespace_inode()}".encode()).hexdigest()[:_DIGITS]
 
 
 def node_name(host: str | None = None) -> str:

@@ -143,8 +143,7 @@ def _median_signals(rows: list[npt.NDArray[np.float32]]) -> dict[str, float]:
 
 
 def _check_garbage_collection(case: _SlowRankCase) -> list[Cause]:
-    share = case.excess_of("gc_share")
-    explains = case.share_of_excess(share)
+    explains = case.share_of_excess(case.excess_of("gc_share"))
     if explains < _EXPLAINS:
         return []
     text = (

@@ -31,8 +31,7 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
     """Return each value minus the median of the other ranks' values in its row: [ranks, rows]."""
     ranks = len(values)
     if ranks > _FEW_RANKS:
-        over_all: npt.NDArray[np.floating[Any]] = values - fast_median(values, 0)
-        return over_all
+        return values - fast_median(values, 0)
     if ranks < 2:
         return np.full(values.shape, np.nan, values.dtype)
     # Element i of the other ranks' sorted values is element i of all sorted values. If the rank's
@@ -42,8 +41,7 @@ def excess_over_others(values: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
     lower, upper = (ranks - 2) // 2, (ranks - 1) // 2
     below = np.where(position > lower, ascending[lower], ascending[lower + 1])
     above = np.where(position > upper, ascending[upper], ascending[min(upper + 1, ranks - 1)])
-    excess: npt.NDArray[np.floating[Any]] = values - (below + above) / 2
-    return excess
+    return values - (below + above) / 2
 
 
 def relative_excess(work: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

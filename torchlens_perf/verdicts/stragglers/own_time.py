@@ -51,8 +51,7 @@ def find_critical_ranks(wait_ns: Floats) -> npt.NDArray[np.int64]:
 
     wait_ns: [ranks, rows].
     """
-    critical: npt.NDArray[np.int64] = np.where(np.isnan(wait_ns), np.inf, wait_ns).argmin(axis=0)
-    return critical
+    return np.where(np.isnan(wait_ns), np.inf, wait_ns).argmin(axis=0)
 
 
 @dataclasses.dataclass(frozen=True)

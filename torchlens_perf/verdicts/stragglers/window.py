@@ -371,10 +371,7 @@ class SlidingWindow:
         if not self._has_host_times:
             return np.zeros(len(block[0]))
         own_ns = self.own_ns[block].sum(axis=1, dtype=np.float64)
-        share: npt.NDArray[np.float64] = self.by_host_ns[block].sum(
-            axis=1, dtype=np.float64
-        ) / np.maximum(own_ns, 1.0)
-        return share
+        return self.by_host_ns[block].sum(axis=1, dtype=np.float64) / np.maximum(own_ns, 1.0)
 
 
 def _to_ns(seconds: npt.NDArray[np.float16]) -> npt.NDArray[np.float32]:

@@ -355,10 +355,8 @@ def _join_classes(classes: Sequence[LongSteps], last: int) -> LongSteps:
 
 def _longer_waits_text(lacking: list[LongSteps]) -> str:
     """Return a sentence on steps that lack a CPU for longer than the typical step, or ""."""
-    count, total_s = (
-        sum(each["count"] for each in lacking),
-        sum(each["total_s"] for each in lacking),
-    )
+    count = sum(each["count"] for each in lacking)
+    total_s = sum(each["total_s"] for each in lacking)
     if sum(each["share"] for each in lacking) < _LONG_WORTH_NAMING:
         return ""
     average = " on average" * (count > 1)
@@ -661,10 +659,8 @@ def _name_waiting_for_ranks(report: Facts, found: StepBreakdown) -> StepBreakdow
     for row in report["collectives"]:
         wait, transfer = row["wait_s"]["mean_s"], row["transfer_s"]["mean_s"]
         if wait is not None and transfer is not None:
-            wait_s, transfer_s = (
-                wait_s + row["joined"] * wait,
-                transfer_s + row["joined"] * transfer,
-            )
+            wait_s = wait_s + row["joined"] * wait
+            transfer_s = transfer_s + row["joined"] * transfer
     if wait_s == 0.0 or wait_s < NEARLY * (wait_s + transfer_s):
         return found
     waits = [
@@ -801,8 +797,7 @@ def _break_down_device_step(report: Facts, parts: Mapping[str, float]) -> StepBr
     lacks = [typical["lack_of_cpu"] or {} for typical in _collect_typical_steps(report)]
     in_gap = [{part: lack.get(part, 0.0) for part in _GAP} for lack in lacks]
     account = TimeAccount.from_parts(1e9 * mean_by_part([parts]), 1e9 * mean_by_part(in_gap))
-    found = break_down_step(account)
-    return _name_waiting_for_ranks(report, found)
+    return _name_waiting_for_ranks(report, break_down_step(account))
 
 
 def _describe_kinds_of_device_steps(report: Facts) -> str:

@@ -631,10 +631,8 @@ def build_no_straggler_verdict(report: Facts, findings: Findings) -> Verdict:
     )
     confidence, rather = 0.9, _unconfirmed_ranks_clause(findings)
     if rather:
-        confidence, text = (
-            confidence / 2,
-            f"{text} Statistics merged on devices do not confirm this{rather}.",
-        )
+        confidence = confidence / 2
+        text = f"{text} Statistics merged on devices do not confirm this{rather}."
     return Verdict(
         kind="none",
         cost_s_per_step=0.0,
