@@ -119,9 +119,10 @@ def _positional_arguments(frame: FrameType) -> list[Any]:
 
 def _installed_handlers() -> set[CodeType]:
     """Return the code of the program's signal handlers."""
-    import signal
+    # The functions of `signal` itself need several frames more, near the recursion limit.
+    import _signal  # type: ignore[import-not-found]
 
-    handlers = map(signal.getsignal, signal.valid_signals())
+    handlers = map(_signal.getsignal, _signal.valid_signals())
     return {code for each in handlers if callable(each) for code in _codes_of(each)}
 
 

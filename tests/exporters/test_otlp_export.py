@@ -317,6 +317,7 @@ def test_phase_histogram_counts_the_steps_that_had_the_phase(exported: Exported)
             part = column.removesuffix("_ns")
             if (
                 part not in ("start", "duration", "own", "work", "cpu", "ready")
+                and not part.endswith("_ready")
                 and part != column
                 and value
             ):

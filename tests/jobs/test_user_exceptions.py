@@ -235,7 +235,7 @@ def test_errors_of_the_package_still_do_not_end_the_loop(
     """Errors that this package raises itself are contained, also those of the program's types."""
     raised = []
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **more: object) -> None:
         raised.append(None)
         raise TimeoutError("of the package")
 

@@ -28,7 +28,7 @@ def trained(folder: Path, *arguments: str, ranks: int = 1) -> tuple[dict[str, An
     done = run_warm([*launch, SCRIPT, *arguments], folder, 280)
     assert done.returncode == 0, done.stderr
     (flops,) = re.findall(r"^flops (\d+)$", done.stdout, re.MULTILINE)
-    return only_report(folder), int(flops)
+    return as_json(only_report(folder)), int(flops)
 
 
 def assert_operations_and_rates(value: dict[str, Any], flops: int, ranks: int) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 import time
 import unicodedata
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_texts_of_a_captured_rank_are_escaped(
     )
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        capture._wait_for_results(run, request, timeout_s=10, quiet=False)
+        capture._wait_for_results(run, request, Namespace(timeout=10, quiet=False))
     assert "rank 0" in out.getvalue()
     assert_harmless(out.getvalue())
 

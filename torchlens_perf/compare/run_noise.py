@@ -43,8 +43,7 @@ def read_step_series(run: RunDirectory, unreadable: list[UnreadableFileError]) -
         usual = (table.column("flags").to_numpy() & _UNUSUAL) == 0
         values = [table.column(name).to_numpy().astype(float) for name in columns[1:]]
         rows = np.nan_to_num(np.stack(values, axis=1)[usual]) / 1e9
-        steps = table.column("step").to_numpy()[usual]
-        numbers, places = np.unique(steps, return_inverse=True)
+        numbers, places = np.unique(table.column("step").to_numpy()[usual], return_inverse=True)
         added = np.zeros((len(numbers), rows.shape[1] + 1))
         np.add.at(added, places, np.column_stack([rows, np.ones(len(rows))]))
         return numbers, added

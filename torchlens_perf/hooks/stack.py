@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.run import ownership, tracer
 from torchlens_perf.run.directory import find_sidecar_lock
 from torchlens_perf.run.processes import is_signal_in_set
+from torchlens_perf.run.rank_facts import encode_path
 from torchlens_perf.run.ring import STACK_SIGNAL as SIGNAL
 from torchlens_perf.run.sidecar_status import read_status
 
@@ -86,7 +87,7 @@ class FaulthandlerHook:
             session.run_throttled("faulthandler", remove_file_if_handler_replaced),
         ):
             faulthandler.register(SIGNAL, file=file, all_threads=False)
-            session.facts.stack_file = str(path)
+            session.facts.stack_file = encode_path(str(path))
             session.publish()
             try:
                 yield

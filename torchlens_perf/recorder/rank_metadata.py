@@ -19,7 +19,7 @@ from torchlens_perf.output import logger
 from torchlens_perf.recorder import torch_private
 from torchlens_perf.run.identity import digest_module_names, job_store_address
 from torchlens_perf.run.processes import main_thread_cpu_wait_ns, process_age_s
-from torchlens_perf.run.rank_facts import RankFacts, ReportRequest, SidecarSettings
+from torchlens_perf.run.rank_facts import RankFacts, ReportRequest, SidecarSettings, encode_path
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.run.ring import MAX_GROUPS
 
@@ -85,8 +85,8 @@ class RankMetadata:
             simulated=simulated,
             run_settings={} if simulated else _collect_run_settings(config),
             total_steps=config._total_steps,
-            folder="" if simulated else _find_program_folder(),
-            error_file="" if simulated else _find_error_file(),
+            folder="" if simulated else encode_path(_find_program_folder()),
+            error_file="" if simulated else encode_path(_find_error_file()),
             interactive=hasattr(sys, "ps1") or bool(sys.flags.interactive),
             process_began_ns=_compute_process_start_ns(identity) if reports_start else 0,
             model=digest_module_names(()),

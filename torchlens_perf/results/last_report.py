@@ -18,7 +18,7 @@ from torchlens_perf.errors import printable
 from torchlens_perf.interruption import suppress
 from torchlens_perf.recorder import sidecar
 from torchlens_perf.run.directory import describe_removed_ring
-from torchlens_perf.run.rank_facts import ReportRequest
+from torchlens_perf.run.rank_facts import ReportRequest, encode_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,7 +56,7 @@ def build_report_request(mailbox: Mailbox | None, *, in_cell: bool) -> ReportReq
     terminal = output.is_terminal()
     color = terminal and "NO_COLOR" not in os.environ
     return ReportRequest(
-        mailbox="" if mailbox is None else str(mailbox.path),
+        mailbox="" if mailbox is None else encode_path(str(mailbox.path)),
         columns=_count_columns() if terminal else 0,
         color=color and not in_cell,
         in_cell=in_cell,

@@ -8,13 +8,25 @@ that sets it. Each field of RankFacts has a default, so that files of other vers
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any, TypedDict
+from urllib.parse import quote, unquote_to_bytes
 
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.training_settings import TrainingSettings
+
+
+def encode_path(path: str) -> str:
+    """Return the path with a percent sign for each byte that is not ASCII: JSON is UTF-8."""
+    return quote(os.fsencode(path))
+
+
+def decode_path(text: str) -> str:
+    """Return the path that encode_path() has encoded."""
+    return os.fsdecode(unquote_to_bytes(text))
 
 
 class ProcessGroup(TypedDict):
@@ -96,7 +108,7 @@ class ReportRequest:
     """Format of the report that rank 0 waits for at the end of the run."""
 
     mailbox: str = ""
-    """File that receives the short report; "" if rank 0 does not wait for it."""
+    """File that receives the short report, see encode_path(); "" if rank 0 does not wait."""
     columns: int = 0
     """Width of the terminal; 0 without a terminal."""
     color: bool = False
@@ -117,11 +129,12 @@ class RankFacts:
     total_steps: int = 0
     """Total number of steps of the run, as configured in watch(); 0 if not known."""
     folder: str = ""
-    """Folder of the program; "" if not known."""
+    """Folder of the program, see encode_path(); "" if not known."""
     error_file: str = ""
-    """File in which torchrun's @record describes an exception; "" without one."""
+    """File in which torchrun's @record describes an exception, see encode_path(); "" without one."""
     stack_file: str = ""
-    """File into which the process writes its stack on a signal; "" without one."""
+    """File into which the process writes its stack on a signal, see encode_path(); "" without
+    one."""
     job_store: tuple[str, int] | None = None
     """Host and port of the job's TCPStore; None if they are not set."""
     interactive: bool = False

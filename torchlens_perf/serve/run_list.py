@@ -151,8 +151,7 @@ class RunList:
             pages = max(1, -(-len(found) // ROWS))
             page = min(max(0, page), pages - 1)
             shown = found[page * ROWS : (page + 1) * ROWS]
-            wanted = found if is_sorted else shown
-            unread = [each for each in wanted if self._is_unread(each)]
+            unread = [each for each in (found if is_sorted else shown) if self._is_unread(each)]
             if unread and self._reading is None:
                 self._reading = asyncio.create_task(self._read_lines(unread[:ROWS]))
             left_s = deadline_s - time.monotonic()

@@ -17,6 +17,7 @@ from torchlens_perf.analysis.statistics.restarts import UNRELATED
 from torchlens_perf.config import EXCHANGE_TOKEN
 from torchlens_perf.exporters import Assessment, NodeRole
 from torchlens_perf.run import ring
+from torchlens_perf.run.rank_facts import decode_path
 from torchlens_perf.sidecar.alerts import AlertManager, SlowLinkMonitor
 from torchlens_perf.sidecar.cluster import ClusterLink
 from torchlens_perf.sidecar.export_role import ExportRole
@@ -155,7 +156,7 @@ class JobMonitor:
                     state.placement,
                     progress,
                     state.facts.groups,
-                    state.facts.stack_file,
+                    decode_path(state.facts.stack_file),
                     modules_ns,
                 )
         with self._errors.contain(SIGNALS):

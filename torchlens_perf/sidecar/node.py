@@ -21,6 +21,7 @@ from torchlens_perf.exporters import UNDELIVERED, Exporter, Receiver
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
 from torchlens_perf.run.mailbox import deliver_text
 from torchlens_perf.run.place.joined import join_run_directories
+from torchlens_perf.run.rank_facts import decode_path
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE
 from torchlens_perf.sidecar.captures import CaptureRelay, LiveRank
 from torchlens_perf.sidecar.commit import CommitReader
@@ -346,7 +347,7 @@ class Sidecar:
                         f" {printable(self.run.describe_write_error(error))}"
                         f"{describe_kept_records(self.run)}\n"
                     )
-                    deliver_text(source.state.facts.report.mailbox, message)
+                    deliver_text(decode_path(source.state.facts.report.mailbox), message)
                     raise
                 write_status("is writing the report")
                 self.write_report()
@@ -362,7 +363,9 @@ class Sidecar:
                     self._write_report(self.run, asked[-1])
             except (OSError, RunStoreError) as error:
                 why = printable(self.run.describe_write_error(error))
-                deliver_text(asked[-1].report.mailbox, f"torchlens_perf: no report: {why}\n")
+                deliver_text(
+                    decode_path(asked[-1].report.mailbox), f"torchlens_perf: no report: {why}\n"
+                )
                 raise
 
     def set_delivery_notes(self, notes: list[str]) -> None:

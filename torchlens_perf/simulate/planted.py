@@ -158,8 +158,7 @@ def compare_faults(
 ) -> FaultComparison:
     """Compare the planted faults with the verdicts. texts: the faults as the user wrote them."""
     masks = [_fault_mask(fault, simulation.topology, steps) for fault in simulation.faults]
-    effects = simulation.fault_effects(steps)
-    cases = list(map(_Case, texts, simulation.faults, masks, effects))
+    cases = list(map(_Case, texts, simulation.faults, masks, simulation.fault_effects(steps)))
     verdicts = [_to_naming_verdict(row) for row in compared.rows]
     matches = [
         [number for number, case in enumerate(cases) if _is_match(row, verdict, case)]

@@ -19,6 +19,7 @@ from torchlens_perf.errors import printable
 from torchlens_perf.run import ownership
 from torchlens_perf.run.failure import MAX_MESSAGE, Failure, is_about_lost_peer
 from torchlens_perf.run.processes import process_age_s
+from torchlens_perf.run.rank_facts import decode_path
 
 if TYPE_CHECKING:
     from torchlens_perf.sidecar.rings.source import RingSource
@@ -49,10 +50,10 @@ def add_reported_failures(sources: Iterable[RingSource]) -> None:
 
 def _read_failure(source: RingSource) -> Failure | None:
     """Return the failure in the rank's error file; None without one."""
-    state = source.state
+    state, path = source.state, decode_path(source.state.facts.error_file)
     try:
-        written_ns = os.stat(source.state.facts.error_file, follow_symlinks=False).st_mtime_ns
-        content = ownership.read_regular_file(source.state.facts.error_file, _MAX_BYTES)
+        written_ns = os.stat(path, follow_symlinks=False).st_mtime_ns
+        content = ownership.read_regular_file(path, _MAX_BYTES)
         text = _find_text(msgspec.json.decode(content))
     except (OSError, ValueError, RecursionError):
         # ValueError: of an invalid path, of JSON, and of Unicode.

@@ -18,7 +18,7 @@ from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import is_writer_running
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.processes import process_start_ticks
-from torchlens_perf.run.rank_facts import RankFacts, SidecarSettings
+from torchlens_perf.run.rank_facts import RankFacts, SidecarSettings, decode_path
 from torchlens_perf.run.ring import RingReader
 from torchlens_perf.sidecar.rings.source import MAX_UNREAD_SHARE, RingSource
 from torchlens_perf.sidecar.rings.waiting import RingProgress, WaitingRing
@@ -305,5 +305,5 @@ class RingSources:
         if waited is not None:
             waited.close()
         if waited is not None or is_writer_running(path):
-            source.folder = facts.folder
+            source.folder = decode_path(facts.folder)
         return source

@@ -26,6 +26,7 @@ from torchlens_perf.run.directory import (
 )
 from torchlens_perf.run.mailbox import REPORT, deliver_text
 from torchlens_perf.run.place.node import host_of_node, node_name
+from torchlens_perf.run.rank_facts import decode_path
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE, LOADS
 from torchlens_perf.sidecar import priority, termination
@@ -302,7 +303,7 @@ def write_report(run: RunDirectory, facts: RankFacts) -> None:
             from torchlens_perf.page.notebook import results_as_json
 
             short = results_as_json(report, str(run.path), short)
-        deliver_text(asked.mailbox, short)
+        deliver_text(decode_path(asked.mailbox), short)
     partial = run.report.with_suffix(".partial")
     ownership.write_private_file(
         partial, render_full(report, str(run.path), columns=0, color=False), like=run.nodes
