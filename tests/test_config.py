@@ -149,7 +149,11 @@ def test_type_checker_rejects_wrong_settings(tmp_path: Path) -> None:
     ]
     found = run(command, ROOT).stdout.splitlines()
     first = TYPED.count("\n") + 1
-    errors = {int(line.split(":")[1]): line for line in found if ": error: " in line}
+    errors = {
+        int(line.split(":")[1]): line
+        for line in found
+        if ": error: " in line and script.name in line
+    }
 
     assert sorted(errors) == list(range(first, first + len(WRONG))), found
     for number, name in enumerate(WRONG.values(), first):

@@ -280,7 +280,8 @@ def predict_standard_changes(
         texts.append("bubble=0")
     largest = _find_largest_module(facts)
     texts += [f"module:{largest} x0.5"] if largest else []
-    slow = find_slow_ranks(verdicts)
+    # A node without a shared disk has the steps of its own ranks only.
+    slow = [each for each in find_slow_ranks(verdicts) if {*each.ranks} <= {*times.ranks}]
     texts += [f"rank={format_ranges(each.ranks)}@median" for each in slow]
     # Ranks that share a cost also have their own ones.
     texts += [

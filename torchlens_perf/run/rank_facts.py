@@ -11,7 +11,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any, TypedDict
-from urllib.parse import quote, unquote_to_bytes
 
 from torchlens_perf.config import Config
 from torchlens_perf.errors import RingError
@@ -20,13 +19,13 @@ from torchlens_perf.run.training_settings import TrainingSettings
 
 
 def encode_path(path: str) -> str:
-    """Return the path with a percent sign for each byte that is not ASCII: JSON is UTF-8."""
-    return quote(os.fsencode(path))
+    """Return the path as text that UTF-8 has: one character for each byte."""
+    return os.fsencode(path).decode("latin-1")
 
 
 def decode_path(text: str) -> str:
     """Return the path that encode_path() has encoded."""
-    return os.fsdecode(unquote_to_bytes(text))
+    return os.fsdecode(text.encode("latin-1"))
 
 
 class ProcessGroup(TypedDict):

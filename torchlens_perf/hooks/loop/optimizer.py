@@ -198,10 +198,10 @@ class OptimizerHook:
                 return
             recorder.show_open_step()
             recorder.returned_steps += 1
+            calls = max(calls, [identity for identity, _ in opened].count(id(optimizer)))
             while opened:
-                entry = identity, name_id = opened.pop()
+                identity, name_id = opened.pop()
                 if identity == id(optimizer):
-                    calls = max(calls, 1 + opened.count(entry))
                     if name_id is not None:
                         recorder.end(_OPTIMIZER, name_id)
                     break
