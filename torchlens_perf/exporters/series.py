@@ -113,7 +113,7 @@ class ArrayHistogram:
     def to_metric(self, unix_ns: int) -> Metric | None:
         """Return the metric, or None if it has no points. The caller must hold the meter's lock."""
         points: list[Any] = []
-        since_ns, temporality = self._meter.start_time_ns(unix_ns, grows=True), self._meter.grows
+        since_ns, temporality = self._meter.start_time_ns(grows=True), self._meter.grows
         for key, of_key in self._series.items():
             sketch = of_key.sketch
             if not sketch.count or not self._meter.is_series_sent(key):
@@ -209,7 +209,7 @@ class NumberInstrument:
         if not self._values:
             return None
         counts = self.definition.instrument == "counter"
-        since_ns = self._meter.start_time_ns(unix_ns, grows=counts)
+        since_ns = self._meter.start_time_ns(grows=counts)
         points = [
             NumberDataPoint(dict(key), since_ns, unix_ns, value)
             for key, value in self._values.items()
@@ -276,7 +276,7 @@ class ArrayMeter:
             if not self._collected and unix_ns < self._began_ns:
                 self._began_ns = self._last_ns = unix_ns
 
-    def start_time_ns(self, unix_ns: int, *, grows: bool) -> int:
+    def start_time_ns(self, *, grows: bool) -> int:
         """Return the start time of a data point."""
         return self._last_ns if grows and self.grows == DELTA else self._began_ns
 

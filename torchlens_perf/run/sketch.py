@@ -136,7 +136,7 @@ class Sketch:
     def merge(self, other: Sketch) -> None:
         if not len(other._used):
             return
-        self.min_ns = other.min_ns if not len(self._used) else min(self.min_ns, other.min_ns)
+        self.min_ns = min(self.min_ns, other.min_ns) if len(self._used) else other.min_ns
         self.max_ns = max(self.max_ns, other.max_ns)
         self.sum_ns += other.sum_ns
         self.sum_squares += other.sum_squares

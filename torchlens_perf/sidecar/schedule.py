@@ -65,7 +65,7 @@ class Schedule:
             self.poll_s = max(0.005, self.poll_s / 2)
         else:
             idle_s = _RARE_POLL_S if self.has_other_nodes else _IDLE_POLL_S
-            self.poll_s = min((idle_s if fullest == 0 else _MAX_POLL_S), self.poll_s * 1.5)
+            self.poll_s = min(idle_s if fullest == 0 else _MAX_POLL_S, self.poll_s * 1.5)
 
     def is_count_due(
         self, now_s: float, took_s: float, waiting_records: int = 0, *, watched: bool = False
