@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +99,19 @@ def test_joint_cost_is_one_loss_of_goodput(run: RunDirectory, state: NodeState) 
     assert goodput.classes["straggler"].seconds == pytest.approx(
         max(map(float, filter(None, lost_s)))
     )
+
+
+def test_rank_that_was_slow_has_cost_the_job_only_while_it_was_slow(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    job = simulation("constant:rank=1,share=0.3,since=40,until=120", topology=Topology(4))
+    record_simulation(job, 300, run, "simulated")
+    (row,) = [
+        row
+        for row in build_report(run.run_id, load_all(run))["verdicts"]
+        if row.kind == "straggler_ended"
+    ]
+
+    assert row.lost_s is not None
+    assert row.cost_s_per_step is not None
+    assert row.lost_s / row.cost_s_per_step == pytest.approx(80, abs=8)
