@@ -10,6 +10,8 @@ these measurements allow:
 - `action`: what the first verdict must advise.
 - `cost_share`: bounds of the first verdict's share of a step; null for a cost that is not known.
 - `step_ms`, `phases_ms`, `sections_ms`, `modules_ms`: bounds of medians by the device's clock.
+- `gap`: the place with most host code of which a verdict speaks, with bounds of its time and of all
+  host code in ms. Without the key, no verdict may speak of a place.
 - `typical_busy`: bounds of the busy share of the GPU; null if it must be missing.
 - `actions`, `no_actions`: rules whose action a verdict must have, and must not. `changes`: all predictions.
 - `unknown_parts`: true if no part of the step may be named, because it is a replayed graph.
@@ -95,6 +97,21 @@ def test_device_times_are_within_bounds_of_own_events(
         found = {row["name"]: row["device_s"] for row in rows}
         for name, bounds in expected.get(f"{field}_ms", {}).items():
             assert_between(1e3 * found[name]["p50_s"], bounds, name)
+
+
+def test_place_of_the_host_code_is_named_only_where_it_is_known(
+    case: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    expected, report = case
+    gaps = [gap for each in report["verdicts"] if (gap := getattr(each.evidence, "gap", None))]
+    if "gap" not in expected:
+        assert not gaps
+        return
+    (gap,) = gaps
+    at, own_ms, all_ms = expected["gap"]
+    assert gap.at == at
+    assert_between(1e3 * gap.s, own_ms, at)
+    assert_between(1e3 * gap.of_s, all_ms, "host code")
 
 
 def test_busy_share_of_the_gpu_is_that_of_the_samples(

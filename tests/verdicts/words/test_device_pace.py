@@ -11,9 +11,11 @@ from tests.report.test_schema import node
 from tests.support.reports import checked
 from tests.support.tables import MS, mixed_table
 from torchlens_perf.analysis.statistics.hardware import GpuSample, GpuTotals, HardwareTotals
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.sketch import Sketch
 from torchlens_perf.verdicts.words.device_pace import find_host_pace, replays_graphs
+from torchlens_perf.view.tables import build_host_gap_table
 
 UUID = "GPU-0"
 LAUNCHES = {"forward": 6.0, "backward": 12.0, "host": 2.0}
@@ -95,6 +97,70 @@ def test_idle_time_that_was_not_measured_has_no_cost() -> None:
     assert verdict.evidence.busy is None
     assert verdict.evidence.idle_s is None
     assert "was not measured" in verdict.sentence
+
+
+HOST_GAPS = {"host": 30.0, "forward": 20.0, "backward": 30.0}
+
+
+def set_host_gaps(state: Any, gaps_ms: dict[str, float]) -> None:
+    """Set the host code of the typical steps by the host's clock, by its place."""
+    for process in state.processes.values():
+        for sums in process.statistics.by_length.values():
+            sums.gaps = {gap: round(ms * MS) * sums.steps for gap, ms in gaps_ms.items()}
+
+
+@pytest.mark.parametrize(
+    ("gaps_ms", "named"),
+    [
+        ({"backward>optimizer": 20.0, "start>data": 8.0}, True),
+        ({"backward>optimizer": 8.0, "start>data": 7.0, "data>forward": 7.0, "optimizer>end": 7.0}, True),
+        ({"backward>optimizer": 60.0, "start>data": 8.0}, False),  # It waits for the device there.
+        ({f"{a}>{b}": 6.0 for a in ("start", "data", "backward") for b in ("forward", "end")}, False),
+        ({"start>end": 30.0}, False),  # No phase is known.
+        ({}, False),
+    ],
+)  # fmt: skip
+def test_place_of_most_host_code_is_in_the_sentence_and_the_action(
+    gaps_ms: dict[str, float], named: bool
+) -> None:
+    state = node(device_ms=HOST_GAPS, compute_device="cuda")
+    set_host_gaps(state, gaps_ms)
+    report = checked(build_report("run", [state]))
+    verdict, gap = report["verdicts"][0], report["verdicts"][0].evidence.gap
+
+    assert verdict.kind == "host_bound"
+    assert (gap is not None) is named
+    assert (
+        "look at what runs between the backward pass and the optimizer" in verdict.action
+    ) is named
+    if named:
+        of_s = sum(gaps_ms.values()) / 1e3
+        assert (gap.s, gap.of_s) == pytest.approx((gaps_ms[gap.at] / 1e3, of_s), abs=1e-6)
+        own, whole = format_duration(gap.s), format_duration(gap.of_s)
+        assert f"Of {whole} of host code by the host's clock, {own} are between" in verdict.text
+        table = build_host_gap_table(report)  # type: ignore[arg-type]
+        assert table is not None
+        assert (table.columns[0].values[0], table.columns[1].values[0]) == ("backward", "optimizer")
+        assert table.columns[2].values[0] == gap.s
+
+
+@pytest.mark.parametrize(
+    ("gap_ms", "named", "first"),
+    [(2.0, False, "fewer and"), (4.0, True, "fewer and"), (9.0, True, "look at what runs between")],
+)
+def test_place_with_much_of_a_device_s_idle_time_is_named(
+    gap_ms: float, named: bool, first: str
+) -> None:
+    """The device is idle for 14 ms of a step, most of it inside of the passes or in one place."""
+    gpus = [{"uuid": UUID, "name": "NVIDIA H200", "index": 0}]
+    state = node(device_ms=LAUNCHES, caught_up=10, gpus=gpus, telemetry=used_gpu(0.3))
+    set_host_gaps(state, {"data>forward": gap_ms, "start>data": 1.0})
+    verdict = checked(build_report("run", [state]))["verdicts"][0]
+
+    assert verdict.kind == "host_bound"
+    assert (verdict.evidence.gap is not None) is named
+    assert ("between data loading and the forward pass" in verdict.text) is named
+    assert verdict.action.startswith(first)
 
 
 def test_compiled_loop_is_not_advised_to_compile() -> None:

@@ -45,6 +45,7 @@ from torchlens_perf.verdicts.words.device_pace import (
 from torchlens_perf.verdicts.words.evidence import (
     LIMITS,
     GraphReplayEvidence,
+    LargestGap,
     LaunchBoundEvidence,
     LongSteps,
     LongStepsEvidence,
@@ -52,7 +53,7 @@ from torchlens_perf.verdicts.words.evidence import (
     UntimedDeviceEvidence,
     join_long_steps,
 )
-from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code
+from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code, find_largest_gap
 from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.verdicts.words.report import mean_per_step
 from torchlens_perf.verdicts.words.stragglers import phase_name
@@ -112,11 +113,14 @@ class StepEvidence(Evidence, frozen=True, kw_only=True):
     """The limit of the step, and other large uses of the time."""
     notes: tuple[str, ...]
     """Sentences on the limit."""
+    gap: LargestGap | None = None
+    """The place of most of the host code that is to be made shorter; None if not known."""
 
     def join(self, found: str, step_s: float) -> str:
         """Return the sentence on the limit, with the other uses of a step, and the notes."""
         also = [each.describe(step_s) for each in self.named[1:]]
-        return " ".join((f"{'; '.join([found, *also])}.", *self.notes))
+        place = "" if self.gap is None else self.gap.text
+        return " ".join(filter(None, (f"{'; '.join([found, *also])}.", place, *self.notes)))
 
 
 class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_step"):
@@ -279,8 +283,7 @@ def break_down_step(account: TimeAccount) -> StepBreakdown:
     left_s = {part: part_ns / 1e9 for part, part_ns in account.uses_ns().items()}
     computing = {part: left_s[part] for part in COMPUTE if left_s[part] > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
-    parts = sorted(computing.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{phase_name(part)} {format_duration(seconds)}" for part, seconds in parts)
+    shown = _format_phases(_largest_first(computing))
     what = f"Computing ({shown})" if shown and lack_s < _WORTH_NAMING * step_s else "Computing"
     waits = [dataclasses.replace(_LACK, seconds=lack_s)]
     waits += [dataclasses.replace(each, seconds=left_s[each.phase]) for each in _WAITS]
@@ -402,11 +405,8 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
         worth = [new for old in worth for new in _split_host_code_by_section(report, old, step_s)]
     if first is not computing and computing.seconds:
         worth = [*worth, computing]
-    following = (
-        worth[0]
-        if first is computing and worth and worth[0].seconds >= _WORTH_DOING * step_s
-        else first
-    )
+    following = _choose_following(found, worth) if first is computing else first
+    gap = _find_gap(report, following, step_s)
     cost_s = 0.0 if following is computing else following.seconds
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     notes = [
@@ -430,9 +430,30 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
         cost_share=cost_s / step_s,
         confidence=0.9,
         advice=following.advice,
-        action=action_against(following, report),
-        evidence=TypicalStepEvidence(typical_step_s=step_s, uses_s=uses_s, named=named, notes=said),
+        action=action_against(following, report, gap),
+        evidence=TypicalStepEvidence(
+            typical_step_s=step_s, uses_s=uses_s, named=named, notes=said, gap=gap
+        ),
     )
+
+
+def _choose_following(found: StepBreakdown, worth: Sequence[TimeShare]) -> TimeShare:
+    """Return the use of the time to act on: the limit or, next to computing, the largest wait."""
+    is_worth = bool(worth) and worth[0].seconds >= _WORTH_DOING * found.step_s
+    return worth[0] if found.limit is found.computing and is_worth else found.limit
+
+
+def _find_gap(report: Facts, use: TimeShare, step_s: float) -> LargestGap | None:
+    """Return the place with most of a step's host code; None if a section of the user names it.
+
+    Where a host waits for its device between the phases, the hosts' clocks show another time there
+    than the devices' clocks. Then the place is not known.
+    """
+    gap = find_largest_gap(report["steps"]["host_gaps"], _SOME * use.seconds)
+    if use.advice != "host" or gap is None or gap.s < _WORTH_NAMING * step_s:
+        return None
+    smaller_s, larger_s = sorted((gap.of_s, use.seconds))
+    return gap if smaller_s >= NEARLY * larger_s else None
 
 
 _ACTION_ON_THREADS = "enter watch() on the thread that trains."
@@ -649,8 +670,8 @@ def general_action(advice: str, report: Facts) -> str:
     return computing_action(report) if advice == "computing" else _ADVICE[advice]
 
 
-def action_against(use: TimeShare, report: Facts) -> str:
-    return use.action or general_action(use.advice, report)
+def action_against(use: TimeShare, report: Facts, gap: LargestGap | None = None) -> str:
+    return use.action or (gap.action if gap else general_action(use.advice, report))
 
 
 def _name_waiting_for_ranks(report: Facts, found: StepBreakdown) -> StepBreakdown:
@@ -753,28 +774,38 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         inside_s = (pace.idle_s or 0.0) - found.wait_of_kind("host_bound").seconds
         if first is found.computing or inside_s > first.seconds:
             return _build_launch_verdict(report, device, pace, found.step_s)
-    device_parts_s = {part: s for part, s in parts.items() if s}
+    worth = [each for each in found.large_waits if each is not first]
+    following = _choose_following(found, worth)
+    cost_s = 0.0 if following is found.computing else following.seconds
+    ahead = _describe_lag(report, device, found.step_s)
     if first is found.computing:
-        return _build_compute_verdict(report, device, found, device_parts_s)
-    also = [each for each in found.large_waits if each is not first]
-    if found.computing.seconds:
-        also.append(dataclasses.replace(found.computing, what="Computing"))
-    waits_s = [each["parts"].get("communication", 0.0) for each in timed]
-    notes = [_equal_waits_caveat(first, waits_s), _describe_kinds_of_device_steps(report)]
+        what = "Computing takes" if ahead else "The phases take"
+        named = [dataclasses.replace(first, what=what), *worth]
+        notes = [ahead or _describe_busy(report, device), describe_other_processes(report)]
+    else:
+        named = [first, *worth]
+        notes = [
+            _equal_waits_caveat(first, [each["parts"].get("communication", 0.0) for each in timed])
+        ]
+        if found.computing.seconds:
+            named.append(dataclasses.replace(found.computing, what="Computing"))
+    notes.append(_describe_kinds_of_device_steps(report))
+    gap = _find_gap(report, following, found.step_s)
     return Verdict(
         kind=first.kind,
         phase=first.phase,
-        cost_s_per_step=first.seconds,
-        cost_share=first.seconds / found.step_s,
+        cost_s_per_step=cost_s,
+        cost_share=cost_s / found.step_s,
         confidence=0.8,
-        advice=first.advice,
-        action=action_against(first, report),
+        advice=following.advice,
+        action=action_against(following, report, gap),
         evidence=DeviceStepEvidence(
             device=device,
             step_s=found.step_s,
-            device_parts_s=device_parts_s,
-            named=_name_uses(first, *also),
+            device_parts_s={part: s for part, s in parts.items() if s},
+            named=_name_uses(*named),
             notes=tuple(filter(None, notes)),
+            gap=gap,
         ),
     )
 
@@ -817,10 +848,15 @@ def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: fl
             " forward and backward passes"
         )
     idle = "" if pace.is_hidden else _describe_busy(report, device)
-    told = (f"The host sets the pace: {why}.", idle, describe_other_processes(report))
+    idle_s = pace.idle_s or step_s
+    gap = find_largest_gap(report["steps"]["host_gaps"], _SOME * idle_s)
+    place = "" if gap is None else gap.text
+    told = (f"The host sets the pace: {why}.", idle, place, describe_other_processes(report))
     startup = report["run"]["startup"]
     compiled = startup is not None and bool(startup["compile_s"])
     advice = "compiled_launches" if compiled else "launches"
+    if gap is not None and gap.s >= _MOST * idle_s:
+        advice = "host"
     # A bound is no cost: it may not be compared with costs of other verdicts.
     cost_s = None if pace.is_hidden else pace.idle_s
     return Verdict(
@@ -831,43 +867,8 @@ def _build_launch_verdict(report: Facts, device: str, pace: HostPace, step_s: fl
         confidence=0.8,
         text=" ".join(filter(None, told)),
         advice=advice,
-        action=general_action(advice, report),
-        evidence=LaunchBoundEvidence(pace.starved, pace.busy, pace.idle_s),
-    )
-
-
-def _build_compute_verdict(
-    report: Facts, device: str, found: StepBreakdown, device_parts_s: dict[str, float]
-) -> Verdict:
-    """Return the verdict that the phases limit the step, with what is known of idle time in them."""
-    worth = found.large_waits
-    phases = {part: device_parts_s[part] for part in COMPUTE if part in device_parts_s}
-    following = found.computing
-    if worth and worth[0].seconds >= _WORTH_DOING * found.step_s:
-        following = worth[0]
-    cost_s = 0.0 if following is found.computing else following.seconds
-    ahead = _describe_lag(report, device, found.step_s)
-    what = "Computing takes" if ahead else "The phases take"
-    notes = [
-        ahead or _describe_busy(report, device),
-        describe_other_processes(report),
-        _describe_kinds_of_device_steps(report),
-    ]
-    return Verdict(
-        kind="compute_bound",
-        phase=next(iter(_largest_first(phases))),
-        cost_s_per_step=cost_s,
-        cost_share=cost_s / found.step_s,
-        confidence=0.8,
-        advice=following.advice,
-        action=action_against(following, report),
-        evidence=DeviceStepEvidence(
-            device=device,
-            step_s=found.step_s,
-            device_parts_s=device_parts_s,
-            named=_name_uses(dataclasses.replace(found.computing, what=what), *worth),
-            notes=tuple(filter(None, notes)),
-        ),
+        action=gap.action if gap and advice == "host" else general_action(advice, report),
+        evidence=LaunchBoundEvidence(pace.starved, pace.busy, pace.idle_s, gap),
     )
 
 

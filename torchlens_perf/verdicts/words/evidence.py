@@ -9,14 +9,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypedDict, final
 
-from msgspec import field
+from msgspec import Struct, field
 
+from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.hang import RankStack
 
 LIMITS = ("compute_bound", *NOT_COMPUTING_KINDS)
+_NAMES = {
+    "start": "the start of the step",
+    "data": "data loading",
+    "forward": "the forward pass",
+    "recompute": "recomputing activations",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "communication": "communication",
+    "end": "the end of the step",
+}
+_USUAL = {
+    "backward>optimizer": "clipping of gradients, a GradScaler, logging, .item()",
+    "data>forward": "copies to the device, preparation of the batch",
+    "forward>backward": "computing the loss, logging, .item()",
+}
+"""Work that is often in a place."""
 
 
 class ImbalanceEvidence(Evidence, frozen=True, tag="imbalance"):
@@ -102,6 +119,36 @@ class PastEvidence(Evidence, frozen=True, tag="past"):
         return None if cost_s is None else cost_s * run.steps
 
 
+class LargestGap(Struct, frozen=True):
+    """The place between two phases with most of the host code of a typical step.
+
+    Times are by the hosts' clocks, with waits for a CPU and this tool's time, as means over the
+    ranks.
+    """
+
+    at: str
+    """A key of the report's `host_gaps`, such as "backward>optimizer"."""
+    s: float
+    of_s: float
+    """Time of all places."""
+
+    @property
+    def place(self) -> str:
+        before, _, after = self.at.partition(">")
+        again = "again " * (before == after)
+        return f"between {_NAMES[before]} and {again}{_NAMES[after]}"
+
+    @property
+    def text(self) -> str:
+        whole = f"Of {format_duration(self.of_s)} of host code by the host's clock"
+        return f"{whole}, {format_duration(self.s)} are {self.place}."
+
+    @property
+    def action(self) -> str:
+        usual = _USUAL.get(self.at, "logging, .item(), zero_grad, Python")
+        return f"look at what runs {self.place} ({usual}): wrap parts in perf.section()."
+
+
 class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
     """Evidence on devices that wait for their hosts."""
 
@@ -112,6 +159,8 @@ class LaunchBoundEvidence(Evidence, frozen=True, tag="launch_bound"):
     """Share of a typical second in which the devices were busy; None if not measured."""
     idle_s: float | None
     """Least time of a step in which a device is idle for lack of kernels; None if not known."""
+    gap: LargestGap | None = None
+    """The place between two phases where the host spends much of this time; None without one."""
 
 
 class GraphReplayEvidence(Evidence, frozen=True, tag="graph_replay"):

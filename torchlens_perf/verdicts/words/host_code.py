@@ -1,15 +1,29 @@
-"""The user's sections in the host code between the phases. Pure."""
+"""Places and the user's sections in the host code between the phases. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from torchlens_perf.verdicts.words.evidence import LargestGap
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Section
 
 NEARLY = 0.8
 """Two times are nearly equal if the smaller is at least this share of the larger."""
+_NO_PHASE = "start>end"
+
+
+def find_largest_gap(gaps_s: Mapping[str, float], least_s: float) -> LargestGap | None:
+    """Return the place with most host code; None if no place has this time.
+
+    A step without phases has no places.
+    """
+    at = max(gaps_s, key=lambda gap: gaps_s[gap], default=_NO_PHASE)
+    if at == _NO_PHASE or gaps_s[at] < least_s:
+        return None
+    return LargestGap(at, gaps_s[at], sum(gaps_s.values()))
 
 
 def divide_host_code(sections: Sequence[Section], host_s: float) -> dict[str, float]:
