@@ -408,6 +408,29 @@ class TestLackOfCpu:
         (long,) = classes(steps).long
         assert long.part == LACK_OF_CPU
 
+    @pytest.mark.parametrize(
+        ("flag", "kinds"),
+        [(Flag.COLLECTED, ("garbage collection",)), (Flag.CHECKPOINT, ("saving",))],
+    )
+    def test_work_that_waits_for_a_cpu_is_the_cause(
+        self, flag: Flag, kinds: tuple[str, ...]
+    ) -> None:
+        """The work ran for 20 of 200 ms, and waited for a CPU in the rest."""
+        steps = [{**NORMAL, "cpu": 0.0} for _ in range(60)]
+        busy = {"host": 201.0, "cpu": 180.0, "cpu_in": "host", "flags": flag}
+        for step in (20, 40):
+            steps[step] = {**NORMAL, **busy}
+        (long,) = classes(steps).long
+        assert (long.kinds, long.part) == (kinds, "host")
+
+    def test_work_elsewhere_is_not_the_cause_of_waits_for_a_cpu(self) -> None:
+        steps = [{**NORMAL, "cpu": 0.0} for _ in range(60)]
+        for step in (20, 40):
+            steps[step] = {**NORMAL, "backward": 208.0, "cpu": 190.0, "cpu_in": "backward"}
+            steps[step] |= {"flags": Flag.CHECKPOINT}
+        (long,) = classes(steps).long
+        assert (long.kinds, long.part) == ((), LACK_OF_CPU)
+
 
 class TestSeveralRanks:
     def test_step_counts_of_classes_are_those_of_one_rank(self) -> None:
@@ -441,7 +464,7 @@ class TestSeveralRanks:
         (long,) = classify_steps(ranks).long
 
         assert (long.kinds, long.count, long.steps) == ((WITHOUT_GRADIENTS,), 2, (20, 40))
-        assert long.part == "host"
+        assert long.part == "forward"
 
     def test_wait_without_a_known_cause_is_shown_as_communication(self) -> None:
         waits = loop(100, every25={"communication": 100.0})

@@ -74,15 +74,13 @@ _NAMES = {**_KINDS, **_LITTLE_KINDS}
 # Flags of steps that do no work except training or inference.
 _BASES = (0, int(Flag.INFERENCE))
 # The parts of a step in which each kind of work takes time. The work is only reported as a cause if
-# the step's extra time is in one of these parts.
-_FORWARD_WORK = frozenset({"data", "forward", "host", "communication", LACK_OF_CPU})
+# the step's extra time is in one of these parts, running or waiting for a CPU: what ran is the cause.
+_FORWARD_WORK = frozenset({"data", "forward", "host", "communication"})
 _WORKS_IN: Mapping[str, frozenset[str]] = {
-    "compilation": frozenset(
-        {"forward", "recompute", "backward", "optimizer", "host", LACK_OF_CPU}
-    ),
+    "compilation": frozenset({"forward", "recompute", "backward", "optimizer", "host"}),
     "evaluation": _FORWARD_WORK,
     WITHOUT_GRADIENTS: _FORWARD_WORK,
-    "saving": frozenset({"host", "communication", LACK_OF_CPU}),
+    "saving": frozenset({"host", "communication"}),
     "skipped update": frozenset(),
     "garbage collection": frozenset(OWN_PARTS),
     "sampled backward pass": frozenset({"backward", "recompute"}),
@@ -395,7 +393,8 @@ def _add_bins_of_rank(
             if abs(more_ns) <= least_ns:
                 alike += [each.bin for each in similar]
                 continue
-            part = _part_with_most_difference([each.bin for each in similar], typical)
+            members = [each.bin for each in similar]
+            worked_in = _part_with_most_difference(members, typical, divided=False)
             kinds = tuple(name for flag, name in _NAMES.items() if flags & ~base & flag)
             if "evaluation" in kinds:
                 kinds = tuple(kind for kind in kinds if kind != WITHOUT_GRADIENTS)
@@ -404,10 +403,9 @@ def _add_bins_of_rank(
                 kinds = tuple(
                     kind
                     for kind in kinds
-                    if _may_explain(
-                        kind, part, more_ns, share, [each.bin for each in similar], typical
-                    )
+                    if _may_explain(kind, worked_in, more_ns, share, members, typical)
                 )
+            part = worked_in if kinds else _part_with_most_difference(members, typical)
             similar = [dataclasses.replace(each, part=part) for each in similar]
             others.setdefault((kinds, "" if kinds else part, more_ns > 0), []).extend(similar)
     return base
@@ -418,8 +416,8 @@ def _may_explain(
 ) -> bool:
     """Return True if this kind of work may explain why steps take `more_ns` longer.
 
-    part: the part with the extra time. share: fraction of the steps with this work that take that
-    long.
+    part: the part with the extra time, with its waits for a CPU. share: fraction of the steps with
+    this work that take that long.
     """
     if kind in _WORKS_IN and part not in _WORKS_IN[kind]:
         return False
@@ -576,14 +574,19 @@ def sum_time(bins: Iterable[Bin]) -> TimeAccount:
     return dataclasses.replace(account, is_measured=np.array(is_measured))
 
 
-def _part_with_most_difference(bins: Sequence[Bin], typical: TypicalStep) -> str:
-    """Return the part that contributes most to the difference from the typical step."""
+def _part_with_most_difference(
+    bins: Sequence[Bin], typical: TypicalStep, *, divided: bool = True
+) -> str:
+    """Return the part that contributes most to the difference from the typical step.
+
+    divided: False leaves waits for a CPU in their parts.
+    """
     whole = Bin()
     for each in bins:
         whole.merge(each)
     own, usual = whole.account, typical.account
     # Waits for a CPU are only compared if they were measured in all steps.
-    divided = bool(usual.is_measured) and whole.measured == whole.count
+    divided = divided and bool(usual.is_measured) and whole.measured == whole.count
     more_ns = {
         part: own_ns - usual_ns
         for (part, own_ns), usual_ns in zip(
