@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.long import long
-from torchlens_perf.compare.changes import Change, Outcome, find_changes
+from torchlens_perf.compare.changes import (
+    Change,
+    Outcome,
+    count_runs_to_decide,
+    find_changes,
+    find_detectable,
+)
 
 MEASURES, DRAWS = 12, 200
 
@@ -106,3 +113,40 @@ def test_noise_within_the_runs_widens_the_interval() -> None:
     assert quiet.outcome is Outcome.CHANGED
     assert noisy.outcome is Outcome.UNKNOWN
     assert noisy.high - noisy.low > 10 * (quiet.high - quiet.low)
+
+
+def test_number_of_runs_that_would_tell_does_tell() -> None:
+    """Three runs of each side cannot show a change of 1.5 standard deviations."""
+    generator = np.random.default_rng(4)
+    doubtful = compared(*sides(generator, 3, shift=1.5))[0]
+    known = dataclasses.replace(doubtful, after=doubtful.before + 1.5, spread=1.0)
+    assert doubtful.outcome is not Outcome.CHANGED
+    runs = count_runs_to_decide(known, 0.0, MEASURES)
+
+    assert runs is not None
+    assert find_detectable(known, runs, MEASURES) <= 1.5
+    draws = 40
+    found = sum(
+        compared(*sides(generator, runs, shift=1.5))[0].outcome is Outcome.CHANGED
+        for _ in range(draws)
+    )
+    assert found >= 0.6 * draws
+
+
+@pytest.mark.parametrize(("spread", "expected"), [(0.1, 5), (1.0, 14), (10.0, None)])
+def test_number_of_runs_grows_with_the_noise(spread: float, expected: int | None) -> None:
+    change = dataclasses.replace(_change_of(2.0), spread=spread)
+    found = count_runs_to_decide(change, 0.5, 8)
+    assert found is None if expected is None else found is not None and found <= expected
+
+
+def test_equal_sides_need_the_runs_that_show_less_than_the_margin() -> None:
+    change = dataclasses.replace(_change_of(0.0), spread=1.0)
+    few, many = (count_runs_to_decide(change, margin, 8) for margin in (4.0, 1.0))
+    assert few is not None
+    assert many is not None
+    assert few < many
+
+
+def _change_of(difference: float) -> Change:
+    return Change(100.0, 100.0 + difference, -9.0, 9.0, 9.0, 1.0, Outcome.UNKNOWN)

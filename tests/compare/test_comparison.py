@@ -14,6 +14,7 @@ from torchlens_perf.commands.cli import main
 from torchlens_perf.compare.changes import Outcome
 from torchlens_perf.compare.comparison import build_comparison, compare_runs
 from torchlens_perf.compare.measures import STEP, Kind, Measure
+from torchlens_perf.compare.screens import build_headline
 
 SLOWER = ("--fault", "constant:rank=1,share=0.4,phase=forward,since=0")
 
@@ -66,6 +67,64 @@ def test_one_run_a_side_has_a_note(runs: Path) -> None:
     compared = compare_runs(side(runs, "before")[:1], side(runs, "again")[:1])
     assert any("one run before" in note for note in compared.notes)
     assert not compared.list_changed(*Kind)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "what", "count"),
+    [("before", "after", "new", (0, 4)), ("after", "before", "gone", (4, 0))],
+)
+def test_slow_rank_of_one_side_is_the_first_thing_said(
+    runs: Path, before: str, after: str, what: str, count: tuple[int, int]
+) -> None:
+    compared = compare_runs(side(runs, before), side(runs, after))
+    first = compared.verdicts[0]
+    assert (first.what, first.is_certain) == (what, True)
+    assert "SLOW RANK rank 1" in first.text
+    assert (first.before, first.after) == count
+    sentence = build_headline(compared).sentence
+    assert sentence.startswith(f"{what}: SLOW RANK rank 1")
+    assert sentence.index("SLOW RANK") < sentence.index(" ms")
+
+
+def test_slow_rank_that_another_one_follows_is_a_changed_verdict(
+    runs: Path, tmp_path: Path
+) -> None:
+    fault = "constant:rank=0,share=0.4,phase=forward,since=0"
+    other = simulate_run(tmp_path / "other", "--noise", "0.03", "--fault", fault, seed=7)
+    found = compare_runs(side(runs, "after"), [other]).verdicts
+    changed = next(each for each in found if each.what == "changed")
+    assert "rank 1" in changed.text.partition("->")[0]
+    assert "rank 0" in changed.text.partition("->")[2]
+    assert (changed.before, changed.after) == (4, 1)
+
+
+def test_verdict_makes_a_change_where_times_cannot_tell(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before")[:1], side(runs, "after")[:1])
+    unknown = {
+        each: replace(change, outcome=Outcome.UNKNOWN) for each, change in compared.changes.items()
+    }
+    assert build_headline(replace(compared, changes=unknown)).status == "CHANGED"
+    silent = replace(compared, changes=unknown, verdicts=())
+    assert build_headline(silent).status == "CANNOT SAY"
+
+
+def test_equal_sides_have_no_other_verdicts_on_ranks(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before"), side(runs, "again"))
+    assert not [each for each in compared.verdicts if each.is_certain]
+
+
+def test_result_that_is_not_known_comes_with_the_runs_that_would_tell(runs: Path) -> None:
+    compared = compare_runs(side(runs, "before")[:1], side(runs, "again")[:1])
+    step = replace(compared.step, outcome=Outcome.UNKNOWN)
+    few, many = (
+        build_headline(
+            replace(compared, changes={**compared.changes, STEP: replace(step, spread=spread)})
+        ).action
+        for spread in (0.005 * step.before, 0.2 * step.before)
+    )
+    assert "runs of each side in turn" in few
+    assert "runs differ by 0.5%" in few
+    assert "no change below" in many
 
 
 def test_missing_module_is_listed_and_not_compared(runs: Path) -> None:
@@ -124,7 +183,7 @@ def test_markdown_is_a_table_with_the_result(
 ) -> None:
     assert main(["compare", str(runs / "before"), str(runs / "after"), "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("**SLOWER** A typical step took")
+    assert lines[0].startswith("**SLOWER** new: SLOW RANK rank 1")
     rows = [line for line in lines if line.startswith("|")]
     assert len({line.replace("\\|", "").count("|") for line in rows}) == 1
 

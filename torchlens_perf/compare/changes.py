@@ -34,6 +34,8 @@ _MAX_PERMUTATIONS = 1000
 _SIMULATED = 256_000
 # A change that is this many standard errors above the critical value is found in 4 of 5 cases.
 _POWER_80 = 0.9
+_NUMBERS_OF_RUNS = (5, 7, 10, 14, 20, 30, 50)
+MOST_RUNS = _NUMBERS_OF_RUNS[-1]
 
 
 class Outcome(enum.Enum):
@@ -56,6 +58,8 @@ class Change:
     high: float
     detectable: float
     """Smallest change that would be found in 4 of 5 comparisons like this one."""
+    spread: float
+    """Standard deviation of a run, as measured or assumed for this comparison."""
     outcome: Outcome
 
     @property
@@ -96,6 +100,7 @@ def find_changes(
     error = np.maximum(error, smallest)
     low, high = difference - critical * error, difference + critical * error
     detectable = np.maximum((critical + _POWER_80) * error, worth)
+    spread = error / math.sqrt(1 / runs + 1 / len(after))
     found = []
     for at in range(values.shape[1]):
         if (low[at] > 0 or high[at] < 0) and abs(difference[at]) >= worth[at]:
@@ -111,10 +116,29 @@ def find_changes(
                 float(low[at]),
                 float(high[at]),
                 float(detectable[at]),
+                float(spread[at]),
                 outcome,
             )
         )
     return found
+
+
+def find_detectable(change: Change, runs: int, measures: int) -> float:
+    """Return the smallest change that comparisons of this many runs of each side would find in 4 of
+    5 cases, if runs vary as they did here. measures: number of measures that are tested together."""
+    of_one = 1 - (1 - FALSE_ALARMS / 2) ** (1 / measures)
+    critical = _simulated_critical_value(runs, runs, of_one)
+    return (critical + _POWER_80) * change.spread * math.sqrt(2 / runs)
+
+
+def count_runs_to_decide(change: Change, margin: float, measures: int) -> int | None:
+    """Return how many runs of each side would find the difference, or show that it is negligible.
+
+    Return None if that is more than MOST_RUNS. margin: a difference that counts as no change.
+    """
+    needed = max(abs(change.difference), margin - abs(change.difference))
+    enough = (n for n in _NUMBERS_OF_RUNS if find_detectable(change, n, measures) <= needed)
+    return next(enough, None)
 
 
 def _difference_and_error(

@@ -19,6 +19,7 @@ from torchlens_perf.compare.measures import (
     list_differences,
 )
 from torchlens_perf.compare.run_noise import bootstrap_standard_errors, read_step_series
+from torchlens_perf.compare.verdict_changes import VerdictChange, find_verdict_changes
 from torchlens_perf.errors import RunStoreError
 from torchlens_perf.report.run_report import load_report
 from torchlens_perf.run.directory import RunDirectory
@@ -83,6 +84,8 @@ class Comparison:
     only_before: Sequence[Measure]
     """Measures that runs after lack."""
     only_after: Sequence[Measure]
+    verdicts: Sequence[VerdictChange]
+    """Verdicts that came, went or have another subject, those that stop or slow ranks first."""
     notes: Sequence[str]
 
     @property
@@ -155,6 +158,7 @@ def build_comparison(before: Sequence[ComparedRun], after: Sequence[ComparedRun]
         found,
         [each for each in before[0].values if not _has_all(each, after)],
         [each for each in after[0].values if not _has_all(each, before)],
+        find_verdict_changes(*([run.report for run in side] for side in (before, after))),
         notes,
     )
 

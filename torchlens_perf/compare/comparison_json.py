@@ -23,6 +23,7 @@ def to_dictionary(compared: Comparison) -> dict[str, Any]:
         "schema": SCHEMA,
         "status": head.status,
         "sentence": head.sentence,
+        "verdicts": [dataclasses.asdict(each) for each in compared.verdicts],
         "before": _describe_runs(compared.before),
         "after": _describe_runs(compared.after),
         "changes": [

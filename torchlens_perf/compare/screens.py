@@ -11,7 +11,13 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
     format_percent,
 )
-from torchlens_perf.compare.changes import Change, Outcome
+from torchlens_perf.compare.changes import (
+    MOST_RUNS,
+    Change,
+    Outcome,
+    count_runs_to_decide,
+    find_detectable,
+)
 from torchlens_perf.compare.comparison import MARGIN, Comparison
 from torchlens_perf.compare.measures import DETAILS, MEAN_STEP, STEP, Kind, Measure
 from torchlens_perf.view.headline import Headline
@@ -23,6 +29,8 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 20
 _MAX_NAMED = 3
+# The share of a step that waits for a CPU, from which a quieter machine would tell more.
+_MUCH_CONTENTION = 0.1
 
 
 def build_headline(compared: Comparison) -> Headline:
@@ -35,7 +43,7 @@ def build_headline(compared: Comparison) -> Headline:
         sentences.reverse()
     if min(len(compared.before), len(compared.after)) == 1:
         sentences.append("A side has one run: how much runs differ is assumed, not measured.")
-    sentences = [each for each in sentences if each]
+    sentences = [*describe_verdict_changes(compared), *filter(None, sentences)]
     return Headline(
         kind="comparison",
         status=status,
@@ -61,7 +69,7 @@ def build_headline(compared: Comparison) -> Headline:
 def _choose_status(compared: Comparison, step: Change) -> tuple[str, str]:
     if step.outcome is Outcome.CHANGED:
         return ("SLOWER", BAD) if step.difference > 0 else ("FASTER", GOOD)
-    if compared.list_changed(*Kind):
+    if compared.list_changed(*Kind) or any(each.is_certain for each in compared.verdicts):
         return "CHANGED", WARNING
     return ("SAME", GOOD) if step.outcome is Outcome.SAME else ("CANNOT SAY", NEUTRAL)
 
@@ -69,17 +77,23 @@ def _choose_status(compared: Comparison, step: Change) -> tuple[str, str]:
 def _describe_step(step: Change) -> str:
     times = f"A typical step took {format_duration(step.before)} before and {format_duration(step.after)} after"
     found = f"{times}: {format_change(step.share)} ({_format_interval(step)}, 95 %)."
-    if step.outcome is Outcome.UNKNOWN:
-        return (
-            f"{found} Noise may explain this. A change of {_detectable_share(step)} would be found."
+    if step.outcome is Outcome.CHANGED:
+        return found
+    doubt = " Noise may explain this difference." * (step.outcome is Outcome.UNKNOWN)
+    smallest = format_percent(step.detectable / step.before)
+    return f"{found}{doubt} A change of {smallest} would be found."
+
+
+def describe_verdict_changes(compared: Comparison) -> list[str]:
+    """Return a sentence on each verdict that came, went or has another subject."""
+    before, after = len(compared.before), len(compared.after)
+    return [
+        sanitize_line(
+            f"{each.what}: {each.text} (in {each.before} of {before} runs before,"
+            f" {each.after} of {after} after)."
         )
-    if step.outcome is Outcome.SAME:
-        return f"{found} A change of {_detectable_share(step)} would be found."
-    return found
-
-
-def _detectable_share(change: Change) -> str:
-    return format_percent(change.detectable / change.before)
+        for each in compared.verdicts
+    ]
 
 
 def _describe_changes(compared: Comparison, step: Change) -> str:
@@ -101,11 +115,30 @@ def _describe_changes(compared: Comparison, step: Change) -> str:
 
 
 def _suggest_action(compared: Comparison, step: Change) -> str:
-    fewest = min(len(compared.before), len(compared.after))
-    if step.outcome is Outcome.UNKNOWN:
-        more = "5 runs of each side" if fewest < 5 else f"{2 * fewest} runs of each side"
-        return f"record {more}, in turn, on the same machines"
-    return ""
+    """Return what would tell whether the step changed, by the noise of these runs."""
+    if step.outcome is not Outcome.UNKNOWN:
+        return ""
+    everyone = (*compared.before, *compared.after)
+    tested = sum(each.kind not in DETAILS for each in compared.changes)
+    runs = count_runs_to_decide(step, MARGIN * step.before, tested)
+    differ = f"runs differ by {format_percent(step.spread / step.before)}"
+    if min(len(compared.before), len(compared.after)) == 1:
+        differ = f"{differ}, which is assumed"
+    if runs is None:
+        smallest = format_percent(find_detectable(step, MOST_RUNS, tested) / step.before)
+        found = [f"even {MOST_RUNS} runs of each side would find no change below {smallest}"]
+    else:
+        found = [f"record {runs} runs of each side in turn, which would tell"]
+    found[0] += f" ({differ})"
+    in_run = sum(each.noise_of(STEP) ** 2 for each in everyone) / len(everyone)
+    if 2 * in_run >= step.spread**2:
+        steps = sum(each.report["steps"]["count"] for each in everyone) // len(everyone)
+        found.append(f"most of that is noise within a run: record more than {steps} steps in each")
+    contention = max(each.contention_share for each in everyone)
+    if contention >= _MUCH_CONTENTION:
+        share = format_percent(contention)
+        found.append(f"use a quieter machine: a step waits for a CPU in up to {share} of its time")
+    return "; ".join(found)
 
 
 def build_tables(compared: Comparison) -> list[Table]:
