@@ -68,6 +68,7 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
             ["num_workers; child processes at once: 4"],
             ["threads", "ranks"],
         ),
+        (CpuUsage(2, 1, [0.0, 5.0], ""), 1, 1, ["more CPUs (now 2)."], ["workers"]),
         (CpuUsage(2, 0, [0.0, 5.0], ""), 1, 2, ["fewer ranks a node"], ["threads", "workers"]),
         (
             CpuUsage(2, 0, [5.0, 10.0], ""),
@@ -95,6 +96,7 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
         "one_of_each",
         "threads",
         "workers",
+        "one_worker",
         "ranks",
         "nameless",
         "nothing_known",

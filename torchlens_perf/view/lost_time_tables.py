@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 _MIN_SHARE = 0.005
 """Smaller classes are left out."""
-_OTHER_PROGRAMS = 0.25
-"""Share of the CPUs from which programs outside of the job are named as what keeps them busy."""
 _NAMES = {
     "data": "waiting for data",
     "communication": "exposed communication",
@@ -34,7 +32,7 @@ def build_critical_path_table(report: Report) -> Table | None:
         return None
     rows = [each for each in lost.classes if each.share >= _MIN_SHARE]
     columns = [
-        Column("critical path", [_class_name(each, report) for each in rows], Quantity.TEXT),
+        Column("critical path", [_class_name(each) for each in rows], Quantity.TEXT),
         Column("per step", [each.s_per_step for each in rows], help="Mean over all steps."),
         Column("share of step", [each.share for each in rows], Quantity.SHARE),
     ]
@@ -74,14 +72,7 @@ def build_gain_table(changes: Sequence[PredictedChange], note: str = "") -> Tabl
     return Table("changes", "Predicted gains of changes", columns, note=note, noun="change")
 
 
-def _class_name(each: PathClass, report: Report) -> str:
-    name = each.name
+def _class_name(each: PathClass) -> str:
     if each.ranks:
         return f"slow {format_rank_list(each.ranks)}"
-    shown = _NAMES.get(name) or (PARTS[name].name if name in PARTS else name)
-    if name == "cpu":
-        uses = [rank["cpu"] for rank in report["ranks"] if rank["cpu"] is not None]
-        most = max(uses, key=lambda use: use["others_share"] or 0.0, default=None)
-        if most is not None and (most["others_share"] or 0.0) >= _OTHER_PROGRAMS:
-            return f"{shown} ({most['busiest_other']})" if most["busiest_other"] else shown
-    return shown
+    return _NAMES.get(each.name) or (PARTS[each.name].name if each.name in PARTS else each.name)

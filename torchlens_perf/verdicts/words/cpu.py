@@ -33,7 +33,8 @@ def cpu_action(report: Facts) -> str:
     less = []
     if threads != {1}:
         less.append(f"fewer threads (OMP_NUM_THREADS{_current_value_clause(threads)})")
-    if any(workers - {None, 0}):
+    # One worker is not fewer: without it, the training thread loads the data.
+    if any(workers - {None, 0, 1}):
         # A loader for evaluation may have workers at the same time, so this is not num_workers.
         at_once = _current_value_clause(workers, "; child processes at once: ")
         less.append(f"fewer loader workers (num_workers{at_once})")
