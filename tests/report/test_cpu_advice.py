@@ -117,7 +117,7 @@ def test_flagged_long_steps_keep_their_verdict_despite_cpu_contention(flag: Flag
     """Steps that are long only due to contention have no verdict."""
     loop = [dict(STARVED) for _ in range(200)]
     for step in range(20, 200, 20):
-        loop[step] = {**STARVED, "forward": 224.0, "cpu": 150.0, "flags": int(flag)}
+        loop[step] = {**STARVED, "host": 224.0, "cpu": 150.0, "cpu_in": "host", "flags": int(flag)}
     loop[55] = {**STARVED, "forward": 924.0, "cpu": 900.0}
     rows = checked(build_report("r", [node([loop])]))["verdicts"]
 

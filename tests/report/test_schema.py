@@ -231,6 +231,9 @@ STATES: dict[tuple[str, type], Callable[[RunDirectory], NodeState]] = {
     ("lack_of_cpu", bottleneck.TypicalStepEvidence): lambda run: node(
         {"forward": 40.0, "cpu": 30.0}
     ),
+    ("lack_of_cpu", bottleneck.ContentionEvidence): lambda run: node(
+        {"data": 60.0, "cpu": 45.0, "cpu_in": "data"}
+    ),
     ("lack_of_cpu", bottleneck.DeviceStepEvidence): lambda run: node(
         CPU, device_ms={"forward": 4.0, "host": 40.0}
     ),

@@ -144,7 +144,8 @@ class JudgedWindows:
                 # The device waits for its host between the phases only.
                 lack_ns = np.where(_IN_GAP, lack_ns, 0.0)
             parts_ns = windows.parts_ns[there, column].mean(axis=0)
-            found.append(break_down_step(TimeAccount.from_parts(parts_ns, lack_ns)))
+            account = TimeAccount.from_parts(parts_ns, lack_ns)
+            found.append(break_down_step(account, on_device=self.on_device))
         return found
 
     def find_imbalanced_part(self) -> RunPart | None:

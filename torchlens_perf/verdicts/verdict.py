@@ -64,6 +64,8 @@ class Evidence(Struct, frozen=True, tag_field="type"):
     is_of_run: ClassVar[bool] = False
     """True for the verdict on the typical step of the whole run."""
 
+    is_factor: ClassVar[bool] = False
+    """True if the time is part of what another current verdict names, which is listed before it."""
     paid_once_of: ClassVar[str] = ""
     """For a cost that is paid once, the time of which it is a share; "" for a cost per step."""
 
@@ -207,14 +209,15 @@ class Verdict(Struct, frozen=True, kw_only=True):
         return self.kind.removesuffix(OVER)
 
     @property
-    def sort_key(self) -> tuple[int, float]:
+    def sort_key(self) -> tuple[int, bool, bool, float]:
         """Verdicts on what stops the job are first, then current verdicts, then past verdicts. Within
-        each group, the costliest verdict is first."""
+        each group, the costliest verdict is first, and a factor of others after all with a cost."""
+        lost_s, is_factor = self.lost_s or 0.0, self.evidence.is_factor
         if self.kind in _URGENT or self.evidence.stops_run:
             # Hangs are listed before deaths. Processes of a job that hangs are often killed, and
             # the verdict on a hang names ranks that died before it.
-            return 0, 1.0 if self.kind == "died" else 0.0
-        return 2 if self.is_over else 1, -(self.lost_s or 0.0)
+            return 0, self.kind == "died", is_factor, 0.0
+        return 2 if self.is_over else 1, not lost_s, is_factor, -lost_s
 
     def judge_is_over(self) -> bool:
         """Return True if the verdict is only about an earlier part of the run.

@@ -5,6 +5,7 @@ The figures of a verdict are compared with the table and the true value, and its
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import numpy as np
@@ -15,13 +16,14 @@ from tests.support.reports import checked
 from tests.support.tables import mixed_table
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
+from torchlens_perf.analysis.statistics.time_account import TimeAccount
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.identity import Identity
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.run.ring import Flag, record_dtype
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.words.bottleneck import TypicalStepEvidence
+from torchlens_perf.verdicts.words.bottleneck import TypicalStepEvidence, break_down_step
 from torchlens_perf.verdicts.words.modules import computing_action
 from torchlens_perf.view.specs import Quantity
 from torchlens_perf.view.tables import build_tables
@@ -537,13 +539,44 @@ def test_lack_of_a_cpu_for_half_of_the_time_is_the_bottleneck() -> None:
 
 def test_part_whose_work_waits_for_cpus_is_named_with_its_whole_time() -> None:
     """Busy CPUs do not hide what the job does: most of the step is data loading."""
-    report = report_on([{**BASE, "data": 60.0, "cpu": 45.0, "cpu_in": "data"}] * 60)
-    row = report["verdicts"][0]
+    starved = {**BASE, "data": 60.0, "cpu": 54.0, "cpu_in": "data"}
+    first, second = report_on([starved] * 60)["verdicts"]
 
-    assert row.kind == "lack_of_cpu"
-    assert (
-        "Data loading takes 80% (60.0 ms) of the step, of which 75% waited for a CPU." in row.text
+    assert (first.kind, first.cost_s_per_step) == ("data_bound", pytest.approx(0.060))
+    assert first.text == (
+        "Data loading takes 80% (60.0 ms, of which 90% waited for a CPU) of a typical step of 75.0 ms;"
+        " computing 19% (14.0 ms)."
     )
+    assert first.held.since_step == 0
+    assert (second.kind, second.cost_s_per_step) == ("lack_of_cpu", pytest.approx(0.054))
+    assert second.text == (
+        "Waiting for a CPU takes 72% (54.0 ms) of a typical step of 75.0 ms: 100% of it in data"
+        " loading."
+    )
+    assert second.action.startswith("see what else keeps the CPUs busy")
+
+
+@pytest.mark.parametrize(
+    ("data_ms", "kind"), [(40.0, "lack_of_cpu"), (60.0, "data_bound"), (75.0, "data_bound")]
+)
+def test_contention_of_all_parts_is_first_unless_a_part_takes_half_of_the_step(
+    data_ms: float, kind: str
+) -> None:
+    """Waits for a CPU take 60 % of each part."""
+    parts = {"data": data_ms, "forward": 100.0 - data_ms}
+    spread = [{**parts, "cpu": 0.6 * ms, "cpu_in": part} for part, ms in parts.items()]
+    tables = [mixed_table([each] * 60) for each in spread]
+    ready_ns = tables[0].ready_ns + tables[1].ready_ns
+    table = dataclasses.replace(tables[0], ready_ns=ready_ns)
+    found = break_down_step(TimeAccount.from_parts(table.parts_ns[0], table.ready_ns[0]))
+
+    assert found.limit.kind == kind
+    assert found.is_limited_by(kind)
+    kinds = {"lack_of_cpu", "data_bound", "compute_bound"}
+    assert {each for each in kinds if found.is_limited_by(each)} == {kind}
+
+
+def test_even_contention_names_no_part() -> None:
     even = report_on([{**BASE, "forward": 20.0, "backward": 20.0, "cpu": 15.0}] * 60)
     assert "waited for a CPU" not in even["verdicts"][0].text
 

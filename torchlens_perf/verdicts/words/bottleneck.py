@@ -5,6 +5,10 @@ The purpose of a job is computing. Computing is therefore named first, unless a 
 takes a quarter of the step, or more time than computing. Other large parts follow. For work on a
 device, only the device's clock shows the limit. Without device times, the verdict is that the limit
 is not known.
+
+What ran is the cause, and waits for a CPU are a factor of it. CPU contention is the cause only if no
+wait or host code takes more of the step, with its waits for a CPU, than all waits for a CPU, or half
+of the step. Computing is what CPUs are for, so its waits for a CPU are CPU contention.
 """
 
 from __future__ import annotations
@@ -98,10 +102,19 @@ class NamedUse(Struct, frozen=True):
     """A kind of verdicts, such as "data_bound"."""
     what: str
     seconds: float
+    lack_s: float = 0.0
+    """The part of it in which the thread waited for a CPU; 0 if such waits are a use of their own."""
 
     def describe(self, step_s: float) -> str:
         what = self.what[0].lower() + self.what[1:]
-        return f"{what} {_format_share(self.seconds, step_s)}"
+        return f"{what} {self.format_share(step_s)}"
+
+    def format_share(self, step_s: float) -> str:
+        if self.lack_s < _WORTH_NAMING * self.seconds:
+            return _format_share(self.seconds, step_s)
+        took, lacked = format_duration(self.seconds), format_percent(self.lack_s / self.seconds)
+        share = format_percent(self.seconds / step_s)
+        return f"{share} ({took}, of which {lacked} waited for a CPU)"
 
 
 class StepEvidence(Evidence, frozen=True, kw_only=True):
@@ -128,16 +141,19 @@ class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_
 
     typical_step_s: float
     uses_s: dict[str, float]
-    """Seconds of each use of the time. Keys are kinds of verdicts, such as "data_bound"."""
+    """Seconds of each use of the time, which add up to the step. Keys are kinds of verdicts, such as
+    "data_bound". If the limit has `lack_s`, waits for a CPU are in the other uses."""
 
     @property
     def large_uses(self) -> set[str]:
         least_s = _WORTH_NAMING * self.typical_step_s
-        return {kind for kind, seconds in self.uses_s.items() if seconds >= least_s}
+        lack_s = sum(each.lack_s for each in self.named)
+        uses_s = {_LACK.kind: lack_s, **self.uses_s}
+        return {kind for kind, seconds in uses_s.items() if seconds >= least_s}
 
     def describe(self, verdict: Verdict) -> str:
         first, step_s = self.named[0], self.typical_step_s
-        takes = f"{first.what} takes {_format_share(first.seconds, step_s)}"
+        takes = f"{first.what} takes {first.format_share(step_s)}"
         return self.join(f"{takes} of a typical step of {format_duration(step_s)}", step_s)
 
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
@@ -170,6 +186,25 @@ class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_st
             }
             step += f": {_format_phases(_largest_first(phases))}"
         return self.join(f"{takes} of a step on the {self.device} ({step})", self.step_s)
+
+
+class ContentionEvidence(Evidence, frozen=True, kw_only=True, tag="contention"):
+    """Evidence on waits for a CPU that are part of the use of the step that another verdict names."""
+
+    kinds = ("lack_of_cpu",)
+    is_factor = True
+    typical_step_s: float
+    lack_s: float
+    lack_by_part_s: dict[str, float]
+    """Waits for a CPU by the part of the step, the longest first."""
+
+    def describe(self, verdict: Verdict) -> str:
+        part, most_s = next(iter(self.lack_by_part_s.items()))
+        return (
+            f"Waiting for a CPU takes {_format_share(self.lack_s, self.typical_step_s)} of a typical"
+            f" step of {format_duration(self.typical_step_s)}: {format_percent(most_s / self.lack_s)}"
+            f" of it in {phase_name(part)}."
+        )
 
 
 class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
@@ -208,7 +243,7 @@ def without_wait(verdict: Verdict, kind: str) -> Verdict:
 
 
 def _name_uses(*uses: TimeShare) -> tuple[NamedUse, ...]:
-    return tuple(NamedUse(each.kind, each.what, each.seconds) for each in uses)
+    return tuple(NamedUse(each.kind, each.what, each.seconds, each.lack_s) for each in uses)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,13 +258,16 @@ class TimeShare:
     """The key of the general action against it."""
     action: str = ""
     """A more precise action; "" for the general one."""
+    lack_s: float = 0.0
+    """See NamedUse.lack_s."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBreakdown:
     """The use of time in a step of `step_s` seconds.
 
-    The parts add up to the step, except for the overhead of recording.
+    The parts add up to the step, except for the overhead of recording. If `is_explained`, the waits
+    for a CPU are in the parts in which they happened, and are listed in addition.
     """
 
     step_s: float
@@ -238,12 +276,14 @@ class StepBreakdown:
     """All other parts, the largest first."""
     hidden_data_s: float = 0.0
     """The part of the wait for data that waits for other ranks hide."""
+    is_explained: bool = False
+    """True if a wait or host code takes more of the step than CPU contention explains."""
 
     @property
     def limit(self) -> TimeShare:
         """The part that is named first: computing, unless a wait takes a quarter of the step, or
         more time than computing."""
-        most = self.waits[0]
+        most = self.separate_waits[0]
         return most if most.seconds >= self._min_limit_s else self.computing
 
     def is_limited_by(self, kind: str) -> bool:
@@ -253,9 +293,14 @@ class StepBreakdown:
         """
         if kind == self.computing.kind:
             return self.limit is self.computing
-        return self.wait_of_kind(kind).seconds >= max(
-            self._min_limit_s, NEARLY * self.waits[0].seconds
-        )
+        waits = self.separate_waits
+        least_s = max(self._min_limit_s, NEARLY * waits[0].seconds)
+        return any(each.kind == kind and each.seconds >= least_s for each in waits)
+
+    @property
+    def separate_waits(self) -> list[TimeShare]:
+        """The waits without those that are in other parts."""
+        return self.without_wait(_LACK.kind).waits if self.is_explained else self.waits
 
     @property
     def _min_limit_s(self) -> float:
@@ -274,22 +319,44 @@ class StepBreakdown:
 
     @property
     def large_waits(self) -> list[TimeShare]:
-        return [each for each in self.waits if each.seconds >= _WORTH_NAMING * self.step_s]
+        least_s = _WORTH_NAMING * self.step_s
+        return [each for each in self.separate_waits if each.seconds >= least_s]
 
 
-def break_down_step(account: TimeAccount) -> StepBreakdown:
-    """Return how a step spends its time."""
+def break_down_step(account: TimeAccount, *, on_device: bool = False) -> StepBreakdown:
+    """Return how a step spends its time.
+
+    on_device: True for times by a device's clock, which has waits for a CPU only between the phases.
+    """
     step_s, lack_s = account.wall_ns / 1e9, account.sum_ns(OWN_PARTS, [CPU]) / 1e9
-    left_s = {part: part_ns / 1e9 for part, part_ns in account.uses_ns().items()}
+    most_s = max(account.sum_ns([part]) for part in _GAP) / 1e9
+    is_explained = not on_device and most_s >= max(
+        min(lack_s, _MOST * step_s), _WASTE_FIRST * step_s
+    )
+    left_s = {
+        part: part_ns / 1e9 for part, part_ns in account.uses_ns(divided=not is_explained).items()
+    }
     computing = {part: left_s[part] for part in COMPUTE if left_s[part] > 0}
     largest = max(computing, key=lambda part: computing[part], default="forward")
     shown = _format_phases(_largest_first(computing))
     what = f"Computing ({shown})" if shown and lack_s < _WORTH_NAMING * step_s else "Computing"
     waits = [dataclasses.replace(_LACK, seconds=lack_s)]
     waits += [dataclasses.replace(each, seconds=left_s[each.phase]) for each in _WAITS]
-    waits.sort(key=lambda use: -use.seconds)
     use = TimeShare("compute_bound", largest, sum(computing.values()), what, "computing")
-    return StepBreakdown(step_s, use, waits)
+    if is_explained:
+        waits = [_add_lack(each, account, [each.phase]) for each in waits]
+        use = _add_lack(use, account, COMPUTE)
+    waits.sort(key=lambda use: -use.seconds)
+    return StepBreakdown(step_s, use, waits, is_explained=is_explained)
+
+
+def _add_lack(use: TimeShare, account: TimeAccount, parts: Sequence[str]) -> TimeShare:
+    """Return the use, whose time has waits for a CPU, with these waits."""
+    lack_s = account.sum_ns(parts, [CPU]) / 1e9
+    if use.kind != "data_bound" or lack_s < _WORTH_NAMING * use.seconds:
+        return dataclasses.replace(use, lack_s=lack_s)
+    # A thread that needs a CPU does not only wait for data, and workers would need CPUs, too.
+    return dataclasses.replace(use, lack_s=lack_s, what="Data loading", action=_CHEAPER_LOADING)
 
 
 def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list[Verdict]:
@@ -303,7 +370,8 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
     # With fewer typical steps, the usual duration is not known.
     if report["steps"]["alike"] < _FEWEST:
         classes = [each for each in classes if each["kinds"] or each["waited_for"] is not None]
-    if typical.kind == "lack_of_cpu":
+    contention = _build_contention_verdicts(report, typical)
+    if typical.kind == "lack_of_cpu" or contention:
         # This verdict also explains steps that differ only by a longer lack of a CPU.
         lacking = [each for each in classes if not each["kinds"] and each["part"] == LACK_OF_CPU]
         classes = [each for each in classes if each not in lacking]
@@ -324,6 +392,7 @@ def build_step_verdicts(report: Facts, *, waits_explained: bool = False) -> list
     short_of_cpus = "lack_of_cpu" in named_kinds(typical)
     return [
         typical,
+        *contention,
         *(
             _build_long_verdict(report, each, short_of_cpus=short_of_cpus)
             for each in worth[:_MAX_LONG]
@@ -420,7 +489,8 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
             "These figures include waiting for a CPU, which was not measured per step: one-second"
             f" samples show {format_percent(sampled)} of the time."
         )
-    known = [use for use in everything.waits if use.kind != _LACK.kind or _is_lack_measured(report)]
+    waits, is_measured = everything.separate_waits, _is_lack_measured(report)
+    known = [use for use in waits if use.kind != _LACK.kind or is_measured]
     uses_s = {use.kind: use.seconds for use in (computing, *known)}
     named, said = _name_uses(first, *worth), tuple(filter(None, notes))
     return Verdict(
@@ -454,6 +524,32 @@ def _find_gap(report: Facts, use: TimeShare, step_s: float) -> LargestGap | None
         return None
     smaller_s, larger_s = sorted((gap.of_s, use.seconds))
     return gap if smaller_s >= NEARLY * larger_s else None
+
+
+def _build_contention_verdicts(report: Facts, typical: Verdict) -> list[Verdict]:
+    """Return the verdict on waits for a CPU that are in the limit of the step; [] for small ones."""
+    evidence = typical.evidence
+    if not isinstance(evidence, TypicalStepEvidence) or typical.phase not in _GAP:
+        return []
+    steps = _collect_typical_steps(report)
+    mean_s = mean_by_part(step["lack_of_cpu"] or {} for step in steps)
+    lack_s, step_s = float(mean_s.sum()), evidence.typical_step_s
+    if lack_s < _WASTE_FIRST * step_s:
+        return []
+    by_part_s = _largest_first(dict(zip(PARTS, mean_s.tolist(), strict=True)))
+    return [
+        Verdict(
+            kind="lack_of_cpu",
+            phase="cpu",
+            cost_s_per_step=lack_s,
+            cost_share=lack_s / step_s,
+            confidence=0.9,
+            action=cpu_action(report),
+            evidence=ContentionEvidence(
+                typical_step_s=step_s, lack_s=lack_s, lack_by_part_s=by_part_s
+            ),
+        )
+    ]
 
 
 _ACTION_ON_THREADS = "enter watch() on the thread that trains."
@@ -650,6 +746,10 @@ _ADVICE = {
         "larger batches, or less Python between the compiled parts: torchlens-perf capture shows it."
     ),
 }
+_CHEAPER_LOADING = (
+    "make loading cheaper: cache its results, decode less, or move work out of the loader. The CPUs"
+    " are busy, so more workers would also wait for them."
+)
 _LACK = TimeShare("lack_of_cpu", "cpu", 0.0, "Waiting for a CPU", "cpu")
 _WAITS = (
     TimeShare("data_bound", "data", 0.0, "Waiting for data", "data"),
@@ -728,14 +828,13 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
     seconds = min(seconds, use.seconds)
     found = [
         dataclasses.replace(
-            use, seconds=seconds, what=f'Section "{name}"', advice="", action=action
+            use, seconds=seconds, lack_s=0.0, what=f'Section "{name}"', advice="", action=action
         )
     ]
     rest_s = use.seconds - seconds
     if rest_s >= _WORTH_NAMING * step_s:
-        found.append(
-            dataclasses.replace(use, seconds=rest_s, what="Other host code outside of the phases")
-        )
+        what = "Other host code outside of the phases"
+        found.append(dataclasses.replace(use, seconds=rest_s, lack_s=0.0, what=what))
     return found
 
 
@@ -828,7 +927,7 @@ def _break_down_device_step(report: Facts, parts: Mapping[str, float]) -> StepBr
     lacks = [typical["lack_of_cpu"] or {} for typical in _collect_typical_steps(report)]
     in_gap = [{part: lack.get(part, 0.0) for part in _GAP} for lack in lacks]
     account = TimeAccount.from_parts(1e9 * mean_by_part([parts]), 1e9 * mean_by_part(in_gap))
-    return _name_waiting_for_ranks(report, break_down_step(account))
+    return _name_waiting_for_ranks(report, break_down_step(account, on_device=True))
 
 
 def _describe_kinds_of_device_steps(report: Facts) -> str:
