@@ -133,6 +133,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_type_checker_rejects_wrong_settings(tmp_path: Path) -> None:
     """The type checker accepts all valid settings."""

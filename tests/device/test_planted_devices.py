@@ -110,6 +110,7 @@ def test_slow_rank_and_phase_of_a_planted_device_fault_are_named(truth: Truth, r
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("truth", loops(), ids=lambda truth: truth.kind)
 def test_no_rank_is_named_if_hosts_differ_only_in_launch_gaps(truth: Truth, runs: Path) -> None:
     """Launch gaps would make the last healthy rank slow by device times alone."""

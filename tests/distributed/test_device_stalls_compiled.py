@@ -239,6 +239,7 @@ def check_compiled(ranks: list[Compiled], graphs: int) -> list[dict[str, float]]
     return [names(rank.both[0]) for rank in ranks]
 
 
+@pytest.mark.long
 @host_is_ahead
 def test_ddp_stalls_are_recorded_with_several_graphs(tmp_path: Path) -> None:
     """DDPOptimizer splits the graph at the buckets.

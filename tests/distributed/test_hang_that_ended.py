@@ -66,6 +66,7 @@ def test_ended_hang_with_the_highest_cost_is_the_first_verdict(tmp_path: Path) -
     assert [STALL_STEP] not in long
 
 
+@pytest.mark.long
 def test_stall_shorter_than_a_hang_is_reported_with_its_rank(tmp_path: Path) -> None:
     report, _ = first_verdicts(tmp_path, 4.0)
     verdict = next(

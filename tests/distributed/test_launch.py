@@ -69,6 +69,7 @@ def test_torchrun_flag_records_every_rank(
     assert str(runs(tmp_path)[0].path) in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", ["fork", *long("spawn")])
 def test_environment_variable_records_an_unmodified_script(
     workers: str, unwatched: dict[str, list[str]], tmp_path: Path

@@ -73,6 +73,7 @@ def test_report_names_the_rank_that_cannot_record(
     assert "1 of 2 ranks are missing: 1" in value["quality"]["notes"]
 
 
+@pytest.mark.long
 def test_other_rank_is_recorded_when_rank_0_cannot_record(unwatched: str, tmp_path: Path) -> None:
     """Rank 0 prints no report."""
     trained, off, ours = job(tmp_path, 2, "0,", NO_PROGRAM)

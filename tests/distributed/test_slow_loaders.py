@@ -70,6 +70,7 @@ def report_on(folder: Path) -> Any:
     return load_report(run)
 
 
+@pytest.mark.long
 def test_no_rank_is_slow_if_all_loaders_are_too_slow(folder: Path) -> None:
     report = report_on(folder / "all")
     changes = {each.change: each.gain_s for each in report["lost_time"].changes}

@@ -57,6 +57,7 @@ def repository(tmp_path: Path) -> Path:
     return clone
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "output"),
     [(github_script(), "summary.md"), *long((gitlab_script(), "compare.html"))],

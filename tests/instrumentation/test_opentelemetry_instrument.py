@@ -98,6 +98,7 @@ def by_rank(spans: list[ReceivedSpan], scope: str) -> Counter[tuple[int, str]]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "variables"),
     [
@@ -126,6 +127,7 @@ def test_several_ways_to_start_recording_make_one_run(
     assert [rank["steps"] for rank in only_report(tmp_path)["ranks"]] == [8 if arguments else 7]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -153,6 +155,7 @@ def test_disabled_or_misconfigured_job_runs_unrecorded(
     assert runs(tmp_path) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variables", "recorded"), [({}, False), *long(({"TORCHLENS_PERF": "1"}, True))]
 )

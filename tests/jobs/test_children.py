@@ -188,6 +188,7 @@ def test_interpreter_options_for_module_paths_are_passed_to_children(
     assert options == [*passed_on, str(Path(perf.__file__).parent), "x"]
 
 
+@pytest.mark.long
 def test_children_of_an_isolated_program_are_isolated(tmp_path: Path) -> None:
     """A sitecustomize on PYTHONPATH runs neither in the job nor in its children."""
     mark, folder = tmp_path / "mark", tmp_path / "path"

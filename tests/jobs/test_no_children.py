@@ -52,6 +52,7 @@ def test_handler_of_sigchld_is_not_called_and_wait_finds_no_child(
         assert done.stdout == "0 0\n", done.stderr
 
 
+@pytest.mark.long
 def test_wait_for_any_child_returns_the_programs_own_one(tmp_path: Path) -> None:
     """A process that a wait() in the same moment could take would change the program."""
     program = PROGRAM.replace(

@@ -172,6 +172,7 @@ with watched(Path(sys.argv[1])) as watch:
 """
 
 
+@pytest.mark.long
 def test_ring_on_a_failing_disk_is_not_said_to_be_removed(tmp_path: Path) -> None:
     """A new sidecar reads it and reports."""
     done = run(

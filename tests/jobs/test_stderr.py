@@ -99,6 +99,7 @@ def test_ctrl_c_in_the_users_stderr_passes_and_loses_no_record(tmp_path: Path) -
         assert_whole(RunDirectory(each))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "closed"),
     [
@@ -203,6 +204,7 @@ def test_job_continues_after_the_stderr_reader_is_gone(sigpipe: str, tmp_path: P
     assert_whole(RunDirectory(Path(done.stdout.strip())))
 
 
+@pytest.mark.long
 def test_report_is_printed_in_the_encoding_of_stderr(tmp_path: Path) -> None:
     """Tested encodings are the C locale without UTF-8 mode, and one with strict errors."""
     environ = {

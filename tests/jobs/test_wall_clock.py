@@ -45,6 +45,7 @@ def counted(folder: Path) -> int:
     return process.statistics.counted_steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step_s", [-AN_HOUR_S, *long(AN_HOUR_S)])
 def test_setting_the_wall_clock_changes_no_step_and_no_deadline(
     step_s: int, tmp_path: Path

@@ -159,6 +159,7 @@ def test_each_exemplar_is_in_the_bucket_of_its_duration() -> None:
         assert (found["0.4"].value, found["0.4"].timestamp) == (0.31, 10**9 + 0.5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_number_of_series_is_bounded_for_any_job_size(tmp_path: Path) -> None:
     """Above 64 ranks only slow ranks have their own series, so 80 ranks have fewer series than

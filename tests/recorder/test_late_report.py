@@ -140,6 +140,7 @@ def test_message_for_a_killed_sidecar_has_its_log_and_the_next_command(
     assert report(RunDirectory(watch.run_dir))["ranks"][0]["steps"] == 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("import_of", "doing"),
     [

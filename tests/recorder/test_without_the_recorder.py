@@ -110,6 +110,7 @@ def test_line_appears_once_in_each_node_of_a_job(run_python: Run) -> None:
     assert [text.count(MISSING) for text in written] == [1, 0]
 
 
+@pytest.mark.long
 def test_recorded_program_runs_unrecorded(run_python: Run) -> None:
     """`torchlens-perf run` starts the program, whose watch writes the line."""
     program = "import torch; m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1)"
@@ -120,6 +121,7 @@ def test_recorded_program_runs_unrecorded(run_python: Run) -> None:
     assert [line.partition(MISSING)[0] for line in done.stderr.splitlines()] == [OFF]
 
 
+@pytest.mark.long
 def test_commands_that_need_the_recorder_fail_with_the_same_words(run_python: Run) -> None:
     written = run_python("-c", TRAIN).stderr.removeprefix(OFF).strip()
     problem, _, remedy = written.partition(": ")
@@ -135,6 +137,7 @@ def test_commands_that_need_the_recorder_fail_with_the_same_words(run_python: Ru
     assert "collectives" not in every.stdout
 
 
+@pytest.mark.long
 def test_simulated_run_needs_no_recorder(run_python: Run) -> None:
     done = run_python(
         "-c", CLI, "simulate", "--ranks", "2", "--steps", "64", "--out", "simulated"

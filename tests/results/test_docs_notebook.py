@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import ROOT, run_warm, runs
 
 DISPLAY = "def display(watch):\n    print(watch._repr_mimebundle_()['text/plain'])\n\n"
@@ -18,6 +20,7 @@ def blocks() -> list[str]:
     )
 
 
+@pytest.mark.long
 def test_documented_notebook_example_runs_as_a_script(tmp_path: Path) -> None:
     """In plain Python, displayed objects are printed. The numbers are those of the run."""
     code = DISPLAY + "\n".join(blocks()).replace(

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.long import long
 from tests.support.page_server import PageServer
 from tests.support.processes import ROOT
 from torchlens_perf.run.directory import RunDirectory
@@ -131,7 +132,7 @@ def test_report_of_a_single_too_large_state_is_one_line(run: RunDirectory) -> No
         node_state.load(state)
 
 
-@pytest.mark.parametrize("make", [sparse, many_rows, many_columns, repeated_text])
+@pytest.mark.parametrize("make", [sparse, many_rows, *long(many_columns, repeated_text)])
 def test_page_names_parquet_files_that_are_too_large_to_read(
     run: RunDirectory, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def test_page_names_parquet_files_that_are_too_large_to_read(
         assert f"{path.name} cannot be read" in page
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [sparse, many_rows, many_columns, repeated_text])
 def test_replay_leaves_out_a_segment_that_is_too_large_to_read(
     run: RunDirectory, make: Callable[[Path], None]

@@ -26,6 +26,7 @@ with perf.watch(model, optimizer, dir=sys.argv[1], config=perf.Config(_exit_time
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["other:./package/", *long("package", ":other")])
 def test_relative_python_path_works_after_a_change_of_directory(path: str, tmp_path: Path) -> None:
     """The tested command is `PYTHONPATH=src python train.py`, and the job changes its directory."""

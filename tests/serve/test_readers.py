@@ -303,6 +303,7 @@ def test_contention_for_cpus_is_reported(tmp_path: Path) -> None:
     assert "because other processes use the CPUs" in in_loop(work)
 
 
+@pytest.mark.long
 def test_run_is_read_again_after_its_disk_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

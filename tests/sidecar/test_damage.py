@@ -193,6 +193,7 @@ def failing(
         yield make
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error", [errno.ESTALE, *long(errno.EIO, errno.EACCES, errno.ENOSPC)], ids=errno.errorcode.get
 )

@@ -301,6 +301,7 @@ def test_cost_of_a_fault_is_the_difference_to_the_run_without_it() -> None:
     assert second.cost_ns.tolist() == np.concatenate(expected).tolist()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_page_and_top_show_the_slow_one_of_256_ranks(
     tmp_path: Path,

@@ -121,6 +121,7 @@ for i in range(4):
 """
 
 
+@pytest.mark.long
 def test_rings_of_repeated_crashes_do_not_accumulate(tmp_path: Path) -> None:
     """Each job is killed together with its sidecar. The next start removes the files."""
     find = """
