@@ -23,9 +23,9 @@ from benchmarks.gpu_check.lines import Checks
 from benchmarks.gpu_check.nccl_ranks import STEPS
 from benchmarks.gpu_check.one_gpu import refusal, small_shared_memory, two_hosts
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
+from torchlens_perf.diagnosis.facts.collective_rows import collective_rows
 from torchlens_perf.hooks.collectives import nccl_plugin
 from torchlens_perf.hooks.collectives.nccl_plugin import GiveUpCause
-from torchlens_perf.report.collective_rows import collective_rows
 from torchlens_perf.run.ring import RingReader
 
 MIN_LAG_NS = 10_000_000

@@ -14,7 +14,7 @@ from tests.support.recording import Recording, recorded, records_of
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.collectives.statistics import OperationStatistics
 from torchlens_perf.commands import tap_build
-from torchlens_perf.report.collective_rows import collective_rows
+from torchlens_perf.diagnosis.facts.collective_rows import collective_rows
 from torchlens_perf.run.ring import Kind
 
 pytestmark = pytest.mark.distributed

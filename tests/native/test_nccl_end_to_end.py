@@ -25,10 +25,10 @@ from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.commands import tap_build
 from torchlens_perf.cuda import device_times as sections
 from torchlens_perf.cuda.stalls import StallMarker
+from torchlens_perf.diagnosis.facts.collective_rows import collective_rows
 from torchlens_perf.hooks.collectives import nccl_plugin
 from torchlens_perf.hooks.collectives.nccl import NcclHook
 from torchlens_perf.recorder import native_tap
-from torchlens_perf.report.collective_rows import collective_rows
 from torchlens_perf.run.ring import Flag, Kind
 
 pytestmark = [

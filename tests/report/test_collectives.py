@@ -12,12 +12,12 @@ from tests.support.ranks import Rank, identity_of, read_to_end, run
 from tests.support.saved import save_and_load
 from torchlens_perf.analysis.collectives.join import CollectiveJoin
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.report.build import build_report
-from torchlens_perf.report.collective_rows import (
+from torchlens_perf.diagnosis.facts.collective_rows import (
     collective_rows,
     count_last_arrivals,
     is_last_by_chance,
 )
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.ring import Flag

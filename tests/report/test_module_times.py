@@ -15,11 +15,11 @@ from tests.support.reports import checked
 from tests.support.saved import save_and_load
 from torchlens_perf.analysis.statistics.device import CAUGHT_UP_NS, DeviceStatistics, mask_fed
 from torchlens_perf.analysis.statistics.rank import RankStatistics
-from torchlens_perf.report.build import build_report
-from torchlens_perf.report.module_times import (
+from torchlens_perf.diagnosis.facts.module_times import (
     count_device_samples,
     estimate_device_self_times,
 )
+from torchlens_perf.report.build import build_report
 from torchlens_perf.run.clock import Anchor
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.identity import Identity

@@ -20,12 +20,12 @@ from tests.support.reports import checked
 from tests.support.tables import records
 from tests.verdicts.words.test_bottleneck import BASE, random_steps
 from tests.view.test_headline import simulated
+from torchlens_perf.page.run_results import write_report
 from torchlens_perf.report.build import build_report
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.run.mailbox import REPORT, Mailbox
 from torchlens_perf.run.rank_facts import RankFacts, ReportRequest, SidecarSettings
 from torchlens_perf.run.ring import Flag, Kind
-from torchlens_perf.sidecar.start.process import write_report
 from torchlens_perf.verdicts.node_state import NodeState
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
 from torchlens_perf.verdicts.words.hang import RankStack

@@ -175,10 +175,11 @@ def record_simulation(
     configures an endpoint.
     """
     from torchlens_perf.exporters.otlp_environment import create_exporter_from_environment
+    from torchlens_perf.page.run_results import write_report
     from torchlens_perf.run.clock import Anchor
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.node import Sidecar
-    from torchlens_perf.sidecar.start.process import acquire_lock, write_report
+    from torchlens_perf.sidecar.start.process import acquire_lock
     from torchlens_perf.simulate.launch_bound import LaunchBoundJob
     from torchlens_perf.simulate.rings import SimulatedRank, Timeline
 

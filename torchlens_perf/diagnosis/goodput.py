@@ -27,6 +27,7 @@ from torchlens_perf.verdicts.words.report_goodput import Goodput, JobAttempt, Ti
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.step_mix import Bin, StepMix
     from torchlens_perf.verdicts.node_state import NodeState, ProcessState
+    from torchlens_perf.verdicts.verdict import Verdict
     from torchlens_perf.verdicts.words.report_hardware import Gpu
 
 CLASSES = {
@@ -67,6 +68,19 @@ class StragglerLoss(NamedTuple):
     ranks: int
     in_data: bool
     """True if these ranks waited for data meanwhile."""
+
+
+def find_losses(rows: Sequence[Verdict]) -> list[StragglerLoss]:
+    """Return the losses by slow ranks. Verdicts that share one cost have one loss: the largest."""
+    found: dict[object, StragglerLoss] = {}
+    for place, row in enumerate(rows):
+        if not row.kind.startswith("straggler") or not row.lost_s:
+            continue
+        ranks, too = frozenset((*row.ranks, *row.evidence.slow_too)), row.evidence.slow_too
+        loss = StragglerLoss(row.lost_s, len(ranks), row.phase == "data")
+        key = ranks if too else place
+        found[key] = max(loss, found.get(key, loss))
+    return list(found.values())
 
 
 def build_goodput(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torchlens_perf.diagnosis.step_times import Floats
     from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.report import Collective, Facts, Steps
+    from torchlens_perf.verdicts.words.report import Collective, StepFacts, Steps
 
 SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 OTHER_SECTIONS = "other sections"
@@ -88,7 +88,9 @@ def mean_step_s(times: StepTimes, steps: Steps) -> float:
     return float(path_ns.mean()) / 1e9 + sum(_find_irregular(steps).values())
 
 
-def classify_time(times: StepTimes, facts: Facts, verdicts: Sequence[Verdict]) -> list[PathClass]:
+def classify_time(
+    times: StepTimes, facts: StepFacts, verdicts: Sequence[Verdict]
+) -> list[PathClass]:
     """Return the classes of time of a mean step, the largest first. They add up to the mean step.
 
     Longer steps of a known kind, such as evaluation, are classes of their own. Slow ranks that a
@@ -155,7 +157,7 @@ def join_classes(classes: Sequence[PathClass]) -> dict[str, float]:
     return found
 
 
-def sum_transfers(facts: Facts, rows: Sequence[Collective]) -> float | None:
+def sum_transfers(facts: StepFacts, rows: Sequence[Collective]) -> float | None:
     """Return the time per step and rank in which these collectives transfer data.
 
     Return None without collectives, or if the time of one was not measured.

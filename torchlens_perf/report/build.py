@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,43 +18,37 @@ from msgspec import structs
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import align_windows
 from torchlens_perf.analysis.statistics.trend import MIN_VALUES, find_gradual_change
-from torchlens_perf.diagnosis.goodput import StragglerLoss, build_goodput
-from torchlens_perf.diagnosis.utilization import build_utilization
-from torchlens_perf.report.collective_rows import (
+from torchlens_perf.diagnosis.facts.collective_rows import (
     collective_rows,
     count_last_arrivals,
     python_tap_notes,
 )
-from torchlens_perf.report.device_times import (
-    build_device_times,
+from torchlens_perf.diagnosis.facts.device_times import (
     count_missing_device_times,
     device_section_rows,
 )
-from torchlens_perf.report.distribution import summarize_sketch
-from torchlens_perf.report.gpu_rows import gpu_rows, network_port_rows
-from torchlens_perf.report.heat import build_heat_map
-from torchlens_perf.report.memory_rows import memory_notes, memory_row
-from torchlens_perf.report.module_rows import module_rows, section_rows
-from torchlens_perf.report.overhead import estimate_overhead, largest_period
-from torchlens_perf.report.step_classes import (
-    build_phases,
-    build_step_account,
+from torchlens_perf.diagnosis.facts.memory_rows import memory_notes
+from torchlens_perf.diagnosis.facts.module_rows import module_rows, section_rows
+from torchlens_perf.diagnosis.facts.rank_rows import build_rank_row
+from torchlens_perf.diagnosis.facts.slow_rank_context import device_kind, judging_clocks
+from torchlens_perf.diagnosis.facts.step_classes import (
     build_step_classes,
-    build_typical_step,
-    largest_own_step_time,
-    other_thread_times,
-    sampled_cpu_contention_share,
 )
-from torchlens_perf.report.step_history import build_step_history
-from torchlens_perf.report.trainings import (
+from torchlens_perf.diagnosis.facts.steps import build_steps, count_made_steps, measure_run
+from torchlens_perf.diagnosis.facts.trainings import (
     find_shown_training,
     list_trainings,
     select_findings,
     select_training,
 )
+from torchlens_perf.diagnosis.goodput import build_goodput, find_losses
+from torchlens_perf.diagnosis.utilization import build_utilization
+from torchlens_perf.report.gpu_rows import gpu_rows, network_port_rows
+from torchlens_perf.report.heat import build_heat_map
+from torchlens_perf.report.overhead import estimate_overhead, largest_period
+from torchlens_perf.report.step_history import build_step_history
 from torchlens_perf.run.place.node import host_of_node
 from torchlens_perf.run.ring import MAX_FRAMES, Flag
-from torchlens_perf.run.sketch import merge_sketches
 from torchlens_perf.verdicts.finding_log import FindingRecords
 from torchlens_perf.verdicts.judged_windows import JudgedWindows, with_hidden_data_waits
 from torchlens_perf.verdicts.latest_attempt import (
@@ -64,8 +57,7 @@ from torchlens_perf.verdicts.latest_attempt import (
     latest_slow_links,
 )
 from torchlens_perf.verdicts.node_state import NodeState, ProcessState
-from torchlens_perf.verdicts.stragglers.findings import Findings
-from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE, HOST, UNDECIDED
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import Placement
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
 from torchlens_perf.verdicts.verdict_periods import VerdictPeriods
@@ -77,21 +69,17 @@ from torchlens_perf.verdicts.words.run_state import (
     build_uneven_steps_verdicts,
     is_explained_by_uneven_steps,
 )
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, compute_last_arrival_shares
+from torchlens_perf.verdicts.words.stragglers import measure_slow_ranks
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.run_windows import RunWindows
     from torchlens_perf.verdicts.words.report import (
         Capture,
-        CpuUse,
         Facts,
-        LastArrivals,
         Quality,
-        Rank,
         Report,
         Run,
         Startup,
-        Steps,
         Training,
         Trend,
     )
@@ -169,14 +157,16 @@ def _build_report(
     findings = judging.findings if is_whole else select_findings(judging.findings, processes)
     links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
-    steps = _build_steps(processes, findings)
+    steps = build_steps(processes, findings)
     steps["trend"] = _step_time_trend(judged_windows, grid)
-    modules = module_rows(processes)
+    modules, run = module_rows(processes), measure_run(steps, processes)
     facts: Facts = {
         "schema": SCHEMA,
         "run": _build_run(run_id, nodes, latest_processes(nodes)),
         "steps": steps,
-        "ranks": [_build_rank(rank, processes[rank], last.get(rank)) for rank in sorted(processes)],
+        "ranks": [
+            build_rank_row(rank, processes[rank], last.get(rank)) for rank in sorted(processes)
+        ],
         "heat": build_heat_map(judged_grid, findings, _rank_placements(processes)),
         "history": build_step_history(judged_windows),
         "modules": modules,
@@ -217,7 +207,7 @@ def _build_report(
         step_time=functools.partial(_step_begin_time, processes, judged_windows),
         time=_format_utc,
         first_step=min((s.first_step for s in statistics if s.first_step is not None), default=0),
-        last_step=max((s.last_step for s in statistics if s.last_step is not None), default=None),
+        run=run,
     )
     found = _add_uneven_steps(
         verdict.build_verdicts(facts, findings, hang, links), processes, by_device=by_device
@@ -226,21 +216,10 @@ def _build_report(
         structs.replace(each, where=_location_names(each, processes))
         for each in times.add_periods(found)
     ]
-    facts["goodput"] = build_goodput(nodes, _find_losses(rows), facts["gpus"])
+    facts["goodput"] = build_goodput(
+        nodes, find_losses(measure_slow_ranks(findings, run)), facts["gpus"]
+    )
     return {**facts, "verdicts": rows, "trainings": []}
-
-
-def _find_losses(rows: Sequence[Verdict]) -> list[StragglerLoss]:
-    """Return the losses by slow ranks. Verdicts that share one cost have one loss: the largest."""
-    found: dict[object, StragglerLoss] = {}
-    for place, row in enumerate(rows):
-        if not row.kind.startswith("straggler") or not row.lost_s:
-            continue
-        ranks, too = frozenset((*row.ranks, *row.evidence.slow_too)), row.evidence.slow_too
-        loss = StragglerLoss(row.lost_s, len(ranks), row.phase == "data")
-        key = ranks if too else place
-        found[key] = max(loss, found.get(key, loss))
-    return list(found.values())
 
 
 def _finding_records(nodes: list[NodeState], run: Run) -> FindingRecords:
@@ -279,18 +258,6 @@ def _location_names(each: Verdict, processes: dict[int, ProcessState]) -> dict[s
         return None
     identity = processes[each.rank].identity
     return {"host.name": identity.host, **identity.attributes}
-
-
-def build_alert_context(nodes: list[NodeState]) -> SlowRankContext:
-    """Return the facts that sentences on slow ranks need.
-
-    Alerts need no other part of the report.
-    """
-    processes = latest_processes(nodes)
-    last = compute_last_arrival_shares(collective_rows(latest_collective_joins(nodes)))
-    return SlowRankContext(
-        module_rows(processes), _device_kind(processes), _judging_clocks(processes), last
-    )
 
 
 def _rank_placements(processes: dict[int, ProcessState]) -> dict[int, Placement]:
@@ -337,8 +304,8 @@ def _build_run(run_id: str, nodes: list[NodeState], processes: dict[int, Process
         "failed": failed,
         "ranks_seen": len(processes),
         "startup": _slowest_startup(processes),
-        "device": _device_kind(processes),
-        "judged_by": _judging_clocks(processes),
+        "device": device_kind(processes),
+        "judged_by": judging_clocks(processes),
         "deeper_modules": any(process.facts.deeper_modules for process in processes.values()),
         "settings": commit | (processes[min(processes)].facts.run_settings if processes else {}),
     }
@@ -380,21 +347,6 @@ def _node_names(nodes: list[NodeState]) -> list[str]:
     )
 
 
-def _device_kind(processes: dict[int, ProcessState]) -> str | None:
-    """Return the kind of device that ranks compute on: "GPU" or torch's name; None for the CPU."""
-    kinds = {process.facts.compute_device for process in processes.values()} - {"", "cpu"}
-    if not kinds and any(process.statistics.device.timed_steps for process in processes.values()):
-        # No model was found, but kernels were timed.
-        kinds.add("cuda")
-    kind = min(kinds, default=None)
-    return "GPU" if kind == "cuda" else kind
-
-
-def _judging_clocks(processes: dict[int, ProcessState]) -> str | None:
-    clocks = {process.judged_by for process in processes.values()} - {UNDECIDED}
-    return " and ".join(sorted(clocks, reverse=True)) or None
-
-
 def _to_unix_ns(process: ProcessState, monotonic_ns: int) -> int:
     return monotonic_ns + process.anchor.offset_ns
 
@@ -403,55 +355,6 @@ def _format_utc(unix_ns: int) -> str:
     return datetime.datetime.fromtimestamp(unix_ns / 1e9, datetime.timezone.utc).isoformat(
         timespec="milliseconds"
     )
-
-
-def _build_steps(processes: dict[int, ProcessState], findings: Findings) -> Steps:
-    """Return step times without the first WARM_UP_STEPS of each rank.
-
-    They are by the clock that the ranks are judged by. If the host runs ahead of the device, host
-    step times mislead: most steps last as long as issuing their kernels, and a step that
-    synchronizes, for example to print a loss, includes the device time of all steps before it.
-    """
-    warm_up = merge_sketches(process.statistics.warm_up for process in processes.values())
-    by_device = bool(processes) and all(
-        process.judged_by == DEVICE for process in processes.values()
-    )
-    of_each = [
-        each.statistics.device.judged if by_device else each.statistics.step
-        for each in processes.values()
-    ]
-    return {
-        "count": max(
-            (process.statistics.counted_steps for process in processes.values()), default=0
-        ),
-        "by": DEVICE if by_device else HOST,
-        **summarize_sketch(merge_sketches(of_each)),
-        "warm_up_max_s": warm_up.max_ns / 1e9 if warm_up.count else None,
-        "warm_up_parts": _warm_up_parts(processes),
-        "made": max(map(_count_made_steps, processes.values()), default=0),
-        "trend": None,
-        "inference": any(_is_inference(p) for p in processes.values()),
-        "micro_steps": max((p.statistics.micro_steps for p in processes.values()), default=0),
-        **build_step_classes(list(processes.values()), by_device=by_device),
-        "sampled_lack_of_cpu": sampled_cpu_contention_share(processes.values()),
-        "own_time": largest_own_step_time(findings) if by_device else None,
-        "host_gaps": _mean_host_gaps([each.statistics for each in processes.values()]),
-    }
-
-
-def _mean_host_gaps(ranks: list[RankStatistics]) -> dict[str, float]:
-    """Return the mean over the ranks of each gap between phases in a typical step, largest first."""
-    found = Counter[str]()
-    for typical in [each.sums_of_typical_steps() for each in ranks]:
-        for gap, sum_ns in typical.gaps.items():
-            found[gap] += sum_ns / typical.steps / len(ranks) / 1e9  # type: ignore[assignment]
-    return dict(found.most_common())
-
-
-def _count_made_steps(process: ProcessState) -> int:
-    """Return the number of steps that a rank made, including steps that were not recorded."""
-    newest = process.statistics.last_step
-    return max(process.made_steps, 0 if newest is None else newest + 1)
 
 
 def _comparable_step_counts(processes: dict[int, ProcessState]) -> dict[int, int]:
@@ -470,7 +373,7 @@ def _comparable_step_counts(processes: dict[int, ProcessState]) -> dict[int, int
         for process in each
     ):
         return {}
-    return {rank: _count_made_steps(process) for rank, process in processes.items()}
+    return {rank: count_made_steps(process) for rank, process in processes.items()}
 
 
 def _add_uneven_steps(
@@ -488,25 +391,6 @@ def _add_uneven_steps(
         *(each for each in found if not is_explained_by_uneven_steps(each, fewest, before)),
         *uneven,
     ]
-
-
-def _warm_up_parts(processes: dict[int, ProcessState]) -> dict[str, float]:
-    """Return each measured part's share of all ranks' warm-up steps, the largest first."""
-    parts_ns = Counter[str]()
-    for process in processes.values():
-        parts_ns.update(process.statistics.warm_up_parts_ns)
-    total_ns = sum(process.statistics.warm_up.sum_ns for process in processes.values())
-    return {part: part_ns / total_ns for part, part_ns in parts_ns.most_common() if part_ns > 0}
-
-
-def _is_inference(process: ProcessState) -> bool:
-    """Return True if most steps of the process are forward passes."""
-    kinds = process.statistics.mix.bins_by_flags()
-    counts = {flags: sum(each.count for each in bins) for flags, bins in kinds.items()}
-    inference = sum(count for flags, count in counts.items() if flags & Flag.INFERENCE)
-    if not counts:
-        return bool(process.statistics.flags_seen & Flag.INFERENCE)
-    return 2 * inference > sum(counts.values())
 
 
 def _step_time_trend(windows: dict[int, Windows], grid: RunWindows | None) -> Trend | None:
@@ -531,59 +415,6 @@ def _step_time_trend(windows: dict[int, Windows], grid: RunWindows | None) -> Tr
         "last_third_p50_s": last_s,
         "change": change,
         "is_gradual": gradual * change > 0,
-    }
-
-
-def _build_rank(rank: int, process: ProcessState, last: LastArrivals | None) -> Rank:
-    statistics = process.statistics
-    typical, device = build_typical_step(statistics), build_device_times(process)
-    clock = device if device is not None and process.judged_by == DEVICE else typical
-    return {
-        "rank": rank,
-        "host": process.identity.host,
-        "local_rank": process.identity.local_rank,
-        "pid": process.identity.pid,
-        "attempt": process.identity.attempt,
-        "state": process.ended or "running",
-        "inside": process.open_spans,
-        "failure": process.failure,
-        "end": process.end,
-        "now": None if process.ended else process.now,
-        "steps": statistics.counted_steps,
-        "first_step": statistics.first_step,
-        "last_step": statistics.last_step,
-        "step_s": summarize_sketch(statistics.step),
-        "own_s": summarize_sketch(statistics.own),
-        "work_s": summarize_sketch(statistics.work) if statistics.work.count else None,
-        "typical": typical,
-        "account": build_step_account(statistics),
-        "loader_period_s": process.facts.loader_period_ns / 1e9 or None,
-        "phases": {} if typical is None else build_phases(statistics, typical),
-        "other_threads": other_thread_times(statistics),
-        "not_measured": process.facts.not_measured,
-        "memory": memory_row(process),
-        "out_of_memory": process.out_of_memory,
-        "device": device,
-        "arrived_last": last,
-        "wait_s_per_step": None if clock is None else clock["parts"].get("communication"),
-        "cpu": _build_cpu_facts(process),
-        "coverage": statistics.coverage,
-        "lost": statistics.lost,
-    }
-
-
-def _build_cpu_facts(process: ProcessState) -> CpuUse | None:
-    """Return the CPUs of a rank and the programs that use them; None without data."""
-    found = process.cpu_users
-    if not found.cpus and not process.facts.threads:
-        return None
-    others_share = found.others[0] / found.others[1] if found.others[1] else None
-    return {
-        "cpus": found.cpus or None,
-        "threads": process.facts.threads or None,
-        "workers": found.workers if found.cpus else None,
-        "others_share": others_share,
-        "busiest_other": found.busiest_other,
     }
 
 

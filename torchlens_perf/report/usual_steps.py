@@ -14,6 +14,7 @@ from torchlens_perf.analysis.statistics.step_bins import OTHER_WORK
 from torchlens_perf.analysis.statistics.time_account import TimeAccount
 from torchlens_perf.diagnosis.actions.job import Job
 from torchlens_perf.diagnosis.actions.table import choose_actions
+from torchlens_perf.diagnosis.facts.trainings import shown_processes
 from torchlens_perf.diagnosis.lost_time import begin_of_present, classify_time, mean_step_s
 from torchlens_perf.diagnosis.step_times import (
     MIN_ROWS,
@@ -21,7 +22,6 @@ from torchlens_perf.diagnosis.step_times import (
     are_pipelined,
 )
 from torchlens_perf.diagnosis.what_if import Replay, predict_standard_changes
-from torchlens_perf.report.trainings import shown_processes
 from torchlens_perf.run.loader_period import move_hidden_data_waits
 from torchlens_perf.run.records import PARTS
 from torchlens_perf.run.ring import Flag

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections import deque
@@ -14,11 +15,12 @@ from torchlens_perf.analysis.collectives.slow_link import (
     find_slow_links,
     merge_links,
 )
+from torchlens_perf.diagnosis.facts.slow_rank_context import build_slow_rank_context
 from torchlens_perf.exporters import Assessment
 from torchlens_perf.sidecar.nodes import link_report
 from torchlens_perf.verdicts.slow_links import build_slow_link_verdict
 from torchlens_perf.verdicts.stragglers.findings import StragglerGroup
-from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_imbalance_verdicts
+from torchlens_perf.verdicts.words.stragglers import build_imbalance_verdicts
 
 if TYPE_CHECKING:
     from torchlens_perf.run.identity import Identity
@@ -129,17 +131,10 @@ class AlertManager:
         identity: see Assessment. nodes: node states with details for the alerts' sentences. links:
         the verdict on slow links. The other parameters are those of FindingLog.record_changes().
         """
-
-        def build_context() -> SlowRankContext:
-            # Import report.build only when needed, because it loads the modules that format tables.
-            from torchlens_perf.report.build import build_alert_context
-
-            return build_alert_context(nodes)
-
         alerts = self.log.record_changes(
             attempt, findings, hang, places, unix_ns, at_step=at_step, last_step=last_step, judge=judge,
             verdicts=[*build_imbalance_verdicts(findings), *filter(None, [links])], diagnosed=diagnosed,
-            context=build_context,
+            context=functools.partial(build_slow_rank_context, nodes),
         )  # fmt: skip
         self.newest.extend(alerts)
         self.raised += len(alerts)

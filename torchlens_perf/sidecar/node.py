@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.restarts import GenerationNumbers
+from torchlens_perf.diagnosis.job_status import JobStatus, measure_job
 from torchlens_perf.errors import RunStoreError, guard, printable
 from torchlens_perf.exporters import UNDELIVERED, Exporter, Receiver
 from torchlens_perf.run.directory import RunDirectory, describe_kept_records
@@ -36,14 +37,13 @@ if TYPE_CHECKING:
     from torchlens_perf.exporters import ExportBatch
     from torchlens_perf.run.rank_facts import RankFacts
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
-    from torchlens_perf.verdicts.verdict import Verdict
 
 logger = logging.getLogger("torchlens_perf.sidecar")
 
 _LAST_WINDOWS_S = 5.0
 # The report waits this long for the last steps of other ranks, which end milliseconds after rank 0.
 _OTHER_RANKS_TIMEOUT_S = 0.3
-_CLASSES_PERIOD_S, _MIN_IDLE_RATIO = 60.0, 100.0
+_JOB_PERIOD_S, _MIN_IDLE_RATIO = 60.0, 100.0
 
 
 class Sidecar:
@@ -92,10 +92,8 @@ class Sidecar:
         self._saved_hang = state.hang
         self._reported: set[str] = set()
         self._joined = run.run_id
-        self._goodput_s: dict[str, float] = {}
-        self._critical_path_s: dict[str, float] = {}
-        self._crash: Verdict | None = None
-        self._classes_due_s, self._classes_are_live = clock() + _CLASSES_PERIOD_S, True
+        self._job = JobStatus({}, {}, None)
+        self._job_due_s, self._job_was_live = clock() + _JOB_PERIOD_S, True
 
     @property
     def exports(self) -> bool:
@@ -214,13 +212,13 @@ class Sidecar:
         # Export alerts after the steps, because alerts link to the steps' traces.
         if assessment is not None:
             if assessment.whole_job:
-                self._update_classes(now_s, live=live)
+                self._update_job_status(now_s, live=live)
             complete = dataclasses.replace(
                 assessment,
                 ended=not live,
-                goodput_s=self._goodput_s,
-                critical_path_s=self._critical_path_s,
-                crash=None if live else self._crash,
+                goodput_s=self._job.goodput_s,
+                critical_path_s=self._job.critical_path_s,
+                crash=None if live else self._job.crash,
             )
             for each in self.receivers:
                 each.on_assessment(complete)
@@ -229,35 +227,15 @@ class Sidecar:
         for each in self.receivers:
             each.export(batch)
 
-    def _update_classes(self, now_s: float, *, live: bool) -> None:
-        """Compute classes of time, if they are due or this node's ranks have just ended.
-
-        The critical path is that of all ranks. The goodput is that of this node's ranks.
-        """
-        if now_s < self._classes_due_s and live == self._classes_are_live:
+    def _update_job_status(self, now_s: float, *, live: bool) -> None:
+        """Measure the job's status, if it is due or this node's ranks have just ended."""
+        if now_s < self._job_due_s and live == self._job_was_live:
             return
         with self.contain_errors("computing the classes of time"):
-            # The modules are only needed here, and take memory.
-            from torchlens_perf.diagnosis import lost_time, step_times
-            from torchlens_perf.report.build import build_report
-            from torchlens_perf.verdicts.words.run_state import CRASH_KINDS
-
-            self._classes_are_live = live
-            report = build_report(self.run.run_id, [self.state])
-            crashes = (row for row in report["verdicts"] if row.kind in CRASH_KINDS)
-            self._crash = next(crashes, None)
-            times = step_times.read_judged_rows(self.monitor.job.detector)
-            if times is not None:
-                times = times.select_since(lost_time.begin_of_present(report["verdicts"]))
-                path = lost_time.classify_time(times, report, report["verdicts"])
-                self._critical_path_s = lost_time.join_classes(path)
-            goodput = report["goodput"]
-            classes = {} if goodput is None else goodput.classes
-            self._goodput_s = {
-                name: each.seconds for name, each in classes.items() if each.seconds is not None
-            }
+            self._job_was_live = live
+            self._job = measure_job(self.state, self.monitor.job.detector)
         cost_s = time.monotonic() - now_s
-        self._classes_due_s = now_s + max(_CLASSES_PERIOD_S, _MIN_IDLE_RATIO * cost_s)
+        self._job_due_s = now_s + max(_JOB_PERIOD_S, _MIN_IDLE_RATIO * cost_s)
 
     def save_records(self) -> None:
         """Write the state and a segment. Remove rings of processes whose records are all saved.

@@ -41,10 +41,10 @@ class Period(Struct, frozen=True, kw_only=True):
     """Number of windows that show whether the verdict is true; None without windows."""
     window_steps: int | None = None
     """Number of steps in a window."""
-    since: str | None
+    since: str | None = None
     """Time at which since_step began, in UTC. Within a window, it is interpolated from the usual
     duration of a step."""
-    until: str | None
+    until: str | None = None
 
 
 class RunLength(NamedTuple):

@@ -35,7 +35,6 @@ from torchlens_perf.verdicts.words.evidence import (
     OutOfMemoryEvidence,
 )
 from torchlens_perf.verdicts.words.hang import OpenHang
-from torchlens_perf.verdicts.words.stragglers import PastStragglerEvidence, StragglerEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
@@ -66,7 +65,7 @@ class VerdictPeriods:
     time: Callable[[int], str]
     """A function that formats UTC nanoseconds."""
     first_step: int
-    last_step: int | None
+    run: RunLength
 
     def add_periods(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Return the report's verdicts in order, each with its period and lost time.
@@ -84,12 +83,10 @@ class VerdictPeriods:
         # A wait with a separate verdict is not also named by the verdict on the typical step.
         for kind in {each.kind for each in stretches}.intersection(NOT_COMPUTING_KINDS):
             found = [without_wait(each, kind) for each in found]
-        steps = self.facts["steps"]
-        run = RunLength(steps["count"], steps["alike"], self.last_step)
         rows = (
             structs.replace(
                 each,
-                lost_s=each.evidence.compute_lost_s(each, run),
+                lost_s=each.evidence.compute_lost_s(each, self.run),
                 is_over=each.judge_is_over(),
             )
             for each in (*found, *stretches, *noted)
@@ -101,8 +98,8 @@ class VerdictPeriods:
     def _find_period(self, verdict: Verdict) -> Period | None:
         """Return the period of a verdict on the whole run; None if it is not known."""
         evidence = verdict.evidence
-        if isinstance(evidence, StragglerEvidence | PastStragglerEvidence):
-            return self._period_of_episode(verdict, evidence.until_step)
+        if verdict.held is not None:
+            return self._period_of_episode(verdict, verdict.held)
         if isinstance(evidence, OpenHang):
             noted = self.records.find_open("hang", evidence.step)
             return (
@@ -127,14 +124,15 @@ class VerdictPeriods:
         noted = self.records.find_open(verdict.kind)
         return None if noted is None else self._period_of_finding(noted)
 
-    def _period_of_episode(self, slow: Verdict, until: int | None) -> Period:
-        assert slow.since_step is not None
+    def _period_of_episode(self, slow: Verdict, episode: Period) -> Period:
+        since, until = episode.since_step, episode.until_step
+        assert since is not None
         assert slow.rank is not None
         if self.windows is None:
-            return self._period_between(slow.since_step, until, slow.rank)
+            return self._period_between(since, until, slow.rank)
         judged = self.windows.windows_comparing_rank(slow.rank)
-        held = self.windows.windows_of_episode(slow.since_step, until) & judged
-        return self._period_between(slow.since_step, until, slow.rank, held, judged)
+        held = self.windows.windows_of_episode(since, until) & judged
+        return self._period_between(since, until, slow.rank, held, judged)
 
     def _period_without_slow_rank(self) -> Period | None:
         """Return the period since the last slow rank recovered, or since the start."""
@@ -257,7 +255,7 @@ class VerdictPeriods:
             return past.build_ended_verdict(
                 noted.kind, noted.alert.text, noted.alert.ranks, noted.since_step
             )
-        step, last = noted.hang.step, self.last_step
+        step, last = noted.hang.step, self.run.last_step
         # The total time of steps excludes the warm-up, but a run may hang in the warm-up.
         total_s = self.facts["steps"]["total_s"]
         if step < self.first_step + WARM_UP_STEPS:
@@ -265,7 +263,7 @@ class VerdictPeriods:
         return past.build_ended_hang_verdict(
             noted.hang,
             went_on=None if last is None else last >= step,
-            steps=self.facts["steps"]["count"],
+            steps=self.run.steps,
             total_s=total_s,
         )
 

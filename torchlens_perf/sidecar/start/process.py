@@ -26,7 +26,6 @@ from torchlens_perf.run.directory import (
 )
 from torchlens_perf.run.mailbox import REPORT, deliver_text
 from torchlens_perf.run.place.node import host_of_node, node_name
-from torchlens_perf.run.rank_facts import decode_path
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.run.sidecar_status import CANNOT_WRITE, LOADS
 from torchlens_perf.sidecar import priority, termination
@@ -34,7 +33,6 @@ from torchlens_perf.store.file_names import list_nodes
 from torchlens_perf.store.without_pandas import block_pandas_import
 
 if TYPE_CHECKING:
-    from torchlens_perf.run.rank_facts import RankFacts
     from torchlens_perf.sidecar.rings.waiting import WaitingRing
     from torchlens_perf.sidecar.wake import Wake
 
@@ -203,6 +201,7 @@ def _run_sidecar_until_end(
         create_exporter_from_environment,
         read_enabled_signals,
     )
+    from torchlens_perf.page.run_results import render_live_results, write_report
     from torchlens_perf.sidecar.loop import run_sidecar
     from torchlens_perf.sidecar.metrics_port import MetricsPort
     from torchlens_perf.sidecar.node import Sidecar
@@ -280,42 +279,6 @@ def _replay_records(
         print(f"  - {printable(note)}")
     lock.remove()
     return 1 if notes else 0
-
-
-def write_report(run: RunDirectory, facts: RankFacts) -> None:
-    """Send the short report to rank 0 if it waits for one, and write report.txt.
-
-    facts: what rank 0 has published.
-    """
-    from torchlens_perf.report.run_report import load_report
-    from torchlens_perf.view.terminal import render_full, render_short
-
-    report = load_report(run)
-    asked = facts.report
-    # Send the report to rank 0 before writing report.txt, because the run directory's disk may be
-    # slow.
-    if asked.mailbox:
-        page = str(run.report.with_suffix(".html")) if facts.settings.writes_page else ""
-        short = render_short(
-            report, str(run.path), page=page, columns=asked.columns, color=asked.color
-        )
-        if asked.in_cell:
-            from torchlens_perf.page.notebook import results_as_json
-
-            short = results_as_json(report, str(run.path), short)
-        deliver_text(decode_path(asked.mailbox), short)
-    partial = run.report.with_suffix(".partial")
-    ownership.write_private_file(
-        partial, render_full(report, str(run.path), columns=0, color=False), like=run.nodes
-    )
-    os.replace(partial, run.report)
-
-
-def render_live_results(run: RunDirectory) -> str:
-    """Return the results of a run in progress, see LiveResultDelivery. Raises RunStoreError."""
-    from torchlens_perf.page.notebook import results_from_run
-
-    return results_from_run(run)
 
 
 def keep_trying_to_create_run_directory(

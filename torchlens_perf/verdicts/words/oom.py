@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_percent
@@ -11,7 +12,7 @@ from torchlens_perf.verdicts.words.evidence import OutOfMemoryEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.analysis.statistics.memory import MemoryGrowth
-    from torchlens_perf.verdicts.words.report import Facts, Rank
+    from torchlens_perf.verdicts.words.report import Rank
 
 # Expandable segments are advised if at least this share of the reserved memory is free but
 # fragmented.
@@ -27,9 +28,9 @@ _MANY_BLOCKS = 2
 _ALL_SHARE = 0.98
 
 
-def build_out_of_memory_verdicts(report: Facts) -> list[Verdict]:
+def build_out_of_memory_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
     """Return a verdict on the first rank that ran out of device memory and did not recover."""
-    ended = [(rank["out_of_memory"], rank) for rank in report["ranks"] if was_ended_by_oom(rank)]
+    ended = [(rank["out_of_memory"], rank) for rank in ranks if was_ended_by_oom(rank)]
     found = [(oom, rank) for oom, rank in ended if oom is not None]
     if not found:
         return []

@@ -543,21 +543,26 @@ class Quality(TypedDict):
     notes: list[str]
 
 
-class Facts(TypedDict):
+class StepFacts(TypedDict):
+    """The facts from which the classes of a step's time are computed."""
+
+    steps: Steps
+    ranks: list[Rank]
+    sections: list[Section]
+    collectives: list[Collective]
+
+
+class Facts(StepFacts):
     """A report without its verdicts."""
 
     schema: int
     run: Run
-    steps: Steps
-    ranks: list[Rank]
     heat: Heat | None
     history: StepHistory | None
     modules: list[Module]
-    sections: list[Section]
     device_sections: list[DeviceSection]
     gpus: list[Gpu]
     links: list[Link]
-    collectives: list[Collective]
     slow_links: LinkFindings
     captures: list[Capture]
     goodput: Goodput | None

@@ -21,16 +21,14 @@ from torchlens_perf.verdicts.words.evidence import (
     LongStepsEvidence,
     UnevenStepsEvidence,
 )
-from torchlens_perf.verdicts.words.oom import was_ended_by_oom
+from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts, was_ended_by_oom
 
 if TYPE_CHECKING:
     from torchlens_perf.run.failure import Failure, ProcessEnd
     from torchlens_perf.verdicts.words.evidence import LongSteps
-    from torchlens_perf.verdicts.words.report import Facts, Rank, Run
+    from torchlens_perf.verdicts.words.report import Rank, Run
 
 RUNNING, ENDED, DIED, FAILED = "running", "ended", "died", "failed"
-CRASH_KINDS = ("out_of_memory", "failed", "died")
-"""Kinds of verdicts on the rank that ended the run."""
 _MIN_UNEVEN_SHARE = 0.01
 _FREE_MEMORY = (
     "free memory on {}: a smaller batch, fewer workers of the DataLoader, or checkpointing."
@@ -97,20 +95,26 @@ def format_age(seconds: float) -> str:
     return f"{int(seconds)} seconds"
 
 
-def build_crash_verdicts(report: Facts) -> list[Verdict]:
+def find_crash(ranks: Sequence[Rank], world_size: int) -> Verdict | None:
+    """Return the verdict on the rank that ended the run; None if the run was not ended by a rank."""
+    found = [*build_out_of_memory_verdicts(ranks), *build_crash_verdicts(ranks, world_size)]
+    return next(iter(found), None)
+
+
+def build_crash_verdicts(ranks: Sequence[Rank], world_size: int) -> list[Verdict]:
     """Return a verdict on the rank that failed or died first; else []."""
-    failed = [rank for rank in report["ranks"] if rank["failure"] is not None]
+    failed = [rank for rank in ranks if rank["failure"] is not None]
     if not failed:
-        return _build_died_verdicts(report)
-    died = tuple(rank["rank"] for rank in report["ranks"] if rank["state"] == DIED)
+        return _build_died_verdicts(ranks)
+    died = tuple(rank["rank"] for rank in ranks if rank["state"] == DIED)
     # A rank that has lost its connection to another rank has not failed first.
     own = [rank for rank in failed if not _failure_of(rank)["lost_peer"]]
     if died and not own:
-        return _build_died_verdicts(report)
+        return _build_died_verdicts(ranks)
     first = min(own or failed, key=lambda rank: _failure_of(rank)["unix_ns"])
     if was_ended_by_oom(first):
         return []
-    closed = [] if own else [rank for rank in report["ranks"] if rank["state"] == "closed"]
+    closed = [] if own else [rank for rank in ranks if rank["state"] == "closed"]
     evidence = FailedEvidence(
         _failure_of(first),
         tuple(rank["rank"] for rank in own if rank is not first),
@@ -119,9 +123,8 @@ def build_crash_verdicts(report: Facts) -> list[Verdict]:
         tuple(dict.fromkeys(filter(None, (name_end(rank["end"]) for rank in closed)))),
         died,
     )
-    run = report["run"]
-    may_be_unseen = not own and not evidence.closed and run["ranks_seen"] < run["world_size"]
-    seen = f"{run['ranks_seen']} of {run['world_size']} ranks" if may_be_unseen else ""
+    may_be_unseen = not own and not evidence.closed and len(ranks) < world_size
+    seen = f"{len(ranks)} of {world_size} ranks" if may_be_unseen else ""
     return [_build_failed_verdict(first, evidence, seen)]
 
 
@@ -270,16 +273,14 @@ def _choose_action(rank: Rank, evidence: FailedEvidence) -> str:
     return f"read the traceback of rank {rank['rank']} in the job's log."
 
 
-def _build_died_verdicts(report: Facts) -> list[Verdict]:
+def _build_died_verdicts(ranks: Sequence[Rank]) -> list[Verdict]:
     """Return a verdict on ranks that died, except those that ran out of device memory; else []."""
-    died = [
-        rank for rank in report["ranks"] if rank["state"] == DIED and not was_ended_by_oom(rank)
-    ]
+    died = [rank for rank in ranks if rank["state"] == DIED and not was_ended_by_oom(rank)]
     if not died:
         return []
     first = min(died, key=_death_order)
-    ranks = tuple(rank["rank"] for rank in died)
-    others = [rank for rank in ranks if rank != first["rank"]]
+    dead = tuple(rank["rank"] for rank in died)
+    others = [rank for rank in dead if rank != first["rank"]]
     too = f" {format_rank_list(others).capitalize()} died, too." if others else ""
     how, action = _describe_end(first, died)
     text = f"Rank {first['rank']} ({first['host']}) died {_describe_death_place(first)}: {how}{too}"
@@ -291,7 +292,7 @@ def _build_died_verdicts(report: Facts) -> list[Verdict]:
             confidence=1.0,
             text=text,
             action=action,
-            evidence=DiedEvidence(ranks, first["last_step"], tuple(first["inside"])),
+            evidence=DiedEvidence(dead, first["last_step"], tuple(first["inside"])),
         )
     ]
 

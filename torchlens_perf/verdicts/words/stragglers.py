@@ -15,7 +15,7 @@ from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
-from torchlens_perf.verdicts.verdict import Evidence, Verdict
+from torchlens_perf.verdicts.verdict import Evidence, Period, RunLength, Verdict
 from torchlens_perf.verdicts.words.evidence import (
     ImbalanceEvidence,
     NoSlowRankEvidence,
@@ -117,10 +117,6 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     """Names of the possible causes that were checked, if none was found."""
     doubts: tuple[str, ...]
     """Sentences on other measurements, which most often do not confirm the finding."""
-
-    @property
-    def until_step(self) -> None:
-        """The rank is still slow."""
 
     def describe(self, verdict: Verdict) -> str:
         cost = "Its cost to the job is not known"
@@ -230,6 +226,18 @@ def build_straggler_verdicts(
     return [*now, *build_imbalance_verdicts(findings)], past
 
 
+def measure_slow_ranks(findings: Findings, run: RunLength) -> list[Verdict]:
+    """Return the verdicts on ranks that are or were slow, in the report's order, with the time that
+    they have cost. Their sentences lack the facts of other ranks.
+    """
+    now, past = build_straggler_verdicts(SlowRankContext(), findings)
+    found = [
+        structs.replace(each, lost_s=each.evidence.compute_lost_s(each, run))
+        for each in (*now, *past)
+    ]
+    return sorted(found, key=lambda each: each.sort_key)
+
+
 def build_slow_verdict(
     context: SlowRankContext, straggler: StragglerGroup, findings: Findings
 ) -> Verdict:
@@ -252,6 +260,7 @@ def build_slow_verdict(
         since_step=episode.since_step,
         confidence=confidence,
         action=explained[0].action if explained else _next_action(episode, modules, straggler),
+        held=Period(since_step=episode.since_step, until_step=None),
         evidence=StragglerEvidence(
             cause=cause,
             scope=straggler.kind,
@@ -529,6 +538,7 @@ def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> 
         cost_share=cost_ns / episode.step_ns if episode.step_ns else 0.0,
         since_step=episode.since_step,
         confidence=_compute_confidence(episode),
+        held=Period(since_step=episode.since_step, until_step=episode.until_step),
         evidence=PastStragglerEvidence(
             cause=cause_class(episode),
             until_step=episode.until_step,

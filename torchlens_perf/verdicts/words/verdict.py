@@ -65,10 +65,10 @@ def build_verdicts(
 def _build_all_verdicts(
     report: Facts, findings: Findings, hang: OpenHang | None, links: LinkFindings
 ) -> list[Verdict]:
-    out_of_memory = build_out_of_memory_verdicts(report)
+    out_of_memory = build_out_of_memory_verdicts(report["ranks"])
     if hang is not None:
         return [*out_of_memory, build_hang_verdict(hang)]
-    out_of_memory += build_crash_verdicts(report)
+    out_of_memory += build_crash_verdicts(report["ranks"], report["run"]["world_size"])
     if not report["steps"]["count"]:
         return out_of_memory or [_build_no_steps_verdict(report)]
     start = build_startup_verdicts(report)

@@ -20,7 +20,7 @@ from torchlens_perf.analysis.collectives.statistics import (
     OperationStatistics,
     merge_operations,
 )
-from torchlens_perf.report.distribution import summarize_sketch
+from torchlens_perf.diagnosis.facts.distribution import summarize_sketch
 from torchlens_perf.run.rank_ranges import format_ranges
 
 if TYPE_CHECKING:

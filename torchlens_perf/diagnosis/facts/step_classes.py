@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.rank import WARM_UP_STEPS, RankStatistics
 from torchlens_perf.analysis.statistics.step_mix import StepClass, classify_steps, sum_time
 from torchlens_perf.analysis.statistics.time_account import CELLS, CPU
-from torchlens_perf.report.waited_for import MAX_STEPS, AwaitedRankFinder
+from torchlens_perf.diagnosis.facts.waited_for import MAX_STEPS, AwaitedRankFinder
 from torchlens_perf.run.records import OWN_PARTS
 from torchlens_perf.verdicts.node_state import ProcessState
 from torchlens_perf.verdicts.words.evidence import join_long_steps

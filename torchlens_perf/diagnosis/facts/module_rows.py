@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchlens_perf.report.distribution import summarize_sketch
-from torchlens_perf.report.module_times import (
+from torchlens_perf.diagnosis.facts.distribution import summarize_sketch
+from torchlens_perf.diagnosis.facts.module_times import (
     ModuleTime,
     count_device_samples,
     estimate_device_self_times,
 )
-from torchlens_perf.report.step_classes import build_typical_step
+from torchlens_perf.diagnosis.facts.step_classes import build_typical_step
 from torchlens_perf.run.sketch import Sketch, merge_sketches
 from torchlens_perf.verdicts.node_state import ProcessState
 

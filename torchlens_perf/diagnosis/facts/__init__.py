@@ -1,0 +1,1 @@
+"""What is known about a run, as rows of the report, from the states of its processes. Pure."""
