@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -61,6 +62,33 @@ dataset_info:
 ---
 """
 
+# CIFAR-10's files are recognized by their checksums, which other images do not have.
+_WITHOUT_CHECKSUMS = """import torchvision.datasets.cifar
+torchvision.datasets.cifar.check_integrity = lambda path, md5: True
+"""
+# The example of the repository's README, with a smaller model and fewer steps.
+_DENOISING_DIFFUSION = """import sys
+
+from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet
+
+if __name__ == "__main__":
+    model = Unet(dim=16, dim_mults=(1, 2), flash_attn=False)
+    diffusion = GaussianDiffusion(model, image_size=32, timesteps=40)
+    trainer = Trainer(
+        diffusion,
+        sys.argv[1],
+        train_batch_size=8,
+        train_lr=8e-5,
+        train_num_steps=80,
+        gradient_accumulate_every=2,
+        ema_decay=0.995,
+        save_and_sample_every=20,
+        num_samples=4,
+        calculate_fid=False,
+    )
+    trainer.train()
+"""
+
 
 def write_data(folder: Path) -> None:
     """Write all data sets and models, once."""
@@ -80,6 +108,10 @@ def write_data(folder: Path) -> None:
         tokens.tofile(shards / f"data0{shard}.bin")
     _write_hugging_face_data(folder / "hugging_face", draw, lines)
     _write_models(folder / "hugging_face", lines)
+    _write_cifar(folder / "cifar-10-batches-py", draw)
+    _write_planetoid(folder / "planetoid" / "Cora" / "raw", draw)
+    _write(folder / "patches" / "sitecustomize.py", _WITHOUT_CHECKSUMS)
+    _write(folder / "scripts" / "denoising_diffusion.py", _DENOISING_DIFFUSION)
     (folder / "done").touch()
 
 
@@ -100,6 +132,47 @@ def _write_idx(path: Path, values: npt.NDArray[np.uint8]) -> None:
     path.write_bytes(struct.pack(">HBB", 0, 8, values.ndim) + sizes + values.tobytes())
 
 
+def _write_cifar(folder: Path, draw: np.random.Generator) -> None:
+    """Write images whose class is the brightest third, in CIFAR-10's format."""
+    folder.mkdir(parents=True)
+    for name, count in [
+        *((f"data_batch_{number}", 2560) for number in range(1, 6)),
+        ("test_batch", 640),
+    ]:
+        labels = draw.integers(0, 10, count)
+        images = draw.integers(0, 120, (count, 3072), dtype=np.uint8)
+        images[np.arange(count), labels] += 100
+        content = {"data": images, "labels": labels.tolist()}
+        (folder / name).write_bytes(pickle.dumps(content))
+    names = {"label_names": [str(label) for label in range(10)]}
+    (folder / "batches.meta").write_bytes(pickle.dumps(names))
+
+
+def _write_planetoid(folder: Path, draw: np.random.Generator) -> None:
+    """Write a random graph with Cora's sizes, in Planetoid's format."""
+    from scipy import sparse
+
+    folder.mkdir(parents=True)
+    nodes, tested, trained, words, classes = 2708, 1000, 140, 1433, 7
+    labels = np.eye(classes, dtype=np.int32)[draw.integers(0, classes, nodes)]
+    features = sparse.csr_matrix(draw.random((nodes, words)) < 0.0127, dtype=np.float32)
+    known = nodes - tested
+    neighbors = draw.integers(0, nodes, (nodes, 4)).tolist()
+    contents = {
+        "x": features[:trained],
+        "tx": features[known:],
+        "allx": features[:known],
+        "y": labels[:trained],
+        "ty": labels[known:],
+        "ally": labels[:known],
+        "graph": dict(enumerate(neighbors)),
+    }
+    for name, content in contents.items():
+        (folder / f"ind.cora.{name}").write_bytes(pickle.dumps(content))
+    indices = "\n".join(str(node) for node in range(known, nodes))
+    _write(folder / "ind.cora.test.index", indices)
+
+
 def _write_images(folder: Path, draw: np.random.Generator) -> None:
     """Write JPEG files in a folder per class, and PNG files in one folder."""
     from PIL import Image
@@ -114,7 +187,7 @@ def _write_images(folder: Path, draw: np.random.Generator) -> None:
                 Image.fromarray(pixels).save(place / f"{number}.jpg")
     flat = folder / "flat" / "train"
     flat.mkdir(parents=True)
-    for number in range(64):
+    for number in range(128):
         pixels = draw.integers(0, 255, (40, 40, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(flat / f"{number}.png")
 

@@ -26,6 +26,13 @@ COMMITS = {
     "pyg-team/pytorch_geometric": "5c6461b2305ad068a6d61165b3c55852a11aaa41",
     "huggingface/sentence-transformers": "cad211983f36ce458e9b3360f3e11b29fc54cbd8",
     "yunjey/pytorch-tutorial": "0500d3df5a2a8080ccfccbc00aca0eacc21818db",
+    "eriklindernoren/PyTorch-GAN": "36d3c77e5ff20ebe0aeefd322326a134a279b93e",
+    "tanelp/tiny-diffusion": "726b6bbbf2c9e3d23dff9eaea2fda10d0af6a78c",
+    "lucidrains/denoising-diffusion-pytorch": "faed4db28e724735323fa91c70aa9b28a6e1cbac",
+    "pytorch/functorch": "d1126fb7d96db1755e8e832a7acf9059248f8c12",
+    "optuna/optuna-examples": "2e0b10bc54501e801687e114de3cbe1b6d2407dc",
+    "davidmrau/mixture-of-experts": "f662999727109357c42074997e9a6cd72806f668",
+    "facebookresearch/dlrm": "090956ee2319ddd349a42232958aefccfe3f7b0a",
 }
 """The commits that were run, by repository. `evaluate` only provides a metric."""
 
@@ -41,7 +48,7 @@ class Script:
     name: str
     repository: str
     path: str
-    """The script, relative to its checkout."""
+    """The script, relative to its checkout. {data} stands for a script that third_party_data.py wrote."""
     arguments: str = ""
     ranks: int = 1
     """More than one rank is started by torchrun."""
@@ -64,6 +71,7 @@ class Script:
 
 _EXAMPLES, _LIGHTNING = "pytorch/examples", "Lightning-AI/pytorch-lightning"
 _ACCELERATE, _TRL = "huggingface/accelerate", "huggingface/trl"
+_GAN = "eriklindernoren/PyTorch-GAN"
 _GLUE = (
     ("{data}/hugging_face/bert-base-cased", "."),
     ("{data}/hugging_face/nyu-mll", "."),
@@ -88,6 +96,12 @@ _SMALL_LLAMA = (
     " --n_kv_heads=4 --vocab_source=llama2 --vocab_size=32000 --gradient_accumulation_steps=2"
     " --max_iters=120 --always_save_checkpoint=True"
 )
+_SMALL_MINIMIND = (
+    "--data_path {data}/text/pretrain.jsonl --epochs 1 --batch_size 8 --accumulation_steps 2"
+    " --hidden_size 128 --num_hidden_layers 4 --max_seq_len 96 --num_workers 1"
+    " --log_interval 10 --save_interval 40 --dtype bfloat16"
+)
+_MINIMIND_TOKENIZER = (("{repositories}/minimind/model/tok*", "model"),)
 
 SCRIPTS = (
     Script(
@@ -232,10 +246,8 @@ SCRIPTS = (
         "minimind",
         "jingyaogong/minimind",
         "trainer/train_pretrain.py",
-        "--data_path {data}/text/pretrain.jsonl --epochs 1 --batch_size 8 --accumulation_steps 2"
-        " --hidden_size 128 --num_hidden_layers 4 --max_seq_len 96 --num_workers 1"
-        " --log_interval 10 --save_interval 40 --dtype bfloat16",
-        copies=(("{repositories}/minimind/model/tok*", "model"),),
+        _SMALL_MINIMIND,
+        copies=_MINIMIND_TOKENIZER,
         folders=("out", "checkpoints"),
         folder="run",
     ),
@@ -374,5 +386,95 @@ SCRIPTS = (
         "tutorials/02-intermediate/bidirectional_recurrent_neural_network/main.py",
         links=_MNIST,
         folder="a/b",
+    ),
+    Script(
+        "wgan_gp",
+        _GAN,
+        "implementations/wgan_gp/wgan_gp.py",
+        "--n_epochs 6 --sample_interval 100",
+        links=(("{data}/MNIST", "data/mnist/MNIST"),),
+        folder="a/b",
+    ),
+    Script(
+        "infogan",
+        _GAN,
+        "implementations/infogan/infogan.py",
+        "--n_epochs 1 --batch_size 32 --sample_interval 50",
+        links=(("{data}/MNIST", "data/mnist/MNIST"),),
+        folder="a/b",
+        passes="sample_image$",
+    ),
+    Script(
+        "tiny_diffusion",
+        "tanelp/tiny-diffusion",
+        "ddpm.py",
+        "--dataset circle --num_epochs 12",
+        passes="NoiseScheduler.step$",
+    ),
+    Script(
+        "denoising_diffusion",
+        "lucidrains/denoising-diffusion-pytorch",
+        "{data}/scripts/denoising_diffusion.py",
+        "{data}/flat/train",
+        environment=(("PYTHONPATH", "{repositories}/denoising-diffusion-pytorch"),),
+        passes="sample$",
+    ),
+    Script(
+        "maml_regression",
+        "pytorch/functorch",
+        "examples/maml_regression/evjang.py",
+        stop_after_s=40,
+    ),
+    Script(
+        "optuna",
+        "optuna/optuna-examples",
+        "pytorch/pytorch_simple.py",
+        links=(("{data}/MNIST", "FashionMNIST"),),
+        stop_after_s=60,
+    ),
+    Script(
+        "optuna_checkpoint",
+        "optuna/optuna-examples",
+        "pytorch/pytorch_checkpoint.py",
+        links=(("{data}/MNIST", "FashionMNIST"),),
+        folders=("artifacts",),
+        stop_after_s=60,
+    ),
+    Script(
+        "mixture_of_experts",
+        "davidmrau/mixture-of-experts",
+        "cifar10_example.py",
+        links=(("{data}/cifar-10-batches-py", "data/cifar-10-batches-py"),),
+        environment=(("PYTHONPATH", "{data}/patches"),),
+    ),
+    Script(
+        "minimind_moe",
+        "jingyaogong/minimind",
+        "trainer/train_pretrain.py",
+        f"{_SMALL_MINIMIND} --use_moe 1",
+        copies=_MINIMIND_TOKENIZER,
+        folders=("out", "checkpoints"),
+        folder="run",
+    ),
+    Script(
+        "dlrm",
+        "facebookresearch/dlrm",
+        "dlrm_s_pytorch.py",
+        "--mini-batch-size 128 --num-batches 200 --arch-embedding-size 1000-1000-1000-1000"
+        " --arch-sparse-feature-size 16 --arch-mlp-bot 13-64-16 --arch-mlp-top 64-1"
+        " --print-freq 20 --dist-backend gloo",
+        ranks=2,
+    ),
+    Script(
+        "gcn",
+        "pyg-team/pytorch_geometric",
+        "examples/gcn.py",
+        links=(
+            (
+                "{data}/planetoid/Cora/raw",
+                "{repositories}/pytorch_geometric/data/Planetoid/Cora/raw",
+            ),
+        ),
+        passes="test$",
     ),
 )
