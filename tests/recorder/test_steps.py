@@ -66,6 +66,8 @@ def ends(rule: StepRule, events: str, passed: str = "", *, alive: bool = True) -
         ("three in turn, the last one now and then", "aot", "fbafbofbt|fbafbofbafbofbt|fbafbofbafbo|fbtfbafbo|"),
         ("only one counts", "a", "ofba|oofba|o"),
         ("the one that ended the step is gone", "", "fba|" + "fbo" * 5 + "|fbo|"),
+        ("models one after the other, not passed", "", "fba|" * 8 + "fbofbo|" + "fbo|" * 8 + "fbafba|fba|"),
+        ("a generator that trains alone for a time, not passed", "", "fba|" * 9 + "fbofba|fbofba|"),
         ("an actor that steps twice in every second turn, not passed", "", "fba|fba|fbofbofba|fba|fbofbofba|"),
         ("the last one passed never steps", "ao", "fba" * 5 + "|fba|fba|"),
         ("the last one passed pauses", "ao", "fbafbo|" + "fba" * 4 + "|" + "fba|" * 3 + "fbofba|"),

@@ -10,6 +10,9 @@ _GONE_AFTER = 32
 # The lower limit if no optimizer was passed to watch(), because no step ends until the limit is
 # reached. An actor may step twice for each step of its critics.
 _GONE_AFTER_UNPASSED = 4
+# After this many steps without another optimizer, the first one that steps twice in a row trains
+# something else, such as the next fold. Optimizers that belong together take turns earlier.
+_ALONE_AFTER, _GONE_AFTER_ALONE = 8, 1
 NEVER = 1 << 62
 # After this many steps of other optimizers, those passed to watch() are considered unused.
 _UNUSED_AFTER = 3
@@ -87,6 +90,8 @@ class StepRule:
         """Id of the optimizer that ends the steps."""
         # Steps since the last boundary by optimizer, without the optimizer that ends the steps.
         self._others: Counter[int] = Counter()
+        self.alone = 0
+        """Number of steps in a row in which no other optimizer stepped."""
         # Number of steps by optimizers not passed to watch(), until a passed one has stepped.
         self._strangers = 0
         self._stepped = False  # True once an optimizer has stepped.
@@ -174,8 +179,8 @@ class StepRule:
             self._others[optimizer] += 1
             return False
         self.ending = optimizer
-        if self._others:
-            self._others.clear()
+        self.alone = 0 if self._others else self.alone + 1
+        self._others.clear()
         return self._count_step_end()
 
     def exclude_optimizer(self, passed: int) -> None:
@@ -195,7 +200,8 @@ class StepRule:
         if self._passed and not self.ignores_passed:
             may_end = self.ending is None and passed == self._last
             return may_end or self._others[optimizer] >= _GONE_AFTER
-        return self.ending is None or self._others[optimizer] >= _GONE_AFTER_UNPASSED
+        limit = _GONE_AFTER_ALONE if self.alone >= _ALONE_AFTER else _GONE_AFTER_UNPASSED
+        return self.ending is None or self._others[optimizer] >= limit
 
     def on_backward_end(self) -> None:
         self._learns = self.learned = True

@@ -403,6 +403,7 @@ class TrainingLoop:
         for sample in samples:
             sample.last_gradient, sample.passes = gradient, passes
         self._evaluations.steps += recorder.quiet_steps
+        self._rule.alone += recorder.quiet_steps
         recorder.quiet_steps = 0
         self._rule.learned = recorder.backward_passes > 0
 
