@@ -302,12 +302,25 @@ def test_step_after_an_unmeasured_one_has_only_its_own_time(rig_with_clock: Time
     assert rig.thread_times()[Kind.STEP][0] == CLOSE(worked_ns, rel=0.1)
 
 
-@pytest.mark.parametrize(("phases", "measured"), [(31, True), (32, False), (100, False)])
-def test_step_with_too_many_phases_is_not_measured(
-    phases: int, measured: bool, rig_with_clock: TimedRig
+@pytest.mark.parametrize(
+    ("phases", "last_step_ns", "measured"),
+    [
+        (31, LONG_NS, True),
+        (32, LONG_NS, False),
+        (100, LONG_NS, False),
+        (127, 4 * LONG_NS, True),
+        (128, 4 * LONG_NS, False),
+    ],
+)
+def test_step_with_too_many_phases_for_its_duration_is_not_measured(
+    phases: int, last_step_ns: int, measured: bool, rig_with_clock: TimedRig
 ) -> None:
-    """A partial measurement would be misleading. The next step has thread times."""
+    """A partial measurement would be misleading. The next step has thread times.
+
+    A long step may have more phases, such as an episode in which an agent acts 100 times.
+    """
     rig = rig_with_clock
+    rig.clock.advance(last_step_ns - LONG_NS)
     rig.measure_next_step()
     for _ in range(phases):
         with rig.inside(Kind.DATA):

@@ -2,7 +2,7 @@
  *
  * Linux adds both up per thread (Documentation/scheduler/sched-stats.rst: /proc/PID/task/TID/schedstat, in ns). They are
  * read where a phase begins or ends: two system calls of about 1 us together. Steps shorter than MIN_STEP_NS, and those with
- * very many phases, are not measured, to keep the cost below a thousandth.
+ * more phases than the duration of the step before allows, are not measured, to keep the cost below a hundredth.
  *
  * Where the work is on a device, a thread of autograd computes the backward pass, and the training thread waits for it.
  * The time that it stood ready counts in that phase too.
@@ -15,7 +15,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { MAX_READS = 64 };
+enum { READS_PER_MIN_STEP = 64 };
 static const int64_t MIN_STEP_NS = 10000000;
 
 /* strtoll() would look at the locale. */
@@ -136,7 +136,7 @@ void thread_time_stop(ThreadTime *times)
 void thread_time_mark(ThreadTime *times, uint32_t kind)
 {
     int64_t cpu_ns, ready_ns;
-    if (++times->reads > MAX_READS || read_times(&times->file, &cpu_ns, &ready_ns) < 0) {
+    if (--times->reads_left < 0 || read_times(&times->file, &cpu_ns, &ready_ns) < 0) {
         times->measured = 0;
         return;
     }
@@ -156,7 +156,7 @@ int thread_time_step(ThreadTime *times, int64_t duration_ns, PhaseTime *phases)
     int measured = times->measured;
     memcpy(phases, times->phases, sizeof(times->phases));
     memset(times->phases, 0, sizeof(times->phases));
-    times->reads = 0;
+    times->reads_left = READS_PER_MIN_STEP * (duration_ns / MIN_STEP_NS);
     times->paused = 0;
     int wanted = times->on && duration_ns >= MIN_STEP_NS;
     if (wanted && !measured) {
