@@ -408,6 +408,13 @@ class TestLackOfCpu:
         (long,) = classes(steps).long
         assert long.part == LACK_OF_CPU
 
+    def test_work_that_grew_with_its_waits_for_a_cpu_is_named_by_its_part(self) -> None:
+        """All forward passes run for a sixth of their time; one of them does eight times the work."""
+        steps = [{**NORMAL, "forward": 24.0, "cpu": 20.0} for _ in range(60)]
+        steps[20] = {**NORMAL, "forward": 192.0, "cpu": 160.0}
+        (long,) = classes(steps).long
+        assert (long.kinds, long.part) == ((), "forward")
+
     @pytest.mark.parametrize(
         ("flag", "kinds"),
         [(Flag.COLLECTED, ("garbage collection",)), (Flag.CHECKPOINT, ("saving",))],

@@ -46,6 +46,9 @@ _COMPARABLE = 0.7
 _SIMILAR, _RANGE, _SIZE_GAP = 2.0, 4.0, 1.5
 # A group of stray steps is joined to a class that has at least this many times as many steps.
 _FEW = 4
+# Longer steps do other work if their additional time runs for at least this fraction of the share for
+# which the typical step's time runs.
+_MIN_WORK = 0.5
 # Steps are periodic if at least this fraction of the distances between them is equal.
 _REGULAR = 0.75
 # Fewest steps of an unknown kind that are called periodic.
@@ -585,18 +588,33 @@ def _part_with_most_difference(
     for each in bins:
         whole.merge(each)
     own, usual = whole.account, typical.account
+    together = _find_largest_difference(own, usual, divided=False)
     # Waits for a CPU are only compared if they were measured in all steps.
     divided = divided and bool(usual.is_measured) and whole.measured == whole.count
+    if not divided or _is_other_work(together, own, usual):
+        return together
+    return _find_largest_difference(own, usual, divided=True)
+
+
+def _find_largest_difference(own: TimeAccount, usual: TimeAccount, *, divided: bool) -> str:
+    usual_ns = usual.uses_ns(divided=divided)
     more_ns = {
-        part: own_ns - usual_ns
-        for (part, own_ns), usual_ns in zip(
-            own.uses_ns(divided=divided).items(),
-            usual.uses_ns(divided=divided).values(),
-            strict=True,
-        )
+        part: own_ns - usual_ns[part] for part, own_ns in own.uses_ns(divided=divided).items()
     }
     sign = 1 if own.wall_ns >= usual.wall_ns else -1
     return max(more_ns, key=lambda part: sign * more_ns[part])
+
+
+def _is_other_work(part: str, own: TimeAccount, usual: TimeAccount) -> bool:
+    """Return True if a part does more work, which therefore also waits longer for a CPU.
+
+    In a part that only waits longer, the time in which it runs does not grow with its whole time.
+    """
+    whole_ns, waiting_ns = usual.sum_ns([part]), usual.sum_ns([part], [CPU])
+    more_ns = own.sum_ns([part]) - whole_ns
+    more_waiting_ns = own.sum_ns([part], [CPU]) - waiting_ns
+    running, more_running = 1 - waiting_ns / max(whole_ns, 1.0), 1 - more_waiting_ns / more_ns
+    return part in OWN_PARTS and bool(more_ns > 0 and more_running > _MIN_WORK * running)
 
 
 def _make_step_class(

@@ -1090,14 +1090,15 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
         )
         does = "was stopped" if STOPPED in long["kinds"] else "does this"
         why += f"; only rank {long['waited_for']} {does}, and {waits}"
-    if _may_be_cpu_waits(report, long):
+    # Where waits for a CPU were measured, these steps do other work.
+    if _may_be_cpu_waits(report, long) and not _is_lack_measured(report):
         if short_of_cpus:
             why += ", while there are too few CPUs"
             action = (
                 f"see whether {_newest_step_numbers(long)} still take{'s' * (not several)} longer with"
                 " enough CPUs."
             )
-        elif not _is_lack_measured(report):
+        else:
             why += f"; whether {'they' if several else 'it'} waited for a CPU is not measured"
             action = (
                 f"see what the loop does at {_newest_step_numbers(long)}, and what else kept the CPUs"
