@@ -269,6 +269,28 @@ def test_bottleneck_that_ended_has_its_last_step() -> None:
     assert "in 40 of 50 windows of 8 steps, from step 0 to 319 (" in text
 
 
+def test_bottleneck_of_the_run_is_current_although_its_last_windows_are_faster() -> None:
+    """Another program has ended shortly before the run. Three windows are no part of the run."""
+    row = rows(node([slow_data(0, 376, 400)] * 2))["data_bound"]
+
+    assert row.sentence.startswith("Waiting for data takes 57% (20.0 ms) of a typical step")
+    assert not row.is_over
+
+
+def test_bottleneck_of_the_run_is_current_if_nothing_else_limits_the_newest_steps() -> None:
+    """Host code takes little more time than before, so it is no limit of its own part of the run."""
+    small = {**BASE, "forward": 1.0, "backward": 1.0, "optimizer": 1.0}
+    loop = [
+        small | ({"data": 5.0, "host": 4.0} if step < 240 else {"data": 3.0, "host": 4.6})
+        for step in range(400)
+    ]
+    row = rows(node([loop] * 2))["data_bound"]
+
+    assert row.sentence.startswith("Waiting for data takes 38% (4.39 ms) of a typical step")
+    assert not row.is_over
+    assert row.held is None
+
+
 def test_waiting_for_a_slow_rank_is_not_a_bottleneck() -> None:
     waits = [
         {**BASE, "communication": 30.0} if 80 <= step < 160 else dict(BASE) for step in range(400)

@@ -80,6 +80,14 @@ class VerdictPeriods:
             if not _are_all_hangs(each.evidence, hung)
         ]
         stretches = self._find_temporary_limits(found)
+        if all(each.has_ended for each in stretches):
+            # Nothing limits the newest steps more than the typical step of the run.
+            found = [
+                structs.replace(each, held=None)
+                if each.evidence.is_of_run and each.has_ended
+                else each
+                for each in found
+            ]
         # A wait with a separate verdict is not also named by the verdict on the typical step.
         for kind in {each.kind for each in stretches}.intersection(NOT_COMPUTING_KINDS):
             found = [without_wait(each, kind) for each in found]
@@ -196,7 +204,12 @@ class VerdictPeriods:
     def _find_present_compute_limit(self) -> list[Verdict]:
         """Return a verdict if computing limits the newest steps but not the earlier ones."""
         found = None if self.windows is None else self.windows.find_part_limited_by("compute_bound")
-        if self.windows is None or found is None or found.until_step is not None:
+        if (
+            self.windows is None
+            or found is None
+            or found.until_step is not None
+            or found.inside.sum() < _MIN_WINDOWS
+        ):
             return []
         columns = list(zip(self.windows.breakdowns, found.inside.tolist(), strict=True))
         inside = [each for each, in_it in columns if each is not None and in_it]
