@@ -180,6 +180,9 @@ static PyObject *untimed_call(int is_known, PyObject *function, PyObject *const 
     inside_known = is_known;
     PyObject *result = plain_call(function, args, nargsf, kwnames);
     inside_known = 0;
+    if (is_known && result != NULL && active_recorder == self && self->header != NULL) {
+        count_forward(self, 0);
+    }
     return result;
 }
 
@@ -275,7 +278,7 @@ static PyObject *timed_call(ModuleCall *self, PyObject *function, PyObject *cons
         Py_CLEAR(result);
     }
     if (kind == KIND_FORWARD && self->forward != NULL && result != NULL &&
-        !(self->only_counts && count_forward(recorder))) {
+        !(self->only_counts && count_forward(recorder, 1))) {
         self->only_counts = observe(self, self->forward, &result, 1, NULL);
         if (self->only_counts < 0) {
             self->only_counts = 0;

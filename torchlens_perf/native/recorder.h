@@ -196,7 +196,7 @@ PyObject *module_call_route(PyObject *module, PyObject *function);
 PyObject *module_call_unroute(PyObject *module, PyObject *function);
 int section_setup(PyObject *module);
 void write_step(Recorder *self, int64_t end_ns, uint32_t flags, uint64_t value0, uint64_t value1);
-int count_forward(Recorder *self);
+int count_forward(Recorder *self, int is_timed);
 PyObject *native_hook(PyObject *module, PyObject *args);
 PyObject *recorder_settle(Recorder *self, PyObject *args);
 PyObject *recorder_unsettle(Recorder *self, PyObject *unused);

@@ -468,16 +468,18 @@ static PyObject *next_batch(PyObject *parts, PyObject *const *args, Py_ssize_t c
     return batch;
 }
 
-/* At the end of an outermost module's call. Returns 0 if Python has to count the call. */
-int count_forward(Recorder *self)
+/* At the end of an outermost module's call. Returns 0 if Python has to count the call. Of a module that is not timed, such as
+ * a copy with averaged weights, only a pass without gradients counts. */
+int count_forward(Recorder *self, int is_timed)
 {
-    PyObject *enabled = quiet_recorder() == self ? PyObject_CallNoArgs(self->marks.kept[GRAD_ENABLED]) : NULL;
+    PyObject *is_enabled = !is_timed || quiet_recorder() == self ? self->marks.kept[GRAD_ENABLED] : NULL;
+    PyObject *enabled = is_enabled != NULL ? PyObject_CallNoArgs(is_enabled) : NULL;
     if (enabled != Py_True && enabled != Py_False) {
         Py_XDECREF(enabled);
         pass_on(NULL);
         return 0;
     }
-    self->marks.forward_passes += enabled == Py_True;
+    self->marks.forward_passes += is_timed && enabled == Py_True;
     self->marks.without_gradient |= enabled == Py_False;
     Py_DECREF(enabled);
     return 1;

@@ -94,10 +94,7 @@ static void forget_autograd(ThreadTime *times)
 static int64_t autograd_ready_ns(ThreadTime *times)
 {
     int64_t cpu_ns, ready_ns, last_ns = times->autograd_ready_ns;
-    if (!times->autograd_thread) {
-        return 0;
-    }
-    if (read_times(&times->autograd_file, &cpu_ns, &ready_ns) < 0) { /* it has ended */
+    if (!times->autograd_thread || read_times(&times->autograd_file, &cpu_ns, &ready_ns) < 0) { /* it has ended */
         forget_autograd(times);
         return 0;
     }
@@ -145,9 +142,7 @@ void thread_time_mark(ThreadTime *times, uint32_t kind)
     phase->ready_ns += ready_ns - times->last_ready_ns;
     times->last_cpu_ns = cpu_ns;
     times->last_ready_ns = ready_ns;
-    if (kind == KIND_BACKWARD && !times->paused) {
-        phase->ready_ns += autograd_ready_ns(times);
-    }
+    phase->ready_ns += kind == KIND_BACKWARD && !times->paused ? autograd_ready_ns(times) : 0;
 }
 
 /* At a step's end, after its last mark. Returns whether `phases` holds the step's times; decides about the next one. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -530,6 +531,26 @@ def test_forward_without_gradients_is_an_evaluation_unless_it_runs_in_each_step(
 
     assert flags["target network"][1:] == [False] * 11
     assert [step for step, flag in enumerate(flags["validation"]) if flag] == [3, 7, 11]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_forward_of_an_untrained_copy_is_an_evaluation_unless_it_runs_in_each_step(
+    every: int, tmp_path: Path
+) -> None:
+    """A copy with averaged weights generates samples from time to time, or teaches in each step."""
+    model = nn.Linear(4, 4)
+    copied = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recorded(tmp_path, model, optimizer) as recording:
+        for step in range(12):
+            backward(model)
+            if step % every == every - 1:
+                with torch.inference_mode():
+                    copied(torch.randn(2, 4))
+            optimizer.step()
+
+    flagged = [each.step for each in recording.steps if each.flags & Flag.EVALUATION]
+    assert flagged[-2:] == [7, 11] if every == 4 else flagged in ([], [0])
 
 
 def test_target_network_that_runs_in_each_step_is_no_evaluation(tmp_path: Path) -> None:

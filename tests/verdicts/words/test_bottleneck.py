@@ -426,7 +426,7 @@ def test_very_long_step_has_a_separate_verdict() -> None:
 @pytest.mark.parametrize(
     ("part", "action"),
     [
-        ("host", "look at what the loop does between these passes."),
+        ("host", "look at these passes, and at what the loop does between them."),
         ("forward", "make fewer of these passes, or use larger batches in them."),
         ("data", "look at how these passes get their data."),
         (

@@ -1254,7 +1254,7 @@ ACTIONS_ON_KINDS = {
 def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
     # The purpose of forward passes without gradients is not known.
     without_gradients = {
-        "host": "look at what the loop does between these passes.",
+        "host": "look at these passes, and at what the loop does between them.",
         "data": "look at how these passes get their data.",
         "communication": "find the rank that does other work in these steps while the others wait.",
     }.get(long["part"], "make fewer of these passes, or use larger batches in them.")
