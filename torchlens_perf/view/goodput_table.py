@@ -45,7 +45,7 @@ def build_goodput_table(report: Report) -> Table | None:
         columns.append(Column("cost", _known(each.cost for each in rows), Quantity.NUMBER))
     share = classes["productive"].share or 0.0
     title = f"Goodput ({format_percent(share)} of {format_run_duration(goodput.wall_s)}{cost})"
-    return Table("goodput", title, columns, note=_describe_job(goodput), noun="class")
+    return Table("goodput", title, columns, note=_describe_job(goodput), noun="part")
 
 
 def _known(values: Iterable[float | None]) -> list[Value]:

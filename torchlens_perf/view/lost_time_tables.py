@@ -43,7 +43,7 @@ def build_critical_path_table(report: Report) -> Table | None:
         f"Mean of the usual steps {which}, with what other steps of the run add."
     )
     title = f"Critical path of a mean step ({format_duration(lost.step_s)})"
-    return Table("critical_path", title, columns, first=8, note=note, noun="class",
+    return Table("critical_path", title, columns, first=8, note=note, noun="part",
                  ranged="per step")  # fmt: skip
 
 

@@ -135,8 +135,8 @@ class LargestGap(Struct, frozen=True):
     @property
     def place(self) -> str:
         before, _, after = self.at.partition(">")
-        again = "again " * (before == after)
-        return f"between {_NAMES[before]} and {again}{_NAMES[after]}"
+        following = "the next one" if before == after else _NAMES[after]
+        return f"between {_NAMES[before]} and {following}"
 
     @property
     def text(self) -> str:
