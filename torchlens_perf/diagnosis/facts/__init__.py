@@ -1,1 +1,1 @@
-"""What is known about a run, as rows of the report, from the states of its processes. Pure."""
+"""Rows of the report, built from the states of the processes. Pure."""
