@@ -49,7 +49,7 @@ pytest: $(TEST)/tap $(TEST)/device $(TEST)/collected $(RECEIVER)/ready
 	$(TEST)/bin/python -m pytest $(SIDE_BY_SIDE)
 
 # What `make test` leaves out, to stay short. Figures go into docs/internals/reliability.md. SHARE=0.1: a tenth of the longest.
-test-long: $(TEST)/tap $(RECEIVER)/ready .venv-hta/ready .venv-newest/ready $(WHEELS)/ready $(SPARK)/ready
+test-long: $(TEST)/tap $(RECEIVER)/ready .venv-newest/ready $(WHEELS)/ready $(SPARK)/ready
 	command -v bpftrace || apt-get install -y -q --no-install-recommends bpftrace
 	EXAMPLES=400 FIGURES=1 NEWEST=$(CURDIR)/.venv-newest SPARK=$(CURDIR)/$(SPARK) $(TEST)/bin/python -m pytest $(SIDE_BY_SIDE) -m "long or examples"
 	mkdir -p .venv-lowest && $(PYTHON) scripts/lowest_versions.py .venv-lowest
@@ -126,12 +126,6 @@ $(TEST)/tap: $(TEST)/ready
 $(RECEIVER)/ready:
 	$(PYTHON) -m venv $(RECEIVER)
 	$(RECEIVER)/bin/python -m pip install -q --no-compile 'ddapm-test-agent>=1.69,<2'
-	touch $@
-
-# HolisticTraceAnalysis opens exported traces in its own environment: it needs JupyterLab.
-.venv-hta/ready:
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q --no-compile 'HolisticTraceAnalysis==0.5.0'
 	touch $@
 
 # Needs some 5 GB: transformers, TRL and what they pull in, beside the frameworks of `make test`; JupyterLab's tests look

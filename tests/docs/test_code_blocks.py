@@ -75,7 +75,6 @@ NOT_EXECUTED = {
     "torchlens-perf capture": "needs a live run: tests/distributed/test_capture_live.py",
     "torchlens-perf compare": "compares runs of a user's program: tests/compare",
     "torchlens-perf query": "reads a user's run: tests/query",
-    "torchlens-perf report RUN_DIR --chrome-traces": "writes a folder: tests/timeline",
     "torchlens-perf report RUN_DIR --perfetto": "writes a large file: tests/timeline",
     "torchlens-perf sidecar": "needs an endpoint: tests/exporters/test_otlp_export.py",
     "torchlens-perf simulate --rows --ranks 4096": "takes long on a busy machine: tests/simulate",

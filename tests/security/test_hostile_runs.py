@@ -119,12 +119,12 @@ def test_any_text_of_a_node_state_can_be_in_a_trace(
             path.unlink()
 
 
-def test_chrome_traces_are_json_with_all_names(
+def test_trace_is_json_with_all_names(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = next((runs / "before").iterdir())
-    assert_harmless(printed(capsys, "report", run, "--chrome-traces", tmp_path / "traces"))
-    (path,) = (tmp_path / "traces").glob("*.gz")
+    assert_harmless(printed(capsys, "report", run, "--perfetto", tmp_path / "trace.gz"))
+    path = tmp_path / "trace.gz"
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
 
     assert {"</script><script>alert(1)</script>", "=cmd|' /C calc'!A0"} <= {

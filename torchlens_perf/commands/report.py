@@ -55,7 +55,7 @@ def _run_report(options: argparse.Namespace) -> int:
         _write_page(run, options)
         if not options.fail_on:
             return 0
-    if options.perfetto is not None or options.chrome_traces is not None:
+    if options.perfetto is not None:
         _write_trace(run, options)
         return 0
     from torchlens_perf.report.run_report import load_report_and_states
@@ -87,21 +87,19 @@ def _write_page(run: RunDirectory, options: argparse.Namespace) -> None:
 def _write_trace(run: RunDirectory, options: argparse.Namespace) -> None:
     from torchlens_perf.timeline.export import DEFAULT_LIMIT_BYTES, write_trace
 
-    path = options.perfetto or options.chrome_traces
     with Progress("writing the trace", quiet=options.quiet) as progress:
         written = write_trace(
             run,
-            path,
+            options.perfetto,
             ranks=options.ranks,
             steps=options.steps,
             limit_bytes=int(options.limit_mb * 1e6) if options.limit_mb else DEFAULT_LIMIT_BYTES,
-            per_rank=options.perfetto is None,
             advanced=progress,
         )
     first, last = written.steps
     print_note(
         options,
-        f"wrote {printable(str(path))}, {written.size_bytes / 1e6:.1f} MB:"
+        f"wrote {printable(str(options.perfetto))}, {written.size_bytes / 1e6:.1f} MB:"
         f" {format_count(len(written.ranks), 'rank')}, steps {first} to {last}. Open it in"
         " https://ui.perfetto.dev, which reads it in your browser without sending it",
     )
@@ -153,22 +151,13 @@ COMMAND = Command(
                 help="write the recorded steps as a trace for ui.perfetto.dev",
             ),
             argument(
-                "--chrome-traces",
-                type=Path,
-                metavar="DIR",
-                help=(
-                    "write a trace in Chrome's format per rank into a new folder, as"
-                    " HolisticTraceAnalysis reads"
-                ),
-            ),
-            argument(
                 "--schema",
                 action="store_true",
                 help="print the JSON schema of --json, for which no run is needed",
             ),
         ),
         titled(
-            "with --perfetto and --chrome-traces",
+            "with --perfetto",
             argument("--ranks", type=_parse_ranks, help="ranks to write, such as 0,3,8-15"),
             argument("--steps", type=_parse_range, help="first and last step, such as 100-200"),
             argument(

@@ -1,7 +1,7 @@
 """Write a run's recorded steps as a trace for Perfetto (https://ui.perfetto.dev).
 
 Each rank is a process with a track for phases and modules, tracks for collectives, other threads and
-the device, and counters (chrome_traces.py). Arrows connect the spans of one collective on its ranks. Findings are
+the device, and counters (trace_writer.py). Arrows connect the spans of one collective on its ranks. Findings are
 instants above the ranks. Clocks of several nodes are aligned by the ends of shared collectives; the
 first instant states how exactly.
 """
@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import itertools
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +27,8 @@ from torchlens_perf.report.run_report import load_report_and_states
 from torchlens_perf.store.reader import ParquetFolder, make_error_collector
 from torchlens_perf.store.samples import GPUS
 from torchlens_perf.store.segments import find_kept_step_range
-from torchlens_perf.timeline.chrome_traces import HtaWriter, PerfettoWriter, TraceWriter
 from torchlens_perf.timeline.slices import MatchedCollective, Track, build_tracks
+from torchlens_perf.timeline.trace_writer import TraceWriter
 from torchlens_perf.view.headline import build_headlines
 
 if TYPE_CHECKING:
@@ -69,14 +68,12 @@ def write_trace(
     ranks: Collection[int] | None = None,
     steps: tuple[int, int] | None = None,
     limit_bytes: int = DEFAULT_LIMIT_BYTES,
-    per_rank: bool = False,
     advanced: Callable[[int, int], object] = lambda done, total: None,
 ) -> Written:
     """Write a trace and return what it contains.
 
     ranks, steps (first, last): None chooses what matters within the size limit. Raise RunStoreError
-    if there is no such step, or the file cannot be written. The limit is approximate. per_rank:
-    write Chrome traces into a new folder.
+    if there is no such step, or the file cannot be written. The limit is approximate.
     """
     report, states = load_report_and_states(run)
     processes, node_of, slow, uncomparable = collect_ranks(states)
@@ -97,20 +94,12 @@ def write_trace(
         first, last = _choose_window(source, first, last, begins, limit_bytes, notes)
     partial = path.parent / f".{path.name}.partial"
     heads = build_headlines(report, str(run.path))
-    writer_type = HtaWriter if per_rank else PerfettoWriter
     try:
-        if per_rank:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-        _write_events(writer_type, partial, source, report, heads, first, last, advanced)
-        size = sum(file.stat().st_size for file in (partial.iterdir() if per_rank else [partial]))
-        # An existing folder is replaced only if it is empty.
+        _write_events(partial, source, report, heads, first, last, advanced)
+        size = partial.stat().st_size
         os.replace(partial, path)
     except OSError as error:
-        if per_rank:
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise RunStoreError(f"{path} cannot be written: {error.strerror or error}") from None
     return Written(size, chosen, (first, last), notes)
 
@@ -198,7 +187,6 @@ def _choose_window(
 
 
 def _write_events(
-    writer_type: type[PerfettoWriter | HtaWriter],
     path: Path,
     source: _TraceSource,
     report: Report,
@@ -219,7 +207,7 @@ def _write_events(
         int(each.records.records["start_ns"].min()) + offset_of[each.rank] for each in records
     )
     host_of = {rank["rank"]: rank["host"] for rank in report["ranks"]}
-    writer = writer_type(path, begin_ns, host_of)
+    writer = TraceWriter(path, begin_ns, host_of)
     about = _describe_trace(source, report, clock.words, first, last, begin_ns)
     writer.write_instant(begin_ns, "about this trace", about)
     _write_findings(writer, heads, report, begin_ns)
