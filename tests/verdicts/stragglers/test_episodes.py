@@ -78,6 +78,37 @@ class TestPhase:
             phase_of_excess(parts(forward=6, backward=11, data=12), parts(**WORK_MS))[0] == "data"
         )
 
+    @pytest.mark.parametrize(
+        ("host", "usual_host", "phase"),
+        [
+            (5, 20, "compute"),  # The host is slow in all its work.
+            (1, 20, "forward"),  # The code between the phases is not slower.
+            (0, 2, "compute"),  # There is too little of it to show how slow the host is.
+        ],
+    )
+    def test_host_that_is_slow_in_all_its_work_is_slow_between_the_phases_too(
+        self, host: float, usual_host: float, phase: str
+    ) -> None:
+        above, usual = parts(forward=20, backward=15, host=host), {"forward": 60, "backward": 50}
+
+        assert phase_of_excess(above, parts(**usual, host=usual_host))[0] == "compute"
+        assert (
+            phase_of_excess(above, parts(**usual, host=usual_host), is_host_bound=True)[0] == phase
+        )
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_phase_does_not_depend_on_the_noise_of_other_phases(phase: str) -> None:
+    """In steps with a large excess, the noise of the other phases is above its mean."""
+    other = {"forward": "backward", "backward": "forward"}[phase]
+    job = Job.of(4, 300, noise=0.0).slow(1, 6, phase)
+    job.slow(1, 9, other, slice(0, None, 2)).slow(1, -9, other, slice(1, None, 2))
+    found = episode_of(job)
+
+    assert found.slow_share < 0.6
+    assert found.phase == phase
+    assert found.phase_excess_ns == pytest.approx(6 * MS, rel=0.01)
+
 
 def test_measurements_of_a_constant_excess_are_exact() -> None:
     found = episode_of(

@@ -22,6 +22,8 @@ _COMPUTE = ("forward", "backward")
 # The limit is lower for host times, because the host of the last rank is slightly slower in all
 # phases.
 _MAX_RATIO, _MAX_RATIO_ON_HOSTS = 2.25, 1.5
+# Host code between the phases shows how slow a host is if it takes this share of the usual time.
+_MUCH_HOST_CODE = 0.05
 # The host is slow if the device waits for it in more than this share of the rank's own time.
 _MOST = 0.5
 # The other ranks' usual times are computed from about this many ranks at most.
@@ -131,12 +133,11 @@ def measure_episode(
         more_workload = float(load[-1].mean()) / typical - 1
     phase, phase_excess_ns, by_host = episode.phase, excess_ns, False
     if phase != "cpu":
-        above = (parts - usual_parts)[slow].mean(axis=0) if slow.any() else np.zeros(len(OWN_PARTS))
-        max_ratio = (
-            _MAX_RATIO_ON_HOSTS if _is_host_bound(parts, its_host[0], _COMPUTE) else _MAX_RATIO
+        above = (parts - usual_parts).mean(axis=0)
+        on_host = _is_host_bound(parts, its_host[0], _COMPUTE)
+        phase, phase_excess_ns = phase_of_excess(
+            above, usual_parts.mean(axis=0), is_host_bound=on_host
         )
-        phase, part_ns = phase_of_excess(above, usual_parts.mean(axis=0), max_ratio)
-        phase_excess_ns = part_ns * slow_share
         by_host = _is_host_bound(parts, its_host[0], _COMPUTE if phase == "compute" else (phase,))
     return dataclasses.replace(
         episode,
@@ -241,19 +242,24 @@ def _gain_without_last_ns(own: npt.NDArray[np.float32]) -> float:
 def phase_of_excess(
     above_ns: npt.NDArray[np.float64],
     usual_ns: npt.NDArray[np.float64],
-    max_ratio: float = _MAX_RATIO,
+    *,
+    is_host_bound: bool = False,
 ) -> tuple[str, float]:
     """Return the phase that explains most of an excess, and the excess in this phase.
 
     above_ns, usual_ns: excess and usual time in each of OWN_PARTS. If forward and backward are
-    slower by similar ratios, the phase is "compute". max_ratio: ratios are similar if the larger
-    ratio divided by the smaller ratio is below this.
+    slower by similar ratios, the phase is "compute". is_host_bound: True if the device waits for
+    its host in these phases. If the host is slow in both, its code between the phases is slower too.
     """
     largest = int(np.argmax(above_ns))
-    forward, backward = (OWN_PARTS.index(part) for part in _COMPUTE)
+    forward, backward, host = (OWN_PARTS.index(part) for part in (*_COMPUTE, "host"))
     pair = above_ns[forward] + above_ns[backward]
     if largest in (forward, backward) and min(above_ns[forward], above_ns[backward]) > 0.15 * pair:
-        ratios = [above_ns[part] / max(1.0, usual_ns[part]) for part in (forward, backward)]
+        shown = [forward, backward]
+        if is_host_bound and usual_ns[host] > _MUCH_HOST_CODE * usual_ns.sum():
+            shown.append(host)
+        ratios = [above_ns[part] / max(1.0, usual_ns[part]) for part in shown]
+        max_ratio = _MAX_RATIO_ON_HOSTS if is_host_bound else _MAX_RATIO
         if max(ratios) < max_ratio * min(ratios):
             return "compute", float(pair)
     return OWN_PARTS[largest], float(above_ns[largest])
