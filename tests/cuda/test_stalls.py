@@ -244,3 +244,24 @@ def test_durations_of_host_waits_exclude_the_time_of_marking(loop: Loop) -> None
     assert len(waits) == 2
     assert len(loop.spans) == 1
     assert waits[0]["duration_ns"] == waits[1]["duration_ns"]
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_marks_of_a_backward_tail_are_charged(loop: Loop, is_marked: bool) -> None:
+    """A mark takes as long as that of a wait. The mark of the pass's end is charged with the pass."""
+    loop.blocked()
+    of_wait_ns = loop.recorder.tool_ns
+    assert of_wait_ns > 0
+    loop.recorder.begin(Kind.BACKWARD, 0)
+    before_ns = loop.recorder.tool_ns
+    loop.stalls.begin_backward_tail(TAIL)
+    begin_ns = loop.recorder.tool_ns - before_ns
+    if is_marked:
+        loop.recorder.end(Kind.BACKWARD, 0)
+    before_ns, marked = loop.recorder.tool_ns, loop.device_clock.marked
+    loop.stalls.end_backward_tail()
+
+    marks = loop.device_clock.marked - marked
+    assert marks == (0 if is_marked else 1)
+    assert begin_ns == of_wait_ns // 2
+    assert loop.recorder.tool_ns - before_ns == marks * begin_ns

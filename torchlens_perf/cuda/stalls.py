@@ -57,14 +57,19 @@ class StallMarker:
 
         Return the mark, or None inside another wait.
         """
-        start_ns, thread = self._recorder.now_ns(), threading.get_ident()
+        thread = threading.get_ident()
         if self._holder == thread:
             self._depth += 1
             return None
         # Another user thread may wait while the device computes.
         if not self._session.thread.is_current():
             return None
-        mark = self._begin_stall(name_id, thread)
+        return self._begin_stall(name_id, thread)
+
+    def _mark(self) -> int | None:
+        """Record a mark on the compute stream, and charge its time."""
+        start_ns = self._recorder.now_ns()
+        mark: int | None = self._clock.mark(self._clock.stream)
         self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
@@ -72,7 +77,7 @@ class StallMarker:
         if not self._open.acquire(blocking=False):
             return None
         try:
-            mark: int | None = self._clock.mark(self._clock.stream)
+            mark = self._mark()
             if mark is not None:
                 self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, holder
                 return mark
@@ -90,13 +95,11 @@ class StallMarker:
         self._depth -= 1
         if self._depth:
             return None
-        start_ns = self._recorder.now_ns()
         mark: int | None = None
         try:
-            mark = self._clock.mark(self._clock.stream)
+            mark = self._mark()
         finally:
             self._close_stall(mark)
-        self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
     def begin_wait(self) -> None:
@@ -147,7 +150,7 @@ class StallMarker:
             if not raised:
                 # The mark of the backward pass's end is also the end of the stall.
                 is_marked = backward_end != _NO_MARK
-                end = backward_end if is_marked else self._clock.mark(self._clock.stream)
+                end = backward_end if is_marked else self._mark()
         finally:
             self._close_stall(end)
 

@@ -100,11 +100,12 @@ class _BackwardTail:
         recorder.computes_backward()
         recorder.own_work_paused()
         torch_private.queue_backward_end_callback(self._end_tail)
-        self.start_ns, self.waited_before_ns = recorder.now_ns(), recorder.waited_ns
         if session.clocks.stalls is not None and session.identity.has_other_ranks:
             self.mark = session.clocks.stalls.begin_backward_tail(self._name_id)
         if self.mark is None and self._ends_modules:
             self.mark = session.clocks.current.mark()
+        # The mark's time is charged, and is no part of the wait.
+        self.start_ns, self.waited_before_ns = recorder.now_ns(), recorder.waited_ns
 
     @guard("backward callback")
     def _end_tail(self) -> None:
