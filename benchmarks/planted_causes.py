@@ -55,7 +55,7 @@ def judge(folder: Path) -> tuple[int, int | None, list[str], str]:
     suspect, _, path = (folder / "truth").read_text().partition(" ")
     run = RunDirectory(Path(path))
     verdict = build_report(run.run_id, load_all(run))["verdicts"][0]
-    diagnosis = verdict.evidence.diagnosis
+    diagnosis = verdict.diagnosis
     causes = () if diagnosis is None else diagnosis.causes
     named = verdict.rank if verdict.kind == "straggler" else None
     return int(suspect), named, [cause.kind for cause in causes], verdict.sentence

@@ -138,7 +138,7 @@ def test_fail_on_ignores_an_ended_hang_unless_costly_or_at_the_end(
 def test_stragglers_are_inconclusive_if_ranks_were_not_compared(kind: str, code: int) -> None:
     """A verdict of the kind `not_compared` states that the ranks were not compared."""
     evidence = NoSlowRankEvidence(64, 0.003, 8) if kind == "none" else NotComparedEvidence(64)
-    row = Verdict(kind=kind, confidence=0.9, evidence=evidence)
+    row = Verdict(kind=kind, confidence=0.9, is_undecided=kind == "not_compared", evidence=evidence)
     report: Any = {
         "verdicts": [row],
         "steps": {"count": 60, "p50_s": 0.1},

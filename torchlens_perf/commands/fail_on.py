@@ -78,8 +78,6 @@ def _is_current_verdict(row: Verdict, kind: str) -> bool:
 
 def _why_unknown(name: str, report: Report, findings: Findings) -> str:
     """Return why the absence of a verdict proves nothing, or "" if the verdict could be judged."""
-    from torchlens_perf.verdicts.words.evidence import NotComparedEvidence
-
     steps, rows = report["steps"], report["verdicts"]
     if not steps["count"]:
         return "no step was recorded"
@@ -89,14 +87,9 @@ def _why_unknown(name: str, report: Report, findings: Findings) -> str:
         return "the job hangs, so this was not judged"
     if steps["p50_s"] is None:
         return "all steps are warm-up steps"
-    if name == "slow-rank":
-        not_compared = any(isinstance(row.evidence, NotComparedEvidence) for row in rows)
-        if not_compared or findings.compared < 2 or findings.detectable_ns is None:
-            return (
-                "only one rank"
-                if report["run"]["world_size"] < 2
-                else "the ranks were not compared"
-            )
+    is_undecided = any(row.is_undecided for row in rows) or findings.detectable_ns is None
+    if name == "slow-rank" and (is_undecided or findings.compared < 2):
+        return "only one rank" if report["run"]["world_size"] < 2 else "the ranks were not compared"
     if name == "slow-link" and not report["slow_links"].compared:
         return "no links were compared"
     if name == "growing-steps" and steps["trend"] is None:

@@ -126,7 +126,7 @@ def _build_run_span(run: _AttemptSteps, parent: SpanContext, crash: Verdict | No
     if crash is not None:
         status = Status(StatusCode.ERROR, crash.explanation)
         attributes[semantics.ERROR_TYPE] = crash.kind
-        failure = getattr(crash.evidence, "failure", None)
+        failure = crash.evidence.failure
         if failure is not None:
             attributes[semantics.ERROR_TYPE] = failure["type"] or crash.kind
             # The event of OpenTelemetry's conventions for exceptions.

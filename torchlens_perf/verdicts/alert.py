@@ -57,7 +57,7 @@ class AlertBuilder:
         place = None if verdict.rank is None else self.places.get(verdict.rank)
         if self.alone:
             text = f"Only from node {self.alone}, which cannot reach node 0: {text}"
-        causes = () if evidence.diagnosis is None else evidence.diagnosis.causes
+        causes = () if verdict.diagnosis is None else verdict.diagnosis.causes
         hangs = evidence.duration_s is not None
         return dataclasses.replace(
             last,

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
+from torchlens_perf.verdicts.stragglers.findings import Diagnosis
+
 if TYPE_CHECKING:
-    from torchlens_perf.verdicts.stragglers.findings import Diagnosis
+    from torchlens_perf.run.failure import Failure
+    from torchlens_perf.run.oom_table import OutOfMemory
+    from torchlens_perf.verdicts.words.evidence import LongSteps
 
 OVER = "_ended"
 """Suffix of the kinds of verdicts that are no longer true."""
@@ -45,6 +49,17 @@ class Period(Struct, frozen=True, kw_only=True):
     """Time at which since_step began, in UTC. Within a window, it is interpolated from the usual
     duration of a step."""
     until: str | None = None
+
+
+class NamedUse(Struct, frozen=True):
+    """A use of a step's time that a sentence names, such as waiting for data."""
+
+    kind: str
+    """A kind of verdicts, such as "data_bound"."""
+    what: str
+    seconds: float
+    lack_s: float = 0.0
+    """The part of it in which the thread waited for a CPU; 0 if such waits are a use of their own."""
 
 
 class RunLength(NamedTuple):
@@ -89,8 +104,7 @@ class Evidence(Struct, frozen=True, tag_field="type"):
         """Class of the cause; "" if there are no classes."""
         return ""
 
-    @property
-    def large_uses(self) -> set[str]:
+    def find_large_uses(self, verdict: Verdict) -> set[str]:
         """Kinds of large uses of the typical step's time."""
         return set()
 
@@ -111,8 +125,28 @@ class Evidence(Struct, frozen=True, tag_field="type"):
         return None
 
     @property
-    def diagnosis(self) -> Diagnosis | None:
-        """Causes of the slowness of a rank; None if no diagnosis was made."""
+    def long(self) -> LongSteps | None:
+        """The class of steps that a verdict on long steps is about; None for other verdicts."""
+        return None
+
+    @property
+    def oom(self) -> OutOfMemory | None:
+        """The error of a rank that ran out of memory; None for other verdicts."""
+        return None
+
+    @property
+    def failure(self) -> Failure | None:
+        """The exception that ended the run; None for other verdicts."""
+        return None
+
+    @property
+    def work_s(self) -> float | None:
+        """Work of a rank that is slow now, per step; None for other verdicts."""
+        return None
+
+    @property
+    def seen_share(self) -> float | None:
+        """Share of the steps in which a rank that is slow now is slow; None for other verdicts."""
         return None
 
     @property
@@ -130,10 +164,11 @@ class Evidence(Struct, frozen=True, tag_field="type"):
         return verdict.text
 
     def explain(self, verdict: Verdict) -> str:
-        """Return the measurement in sentences. Place, cost, time and cause are in other fields."""
-        return verdict.text
+        """Return the measurement in sentences, if place, cost, time and cause, which are in other
+        fields, are also in those of describe(); else ""."""
+        return ""
 
-    def describe_causes(self) -> str:
+    def describe_causes(self, verdict: Verdict) -> str:
         """Return the causes of a rank's slowness, or the causes that were ruled out."""
         return ""
 
@@ -173,6 +208,14 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """The measurement. Place, cost, time, cause and action are in other fields."""
     cause: str = ""
     """The cause of a rank's slowness, or the causes that were ruled out; "" without a diagnosis."""
+    uses: tuple[NamedUse, ...] = ()
+    """The limit of the typical step, and other large uses of its time."""
+    diagnosis: Diagnosis | None = None
+    """Causes of the slowness of a rank; None if no diagnosis was made."""
+    notes: tuple[str, ...] = ()
+    """Further sentences, for example on measurements that do not confirm the finding."""
+    is_undecided: bool = False
+    """True if the ranks were not compared, so that none is known to be slow or not."""
     where: dict[str, str] | None = None
     """Names for the rank's location: host, scheduler, container, cloud."""
     held: Period | None = None
@@ -184,9 +227,11 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         # The sentences are made of the other fields, also after one of these was replaced.
-        force_setattr(self, "text", self.evidence.describe(self))
-        force_setattr(self, "explanation", self.evidence.explain(self))
-        force_setattr(self, "cause", self.evidence.describe_causes())
+        text = self.evidence.describe(self)
+        explanation = self.evidence.explain(self) or text
+        force_setattr(self, "text", " ".join((text, *self.notes)))
+        force_setattr(self, "explanation", " ".join((explanation, *self.notes)))
+        force_setattr(self, "cause", self.evidence.describe_causes(self))
 
     @property
     def sentence(self) -> str:

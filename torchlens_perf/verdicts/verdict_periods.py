@@ -21,7 +21,6 @@ from torchlens_perf.verdicts.judged_windows import JudgedWindows, RunPart
 from torchlens_perf.verdicts.verdict import (
     NOT_COMPUTING_KINDS,
     OVER,
-    Evidence,
     Period,
     RunLength,
     Verdict,
@@ -30,11 +29,7 @@ from torchlens_perf.verdicts.words import past
 from torchlens_perf.verdicts.words.bottleneck import named_kinds, without_wait
 from torchlens_perf.verdicts.words.evidence import (
     LongSteps,
-    LongStepsEvidence,
-    NoSlowRankEvidence,
-    OutOfMemoryEvidence,
 )
-from torchlens_perf.verdicts.words.hang import OpenHang
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
@@ -77,7 +72,7 @@ class VerdictPeriods:
         found = [
             structs.replace(each, held=self._find_period(each))
             for each in verdicts
-            if not _are_all_hangs(each.evidence, hung)
+            if not _are_all_hangs(each.evidence.long, hung)
         ]
         stretches = self._find_temporary_limits(found)
         if all(each.has_ended for each in stretches):
@@ -108,19 +103,12 @@ class VerdictPeriods:
         evidence = verdict.evidence
         if verdict.held is not None:
             return self._period_of_episode(verdict, verdict.held)
-        if isinstance(evidence, OpenHang):
-            noted = self.records.find_open("hang", evidence.step)
-            return (
-                self._period_between(evidence.step, None)
-                if noted is None
-                else self._period_of_finding(noted)
-            )
-        if isinstance(evidence, OutOfMemoryEvidence):
+        if evidence.oom is not None:
             since = self.time(evidence.oom["time_unix_ns"])
             return structs.replace(self._period_between(evidence.oom["step"], None), since=since)
-        if isinstance(evidence, LongStepsEvidence):
+        if evidence.long is not None:
             return self._period_of_long_steps(evidence.long)
-        if isinstance(evidence, NoSlowRankEvidence):
+        if verdict.kind == "none" and not verdict.is_undecided:
             return self._period_without_slow_rank()
         found = None
         if self.windows is not None and evidence.is_of_run:
@@ -129,8 +117,15 @@ class VerdictPeriods:
             found = self.windows.find_imbalanced_part()
         if found is not None:
             return self._period_of_run_part(found)
-        noted = self.records.find_open(verdict.kind)
-        return None if noted is None else self._period_of_finding(noted)
+        began = verdict.since_step
+        noted = self.records.find_open(verdict.kind, began)
+        if noted is not None:
+            return self._period_of_finding(noted)
+        return (
+            self._period_between(began, None)
+            if verdict.kind == "hang" and began is not None
+            else None
+        )
 
     def _period_of_episode(self, slow: Verdict, episode: Period) -> Period:
         since, until = episode.since_step, episode.until_step
@@ -326,12 +321,11 @@ class VerdictPeriods:
         )
 
 
-def _are_all_hangs(evidence: Evidence, hung: set[int | None]) -> bool:
-    """Return True for evidence on long steps if all of them are in `hung`, the steps of hangs."""
-    if not isinstance(evidence, LongStepsEvidence):
-        return False
-    steps = evidence.long["steps"]
-    return len(steps) == evidence.long["count"] and hung.issuperset(steps)
+def _are_all_hangs(long: LongSteps | None, hung: set[int | None]) -> bool:
+    """Return True for long steps if all of them are in `hung`, the steps of hangs."""
+    return (
+        long is not None and len(long["steps"]) == long["count"] and hung.issuperset(long["steps"])
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

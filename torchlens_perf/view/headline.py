@@ -19,12 +19,7 @@ from torchlens_perf.analysis.statistics.quantities import (
 from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS
-from torchlens_perf.verdicts.words.evidence import (
-    FailedEvidence,
-    NoSlowRankEvidence,
-)
 from torchlens_perf.verdicts.words.run_state import describe_failure_time
-from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.rank_tables import find_largest_section
 from torchlens_perf.view.theme import BAD, GOOD, NEUTRAL, PARTS, WARNING
 
@@ -190,7 +185,7 @@ def _status_and_severity(row: Verdict) -> tuple[str, str]:
         return _SCOPES[evidence.scope], severity
     if kind == "long_steps" and row.rank is not None:
         return _STALLS, severity
-    if kind == "none" and not isinstance(evidence, NoSlowRankEvidence):
+    if row.is_undecided:
         return "NOT COMPARED", NEUTRAL
     return status, severity
 
@@ -220,12 +215,12 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
         found.append(("module" if len(modules) == 1 else "modules", ", ".join(modules)))
     if evidence.slow_too:
         found.append(("together with", format_rank_list(evidence.slow_too)))
-    if isinstance(evidence, FailedEvidence):
+    if evidence.failure is not None:
         found.append(("steps", describe_failure_time(evidence.failure)))
     elif held is not None and held.since_step is not None:
         found.append(("steps", format_step_range(held.since_step, held.until_step)))
-        if isinstance(evidence, StragglerEvidence):
-            found.append(("seen", f"in {format_percent(evidence.share_of_steps)} of these steps"))
+        if evidence.seen_share is not None:
+            found.append(("seen", f"in {format_percent(evidence.seen_share)} of these steps"))
         elif held.windows_judged:
             found.append(("seen", f"in {held.windows_held} of {held.windows_judged} windows"))
     elif row.since_step is not None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_duration_or_dash
 from torchlens_perf.run.records import PARTS as RECORDED_PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.specs import NOT_MEASURED, Column, Quantity, Table, Value
 from torchlens_perf.view.theme import PARTS
 
@@ -149,10 +148,10 @@ def _compute_note(report: Report, compute_s: Mapping[int, float | None]) -> str:
     the table's values by rank.
     """
     for row in current_stragglers(report):
-        evidence, rank = row.evidence, row.rank
+        work_s, rank = row.evidence.work_s, row.rank
         since = None if row.held is None else row.held.since_step
-        if isinstance(evidence, StragglerEvidence) and rank is not None and since is not None:
-            mean = format_duration(evidence.work_s)
+        if work_s is not None and rank is not None and since is not None:
+            mean = format_duration(work_s)
             if mean == format_duration_or_dash(compute_s.get(rank)):
                 return ""
             return (

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.words.evidence import OutOfMemoryEvidence
 from torchlens_perf.verdicts.words.oom import allocation_place
-from torchlens_perf.verdicts.words.stragglers import StragglerEvidence
 from torchlens_perf.view.collective_table import build_collective_table, build_slow_link_table
 from torchlens_perf.view.goodput_table import build_goodput_table
 from torchlens_perf.view.hardware_tables import build_gpu_table, build_port_table
@@ -95,8 +93,6 @@ def build_module_table(report: Report) -> Table | None:
 def _compare_modules(report: Report, slow: Verdict) -> Table | None:
     """Compare the slow rank's modules with the median of the other ranks, largest gap first."""
     rank, evidence = str(slow.rank), slow.evidence
-    if not isinstance(evidence, StragglerEvidence):
-        return None
     field, what = _module_times_field(slow.phase, on_device=report["run"]["judged_by"] == DEVICE)
     found: list[tuple[str, float, float]] = []
     for module in report["modules"]:
@@ -366,7 +362,7 @@ def _step_numbers_text(steps: Sequence[int]) -> str:
 def build_cause_table(report: Report) -> Table | None:
     """Compare measurements on the first slow rank, while it is slow, with those on the other ranks."""
     for row in current_stragglers(report):
-        diagnosis = row.evidence.diagnosis
+        diagnosis = row.diagnosis
         if diagnosis is not None and diagnosis.signals:
             missing = ", ".join(diagnosis.not_measured)
             note = f"Not measured: {missing}." if missing else ""
@@ -399,18 +395,15 @@ def build_out_of_memory_table(report: Report) -> Table | None:
     memory.
     """
     for row in report["verdicts"]:
-        evidence = row.evidence
-        if (
-            isinstance(evidence, OutOfMemoryEvidence)
-            and (held := evidence.oom["table"]) is not None
-        ):
+        oom = row.evidence.oom
+        if oom is not None and (held := oom["table"]) is not None:
             blocks, events = held["rows"], held["history_events"]
             columns = [
                 Column("allocated at", [allocation_place(each) for each in blocks], Quantity.TEXT),
                 Column("size", [each["bytes"] for each in blocks], Quantity.BYTES),
                 Column("blocks", [each["blocks"] for each in blocks], Quantity.NUMBER),
             ]
-            note = f"The full list is in {evidence.oom['file']}."
+            note = f"The full list is in {oom['file']}."
             if events:
                 columns.append(
                     Column(
@@ -420,7 +413,7 @@ def build_out_of_memory_table(report: Report) -> Table | None:
                 note = (
                     f"New blocks are those within the last {events} allocations and frees. {note}"
                 )
-            title = f"Memory of rank {evidence.oom['rank']} when it ran out"
+            title = f"Memory of rank {oom['rank']} when it ran out"
             return Table(
                 "out_of_memory",
                 title,

@@ -134,7 +134,7 @@ def test_verdict_names_gpu_throttling_as_the_cause(run: RunDirectory, rig: Rig) 
     sidecar.close()
 
     assert (verdict.kind, verdict.rank) == ("straggler", 1)
-    (cause,) = verdict.evidence.diagnosis.causes
+    (cause,) = verdict.diagnosis.causes
     assert cause.kind == "gpu_throttled"
     assert cause.explains == pytest.approx(1.0, abs=0.1)
     assert "Because GPU 00000000:1B:00.0 (NVIDIA H200)'s SM clock is 1.2" in verdict.sentence

@@ -358,8 +358,8 @@ def test_verdict_has_cause_explained_share_and_action() -> None:
         " second" in told.sentence
     )
     assert "Next: call gc.freeze()" in told.sentence
-    assert [cause.kind for cause in told.evidence.diagnosis.causes] == ["gc", "nvlink"]
-    assert told.evidence.diagnosis.signals["gc_share"] == pytest.approx(0.2, rel=0.01)
+    assert [cause.kind for cause in told.diagnosis.causes] == ["gc", "nvlink"]
+    assert told.diagnosis.signals["gc_share"] == pytest.approx(0.2, rel=0.01)
 
 
 def test_hardware_error_that_explains_no_time_is_not_called_the_cause() -> None:

@@ -51,7 +51,7 @@ def _build_verdict_details(key: str, row: Verdict) -> list[Child]:
     ]
     return [
         tag("p", ", ".join(places), class_="note") if places else None,
-        _build_diagnosis(key, row.rank, row.evidence.diagnosis),
+        _build_diagnosis(key, row.rank, row.diagnosis),
         *_build_stacks(row.evidence.stacks),
     ]
 

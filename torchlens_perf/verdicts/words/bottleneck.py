@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from torchlens_perf.analysis.statistics.quantities import (
     format_count,
@@ -34,7 +34,7 @@ from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, me
 from torchlens_perf.run.loader_period import hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PARTS
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
-from torchlens_perf.verdicts.verdict import Evidence, RunLength, Verdict
+from torchlens_perf.verdicts.verdict import Evidence, NamedUse, RunLength, Verdict
 from torchlens_perf.verdicts.words.cpu import cpu_action
 from torchlens_perf.verdicts.words.device_pace import (
     COMPUTE,
@@ -95,45 +95,21 @@ _FAR_AHEAD = 0.5
 _MAX_SECTIONS = 4
 
 
-class NamedUse(Struct, frozen=True):
-    """A use of a step's time that a sentence names, such as waiting for data."""
-
-    kind: str
-    """A kind of verdicts, such as "data_bound"."""
-    what: str
-    seconds: float
-    lack_s: float = 0.0
-    """The part of it in which the thread waited for a CPU; 0 if such waits are a use of their own."""
-
-    def describe(self, step_s: float) -> str:
-        what = self.what[0].lower() + self.what[1:]
-        return f"{what} {self.format_share(step_s)}"
-
-    def format_share(self, step_s: float) -> str:
-        if self.lack_s < _WORTH_NAMING * self.seconds:
-            return _format_share(self.seconds, step_s)
-        took, lacked = format_duration(self.seconds), format_percent(self.lack_s / self.seconds)
-        share = format_percent(self.seconds / step_s)
-        return f"{share} ({took}, of which {lacked} waited for a CPU)"
-
-
 class StepEvidence(Evidence, frozen=True, kw_only=True):
     """The use of time in a typical step of the whole run, as means over the ranks."""
 
     kinds = LIMITS
     is_of_run = True
-    named: tuple[NamedUse, ...]
-    """The limit of the step, and other large uses of the time."""
-    notes: tuple[str, ...]
-    """Sentences on the limit."""
     gap: LargestGap | None = None
     """The place of most of the host code that is to be made shorter; None if not known."""
 
-    def join(self, found: str, step_s: float) -> str:
-        """Return the sentence on the limit, with the other uses of a step, and the notes."""
-        also = [each.describe(step_s) for each in self.named[1:]]
-        place = "" if self.gap is None else self.gap.text
-        return " ".join(filter(None, (f"{'; '.join([found, *also])}.", place, *self.notes)))
+    def join(self, found: str, others: Sequence[NamedUse], step_s: float) -> str:
+        """Return the sentence on the limit, with the other uses of a step."""
+        also = [
+            f"{each.what[0].lower()}{each.what[1:]} {_format_use(each, step_s)}" for each in others
+        ]
+        place = "" if self.gap is None else f" {self.gap.text}"
+        return f"{'; '.join([found, *also])}.{place}"
 
 
 class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_step"):
@@ -144,17 +120,17 @@ class TypicalStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="typical_
     """Seconds of each use of the time, which add up to the step. Keys are kinds of verdicts, such as
     "data_bound". If the limit has `lack_s`, waits for a CPU are in the other uses."""
 
-    @property
-    def large_uses(self) -> set[str]:
+    def find_large_uses(self, verdict: Verdict) -> set[str]:
         least_s = _WORTH_NAMING * self.typical_step_s
-        lack_s = sum(each.lack_s for each in self.named)
+        lack_s = sum(each.lack_s for each in verdict.uses)
         uses_s = {_LACK.kind: lack_s, **self.uses_s}
         return {kind for kind, seconds in uses_s.items() if seconds >= least_s}
 
     def describe(self, verdict: Verdict) -> str:
-        first, step_s = self.named[0], self.typical_step_s
-        takes = f"{first.what} takes {first.format_share(step_s)}"
-        return self.join(f"{takes} of a typical step of {format_duration(step_s)}", step_s)
+        (first, *others), step_s = verdict.uses, self.typical_step_s
+        takes = f"{first.what} takes {_format_use(first, step_s)}"
+        found = f"{takes} of a typical step of {format_duration(step_s)}"
+        return self.join(found, others, step_s)
 
     def compute_lost_s(self, verdict: Verdict, run: RunLength) -> float | None:
         cost_s = verdict.cost_s_per_step
@@ -170,14 +146,13 @@ class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_st
     """Parts that add up to the step: the phases, communication for which the compute stream waited,
     and data and host code for which the device waited between the phases."""
 
-    @property
-    def large_uses(self) -> set[str]:
+    def find_large_uses(self, verdict: Verdict) -> set[str]:
         parts_s = self.device_parts_s
         least_s = _WORTH_NAMING * sum(parts_s.values())
         return {each.kind for each in _WAITS if parts_s.get(each.phase, 0.0) >= least_s}
 
     def describe(self, verdict: Verdict) -> str:
-        first, step = self.named[0], format_duration(self.step_s)
+        (first, *others), step = verdict.uses, format_duration(self.step_s)
         takes = f"{first.what} takes {_format_share(first.seconds, self.step_s)}"
         if first.kind == "compute_bound":
             takes = f"{first.what} {format_percent(first.seconds / self.step_s)}"
@@ -185,7 +160,7 @@ class DeviceStepEvidence(StepEvidence, frozen=True, kw_only=True, tag="device_st
                 part: self.device_parts_s[part] for part in COMPUTE if part in self.device_parts_s
             }
             step += f": {_format_phases(_largest_first(phases))}"
-        return self.join(f"{takes} of a step on the {self.device} ({step})", self.step_s)
+        return self.join(f"{takes} of a step on the {self.device} ({step})", others, self.step_s)
 
 
 class ContentionEvidence(Evidence, frozen=True, kw_only=True, tag="contention"):
@@ -213,33 +188,31 @@ class SampledCpuLackEvidence(Evidence, frozen=True, tag="sampled_cpu_lack"):
     kinds = ("lack_of_cpu",)
     sampled: float
     """Share of the samples in which a main thread was runnable but had no CPU."""
-    notes: tuple[str, ...] = ()
 
     def describe(self, verdict: Verdict) -> str:
-        text = (
+        return (
             f"Waiting for a CPU takes {format_percent(self.sampled)} of the time, according to"
             " one-second samples. Its place in the step was not measured."
         )
-        return " ".join((text, *self.notes))
+
+
+def _format_use(use: NamedUse, step_s: float) -> str:
+    if use.lack_s < _WORTH_NAMING * use.seconds:
+        return _format_share(use.seconds, step_s)
+    took, lacked = format_duration(use.seconds), format_percent(use.lack_s / use.seconds)
+    share = format_percent(use.seconds / step_s)
+    return f"{share} ({took}, of which {lacked} waited for a CPU)"
 
 
 def add_note(verdict: Verdict, note: str) -> Verdict:
-    """Return the verdict on the typical step with another sentence, which may be ""."""
-    evidence = verdict.evidence
-    if not note or not isinstance(evidence, StepEvidence | SampledCpuLackEvidence):
-        return verdict
-    more = structs.replace(evidence, notes=(*evidence.notes, note))
-    return structs.replace(verdict, evidence=more)
+    """Return the verdict with another sentence, which may be ""."""
+    return structs.replace(verdict, notes=(*verdict.notes, note)) if note else verdict
 
 
 def without_wait(verdict: Verdict, kind: str) -> Verdict:
     """Return the verdict on the typical step without one kind of wait, which another verdict names."""
-    evidence = verdict.evidence
-    if not isinstance(evidence, StepEvidence):
-        return verdict
-    first, *others = evidence.named
-    named = (first, *(each for each in others if each.kind != kind))
-    return structs.replace(verdict, evidence=structs.replace(evidence, named=named))
+    others = (each for each in verdict.uses[1:] if each.kind != kind)
+    return structs.replace(verdict, uses=(*verdict.uses[:1], *others))
 
 
 def _name_uses(*uses: TimeShare) -> tuple[NamedUse, ...]:
@@ -440,7 +413,7 @@ def _longer_waits_text(lacking: list[LongSteps]) -> str:
 
 def named_kinds(verdict: Verdict) -> set[str]:
     """Return the kinds of time that the verdict on the typical step names."""
-    return {verdict.kind, *verdict.evidence.large_uses}
+    return {verdict.kind, *verdict.evidence.find_large_uses(verdict)}
 
 
 def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verdict:
@@ -492,7 +465,6 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
     waits, is_measured = everything.separate_waits, _is_lack_measured(report)
     known = [use for use in waits if use.kind != _LACK.kind or is_measured]
     uses_s = {use.kind: use.seconds for use in (computing, *known)}
-    named, said = _name_uses(first, *worth), tuple(filter(None, notes))
     return Verdict(
         kind=first.kind,
         phase=first.phase,
@@ -501,9 +473,9 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
         confidence=0.9,
         advice=following.advice,
         action=action_against(following, report, gap),
-        evidence=TypicalStepEvidence(
-            typical_step_s=step_s, uses_s=uses_s, named=named, notes=said, gap=gap
-        ),
+        uses=_name_uses(first, *worth),
+        notes=tuple(filter(None, notes)),
+        evidence=TypicalStepEvidence(typical_step_s=step_s, uses_s=uses_s, gap=gap),
     )
 
 
@@ -898,12 +870,12 @@ def _build_device_verdict(report: Facts, device: str, *, waits_explained: bool) 
         confidence=0.8,
         advice=following.advice,
         action=action_against(following, report, gap),
+        uses=_name_uses(*named),
+        notes=tuple(filter(None, notes)),
         evidence=DeviceStepEvidence(
             device=device,
             step_s=found.step_s,
             device_parts_s={part: s for part, s in parts.items() if s},
-            named=_name_uses(*named),
-            notes=tuple(filter(None, notes)),
             gap=gap,
         ),
     )

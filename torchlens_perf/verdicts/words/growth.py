@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
-from torchlens_perf.verdicts.words.evidence import LongStepsEvidence
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.words.report import Facts
@@ -66,11 +65,8 @@ def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict
 def is_explained_by_growth(report: Facts, verdict: Verdict) -> bool:
     """Return True for a verdict on long steps without another reason if most of these steps are in
     the last third of the run."""
-    history, evidence = report["history"], verdict.evidence
-    if history is None or not isinstance(evidence, LongStepsEvidence):
-        return False
-    long = evidence.long
-    if long["kinds"] or long["period"]:
+    history, long = report["history"], verdict.evidence.long
+    if history is None or long is None or long["kinds"] or long["period"]:
         return False
     first, last = history["first_steps"][0], history["first_steps"][-1] + history["width"]
     in_last_third = [step >= last - (last - first) / 3 for step in long["steps"]]

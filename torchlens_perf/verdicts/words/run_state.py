@@ -18,7 +18,6 @@ from torchlens_perf.verdicts.verdict import Verdict
 from torchlens_perf.verdicts.words.evidence import (
     DiedEvidence,
     FailedEvidence,
-    LongStepsEvidence,
     UnevenStepsEvidence,
 )
 from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts, was_ended_by_oom
@@ -167,9 +166,9 @@ def is_explained_by_uneven_steps(
     They wait for ranks that have ended, as with Join. fewest: number of steps of the ranks that
     ended first. before: classes of long steps of these ranks.
     """
-    if not isinstance(verdict.evidence, LongStepsEvidence):
-        return False
     long = verdict.evidence.long
+    if long is None:
+        return False
     # A class with many steps lists only the newest ones.
     is_late = not long["kinds"] and min(long["steps"]) >= fewest
     return is_late and not any(

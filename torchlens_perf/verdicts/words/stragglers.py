@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -12,7 +13,7 @@ from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU
 from torchlens_perf.verdicts.causes.straggler_groups import MAX_MODULES, MIN_IMBALANCE
 from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, Findings, StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, Period, RunLength, Verdict
@@ -73,7 +74,6 @@ class SlownessEvidence(Evidence, frozen=True, kw_only=True):
     excess_when_slow_s: float
     more_workload: float
     """Additional workload of the slowest rank, as a share of the other ranks' workload."""
-    diagnosis: Diagnosis | None
 
     def describe_pattern(self) -> str:
         """Return clauses on when and why the rank is slow, which may be ""."""
@@ -113,10 +113,10 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     modules: tuple[str, ...]
     """Modules that explain most of the excess in the slow phase."""
     module_excess_s: float
-    ruled_out: tuple[str, ...]
-    """Names of the possible causes that were checked, if none was found."""
-    doubts: tuple[str, ...]
-    """Sentences on other measurements, which most often do not confirm the finding."""
+
+    @property
+    def seen_share(self) -> float:
+        return self.share_of_steps
 
     def describe(self, verdict: Verdict) -> str:
         cost = "Its cost to the job is not known"
@@ -128,38 +128,15 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         it = "it" if self.scope == "rank" else f"rank {verdict.rank}"
         measured = f"{_compare_times(self, verdict.phase, it)}{self._describe_difference()}"
         found = f"{self._describe_ranks(verdict)} in {phase_name(verdict.phase or '')}: {measured}."
-        because = self._describe_causes_at_length()
-        return " ".join([*filter(None, (found, f"{cost}, {since}.", because)), *self.doubts])
+        because = _describe_causes_at_length(verdict.diagnosis)
+        return " ".join(filter(None, (found, f"{cost}, {since}.", because)))
 
     def explain(self, verdict: Verdict) -> str:
         times = _compare_times(self, verdict.phase, f"rank {verdict.rank}")
-        measured = f"{times[0].upper()}{times[1:]}{self._describe_difference()}."
-        return " ".join((measured, *self.doubts))
+        return f"{times[0].upper()}{times[1:]}{self._describe_difference()}."
 
-    def describe_causes(self) -> str:
-        if self.ruled_out:
-            return f"none found (checked: {', '.join(self.ruled_out)})"
-        return "; ".join(
-            f"not seen on other ranks: {cause.text}"
-            if cause.explains is None
-            else f"{cause.text} (explains {format_percent(min(1.0, cause.explains))})"
-            for cause in self._causes
-        )
-
-    @property
-    def _causes(self) -> tuple[Cause, ...]:
-        return () if self.diagnosis is None else self.diagnosis.causes
-
-    def _describe_causes_at_length(self) -> str:
-        if self.ruled_out:
-            return f"No cause found (checked: {', '.join(self.ruled_out)})."
-        return " ".join(
-            f"Not seen on other ranks: {cause.text}; {cause.action}"
-            if cause.explains is None
-            else f"{'Also,' if place else 'Because'} {cause.text} (which explains"
-            f" {format_percent(min(1.0, cause.explains))} of it)."
-            for place, cause in enumerate(self._causes)
-        )
+    def describe_causes(self, verdict: Verdict) -> str:
+        return _describe_causes(verdict.diagnosis)
 
     def _describe_ranks(self, verdict: Verdict) -> str:
         at = f" ({self.location})" if self.location else ""
@@ -199,9 +176,36 @@ class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="pa
             f" which cost the job {format_duration(verdict.cost_s_per_step or 0.0)} a step"
             f" ({share}){together}. It is over."
         )
-        if self.diagnosis is not None and self.diagnosis.causes:
-            text += f" Seen meanwhile: {self.diagnosis.causes[0].text}."
+        if verdict.diagnosis is not None and verdict.diagnosis.causes:
+            text += f" Seen meanwhile: {verdict.diagnosis.causes[0].text}."
         return text
+
+
+def _describe_causes(diagnosis: Diagnosis | None) -> str:
+    """Return the causes, the most likely first, or the checks that found none; "" without any."""
+    if diagnosis is None or not (diagnosis.causes or diagnosis.looked_at):
+        return ""
+    if not diagnosis.causes:
+        return f"none found (checked: {', '.join(diagnosis.looked_at)})"
+    return "; ".join(
+        f"not seen on other ranks: {cause.text}"
+        if cause.explains is None
+        else f"{cause.text} (explains {format_percent(min(1.0, cause.explains))})"
+        for cause in diagnosis.causes
+    )
+
+
+def _describe_causes_at_length(diagnosis: Diagnosis | None) -> str:
+    causes = () if diagnosis is None else diagnosis.causes
+    if diagnosis is not None and diagnosis.looked_at and not causes:
+        return f"No cause found (checked: {', '.join(diagnosis.looked_at)})."
+    return " ".join(
+        f"Not seen on other ranks: {cause.text}; {cause.action}"
+        if cause.explains is None
+        else f"{'Also,' if place else 'Because'} {cause.text} (which explains"
+        f" {format_percent(min(1.0, cause.explains))} of it)."
+        for place, cause in enumerate(causes)
+    )
 
 
 class SlowRankContext(NamedTuple):
@@ -260,6 +264,8 @@ def build_slow_verdict(
         since_step=episode.since_step,
         confidence=confidence,
         action=explained[0].action if explained else _next_action(episode, modules, straggler),
+        diagnosis=diagnosis,
+        notes=tuple(doubts),
         held=Period(since_step=episode.since_step, until_step=None),
         evidence=StragglerEvidence(
             cause=cause,
@@ -283,9 +289,6 @@ def build_slow_verdict(
             more_workload=episode.more_workload,
             modules=tuple(modules),
             module_excess_s=module_excess_s,
-            diagnosis=diagnosis,
-            ruled_out=() if diagnosis is None or causes else diagnosis.looked_at,
-            doubts=tuple(doubts),
         ),
     )
 
@@ -293,11 +296,11 @@ def build_slow_verdict(
 def without_cpu_check(verdict: Verdict) -> Verdict:
     """Return the verdict on a slow rank for a report that names lack of CPUs: the verdict does not
     list it as ruled out."""
-    evidence = verdict.evidence
-    if not isinstance(evidence, StragglerEvidence):
+    diagnosis = verdict.diagnosis
+    if diagnosis is None or diagnosis.causes:
         return verdict
-    left = tuple(each for each in evidence.ruled_out if each != WAITS_FOR_CPU)
-    return structs.replace(verdict, evidence=structs.replace(evidence, ruled_out=left))
+    left = tuple(each for each in diagnosis.looked_at if each != WAITS_FOR_CPU)
+    return structs.replace(verdict, diagnosis=dataclasses.replace(diagnosis, looked_at=left))
 
 
 def _find_doubts(
@@ -538,6 +541,7 @@ def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> 
         cost_share=cost_ns / episode.step_ns if episode.step_ns else 0.0,
         since_step=episode.since_step,
         confidence=_compute_confidence(episode),
+        diagnosis=diagnosis,
         held=Period(since_step=episode.since_step, until_step=episode.until_step),
         evidence=PastStragglerEvidence(
             cause=cause_class(episode),
@@ -548,7 +552,6 @@ def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> 
             excess_when_slow_s=episode.slow_excess_ns / 1e9,
             more_workload=episode.more_workload,
             together=together,
-            diagnosis=diagnosis,
         ),
     )
 
@@ -629,6 +632,7 @@ def build_no_straggler_verdict(report: Facts, findings: Findings) -> Verdict:
             confidence=0.0,
             text=text,
             action=action,
+            is_undecided=True,
             evidence=NotComparedEvidence(findings.rows),
         )
     seen_s = findings.detectable_ns / 1e9

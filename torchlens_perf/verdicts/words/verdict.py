@@ -230,6 +230,7 @@ def _build_only_warm_up_verdict(report: Facts) -> Verdict:
         confidence=0.0,
         text=text,
         action=action,
+        is_undecided=True,
         evidence=WarmUpEvidence(),
     )
 
