@@ -160,7 +160,7 @@ def test_cpu_contention_is_not_ruled_out_if_it_is_the_verdict() -> None:
     texts = [row.sentence for row in checked(build_report("r", [state]))["verdicts"]]
 
     assert texts[0].startswith("Waiting for a CPU takes ")
-    assert "No cause found (checked: garbage collection, waits for a disk). " in texts[1]
+    assert "Cause: none found (checked: garbage collection, waits for a disk). " in texts[1]
 
 
 def test_sidecar_records_a_busy_program_outside_the_job(run: RunDirectory) -> None:

@@ -92,10 +92,7 @@ def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
     (unknown,) = told(FindingLog("run"), findings(episode()))
 
     assert started.because == ("gc",)
-    assert (
-        "Because it collects garbage (which explains 90% of it). Next: call gc.freeze()."
-        in started.sentence
-    )
+    assert "Cause: it collects garbage (explains 90%). Next: call gc.freeze()." in started.sentence
     assert unknown.because == ()
     assert started.id == unknown.id
 

@@ -263,10 +263,10 @@ def test_cause_of_a_slow_rank_has_its_own_line() -> None:
         reports[name] = short(state)
 
     assert (
-        "\n  cause       none found (checked: garbage collection, memory pressure)\n"
+        "\n  cause       none found (checked: garbage collection, memory pressure).\n"
         in reports["none"]
     )
-    assert "\n  cause       it collects garbage for 9 ms a step (explains 80%)\n" in reports["gc"]
+    assert "\n  cause       it collects garbage for 9 ms a step (explains 80%).\n" in reports["gc"]
     assert "\n  next        freeze the heap.\n" in reports["gc"]
 
 

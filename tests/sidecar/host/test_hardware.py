@@ -137,7 +137,7 @@ def test_verdict_names_gpu_throttling_as_the_cause(run: RunDirectory, rig: Rig) 
     (cause,) = verdict.diagnosis.causes
     assert cause.kind == "gpu_throttled"
     assert cause.explains == pytest.approx(1.0, abs=0.1)
-    assert "Because GPU 00000000:1B:00.0 (NVIDIA H200)'s SM clock is 1.2" in verdict.sentence
+    assert "Cause: GPU 00000000:1B:00.0 (NVIDIA H200)'s SM clock is 1.2" in verdict.sentence
     assert (
         "below the usual; it was throttled for 77% of the time, for temperature at 9"
         in verdict.sentence

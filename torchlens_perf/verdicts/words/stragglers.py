@@ -128,8 +128,8 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         it = "it" if self.scope == "rank" else f"rank {verdict.rank}"
         measured = f"{_compare_times(self, verdict.phase, it)}{self._describe_difference()}"
         found = f"{self._describe_ranks(verdict)} in {phase_name(verdict.phase or '')}: {measured}."
-        because = _describe_causes_at_length(verdict.diagnosis)
-        return " ".join(filter(None, (found, f"{cost}, {since}.", because)))
+        causes = self.describe_causes(verdict)
+        return f"{found} {cost}, {since}.{f' Cause: {causes}' if causes else ''}"
 
     def explain(self, verdict: Verdict) -> str:
         times = _compare_times(self, verdict.phase, f"rank {verdict.rank}")
@@ -182,30 +182,26 @@ class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="pa
 
 
 def _describe_causes(diagnosis: Diagnosis | None) -> str:
-    """Return the causes, the most likely first, or the checks that found none; "" without any."""
+    """Return sentences on the causes, the most likely first, or the checks that found none.
+
+    Return "" without a diagnosis, and if nothing could be checked. The first sentence follows
+    "Cause:".
+    """
     if diagnosis is None or not (diagnosis.causes or diagnosis.looked_at):
         return ""
-    if not diagnosis.causes:
-        return f"none found (checked: {', '.join(diagnosis.looked_at)})"
-    return "; ".join(
-        f"not seen on other ranks: {cause.text}"
-        if cause.explains is None
-        else f"{cause.text} (explains {format_percent(min(1.0, cause.explains))})"
-        for cause in diagnosis.causes
+    explaining = [
+        f"{each.text} (explains {format_percent(min(1.0, each.explains))})"
+        for each in diagnosis.causes
+        if each.explains is not None
+    ]
+    checked = f"none found (checked: {', '.join(diagnosis.looked_at)})"
+    none = "none explains the time" if diagnosis.causes else checked
+    others = (
+        f"Not seen on other ranks: {each.text}; {each.action}"
+        for each in diagnosis.causes
+        if each.explains is None
     )
-
-
-def _describe_causes_at_length(diagnosis: Diagnosis | None) -> str:
-    causes = () if diagnosis is None else diagnosis.causes
-    if diagnosis is not None and diagnosis.looked_at and not causes:
-        return f"No cause found (checked: {', '.join(diagnosis.looked_at)})."
-    return " ".join(
-        f"Not seen on other ranks: {cause.text}; {cause.action}"
-        if cause.explains is None
-        else f"{'Also,' if place else 'Because'} {cause.text} (which explains"
-        f" {format_percent(min(1.0, cause.explains))} of it)."
-        for place, cause in enumerate(causes)
-    )
+    return " ".join((f"{'; '.join(explaining) or none}.", *others))
 
 
 class SlowRankContext(NamedTuple):
