@@ -84,7 +84,7 @@ def test_straggler_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
 
 
 def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
-    cause = Cause("gc", "it collects garbage", "call gc.freeze().", 0.9, {})
+    cause = Cause("gc", 0.9, {"gc_share": 0.9})
     because = Diagnosis((cause,), (), (), {}, {})
     (started,) = FindingLog("run").record_changes(
         0, findings(episode()), None, PLACES, NOW_NS, diagnosed=lambda group: because
@@ -92,7 +92,10 @@ def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
     (unknown,) = told(FindingLog("run"), findings(episode()))
 
     assert started.because == ("gc",)
-    assert "Cause: it collects garbage (explains 90%). Next: call gc.freeze()." in started.sentence
+    assert (
+        "Cause: Python's garbage collector runs in it for 90% of the time (explains 90%). Next: call"
+        " gc.freeze()" in started.sentence
+    )
     assert unknown.because == ()
     assert started.id == unknown.id
 

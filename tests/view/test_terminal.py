@@ -251,7 +251,7 @@ def test_ended_verdicts_are_shown_in_one_line() -> None:
 
 def test_cause_of_a_slow_rank_has_its_own_line() -> None:
     seen = Diagnosis((), ("garbage collection", "memory pressure"), (), {}, {})
-    gc = Cause("gc", "it collects garbage for 9 ms a step", "freeze the heap.", 0.8, {})
+    gc = Cause("gc", 0.8, {"gc_share": 0.09})
     state = node(
         [usual(160)] * 2, findings(episode(1, 20, last_step=159), last_step=159, compared=2)
     )
@@ -266,8 +266,8 @@ def test_cause_of_a_slow_rank_has_its_own_line() -> None:
         "\n  cause       none found (checked: garbage collection, memory pressure).\n"
         in reports["none"]
     )
-    assert "\n  cause       it collects garbage for 9 ms a step (explains 80%).\n" in reports["gc"]
-    assert "\n  next        freeze the heap.\n" in reports["gc"]
+    assert "\n  cause       Python's garbage collector runs in it for 9" in reports["gc"]
+    assert "\n  next        call gc.freeze() after the model is built" in reports["gc"]
 
 
 def test_ranks_that_differ_are_shown_without_a_verdict() -> None:

@@ -15,6 +15,7 @@ from torchlens_perf.verdicts.causes.rules import diagnose
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis, StragglerGroup
+from torchlens_perf.verdicts.words.causes import describe_cause
 from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_straggler_verdicts
 
 SLOW = 3
@@ -203,8 +204,8 @@ def test_planted_cause_is_the_only_one_in_the_diagnosis(
     cause = only(diagnosis(changed, slow=episode(SLOW, phase=phase), **details))
 
     assert cause.kind == kind
-    assert words in cause.text
-    assert cause.action.endswith(".")
+    assert words in describe_cause(cause).text
+    assert describe_cause(cause).action.endswith(".")
     assert all(
         cause.evidence[signal] == pytest.approx(value, rel=0.01)
         for signal, value in changed.items()

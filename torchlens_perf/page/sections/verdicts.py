@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
+from torchlens_perf.verdicts.words.causes import describe_cause
 from torchlens_perf.view.headline import choose_headline
 from torchlens_perf.view.html import (
     build_details,
@@ -60,16 +61,17 @@ def _build_diagnosis(key: str, rank: int | None, diagnosis: Diagnosis | None) ->
     """Return an element with the causes of a slow rank and the measurements behind them."""
     if diagnosis is None:
         return None
+    found = [(each, describe_cause(each)) for each in diagnosis.causes]
     causes = [
         tag(
             "li",
-            tag("b", each.text),
+            tag("b", words.text),
             "."
             if each.explains is None
             else f": explains {format_percent(each.explains)} of the loss.",
-            f" Next: {each.action}",
+            f" Next: {words.action}",
         )
-        for each in diagnosis.causes
+        for each, words in found
     ]
     checked = ", ".join(diagnosis.looked_at) or "nothing"
     missing = ", ".join(diagnosis.not_measured) or "nothing"

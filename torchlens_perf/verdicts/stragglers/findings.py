@@ -30,13 +30,14 @@ class Cause:
     kind: str
     """gc, busy_neighbour, cpu_quota, own_threads, no_cpu, memory_pressure, slow_storage, cpu_clock,
     gpu_throttled, gpu_clock, gpu_neighbour, gpu_errors, pcie, nvlink, network or alloc_retries."""
-    text: str
-    """The observation, as a clause that can follow "because"."""
-    action: str
     explains: float | None
     """Share of the rank's excess that the cause explains; None if it cannot be determined."""
     evidence: Mapping[str, float]
-    """Signals of the rank. Keys with the prefix others_ are medians of the other ranks."""
+    """Signals of the rank. Keys with the prefix others_ are medians of the other ranks, and those
+    with the prefix usual_ usual values of the rank."""
+    about: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names: neighbour, control_group and gpu. `reason` divides some kinds: the signal of the reason
+    for which a GPU is throttled, the signal that counts errors, or evicted_pages."""
 
 
 @dataclasses.dataclass(frozen=True)

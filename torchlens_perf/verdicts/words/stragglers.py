@@ -17,6 +17,7 @@ from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, Str
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, Period, RunLength, Verdict
+from torchlens_perf.verdicts.words.causes import describe_cause, describe_diagnosis
 from torchlens_perf.verdicts.words.evidence import (
     ImbalanceEvidence,
     NoSlowRankEvidence,
@@ -136,7 +137,7 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         return f"{times[0].upper()}{times[1:]}{self._describe_difference()}."
 
     def describe_causes(self, verdict: Verdict) -> str:
-        return _describe_causes(verdict.diagnosis)
+        return describe_diagnosis(verdict.diagnosis)
 
     def _describe_ranks(self, verdict: Verdict) -> str:
         at = f" ({self.location})" if self.location else ""
@@ -177,31 +178,8 @@ class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="pa
             f" ({share}){together}. It is over."
         )
         if verdict.diagnosis is not None and verdict.diagnosis.causes:
-            text += f" Seen meanwhile: {verdict.diagnosis.causes[0].text}."
+            text += f" Seen meanwhile: {describe_cause(verdict.diagnosis.causes[0]).text}."
         return text
-
-
-def _describe_causes(diagnosis: Diagnosis | None) -> str:
-    """Return sentences on the causes, the most likely first, or the checks that found none.
-
-    Return "" without a diagnosis, and if nothing could be checked. The first sentence follows
-    "Cause:".
-    """
-    if diagnosis is None or not (diagnosis.causes or diagnosis.looked_at):
-        return ""
-    explaining = [
-        f"{each.text} (explains {format_percent(min(1.0, each.explains))})"
-        for each in diagnosis.causes
-        if each.explains is not None
-    ]
-    checked = f"none found (checked: {', '.join(diagnosis.looked_at)})"
-    none = "none explains the time" if diagnosis.causes else checked
-    others = (
-        f"Not seen on other ranks: {each.text}; {each.action}"
-        for each in diagnosis.causes
-        if each.explains is None
-    )
-    return " ".join((f"{'; '.join(explaining) or none}.", *others))
 
 
 class SlowRankContext(NamedTuple):
@@ -259,7 +237,9 @@ def build_slow_verdict(
         cost_share=straggler.cost_share,
         since_step=episode.since_step,
         confidence=confidence,
-        action=explained[0].action if explained else _next_action(episode, modules, straggler),
+        action=describe_cause(explained[0]).action
+        if explained
+        else _next_action(episode, modules, straggler),
         diagnosis=diagnosis,
         notes=tuple(doubts),
         held=Period(since_step=episode.since_step, until_step=None),
