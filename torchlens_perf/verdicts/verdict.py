@@ -140,6 +140,11 @@ class Evidence(Struct, frozen=True, tag_field="type"):
         return None
 
     @property
+    def typical_step_s(self) -> float | None:
+        """Duration of the typical step by the hosts' clocks; None for verdicts on other times."""
+        return None
+
+    @property
     def work_s(self) -> float | None:
         """Work of a rank that is slow now, per step; None for other verdicts."""
         return None

@@ -500,12 +500,12 @@ def _find_gap(report: Facts, use: TimeShare, step_s: float) -> LargestGap | None
 
 def _build_contention_verdicts(report: Facts, typical: Verdict) -> list[Verdict]:
     """Return the verdict on waits for a CPU that are in the limit of the step; [] for small ones."""
-    evidence = typical.evidence
-    if not isinstance(evidence, TypicalStepEvidence) or typical.phase not in _GAP:
+    step_s = typical.evidence.typical_step_s
+    if step_s is None or typical.phase not in _GAP:
         return []
     steps = _collect_typical_steps(report)
     mean_s = mean_by_part(step["lack_of_cpu"] or {} for step in steps)
-    lack_s, step_s = float(mean_s.sum()), evidence.typical_step_s
+    lack_s = float(mean_s.sum())
     if lack_s < _WASTE_FIRST * step_s:
         return []
     by_part_s = _largest_first(dict(zip(PARTS, mean_s.tolist(), strict=True)))
