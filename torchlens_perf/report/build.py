@@ -17,7 +17,11 @@ from msgspec import structs
 
 from torchlens_perf.analysis.statistics.rank import RankStatistics, Windows
 from torchlens_perf.analysis.statistics.run_windows import align_windows
-from torchlens_perf.analysis.statistics.trend import MIN_VALUES, find_gradual_change
+from torchlens_perf.analysis.statistics.trend import (
+    MIN_VALUES,
+    find_changes,
+    find_gradual_change,
+)
 from torchlens_perf.diagnosis.facts.collective_rows import (
     collective_rows,
     count_last_arrivals,
@@ -89,6 +93,8 @@ EVIDENCE = [leaf for each in Evidence.__subclasses__() for leaf in each.__subcla
 """All types of evidence of verdicts, which the modules above define."""
 # Flags of steps of which ranks need not make equally many.
 _OTHER_STEPS = int(Flag.EVALUATION | Flag.EVALUATED | Flag.INFERENCE)
+# Waits for a CPU never take all of a step. The means of both are not over the same steps.
+_LEAST_SHARE_LEFT = 0.01
 _REMOVED = "were removed to stay below disk_bytes"
 
 
@@ -158,7 +164,7 @@ def _build_report(
     links, collectives = latest_slow_links(nodes), collective_rows(latest_collective_joins(nodes))
     last = count_last_arrivals(collectives)
     steps = build_steps(processes, findings)
-    steps["trend"] = _step_time_trend(judged_windows, grid)
+    steps["trend"] = _step_time_trend(grid, steps["by"])
     modules, run = module_rows(processes), measure_run(steps, processes)
     facts: Facts = {
         "schema": SCHEMA,
@@ -393,28 +399,37 @@ def _add_uneven_steps(
     ]
 
 
-def _step_time_trend(windows: dict[int, Windows], grid: RunWindows | None) -> Trend | None:
-    """Return the median step times of the first and the last third of a run.
+def _step_time_trend(grid: RunWindows | None, clock: str) -> Trend | None:
+    """Return the median step times of the first and the last third of a run. By the hosts' clocks,
+    they are without waits for a CPU, which other programs may cause.
 
     Return None if the run is too short to tell a trend from the wander of its step times.
     """
-    # The first window includes steps of the warm-up.
-    usable = [w.duration_ns[1:] for w in windows.values() if len(w.duration_ns) > MIN_VALUES]
-    if not usable or grid is None:
+    if grid is None:
         return None
-    known = np.flatnonzero(np.isfinite(grid.duration_ns).any(axis=0))[1:]
-    gradual = find_gradual_change(np.log(np.nanmedian(grid.duration_ns[:, known], axis=0)))
-    third = min(map(len, usable)) // 3
-    first_s, last_s = (
-        float(np.quantile(each, 0.5, method="higher")) / 1e9
-        for each in ([of[:third] for of in usable], [of[-third:] for of in usable])
-    )
-    change = last_s / first_s - 1 if first_s else 0.0
+    usual_ns = grid.duration_ns
+    if clock != DEVICE:
+        lack_ns = np.nansum(grid.lack_ns, axis=-1)
+        usual_ns = np.maximum(usual_ns - lack_ns, _LEAST_SHARE_LEFT * usual_ns)
+    # The first window includes steps of the warm-up.
+    known = np.flatnonzero(np.isfinite(usual_ns).any(axis=0))[1:]
+    if len(known) < MIN_VALUES:
+        return None
+    times_s = np.nanmedian(usual_ns[:, known], axis=0) / 1e9
+    third = len(times_s) // 3
+    first_s = float(np.median(times_s[:third]))
+    last_s = float(np.median(times_s[-third:]))
+    change = last_s / first_s - 1
+    # Growth by the same time in each step is a curve in logarithms, and the reverse.
+    scales = (np.log(times_s), times_s / np.median(times_s))
+    fewest = min(len(find_changes(each)) for each in scales)
+    simplest = [each for each in scales if len(find_changes(each)) == fewest]
     return {
         "first_third_p50_s": first_s,
         "last_third_p50_s": last_s,
         "change": change,
-        "is_gradual": gradual * change > 0,
+        "is_gradual": any(find_gradual_change(each) * change > 0 for each in simplest),
+        "more_s": float(np.maximum(times_s - first_s, 0.0).mean()),
     }
 
 

@@ -42,7 +42,8 @@ def test_steps_that_keep_growing_are_one_verdict() -> None:
 
 def test_growing_waits_for_a_cpu_are_not_reported_as_growing_steps() -> None:
     """The load of the machine may have grown. Another verdict reports that."""
-    found = verdicts([float(each) for each in 1.02 ** np.arange(200)], forward=64.0, cpu=60.0)
+    waits_ms = (10 * 1.02 ** np.arange(200)).tolist()
+    found = report_on([{**BASE, "forward": 4 + wait, "cpu": wait} for wait in waits_ms])["verdicts"]
 
     assert found[0].kind == "lack_of_cpu"
     assert not any(each.kind == "growing_steps" for each in found)
@@ -84,6 +85,25 @@ def test_noisy_steps_are_not_reported_as_growing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_growth_is_found_behind_waits_for_a_cpu_that_vary(seed: int) -> None:
+    """Other programs take up to 300 ms of a step, while host code grows from 0 to 100 ms."""
+    rng = np.random.default_rng(seed)
+    waits_ms = 300 * rng.random(250) * np.linspace(1.0, 0.2, 250)
+    found = report_on(
+        [
+            {**BASE, "host": 8 + 0.4 * step, "forward": 4 + wait, "cpu": wait}
+            for step, wait in enumerate(waits_ms.tolist())
+        ]
+    )["verdicts"]
+    (growth,) = [each for each in found if each.kind == "growing_steps"]
+
+    assert "without waiting for a CPU" in growth.text
+    assert growth.evidence.first_third_s < 0.06
+    assert 0.08 < growth.evidence.last_third_s < 0.13
+    assert 0.02 < growth.cost_s_per_step < 0.06
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_host_code_that_grows_by_the_same_time_each_step_is_growth(seed: int) -> None:
     """The step of 30 ms grows by 0.4 ms a step, so its growth in percent gets smaller."""
     noise = np.exp(0.1 * np.random.default_rng(seed).standard_normal(250))
@@ -91,3 +111,10 @@ def test_host_code_that_grows_by_the_same_time_each_step_is_growth(seed: int) ->
     (growth,) = [each for each in found if each.kind == "growing_steps"]
 
     assert growth.evidence.last_third_s > 2 * growth.evidence.first_third_s
+
+
+def test_growth_without_any_noise_is_growth() -> None:
+    """In logarithms, this growth is a curve that is steep only before the last third."""
+    kinds = [each.kind for each in verdicts([2 + 0.4 * step for step in range(250)])]
+
+    assert "growing_steps" in kinds

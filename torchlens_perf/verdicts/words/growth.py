@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, Verdict
 
 if TYPE_CHECKING:
@@ -13,17 +13,16 @@ if TYPE_CHECKING:
 
 _MIN_CHANGE = 0.25
 """Smallest growth of the step time from the first to the last third of the run."""
-_MIN_CHANGE_WITHOUT_CPUS = 1.0
-"""Smallest growth if ranks lack CPUs. The load of the machine may cause a smaller growth."""
 
 
 class GrowthEvidence(Evidence, frozen=True, tag="growing_steps"):
-    """Evidence on step times that grow over the run. Times are medians over windows."""
+    """Evidence on step times that grow over the run. Times are medians over windows, without waits
+    for a CPU."""
 
     first_third_s: float
     last_third_s: float
-    later_is_slower: float
-    """Share of all pairs of windows in which steps of the later window take longer."""
+    waits_for_cpu: bool
+    """True if ranks wait for CPUs in much of a typical step."""
 
     @property
     def change(self) -> float:
@@ -31,33 +30,30 @@ class GrowthEvidence(Evidence, frozen=True, tag="growing_steps"):
 
     def describe(self, verdict: Verdict) -> str:
         first, last = format_duration(self.first_third_s), format_duration(self.last_third_s)
+        without = ", without waiting for a CPU," * self.waits_for_cpu
         return (
-            f"The step time of the whole job grew by {format_percent(self.change)} over the run:"
-            f" {first} in the first third, {last} in the last."
+            f"The step time of the whole job{without} grew by {format_percent(self.change)} over the"
+            f" run: {first} in the first third, {last} in the last."
         )
 
 
 def build_growth_verdicts(report: Facts, *, short_of_cpus: bool) -> list[Verdict]:
     """Return a verdict if the step time of the whole job grew gradually; else []."""
-    trend, history = report["steps"]["trend"], report["history"]
-    min_change = _MIN_CHANGE_WITHOUT_CPUS if short_of_cpus else _MIN_CHANGE
-    if trend is None or history is None:
+    steps, trend = report["steps"], report["steps"]["trend"]
+    if trend is None or not trend["is_gradual"] or trend["change"] < _MIN_CHANGE:
         return []
-    if not trend["is_gradual"] or trend["change"] < min_change:
-        return []
-    means_s = history["median_s"]
-    later = [after > before for before, after in itertools.combinations(means_s, 2)]
-    first_s, last_s = trend["first_third_p50_s"], trend["last_third_p50_s"]
-    cost_s = sum(max(0.0, each - first_s) for each in means_s) / len(means_s)
-    action = "see what grows with the step (an episode, a sequence, a list that is never emptied)."
     return [
         Verdict(
             kind="growing_steps",
-            cost_s_per_step=cost_s,
-            cost_share=cost_s * len(means_s) / sum(means_s),
+            cost_s_per_step=trend["more_s"],
+            cost_share=trend["more_s"] / steps["mean_s"] if steps["mean_s"] else None,
             confidence=0.8,
-            action=action,
-            evidence=GrowthEvidence(first_s, last_s, sum(later) / len(later)),
+            action="see what grows with the step (an episode, a sequence, a list that is never emptied).",
+            evidence=GrowthEvidence(
+                trend["first_third_p50_s"],
+                trend["last_third_p50_s"],
+                short_of_cpus and steps["by"] != DEVICE,
+            ),
         )
     ]
 

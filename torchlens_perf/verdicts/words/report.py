@@ -91,13 +91,15 @@ class Run(TypedDict):
 
 
 class Trend(TypedDict):
-    """Step times of the first and of the last third of the run."""
+    """Step times of the first and of the last third of the run, without waits for a CPU."""
 
     first_third_p50_s: float
     last_third_p50_s: float
     change: float
     is_gradual: bool
     """True if the step time changed gradually up to the last third, and by more than it wanders."""
+    more_s: float
+    """Time by which steps are longer than in the first third, as a mean over the run."""
 
 
 class StepClasses(TypedDict):
