@@ -164,7 +164,7 @@ CASES: dict[str, tuple[tuple[dict[str, float], ...], dict[str, Any], dict[str, A
     ),
     "accumulate-gradients": (
         MOSTLY_EXPOSED,
-        {"settings": {"ddp": DDP}},
+        {"settings": {"ddp": DDP}, "collectives": [{**SUMS, "bytes": 4 << 20}]},
         {"uses": EXPOSED},
     ),
     "fsdp-keep-parameters": (
@@ -236,6 +236,16 @@ def changed_part(key: str, part: str, **fields: Any) -> dict[str, Any]:
 
 # More jobs that are nearly the same: each differs in one other part of the condition.
 MORE: list[tuple[str, dict[str, Any]]] = [
+    ("loader-workers", changed_part("loader-workers", "loader", is_iterable=True)),
+    ("more-loader-workers", changed_part("more-loader-workers", "loader", is_iterable=True)),
+    ("tokenize-before-training", {"settings": {}, "sections": section("token_mixer")}),
+    ("ddp-unused-parameters", changed("ddp-unused-parameters", zeroes_gradients=True)),
+    (
+        "accumulate-gradients",
+        {"collectives": [{**SUMS, "bytes": 4 << 20}, {**SUMS, "operation": "all_to_all", "bytes": 8 << 20}]},
+    ),
+    ("fused-optimizer", changed_part("fused-optimizer", "optimizer", can_fuse=False)),
+    ("fused-optimizer", changed_part("fused-optimizer", "optimizer", kind="bitsandbytes.optim.AdamW")),
     ("loader-workers", changed_part("loader-workers", "loader", workers=2)),
     ("loader-workers", {"uses": ({**WAITS, "cpu": 60.0},)}),
     ("more-loader-workers", changed_part("more-loader-workers", "loader", workers=0)),

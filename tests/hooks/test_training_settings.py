@@ -15,9 +15,10 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.support.recording import Recording, recorded
+from torchlens_perf.hooks.training_settings import find_ddp
 from torchlens_perf.run.rank_facts import RankFacts
 from torchlens_perf.run.training_settings import TrainingSettings
 
@@ -56,9 +57,11 @@ def test_loader_optimizer_and_gradients_are_read(tmp_path: Path, to_none: bool) 
 
     assert found.loader is not None
     assert (found.loader.workers, found.loader.prefetch_factor) == (1, 3)
+    assert not found.loader.is_iterable
     assert found.optimizer is not None
     assert (found.optimizer.kind, found.optimizer.tensors) == ("AdamW", 2)
     assert found.optimizer.foreach is False
+    assert found.optimizer.can_fuse
     assert found.zeroes_gradients is not to_none
     assert found.compiled is False
     assert (found.ddp, found.fsdp, found.cuda_graphs) == (None, None, None)
@@ -112,8 +115,35 @@ def test_settings_of_other_types_are_left_out(tmp_path: Path) -> None:
 
     assert found.optimizer is not None
     assert (found.optimizer.kind, found.optimizer.foreach, found.optimizer.fused) == (
-        "Odd", None, None,
+        f"{__name__}.Odd", None, None,
     )  # fmt: skip
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(32, 4))
+
+
+def test_dataset_without_an_index_is_read_as_such(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    imaginary = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    optimizer = torch.optim.AdamW([*model.parameters(), imaginary])
+    with recorded(tmp_path, model, optimizer) as recording:
+        for batch in DataLoader(Numbers(), batch_size=8):
+            model(batch).sum().backward()
+            optimizer.step()
+    found = settings_of(recording)
+
+    assert found.loader is not None
+    assert found.loader.is_iterable
+    assert found.optimizer is not None
+    assert not found.optimizer.can_fuse
+
+
+def test_several_ddp_models_have_no_settings_in_common(one_rank: None) -> None:
+    models = [DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2)]
+    assert find_ddp([models[0], models[0].module, models[0]]) is models[0]
+    assert find_ddp([*models, models[1].module]) is None
 
 
 def test_iterator_and_gradients_are_not_kept_alive(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_process_that_uses_the_cpus_is_named_in_the_advice() -> None:
             CpuUsage(),
             0,
             1,
-            ["see what else keeps the CPUs busy", "OMP_NUM_THREADS)"],
+            ["see what else keeps the CPUs busy", "more CPUs"],
             ["ranks a node", "workers"],
         ),
         (

@@ -104,8 +104,8 @@ def test_step_times_own_times_and_shares_equal_the_recorded_ones(run: RunDirecto
 @pytest.mark.parametrize(
     ("parts", "kind", "phase", "word"),
     [
-        ({"data": 5, "forward": 5}, "data_bound", "data", "num_workers"),
-        ({"forward": 5, "communication": 5}, "communication_bound", "communication", "buckets"),
+        ({"data": 5, "forward": 5}, "data_bound", "data", "a batch"),
+        ({"forward": 5, "communication": 5}, "communication_bound", "communication", "operations"),
         ({"forward": 5, "host": 5}, "host_bound", "host", "perf.section()"),
         ({"forward": 19, "host": 1}, "compute_bound", "forward", "largest by own time"),
     ],

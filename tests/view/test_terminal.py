@@ -103,7 +103,7 @@ class TestPlantedJobs:
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
         assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
-        assert "num_workers" in text.partition("\n  next ")[2].splitlines()[0]
+        assert "a batch" in text.partition("\n  next ")[2].splitlines()[0]
         assert "data 48%" in text
         assert not re.search(
             "rank|comm wait|last to arrive", text.partition("\n  step ")[2].partition("full")[0]
@@ -117,7 +117,7 @@ class TestPlantedJobs:
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
         assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
-        assert "num_workers" in text.partition("\n  next ")[2].splitlines()[0]
+        assert "a batch" in text.partition("\n  next ")[2].splitlines()[0]
         assert "\n  OK          No slow rank in 100 steps." in text
         assert "Typical step of each rank" not in text
         assert text.count("\n") <= SHORT_LINES_OK

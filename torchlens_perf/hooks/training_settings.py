@@ -130,6 +130,8 @@ def _replay_cuda_graphs(modules: Sequence[Module]) -> bool | None:
 def _read_loader(iterator: Any) -> LoaderSettings | None:
     if iterator is None:
         return None
+    from torch.utils.data import IterableDataset
+
     attributes = getattr(iterator._dataset, "__dict__", {}).values()
     packages = {type(each).__module__.partition(".")[0] for each in attributes}
     return LoaderSettings(
@@ -137,6 +139,7 @@ def _read_loader(iterator: Any) -> LoaderSettings | None:
         pin_memory=bool(iterator._pin_memory),
         prefetch_factor=getattr(iterator, "_prefetch_factor", None),
         has_tokenizer=not packages.isdisjoint(_TOKENIZER_PACKAGES),
+        is_iterable=isinstance(iterator._dataset, IterableDataset),
     )
 
 
@@ -145,23 +148,36 @@ def _read_optimizer(optimizer: Any) -> OptimizerSettings | None:
     parameters = parameters_of(optimizer)
     if not parameters:
         return None
+    from torch import optim
+
+    kind = type(optimizer)
+    is_torch = getattr(optim, kind.__name__, None) is kind
     # Optimizers of other packages may use these names for values of other types.
     group = optimizer.param_groups[0]
     flags = {name: group[name] for name in ("foreach", "fused") if type(group.get(name)) is bool}
     return OptimizerSettings(
-        type(optimizer).__name__, len(parameters), parameters[0].device.type, **flags
+        kind.__name__ if is_torch else f"{kind.__module__}.{kind.__qualname__}",
+        len(parameters),
+        parameters[0].device.type,
+        can_fuse=not group.get("differentiable")
+        and all(each.is_floating_point() for each in parameters),
+        **flags,
     )
 
 
 def find_ddp(modules: Sequence[Module]) -> Any:
-    """Return the first DistributedDataParallel, which may be around the watched models."""
+    """Return the DistributedDataParallel, which may be around the watched models.
+
+    Return None if there are several: it is not known which of them communicates how much.
+    """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     from torch.nn.parallel import DistributedDataParallel
 
-    wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
-    return next((each for each in wrappers if "bucket_bytes_cap" in vars(each)), None)
+    wrappers = {id(each): each for each in modules if isinstance(each, DistributedDataParallel)}
+    known = [each for each in wrappers.values() if "bucket_bytes_cap" in vars(each)]
+    return known[0] if len(known) == 1 else None
 
 
 @guard("settings of DistributedDataParallel")

@@ -18,6 +18,9 @@ class LoaderSettings:
     """None without workers."""
     has_tokenizer: bool = False
     """True if an attribute of the dataset is a tokenizer."""
+    is_iterable: bool = False
+    """True for an IterableDataset. Each new worker loads all of it, unless the dataset divides
+    itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +28,15 @@ class OptimizerSettings:
     """Settings of the first optimizer that stepped."""
 
     kind: str
-    """Class name."""
+    """Class name of torch.optim, or the full name of another class."""
     tensors: int
     """Number of parameters."""
     device: str
     """Device type of the parameters."""
     foreach: bool | None = None
     fused: bool | None = None
+    can_fuse: bool = True
+    """False if the fused form does not support the parameters or another setting."""
 
 
 @dataclasses.dataclass(frozen=True)

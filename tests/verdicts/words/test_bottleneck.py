@@ -596,11 +596,11 @@ def test_sampled_lack_of_a_cpu_is_the_bottleneck_of_short_steps() -> None:
     ("parts", "kind", "next_words"),
     [
         ({"data": 2.0, "host": 6.0}, "host_bound", "wrap parts in perf.section()"),
-        ({"data": 6.0, "host": 2.0}, "data_bound", "num_workers"),
+        ({"data": 6.0, "host": 2.0}, "data_bound", "a batch"),
         ({"data": 2.0}, "compute_bound", "time modules"),
-        ({"data": 3.5}, "compute_bound", "num_workers"),
+        ({"data": 3.5}, "compute_bound", "a batch"),
         ({"data": 0.5, "host": 0.5}, "compute_bound", "time modules"),
-        ({"communication": 9.0}, "communication_bound", "buckets"),
+        ({"communication": 9.0}, "communication_bound", "operations"),
     ],
 )
 def test_advice_is_about_the_bottleneck_or_the_largest_wait(

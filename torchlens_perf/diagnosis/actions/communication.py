@@ -45,18 +45,21 @@ def resize_buckets(job: Job) -> Proposal | None:
 
 @rule("ddp-unused-parameters", f"{_NOTE}#internal-design")
 def do_not_search_unused(job: Job) -> Proposal | None:
-    """DDP searches for unused parameters in each step, all parameters have gradients, and the
-    reductions of the search take at least 2 % of the step."""
+    """DDP searches for unused parameters in each step, all parameters had new gradients in one step,
+    and the reductions of the search take at least 2 % of the step."""
     ddp = job.settings.ddp
     if ddp is None or not ddp.find_unused_parameters or ddp.static_graph or ddp.unused:
+        return None
+    # Gradients that are kept do not show which parameters a step uses.
+    if job.settings.zeroes_gradients:
         return None
     cost_s = _map_reduction_s(job)
     if cost_s is None:
         return None
     return Proposal(
-        "DDP searches for unused parameters, but all have gradients. The reductions of the search"
-        f" take {job.describe_seconds('', cost_s).strip()}.",
-        "Remove find_unused_parameters=True.",
+        "DDP searches for unused parameters, and found none in the step that was looked at. The"
+        f" reductions of the search take {job.describe_seconds('', cost_s).strip()}.",
+        "Remove find_unused_parameters=True if each step uses all parameters.",
         gain_s=cost_s,
     )
 
@@ -113,11 +116,13 @@ def reduce_once_per_step(job: Job) -> Proposal | None:
 
 @rule("accumulate-gradients", f"{_DDP}#torch.nn.parallel.DistributedDataParallel.no_sync")
 def accumulate_gradients(job: Job) -> Proposal | None:
-    """DDP reduces the gradients of each backward pass, and exposed communication takes at least 30 %
-    of the step."""
+    """DDP reduces the gradients of each backward pass, all-reduces send most of the bytes, and exposed
+    communication takes at least 30 % of the step."""
     if job.settings.ddp is None or job.report["steps"]["micro_steps"] > 1:
         return None
-    if job.share("communication") < 0.3:
+    rows = job.report["collectives"]
+    reduced = sum(row["bytes"] for row in rows if row["operation"] == "allreduce")
+    if job.share("communication") < 0.3 or 2 * reduced <= sum(row["bytes"] for row in rows):
         return None
     return Proposal(
         f"{capitalize(job.describe(_EXPOSED, 'communication'))}, with one backward pass per step.",

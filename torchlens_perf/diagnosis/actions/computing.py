@@ -26,10 +26,12 @@ _MIN_OPTIMIZER, _MOSTLY = 0.1, 0.5
 
 @rule("fused-optimizer", f"{_OPTIM}#algorithms")
 def fuse_optimizer(job: Job) -> Proposal | None:
-    """The optimizer has a fused form for its device that is not used. On a GPU, its steps take at
-    least 10 % of the step."""
+    """The optimizer has a fused form for its device and parameters that is not used. On a GPU, its
+    steps take at least 10 % of the step."""
     found = job.settings.optimizer
-    if found is None or found.fused or found.kind not in _FUSED.get(found.device, ()):
+    if found is None or found.fused or not found.can_fuse:
+        return None
+    if found.kind not in _FUSED.get(found.device, ()):
         return None
     if found.device == "cuda" and job.share("optimizer") < _MIN_OPTIMIZER:
         return None

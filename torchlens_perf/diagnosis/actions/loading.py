@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_count
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, rule
 from torchlens_perf.verdicts.words.report import mean_per_step
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.training_settings import LoaderSettings
 
 _LOADER = "https://docs.pytorch.org/docs/stable/data.html"
 _TUNING = "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html"
@@ -17,11 +21,12 @@ _HANDOVER_S = 0.001
 
 @rule("loader-workers", f"{_LOADER}#single-and-multi-process-data-loading")
 def use_workers(job: Job) -> Proposal | None:
-    """The DataLoader has no workers, steps wait for data, and CPUs are spare."""
-    loader, wait_s = job.settings.loader, job.seconds("data")
-    if loader is None or loader.workers or not job.spare_cpus or not wait_s:
+    """The DataLoader of a dataset with an index has no workers, steps wait for data, and CPUs are
+    spare."""
+    loader = _find_waiting_loader(job)
+    if loader is None or loader.workers:
         return None
-    workers, change = _plan_workers(job, wait_s)
+    workers, change = _plan_workers(job, job.seconds("data"))
     return Proposal(
         f"The DataLoader has no workers (num_workers=0), and {job.describe(_WAITING, 'data')}.",
         f"Load batches while the model computes: DataLoader(num_workers={workers}).",
@@ -31,9 +36,9 @@ def use_workers(job: Job) -> Proposal | None:
 
 @rule("more-loader-workers", f"{_LOADER}#multi-process-data-loading")
 def add_workers(job: Job) -> Proposal | None:
-    """All workers of the DataLoader are busy, steps wait for data, and CPUs are spare."""
-    loader, wait_s = job.settings.loader, job.seconds("data")
-    if loader is None or not loader.workers or not job.spare_cpus or not wait_s:
+    """Steps wait for the workers of the DataLoader of a dataset with an index, and CPUs are spare."""
+    loader = _find_waiting_loader(job)
+    if loader is None or not loader.workers:
         return None
     # The workers return a batch in each step, so one worker needs this long for a batch.
     workers, change = _plan_workers(job, loader.workers * job.lost.step_s, loader.workers)
@@ -43,6 +48,14 @@ def add_workers(job: Job) -> Proposal | None:
         f"Start more workers: DataLoader(num_workers={workers}).",
         change,
     )
+
+
+def _find_waiting_loader(job: Job) -> LoaderSettings | None:
+    """Return the settings of the DataLoader if steps wait for it and it may have more workers."""
+    loader = job.settings.loader
+    if loader is None or loader.is_iterable or not job.spare_cpus or not job.seconds("data"):
+        return None
+    return loader
 
 
 def _plan_workers(job: Job, batch_s: float, present: int = 0) -> tuple[int, str]:
@@ -90,9 +103,9 @@ def pin_memory(job: Job) -> Proposal | None:
 
 @rule("tokenize-before-training", f"{_TUNING}#enable-asynchronous-data-loading-and-augmentation")
 def tokenize_before(job: Job) -> Proposal | None:
-    """A section named after tokens runs in each step, or the dataset has a tokenizer and steps wait
-    for data."""
-    sections = [row for row in job.report["sections"] if "token" in row["name"].lower()]
+    """A section named after tokenizing runs in each step, or the dataset has a tokenizer and steps
+    wait for data."""
+    sections = [row for row in job.report["sections"] if "tokeniz" in row["name"].lower()]
     row = max(sections, key=lambda each: each["host_s_per_typical_step"] or 0.0, default=None)
     action = "Tokenize the data set once before training, and load the numbers."
     if row is not None and row["host_s_per_typical_step"]:
@@ -101,4 +114,5 @@ def tokenize_before(job: Job) -> Proposal | None:
     if job.settings.loader is None or not job.settings.loader.has_tokenizer:
         return None
     wait = job.describe(_WAITING, "data")
-    return Proposal(f"The dataset tokenizes while it loads, and {wait}.", action, "data=0")
+    action = "If batches are tokenized while they are loaded, tokenize once before training."
+    return Proposal(f"The dataset has a tokenizer, and {wait}.", action, "data=0")

@@ -695,12 +695,10 @@ def _hidden_data_wait_text(report: Facts, found: StepBreakdown) -> str:
 
 
 _ADVICE = {
-    "data": (
-        "raise the DataLoader's num_workers, set persistent_workers and pin_memory, or move work out"
-        " of the loader."
-    ),
+    "data": "see what takes the time of a batch: storage, decoding, augmentation or collation.",
     "communication": (
-        "overlap or shrink communication: larger buckets, gradient accumulation, fewer waits."
+        "see in which operations ranks wait (the table of collectives); send less in them, or start"
+        " them earlier."
     ),
     "ranks": (
         "see what ranks do differently in the same step: batch sizes, sequence lengths, work that one"
@@ -710,12 +708,9 @@ _ADVICE = {
         "look at what runs between the phases (logging, .item(), zero_grad, Python): wrap parts in"
         " perf.section()."
     ),
-    "launches": (
-        "fewer and larger kernels: torch.compile, CUDA graphs (mode='reduce-overhead'), a larger"
-        " batch, fused optimizers."
-    ),
+    "launches": "issue fewer and larger kernels: torchlens-perf capture shows the small ones.",
     "compiled_launches": (
-        "larger batches, or less Python between the compiled parts: torchlens-perf capture shows it."
+        "run less Python between the compiled parts: torchlens-perf capture shows it."
     ),
 }
 _CHEAPER_LOADING = (
@@ -811,10 +806,7 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
 
 
 def _section_action(name: str) -> str:
-    return (
-        f'make section "{name}" cheaper: move its work into DataLoader workers, cache its results,'
-        " or do it in fewer steps."
-    )
+    return f'make section "{name}" cheaper: cache its results, or do it in fewer steps.'
 
 
 # -- on a device
@@ -1211,7 +1203,7 @@ ACTIONS_ON_KINDS = {
         "find what recompiles (TORCH_LOGS=recompiles), and mark varying dimensions as dynamic."
     ),
     "garbage collection": (
-        "freeze long-lived objects (gc.freeze()), or call gc.collect() at times that you choose."
+        "let collections visit fewer objects (gc.freeze() after the set-up), or collect less often."
     ),
     STOPPED: (
         "nothing if the stop was intended; else find what stops the process: a debugger, Ctrl-Z, a"
@@ -1239,10 +1231,7 @@ def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
         LACK_OF_CPU: cpu_action(report),
         "data": f"see what the loader does at {at}.",
         "communication": f"find the rank that does work at {at} which other ranks do not do.",
-        "host": (
-            f"see what the loop does at {at} (logging, an epoch's end): wrap parts in"
-            " perf.section()."
-        ),
+        "host": (f"see what the loop does at {at}: wrap parts in perf.section()."),
         "": f"see what is different at {at}, and what else the loop does than to replay the graph.",
         "tool": (
             "if the loop requests results (w.summary(), w.step_table(), a display), do so less"

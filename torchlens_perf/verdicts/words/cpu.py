@@ -31,7 +31,7 @@ def cpu_action(report: Facts) -> str:
     threads = {each["threads"] for each in known}
     workers, cpus = {each["workers"] for each in known}, {each["cpus"] for each in known}
     less = []
-    if threads != {1}:
+    if threads - {None, 1}:
         less.append(f"fewer threads (OMP_NUM_THREADS{_current_value_clause(threads)})")
     # One worker is not fewer: without it, the training thread loads the data.
     if any(workers - {None, 0, 1}):
