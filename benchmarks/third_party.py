@@ -11,8 +11,8 @@ Run it with the Python of an environment that has torchlens_perf, py-spy, torch 
 PyTorch's index of CPU builds, and these packages: accelerate 1.15, datasets 5.2, diffusers 0.42,
 evaluate 0.4, fire, gymnasium 1.4, lightning[extra] 2.6, matplotlib, peft 0.21, scikit-learn,
 sentence-transformers 6.2, tensorboard, timm 1.0, torch-geometric 2.8, transformers 5.24, trl 1.16,
-tyro, einops, ema-pytorch, optuna, pytorch-fid, and `pip install gymnasium[classic-control]`. Scripts
-whose package is missing fail and are listed.
+tyro, einops, ema-pytorch, optuna, pytorch-fid, sentencepiece, and `pip install
+gymnasium[classic-control]`. Scripts whose package is missing fail and are listed.
 
 Each script runs once, unchanged, and is recorded by TORCHLENS_PERF=1 or by the flag of torchrun. At
 the same time, py-spy samples its stacks and the kernel counts its CPU time. The table has the first
