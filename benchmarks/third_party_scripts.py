@@ -433,14 +433,6 @@ SCRIPTS = (
         stop_after_s=60,
     ),
     Script(
-        "optuna_checkpoint",
-        "optuna/optuna-examples",
-        "pytorch/pytorch_checkpoint.py",
-        links=(("{data}/MNIST", "FashionMNIST"),),
-        folders=("artifacts",),
-        stop_after_s=60,
-    ),
-    Script(
         "mixture_of_experts",
         "davidmrau/mixture-of-experts",
         "cifar10_example.py",

@@ -200,8 +200,9 @@ class StepRule:
         if self._passed and not self.ignores_passed:
             may_end = self.ending is None and passed == self._last
             return may_end or self._others[optimizer] >= _GONE_AFTER
-        limit = _GONE_AFTER_ALONE if self.alone >= _ALONE_AFTER else _GONE_AFTER_UNPASSED
-        return self.ending is None or self._others[optimizer] >= limit
+        return self.ending is None or self._others[optimizer] >= (
+            _GONE_AFTER_ALONE if self.alone >= _ALONE_AFTER else _GONE_AFTER_UNPASSED
+        )
 
     def on_backward_end(self) -> None:
         self._learns = self.learned = True

@@ -368,6 +368,18 @@ class TestCauses:
         assert (long.kinds, long.part) == ((), part)
 
     @pytest.mark.parametrize(
+        ("flag", "kinds"),
+        [(Flag.SAMPLED, ()), (Flag.EVALUATION, ()), (Flag.SKIPPED, ("skipped update",))],
+    )
+    def test_additional_work_is_not_the_cause_of_shorter_steps(
+        self, flag: Flag, kinds: tuple[str, ...]
+    ) -> None:
+        (short,) = classes(
+            loop(120, every30={"forward": 0.0, "backward": 1.0, "flags": flag})
+        ).short
+        assert short.kinds == kinds
+
+    @pytest.mark.parametrize(
         ("flag", "measured_ms", "kinds"),
         [
             (Flag.COLLECTED, 1.0, ()), (Flag.COLLECTED, 80.0, ("garbage collection",)),

@@ -404,13 +404,12 @@ def _add_bins_of_rank(
             kinds = tuple(name for flag, name in _NAMES.items() if flags & ~base & flag)
             if "evaluation" in kinds:
                 kinds = tuple(kind for kind in kinds if kind != WITHOUT_GRADIENTS)
-            if more_ns > 0:
-                share = count / counts[flags]
-                kinds = tuple(
-                    kind
-                    for kind in kinds
-                    if _may_explain(kind, worked_in, more_ns, share, members, typical)
-                )
+            share = count / counts[flags]
+            kinds = tuple(
+                kind
+                for kind in kinds
+                if _may_explain(kind, worked_in, more_ns, share, members, typical)
+            )
             part = worked_in if kinds else _part_with_most_difference(members, typical)
             similar = [dataclasses.replace(each, part=part) for each in similar]
             others.setdefault((kinds, "" if kinds else part, more_ns > 0), []).extend(similar)
@@ -420,11 +419,13 @@ def _add_bins_of_rank(
 def _may_explain(
     kind: str, part: str, more_ns: float, share: float, bins: Sequence[Bin], typical: TypicalStep
 ) -> bool:
-    """Return True if this kind of work may explain why steps take `more_ns` longer.
+    """Return True if this kind of work may explain why steps take `more_ns` longer, or shorter.
 
     part: the part with the extra time, with its waits for a CPU. share: fraction of the steps with
     this work that take that long.
     """
+    if more_ns <= 0:
+        return not _WORKS_IN.get(kind)
     if kind in _WORKS_IN and part not in _WORKS_IN[kind]:
         return False
     # Sampling has about the same overhead in all sampled steps.
@@ -616,8 +617,10 @@ def _is_other_work(part: str, own: TimeAccount, usual: TimeAccount) -> bool:
     whole_ns, waiting_ns = usual.sum_ns([part]), usual.sum_ns([part], [CPU])
     more_ns = own.sum_ns([part]) - whole_ns
     more_waiting_ns = own.sum_ns([part], [CPU]) - waiting_ns
-    running, more_running = 1 - waiting_ns / max(whole_ns, 1.0), 1 - more_waiting_ns / more_ns
-    return part in OWN_PARTS and bool(more_ns > 0 and more_running > _MIN_WORK * running)
+    runs_longer = (more_ns - more_waiting_ns) * whole_ns
+    return part in OWN_PARTS and bool(
+        more_ns > 0 and runs_longer > _MIN_WORK * more_ns * (whole_ns - waiting_ns)
+    )
 
 
 def _make_step_class(

@@ -147,14 +147,9 @@ class Steps(Distribution, StepClasses):
     not measured."""
 
 
-def count_after_warm_up(steps: Steps) -> int:
-    """Return the number of steps after the warm-up."""
-    return steps["count"] - steps["warm_up"]
-
-
 def mean_per_step(total_s: float, steps: Steps) -> float:
     """Return a total time as a mean over all steps after the warm-up."""
-    return total_s / max(1, count_after_warm_up(steps))
+    return total_s / max(1, steps["count"] - steps["warm_up"])
 
 
 class OwnStepTime(TypedDict):
