@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import structs
 
-from torchlens_perf.analysis.statistics.step_mix import MEASURED, MIN_SAVING, sum_time
+from torchlens_perf.analysis.statistics.step_mix import (
+    MEASURED,
+    MIN_SAVING,
+    duration_quantile_ns,
+    mean_duration_ns,
+    sum_time,
+)
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.words.report_goodput import Goodput, JobAttempt, TimeClass
@@ -315,7 +321,8 @@ def _account_rank(
         return found
     bins = [(key >> 32, each) for key, each in statistics.mix.bins.items()]
     plain = [each for flags, each in bins if not _excess_class(flags)]
-    median_ns = _median_step_ns(plain or [each for _, each in bins])
+    in_order = sorted(plain or [each for _, each in bins], key=mean_duration_ns)
+    median_ns = duration_quantile_ns(in_order, 0.5)
     warm_up = statistics.warm_up
     excess_ns = max(0.0, warm_up.sum_ns - warm_up.count * median_ns)
     found["startup"] += excess_ns / 1e9
@@ -357,16 +364,6 @@ def _excess_class(flags: int) -> str:
 
 def _bins_with(mix: StepMix, flag: Flag) -> list[Bin]:
     return [each for key, each in mix.bins.items() if key >> 32 & flag]
-
-
-def _median_step_ns(bins: Sequence[Bin]) -> float:
-    """Return the mean duration of the bin that contains the median step; 0 without steps."""
-    left = sum(each.count for each in bins) / 2
-    for each in sorted(bins, key=lambda each: each.duration_ns / each.count):
-        left -= each.count
-        if left <= 0:
-            return each.duration_ns / each.count
-    return 0.0
 
 
 def _claim(seconds: dict[str, float], name: str, loss: StragglerLoss, ranks: int) -> None:

@@ -537,6 +537,17 @@ def test_lack_of_a_cpu_for_half_of_the_time_is_the_bottleneck() -> None:
     )
 
 
+def test_longest_part_is_named_where_all_waits_for_a_cpu_are_the_bottleneck() -> None:
+    """The sentence is about the job, too: the optimizer's step is its longest part."""
+    starved = {**BASE, "optimizer": 11.0, "cpu": 10.0, "cpu_in": "optimizer"}
+    verdict = report_on([starved] * 60)["verdicts"][0]
+
+    assert verdict.text == (
+        "Waiting for a CPU takes 40% (10.0 ms) of a typical step of 25.0 ms; computing 52% (13.0 ms)."
+        " The optimizer takes 44% (11.0 ms) of the step, of which 91% waited for a CPU."
+    )
+
+
 def test_part_whose_work_waits_for_cpus_is_named_with_its_whole_time() -> None:
     """Busy CPUs do not hide what the job does: most of the step is data loading."""
     starved = {**BASE, "data": 60.0, "cpu": 54.0, "cpu_in": "data"}

@@ -323,7 +323,7 @@ def classify_steps(mixes: Sequence[StepMix]) -> StepClasses:
             flags = _add_bins_of_rank(place, mix, usual, alike, others)
     if not ranks:
         return StepClasses(0, 0.0, None, 0.0, (), ())
-    usual.sort(key=_mean_duration_ns)
+    usual.sort(key=mean_duration_ns)
     groups: _Groups = {}
     for (kinds, part, longer), found in others.items():
         for each in found:
@@ -371,10 +371,10 @@ def _add_bins_of_rank(
     all_usual += usual
     alike += usual
     least_ns = (_GAP - 1) * typical.duration_ns
-    spread_ns = max(least_ns, _mean_duration_ns(usual[-1]) - typical.duration_ns)
+    spread_ns = max(least_ns, mean_duration_ns(usual[-1]) - typical.duration_ns)
 
     def to_unusual_bin(each: Bin) -> _UnusualBin:
-        more_ns = _mean_duration_ns(each) - typical.duration_ns
+        more_ns = mean_duration_ns(each) - typical.duration_ns
         return _UnusualBin(
             place,
             each,
@@ -512,31 +512,36 @@ def _newest_steps_without_gap(found: Sequence[_UnusualBin]) -> list[int]:
     )
 
 
-def _mean_duration_ns(of: Bin) -> float:
+def mean_duration_ns(of: Bin) -> float:
+    """Return the mean duration of a bin's steps."""
     return of.duration_ns / of.count
 
 
 def _split_by_duration(bins: Sequence[Bin]) -> tuple[list[Bin], list[Bin], list[Bin]]:
     """Return the bins of shorter steps, of the typical class, and of longer steps."""
-    means = [_mean_duration_ns(each) for each in bins]
+    means = [mean_duration_ns(each) for each in bins]
     cuts = [place for place in range(1, len(bins)) if means[place] >= _GAP * means[place - 1]]
     classes = [list(bins[first:last]) for first, last in itertools.pairwise([0, *cuts, len(bins)])]
     counts = [sum(each.count for each in one) for one in classes]
     chosen = next(index for index, count in enumerate(counts) if count >= _COMPARABLE * max(counts))
     shorter = [each for below in classes[:chosen] for each in below]
     usual, longer = classes[chosen], [each for above in classes[chosen + 1 :] for each in above]
-    low, middle, high = (_duration_quantile_ns(usual, share) for share in (0.25, 0.5, 0.75))
+    low, middle, high = (duration_quantile_ns(usual, share) for share in (0.25, 0.5, 0.75))
     fence = max(high + _SPREADS * (high - low), _LONG * middle)
-    longer += [each for each in usual if _mean_duration_ns(each) > fence]
-    return shorter, [each for each in usual if _mean_duration_ns(each) <= fence], longer
+    longer += [each for each in usual if mean_duration_ns(each) > fence]
+    return shorter, [each for each in usual if mean_duration_ns(each) <= fence], longer
 
 
-def _duration_quantile_ns(bins: Sequence[Bin], share: float) -> float:
+def duration_quantile_ns(bins: Sequence[Bin], share: float) -> float:
+    """Return the mean duration of the bin that contains a quantile; 0 without steps.
+
+    bins: in ascending order of duration.
+    """
     total, seen = sum(each.count for each in bins), 0
     for each in bins:
         seen += each.count
         if seen >= share * total:
-            return each.duration_ns / each.count
+            return mean_duration_ns(each)
     return 0.0
 
 
@@ -566,8 +571,8 @@ def _compute_typical_step(bins: Sequence[Bin], flags: int) -> TypicalStep:
         account=TimeAccount.from_parts(parts_ns, lack_ns),
         flags=flags,
         range_ns=(
-            _mean_duration_ns(bins[int(np.argmax(weights > 0))]),
-            _mean_duration_ns(bins[-1 - int(np.argmax(weights[::-1] > 0))]),
+            mean_duration_ns(bins[int(np.argmax(weights > 0))]),
+            mean_duration_ns(bins[-1 - int(np.argmax(weights[::-1] > 0))]),
         ),
     )
 

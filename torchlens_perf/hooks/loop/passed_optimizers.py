@@ -39,7 +39,7 @@ class PassedOptimizers:
 
         The call takes a few microseconds.
         """
-        stepped = _collect_parameter_ids([optimizer])
+        stepped = collect_parameter_ids([optimizer])
         shares = None
         for position, reference in enumerate(self._passed):
             passed = reference()
@@ -48,7 +48,7 @@ class PassedOptimizers:
             parts = list(iterate_parts(passed))
             if any(part is optimizer for part in parts):
                 return position
-            if shares is None and stepped & _collect_parameter_ids(parts):
+            if shares is None and stepped & collect_parameter_ids(parts):
                 shares = position
         return shares
 
@@ -73,13 +73,6 @@ class PassedOptimizers:
                 for part in iterate_parts(each)
             )
         ]
-
-    def format_class_names(self) -> str:
-        """Return the class names for messages, such as "AdamW" or "AdamW and SGD"."""
-        return (
-            " and ".join(type(each).__name__ for each in self.list_alive())
-            or "the optimizer passed to watch()"
-        )
 
 
 def iterate_parts(optimizer: Any) -> Iterator[Any]:
@@ -121,7 +114,8 @@ def _iterate_attribute_values(owner: Any) -> Iterator[Any]:
             yield value
 
 
-def _collect_parameter_ids(optimizers: Iterable[Any]) -> set[int]:
+def collect_parameter_ids(optimizers: Iterable[Any]) -> set[int]:
+    """Return the ids of all parameters of these optimizers. None stands for a deleted one."""
     return {id(parameter) for each in optimizers for parameter in parameters_of(each)}
 
 

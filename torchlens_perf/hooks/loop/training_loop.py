@@ -18,9 +18,9 @@ from torchlens_perf.hooks import module_tree
 from torchlens_perf.hooks.loop.passed_optimizers import (
     NO_GRADIENT,
     PassedOptimizers,
+    collect_parameter_ids,
     create_reference,
     find_trained_parameter,
-    parameters_of,
     read_gradient_version,
 )
 from torchlens_perf.hooks.loop.selection import NamedModel, name_models, unwrapped_class_name
@@ -155,10 +155,6 @@ class _WatchedModel(NamedTuple):
     name: str
     since: int
     """Number of steps of all optimizers before the model was watched."""
-
-
-def _parameter_ids_of(optimizer: Any) -> set[int]:
-    return {id(each) for each in parameters_of(optimizer)}
 
 
 class TrainingLoop:
@@ -442,8 +438,9 @@ class TrainingLoop:
         if ends:
             self._session.step.end()
         if self._rule.ignores_passed and not ignored:
+            classes = " and ".join(type(each).__name__ for each in self.passed.list_alive())
             self._session.note(
-                f"{self.passed.format_class_names()}, passed to watch(), has made no step: another"
+                f"{classes or 'the optimizer'}, passed to watch(), has made no step: another"
                 " optimizer ends the steps"
             )
 
@@ -518,8 +515,8 @@ class TrainingLoop:
         return self._patience[key]
 
     def _compute_patience(self, optimizer: Optimizer, ended: Any, since: int) -> int | None:
-        stepped, watched = _parameter_ids_of(optimizer), self._watched_parameters()
-        is_watched, replaced = bool(stepped & watched), _parameter_ids_of(ended)
+        stepped, watched = collect_parameter_ids([optimizer]), self._watched_parameters()
+        is_watched, replaced = bool(stepped & watched), collect_parameter_ids([ended])
         if stepped & replaced:
             return 0
         if ended is None:
@@ -539,7 +536,9 @@ class TrainingLoop:
         others = [each.reference() for each in self._optimizers.values()]
         return (
             None
-            if any(stepped & _parameter_ids_of(each) for each in others if each is not optimizer)
+            if any(
+                stepped & collect_parameter_ids([each]) for each in others if each is not optimizer
+            )
             else 0
         )
 
@@ -563,7 +562,7 @@ class TrainingLoop:
             or self._takes_turns
             or known.first_at < self._training_since
             or any(each.first_at >= self._training_since for each in others)
-            or _parameter_ids_of(stepping) & self._watched_parameters(before=known.first_at)
+            or collect_parameter_ids([stepping]) & self._watched_parameters(before=known.first_at)
         ):
             return
         if not self._trainings:
@@ -611,7 +610,7 @@ class TrainingLoop:
         """
         if self._has_news:
             self._has_news = False
-            trained = set[int]().union(*map(_parameter_ids_of, self.optimizers))
+            trained = collect_parameter_ids(self.optimizers)
             self._watch_called_models(lambda parameter: id(parameter) in trained)
 
     def _watch_called_models(self, is_trained: Callable[[Any], bool]) -> None:

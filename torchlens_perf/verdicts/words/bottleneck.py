@@ -633,7 +633,7 @@ def _collect_typical_steps(report: Facts) -> list[TypicalStep]:
 
 
 def _describe_starved_part(report: Facts) -> str:
-    """Return a sentence on the part that takes most of the step with its waits for a CPU; else ""."""
+    """Return a sentence on the longest part, with its waits for a CPU; "" if all are short."""
     steps = _collect_typical_steps(report)
     parts_s = dict(zip(PARTS, mean_by_part(step["parts"] for step in steps), strict=True))
     lack_s = dict(
@@ -641,7 +641,7 @@ def _describe_starved_part(report: Facts) -> str:
     )
     part = max(OWN_PARTS, key=lambda part: parts_s[part])
     step_s = sum(step["s"] for step in steps) / len(steps)
-    if parts_s[part] < _MOST * step_s:
+    if parts_s[part] < _WASTE_FIRST * step_s:
         return ""
     name, waits = phase_name(part), format_percent(lack_s[part] / parts_s[part])
     takes = _format_share(float(parts_s[part]), step_s)
