@@ -98,8 +98,9 @@ def test_judged_rows_are_none_until_there_are_enough() -> None:
 
 
 def test_names_of_classes_are_bounded() -> None:
-    names = [f"section {at}" for at in range(9)] + ["saving and evaluation", "slow rank"] * 2
-    assert join_classes([PathClass(name, 1.0, 0.1, []) for name in names]) == {
+    classes = [PathClass(f"section {at}", 1.0, 0.1, ("section",)) for at in range(9)]
+    classes += [PathClass("saving and evaluation", 1.0, 0.1, ("saving", "evaluation"))] * 2
+    assert join_classes([*classes, *[PathClass("slow rank", 1.0, 0.1)] * 2]) == {
         **{f"section {at}": 1.0 for at in range(4)},
         "other sections": 5.0, "saving": 2.0, "slow rank": 2.0,
     }  # fmt: skip

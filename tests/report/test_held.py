@@ -473,17 +473,17 @@ def test_sentence_on_validity_has_known_windows_steps_and_times() -> None:
 
     assert (
         describe_period(whole, started)
-        == "Held in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
+        == "in 14 of 15 windows of 64 steps, since step 64 (09:14:02 UTC)."
     )
     assert (
         describe_period(over, started)
-        == "Held in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
+        == "in 14 of 15 windows of 64 steps, from step 64 to 199 (09:14:02 to 2026-11-24"
         " 01:02:03 UTC)."
     )
     assert describe_period(
         structs.replace(whole, windows_held=1, windows_judged=1, window_steps=8), started
-    ).startswith("Held in 1 of 1 window of 8 steps, ")
-    assert describe_period(at_step, started) == "Held since step 64."
+    ).startswith("in 1 of 1 window of 8 steps, ")
+    assert describe_period(at_step, started) == "since step 64."
     assert describe_period(None, started) == ""
 
 

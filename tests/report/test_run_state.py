@@ -68,7 +68,7 @@ def report_of(run: RunDirectory, state: NodeState) -> dict[str, Any]:
         (1, [0], "1 rank, died"),
         (2, [1], "2 ranks, ended, rank 1 died"),
         (4, [1, 2, 3], "4 ranks, ended, ranks 1-3 died"),
-        (3, [0, 1, 2], "3 ranks, all of them died"),
+        (3, [0, 1, 2], "3 ranks, all ranks died"),
     ],
 )
 def test_rank_that_died_is_in_the_title_of_every_screen(

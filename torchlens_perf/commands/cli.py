@@ -26,6 +26,7 @@ from torchlens_perf.commands import (
 )
 from torchlens_perf.commands.command import Command, argument
 from torchlens_perf.commands.progress import Progress
+from torchlens_perf.config import CHILD
 from torchlens_perf.errors import ConfigError, TorchlensPerfError, printable, unknown_word_text
 from torchlens_perf.store.without_pandas import block_pandas_import
 
@@ -78,7 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(problem: str, code: int = 2) -> int:
-    print(f"torchlens-perf: {problem}", file=sys.stderr)
+    # The parent of a child process names the program in its own message.
+    prefix = "" if CHILD in os.environ else "torchlens-perf: "
+    print(f"{prefix}{problem}", file=sys.stderr)
     return code
 
 

@@ -204,10 +204,7 @@ def _build_table(compared: Comparison, key: str, title: str, rows: Sequence[Meas
         ),
         Column(
             "detectable",
-            [
-                _format_signed(each.detectable, of).removeprefix("+")
-                for of, each in zip(rows, changes, strict=True)
-            ],
+            [_format_amount(each.detectable, of) for of, each in zip(rows, changes, strict=True)],
             Quantity.NUMBER,
             optional=1,
             help="Smallest change that 4 of 5 such comparisons would find.",
@@ -226,12 +223,11 @@ def _format_value(value: float, measure: Measure) -> float | str:
 
 
 def _format_signed(value: float, measure: Measure) -> str:
-    text = (
-        format_bytes(abs(value), "B")
-        if measure.kind is Kind.MEMORY
-        else format_duration(abs(value))
-    )
-    return f"{'+' if value >= 0 else '-'}{text}"
+    return f"{'+' if value >= 0 else '-'}{_format_amount(abs(value), measure)}"
+
+
+def _format_amount(value: float, measure: Measure) -> str:
+    return format_bytes(value, "B") if measure.kind is Kind.MEMORY else format_duration(value)
 
 
 def _format_interval(change: Change) -> str:

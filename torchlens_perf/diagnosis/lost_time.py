@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SLOW_RANK, IMBALANCE, BUBBLE = "slow rank", "imbalance", "pipeline bubble"
 OTHER_SECTIONS = "other sections"
-_SECTION, _AND = "section ", " and "
+_SECTION = "section"
 _MAX_SECTIONS = 4
 COMPUTE = ("forward", "recompute", "backward", "optimizer")
 _COMPUTE = [USES.index(use) for use in COMPUTE]
@@ -106,20 +106,22 @@ def classify_time(
         uses_s["communication"] -= uses_s[BUBBLE]
     sections = divide_host_code(facts["sections"], uses_s["host"])
     uses_s["host"] -= sum(sections.values())
-    uses_s |= {f"{_SECTION}{name}": seconds for name, seconds in sections.items()}
+    uses_s |= {f"{_SECTION} {name}": seconds for name, seconds in sections.items()}
+    kinds: dict[str, tuple[str, ...]] = {f"{_SECTION} {name}": (_SECTION,) for name in sections}
+    kinds |= {" and ".join(each): each for each in irregular}
     found: list[PathClass] = []
     for slow in find_slow_ranks(verdicts):
         taken_s = _take_time(uses_s, slow.phase, slow.cost_s)
         share = slow.share * taken_s / slow.cost_s
-        found.append(PathClass(SLOW_RANK, taken_s, share, list(slow.ranks)))
+        found.append(PathClass(SLOW_RANK, taken_s, share, ranks=list(slow.ranks)))
     for row in verdicts:
         if row.kind == "imbalance" and not row.is_over:
             taken_s = _take_time(uses_s, row.phase or "", row.cost_s_per_step or 0.0)
-            found.append(PathClass(IMBALANCE, taken_s, taken_s / step_s, []))
-    others_s = uses_s | irregular
+            found.append(PathClass(IMBALANCE, taken_s, taken_s / step_s))
+    others_s = uses_s | {" and ".join(each): seconds for each, seconds in irregular.items()}
     rest_s, rest_share = sum(others_s.values()), 1.0 - sum(each.share for each in found)
     found += [
-        PathClass(name, seconds, seconds / rest_s * max(0.0, rest_share), [])
+        PathClass(name, seconds, seconds / rest_s * max(0.0, rest_share), kinds.get(name, ()))
         for name, seconds in others_s.items()
         if seconds > 0
     ]
@@ -128,13 +130,13 @@ def classify_time(
     )
 
 
-def _find_irregular(steps: Steps) -> dict[str, float]:
-    """Return what longer steps of known kinds add to a mean step of the run."""
-    found: dict[str, float] = {}
+def _find_irregular(steps: Steps) -> dict[tuple[str, ...], float]:
+    """Return what longer steps of known kinds add to a mean step of the run, by their kinds."""
+    found: dict[tuple[str, ...], float] = {}
     for each in steps["long"]:
         if each["kinds"]:
-            name = _AND.join(each["kinds"])
-            found[name] = found.get(name, 0.0) + mean_per_step(each["total_s"], steps)
+            kinds = tuple(each["kinds"])
+            found[kinds] = found.get(kinds, 0.0) + mean_per_step(each["total_s"], steps)
     return found
 
 
@@ -147,12 +149,10 @@ def join_classes(classes: Sequence[PathClass]) -> dict[str, float]:
     found: dict[str, float] = {}
     sections = 0
     for each in classes:
-        name = each.name
-        if name.startswith(_SECTION):
+        name = next(iter(each.kinds), each.name)
+        if name == _SECTION:
             sections += 1
-            name = name if sections <= _MAX_SECTIONS else OTHER_SECTIONS
-        else:
-            name = name.partition(_AND)[0]
+            name = each.name if sections <= _MAX_SECTIONS else OTHER_SECTIONS
         found[name] = found.get(name, 0.0) + each.s_per_step
     return found
 

@@ -41,8 +41,5 @@ def run_and_capture(*arguments: str, timeout_s: float = TIMEOUT_S) -> bytes:
         raise RunStoreError(f"no process can be started: {error.strerror or error}") from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise RunStoreError(
-            printable(said).removeprefix("torchlens-perf: ")
-            or f"torchlens-perf ended with {done.returncode}"
-        )
+        raise RunStoreError(printable(said) or f"torchlens-perf ended with {done.returncode}")
     return done.stdout

@@ -17,7 +17,7 @@ from torchlens_perf.report.run_report import load_report
 from torchlens_perf.serve.readers import ReaderCall, ReaderPool
 from torchlens_perf.serve.run_names import ReadError
 from torchlens_perf.store.run_folders import FoundRun, find_runs, is_run, open_run
-from torchlens_perf.verdicts.words.run_state import describe_state
+from torchlens_perf.verdicts.words.run_state import describe_state, join_state
 from torchlens_perf.view.headline import (
     Headline,
     build_headlines,
@@ -276,6 +276,7 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
     except (TorchlensPerfError, OSError, *DAMAGED_DATA) as error:
         return _unreadable_line(found, error)
     about, steps = report["run"], report["steps"]
+    state, ranks = describe_state(about)
     return RunLine(
         *found,
         verdict or _message("NO VERDICT", ""),
@@ -286,7 +287,7 @@ def _read_line(path: str, found: FoundRun) -> RunLine:
         len({row["host"] for row in report["ranks"]}),
         steps["count"],
         about["live"],
-        describe_state(about).replace("running", "live", 1),
+        join_state("live" if about["live"] else state, ranks),
         about["started"] or "",
         about["program"] or "",
     )

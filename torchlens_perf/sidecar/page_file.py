@@ -94,11 +94,7 @@ def write_page_in_child_process(
     # The child replaces the page only when the new page is complete. If the page has been replaced,
     # a failure after that does not matter.
     if child.returncode and _file_version(page) == before:
-        reason = (
-            last_line.removeprefix("torchlens-perf: ")
-            or f"its process ended with {child.returncode}"
-        )
-        return printable(reason)
+        return printable(last_line or f"its process ended with {child.returncode}")
     logger.info("%s", printable(last_line))
     return ""
 

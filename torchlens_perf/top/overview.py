@@ -20,7 +20,7 @@ from torchlens_perf.top.text import (
     lines_around_cursor,
     unwrapped_line,
 )
-from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state
+from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_state, join_state
 from torchlens_perf.view.headline import Headline, choose_headline
 from torchlens_perf.view.specs import Table, sanitize_line
 from torchlens_perf.view.step_words import describe_overhead
@@ -125,14 +125,13 @@ def run_state_and_style(view: View) -> tuple[str, str]:
     if report is None:
         return "waiting" if view.trouble else "reading", SEVERITIES[WARNING].terminal
     run = report["run"]
-    state, comma, which = describe_state(run).partition(",")
+    state, which = describe_state(run)
     if not run["live"]:
         at = format_clock_time(run["ended"]) if run["ended"] else ""
-        return f"{state.upper()} {at}".rstrip() + comma + which, bad if run["died"] or run[
-            "failed"
-        ] else "bold"
+        words = join_state(f"{state.upper()} {at}".rstrip(), which)
+        return words, bad if run["died"] or run["failed"] else "bold"
     as_of = f" {format_clock_time(run['as_of'])}" if run["as_of"] else ""
-    return f"LIVE{as_of}{comma}{which}", bad if which else SEVERITIES[GOOD].terminal
+    return join_state(f"LIVE{as_of}", which), bad if which else SEVERITIES[GOOD].terminal
 
 
 def trouble_lines(view: View) -> list[Text]:

@@ -230,7 +230,12 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
 
 def fact_text(name: str, text: str) -> str:
     """Return a fact as text: "rank 13", "since step 40", "seen in 97% of these steps"."""
-    return text if name == "steps" else f"{name} {text}"
+    return f"{fact_label(name)}{text}"
+
+
+def fact_label(name: str) -> str:
+    """Return the words before a fact; "" for its steps."""
+    return "" if name == "steps" else f"{name} "
 
 
 def phase_name(phase: str) -> str:

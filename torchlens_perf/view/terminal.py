@@ -23,7 +23,12 @@ from torchlens_perf.analysis.statistics.quantities import (
 )
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.verdicts.words.past import describe_period
-from torchlens_perf.verdicts.words.run_state import describe_ranks, describe_run_state
+from torchlens_perf.verdicts.words.run_state import (
+    RUNNING,
+    describe_ranks,
+    describe_state,
+    join_state,
+)
 from torchlens_perf.verdicts.words.startup import describe_startup
 from torchlens_perf.view.headline import Headline, build_headlines, choose_headline
 from torchlens_perf.view.rank_tables import mean_parts, part_name, parts_by_rank, slowest_ranks
@@ -191,7 +196,8 @@ def _full_report_lines(report: Report, run_dir: str, width: int, *, color: bool)
     yield _title_line(report)
     for each, row in zip(found, report["verdicts"], strict=True):
         if each.is_over:
-            over.append(f"{each.sentence} {describe_period(row.held, started)}")
+            held = describe_period(row.held, started)
+            over.append(f"{each.sentence} {f'Held {held}' if held else ''}")
         else:
             yield Text("")
             yield from held_verdict_lines(each, row, report, width)
@@ -238,12 +244,12 @@ def _title_line(report: Report) -> Text:
     words = [describe_ranks(run), step_count_text(report)]
     words += [f"attempt {run['attempt']}"] if run["attempt"] else []
     lasted_s = _run_duration_s(report)
-    state, comma, rest = describe_run_state(run).replace("all of them", "all ranks").partition(", ")
+    state, ranks = describe_state(run)
     after = ""
-    if lasted_s is not None and not state.startswith("silent"):
+    if lasted_s is not None and not (run["live"] and state != RUNNING):
         after = f"{' for' if run['live'] else ' after'} {format_run_duration(lasted_s)}"
     program = f"{sanitize_line(run['program'])}  " if run["program"] else ""
-    text = f"{program}{', '.join(words)}, {state}{after}{comma}{rest}"
+    text = f"{program}{', '.join(words)}, {join_state(f'{state}{after}', ranks)}"
     return Text.assemble(("torchlens_perf  ", "bold"), sanitize_line(text))
 
 
@@ -270,7 +276,7 @@ def verdict_lines(head: Headline, width: int, held: str = "") -> list[Text]:
         "cost": _with_others(head.cost, head),
         "evidence": f"{head.sentence}{seen}" if places else "",
         "cause": head.cause if places else "",
-        "held": held.removeprefix("Held "),
+        "held": held,
         "next": head.action,
     }
     if places:

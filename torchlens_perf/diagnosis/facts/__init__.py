@@ -1,1 +1,1 @@
-"""Rows of the report, built from the states of the processes. Pure."""
+"""Facts about a run, as rows of the report, from the states of its processes. Pure."""

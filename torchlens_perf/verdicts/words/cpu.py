@@ -40,7 +40,7 @@ def cpu_action(report: Facts) -> str:
         less.append(f"fewer loader workers (num_workers{at_once})")
     if max(Counter(rank["host"] for rank in report["ranks"]).values(), default=0) > 1:
         less.append("fewer ranks a node")
-    current = _current_value_clause(cpus).removeprefix(", ")
+    current = _current_value_clause(cpus, "now ")
     more = f"more CPUs ({current})" if current else "more CPUs"
     ways = f"{', '.join(less)} or {more}" if less else more
     return f"{begin}; then use {ways}." if begin else f"use {ways}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -124,7 +125,7 @@ def build_ended_verdict(
 
 
 def describe_period(held: Period | None, started: str | None) -> str:
-    """Return a sentence on the period of a verdict, with its windows; "" if not known.
+    """Return the end of a sentence on the period of a verdict, with its windows; "" if not known.
 
     started: start time of the run.
     """
@@ -135,10 +136,10 @@ def describe_period(held: Period | None, started: str | None) -> str:
     lasts = held.until_step is None
     at = f" ({' to '.join(times)} UTC)" if times and (lasts or len(times) == 2) else ""
     if not held.windows_judged:
-        return f"Held {steps}{at}."
+        return f"{steps}{at}."
     windows = format_count(held.windows_judged, "window")
     some = f"{held.windows_held} of {windows} of {held.window_steps} steps"
-    return f"Held in {some}, {steps}{at}."
+    return f"in {some}, {steps}{at}."
 
 
 def _time_of_day(at: str, started: str | None) -> str:
@@ -146,6 +147,6 @@ def _time_of_day(at: str, started: str | None) -> str:
 
     The date is added if it is not the date on which the run started.
     """
-    day, _, clock = at.partition("T")
-    seconds = clock[:8]
-    return seconds if started is not None and started.startswith(day) else f"{day} {seconds}"
+    moment = datetime.datetime.fromisoformat(at)
+    is_first_day = started is not None and started.startswith(f"{moment:%Y-%m-%d}")
+    return f"{moment:%H:%M:%S}" if is_first_day else f"{moment:%Y-%m-%d %H:%M:%S}"

@@ -462,7 +462,9 @@ class PathClass(Struct, frozen=True):
     s_per_step: float
     share: float
     """Share of `LostTime.step_s`."""
-    ranks: list[int]
+    kinds: tuple[str, ...] = ()
+    """The kinds of longer steps that the name lists, or "section"; () for other classes."""
+    ranks: list[int] = []
     """The ranks of the class "slow rank"; [] for other classes."""
 
 

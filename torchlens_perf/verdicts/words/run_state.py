@@ -56,24 +56,30 @@ def describe_run_state(run: Run, now_unix_s: float | None = None) -> str:
 
     now_unix_s: the present time. The default is the time of this machine's clock.
     """
-    return describe_state(run, _silent_s(run, now_unix_s))
+    return join_state(*describe_state(run, now_unix_s))
 
 
-def describe_state(run: Run, silent_s: float = 0.0) -> str:
-    """Return the state of a run in words. silent_s: time without new data from a live run."""
+def join_state(state: str, ranks: str) -> str:
+    """Return the result of describe_state() as one phrase."""
+    return f"{state}, {ranks}" if ranks else state
+
+
+def describe_state(run: Run, now_unix_s: float | None = None) -> tuple[str, str]:
+    """Return the state of a run, and which ranks failed or died if that is not all of it.
+
+    now_unix_s: the time by which a live run is silent; see describe_run_state().
+    """
     live, died, failed, seen = run["live"], run["died"], run["failed"], run["ranks_seen"]
     if failed and not live:
-        return "failed"
-    state = "ended"
+        return "failed", ""
+    state, silent_s = "ended", _silent_s(run, now_unix_s)
     if live:
         state = f"silent for {format_age(silent_s)}" if silent_s > SILENT_S else "running"
     if failed:
-        return f"{state}, {format_rank_list(failed)} failed"
-    if not died:
-        return state
-    if not live and len(died) == seen:
-        return "died" if seen == 1 else "all of them died"
-    return f"{state}, {format_rank_list(died)} died"
+        return state, f"{format_rank_list(failed)} failed"
+    if not live and died and len(died) == seen:
+        return "died" if seen == 1 else "all ranks died", ""
+    return state, f"{format_rank_list(died)} died" if died else ""
 
 
 def _silent_s(run: Run, now_unix_s: float | None) -> float:
