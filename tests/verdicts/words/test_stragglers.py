@@ -271,6 +271,28 @@ class TestModules:
         assert verdict.evidence.module_excess_s == pytest.approx(0.014)
         assert verdict_on(episode(phase="backward"), context).evidence.modules == ()
 
+    def test_module_whose_times_differ_between_other_ranks_is_not_mentioned(self) -> None:
+        """The other ranks take 10 to 26 ms in the module, so 30 ms may be chance."""
+        varying = {"3": 0.030, "0": 0.010, "1": 0.014, "2": 0.026}
+        alike = {"3": 0.030, "0": 0.010, "1": 0.011, "2": 0.012}
+        slow = episode(phase="backward")
+
+        assert verdict_on(slow, self.context(module("a", {}, varying))).evidence.modules == ()
+        assert verdict_on(slow, self.context(module("a", {}, alike))).evidence.modules == ("a",)
+
+    def test_excess_in_no_module_is_between_modules(self) -> None:
+        """The backward pass of the rank takes 20 ms longer, and its modules 2 ms."""
+        context = self.context(
+            module("a", {}, {"3": 0.021, "0": 0.020, "1": 0.020}),
+            module("b", {}, {"3": 0.031, "0": 0.030, "1": 0.030}),
+        )
+        verdict = verdict_on(episode(phase="backward"), context)
+
+        assert "; most of the difference is between modules. It costs" in verdict.sentence
+        assert "compare the input sizes of the code between its modules on rank 3" in verdict.action
+        assert "between modules" not in verdict_on(episode(phase="backward")).sentence
+        assert "between modules" not in verdict_on(episode(phase="data"), context).sentence
+
     def test_modules_with_little_excess_are_not_mentioned(self) -> None:
         context = self.context(module("a", {"3": 0.012, "1": 0.010}))
 
@@ -436,6 +458,14 @@ def test_sentence_on_an_imbalance_has_the_stage_with_most_work() -> None:
     )
     assert (verdict.kind, verdict.rank) == ("imbalance", None)
     assert (verdict.cost_s_per_step, verdict.cost_share) == pytest.approx((0.03, 0.1875))
+
+
+def test_ended_episode_below_the_smallest_detectable_slowdown_has_no_verdict() -> None:
+    """The verdict that no rank is slow states this limit."""
+    over = [episode(1, 20, until=70, excess_ns=2.9 * MS), episode(2, 20, until=70)]
+    _, before = build_straggler_verdicts(CONTEXT, findings(*over, detectable_ns=3 * MS))
+
+    assert [verdict.rank for verdict in before] == [2]
 
 
 def test_ended_episodes_follow_open_ones_newest_first() -> None:

@@ -36,14 +36,15 @@ MIN_LOST_NS = 1e8
 MIN_SHARE = 0.03
 # If steps are long because CPUs are lacking, a rank is named only if the job would gain at least
 # this share of the step without the rank's excess.
-_MIN_GAIN = 0.0075
+_MIN_GAIN = 0.005
 # Factors on the share, time and loss above if ranks are compared by host times. Hosts share their
 # CPUs with other programs. Even in healthy runs, a host may be slower by 5 % of the step for some
 # seconds.
 _SHARE_OF_HOSTS, _LASTING_OF_HOSTS, _LOST_OF_HOSTS = 2.0, 5 / 3, 10.0
-# Factor on the threshold of standard errors, likewise. What other programs take from a host lasts
-# for many rows, so that its rows are not independent and the mean's error is underestimated.
-_ERRORS_OF_HOSTS = 2.0
+# Factor on the threshold of standard errors, likewise, and for ranks that wait for a CPU all the time.
+# What other programs take from a host lasts for many rows, so that its rows are not independent and
+# the mean's error is underestimated. Programs that take CPUs also take caches and memory bandwidth.
+_ERRORS_OF_HOSTS, _ERRORS_OF_CONTENTION = 2.0, 2.5
 # If hosts set the pace, a slow rank is often the last one: the job gains at least this share of its
 # excess without it. If hosts only wander, another rank is last in most rows.
 _GAIN_OF_HOSTS = 0.5
@@ -92,8 +93,10 @@ class SuspectSearch:
         self.ranks = window.ranks[present]
         self._excess = window.excess_ns[np.ix_(present, self._at)]
         self._hosts_share = float(window.launch_shares(np.ix_(present, self._at)).max())
-        self.threshold = detection_threshold(len(self.ranks)) * self._weight_by_host_share(
-            _ERRORS_OF_HOSTS
+        contention = 1 - running_ns / step_ns if step_ns else 0.0
+        self.threshold = detection_threshold(len(self.ranks)) * max(
+            self._weight_by_host_share(_ERRORS_OF_HOSTS),
+            1 + (_ERRORS_OF_CONTENTION - 1) * contention,
         )
         self._scales: dict[str, float] = {}
         self._series = {"": self._excess}
@@ -327,9 +330,13 @@ class SuspectSearch:
         """Return the smallest excess that would be detected if a rank had it in all rows."""
         rows = len(self.keys)
         error_ns = self.noise_of("") / float(np.sqrt(rows))
-        # The excess is compared with a step that includes the excess.
-        worth_ns = self._min_share * self.step_ns / (1 - self._min_share)
-        min_ns = max(worth_ns, self._host_cpu_lack_ns) + _POWER * error_ns
+        # The excess is compared with a step that includes the excess. If ranks wait for CPUs in turn,
+        # each is the last one in its share of the steps.
+        worth_ns = max(
+            self._min_share * self._running_ns,
+            min(self._min_share, _MIN_GAIN * len(self.ranks)) * self.step_ns,
+        )
+        min_ns = max(worth_ns / (1 - self._min_share), self._host_cpu_lack_ns) + _POWER * error_ns
         min_ns = max(min_ns, (self.threshold + _POWER) * error_ns)
         if len(self.ranks) >= _RANKS_WITH_A_SPREAD:
             min_ns = max(

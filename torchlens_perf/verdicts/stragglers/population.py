@@ -254,18 +254,21 @@ class Population:
             return dataclasses.replace(
                 episode, until_step=int(rows.keys[begin + over]) * rows.width
             )
-        if not episode.from_start and begin >= MIN_ROWS and len(series) < 4 * MIN_ROWS:
+        if episode.from_start or (begin >= MIN_ROWS and len(series) < 4 * MIN_ROWS):
             # With more rows, the first slow row can be determined more precisely. The end of the
             # rank's previous episode was reported, so the new episode must not begin before it.
             before = max(
                 begin - MIN_ROWS,
                 rows.row_from_step(self._ends_of_last_episodes().get(episode.rank, 0)),
             )
-            begin = before + find_change_point(
+            change = before + find_change_point(
                 rows.stall_free_excess(episode.phase, index, before), episode.excess_ns
             )
+            # The first rows of a rank that is slow from the start may have little excess by chance.
+            stays = episode.from_start and change < begin + MIN_ROWS
+            begin = begin if stays else change
             episode = dataclasses.replace(
-                episode, judged_from_step=int(rows.keys[begin]) * rows.width
+                episode, judged_from_step=int(rows.keys[begin]) * rows.width, from_start=stays
             )
         return rows.measure_episode(episode, index, begin)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -53,6 +54,10 @@ _BY_DEVICES, _BY_BOTH = ", by the devices' clocks", ", by the clocks of hosts an
 # slow steps, and excludes lack of a CPU. If the modules' excess is more than this many times the
 # phase's excess, only the names of the modules are shown.
 _MAX_MODULE_RATIO = 1.1
+# A module explains the excess if at least this share of its own excess is above nearly all other ranks.
+_ABOVE_OTHERS, _NEARLY_ALL = 0.5, 0.9
+# The excess is between the modules if all of them explain less than this share of it.
+_FEW = 0.25
 _ModuleTimes = Literal["by_rank", "backward_by_rank", "device_own_by_rank"]
 # For each slow phase, the times of modules that are compared, by the host's clock and by the
 # device's clock. Devices do not time modules in the backward pass.
@@ -114,6 +119,8 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     modules: tuple[str, ...]
     """Modules that explain most of the excess in the slow phase."""
     module_excess_s: float
+    between_modules: bool
+    """True if the modules were timed and explain little of the excess in the slow phase."""
 
     @property
     def seen_share(self) -> float:
@@ -156,6 +163,8 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
             where = f"; most of the difference is in {', '.join(map(module_label, self.modules))}"
             if self.module_excess_s <= _MAX_MODULE_RATIO * self.phase_excess_s:
                 where += f" (+{format_duration(self.module_excess_s)} a step)"
+        elif self.between_modules:
+            where = "; most of the difference is between modules"
         return f"{where}{self.describe_pattern()}"
 
 
@@ -199,7 +208,10 @@ def build_straggler_verdicts(
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Return verdicts on ranks that are slow now, and verdicts on ranks that were slow before."""
     now = [build_slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
-    before = sorted(findings.slow_before, key=lambda episode: -episode.since_step)
+    # A smaller excess could have been missed on any rank: it does not single out this one.
+    least_ns = findings.detectable_ns or 0.0
+    seen = [each for each in findings.slow_before if each.excess_ns >= least_ns]
+    before = sorted(seen, key=lambda episode: -episode.since_step)
     past = [build_past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
     return [*now, *build_imbalance_verdicts(findings)], past
 
@@ -223,7 +235,9 @@ def build_slow_verdict(
     episode, diagnosis = straggler.lead, straggler.diagnosis
     causes = () if diagnosis is None else diagnosis.causes
     explained = [each for each in causes if each.explains is not None]
-    modules, module_excess_s = _find_slower_modules(context, straggler)
+    modules, module_excess_s, between = _find_slower_modules(context, straggler)
+    where = "the code between its modules" if between else "the model"
+    where = module_label(modules[0]) if modules else where
     doubts = _find_doubts(context, straggler, findings)
     confidence = _compute_confidence(episode) / 2 ** len(doubts)
     if episode.by_windows:
@@ -239,7 +253,7 @@ def build_slow_verdict(
         confidence=confidence,
         action=describe_cause(explained[0]).action
         if explained
-        else _next_action(episode, modules, straggler),
+        else _next_action(episode, where, straggler),
         diagnosis=diagnosis,
         notes=tuple(doubts),
         held=Period(since_step=episode.since_step, until_step=None),
@@ -265,6 +279,7 @@ def build_slow_verdict(
             more_workload=episode.more_workload,
             modules=tuple(modules),
             module_excess_s=module_excess_s,
+            between_modules=between,
         ),
     )
 
@@ -406,8 +421,9 @@ def _compute_confidence(episode: Episode) -> float:
     return 1 - 0.5 * min(1.0, (5.0 / max(episode.z_score, 1e-9)) ** 2)
 
 
-def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup) -> str:
-    rank, what = episode.rank, module_label(modules[0]) if modules else "the model"
+def _next_action(episode: Episode, what: str, straggler: StragglerGroup) -> str:
+    """Return the action against a slow rank. what: the slow module, or another part of the model."""
+    rank = episode.rank
     if straggler.kind == "node":
         return (
             f"look at {straggler.name}: clocks, temperature, power cap, other jobs; then run"
@@ -459,28 +475,35 @@ def _next_action(episode: Episode, modules: list[str], straggler: StragglerGroup
 
 def _find_slower_modules(
     context: SlowRankContext, straggler: StragglerGroup
-) -> tuple[list[str], float]:
-    """Return up to three modules that explain most of the excess in the slow phase, and their
-    excess.
+) -> tuple[list[str], float, bool]:
+    """Return up to three modules that explain most of the excess in the slow phase, their excess,
+    and whether the excess is between the modules.
 
-    Times are by the clock by which the rank is judged. If nodes do not share a disk, the report may
-    have no times of the rank. The excess that the detector's node has received is then used. On a
-    device, no modules are returned if they would be more than half of all modules, or if one of
-    them is a whole model.
+    Modules whose times differ as much between other ranks are left out. Times are by the clock by
+    which the rank is judged. If nodes do not share a disk, the report may have no times of the rank.
+    The excess that the detector's node has received is then used. On a device, no modules are
+    returned if they would be more than half of all modules, or if one of them is a whole model.
     """
     episode = straggler.lead
     on_device = context.judged_by == DEVICE and not episode.by_host
     excesses = []
+    timed_s: dict[str, float] = {}
+    phase_s = episode.phase_excess_ns / 1e9
+    slow = set(map(str, (*straggler.ranks, *straggler.slow_too)))
     for module in context.modules:
-        excess_s, seen = 0.0, False
+        excess_s = above_s = 0.0
         for table in (_ON_DEVICE if on_device else _BY_RANK).get(episode.phase, ()):
             mine = module[table].get(str(episode.rank))
-            others = [value for rank, value in module[table].items() if rank != str(episode.rank)]
+            others = sorted(value for rank, value in module[table].items() if rank not in slow)
             if mine is not None and others:
-                excess_s, seen = excess_s + mine - sum(others) / len(others), True
-        if seen:
+                timed_s[module["name"]] = timed_s.get(module["name"], 0.0) + mine
+                excess_s += mine - sum(others) / len(others)
+                above_s += mine - others[math.ceil(_NEARLY_ALL * (len(others) - 1))]
+        if above_s > 0 and above_s >= _ABOVE_OTHERS * excess_s:
             excesses.append((excess_s, module["name"]))
-    if not excesses and episode.phase == "forward" and not on_device:
+    explained_s = sum(excess_s for excess_s, _ in excesses)
+    between = sum(timed_s.values()) >= phase_s and not on_device and explained_s < _FEW * phase_s
+    if not timed_s and episode.phase == "forward" and not on_device:
         excesses = [
             (excess_ns / 1e9, name) for name, excess_ns in straggler.slower_modules_ns.items()
         ]
@@ -489,17 +512,14 @@ def _find_slower_modules(
     for excess_s, name in sorted(excesses, reverse=True)[:MAX_MODULES]:
         names.append(name)
         total_s += excess_s
-        if total_s >= 0.6 * episode.phase_excess_ns / 1e9:
-            roots = (
-                {module["name"] for module in context.modules if module["is_root"]}
-                if on_device
-                else set()
-            )
-            parts = sum(name not in roots for _, name in excesses)
-            if on_device and (roots.intersection(names) or 2 * len(names) > parts):
+        if total_s >= 0.6 * phase_s:
+            roots = {
+                module["name"] for module in context.modules if on_device and module["is_root"]
+            }
+            if on_device and (roots & {*names} or 2 * len(names) > len(timed_s.keys() - roots)):
                 break
-            return names, total_s
-    return [], 0.0
+            return names, total_s, False
+    return [], 0.0, between
 
 
 def build_past_verdict(episode: Episode, diagnosis: Diagnosis | None = None) -> Verdict:
