@@ -148,6 +148,36 @@ def test_hooks_call_methods_of_the_session_and_set_no_attributes() -> None:
     assert {module: names for module, names in found.items() if names} == {}
 
 
+def test_kind_of_verdicts_is_known_to_four_files() -> None:
+    """CONTRIBUTING.md names this kind as the example for a new one. Its module, the list of all
+    kinds, the words of its status, and the names that CI waits for: no other file knows it.
+    """
+    known = {
+        module_name(path)
+        for path in PACKAGE.rglob("*.[pj][ys]")
+        if re.search(r'"growing_steps"|words\.growth\b', path.read_text())
+    }
+
+    assert known <= {
+        "verdicts.words.growth",
+        "verdicts.words.verdict",
+        "view.headline",
+        "commands.fail_on",
+    }
+    assert "verdicts.words.growth" in known
+
+
+def test_no_reader_asks_for_the_type_of_evidence() -> None:
+    """Readers use fields of verdicts. A type in one of them would be a place to change for each kind."""
+    asked = [
+        module_name(path)
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"isinstance\([^()]*(Evidence|OpenHang)\b", path.read_text())
+    ]
+
+    assert asked == []
+
+
 def test_tests_named_in_docs_exist() -> None:
     """docs/internals/reliability.md has a test for each promise.
 

@@ -34,6 +34,7 @@ from torchlens_perf.verdicts.words.evidence import (
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
     from torchlens_perf.verdicts.judged_windows import WindowMask
+    from torchlens_perf.verdicts.words.bottleneck import StepBreakdown
     from torchlens_perf.verdicts.words.report import Facts
 
 # A limit of a part of the run has a verdict if the part has at least this many windows, and if the
@@ -191,55 +192,44 @@ class VerdictPeriods:
             for kind in NOT_COMPUTING_KINDS
             if kind not in named and not (slow and kind == "communication_bound")
         ]
-        found = [row for row in map(self._find_temporary_limit, kinds) if row is not None]
+        found = [*filter(None, map(self._find_limit_of_part, kinds))]
         if is_over and all(each.has_ended for each in found):
-            found += self._find_present_compute_limit()
+            found += filter(None, [self._find_limit_of_part("compute_bound")])
         return found
 
-    def _find_present_compute_limit(self) -> list[Verdict]:
-        """Return a verdict if computing limits the newest steps but not the earlier ones."""
-        found = None if self.windows is None else self.windows.find_part_limited_by("compute_bound")
-        if (
-            self.windows is None
-            or found is None
-            or found.until_step is not None
-            or found.inside.sum() < _MIN_WINDOWS
-        ):
-            return []
-        columns = list(zip(self.windows.breakdowns, found.inside.tolist(), strict=True))
-        inside = [each for each, in_it in columns if each is not None and in_it]
-        rest = [each for each, in_it in columns if each is not None and not in_it]
-        held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
-        computing_s = _mean([each.computing.seconds for each in inside])
-        before_s = _mean([each.step_s for each in rest])
-        evidence = past.RunPartEvidence(step_s, computing_s, "Computing", before_s, True)
-        return [past.build_run_part_verdict(inside[0].computing, evidence, held, self.facts)]
+    def _find_limit_of_part(self, kind: str) -> Verdict | None:
+        """Return the verdict that one kind of time limits a part of the run; None without a part.
 
-    def _find_temporary_limit(self, kind: str) -> Verdict | None:
-        if self.windows is None:
+        Computing is a limit only of the newest steps.
+        """
+        found = None if self.windows is None else self.windows.find_part_limited_by(kind)
+        if self.windows is None or found is None or found.inside.sum() < _MIN_WINDOWS:
             return None
-        found = self.windows.find_part_limited_by(kind)
-        if found is None or found.inside.sum() < _MIN_WINDOWS:
-            return None
-        columns = list(
-            zip(self.windows.breakdowns, found.inside.tolist(), found.judged.tolist(), strict=True)
-        )
-        inside = [each for each, in_it, _ in columns if each is not None and in_it]
-        rest = [
-            each for each, in_it, judged in columns if each is not None and judged and not in_it
-        ]
+        inside = self._breakdowns_in(found.inside)
+        rest = self._breakdowns_in(found.judged & ~found.inside)
         everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
         if not everywhere and len(rest) < _MIN_WINDOWS:
             return None
-        use_s, rest_s = (
-            _mean([each.wait_of_kind(kind).seconds for each in some]) for some in (inside, rest)
-        )
-        if not rest or use_s < _MIN_RATIO_TO_REST * rest_s:
+        use, what = inside[0].computing, "Computing"
+        spent_s = _mean([each.computing.seconds for each in inside])
+        rest_s = _mean([each.step_s for each in rest])
+        is_computing = kind == use.kind
+        if not is_computing:
+            use = inside[0].wait_of_kind(kind)
+            what = use.what
+            spent_s = _mean([each.wait_of_kind(kind).seconds for each in inside])
+            rest_s = _mean([each.wait_of_kind(kind).seconds for each in rest])
+        too_small = not is_computing and spent_s < _MIN_RATIO_TO_REST * rest_s
+        if not rest or too_small or (is_computing and found.until_step is not None):
             return None
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
-        use = inside[0].wait_of_kind(kind)
-        evidence = past.RunPartEvidence(step_s, use_s, use.what, rest_s, everywhere)
+        evidence = past.RunPartEvidence(step_s, spent_s, what, rest_s, everywhere)
         return past.build_run_part_verdict(use, evidence, held, self.facts)
+
+    def _breakdowns_in(self, there: WindowMask) -> list[StepBreakdown]:
+        assert self.windows is not None
+        found = zip(self.windows.breakdowns, there.tolist(), strict=True)
+        return [each for each, is_there in found if each is not None and is_there]
 
     def _collect_past_findings(self, shown: set[str]) -> list[Verdict]:
         """Return verdicts on the sidecar's ended findings, the newest first.
