@@ -46,8 +46,8 @@ from torchlens_perf.run.records import Span, StepTrace
 from torchlens_perf.run.ring import Flag
 from torchlens_perf.store.segments import SPANS
 from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
-from torchlens_perf.verdicts.finding_log import FindingLog, count_stragglers_by_class
-from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings
+from torchlens_perf.verdicts.finding_log import FindingLog
+from torchlens_perf.verdicts.stragglers.findings import NOTHING, Findings, count_stragglers_by_class
 
 MAX_RANK_SERIES = max_ranks_with_own_series(NodeRole().max_series)
 OTHER_THREAD = int(Flag.OTHER_THREAD)

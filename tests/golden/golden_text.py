@@ -33,7 +33,8 @@ def golden_text(title: str, report: dict[str, Any], alerts: Iterable[Alert] = ()
 def _figures(row: dict[str, Any]) -> str:
     """Return the other fields of a verdict, with three digits."""
     left_out = (
-        "text", "action", "explanation", "cause", "held", "evidence", "where", "since", "until", "advice",
+        "text", "action", "explanation", "cause", "held", "evidence", "where", "since", "until", "advice", "uses",
+        "diagnosis", "notes", "is_undecided",
     )  # fmt: skip
     values = (
         (name, value)

@@ -12,7 +12,7 @@ from tests.support.findings import PLACES, episode, findings, hang, slow_links
 from tests.support.saved import save_and_load
 from tests.support.simulations import simulation
 from torchlens_perf.run.verdicts import Alert
-from torchlens_perf.verdicts.finding_log import FindingLog, count_stragglers_by_class
+from torchlens_perf.verdicts.finding_log import FindingLog
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import (
     NOTHING,
@@ -20,6 +20,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     Diagnosis,
     Findings,
     UsualTimes,
+    count_stragglers_by_class,
 )
 from torchlens_perf.verdicts.stragglers.resume import EarlierEpisodes
 from torchlens_perf.verdicts.verdict import Verdict

@@ -7,8 +7,7 @@ from typing import Any
 
 from torchlens_perf.exporters import Assessment, semantics
 from torchlens_perf.exporters.series import ArrayMeter, Points
-from torchlens_perf.verdicts.finding_log import count_stragglers_by_class
-from torchlens_perf.verdicts.stragglers.findings import Findings
+from torchlens_perf.verdicts.stragglers.findings import Findings, count_stragglers_by_class
 
 # Number of zeros that are sent after the end of a problem. Without zeros, backends extend the last
 # value.

@@ -34,7 +34,6 @@ from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
     build_past_verdict,
     build_slow_verdict,
-    cause_class,
     phase_name,
 )
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
 # Above this number of findings, the oldest ended findings are removed.
 MAX_KEPT = 32
-_CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
 # A verdict close to its threshold appears and disappears. A finding ends after this time without
 # its verdict.
 _MAX_ABSENCE_NS = 60_000_000_000
@@ -405,11 +403,3 @@ def _subject_and_verb(slow: Finding) -> str:
     if slow.alert.scope == "position":
         return f"The ranks at {slow.name} ({format_ranges(slow.slow_ranks)}) were"
     return f"Rank {slow.slowest_episode.rank} was"
-
-
-def count_stragglers_by_class(findings: Findings) -> dict[str, int]:
-    """Return the number of slow ranks of each class. All classes are included."""
-    counts = dict.fromkeys(_CLASSES, 0)
-    for episode in findings.slow_now:
-        counts[cause_class(episode)] += 1
-    return counts

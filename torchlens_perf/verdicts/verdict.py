@@ -13,7 +13,7 @@ from torchlens_perf.verdicts.stragglers.findings import Diagnosis
 if TYPE_CHECKING:
     from torchlens_perf.run.failure import Failure
     from torchlens_perf.run.oom_table import OutOfMemory
-    from torchlens_perf.verdicts.words.evidence import LongSteps
+    from torchlens_perf.verdicts.long_steps import LongSteps
 
 OVER = "_ended"
 """Suffix of the kinds of verdicts that are no longer true."""

@@ -27,13 +27,11 @@ from torchlens_perf.verdicts.verdict import (
 )
 from torchlens_perf.verdicts.words import past
 from torchlens_perf.verdicts.words.bottleneck import named_kinds, without_wait
-from torchlens_perf.verdicts.words.evidence import (
-    LongSteps,
-)
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.finding_log import Finding, FindingRecords
     from torchlens_perf.verdicts.judged_windows import WindowMask
+    from torchlens_perf.verdicts.long_steps import LongSteps
     from torchlens_perf.verdicts.words.bottleneck import StepBreakdown
     from torchlens_perf.verdicts.words.report import Facts
 

@@ -30,8 +30,8 @@ from torchlens_perf.view.training_table import build_training_table
 from torchlens_perf.view.utilization_tables import build_roofline_table, build_utilization_table
 
 if TYPE_CHECKING:
+    from torchlens_perf.verdicts.long_steps import LongSteps
     from torchlens_perf.verdicts.verdict import Verdict
-    from torchlens_perf.verdicts.words.evidence import LongSteps
     from torchlens_perf.verdicts.words.report import Capture, Module, Report
 
 _FIRST_ROWS, _FIRST_SITES = 8, 5

@@ -20,6 +20,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
     StageImbalance,
     StragglerGroup,
     UsualTimes,
+    cause_class,
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
@@ -30,7 +31,6 @@ from torchlens_perf.verdicts.words.stragglers import (
     SlowRankContext,
     build_no_straggler_verdict,
     build_straggler_verdicts,
-    cause_class,
     compute_last_arrival_shares,
     phase_name,
 )

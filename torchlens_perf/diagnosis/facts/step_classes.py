@@ -10,12 +10,12 @@ from torchlens_perf.analysis.statistics.step_mix import StepClass, classify_step
 from torchlens_perf.analysis.statistics.time_account import CELLS, CPU
 from torchlens_perf.diagnosis.facts.waited_for import MAX_STEPS, AwaitedRankFinder
 from torchlens_perf.run.records import OWN_PARTS
+from torchlens_perf.verdicts.long_steps import join_long_steps
 from torchlens_perf.verdicts.node_state import ProcessState
-from torchlens_perf.verdicts.words.evidence import join_long_steps
 
 if TYPE_CHECKING:
+    from torchlens_perf.verdicts.long_steps import LongSteps
     from torchlens_perf.verdicts.stragglers.findings import Findings
-    from torchlens_perf.verdicts.words.evidence import LongSteps
     from torchlens_perf.verdicts.words.report import (
         OwnStepTime,
         Phase,

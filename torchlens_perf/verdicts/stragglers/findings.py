@@ -9,6 +9,10 @@ from typing import Any
 from torchlens_perf.verdicts.stragglers.episodes import Episode
 from torchlens_perf.verdicts.stragglers.own_time import OwnTime
 
+MORE_WORK = 0.05
+"""A rank whose workload exceeds the others' by more than this share has too much work."""
+_CLASSES = ("slow_compute", "slow_data", "slow_host", "more_work")
+
 
 @dataclasses.dataclass(frozen=True)
 class UsualTimes:
@@ -167,3 +171,24 @@ class Findings:
 
 
 NOTHING = Findings((), 0, 0.0, None, 0, -1)
+
+
+def cause_class(episode: Episode) -> str:
+    """Return the class of an episode's cause: slow_compute, slow_data, slow_host, or more_work."""
+    if episode.more_workload > MORE_WORK:
+        return "more_work"
+    if episode.phase == "data":
+        return "slow_data"
+    return (
+        "slow_host"
+        if episode.by_host or episode.phase in ("host", "gap", "cpu")
+        else "slow_compute"
+    )
+
+
+def count_stragglers_by_class(findings: Findings) -> dict[str, int]:
+    """Return the number of slow ranks of each class. All classes are included."""
+    counts = dict.fromkeys(_CLASSES, 0)
+    for episode in findings.slow_now:
+        counts[cause_class(episode)] += 1
+    return counts

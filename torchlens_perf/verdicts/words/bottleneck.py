@@ -33,6 +33,7 @@ from torchlens_perf.analysis.statistics.step_mix import (
 from torchlens_perf.analysis.statistics.time_account import CPU, TimeAccount, mean_by_part
 from torchlens_perf.run.loader_period import hidden_data_wait
 from torchlens_perf.run.records import OWN_PARTS, PARTS
+from torchlens_perf.verdicts.long_steps import LongSteps, join_long_steps
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, NamedUse, RunLength, Verdict
 from torchlens_perf.verdicts.words.cpu import cpu_action
@@ -51,11 +52,9 @@ from torchlens_perf.verdicts.words.evidence import (
     GraphReplayEvidence,
     LargestGap,
     LaunchBoundEvidence,
-    LongSteps,
     LongStepsEvidence,
     OtherThreadsEvidence,
     UntimedDeviceEvidence,
-    join_long_steps,
 )
 from torchlens_perf.verdicts.words.host_code import NEARLY, divide_host_code, find_largest_gap
 from torchlens_perf.verdicts.words.modules import computing_action

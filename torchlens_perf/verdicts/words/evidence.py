@@ -6,14 +6,14 @@ Names end in their units: `_s` seconds, `_bytes`. A share is between 0 and 1. In
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict, final
+from collections.abc import Mapping
 
 from msgspec import Struct, field
 
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.verdict import NOT_COMPUTING_KINDS, OVER, Evidence, RunLength, Verdict
 from torchlens_perf.verdicts.words.hang import RankStack
 
@@ -50,42 +50,6 @@ class OutOfMemoryEvidence(Evidence, frozen=True, tag="out_of_memory"):
     oom: OutOfMemory
     ranks: tuple[int, ...]
     """The first rank, followed by the other ranks that ran out of memory."""
-
-
-@final
-class LongSteps(TypedDict):
-    """A class of steps that are longer or shorter than the typical step."""
-
-    kinds: list[str]
-    """Additional work of these steps, such as evaluation. For longer steps, only work that may be
-    the cause."""
-    part: str
-    """The part of the step with the largest difference."""
-    count: int
-    steps: list[int]
-    waited_for: int | None
-    """The rank for which all other ranks waited in each of these steps; None if it differs or is
-    not known."""
-    period: int | None
-    mean_s: float
-    """Mean duration of these steps."""
-    more_s: float
-    total_s: float
-    share: float
-
-
-def join_long_steps(classes: Sequence[LongSteps]) -> LongSteps:
-    """Return several classes as one, with sums and weighted means."""
-    count = sum(each["count"] for each in classes)
-    return {
-        **classes[0],
-        "count": count,
-        "steps": sorted({step for each in classes for step in each["steps"]}),
-        "mean_s": sum(each["count"] * each["mean_s"] for each in classes) / count,
-        "more_s": sum(each["count"] * each["more_s"] for each in classes) / count,
-        "total_s": sum(each["total_s"] for each in classes),
-        "share": sum(each["share"] for each in classes),
-    }
 
 
 class LongStepsEvidence(Evidence, frozen=True, tag="long_steps"):

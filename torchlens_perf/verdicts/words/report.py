@@ -15,8 +15,8 @@ from msgspec import Struct
 from torchlens_perf.analysis.collectives.slow_link import LinkFindings
 from torchlens_perf.run.failure import Failure, ProcessActivity, ProcessEnd
 from torchlens_perf.run.oom_table import OutOfMemory
+from torchlens_perf.verdicts.long_steps import LongSteps
 from torchlens_perf.verdicts.verdict import Verdict
-from torchlens_perf.verdicts.words.evidence import LongSteps
 from torchlens_perf.verdicts.words.report_goodput import Goodput
 from torchlens_perf.verdicts.words.report_hardware import Gpu, Link
 from torchlens_perf.verdicts.words.report_memory import Memory

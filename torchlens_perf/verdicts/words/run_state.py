@@ -24,7 +24,7 @@ from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts, was_
 
 if TYPE_CHECKING:
     from torchlens_perf.run.failure import Failure, ProcessEnd
-    from torchlens_perf.verdicts.words.evidence import LongSteps
+    from torchlens_perf.verdicts.long_steps import LongSteps
     from torchlens_perf.verdicts.words.report import Rank, Run
 
 RUNNING, ENDED, DIED, FAILED = "running", "ended", "died", "failed"

@@ -14,7 +14,13 @@ from torchlens_perf.run.rank_ranges import format_ranges, format_rank_list
 from torchlens_perf.verdicts.causes.rules import WAITS_FOR_CPU
 from torchlens_perf.verdicts.causes.straggler_groups import MAX_MODULES, MIN_IMBALANCE
 from torchlens_perf.verdicts.stragglers.episodes import Episode
-from torchlens_perf.verdicts.stragglers.findings import Diagnosis, Findings, StragglerGroup
+from torchlens_perf.verdicts.stragglers.findings import (
+    MORE_WORK,
+    Diagnosis,
+    Findings,
+    StragglerGroup,
+    cause_class,
+)
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
 from torchlens_perf.verdicts.verdict import Evidence, Period, RunLength, Verdict
@@ -38,7 +44,6 @@ MAX_PAST = 64
 _SHORT_STEPS = 30
 # A rank is intermittently slow if less than this share of its steps is slow.
 _INTERMITTENT = 0.6
-_MORE_WORK = 0.05
 # A verdict is in doubt if another rank arrived last in at least this share of the collectives.
 _LAST_IN_MOST = 0.6
 _MIN_JOINED = 20
@@ -87,7 +92,7 @@ class SlownessEvidence(Evidence, frozen=True, kw_only=True):
         if self.share_of_steps < _INTERMITTENT:
             more = format_duration(self.excess_when_slow_s)
             text = f"; it comes and goes: +{more} in {format_percent(self.share_of_steps)} of steps"
-        if self.more_workload > _MORE_WORK:
+        if self.more_workload > MORE_WORK:
             more = format_percent(self.more_workload)
             text += f"; its workload is {more} larger than the others'"
         return text
@@ -377,19 +382,6 @@ def phase_name(phase: str) -> str:
     }[phase]
 
 
-def cause_class(episode: Episode) -> str:
-    """Return the class of an episode's cause: slow_compute, slow_data, slow_host, or more_work."""
-    if episode.more_workload > _MORE_WORK:
-        return "more_work"
-    if episode.phase == "data":
-        return "slow_data"
-    return (
-        "slow_host"
-        if episode.by_host or episode.phase in ("host", "gap", "cpu")
-        else "slow_compute"
-    )
-
-
 def module_label(name: str) -> str:
     """Return a module's name for a sentence. A number, as in nn.Sequential, becomes "module 1"."""
     return f"module {name}" if name.replace(".", "").isdigit() else name
@@ -434,7 +426,7 @@ def _next_action(episode: Episode, what: str, straggler: StragglerGroup) -> str:
             f"compare the work of the ranks at {straggler.name}: tokens per expert, or the split of"
             " the layers."
         )
-    if episode.more_workload > _MORE_WORK:
+    if episode.more_workload > MORE_WORK:
         return (
             f"balance the batches: rank {rank} gets longer sequences or more samples than the"
             " others."
