@@ -129,7 +129,7 @@ def uneven_node() -> NodeState:
 def judged(slow: Episode) -> NodeState:
     """Return a node that has found a slow rank, with or without a known cause."""
     why = Diagnosis(
-        (Cause("gc", 0.5, {"gc_share": 0.5}),),
+        (Cause("gc", 0.5, {"gc_share": 0.5}, {}),),
         ("GPUs",),
         (),
         {"x": 1.0},

@@ -85,7 +85,7 @@ def test_straggler_raises_one_alert_at_its_start_and_one_at_its_end() -> None:
 
 
 def test_alert_contains_the_cause_as_text_and_as_kind() -> None:
-    cause = Cause("gc", 0.9, {"gc_share": 0.9})
+    cause = Cause("gc", 0.9, {"gc_share": 0.9}, {})
     because = Diagnosis((cause,), (), (), {}, {})
     (started,) = FindingLog("run").record_changes(
         0, findings(episode()), None, PLACES, NOW_NS, diagnosed=lambda group: because

@@ -41,7 +41,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
 from torchlens_perf.verdicts.words.hang import RankStack
 
 WHY = Diagnosis(
-    (Cause("gc", 0.5, {"gc_share": 0.5}),),
+    (Cause("gc", 0.5, {"gc_share": 0.5}, {}),),
     ("GPUs",),
     (),
     {"gc_share": 0.5},

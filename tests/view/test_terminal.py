@@ -251,7 +251,7 @@ def test_ended_verdicts_are_shown_in_one_line() -> None:
 
 def test_cause_of_a_slow_rank_has_its_own_line() -> None:
     seen = Diagnosis((), ("garbage collection", "memory pressure"), (), {}, {})
-    gc = Cause("gc", 0.8, {"gc_share": 0.09})
+    gc = Cause("gc", 0.8, {"gc_share": 0.09}, {})
     state = node(
         [usual(160)] * 2, findings(episode(1, 20, last_step=159), last_step=159, compared=2)
     )

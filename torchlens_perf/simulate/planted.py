@@ -366,7 +366,7 @@ def _reason_link_not_found(fault: LinkFault, simulation: Simulation, undecided: 
     if undecided is None:
         return NO_TRANSFERS
     if undecided:
-        return f"not compared: {undecided.removesuffix('.')}"
+        return f"not compared: {undecided}"
     ratio = 1 + fault.share / simulation.transfer_share(fault.dimension)
     if ratio >= MIN_RATIO:
         return ""

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from torchlens_perf.analysis.statistics.host_gaps import split_gap
 from torchlens_perf.run.captures import TRACE
 from torchlens_perf.run.rank_ranges import format_ranges
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
@@ -71,8 +72,8 @@ def build_host_gap_table(report: Report) -> Table | None:
         return None
     shown = {gap: gap_s for gap, gap_s in gaps.items() if gap_s >= _MIN_SHARE * step_s}
     columns = [
-        Column("from", [gap.partition(">")[0] for gap in shown], Quantity.TEXT),
-        Column("to", [gap.partition(">")[2] for gap in shown], Quantity.TEXT),
+        Column("from", [split_gap(gap)[0] for gap in shown], Quantity.TEXT),
+        Column("to", [split_gap(gap)[1] for gap in shown], Quantity.TEXT),
         Column("per step", [*shown.values()], help="With this tool's time there."),
         Column("share of step", [gap_s / step_s for gap_s in shown.values()], Quantity.SHARE),
     ]

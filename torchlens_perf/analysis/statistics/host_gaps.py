@@ -82,6 +82,12 @@ def _sort_borders(
     return at[order], border[order], begins_ns[order], ends_ns[order]
 
 
+def split_gap(name: str) -> tuple[str, str]:
+    """Return what is before and after a gap, from its name."""
+    before, _, after = name.partition(">")
+    return before, after
+
+
 def name_gap(key: int) -> str:
     """Return the names of what is before and after a gap, such as "backward>optimizer"."""
     return f"{_NAMES[key >> 8]}>{_NAMES[key & 0xFF]}"

@@ -39,7 +39,7 @@ class Cause:
     evidence: Mapping[str, float]
     """Signals of the rank. Keys with the prefix others_ are medians of the other ranks, and those
     with the prefix usual_ usual values of the rank."""
-    about: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    about: Mapping[str, str]
     """Names: neighbour, control_group and gpu. `reason` divides some kinds: the signal of the reason
     for which a GPU is throttled, the signal that counts errors, or evicted_pages."""
 

@@ -79,7 +79,8 @@ def _format_signal(name: str, value: float) -> str:
     if name.endswith("_mhz"):
         return f"{value / 1e3:.2f} GHz"
     if name.endswith("_per_step"):
-        return "in every step" if 1.5 * value > 1 else f"once in {1 / value:.0f} steps"
+        rarely = f"once in {1 / value:.0f} steps" if value else "never"
+        return "in every step" if 1.5 * value > 1 else rarely
     if name.endswith("faults_per_s"):
         return f"{value:.0f}"
     return _format_rate(value)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct, field
 
+from torchlens_perf.analysis.statistics.host_gaps import split_gap
 from torchlens_perf.analysis.statistics.quantities import format_duration
 from torchlens_perf.run.failure import Failure
 from torchlens_perf.run.oom_table import OutOfMemory
@@ -98,7 +99,7 @@ class LargestGap(Struct, frozen=True):
 
     @property
     def place(self) -> str:
-        before, _, after = self.at.partition(">")
+        before, after = split_gap(self.at)
         following = "the next one" if before == after else _NAMES[after]
         return f"between {_NAMES[before]} and {following}"
 
