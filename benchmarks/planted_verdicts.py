@@ -18,9 +18,11 @@ from torchlens_perf.analysis.statistics.steps import assemble_steps
 from torchlens_perf.run.directory import RunDirectory
 from torchlens_perf.store import segments
 from torchlens_perf.store.file_names import list_nodes
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 from torchlens_perf.verdicts.stragglers.detector import StragglerDetector
 from torchlens_perf.verdicts.stragglers.findings import Findings
 from torchlens_perf.verdicts.stragglers.placement import Placement
+from torchlens_perf.verdicts.words.stragglers import SlowRankContext, build_straggler_verdicts
 
 WARM_UP_STEPS = 3
 # For each planted phase, the named phases that count as right. A compute fault slows both forward
@@ -95,7 +97,14 @@ def findings(folder: Path) -> Findings:
     for host in list_nodes(run.spans):
         for origin, records, _, _ in segments.read_chunks(run, host):
             judge.add_steps(origin.rank, Placement(host), assemble_steps(records))
-    return judge.judge(final=True)
+    return add_straggler_groups(judge.judge(final=True), judge.places)
+
+
+def healthy_named(found: Findings, truth: Truth) -> set[int]:
+    """Return the ranks without a fault that the report's verdicts name, as slow now or before."""
+    now, before = build_straggler_verdicts(SlowRankContext(), found)
+    named = {rank for verdict in (*now, *before) for rank in verdict.ranks}
+    return named - {fault.rank for fault in truth.faults}
 
 
 def steps_until_named(folder: Path, truth: Truth) -> int | None:
@@ -211,7 +220,9 @@ def print_judgement(
             )
             print(f"{truth.name}: planted {planted or 'nothing'}; {said}")
     delays: dict[str, list[int | None]] = {}
+    false_names: dict[str, list[bool]] = {}
     for folder, truth in runs:
+        false_names.setdefault(truth.kind, []).append(bool(healthy_named(findings(folder), truth)))
         if truth.faults:
             delays.setdefault(truth.kind, []).append(steps_until_named(folder, truth))
     for kind, taken in delays.items():
@@ -225,6 +236,7 @@ def print_judgement(
     shown = Table(
         "kind",
         "runs",
+        "healthy rank named",
         *(f"{name}: {what}" for name in JUDGES for what in ("right rank", "phase", "named")),
     )
     for kind in dict.fromkeys(truth.kind for _, truth in runs):
@@ -237,5 +249,5 @@ def print_judgement(
                 cells.append(
                     f"{sum(getattr(one, field) for one in scores)}/{len(scores)}" if told else ""
                 )
-        shown.row(kind, sum(truth.kind == kind for _, truth in runs), *cells)
+        shown.row(kind, len(false_names[kind]), sum(false_names[kind]), *cells)
     return 0 if runs else 1

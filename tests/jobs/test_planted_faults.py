@@ -33,12 +33,14 @@ from benchmarks.planted_truth import FAULTY, FIRST_STEPS, HEALTHY, KINDS, Fault,
 from benchmarks.planted_verdicts import (
     JUDGES,
     Suspect,
+    healthy_named,
     print_judgement,
     recorded,
     score,
     slowest_step,
     traceml_verdict,
 )
+from tests.support.findings import episode, findings
 from tests.support.ranks import HOST, Rank, make_run
 from tests.support.recording import recorded as recording_of
 from torchlens_perf.run.directory import sidecar_lock_path
@@ -46,6 +48,7 @@ from torchlens_perf.run.ring import Kind
 from torchlens_perf.run.sidecar_lock import SidecarLock
 from torchlens_perf.sidecar.loop import run_sidecar
 from torchlens_perf.sidecar.node import Sidecar
+from torchlens_perf.verdicts.causes.straggler_groups import add_straggler_groups
 
 SEEDS = range(200)
 
@@ -223,6 +226,21 @@ def test_answer_of_a_judge_is_right_only_with_the_right_rank(
     assert not score(truth, None).named
     assert score(plant("clean", 4), Suspect(0, "data")).named
     assert not score(plant("clean", 4), None).named
+
+
+def test_healthy_ranks_named_second_or_earlier_are_counted() -> None:
+    truth = plant("data", 4)
+    planted = truth.faults[0].rank
+    second, earlier, small = (rank for rank in range(4) if rank != planted)
+    found = findings(
+        episode(planted),
+        episode(second),
+        episode(earlier, 20, until=70),
+        episode(small, 20, until=70, excess_ns=1.0),
+    )
+
+    assert healthy_named(add_straggler_groups(found, {}), truth) == {second, earlier}
+    assert healthy_named(findings(episode(planted)), truth) == set()
 
 
 def test_last_slow_rank_is_the_right_answer_if_the_fault_moved() -> None:
