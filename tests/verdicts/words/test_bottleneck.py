@@ -537,6 +537,17 @@ def test_lack_of_a_cpu_for_half_of_the_time_is_the_bottleneck() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("communication_ms", "kind"), [(12.0, "lack_of_cpu"), (14.0, "communication_bound")]
+)
+def test_cpu_contention_explains_waits_for_other_ranks_that_are_nearly_as_long(
+    communication_ms: float, kind: str
+) -> None:
+    """Ranks take turns to wait for a CPU, and the other rank waits meanwhile."""
+    loop = [{**BASE, "forward": 14.0, "cpu": 10.0, "communication": communication_ms}] * 60
+    assert report_on(loop, loop)["verdicts"][0].kind == kind
+
+
 def test_longest_part_is_named_where_all_waits_for_a_cpu_are_the_bottleneck() -> None:
     """The sentence is about the job, too: the optimizer's step is its longest part."""
     starved = {**BASE, "optimizer": 11.0, "cpu": 10.0, "cpu_in": "optimizer"}

@@ -318,7 +318,9 @@ def break_down_step(account: TimeAccount, *, on_device: bool = False) -> StepBre
     if is_explained:
         waits = [_add_lack(each, account, [each.phase]) for each in waits]
         use = _add_lack(use, account, COMPUTE)
-    waits.sort(key=lambda use: -use.seconds)
+    # Ranks wait for others that wait for a CPU, so contention explains waits that are nearly as long.
+    nearly = 1.0 if is_explained or on_device else NEARLY
+    waits.sort(key=lambda use: -use.seconds * (nearly if use.phase == "communication" else 1.0))
     return StepBreakdown(step_s, use, waits, is_explained=is_explained)
 
 
