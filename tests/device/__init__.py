@@ -25,6 +25,8 @@ virtual time on the device's clock:
 - A collective begins on all ranks when the last rank's stream has reached it, and takes
   `set_collective_time`.
 - An event is reached when the work before it is computed and that work's time has passed.
+- `capture_graph` captures the work of one stream. A replay is one launch, and takes as long as the
+  captured work.
 
 Limits:
 
@@ -32,7 +34,7 @@ Limits:
 - Kernels and collectives do not slow down work on other streams. Memory bandwidth is not modelled.
 - Memory is not reused while it is in use (no caching allocator, retries or fragmentation), so a
   missing record_stream() has no effect.
-- There is one device per process, and no graphs, captures, autocast, Inductor or NCCL with its
+- There is one device per process, and no graphs of several streams, autocast, Inductor or NCCL with its
   plugin and watchdog. All collectives wait for all ranks, broadcasts too.
 - An invalid argument of an in-place operator may raise at the next wait instead of in the call.
 - Kernels have no names that tools such as CUPTI or Kineto could read.

@@ -25,6 +25,13 @@ PYBIND11_MODULE(MODULE_NAME, m)
             called(line);
         }, 0);
     });
+    py::class_<device::Stream::Graph, std::shared_ptr<device::Stream::Graph>>(m, "Graph")
+        .def(
+            "replay", [](const device::Stream::Graph &graph) { graph.replay(device::current_stream()); },
+            py::call_guard<py::gil_scoped_release>()); // Waits if the queue is full.
+    m.def("begin_capture", [] { device::current_stream().begin_capture(); });
+    m.def("is_capturing", [] { return device::current_stream().capturing(); });
+    m.def("end_capture", [] { return device::current_stream().end_capture(); });
     m.def("set_kernel_ns", [](device::Ns takes) { device::kernel_ns = takes; });
     m.def("set_computing", [](bool computes) { device::computing = computes; });
     m.def("current_stream", [](int) { return int64_t(device::current_stream().id); });

@@ -175,7 +175,7 @@ def _device_module() -> types.ModuleType:
         "device_count": lambda: 1,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: load().is_capturing(),
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         "manual_seed": generator.manual_seed,
@@ -209,6 +209,20 @@ def start_endless_kernel() -> Callable[[], None]:
     """Start a kernel on the current stream that runs until the returned function is called."""
     number = load().never()
     return lambda: load().release(number)
+
+
+def capture_graph(issue: Callable[[], object]) -> Callable[[], None]:
+    """Capture the work that `issue` issues to the current stream, as torch.cuda.graph does.
+
+    The work is not executed now. The returned function executes it with a single launch.
+    """
+    load().begin_capture()
+    try:
+        issue()
+    finally:
+        graph = load().end_capture()
+    replay: Callable[[], None] = graph.replay
+    return replay
 
 
 def call(stream: int, function: Callable[[int], object]) -> None:

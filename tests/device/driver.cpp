@@ -73,9 +73,9 @@ DRIVER_API cuEventElapsedTime(float *milliseconds, void *begin, void *end)
     return SUCCESS;
 }
 
-DRIVER_API cuStreamIsCapturing(void *, int *status)
+DRIVER_API cuStreamIsCapturing(void *stream_handle, int *status)
 {
-    *status = 0;
+    *status = stream(reinterpret_cast<int64_t>(stream_handle)).capturing();
     return SUCCESS;
 }
 

@@ -89,8 +89,9 @@ void fallback(const c10::OperatorHandle &op, Stack *stack)
         stack->insert(stack->end(), answer.begin(), answer.end());
         return;
     }
-    launch([op, inputs, outputs = std::move(outputs)] {
-        Stack computed = std::move(*inputs);
+    const bool again = current_stream().capturing(); // A graph keeps the inputs for its replays.
+    launch([op, inputs, again, outputs = std::move(outputs)] {
+        Stack computed = again ? *inputs : std::move(*inputs);
         op.callBoxed(&computed);
         size_t filled = 0;
         size_t place;

@@ -106,6 +106,14 @@ void Stream::start()
 void Stream::push(Task task)
 {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (captured_) {
+        if (task.recorded)
+            task.recorded->pass(now()); // It orders nothing, as one stream is captured.
+        if (task.body)
+            captured_->bodies.push_back(std::move(task.body));
+        captured_->takes_ns += task.takes_ns;
+        return;
+    }
     if (issued_ >= QUEUE_DEPTH) {
         const size_t before = issued_ - QUEUE_DEPTH;
         const auto full = [&] { return done_ <= before; };
@@ -150,6 +158,35 @@ void Stream::pass(Task &task)
 }
 
 void Stream::enqueue(std::function<void(Stream &)> body, Ns takes_ns) { push({takes_ns, std::move(body)}); }
+
+void Stream::begin_capture()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    captured_ = std::make_shared<Graph>();
+}
+
+std::shared_ptr<Stream::Graph> Stream::end_capture()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(captured_, nullptr);
+}
+
+bool Stream::capturing()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return captured_ != nullptr;
+}
+
+void Stream::Graph::replay(Stream &on) const
+{
+    ++counters.kernels;
+    on.enqueue(
+        [bodies = bodies](Stream &stream) {
+            for (const auto &body : bodies)
+                body(stream);
+        },
+        takes_ns);
+}
 
 std::shared_ptr<Moment> Stream::record()
 {
@@ -205,6 +242,8 @@ void Stream::synchronize()
     Ns until;
     {
         std::unique_lock<std::mutex> lock(mutex_);
+        if (captured_)
+            return fail("the host waits while a graph is captured");
         const size_t last = issued_;
         if (done_ < last)
             changed_.notify_all(); // The thread may be asleep.

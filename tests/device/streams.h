@@ -63,6 +63,16 @@ private:
 
 class Stream {
 public:
+    // Tasks that a graph has captured. A replay executes them as one task, which takes as long as all of them.
+    struct Graph {
+        std::vector<std::function<void(Stream &)>> bodies;
+        Ns takes_ns = 0;
+        void replay(Stream &on) const;
+    };
+    void begin_capture(); // Later tasks are captured, and not executed. The host must not wait for them.
+    std::shared_ptr<Graph> end_capture();
+    bool capturing();
+
     // body: runs on the stream's thread and may advance `line`.
     void enqueue(std::function<void(Stream &)> body, Ns takes_ns);
     std::shared_ptr<Moment> record();
@@ -89,6 +99,7 @@ private:
     std::mutex mutex_;
     std::condition_variable changed_;
     std::deque<Task> tasks_;
+    std::shared_ptr<Graph> captured_; // None if no graph is being captured.
     bool started_ = false, ended_ = false, asleep_ = false;
     size_t issued_ = 0, done_ = 0;
     std::array<Ns, QUEUE_DEPTH> ends_{};
