@@ -101,7 +101,10 @@ class DeviceRing:
             self._host_memory = driver.allocate_host(self._rows_size)
             self._arrived = driver.create_event()
         except BaseException:
-            self._free_memory()
+            for address in self._memory.values():
+                driver.free(address)
+            if self._host_memory:
+                driver.free_host(self._host_memory)
             raise
         self.device_bytes = sum(sizes.values())
         buffer: Any = (ctypes.c_int64 * (self._rows_size // 8)).from_address(self._host_memory)
@@ -193,12 +196,6 @@ class DeviceRing:
             return None
         self._on_the_way = False
         return ReducedWindow(*(rows.copy() for rows in self._rows))
-
-    def _free_memory(self) -> None:
-        for address in self._memory.values():
-            self._driver.free(address)
-        if self._host_memory:
-            self._driver.free_host(self._host_memory)
 
     def _pack_stamp_arguments(self, close: int, open_: int) -> KernelArguments:
         addresses = [

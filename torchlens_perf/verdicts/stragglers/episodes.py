@@ -120,7 +120,6 @@ def measure_episode(
     high = series[series > excess_ns / 2]
     usual = float(np.median(high)) if len(high) else excess_ns
     slow = series > usual / 2
-    slow_share = float(slow.mean())
     sample = others[:: max(1, len(others) // _SAMPLE)]
     its_parts, its_host = window.own_time_by_part(np.ix_(np.array([index]), at))
     parts = its_parts[0].astype(np.float64)
@@ -133,10 +132,10 @@ def measure_episode(
         more_workload = float(load[-1].mean()) / typical - 1
     phase, phase_excess_ns, by_host = episode.phase, excess_ns, False
     if phase != "cpu":
-        above = (parts - usual_parts).mean(axis=0)
-        on_host = _is_host_bound(parts, its_host[0], _COMPUTE)
         phase, phase_excess_ns = phase_of_excess(
-            above, usual_parts.mean(axis=0), is_host_bound=on_host
+            (parts - usual_parts).mean(axis=0),
+            usual_parts.mean(axis=0),
+            is_host_bound=_is_host_bound(parts, its_host[0], _COMPUTE),
         )
         by_host = _is_host_bound(parts, its_host[0], _COMPUTE if phase == "compute" else (phase,))
     return dataclasses.replace(
@@ -157,7 +156,7 @@ def measure_episode(
         others_work_ns=float(np.median(window.own_ns[np.ix_(sample, at)], axis=0).mean()),
         step_ns=step_ns,
         z_score=float(np.clip(series / scale, -CLIP, CLIP).sum() / np.sqrt(len(series))),
-        slow_share=slow_share,
+        slow_share=float(slow.mean()),
         slow_excess_ns=float(np.median(series[slow])) if slow.any() else excess_ns,
         more_workload=more_workload,
         by_host=by_host,
