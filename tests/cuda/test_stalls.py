@@ -265,3 +265,20 @@ def test_marks_of_a_backward_tail_are_charged(loop: Loop, is_marked: bool) -> No
     assert marks == (0 if is_marked else 1)
     assert begin_ns == of_wait_ns // 2
     assert loop.recorder.tool_ns - before_ns == marks * begin_ns
+
+
+def test_marks_of_a_collective_inside_a_wait_are_charged(loop: Loop) -> None:
+    """The listener's marks are on the current stream, in addition to those of the stall."""
+    heard: list[tuple[int, int]] = []
+    loop.session.clocks.collective_listener = lambda *marks: heard.append(marks)
+    loop.blocked()
+    of_mark_ns = loop.recorder.tool_ns // 2
+    loop.stalls.begin(TAIL)
+    before_ns = loop.recorder.tool_ns
+    end = loop.stalls.begin_collective()
+    assert end is not None
+    end()
+
+    assert len(heard) == 1
+    assert loop.recorder.tool_ns - before_ns == 2 * of_mark_ns
+    loop.stalls.end()

@@ -66,10 +66,10 @@ class StallMarker:
             return None
         return self._begin_stall(name_id, thread)
 
-    def _mark(self) -> int | None:
-        """Record a mark on the compute stream, and charge its time."""
+    def _mark(self, *stream: int) -> int | None:
+        """Record a mark on a stream, by default the current one, and charge its time."""
         start_ns = self._recorder.now_ns()
-        mark: int | None = self._clock.mark(self._clock.stream)
+        mark: int | None = self._clock.mark(*stream)
         self._recorder.add_overhead(min(self._recorder.now_ns() - start_ns, LONGEST_MARK_NS))
         return mark
 
@@ -77,7 +77,7 @@ class StallMarker:
         if not self._open.acquire(blocking=False):
             return None
         try:
-            mark = self._mark()
+            mark = self._mark(self._clock.stream)
             if mark is not None:
                 self._begin, self._name_id, self._depth, self._holder = mark, name_id, 1, holder
                 return mark
@@ -97,7 +97,7 @@ class StallMarker:
             return None
         mark: int | None = None
         try:
-            mark = self._mark()
+            mark = self._mark(self._clock.stream)
         finally:
             self._close_stall(mark)
         return mark
@@ -114,12 +114,12 @@ class StallMarker:
         stall = self.begin(self._collective)
         # The listener also receives collectives that start inside another wait.
         has_listener = self._session.clocks.collective_listener is not None
-        mark = self._clock.mark() if stall is None and has_listener else stall
+        mark = self._mark() if stall is None and has_listener else stall
         return None if mark is None else partial(self._end_collective, mark, stall is not None)
 
     @guard("marking a collective")
     def _end_collective(self, begin: int, is_stall: bool) -> None:
-        end = self.end() if is_stall else self._clock.mark()
+        end = self.end() if is_stall else self._mark()
         listener = self._session.clocks.collective_listener
         if listener is not None and end is not None:
             listener(begin, end)
@@ -150,7 +150,7 @@ class StallMarker:
             if not raised:
                 # The mark of the backward pass's end is also the end of the stall.
                 is_marked = backward_end != _NO_MARK
-                end = backward_end if is_marked else self._mark()
+                end = backward_end if is_marked else self._mark(self._clock.stream)
         finally:
             self._close_stall(end)
 
