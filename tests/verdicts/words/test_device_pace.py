@@ -146,7 +146,11 @@ def test_place_of_most_host_code_is_in_the_sentence_and_the_action(
 
 @pytest.mark.parametrize(
     ("gap_ms", "named", "first"),
-    [(2.0, False, "issue fewer"), (4.0, True, "issue fewer"), (9.0, True, "look at what runs between")],
+    [
+        (2.0, False, "issue fewer"),
+        (4.0, True, "issue fewer"),
+        (9.0, True, "look at what runs between"),
+    ],
 )
 def test_place_with_much_of_a_device_s_idle_time_is_named(
     gap_ms: float, named: bool, first: str

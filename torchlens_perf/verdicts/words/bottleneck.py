@@ -440,12 +440,10 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
     unrecorded = _build_other_threads_verdict(report, found)
     if unrecorded is not None:
         return unrecorded
-    worth = [each for each in worth if each is not first]
-    if first.kind == "host_bound":
-        first, *rest = _split_host_code_by_section(report, first, step_s)
-        worth = [*worth, *rest]
-    else:
-        worth = [new for old in worth for new in _split_host_code_by_section(report, old, step_s)]
+    others = [each for each in worth if each is not first]
+    first, *rest = _split_host_code_by_section(report, first, step_s)
+    worth = [new for old in others for new in _split_host_code_by_section(report, old, step_s)]
+    worth += rest
     if first is not computing and computing.seconds:
         worth = [*worth, computing]
     following = _choose_following(found, worth) if first is computing else first
