@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_duration, format_percent
+from torchlens_perf.analysis.statistics.time_account import CPU
 from torchlens_perf.run.rank_ranges import format_rank_list
 from torchlens_perf.run.verdicts import format_step_range
 from torchlens_perf.view.specs import Column, Quantity, Table
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _MIN_SHARE = 0.005
 """Smaller classes are left out."""
+_WITHOUT_WAITS = " Waits for a CPU are in the row of CPU contention only."
 _NAMES = {
     "data": "waiting for data",
     "communication": "exposed communication",
@@ -41,6 +43,7 @@ def build_critical_path_table(report: Report) -> Table | None:
     note = (
         f"{'In each step, the path follows the rank for which all others wait. ' if several else ''}"
         f"Mean of the usual steps {which}, with what other steps of the run add."
+        f"{_WITHOUT_WAITS if any(each.name == CPU for each in rows) else ''}"
     )
     title = f"Critical path of a mean step ({format_duration(lost.step_s)})"
     return Table("critical_path", title, columns, first=8, note=note, noun="part",
