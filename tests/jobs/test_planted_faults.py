@@ -236,7 +236,7 @@ def test_healthy_ranks_named_second_or_earlier_are_counted() -> None:
         episode(planted),
         episode(second),
         episode(earlier, 20, until=70),
-        episode(small, 20, until=70, excess_ns=1.0),
+        episode(small, 20, until=70, excess_ns=1.0, cost_ns=1.0),
     )
 
     assert healthy_named(add_straggler_groups(found, {}), truth) == {second, earlier}

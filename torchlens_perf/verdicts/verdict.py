@@ -20,8 +20,8 @@ OVER = "_ended"
 NOT_COMPUTING_KINDS = ("data_bound", "communication_bound", "host_bound", "lack_of_cpu")
 """Kinds of verdicts that something other than computing limits the step."""
 WORTH_A_LINE = 0.05
-"""An ended hang is still listed with current verdicts if it took at least this share of all step
-time."""
+"""An ended hang is still listed with current verdicts if it took at least this share of all step time,
+and a small past excess of a rank is listed if it cost this share of its steps."""
 _URGENT = ("out_of_memory", "failed", "hang", "died")
 _NEXT = " Next: "
 

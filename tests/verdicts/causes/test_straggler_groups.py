@@ -165,6 +165,18 @@ def test_groups_are_ordered_by_cost_then_excess() -> None:
     assert [each.diagnosis for each in found] == [why] * MAX_EXPLAINED + [None] * 4
 
 
+def test_ranks_with_one_cost_have_one_share_of_the_step() -> None:
+    """The share is of the steps since both are slow. Before, steps were shorter."""
+    both = [
+        episode(1, 20, shared_cost_ns=30 * MS, step_ns=90 * MS),
+        episode(2, 60, shared_cost_ns=30 * MS, step_ns=120 * MS),
+    ]
+    found = find_straggler_groups(both, places(4))
+
+    assert [each.slow_too for each in found] == [(2,), (1,)]
+    assert [each.cost_share for each in found] == [0.25, 0.25]
+
+
 def test_ended_episodes_belong_to_no_group() -> None:
     """Two slow ranks of four are two groups."""
     assert add_straggler_groups(findings(episode(1, until=120)), places(8)).groups == ()

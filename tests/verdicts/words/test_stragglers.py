@@ -286,10 +286,14 @@ class TestModules:
             module("a", {}, {"3": 0.021, "0": 0.020, "1": 0.020}),
             module("b", {}, {"3": 0.031, "0": 0.030, "1": 0.030}),
         )
-        verdict = verdict_on(episode(phase="backward"), context)
+        verdict = verdict_on(episode(phase="backward", since=40), context)
 
         assert "; most of the difference is between modules. It costs" in verdict.sentence
         assert "compare the input sizes of the code between its modules on rank 3" in verdict.action
+        # Typical steps of the whole run do not show a late or an intermittent excess.
+        late, rare = episode(since=120), episode(since=40, slow_share=0.3)
+        for each in (late, rare):
+            assert "between modules" not in verdict_on(each, context).sentence
         assert "between modules" not in verdict_on(episode(phase="backward")).sentence
         assert "between modules" not in verdict_on(episode(phase="data"), context).sentence
 
@@ -401,7 +405,7 @@ def test_cost_of_a_node_is_shared_or_unknown() -> None:
 
 def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
     slow = [
-        episode(rank, cost_ns=0.0, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS)
+        episode(rank, cost_ns=(rank - 1) * MS, excess_ns=(20 + rank) * MS, shared_cost_ns=12 * MS)
         for rank in (1, 4, 6)
     ]
     found = findings(*slow)
@@ -414,6 +418,9 @@ def test_sentences_on_several_slow_ranks_have_the_shared_cost() -> None:
         in now[0].sentence
     )
     assert "Together with rank 4 it costs the job 12.0 ms a step (12%)" in pair[1].sentence
+    assert " since step 100. Alone, it costs 5.00 ms a step." in now[0].sentence
+    assert now[2].explanation.endswith(" Alone, it costs nothing.")
+    assert "Alone" not in verdict_on(episode()).sentence
     assert [verdict.evidence.slow_too for verdict in now] == [(1, 4), (1, 6), (4, 6)]
     assert [(each.cost_s_per_step, each.cost_share) for each in now] == [
         pytest.approx((0.012, 0.12))
@@ -462,7 +469,10 @@ def test_sentence_on_an_imbalance_has_the_stage_with_most_work() -> None:
 
 def test_ended_episode_below_the_smallest_detectable_slowdown_has_no_verdict() -> None:
     """The verdict that no rank is slow states this limit."""
-    over = [episode(1, 20, until=70, excess_ns=2.9 * MS), episode(2, 20, until=70)]
+    over = [
+        episode(1, 20, until=70, excess_ns=2.9 * MS, cost_ns=2.9 * MS),
+        episode(2, 20, until=70),
+    ]
     _, before = build_straggler_verdicts(CONTEXT, findings(*over, detectable_ns=3 * MS))
 
     assert [verdict.rank for verdict in before] == [2]

@@ -89,8 +89,17 @@ def find_straggler_groups(
             if each.lead.shared_cost_ns is not None
             else ()
         )
+        # Ranks that share one cost have one share of it: of the step since all of them are slow.
+        last = max(
+            (slow for slow in episodes if slow.rank in (*each.ranks, *slow_too)),
+            key=lambda slow: slow.judged_from_step,
+        )
         found[index] = dataclasses.replace(
-            each, host=place.host, location=place.location, slow_too=slow_too
+            each,
+            host=place.host,
+            location=place.location,
+            slow_too=slow_too,
+            step_ns=last.step_ns,
         )
     return sorted(
         found, key=lambda each: (-(each.cost_ns or each.lead.cost_ns), -each.lead.excess_ns)

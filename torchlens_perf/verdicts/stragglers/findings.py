@@ -81,6 +81,8 @@ class StragglerGroup:
     """The diagnosis of the slowest rank; None if no diagnosis was made."""
     slow_too: tuple[int, ...] = ()
     """Other slow ranks that do the same work, if their common cost is known."""
+    step_ns: float | None = None
+    """Mean step of which the cost is a share; None for the step of `lead`."""
 
     @property
     def cost_ns(self) -> float | None:
@@ -98,10 +100,8 @@ class StragglerGroup:
 
     @property
     def cost_share(self) -> float | None:
-        cost_ns = self.cost_ns
-        return (
-            None if cost_ns is None else cost_ns / self.lead.step_ns if self.lead.step_ns else 0.0
-        )
+        cost_ns, step_ns = self.cost_ns, self.step_ns or self.lead.step_ns
+        return None if cost_ns is None else cost_ns / step_ns if step_ns else 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torchlens_perf.verdicts.stragglers.findings import (
 )
 from torchlens_perf.verdicts.stragglers.judged_steps import DEVICE
 from torchlens_perf.verdicts.stragglers.placement import BY_DEVICE
-from torchlens_perf.verdicts.verdict import Evidence, Period, RunLength, Verdict
+from torchlens_perf.verdicts.verdict import WORTH_A_LINE, Evidence, Period, RunLength, Verdict
 from torchlens_perf.verdicts.words.causes import describe_cause, describe_diagnosis
 from torchlens_perf.verdicts.words.evidence import (
     ImbalanceEvidence,
@@ -110,6 +110,8 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     ranks: tuple[int, ...]
     slow_too: tuple[int, ...]
     """Other slow ranks that do the same work. They are included in the verdict's cost."""
+    own_cost_s: float | None
+    """For one rank with `slow_too`, the cost of this rank alone; else None."""
     compared: int
     """Number of compared ranks."""
     by_host: bool
@@ -142,11 +144,19 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
         measured = f"{_compare_times(self, verdict.phase, it)}{self._describe_difference()}"
         found = f"{self._describe_ranks(verdict)} in {phase_name(verdict.phase or '')}: {measured}."
         causes = self.describe_causes(verdict)
-        return f"{found} {cost}, {since}.{f' Cause: {causes}' if causes else ''}"
+        own = self._describe_own_cost()
+        return f"{found} {cost}, {since}.{own}{f' Cause: {causes}' if causes else ''}"
 
     def explain(self, verdict: Verdict) -> str:
         times = _compare_times(self, verdict.phase, f"rank {verdict.rank}")
-        return f"{times[0].upper()}{times[1:]}{self._describe_difference()}."
+        measured = f"{times[0].upper()}{times[1:]}{self._describe_difference()}."
+        return f"{measured}{self._describe_own_cost()}"
+
+    def _describe_own_cost(self) -> str:
+        """Return a sentence on what the rank alone costs, next to a cost of several ranks; else ""."""
+        own_s = self.own_cost_s
+        costs = f"{format_duration(own_s)} a step" if own_s else "nothing"
+        return "" if own_s is None else f" Alone, it costs {costs}."
 
     def describe_causes(self, verdict: Verdict) -> str:
         return describe_diagnosis(verdict.diagnosis)
@@ -213,9 +223,13 @@ def build_straggler_verdicts(
 ) -> tuple[list[Verdict], list[Verdict]]:
     """Return verdicts on ranks that are slow now, and verdicts on ranks that were slow before."""
     now = [build_slow_verdict(context, each, findings) for each in findings.groups[:MAX_NAMED]]
-    # A smaller excess could have been missed on any rank: it does not single out this one.
+    # An excess that is small and might have been missed on another rank does not single out this one.
     least_ns = findings.detectable_ns or 0.0
-    seen = [each for each in findings.slow_before if each.excess_ns >= least_ns]
+    seen = [
+        each
+        for each in findings.slow_before
+        if each.excess_ns >= least_ns or each.cost_ns >= WORTH_A_LINE * each.step_ns
+    ]
     before = sorted(seen, key=lambda episode: -episode.since_step)
     past = [build_past_verdict(each, findings.diagnosis(each.key)) for each in before[:MAX_PAST]]
     return [*now, *build_imbalance_verdicts(findings)], past
@@ -248,6 +262,7 @@ def build_slow_verdict(
     if episode.by_windows:
         doubts.append("Found in statistics merged on devices; the rank's own records are missing.")
     cause = cause_class(episode) if straggler.kind != "position" else "imbalance"
+    is_alone = straggler.kind == "rank"
     return Verdict(
         kind="straggler",
         rank=episode.rank,
@@ -270,6 +285,7 @@ def build_slow_verdict(
             location=straggler.location,
             ranks=straggler.ranks,
             slow_too=straggler.slow_too,
+            own_cost_s=episode.cost_ns / 1e9 if is_alone and straggler.slow_too else None,
             compared=findings.compared,
             from_start=episode.from_start,
             by_host=episode.by_host,
@@ -494,7 +510,14 @@ def _find_slower_modules(
         if above_s > 0 and above_s >= _ABOVE_OTHERS * excess_s:
             excesses.append((excess_s, module["name"]))
     explained_s = sum(excess_s for excess_s, _ in excesses)
-    between = sum(timed_s.values()) >= phase_s and not on_device and explained_s < _FEW * phase_s
+    between = (
+        sum(timed_s.values()) >= phase_s
+        and explained_s < _FEW * phase_s
+        # Modules are timed in typical steps of the whole run, which must show the excess.
+        and episode.slow_share >= _INTERMITTENT
+        and 2 * episode.judged_from_step <= episode.last_step
+        and not (on_device or episode.by_host)
+    )
     if not timed_s and episode.phase == "forward" and not on_device:
         excesses = [
             (excess_ns / 1e9, name) for name, excess_ns in straggler.slower_modules_ns.items()
