@@ -598,11 +598,6 @@ def test_contention_of_all_parts_is_first_unless_a_part_takes_half_of_the_step(
     assert {each for each in kinds if found.is_limited_by(each)} == {kind}
 
 
-def test_even_contention_names_no_part() -> None:
-    even = report_on([{**BASE, "forward": 20.0, "backward": 20.0, "cpu": 15.0}] * 60)
-    assert "waited for a CPU" not in even["verdicts"][0].text
-
-
 def test_sampled_lack_of_a_cpu_is_the_bottleneck_of_short_steps() -> None:
     short = [{part: value / 10 for part, value in BASE.items()} for _ in range(60)]
     (verdict,) = report_on(short, cpu_wait=[12.0, 20.0])["verdicts"]
