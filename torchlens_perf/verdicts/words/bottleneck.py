@@ -243,6 +243,7 @@ class StepBreakdown:
     """
 
     step_s: float
+    account: TimeAccount
     computing: TimeShare
     waits: list[TimeShare]
     """All other parts, the largest first."""
@@ -286,8 +287,12 @@ class StepBreakdown:
         """Return the step without one kind of wait, because another verdict explains it."""
         return dataclasses.replace(self, waits=[each for each in self.waits if each.kind != kind])
 
-    def is_large(self, kind: str) -> bool:
-        return any(each.kind == kind for each in self.large_waits)
+    @property
+    def lack_by_part_s(self) -> dict[str, float]:
+        """Waits for a CPU by part, the longest first."""
+        return _largest_first(
+            {part: self.account.sum_ns([part], [CPU]) / 1e9 for part in OWN_PARTS}
+        )
 
     @property
     def large_waits(self) -> list[TimeShare]:
@@ -321,7 +326,7 @@ def break_down_step(account: TimeAccount, *, on_device: bool = False) -> StepBre
     # Ranks wait for others that wait for a CPU, so contention explains waits that are nearly as long.
     nearly = 1.0 if is_explained or on_device else NEARLY
     waits.sort(key=lambda use: -use.seconds * (nearly if use.phase == "communication" else 1.0))
-    return StepBreakdown(step_s, use, waits, is_explained=is_explained)
+    return StepBreakdown(step_s, account, use, waits, is_explained=is_explained)
 
 
 def _add_lack(use: TimeShare, account: TimeAccount, parts: Sequence[str]) -> TimeShare:
@@ -451,7 +456,7 @@ def _build_typical_step_verdict(report: Facts, *, waits_explained: bool) -> Verd
     cost_s = 0.0 if following is computing else following.seconds
     waits_s = [each["parts"].get("communication", 0.0) for each in _collect_typical_steps(report)]
     notes = [
-        _describe_starved_part(report) if first.kind == _LACK.kind else "",
+        _describe_starved_part(everything) if first.kind == _LACK.kind else "",
         _hidden_data_wait_text(report, found),
         _equal_waits_caveat(first, waits_s),
         _describe_kinds_of_steps(report),
@@ -502,12 +507,10 @@ def _build_contention_verdicts(report: Facts, typical: Verdict) -> list[Verdict]
     step_s = typical.evidence.typical_step_s
     if step_s is None or typical.phase not in _GAP:
         return []
-    steps = _collect_typical_steps(report)
-    mean_s = mean_by_part(step["lack_of_cpu"] or {} for step in steps)
-    lack_s = float(mean_s.sum())
+    by_part_s = _break_down_host_step(report).lack_by_part_s
+    lack_s = sum(by_part_s.values())
     if lack_s < _WASTE_FIRST * step_s:
         return []
-    by_part_s = _largest_first(dict(zip(PARTS, mean_s.tolist(), strict=True)))
     return [
         Verdict(
             kind="lack_of_cpu",
@@ -631,19 +634,14 @@ def _collect_typical_steps(report: Facts) -> list[TypicalStep]:
     return [rank["typical"] for rank in report["ranks"] if rank["typical"] is not None]
 
 
-def _describe_starved_part(report: Facts) -> str:
+def _describe_starved_part(found: StepBreakdown) -> str:
     """Return a sentence on the longest part, with its waits for a CPU; "" if all are short."""
-    steps = _collect_typical_steps(report)
-    parts_s = dict(zip(PARTS, mean_by_part(step["parts"] for step in steps), strict=True))
-    lack_s = dict(
-        zip(PARTS, mean_by_part(step["lack_of_cpu"] or {} for step in steps), strict=True)
-    )
-    part = max(OWN_PARTS, key=lambda part: parts_s[part])
-    step_s = sum(step["s"] for step in steps) / len(steps)
-    if parts_s[part] < _WASTE_FIRST * step_s:
+    parts_s = {part: found.account.sum_ns([part]) / 1e9 for part in OWN_PARTS}
+    part = max(parts_s, key=lambda part: parts_s[part])
+    if parts_s[part] < _WASTE_FIRST * found.step_s:
         return ""
-    name, waits = phase_name(part), format_percent(lack_s[part] / parts_s[part])
-    takes = _format_share(float(parts_s[part]), step_s)
+    name, waits = phase_name(part), format_percent(found.lack_by_part_s[part] / parts_s[part])
+    takes = _format_share(parts_s[part], found.step_s)
     return (
         f"{name[0].upper()}{name[1:]} takes {takes} of the step, of which {waits} waited for a CPU."
     )
@@ -685,7 +683,10 @@ def _hidden_data_wait_text(report: Facts, found: StepBreakdown) -> str:
     periods_s = [rank["loader_period_s"] for rank in report["ranks"] if rank["loader_period_s"]]
     steps = _collect_typical_steps(report)
     waits_s = sum(step["parts"].get("data", 0.0) for step in steps) / len(steps)
-    if hidden_s < _SOME * (hidden_s + waits_s) or not found.is_large("data_bound"):
+    if (
+        hidden_s < _SOME * (hidden_s + waits_s)
+        or found.wait_of_kind("data_bound") not in found.large_waits
+    ):
         return ""
     return (
         f"Of this wait for data, {format_duration(hidden_s)} is spent in communication with a rank"
