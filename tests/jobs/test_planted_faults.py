@@ -316,7 +316,7 @@ def test_recorded_run_is_judged_and_absent_tools_have_empty_cells(
         "data-0001: planted rank 1 data 5; torchlens_perf: rank 1 data; slowest step: rank "
     )
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:11] == ["data", "1", "1/1", "1/1", "1/1", *[""] * 6]
+    assert cells[:12] == ["data", "1", "0", "1/1", "1/1", "1/1", *[""] * 6]
     assert cells[-2:] == ["0/1", "1/1"]
     assert print_judgement(tmp_path, ["clean"], None) == 1
 
