@@ -181,7 +181,7 @@ def test_bottleneck_of_the_newest_steps_is_reported() -> None:
 
     assert found["data_bound"].sentence.startswith(
         "Since step 320, waiting for data takes 57% (20.0 ms) of a step of 35.0 ms; before, 1.00"
-        " ms. Next: raise"
+        " ms. Next: see what takes the time of a batch"
     )
     assert found["data_bound"].held.until_step is None
     assert found["compute_bound"].held.until_step == 320
