@@ -163,10 +163,22 @@ def judge(out: Path) -> None:
 
 
 def gains(out: Path) -> None:
-    """Print predicted and measured gains, as medians over the seeds."""
-    table = Table("change", "predicted ms", "bounds ms", "measured ms", "inside", "error")
+    """Print predicted and measured gains, as medians over the seeds.
+
+    The measured gains of pairs for which no gain is predicted are in the last column.
+    """
+    columns = (
+        "change",
+        "predicted ms",
+        "bounds ms",
+        "measured ms",
+        "inside",
+        "error",
+        "not predicted",
+    )
+    table = Table(*columns)
     for kind, (_, text) in KINDS.items():
-        rows = []
+        rows, missing = [], []
         for folder in sorted(out.glob(f"{kind}-*")):
             left = folder.with_name(folder.name.replace(f"{kind}-", f"{kind}.left-"))
             if not (folder / "done").exists() or not (left / "done").exists():
@@ -178,18 +190,24 @@ def gains(out: Path) -> None:
             if times is None:
                 continue
             slow = max(report["ranks"], key=lambda rank: rank["own_s"]["p50_s"] or 0.0)["rank"]
-            replay = Replay(times, report)
+            replay = Replay(times, report, report["verdicts"])
             predicted = replay.predict([parse_change(text.format(slow=slow))])
             measured = replay.step_s - mean_per_step(after["steps"]["total_s"], after["steps"])
-            rows.append((predicted["gain_s"], predicted["low_s"], predicted["high_s"], measured))
+            if predicted is None:
+                missing.append(f"{1e3 * measured:.2f}")
+                continue
+            rows.append((predicted.gain_s, predicted.low_s, predicted.high_s, measured))
+        figures = [""] * 5
         if rows:
             gain, low, high, measured = (
                 1e3 * statistics.median(each) for each in zip(*rows, strict=True)
             )
             inside = sum(row[1] <= row[3] <= row[2] for row in rows)
             error = abs(gain - measured) / measured if measured else float("nan")
-            table.row(text, f"{gain:.2f}", f"{low:.2f} to {high:.2f}", f"{measured:.2f}",
-                      f"{inside} of {len(rows)}", f"{error:.0%}")  # fmt: skip
+            figures = [f"{gain:.2f}", f"{low:.2f} to {high:.2f}", f"{measured:.2f}",
+                       f"{inside} of {len(rows)}", f"{error:.0%}"]  # fmt: skip
+        if rows or missing:
+            table.row(text, *figures, ", ".join(missing))
 
 
 def main() -> int:
