@@ -204,14 +204,15 @@ class VerdictPeriods:
         if self.windows is None or found is None or found.inside.sum() < _MIN_WINDOWS:
             return None
         inside = self._breakdowns_in(found.inside)
-        rest = self._breakdowns_in(found.judged & ~found.inside)
+        is_computing = kind == inside[0].computing.kind
+        # Steps in which a rank was slow also show how long a step took before.
+        rest = self._breakdowns_in(~found.inside & (found.judged | is_computing))
         everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
         if not everywhere and len(rest) < _MIN_WINDOWS:
             return None
         use, what = inside[0].computing, "Computing"
         spent_s = _mean([each.computing.seconds for each in inside])
         rest_s = _mean([each.step_s for each in rest])
-        is_computing = kind == use.kind
         if not is_computing:
             use = inside[0].wait_of_kind(kind)
             what = use.what
