@@ -16,7 +16,8 @@ from torchlens_perf.diagnosis.goodput import build_goodput, find_losses
 from torchlens_perf.diagnosis.lost_time import begin_of_present, classify_time, join_classes
 from torchlens_perf.diagnosis.step_times import read_judged_rows
 from torchlens_perf.verdicts.latest_attempt import latest_collective_joins
-from torchlens_perf.verdicts.words.run_state import find_crash
+from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts
+from torchlens_perf.verdicts.words.run_state import build_crash_verdicts
 from torchlens_perf.verdicts.words.stragglers import measure_slow_ranks
 
 if TYPE_CHECKING:
@@ -56,8 +57,12 @@ def measure_job(state: NodeState, detector: StragglerDetector) -> JobStatus:
         else classify_time(times.select_since(begin_of_present(slow)), facts, slow)
     )
     size = max((each.identity.world_size for each in processes.values()), default=0)
+    crashes = [
+        *build_out_of_memory_verdicts(facts["ranks"]),
+        *build_crash_verdicts(facts["ranks"], size),
+    ]
     return JobStatus(
         {name: each.seconds for name, each in classes.items() if each.seconds is not None},
         join_classes(path),
-        find_crash(facts["ranks"], size),
+        next(iter(crashes), None),
     )

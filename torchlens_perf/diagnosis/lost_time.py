@@ -107,8 +107,10 @@ def classify_time(
     sections = divide_host_code(facts["sections"], uses_s["host"])
     uses_s["host"] -= sum(sections.values())
     uses_s |= {f"{_SECTION} {name}": seconds for name, seconds in sections.items()}
-    kinds: dict[str, tuple[str, ...]] = {f"{_SECTION} {name}": (_SECTION,) for name in sections}
-    kinds |= {" and ".join(each): each for each in irregular}
+    kinds: dict[str, tuple[str, ...]] = {
+        **{f"{_SECTION} {name}": (_SECTION,) for name in sections},
+        **{" and ".join(each): each for each in irregular},
+    }
     found: list[PathClass] = []
     for slow in find_slow_ranks(verdicts):
         taken_s = _take_time(uses_s, slow.phase, slow.cost_s)

@@ -150,8 +150,8 @@ class Evidence(Struct, frozen=True, tag_field="type"):
         return None
 
     @property
-    def seen_share(self) -> float | None:
-        """Share of the steps in which a rank that is slow now is slow; None for other verdicts."""
+    def share_of_steps(self) -> float | None:
+        """Share of the steps in which a slow rank is slow; None for other verdicts."""
         return None
 
     @property

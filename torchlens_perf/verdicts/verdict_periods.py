@@ -203,10 +203,10 @@ class VerdictPeriods:
         found = None if self.windows is None else self.windows.find_part_limited_by(kind)
         if self.windows is None or found is None or found.inside.sum() < _MIN_WINDOWS:
             return None
-        inside = self._breakdowns_in(found.inside)
+        inside = _breakdowns_in(self.windows, found.inside)
         is_computing = kind == inside[0].computing.kind
         # Steps in which a rank was slow also show how long a step took before.
-        rest = self._breakdowns_in(~found.inside & (found.judged | is_computing))
+        rest = _breakdowns_in(self.windows, ~found.inside & (found.judged | is_computing))
         everywhere = kind != "lack_of_cpu" or bool(found.judged.all())
         if not everywhere and len(rest) < _MIN_WINDOWS:
             return None
@@ -224,11 +224,6 @@ class VerdictPeriods:
         held, step_s = self._period_of_run_part(found), _mean([each.step_s for each in inside])
         evidence = past.RunPartEvidence(step_s, spent_s, what, rest_s, everywhere)
         return past.build_run_part_verdict(use, evidence, held, self.facts)
-
-    def _breakdowns_in(self, there: WindowMask) -> list[StepBreakdown]:
-        assert self.windows is not None
-        found = zip(self.windows.breakdowns, there.tolist(), strict=True)
-        return [each for each, is_there in found if each is not None and is_there]
 
     def _collect_past_findings(self, shown: set[str]) -> list[Verdict]:
         """Return verdicts on the sidecar's ended findings, the newest first.
@@ -315,6 +310,11 @@ def _are_all_hangs(long: LongSteps | None, hung: set[int | None]) -> bool:
     return (
         long is not None and len(long["steps"]) == long["count"] and hung.issuperset(long["steps"])
     )
+
+
+def _breakdowns_in(windows: JudgedWindows, there: WindowMask) -> list[StepBreakdown]:
+    found = zip(windows.breakdowns, there.tolist(), strict=True)
+    return [each for each, is_there in found if each is not None and is_there]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -219,8 +219,8 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
         found.append(("steps", describe_failure_time(evidence.failure)))
     elif held is not None and held.since_step is not None:
         found.append(("steps", format_step_range(held.since_step, held.until_step)))
-        if evidence.seen_share is not None:
-            found.append(("seen", f"in {format_percent(evidence.seen_share)} of these steps"))
+        if row.kind == "straggler" and evidence.share_of_steps is not None:
+            found.append(("seen", f"in {format_percent(evidence.share_of_steps)} of these steps"))
         elif held.windows_judged:
             found.append(("seen", f"in {held.windows_held} of {held.windows_judged} windows"))
     elif row.since_step is not None:
@@ -230,12 +230,7 @@ def _verdict_facts(row: Verdict, report: Report) -> list[tuple[str, str]]:
 
 def fact_text(name: str, text: str) -> str:
     """Return a fact as text: "rank 13", "since step 40", "seen in 97% of these steps"."""
-    return f"{fact_label(name)}{text}"
-
-
-def fact_label(name: str) -> str:
-    """Return the words before a fact; "" for its steps."""
-    return "" if name == "steps" else f"{name} "
+    return text if name == "steps" else f"{name} {text}"
 
 
 def phase_name(phase: str) -> str:

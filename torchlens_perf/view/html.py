@@ -10,7 +10,7 @@ from torchlens_perf.analysis.statistics.quantities import (
     format_duration,
     format_percent,
 )
-from torchlens_perf.view.headline import fact_label, fact_text
+from torchlens_perf.view.headline import fact_text
 from torchlens_perf.view.markup import Child, Element, tag
 from torchlens_perf.view.specs import Column, Table, sanitize_line
 
@@ -83,7 +83,7 @@ def build_verdict_line(headline: Headline, key: str, *more: Child) -> Element:
 
 
 def _build_fact(name: str, text: str) -> Element:
-    return tag("li", fact_label(name), tag("b", text))
+    return tag("li", fact_text(name, ""), tag("b", text))
 
 
 def _build_advice(headline: Headline) -> list[Element | None]:

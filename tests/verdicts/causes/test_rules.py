@@ -204,8 +204,8 @@ def test_planted_cause_is_the_only_one_in_the_diagnosis(
     cause = only(diagnosis(changed, slow=episode(SLOW, phase=phase), **details))
 
     assert cause.kind == kind
-    assert words in describe_cause(cause).text
-    assert describe_cause(cause).action.endswith(".")
+    assert words in describe_cause(cause)[0]
+    assert describe_cause(cause)[1].endswith(".")
     assert all(
         cause.evidence[signal] == pytest.approx(value, rel=0.01)
         for signal, value in changed.items()

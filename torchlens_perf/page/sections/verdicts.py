@@ -65,13 +65,13 @@ def _build_diagnosis(key: str, rank: int | None, diagnosis: Diagnosis | None) ->
     causes = [
         tag(
             "li",
-            tag("b", words.text),
+            tag("b", text),
             "."
             if each.explains is None
             else f": explains {format_percent(each.explains)} of the loss.",
-            f" Next: {words.action}",
+            f" Next: {action}",
         )
-        for each, words in found
+        for each, (text, action) in found
     ]
     checked = ", ".join(diagnosis.looked_at) or "nothing"
     missing = ", ".join(diagnosis.not_measured) or "nothing"

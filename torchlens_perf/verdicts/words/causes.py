@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_percent
 
 if TYPE_CHECKING:
     from torchlens_perf.verdicts.stragglers.findings import Cause, Diagnosis
-
-
-class CauseWords(NamedTuple):
-    """A cause in words."""
-
-    text: str
-    """The observation, as a clause."""
-    action: str
 
 
 def describe_diagnosis(diagnosis: Diagnosis | None) -> str:
@@ -30,24 +22,24 @@ def describe_diagnosis(diagnosis: Diagnosis | None) -> str:
         return ""
     found = [(each.explains, describe_cause(each)) for each in diagnosis.causes]
     explaining = [
-        f"{words.text} (explains {format_percent(min(1.0, explains))})"
-        for explains, words in found
+        f"{text} (explains {format_percent(min(1.0, explains))})"
+        for explains, (text, _) in found
         if explains is not None
     ]
     checked = f"none found (checked: {', '.join(diagnosis.looked_at)})"
     none = "none explains the time" if found else checked
     others = (
-        f"Not seen on other ranks: {words.text}; {words.action}"
-        for explains, words in found
+        f"Not seen on other ranks: {text}; {action}"
+        for explains, (text, action) in found
         if explains is None
     )
     return " ".join((f"{'; '.join(explaining) or none}.", *others))
 
 
-def describe_cause(cause: Cause) -> CauseWords:
-    """Return a cause in words."""
+def describe_cause(cause: Cause) -> tuple[str, str]:
+    """Return the observation as a clause, and the action."""
     text, action = _WORDS[cause.about.get("reason", cause.kind)]
-    return CauseWords(text.format_map(_format_values(cause)), action)
+    return text.format_map(_format_values(cause)), action
 
 
 def _format_values(cause: Cause) -> Mapping[str, str]:
@@ -56,11 +48,11 @@ def _format_values(cause: Cause) -> Mapping[str, str]:
     found = defaultdict[str, str](str)
     for name, value in signals.items():
         found[name] = _format_signal(name, value)
-    for name in signals:
         if f"others_{name}" in signals:
-            found[f"than_{name}"] = f", against {found[f'others_{name}']} on the others"
+            others = _format_signal(name, signals[f"others_{name}"])
+            found[f"than_{name}"] = f", against {others} on the others"
         if f"usual_{name}" in signals:
-            found["lower"] = format_percent(1 - signals[name] / signals[f"usual_{name}"])
+            found["lower"] = format_percent(1 - value / signals[f"usual_{name}"])
     found["gpu"] = names.get("gpu", "its GPU")
     found["control_group"] = f"its control group {names.get('control_group', '')}".rstrip()
     if names.get("neighbour"):

@@ -20,7 +20,7 @@ from torchlens_perf.verdicts.words.evidence import (
     FailedEvidence,
     UnevenStepsEvidence,
 )
-from torchlens_perf.verdicts.words.oom import build_out_of_memory_verdicts, was_ended_by_oom
+from torchlens_perf.verdicts.words.oom import was_ended_by_oom
 
 if TYPE_CHECKING:
     from torchlens_perf.run.failure import Failure, ProcessEnd
@@ -98,12 +98,6 @@ def format_age(seconds: float) -> str:
             count = int(seconds // size)
             return f"{count} {unit}{'s' if count > 1 else ''}"
     return f"{int(seconds)} seconds"
-
-
-def find_crash(ranks: Sequence[Rank], world_size: int) -> Verdict | None:
-    """Return the verdict on the rank that ended the run; None if the run was not ended by a rank."""
-    found = [*build_out_of_memory_verdicts(ranks), *build_crash_verdicts(ranks, world_size)]
-    return next(iter(found), None)
 
 
 def build_crash_verdicts(ranks: Sequence[Rank], world_size: int) -> list[Verdict]:

@@ -129,10 +129,6 @@ class StragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="stragg
     between_modules: bool
     """True if the modules were timed and explain little of the excess in the slow phase."""
 
-    @property
-    def seen_share(self) -> float:
-        return self.share_of_steps
-
     def describe(self, verdict: Verdict) -> str:
         cost = "Its cost to the job is not known"
         if verdict.cost_s_per_step is not None and verdict.cost_share is not None:
@@ -202,7 +198,7 @@ class PastStragglerEvidence(SlownessEvidence, frozen=True, kw_only=True, tag="pa
             f" ({share}){together}. It is over."
         )
         if verdict.diagnosis is not None and verdict.diagnosis.causes:
-            text += f" Seen meanwhile: {describe_cause(verdict.diagnosis.causes[0]).text}."
+            text += f" Seen meanwhile: {describe_cause(verdict.diagnosis.causes[0])[0]}."
         return text
 
 
@@ -271,7 +267,7 @@ def build_slow_verdict(
         cost_share=straggler.cost_share,
         since_step=episode.since_step,
         confidence=confidence,
-        action=describe_cause(explained[0]).action
+        action=describe_cause(explained[0])[1]
         if explained
         else _next_action(episode, where, straggler),
         diagnosis=diagnosis,
