@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.recording import Recording, recorded
 from torchlens_perf.hooks.loop.selection import name_models
 from torchlens_perf.hooks.loop.trained_models import CalledModules
+from torchlens_perf.recorder.training_thread import TrainingThread, Work
 from torchlens_perf.run.ring import Kind
 
 STEPS = 3
@@ -352,6 +353,30 @@ def test_loss_created_in_each_step_does_not_end_native_steps(tmp_path: Path) -> 
         settled = recording.watch._session.recorder.settled
 
     assert settled
+
+
+def test_time_before_a_step_of_an_optimizer_is_in_the_overhead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two optimizers that step in turn, each call is handled in Python."""
+    slow_s, begun, note_work = 0.02, [], TrainingThread.note_work
+
+    def note_slowly(self: TrainingThread, work: Work) -> bool:
+        if work is Work.OPTIMIZER:
+            begun.append(time.sleep(slow_s))
+        return note_work(self, work)
+
+    monkeypatch.setattr(TrainingThread, "note_work", note_slowly)
+    models = network(), network()
+    with recorded(tmp_path) as recording:
+        both = [optimizers(model)[0] for model in models]
+        for _ in range(4):
+            for model, optimizer in zip(models, both, strict=True):
+                train(model, optimizer)
+        tool_s = recording.watch._session.recorder.tool_ns / 1e9
+
+    assert len(begun) >= 7
+    assert tool_s >= (len(begun) - 1) * slow_s
 
 
 def test_time_of_finding_models_is_in_the_overhead(

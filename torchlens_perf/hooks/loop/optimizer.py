@@ -145,6 +145,7 @@ class OptimizerHook:
         closure_id = session.intern("optimizer closure")
 
         def on_step_begin(optimizer: Any, args: Any, kwargs: Any) -> Any:
+            begun_ns = recorder.now_ns()
             if not thread.note_work(Work.OPTIMIZER):
                 self._loop.on_unrecorded_optimizer_step(optimizer)
                 return None
@@ -161,6 +162,8 @@ class OptimizerHook:
                     opened.append((id(optimizer), None))
                     return None
             opened.append((id(optimizer), name_id))
+            # This time is outside of the optimizer's span.
+            recorder.add_overhead(recorder.now_ns() - begun_ns)
             recorder.begin(_OPTIMIZER, name_id)
             return replace_closure(args, kwargs)
 
