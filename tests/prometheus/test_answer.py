@@ -41,7 +41,7 @@ def test_metrics_are_valid_openmetrics_with_type_unit_and_help(answer: Scrape) -
     assert answer.text.endswith("# EOF\n")
     own = answer.families["torch_train_step_own_time_seconds"]
     assert (own.type, own.unit) == ("histogram", "seconds")
-    assert own.documentation == "step duration without communication wait and this tool"
+    assert own.documentation == "step duration without comm wait and this tool"
     assert answer.families["torch_train_phase_duration_seconds"].type == "summary"
     assert answer.families["torch_collective_io_bytes"].type == "counter"
     assert all(family.documentation for family in answer.families.values())

@@ -197,7 +197,7 @@ SPANS = (
 
 METRICS = (
     Metric(STEP_DURATION, "histogram", "s", _EACH_RANK, "time from one step's end to the next"),
-    Metric(STEP_OWN_TIME, "histogram", "s", _EACH_RANK, "step duration without communication wait and this tool"),
+    Metric(STEP_OWN_TIME, "histogram", "s", _EACH_RANK, "step duration without comm wait and this tool"),
     Metric(PHASE_DURATION, "histogram", "s", (RANK, PHASE), "time of a phase in one step, without nested phases"),
     Metric(DEVICE_DURATION, "histogram", "s", (RANK, PHASE), "device time of a phase, or of a whole `step`",
         when=_DEVICE),
@@ -219,7 +219,7 @@ METRICS = (
     Metric(DETECTABLE, "gauge", "s", (), "smallest slowdown per step that would be reported by now",
         when="ranks compared"),
     Metric(RANKS_WORK, "gauge", "s", (OVER_RANKS,), "work of a step: quantiles over ranks", when=_LARGE),
-    Metric(RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "communication wait of a step: quantiles over ranks", when=_LARGE),
+    Metric(RANKS_WAIT, "gauge", "s", (OVER_RANKS,), "comm wait of a step: quantiles over ranks", when=_LARGE),
     Metric(STEPS_NOT_TRACED, "counter", "{step}", (), "steps selected for a trace, but left out to keep the budget",
         when="an exceeded budget"),
     Metric(HANG_DURATION, "gauge", "s", (HANG_KIND,), "time since the last step", when="a hang"),
@@ -295,7 +295,7 @@ ATTRIBUTES = (
         "a failed run"),
     Attribute(EXCEPTION_MESSAGE, "string", "event `exception`", "its message, at most 300 characters", OPENTELEMETRY,
         "a failed run"),
-    Attribute(OWN_SECONDS, "double", _STEP_SPAN, "step duration in seconds, without communication wait and this tool"),
+    Attribute(OWN_SECONDS, "double", _STEP_SPAN, "step duration in seconds, without comm wait and this tool"),
     Attribute(MICRO_STEPS, "int", _STEP_SPAN, "accumulated backward passes; at least 1"),
     Attribute(MODULES_TIMED, "boolean", _STEP_SPAN, "false: modules inside the model were not timed in this step",
         when="such a step"),

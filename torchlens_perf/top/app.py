@@ -39,7 +39,7 @@ _KEYS = (
 )
 _HELP = (
     (
-        "compute: a typical step without communication wait and CPU contention. vs others: the"
+        "compute: a typical step without comm wait and CPU contention. vs others: the"
         " difference from the median of the other ranks that do the same work. latest excess, its"
         " bar, and over the run: this difference as a share, in the latest window of steps and in"
         " all windows; 30 % is a full block."

@@ -49,7 +49,7 @@ _STATUS: dict[str, tuple[str, str]] = {
 _SCOPES = {"node": "SLOW NODE", "position": "IMBALANCE"}
 _BOTTLENECKS = {
     "data_bound": "data loading",
-    "communication_bound": "communication wait",
+    "communication_bound": "comm wait",
     "host_bound": "host code",
     "lack_of_cpu": "CPU contention",
 }

@@ -21,7 +21,7 @@ _MIN_SECTION_SHARE = 0.5
 _MIN_COLUMN_SHARE = 0.02
 """Smallest share of a step for which a part has a column."""
 _SHOWN_PARTS = tuple(part for part in RECORDED_PARTS if part != "tool")
-_COMPUTE = "Step time without communication wait and CPU contention."
+_COMPUTE = "Step time without comm wait and CPU contention."
 _DEVICE_HELP = {
     "communication": "Time for which the device waited for other ranks or transfers.",
     "data": "Time between phases for which the device waited for the data loader.",
@@ -187,10 +187,7 @@ def build_device_table(report: Report) -> Table | None:
     notes: list[str] = []
     if judged:
         work_s = [each["work_s"] and each["work_s"]["p50_s"] for each in times]
-        help_ = (
-            "Median step time without communication wait, including waits of the device for its"
-            " host."
-        )
+        help_ = "Median step time without comm wait, including waits of the device for its host."
         columns.append(Column("compute", work_s, unit_of=unit_of, optional=0.1, help=help_))
         notes.append(
             _compute_note(report, dict(zip((rank["rank"] for rank in ranks), work_s, strict=True)))
@@ -349,7 +346,7 @@ def _rank_columns(ranks: Sequence[Rank]) -> list[Column]:
 def compute_s(rank: Rank) -> float:
     """Return the compute time of a typical step; 0 if the rank has no typical step.
 
-    If CPU contention was not measured, return the step time without communication wait.
+    If CPU contention was not measured, return the step time without comm wait.
     """
     typical = rank["typical"]
     if typical is None:

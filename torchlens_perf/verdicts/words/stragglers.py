@@ -387,7 +387,7 @@ def phase_name(phase: str) -> str:
         "optimizer": "the optimizer",
         "host": "host code between the phases",
         "compute": "computing, both forward and backward",
-        "cpu": "getting a CPU",
+        "cpu": "waiting for a CPU",
         "communication": "waiting in communication",
         "tool": "this tool",
         "gap": "the gaps between the phases, in which its device waits for its host",
@@ -417,7 +417,7 @@ def _compare_times(slow: StragglerEvidence, phase: str | None, it: str) -> str:
         )
     if phase in _COMPUTING:
         return f"{it} computes {mine} per step, {others} {theirs}"
-    return f"{it} takes {mine} per step without communication wait, {others} {theirs}"
+    return f"{it} takes {mine} per step without comm wait, {others} {theirs}"
 
 
 def _compute_confidence(episode: Episode) -> float:
