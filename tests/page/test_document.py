@@ -178,9 +178,10 @@ def test_page_has_first_verdict_key_figures_and_all_ranks(text: str, shown: Page
     assert steps["p50_s"] is not None
     assert (
         f"{format_duration(headline.cost_s_per_step)} {headline.cost_unit} {format_percent(headline.cost_share)}"
-        " of step time" in page
+        f" of {headline.whole}" in page
     )
-    assert f"{format_percent(headline.cost_share)} of step time lost" in page
+    assert f"{format_percent(headline.cost_share)} of {headline.whole} lost" in page
+    assert re.fullmatch(r"a step of \d+ ms", headline.whole)
     assert f"{format_duration(steps['p50_s'])} step p50" in page
     assert "8 of 8 ranks compared" in page
     rows = re.findall(

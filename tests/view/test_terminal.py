@@ -85,7 +85,9 @@ class TestPlantedJobs:
         assert re.fullmatch(
             r"  SLOW RANK   rank 1 \(node-0000\)   forward   since step 0", lines[2]
         )
-        assert re.fullmatch(r"  cost        [0-9.]+ ms per step = \d+% of step time", lines[3])
+        assert re.fullmatch(
+            r"  cost        [0-9.]+ ms per step = \d+% of a step of [0-9.]+ ms", lines[3]
+        )
         assert re.search(
             r" evidence Rank 1 computes [0-9.]+ ms per step, the other rank [0-9.]+ ms\.",
             words(text),
@@ -102,7 +104,7 @@ class TestPlantedJobs:
         text = short(node([[{**BASE, "data": 14.0}] * 100]))
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
-        assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
+        assert "\n  cost        14.0 ms per step = 48% of a step of 29.0 ms\n" in text
         assert "a batch" in text.partition("\n  next ")[2].splitlines()[0]
         assert "data 48%" in text
         assert not re.search(
@@ -116,7 +118,7 @@ class TestPlantedJobs:
         text = short(node(loops, findings(last_step=99, compared=2)))
 
         assert text.splitlines()[2].startswith("  BOTTLENECK  data loading")
-        assert "\n  cost        14.0 ms per step = 48% of step time\n" in text
+        assert "\n  cost        14.0 ms per step = 48% of a step of 29.0 ms\n" in text
         assert "a batch" in text.partition("\n  next ")[2].splitlines()[0]
         assert "\n  OK          No slow rank in 100 steps." in text
         assert "Typical step of each rank" not in text

@@ -169,8 +169,15 @@ def build_headline(row: Verdict, report: Report, run_dir: str = "") -> Headline:
         command=_suggested_command(row, report, run_dir),
         is_over=row.is_over,
         paid_once_s=row.lost_s if row.evidence.paid_once_of else None,
-        whole=row.evidence.paid_once_of or "step time",
+        whole=row.evidence.paid_once_of or _describe_step(row),
     )
+
+
+def _describe_step(row: Verdict) -> str:
+    """Return the step of which a cost per step is a share. Verdicts rest on different steps."""
+    if not row.cost_s_per_step or not row.cost_share:
+        return "step time"
+    return f"a step of {format_duration(row.cost_s_per_step / row.cost_share)}"
 
 
 def _status_and_severity(row: Verdict) -> tuple[str, str]:

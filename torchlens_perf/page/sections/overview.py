@@ -86,7 +86,7 @@ def _choose_figures(
     if status is not None and status.cost_share is not None:
         facts = dict(status.facts)
         place = facts.get("in") or facts.get("bound by")
-        lost = f"of step time in {place}" if place else f"of {status.whole} lost"
+        lost = f"of {status.whole} in {place}" if place else f"of {status.whole} lost"
         yield format_percent(status.cost_share), lost, status.severity
     p95 = f", p95 {format_duration(steps['p95_s'])}" if steps["p95_s"] is not None else ""
     yield format_duration_or_dash(steps["p50_s"]), f"step p50{p95}", ""
@@ -94,7 +94,7 @@ def _choose_figures(
         yield format_rounded(1 / steps["mean_s"]), "steps per second", ""
     if bar.total:
         computing = sum(bar.seconds.get(part, 0.0) for part in _COMPUTE) / bar.total
-        yield format_percent(computing), "of step time in forward, backward and optimizer", ""
+        yield format_percent(computing), "of the mean step in forward, backward and optimizer", ""
     if size > 1 and all(row.kind != "not_compared" for row in report["verdicts"]):
         timed = sum(rank["typical"] is not None for rank in report["ranks"])
         yield f"{timed} of {size}", "ranks compared", ""
