@@ -41,8 +41,6 @@ def build_headline(compared: Comparison) -> Headline:
     if step.outcome is not Outcome.CHANGED:
         # The status is then about the parts and details.
         sentences.reverse()
-    if min(len(compared.before), len(compared.after)) == 1:
-        sentences.append("A side has one run: how much runs differ is assumed, not measured.")
     sentences = [*describe_verdict_changes(compared), *filter(None, sentences)]
     return Headline(
         kind="comparison",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from torchlens_perf.analysis.statistics.quantities import format_bytes, format_count, format_percent
 from torchlens_perf.diagnosis.actions.job import Job, Proposal, capitalize, rule
 from torchlens_perf.diagnosis.lost_time import sum_transfers
+
+if TYPE_CHECKING:
+    from torchlens_perf.run.training_settings import DdpSettings
 
 _DDP = (
     "https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html"
@@ -47,14 +51,10 @@ def resize_buckets(job: Job) -> Proposal | None:
 def do_not_search_unused(job: Job) -> Proposal | None:
     """DDP searches for unused parameters in each step, all parameters had new gradients in one step,
     and the reductions of the search take at least 2 % of the step."""
-    ddp = job.settings.ddp
-    if ddp is None or not ddp.find_unused_parameters or ddp.static_graph or ddp.unused:
-        return None
-    # Gradients that are kept do not show which parameters a step uses.
-    if job.settings.zeroes_gradients:
-        return None
+    ddp = _find_searching_ddp(job)
     cost_s = _map_reduction_s(job)
-    if cost_s is None:
+    # Gradients that are kept do not show which parameters a step uses.
+    if ddp is None or cost_s is None or ddp.unused or job.settings.zeroes_gradients:
         return None
     return Proposal(
         "DDP searches for unused parameters, and found none in the step that was looked at. The"
@@ -68,11 +68,9 @@ def do_not_search_unused(job: Job) -> Proposal | None:
 def declare_static_graph(job: Job) -> Proposal | None:
     """DDP searches for unused parameters in each step, some have no gradients, and the reductions
     of the search take at least 2 % of the step."""
-    ddp = job.settings.ddp
-    if ddp is None or not ddp.find_unused_parameters or ddp.static_graph or not ddp.unused:
-        return None
+    ddp = _find_searching_ddp(job)
     cost_s = _map_reduction_s(job)
-    if cost_s is None:
+    if ddp is None or cost_s is None or not ddp.unused:
         return None
     return Proposal(
         f"DDP finds {format_count(ddp.unused, 'unused parameter')} in each step. The reductions of"
@@ -80,6 +78,13 @@ def declare_static_graph(job: Job) -> Proposal | None:
         "If they are the same in each step, search once: DistributedDataParallel(static_graph=True).",
         gain_s=cost_s,
     )
+
+
+def _find_searching_ddp(job: Job) -> DdpSettings | None:
+    """Return the settings of DDP if it searches for unused parameters in each step."""
+    ddp = job.settings.ddp
+    searches = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
+    return ddp if searches else None
 
 
 def _map_reduction_s(job: Job) -> float | None:
