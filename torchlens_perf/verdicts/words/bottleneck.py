@@ -79,8 +79,6 @@ _SOME_LACK, _SAMPLED_LACK = 0.05, 0.25
 _MAX_LONG = 2
 # A sentence lists at most this many numbers of irregular steps.
 _MAX_NUMBERS = 4
-# If communication takes less than this share of the typical step, ranks communicate in other steps.
-_RARELY = 0.05
 # The smallest number of steps that counts as a kind of steps.
 _FEWEST = 5
 _NOT_A_CAUSE = ("garbage collection", "sampled backward pass")
@@ -1032,16 +1030,6 @@ def _build_long_verdict(report: Facts, long: LongSteps, *, short_of_cpus: bool) 
     )
     action = _action_on_long_steps(report, long)
     others = _other_processes(report, long)
-    if (
-        long["part"] == "communication"
-        and not long["kinds"]
-        and not long["period"]
-        and _rarely_communicates(report)
-    ):
-        action = (
-            f"see what is different at {_newest_step_numbers(long)}: all ranks exchange data, or one rank"
-            " does other work."
-        )
     if long["kinds"] == [STOPPED]:
         why = "the process was stopped by SIGSTOP, a debugger, or a scheduler that suspends jobs"
     if long["kinds"] == [WITHOUT_GRADIENTS]:
@@ -1105,13 +1093,6 @@ def _other_processes(report: Facts, long: LongSteps) -> str | None:
 def _rank_waited_for(long: LongSteps) -> int | None:
     """Return the rank for which all other ranks waited, if the reason is not known; else None."""
     return None if long["kinds"] else long["waited_for"]
-
-
-def _rarely_communicates(report: Facts) -> bool:
-    """Return True if the typical step has little communication, as with local SGD."""
-    steps = _collect_typical_steps(report)
-    communication_s = sum(step["parts"].get("communication", 0.0) for step in steps)
-    return communication_s < _RARELY * sum(step["s"] for step in steps)
 
 
 def _may_be_cpu_waits(report: Facts, long: LongSteps) -> bool:
@@ -1230,8 +1211,10 @@ def _action_on_long_steps(report: Facts, long: LongSteps) -> str:
     by_part = {
         LACK_OF_CPU: cpu_action(report),
         "data": f"see what the loader does at {at}.",
-        "communication": f"find the rank that does work at {at} which other ranks do not do.",
-        "host": (f"see what the loop does at {at}: wrap parts in perf.section()."),
+        "communication": (
+            f"see what is different at {at}: all ranks exchange data, or one rank does other work."
+        ),
+        "host": f"see what the loop does at {at}: wrap parts in perf.section().",
         "": f"see what is different at {at}, and what else the loop does than to replay the graph.",
         "tool": (
             "if the loop requests results (w.summary(), w.step_table(), a display), do so less"
