@@ -55,8 +55,7 @@ _BOTTLENECKS = {
 }
 _PHASES = {
     "compute": "forward and backward",
-    "gap": "host code between phases",
-    "host": "host code",
+    "gap": "gaps between phases",
 }
 _STALLS = "STALLS"
 

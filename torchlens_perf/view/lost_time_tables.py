@@ -22,7 +22,6 @@ _WITHOUT_WAITS = " Waits for a CPU are in the row of CPU contention only."
 _NAMES = {
     "data": "waiting for data",
     "communication": "exposed communication",
-    "host": "host code between phases",
     "imbalance": "imbalance of computing",
 }
 

@@ -78,7 +78,7 @@ def build_host_gap_table(report: Report) -> Table | None:
         Column("share of step", [gap_s / step_s for gap_s in shown.values()], Quantity.SHARE),
     ]
     return Table(
-        "host_gaps", "Host code between the phases", columns, first=_FIRST_ROWS, noun="place",
+        "host_gaps", "Host code by place", columns, first=_FIRST_ROWS, noun="place",
         ranged="per step",
     )  # fmt: skip
 

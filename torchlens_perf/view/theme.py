@@ -35,7 +35,7 @@ PARTS: Mapping[str, StepPart] = {
     "backward": StepPart("backward", Color("#0072b2", "#3a93cf", "blue")),
     "optimizer": StepPart("optimizer", Color("#56b4e9", "#7cc7f2", "cyan")),
     "communication": StepPart("comm wait", Color("#b6bcc4", "#5b6570", "bright_black")),
-    "host": StepPart("other", Color("#8d7b68", "#a8947f", "white")),
+    "host": StepPart("host code", Color("#8d7b68", "#a8947f", "white")),
     "cpu": StepPart("CPU contention", Color("#6f42c1", "#a37eea", "bright_magenta")),
     "tool": StepPart("torchlens_perf", Color("#8a7a00", "#b3a125", "bright_yellow")),
 }

@@ -108,7 +108,7 @@ def test_report_lists_the_largest_gaps_of_a_typical_step(tmp_path: Path) -> None
     assert [*gaps][:3] == ["backward>optimizer", "forward>backward", "data>forward"]
     assert gaps["backward>optimizer"] == pytest.approx(0.03)
     assert sum(gaps.values()) == pytest.approx(report["ranks"][0]["typical"]["parts"]["host"])
-    text = render_full(report, "x", columns=120, color=False).partition("Host code between")[2]
+    text = render_full(report, "x", columns=120, color=False).partition("Host code by place")[2]
     assert text.splitlines()[2].split() == ["backward", "optimizer", "30.0", "31%"]
 
 
@@ -117,6 +117,6 @@ def test_report_lists_no_gaps_of_a_step_without_host_code(tmp_path: Path) -> Non
     rank = Rank(run, 0, 1)
     rank.steps(30, data=1.0, forward=40.0, host=2.0, optimizer=5.0)
 
-    assert "Host code between" not in render_full(
+    assert "Host code by place" not in render_full(
         report_on(run, [rank]), "x", columns=120, color=False
     )

@@ -31,7 +31,7 @@ from torchlens_perf.view.tables import build_tables
 # Columns of the table by the kind of verdict on a use of time.
 COLUMNS = {
     "data_bound": "data",
-    "host_bound": "other",
+    "host_bound": "host code",
     "communication_bound": "comm wait",
     "lack_of_cpu": "CPU contention",
 }
@@ -721,7 +721,7 @@ class TestOnADevice:
         assert (verdict.kind, verdict.cost_share) == ("not_known", None)
         assert verdict.sentence.startswith(
             "What limits the step is not known: the work is on a device (xpu), and only host time"
-            " was recorded. Host code outside of the phases takes 73% (40.0 ms) of a typical step"
+            " was recorded. Host code takes 73% (40.0 ms) of a typical step"
             " on the host, which may be waiting for the device."
         )
 

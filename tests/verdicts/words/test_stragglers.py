@@ -178,7 +178,7 @@ def test_sentence_on_a_rank_slow_since_the_start_has_no_step_and_no_unknown_host
         ("optimizer", "in the optimizer:", "holds more parameters", "slow_compute"),
         (
             "host",
-            "in host code between the phases:",
+            "in host code:",
             "logging, checkpoints, .item(), garbage",
             "slow_host",
         ),

@@ -30,7 +30,7 @@ def do_not_synchronize(job: Job) -> Proposal | None:
     "https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html",
 )
 def set_gradients_to_none(job: Job) -> Proposal | None:
-    """Gradients are not set to None between steps, no CUDA graph needs that, and host code between the phases
+    """Gradients are not set to None between steps, no CUDA graph needs that, and host code
     takes at least 5 % of the step."""
     settings, passes = job.settings, job.report["steps"]["micro_steps"]
     ddp = settings.ddp

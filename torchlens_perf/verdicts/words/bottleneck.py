@@ -721,7 +721,7 @@ _WAITS = (
     TimeShare(
         "communication_bound", "communication", 0.0, "Waiting in communication", "communication"
     ),
-    TimeShare("host_bound", "host", 0.0, "Host code outside of the phases", "host"),
+    TimeShare("host_bound", "host", 0.0, "Host code", "host"),
 )
 _FOR_RANKS = TimeShare(
     "communication_bound", "communication", 0.0, "Waiting for other ranks", "ranks"
@@ -798,7 +798,7 @@ def _split_host_code_by_section(report: Facts, use: TimeShare, step_s: float) ->
     ]
     rest_s = use.seconds - seconds
     if rest_s >= _WORTH_NAMING * step_s:
-        what = "Other host code outside of the phases"
+        what = "Other host code"
         found.append(dataclasses.replace(use, seconds=rest_s, lack_s=0.0, what=what))
     return found
 

@@ -385,7 +385,7 @@ def phase_name(phase: str) -> str:
         "recompute": "recomputing activations",
         "backward": "the backward pass",
         "optimizer": "the optimizer",
-        "host": "host code between the phases",
+        "host": "host code",
         "compute": "computing, both forward and backward",
         "cpu": "waiting for a CPU",
         "communication": "waiting in communication",
