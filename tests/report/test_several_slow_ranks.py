@@ -76,9 +76,10 @@ def test_every_screen_shows_the_joint_cost_of_slow_ranks(
     assert [row["cost_s_per_step"] for row in rows] == pytest.approx([joint_ns / 1e9] * 2)
     assert all(row["cost_share"] > 0.1 for row in rows)
     for row, other in zip(rows, (3, 0), strict=True):
+        step = format_duration(row["cost_s_per_step"] / row["cost_share"])
         cost = (
-            f"{format_duration(row['cost_s_per_step'])} per step = {format_percent(row['cost_share'])} of step"
-            " time"
+            f"{format_duration(row['cost_s_per_step'])} per step ="
+            f" {format_percent(row['cost_share'])} of a step of {step}"
         )
         assert f"cost {cost}, together with rank {other}" in terminal
     for text in (page,):
