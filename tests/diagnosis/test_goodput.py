@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.exporters.test_exporters import identity
@@ -49,24 +48,16 @@ def clock_ns(seconds: float) -> int:
 
 
 def process(
-    steps: list[dict[str, Any]],
-    *,
-    after_s: float = 0.0,
-    rank: int = 0,
-    saving_s: float = 0.0,
-    **changed: Any,
+    steps: list[dict[str, Any]], *, after_s: float = 0.0, rank: int = 0, **changed: Any
 ) -> ProcessState:
     """Return an ended process.
 
-    after_s: start of the first step. saving_s: time of torch.save() in each step that saves.
-    changed: fields of the process, of its facts, or of its identity.
+    after_s: start of the first step. changed: fields of the process, of its facts, or of its identity.
     """
     table = mixed_table(steps)
     table = dataclasses.replace(table, start_ns=table.start_ns + clock_ns(after_s))
     statistics = RankStatistics()
-    saves = (table.flags & Flag.CHECKPOINT) != 0
-    explained_ns = np.stack([saves * 0, saves * round(saving_s * S)], axis=1)
-    statistics._add_steps(table, explained_ns)
+    statistics._add_steps(table, table.parts_ns[:, :2] * 0)
     facts = take_facts(changed)
     fields = {field.name for field in dataclasses.fields(ProcessState)}
     of_state = {name: value for name, value in changed.items() if name in fields}
@@ -114,18 +105,6 @@ def test_steps_are_divided_by_their_parts_and_by_what_only_some_of_them_do() -> 
         },
         rel=0.01,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("saving_s", "checkpoint_s"), [(0.0, 2.0), (0.6, 2.0), (0.1, 0.1)])
-def test_steps_that_save_and_mostly_do_other_work_are_no_checkpoints(
-    saving_s: float, checkpoint_s: float
-) -> None:
-    """A loop that samples images and then saves spends little of this time in torch.save()."""
-    steps: list[dict[str, Any]] = [dict(TRAIN) for _ in range(103)]
-    steps[40] = {**TRAIN, "host": 2000.0, "flags": Flag.CHECKPOINT}
-    found = seconds(build_goodput([state_of(process(steps, saving_s=saving_s))], []))
-
-    assert found["checkpoint"] == pytest.approx(checkpoint_s)
 
 
 def test_mean_over_ranks_is_shown_and_a_later_rank_starts_up_longer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -101,9 +102,13 @@ def read_status(run: RunDirectory) -> tuple[int, int, str]:
 
 
 def used_ns(pid: int, of: list[int]) -> int:
-    """Return the CPU time of the given threads of a process."""
-    texts = (Path(f"/proc/{pid}/task/{thread}/schedstat").read_text() for thread in of)
-    return sum(int(text.split()[0]) for text in texts)
+    """Return the CPU time of the given threads of a process that have not ended."""
+    used = 0
+    for thread in of:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text()
+            used += int(text.split()[0])
+    return used
 
 
 def bare_start_s() -> float:

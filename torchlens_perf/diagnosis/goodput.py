@@ -7,7 +7,7 @@ classes apply, the first of these rules decides:
 2. A hang lasts as long as its finding. A straggler's loss is the `lost_s` of its verdicts.
 3. Steps that compile, evaluate or save are as long as the median of the other steps. The excess
    belongs to compilation, then evaluation, then saving. `torch.save` in an evaluating step is
-   saving. If `torch.save` takes little of a step's excess, the rest is work that was not recognized.
+   saving.
 4. The rest of a step is divided by its parts: waiting for data, waiting in communication, and
    productive time, which includes host code.
 """
@@ -21,7 +21,6 @@ from msgspec import structs
 
 from torchlens_perf.analysis.statistics.step_mix import (
     MEASURED,
-    MIN_SAVING,
     duration_quantile_ns,
     mean_duration_ns,
     sum_time,
@@ -335,11 +334,9 @@ def _account_rank(
             rest_ns += each.duration_ns
             continue
         rest_ns += each.duration_ns - excess_ns
-        if name in ("evaluation", "checkpoint") and flags & Flag.CHECKPOINT:
+        if name == "evaluation" and flags & Flag.CHECKPOINT:
             saving_ns = min(excess_ns, float(each.explained_ns[_SAVING]))
             found["checkpoint"] += saving_ns / 1e9
-            if name == "checkpoint" and 0 < saving_ns < MIN_SAVING * excess_ns:
-                name = "productive"
             excess_ns -= saving_ns
         found[name] += excess_ns / 1e9
     if process.judged_by == DEVICE and statistics.device_mix:

@@ -93,12 +93,9 @@ _WORKS_IN: Mapping[str, frozenset[str]] = {
 _MAX_SAMPLING = 3.0
 MEASURED = {Flag.COLLECTED: "python gc", Flag.CHECKPOINT: "torch.save"}
 """For each flag, the name of the section that measures the flag's work."""
-MIN_SAVING = 0.25
-"""The smallest fraction of a step's extra time that torch.save() must take if the extra time is saving.
-The fraction is small, because torch.save() is only a part of saving."""
 # For each measured cause, its column in MEASURED and the smallest fraction of the extra time that
-# it must take.
-_EXPLAINS = {"garbage collection": (0, 0.5), "saving": (1, MIN_SAVING)}
+# it must take. The fraction for saving is small, because torch.save() is only a part of saving.
+_EXPLAINS = {"garbage collection": (0, 0.5), "saving": (1, 0.25)}
 
 
 @dataclasses.dataclass
