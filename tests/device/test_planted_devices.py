@@ -125,6 +125,7 @@ def test_no_rank_is_named_if_hosts_differ_only_in_launch_gaps(truth: Truth, runs
         assert each.cost_ns < 2e6 * fault.ms
 
 
+@pytest.mark.long
 def test_planted_device_fault_is_not_found_by_host_times(runs: Path) -> None:
     """The campaign also scores the same runs by host times."""
     scores = [score(truth, judged_again(runs / truth.name)) for truth in truths()]

@@ -47,6 +47,7 @@ def failed(
     return job(folder, *planted, "--after", "1.5")
 
 
+@pytest.mark.long
 def test_lost_steps_are_exact_by_the_optimizer_counter(
     failed: tuple[dict[str, Any], list[dict[str, float]], float],
 ) -> None:

@@ -38,6 +38,7 @@ def attribute(point: Any, name: str) -> int | None:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "steps"), [(SMALL, STEPS), (LARGE, STEPS), *long((4096, 600))])
 def test_spans_and_series_stay_within_their_limits_at_any_job_size(ranks: int, steps: int) -> None:
     """The spans per second and the series are counted over all nodes.

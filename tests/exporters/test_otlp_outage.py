@@ -180,6 +180,7 @@ def test_next_sidecar_delivers_what_a_killed_one_could_not(
     assert not node_state.load_all(run)[0].undelivered.signals
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_steps_without_records_are_counted_as_lost(
     sidecar: Callable[..., Sidecar], receiver: Receiver

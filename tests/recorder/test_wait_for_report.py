@@ -48,6 +48,7 @@ def late_sidecar(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str) -> 
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
+@pytest.mark.long
 def test_program_waits_while_the_sidecar_computes(
     enough: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,7 @@ def test_simulated_run_needs_no_recorder(run_python: Run) -> None:
     assert (done.returncode, shown.returncode) == (0, 0), done.stderr + shown.stderr
 
 
+@pytest.mark.long
 def test_damaged_recorder_is_named_with_its_error(run_python: Run, package: Path) -> None:
     (package / "_native.abi3.so").write_bytes(b"\x7fELF, and then something else")
     done = run_python("-c", TRAIN)

@@ -107,6 +107,7 @@ def test_time_for_results_is_charged_to_this_package(tmp_path: Path) -> None:
     assert asked["own_ns"] < 0.5 * asked["tool_ns"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("polars") is None, reason="polars is not installed")
 def test_step_table_of_polars_has_the_same_numbers_as_that_of_pandas(tmp_path: Path) -> None:
     """Unmeasured values are null."""

@@ -203,6 +203,7 @@ def test_reader_process_of_the_live_page_has_a_memory_limit() -> None:
     assert _call_with_read_errors.__name__  # The program's text uses this function by name.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [sparse, many_rows])
 def test_live_page_names_files_that_cannot_be_read(
     run: RunDirectory, make: Callable[[Path], None]

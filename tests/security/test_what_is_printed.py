@@ -97,6 +97,7 @@ def _printed(*arguments: str) -> str:
     return out.getvalue() + err.getvalue()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @given(data=st.data(), text=hostile, note=hostile, schema=hostile)
 @settings(

@@ -170,6 +170,7 @@ def test_slower_modules_of_a_slow_rank_are_found_by_the_sidecar(tmp_path: Path) 
     assert min(group.slower_modules_ns.values()) > 0.05 * 200e6 / len(names)
 
 
+@pytest.mark.long
 def test_all_steps_recorded_by_a_simulation_are_stored(tmp_path: Path) -> None:
     """No record is lost, and no ring file remains."""
     run = make_run(tmp_path)

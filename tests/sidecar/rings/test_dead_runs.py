@@ -173,6 +173,7 @@ def test_rings_are_kept_if_the_run_directory_is_not_writable(tmp_path: Path) -> 
     assert "stay: " in done.stderr
 
 
+@pytest.mark.long
 def test_rings_of_a_live_rank_in_another_pid_namespace_are_kept(tmp_path: Path) -> None:
     """The rank's pid does not exist in this namespace."""
     other_namespace = f"""
