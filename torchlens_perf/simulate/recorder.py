@@ -6,6 +6,7 @@ is recorded when it ends, and phases inside of others count apart.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from typing import TYPE_CHECKING
 
@@ -29,15 +30,15 @@ _WORD_BYTES = 8
 _STEP_FRAME = struct.Struct("<qqqII")
 
 
+@dataclasses.dataclass(slots=True)
 class _Span:
     """A span that has started and not ended."""
 
-    def __init__(self, kind: int, name_id: int, start_ns: int) -> None:
-        self.kind = kind
-        self.name_id = name_id
-        self.start_ns = start_ns
-        self.nested_ns = 0
-        self.phase_ns = 0
+    kind: int
+    name_id: int
+    start_ns: int
+    nested_ns: int = 0
+    phase_ns: int = 0
 
 
 class SimulatedRecorder:
@@ -75,15 +76,17 @@ class SimulatedRecorder:
     def record_collective(
         self, name_id: int, start_ns: int, duration_ns: int, flags: int, size: int, sequence: int
     ) -> None:
-        span = _Span(Kind.COLLECTIVE, name_id, start_ns)
-        self._add(span, self.step, duration_ns, flags, size, sequence)
+        self._add(
+            _Span(Kind.COLLECTIVE, name_id, start_ns), self.step, duration_ns, flags, size, sequence
+        )
 
     def record_device_span(
         self, name_id: int, step: int, start_ns: int, duration_ns: int, kind: int, behind_ns: int
     ) -> None:
         """Record a span by the device's clock. kind, behind_ns: see Kind.DEVICE."""
-        span = _Span(Kind.DEVICE, name_id, start_ns)
-        self._add(span, step, duration_ns, 0, kind, behind_ns, depth=1)
+        self._add(
+            _Span(Kind.DEVICE, name_id, start_ns), step, duration_ns, 0, kind, behind_ns, depth=1
+        )
 
     def end_step(self, flags: int, value0: int, value1: int) -> None:
         """End the step, and begin the next one at the same time."""

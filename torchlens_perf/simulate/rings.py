@@ -151,19 +151,20 @@ class SimulatedRank:
         # nothing in shared memory.
         self._ring = create_ring(run, self.identity, config.ring_capacity, keep=True)
         self._recorder = SimulatedRecorder(self._ring, begin.monotonic_ns)
-        self._intern = self._ring.intern
         self._metadata = RankMetadata(
             config, self.identity, self._ring, self._recorder, begin, simulated=True
         )
-        self._ids = {part: (kind, self._intern(name)) for part, (kind, name) in _PHASES.items()}
-        self._wait_id = self._intern("wait")
+        self._ids = {
+            part: (kind, self._ring.intern(name)) for part, (kind, name) in _PHASES.items()
+        }
+        self._wait_id = self._ring.intern("wait")
         stage = topology.coordinates(rank)["pp"]
         modules = [f"layers.{stage * _LAYERS_PER_STAGE + i}" for i in range(_LAYERS_PER_STAGE)]
         if stage == 0:
             modules.insert(0, "embedding")
         if stage == topology.pp - 1:
             modules.append("head")
-        self._modules = [self._intern(name) for name in modules]
+        self._modules = [self._ring.intern(name) for name in modules]
         self._sequences: dict[str, int] = {}
         groups = simulated_groups(topology, rank)
         self._group_of = {group.dimension: name for name, group in groups.items()}
@@ -196,7 +197,7 @@ class SimulatedRank:
 
     def close(self) -> None:
         self._end_device_step(self._recorder.now_ns)
-        self._report_device_times(self._recorder.step)
+        self._report_device_times(self._recorder.step + 1)
         self._recorder.flush()
         self._metadata.publish_end(None, None)
         self._ring.close()
@@ -261,9 +262,9 @@ class SimulatedRank:
                 at_ns += piece_ns
             self._queue_span(_PHASES[part][0], phase_ns, at_ns - phase_ns, reported=reported)
         self._queue_span(Kind.STEP, begin_ns, duration_ns, reported=reported)
-        step = self._recorder.step
         self._end_step(timeline, index, begin_ns + duration_ns)
-        self._report_device_times(step - (self._device.late_steps if self._device else 0))
+        late_steps = self._device.late_steps if self._device else 0
+        self._report_device_times(self._recorder.step - late_steps)
 
     def _record_launch_bound_step(self, timeline: LaunchBoundTimes, index: int) -> None:
         assert self._device is not None
@@ -292,9 +293,8 @@ class SimulatedRank:
                 )
                 self._queue_span(Kind.WAIT, arrived_ns, end_ns - arrived_ns, reported=reported)
             self._queue_span(_PHASES[part][0], start_ns, end_ns - start_ns, reported=reported)
-        step = self._recorder.step
         self._end_step(timeline, index, self._recorder.now_ns + own["host"])
-        self._report_device_times(step - self._device.late_steps - AHEAD)
+        self._report_device_times(self._recorder.step - self._device.late_steps - AHEAD)
 
     def _end_device_step(self, end_ns: int) -> None:
         """Record the device's step in progress, which ends where the next step begins."""
@@ -323,8 +323,8 @@ class SimulatedRank:
             step = self._recorder.step if step is None else step
             self._unreported.append((self._wait_id, step, start_ns, duration_ns, kind, behind_ns))
 
-    def _report_device_times(self, until_step: int) -> None:
-        while self._unreported and self._unreported[0][1] <= until_step:
+    def _report_device_times(self, before_step: int) -> None:
+        while self._unreported and self._unreported[0][1] < before_step:
             self._recorder.record_device_span(*self._unreported.popleft())
 
     def _end_step(self, timeline: Timeline | LaunchBoundTimes, index: int, end_ns: int) -> None:
@@ -361,7 +361,7 @@ class SimulatedRank:
         self, dimension: str, start_ns: int, duration_ns: int, flags: Flag
     ) -> None:
         group, size = self._group_of[dimension], _BYTES[dimension]
-        name_id = self._intern(f"allreduce group={group} dtype=bfloat16")
+        name_id = self._ring.intern(f"allreduce group={group} dtype=bfloat16")
         sequence = self._sequences[group] = self._sequences.get(group, -1) + 1
         self._recorder.record_collective(name_id, start_ns, duration_ns, flags, size, sequence)
 

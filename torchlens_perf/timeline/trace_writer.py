@@ -59,10 +59,10 @@ class TraceWriter:
 
     def write_counter(self, owner: int | str, name: str, unit: str, ns: int, value: float) -> None:
         """Write a value of a rank (int) or of a host (str)."""
-        process, ts = self._find_or_add_process(owner), self._microseconds(ns)
-        name = _printable(name)
-        counter = {"ph": "C", "pid": process, "ts": ts, "name": name, "args": {unit: value}}
-        self._write(counter)
+        self._write({
+            "ph": "C", "pid": self._find_or_add_process(owner), "ts": self._microseconds(ns),
+            "name": _printable(name), "args": {unit: value},
+        })  # fmt: skip
 
     def write_instant(self, ns: int, name: str, arguments: Mapping[str, Any]) -> None:
         """Write an event of the whole job. Texts of the arguments are printable."""
@@ -116,6 +116,5 @@ class TraceWriter:
 
     def _describe(self, kind: str, ids: Mapping[str, int], name: str, order: int) -> None:
         """Name a process or a thread, and give it a place among the others."""
-        facts = {"name": {"name": printable(name)}, "sort_index": {"sort_index": order}}
-        for fact, arguments in facts.items():
-            self._write({"ph": "M", **ids, "name": f"{kind}_{fact}", "args": arguments})
+        self._write({"ph": "M", **ids, "name": f"{kind}_name", "args": {"name": printable(name)}})
+        self._write({"ph": "M", **ids, "name": f"{kind}_sort_index", "args": {"sort_index": order}})
