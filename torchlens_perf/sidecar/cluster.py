@@ -258,10 +258,7 @@ class ClusterLink:
         from torchlens_perf.sidecar.nodes.exchange import Exchange
         from torchlens_perf.sidecar.nodes.rendezvous import store_key_of_watch
 
-        if merges:
-            self.membership.start_numbering()
-        else:
-            self.membership.stop_numbering()
+        self.membership.set_leading(merges)
         # Add the node's location to the name that other nodes receive.
         where = describe_location(identity.attributes).replace("/", "-")
         logger.info(

@@ -24,7 +24,7 @@ def node(
     """
     made = Membership(run_id)
     if leads:
-        made.start_numbering()
+        made.set_leading(True)
     for local, (started_s, restarts) in enumerate(sets):
         made.add_set(local, started_s, size, restarts=restarts)
     return made
@@ -89,7 +89,7 @@ def test_process_set_is_numbered_by_its_age_if_an_earlier_set_is_missing() -> No
 def test_new_node_0_continues_the_generation_numbers() -> None:
     zero, heir = node("a", (0.0, 0), (50.0, 1), leads=True), node("b", (50.1, 0))
     heir.apply_control_message(zero.build_control_message(60.0), 60.0)
-    heir.start_numbering()
+    heir.set_leading(True)
     heir.add_set(1, 90.0, 2)
     assert (heir.generation_number(0), heir.generation_number(1), heir.run_id) == (1, 2, "a")
 

@@ -6,6 +6,7 @@ The sidecars of all nodes except node 0 use this module.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import threading
@@ -190,7 +191,7 @@ class ReportSender:
         except transport.CALL_ERRORS as error:
             raise ConnectionError(f"{where}: {await self._describe_error(error)}") from None
         instance, shown = found.get(transport.INSTANCE, b""), found[transport.PROOF]
-        if not transport.are_proofs_equal(
+        if not hmac.compare_digest(
             shown, transport.make_proof(address.token, transport.INSTANCE, nonce + instance)
         ):
             raise ConnectionError(
@@ -206,8 +207,7 @@ class ReportSender:
         if not places.tls_folder:
             return aio.insecure_channel(where, options=transport.CLIENT_OPTIONS)
         # The host name in node 0's certificate.
-        name = places.tls_name
-        named = [("grpc.ssl_target_name_override", name)] if name else []
+        named = [("grpc.ssl_target_name_override", places.tls_name)] if places.tls_name else []
         return aio.secure_channel(
             where,
             transport.load_client_credentials(places.tls_folder),

@@ -114,17 +114,14 @@ class Membership:
             self._numbers[local] = number
         self._number_sets()
 
-    def start_numbering(self) -> None:
-        """Make this node number new sets, because it has rank 0.
+    def set_leading(self, leads: bool) -> None:
+        """Make this node number new sets if it has rank 0, or stop that if another node has it.
 
         The numbers continue after those of an earlier node 0.
         """
-        self._leads = True
-        self._number_sets()
-
-    def stop_numbering(self) -> None:
-        """Stop numbering sets, because another node has rank 0."""
-        self._leads = False
+        self._leads = leads
+        if leads:
+            self._number_sets()
 
     def generation_number(self, local: int) -> int:
         """Return the generation of a set of this node, or a guess until node 0 reports it."""

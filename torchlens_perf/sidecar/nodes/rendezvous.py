@@ -232,17 +232,13 @@ class Rendezvous:
         if self._child.poll() is None:
             if self._clock() < self._child_until_s:
                 return b""
-            self._kill_store_process()
-            self._store_error = (
-                f"the job's store did not answer within {self.timing.store_child_s:.0f} s"
-            )
-            self._not_before_s = self._clock() + self.timing.store_again_s * random.uniform(
-                0.5, 1.0
-            )
-            return b""
-        assert self._child.stdout is not None
-        kind, _, value = self._child.stdout.read(_MAX_RECORD_BYTES).partition(b" ")
+            lives_s = self.timing.store_child_s
+            answer = f"error the job's store did not answer within {lives_s:.0f} s".encode()
+        else:
+            assert self._child.stdout is not None
+            answer = self._child.stdout.read(_MAX_RECORD_BYTES)
         self._kill_store_process()
+        kind, _, value = answer.partition(b" ")
         if kind == b"found" and value:
             self._store_error = ""
             return value

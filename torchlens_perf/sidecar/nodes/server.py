@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hmac
 import logging
 import secrets
 import threading
@@ -118,7 +119,7 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
             return None
         metadata = dict(call.invocation_metadata)
         nonce, shown = metadata.get(transport.NONCE, b""), metadata.get(transport.PROOF, b"")
-        good = transport.are_proofs_equal(
+        good = hmac.compare_digest(
             shown, transport.make_proof(self._token, transport.SENDER, nonce)
         )
         return self._accept if good and len(nonce) == transport.NONCE_BYTES else self._refuse
@@ -139,21 +140,20 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
         await context.send_initial_metadata(
             ((transport.INSTANCE, self._instance), (transport.PROOF, proof))
         )
-        inbox, lock, last_report_s = self._inbox, self._lock, self._last_report_s
-        with lock:
-            inbox.add_sender(
+        with self._lock:
+            self._inbox.add_sender(
                 sender, node[:_MAX_NAME_BYTES].decode(errors="replace"), time.monotonic()
             )
         task = asyncio.current_task()
         assert task is not None
-        last_report_s[task] = time.monotonic()
+        self._last_report_s[task] = time.monotonic()
         try:
             while (data := await context.read()) is not aio.EOF:
-                last_report_s[task] = now_s = time.monotonic()
+                self._last_report_s[task] = now_s = time.monotonic()
                 try:
-                    with lock:
-                        inbox.receive_report(sender, data, now_s)
-                        instructions = inbox.instructions
+                    with self._lock:
+                        self._inbox.receive_report(sender, data, now_s)
+                        instructions = self._inbox.instructions
                     # Free the report before waiting for the next one, because there is one per
                     # node.
                     data = b""
@@ -162,10 +162,11 @@ class ReportCollector(grpc.GenericRpcHandler):  # type: ignore[misc]
                     await context.abort(
                         grpc.StatusCode.INVALID_ARGUMENT, "that report cannot be read"
                     )
-                reply = ReportReply(self._min_report_interval_s(), instructions)
-                await context.write(encode(reply))
+                await context.write(
+                    encode(ReportReply(self._min_report_interval_s(), instructions))
+                )
         finally:
-            del last_report_s[task]
+            del self._last_report_s[task]
 
     def _min_report_interval_s(self) -> float:
         nodes = len(self._last_report_s)

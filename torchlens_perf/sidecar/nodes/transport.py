@@ -82,11 +82,6 @@ def make_proof(token: str, role: str, nonce: bytes) -> bytes:
     ).digest()
 
 
-def are_proofs_equal(shown: bytes, wanted: bytes) -> bool:
-    """Compare two proofs in constant time."""
-    return hmac.compare_digest(shown, wanted)
-
-
 def describe_grpc_status(code: grpc.StatusCode, details: str | None) -> str:
     """Return one line that describes how a gRPC call has ended."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
